@@ -1,6 +1,7 @@
 """Numbers as people read them: seconds, bytes, shares and speed-ups, written one way everywhere."""
 
 import math
+from collections.abc import Sequence
 
 UNKNOWN = "-"
 _SMALL_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
@@ -85,6 +86,15 @@ def ratio(value: float | None) -> str:
     ('2.96x', '0.11x', '-')
     """
     return UNKNOWN if value is None else f"{value:.2f}x"
+
+
+def listed(texts: Sequence[str], most: int) -> str:
+    """Return the first of some texts, and how many more there are.
+
+    >>> listed(["a", "b"], 2), listed(["a", "b", "c", "d"], 2)
+    ('a, b', 'a, b and 2 more')
+    """
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def is_share(metric: str) -> bool:

@@ -7,6 +7,7 @@ and minibatches; changed code is reported.
 from dataclasses import dataclass, fields
 
 from pipebench.checkpoint.state import CheckpointError
+from pipebench.formats import listed
 
 _CODE = "code"
 _MOST_NAMED = 5  # modules in a sentence
@@ -50,5 +51,4 @@ def changed_code(found: RunIdentity | None, now: RunIdentity | None) -> str | No
     if found is None or now is None or found.code == now.code:
         return None
     names = sorted(name for name in {*found.code, *now.code} if found.code.get(name) != now.code.get(name))
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"{', '.join(names[:_MOST_NAMED])}{more}"
+    return listed(names, _MOST_NAMED)

@@ -1,1 +1,1 @@
-"""Workers in processes of their own: how they start, talk, agree, stall and fail."""
+"""Workers in processes of their own: how they start, communicate, agree, stall and fail."""

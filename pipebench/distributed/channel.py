@@ -1,13 +1,12 @@
-"""Channels: a one-way, ordered flow of messages between two workers, received ahead and sent in the background.
+"""Channels: one-way, ordered flows of messages between two workers, received ahead and sent in the background.
 
-A message goes into a buffer that the receiver posted before it was sent, so it travels while both sides compute. How
-large the posted buffers are follows from the messages before, by one rule that both ends apply: neither has to ask.
+A message goes into a buffer that the receiver posted earlier, so it travels while both sides compute. Both ends derive
+the size of posted buffers from the messages before, by one rule, without asking.
 
-Two workers that exchange activations and gradients have a channel for each, with a tag of its own: what one direction
-waits for never stands behind the other. A send returns at once and its buffer is its own until the message
-has left. Gloo doesn't say when that is, unless one waits: every message tells how many the other way were taken,
-and so buffers are used again. Every message is waited for before the process group ends. Received tensors stand in the
-buffer that was posted for them, which is theirs from then on: the next receive is given a new one.
+Activations and gradients have a channel each, with a tag of its own, so neither direction waits behind the other. A
+send returns at once and owns its buffer until the message has left. Gloo reports that only to a wait, so every message
+carries the number of messages taken the other way, and buffers are reused by that. All messages are waited for before
+the process group ends. Received tensors own the buffer that was posted for them; the next receive gets a new one.
 """
 
 from collections import deque
@@ -46,13 +45,12 @@ class ChannelLink:
 
     Attributes:
         peer: the other one's rank.
-        lanes: Gloo groups of all ranks that carry messages and nothing else, taken in turn.
-        tag: of this direction and kind of message, on that group.
+        lanes: Gloo groups of all ranks that carry messages only, used in turn.
+        tag: of this direction and kind of message.
         direct: an NCCL group of the two, for the tensors; None if they travel inside the messages.
         device: where values are, and where they are wanted.
         clock: the run's clock, seconds.
-        idle: a stream of the GPU on which nothing ever runs, where `direct` is NCCL's; else None. It exists on a GPU
-            only; the tests make one up.
+        idle: a stream of the GPU that stays empty, where `direct` is NCCL's; else None. The tests make one up.
     """
 
     peer: int
@@ -65,11 +63,11 @@ class ChannelLink:
 
     @property
     def spill_tag(self) -> int:
-        """Tag of what was too large for the posted buffer."""
+        """Tag of the rest of a message too large for the posted buffer."""
         return self.tag + 1
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Return a new buffer of bytes on the CPU; pinned where a GPU copies to or from it."""
+        """Return a new buffer of bytes on the CPU, pinned if a GPU copies to or from it."""
         is_copied = self.device.type == "cuda" and self.direct is None
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_copied)
 
@@ -78,7 +76,7 @@ class _Capacity:
     """The size of the buffer posted for the next message: that of the largest message so far.
 
     The receiver posts message j's buffer when it has taken message j - AHEAD, so the sender leaves out the sizes of the
-    last AHEAD - 1 messages. Between segments the receiver knows more, and posts more, than the sender counts on.
+    last AHEAD - 1 messages. Between segments the receiver knows and posts more than the sender assumes.
     """
 
     def __init__(self, first_bytes: int, leave_out: int) -> None:
@@ -86,20 +84,20 @@ class _Capacity:
         self.now = HEADER_BYTES + _ROOM_FOR_TEXT + aligned(first_bytes)
 
     def count(self, num_bytes: int) -> None:
-        """A message of that size was sent or taken."""
+        """Count a message of that size, sent or taken."""
         self._latest.append(num_bytes)
         self.now = max(self.now, self._latest.popleft())
 
 
 @dataclass
 class _Buffer:
-    """Bytes of a message, with the tensors' places in it by layout."""
+    """Bytes of a message, with the tensors' views of it by layout."""
 
     data: torch.Tensor
     views: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
     def places(self, layout: MessageLayout, number: int, start: int) -> list[torch.Tensor]:
-        """Return where the tensors of layout `number` are in a message whose tensors begin at `start`."""
+        """Return the views of layout `number`'s tensors in a message whose tensors begin at `start`."""
         found = self.views.get((number, start))
         if found is None:
             found = self.views[number, start] = layout.views(self.data.numpy(), start)
@@ -107,12 +105,7 @@ class _Buffer:
 
 
 class ChannelSender(SendingEnd):
-    """The sending end.
-
-    Args:
-        link: where to.
-        first_bytes: size of the values that are expected.
-    """
+    """The sending end; `first_bytes` is the expected size of values."""
 
     def __init__(self, link: ChannelLink, first_bytes: int) -> None:
         self._link = link
@@ -125,7 +118,7 @@ class ChannelSender(SendingEnd):
         self._num_sent = 0
 
     def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None, taken: int = 0) -> int:
-        """Hand over a message; see `SendingEnd`."""
+        """Send a message; see `SendingEnd`."""
         while most_leaving is not None and len(self._leaving) >= most_leaving:
             self._wait_for_first()
         form, tensors = form_of(values)
@@ -151,7 +144,7 @@ class ChannelSender(SendingEnd):
         return layout.payload_bytes
 
     def taken(self, num_messages: int) -> None:
-        """Use the buffers of the first messages again: the receiver has taken so many."""
+        """Reuse the buffers of the first messages, so many of which the receiver has taken."""
         while self._num_left < num_messages:
             self._wait_for_first()
 
@@ -164,7 +157,7 @@ class ChannelSender(SendingEnd):
                 self._direct.popleft()[0].wait()
 
     def _send_directly(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send tensors by NCCL, if that is how they travel; they are kept until the device has sent them."""
+        """Send tensors by NCCL, if they travel so, and hold them until the device has sent them."""
         if self._link.direct is None:
             return
         while self._direct and self._direct[0][0].is_completed():
@@ -202,13 +195,13 @@ class Receiver(ReceivingEnd):
         self._unposted = 0
 
     def expect(self, num_messages: int) -> None:
-        """Post buffers for messages that are going to come, now and as others are received."""
+        """Post buffers for future messages, now and as others are received."""
         self._unposted += num_messages
         while self._unposted > 0 and len(self._posted) < AHEAD:
             self._post()
 
     def receive(self, unit: int | None) -> Message:
-        """Wait for the next message, which must be about this unit; None: about any.
+        """Wait for the next message, which must be of this unit; None: of any.
 
         Raises:
             PeerLostError: the sender is gone.
@@ -249,11 +242,11 @@ class Receiver(ReceivingEnd):
         return buffer
 
     def _directly(self, layout: MessageLayout) -> list[torch.Tensor]:
-        """Receive the tensors by NCCL; the wait is the device's, not the host's.
+        """Receive the tensors by NCCL; the device waits, not the host.
 
-        NCCL begins to receive when the stream that is current has done what it was given before. Here that is one which
-        never has anything to do, so bytes come in while the GPU computes. What it computes from now on waits for them;
-        the memory, which belongs to the idle stream, is used again only after that, too.
+        NCCL begins to receive when the current stream has finished its earlier work. The idle stream has none, so bytes
+        arrive while the GPU computes. The GPU's further work waits for them, and the idle stream's memory is reused
+        only after that.
         """
         link = self._link
         with peers(), nullcontext() if link.idle is None else torch.cuda.stream(link.idle):

@@ -1,4 +1,4 @@
-"""What a worker does together with others: all-reduces among its stage's replicas, and a norm that all stages share."""
+"""A worker's collective operations: all-reduces among its stage's replicas, and a norm over all stages."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -24,23 +24,22 @@ from pipebench.simulate.timeline import BUFFERS, CONTROL, Transfer
 
 
 class ProcessCollectives:
-    """The process groups of one worker, and what it does in them. All workers make one, at the same time.
+    """The process groups of one worker, and its operations in them. All workers make one, at the same time.
 
     Args:
         setup: what is run.
         world: the processes.
         worker: this process's.
         clock: the run's clock, seconds.
-        meter: told of every all-reduce.
-        num_bytes: what this worker has sent, by kind and level; added to.
+        meter: records every all-reduce.
+        num_bytes: bytes sent by this worker, by kind and level; added to.
 
     Attributes:
-        setup, world, worker, clock, meter, num_bytes: as given.
-        ranks: the process of every worker.
-        groups: process groups to give up at the end.
+        ranks: of every worker's process.
+        groups: process groups to leave at the end.
         stage_groups: by stage, the group of its replicas, where there are several.
-        extensions: what those that are on add.
-        stall_s: seconds waited; who reads it sets it back.
+        extensions: the collectives of the run's extensions.
+        stall_s: seconds waited; the reader resets it.
     """
 
     def __init__(
@@ -75,11 +74,11 @@ class ProcessCollectives:
             extension.begin(first, limit)
 
     def on_gradient(self, stage: int) -> OnGradient | None:
-        """Return what takes every gradient of a round's last backward, if they are reduced while it runs."""
+        """Return what takes every gradient of a round's last backward, if sums overlap with it."""
         return self._reducers[stage].add if SYNCS[self.setup.pipeline.sync].overlaps else None
 
     def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Give the gradients of a round that the backward has not reached; of an idle replica, all, as zeros."""
+        """Add a round's gradients that the backward has not reached; of an idle replica, all, as zeros."""
         self._reducers[stage].finish(gradients)
 
     def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
@@ -98,7 +97,7 @@ class ProcessCollectives:
         return gradients
 
     def norm(self, round_index: int) -> torch.Tensor:
-        """Return the norm of all stages' gradients: what the parameters' are is gathered, one process has each.
+        """Return the norm of all stages' gradients, from the gathered squares of every process's parameters.
 
         Raises:
             PeerLostError: a worker is gone.
@@ -120,7 +119,7 @@ class ProcessCollectives:
         return norm
 
     def drained(self) -> None:
-        """Average running statistics over every stage's replicas; extensions exchange what is theirs.
+        """Average running statistics over every stage's replicas; extensions exchange their own state.
 
         Raises:
             PeerLostError: another replica is gone.
@@ -138,7 +137,7 @@ class ProcessCollectives:
             deque(extension.drained(), maxlen=0)
 
     def close(self) -> None:
-        """Give up the groups."""
+        """Leave the groups."""
         for extension in self.extensions.values():
             extension.close()
         for sharing in self._sharing:
@@ -146,7 +145,7 @@ class ProcessCollectives:
         leave(self.groups)
 
     def _connect(self) -> None:
-        """Use every stage's group in every way once, before anybody has anything else to wait for."""
+        """Use every stage's group in every way once, before any worker waits for something else."""
         for reducer in self._reducers.values():
             reducer.connect()
         for stage in self.stage_groups:
@@ -155,14 +154,14 @@ class ProcessCollectives:
                 self._sum(stage, torch.cat([torch.zeros_like(buffers[index]).reshape(-1) for index in indices]))
 
     def _sum(self, stage: int, flat: torch.Tensor) -> torch.Tensor:
-        """Return the sum of what every replica of a stage gives, on the device."""
+        """Return the sum over a stage's replicas, on the device."""
         travels = flat if self.world.direct else flat.cpu()
         with peers():
             dist.all_reduce(travels, group=self.stage_groups[stage])
         return travels.to(flat.device)
 
     def _make_group(self, stage: int) -> None:
-        """Make the group of a stage's replicas; workers of other stages help to make it."""
+        """Make the group of a stage's replicas; all workers take part in making it."""
         setup, world = self.setup, self.world
         ring = setup.ring(setup.pipeline.workers_of(stage))
         ranks = [self.ranks[worker] for worker in ring]
@@ -185,7 +184,7 @@ class ProcessCollectives:
             )
 
     def _buckets_of(self, stage: int) -> tuple[list[torch.Tensor], list[list[int]]]:
-        """Return a stage's parameters, and the positions of those of every bucket: of one type each."""
+        """Return a stage's parameters, and the positions of those of every bucket, of one type each."""
         weights = self.worker.replicas[stage].weights
         like = weights.newest.parameters
         return like, [
@@ -195,7 +194,7 @@ class ProcessCollectives:
         ]
 
     def _count(self, stage: int, sync: str, kind: str, label: str, num_bytes: int, start_s: float) -> None:
-        """Count what this worker sends of a sum over a stage's replicas, and note the whole for the timeline."""
+        """Count the bytes that this worker sends of a sum over a stage's replicas; record the sum for the timeline."""
         ring, total, levels = self._rings[stage], 0, set()
         for sender, receiver, sent in traffic(sync, num_bytes, len(ring)):
             level = self.setup.level_between(ring[sender], ring[receiver])

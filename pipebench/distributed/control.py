@@ -1,8 +1,7 @@
-"""The threads beside a worker's training: they notice a stall, tell the others, and agree on where to stop.
+"""The threads beside a worker's training: they detect a stall, report it to the others, and agree on where to stop.
 
-The training thread only writes down what it turns to. Everything that takes time, the store above all, is done by
-two threads: one talks to the store, the other, which needs nobody's answer, watches the training thread. So even a
-job whose launcher hangs still says which worker doesn't get on.
+The training thread only notes its current instruction. One thread talks to the store, which takes time; another
+watches the training thread and waits for no answer, so that even if the launcher hangs a stalled worker is named.
 """
 
 import json
@@ -35,28 +34,28 @@ _FAILED = 3
 
 
 def end_quietly() -> NoReturn:
-    """End this process now: its launcher was killed, and nobody is there to be told."""
+    """End this process now: its launcher was killed, so nothing can be reported."""
     os._exit(_FAILED)
 
 
 class Control:
     """One worker's control threads.
 
-    Stop agreement: see `pipebench/engine/gate.py`. The key `pipebench/stop` holds the reason; the first one counts.
-    Every worker answers it with its position under a key of its own; whoever has read all positions knows the cut.
-    A stop is for good: after it, segments have no minibatches.
+    Stop agreement: see `pipebench/engine/admission.py`. The key `pipebench/stop` has the reason; the first one counts.
+    Every worker answers it with its position under a key of its own; all positions together determine the cut. A stop
+    is final: segments after it have no minibatches.
 
     Args:
-        store: what all workers share, fresh in every attempt; cloned here, so that its connection isn't shared.
+        store: shared by all workers, new in every attempt; cloned here, so that its connection isn't shared.
         worker: this worker.
         num_workers: all workers.
         pipeline: the pipeline.
-        stall_limit_s: a worker longer than this at one instruction, or at other work with a name, ends the job.
-        multiple_of: segments end early at multiples of so many minibatches: at those of a text's streams, whose states
-            would otherwise be with other replicas than the next minibatches, under another plan at the latest.
+        stall_limit_s: a worker longer than this at one instruction, or at other named work, ends the job.
+        multiple_of: segments end early at multiples of so many minibatches, a text's streams, whose states would
+            otherwise be on other replicas than the next minibatches.
         on_stall: takes the report, in a control thread, and ends the process.
-        on_orphan: ends the process when the store is gone, that is, when the launcher was killed.
-        heartbeat_s: how often workers tell each other what they are at.
+        on_orphan: ends the process when the store is gone, i.e. the launcher was killed.
+        heartbeat_s: seconds between workers' reports of their current work.
     """
 
     def __init__(
@@ -101,9 +100,9 @@ class Control:
             thread.start()
 
     def close(self) -> None:
-        """End the threads; waits for them, but not long for one that waits for the store.
+        """End the threads; a thread that waits for the store is waited for briefly.
 
-        Every worker does so before a last barrier, if the store ends with one of them: else the others are orphans.
+        If the store ends with a worker, all close before a last barrier: the others would take themselves for orphans.
         """
         self._closed.set()
         self._wake.set()
@@ -112,30 +111,29 @@ class Control:
                 thread.join(timeout=2.0)
 
     def at(self, instruction: Instruction | None, wait: str = "") -> None:
-        """Say what the training thread turns to; costs well under a microsecond.
+        """Note the training thread's current work; costs well under a microsecond.
 
         Args:
             instruction: what it executes; None for other work.
-            wait: the name of that work ("exchange", "barrier" are waits for all workers; "checkpoint", "evaluate" and
-                any other name are the worker's own), or of what the instruction belongs to if that isn't training: its
-                number is then a minibatch. None and no name: nothing that is watched.
+            wait: the name of other work ("exchange" and "barrier" wait for all workers; any other name is the
+                worker's own), or of what the instruction belongs to if that isn't training, whose number is then a
+                minibatch. None and no name: nothing is watched.
         """
         self._place = (instruction, wait, time.monotonic())
 
     def begin(self, segment: int, num_minibatches: int) -> None:
-        """Turn to a segment of training; all workers do so for the same segments, in ascending order."""
+        """Begin a segment of training; all workers begin the same segments, in ascending order."""
         self._gate.begin(segment, num_minibatches)
 
     def end_at(self, minibatch: int) -> None:
-        """Let this segment end before a minibatch that nobody has begun; all workers are told the same."""
+        """Shorten the segment to end before `minibatch`, which no worker may have started; all workers call it."""
         self._gate.end_at(minibatch)
 
     def admit(self, minibatch: int) -> bool:
         """Return whether a minibatch, numbered since the drain, may begin on this worker; False ends the segment.
 
-        To be asked before the first instruction of the minibatch on this worker, and, on a replica without a unit in
-        the last round, before it joins that round: `gate.admitted_program` does it. Waits while a stop is being
-        agreed on.
+        Called before the minibatch's first instruction on this worker and, on a replica without a unit in the last
+        round, before it joins that round: `admitted_program` does it. Waits while workers agree on a stop.
         """
         if self._gate.is_undecided(minibatch):
             place = self._place
@@ -148,19 +146,18 @@ class Control:
 
     @property
     def limit(self) -> int:
-        """Minibatches of this segment that will run; final once `admit` said no or all minibatches have begun."""
+        """Minibatches of this segment that will run; final once `admit` returned False or all have begun."""
         return self._gate.limit
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run stops, once that is agreed on; it may be known here a moment before or after it is elsewhere."""
+        """Why the run stops, once agreed; workers learn it at slightly different times."""
         return self._stop_reason
 
     def request_stop(self, reason: str) -> None:
         """Ask all workers to stop at the same minibatch; from any thread. The first reason in the store counts."""
-        if (
-            self._request is None
-        ):  # a signal handler may call this in the middle of itself: it must not take a lock twice
+        # A signal handler may call this in the middle of itself: it must not take a lock twice.
+        if self._request is None:
             self._request = reason
             self._wake.set()
 
@@ -198,7 +195,7 @@ class Control:
                 self._heard[peer] = (beat, self._listened_s)
 
     def _agree(self) -> None:
-        """Go one step on towards the cut, without waiting for anybody."""
+        """Advance the agreement by one step, without waiting."""
         if self._stop_reason is not None:
             return
         if self._request is not None and not self._answered:
@@ -214,7 +211,7 @@ class Control:
             self._gate.settle(max(Position(segment, bound) for segment, bound, _ in answers))
 
     def _watch(self) -> None:
-        """Add up how long the training thread is at one place; time in which this process slept doesn't count."""
+        """Add up how long the training thread is at one place, without time in which this process slept."""
         period_s = min(_WATCH_S, self._stall_limit_s / 10)
         place, place_s, before_s = self._place, 0.0, time.monotonic()
         while not self._closed.wait(period_s):
@@ -230,12 +227,12 @@ class Control:
                 return
 
     def _limit_s(self, place: tuple[Instruction | None, str, float]) -> float:
-        """Return how long one may be at something: writing a checkpoint or a search take longer than instructions."""
+        """Return the time limit of a piece of work: checkpoints and searches take longer than instructions."""
         is_own_work = place[0] is None and place[1] not in (ADMIT, EXCHANGE, BARRIER)
         return self._stall_limit_s * (_OWN_WORK if is_own_work else 1)
 
     def _has_reason(self, place: tuple[Instruction | None, str, float]) -> bool:
-        """Return whether this worker waits for one that says it works, which watches itself."""
+        """Return whether this worker waits for another that reports work of its own, which is watched there."""
         if place[0] is not None or place[1] not in (EXCHANGE, BARRIER):
             return False
         now_s = time.monotonic()
@@ -248,7 +245,7 @@ class Control:
         return describe(self._pipeline, self._worker, instruction, work, gate.num_minibatches, elapsed_s)
 
     def _report(self) -> str:
-        """Return who holds the job up. Ages end where this worker last listened: what it didn't hear is no silence."""
+        """Return the stall report. Ages end when this worker last heard the store: later silence isn't known."""
         now_s, listened_s = time.monotonic(), self._listened_s
         overdue_s = max(_SILENT_HEARTBEATS * self._heartbeat_s, min(_SILENT_S, self._stall_limit_s / 2))
         activities, silent_s = {self._worker: self._activity()}, dict[int, float]()

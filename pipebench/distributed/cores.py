@@ -1,4 +1,4 @@
-"""How many of this host's cores a run may use, and whether its processes have to share them."""
+"""The number of this host's cores that a run may use, and whether its processes share them."""
 
 import os
 import socket
@@ -10,14 +10,9 @@ import torch
 
 
 def usable_cores(root: Path = Path("/")) -> float:
-    """Return how many cores this process may keep busy; a batch system, `taskset` or a container gives it fewer.
+    """Return how many cores this process may keep busy, at least 0.01, the least that a control group can have.
 
-    Args:
-        root: where the system's files are.
-
-    Returns:
-        The cores it may run on, or the processor time of its control groups in cores, whichever is less; at least 0.01,
-        the least that a control group can have.
+    It is the smaller of its affinity and the quotas of its control groups, whose files are under `root`.
     """
     # Python >= 3.13 has os.process_cpu_count for the first; nothing in Python tells the second.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -25,25 +20,23 @@ def usable_cores(root: Path = Path("/")) -> float:
 
 
 def core_share(device: torch.device) -> dict[str, Any]:
-    """Return this process's host, its threads that compute, and the cores they may use; JSON, for `crowding`."""
+    """Return this process's host, its computing threads, and the cores they may use; JSON, for `crowding`."""
     # A process whose GPU computes keeps one core busy: it gives the GPU its work.
     threads = 1 if device.type == "cuda" else torch.get_num_threads()
     return {"host": socket.gethostname(), "threads": threads, "cores": usable_cores()}
 
 
 class Turn(NamedTuple):
-    """When a process works if not all can at once: in which turn, of how many."""
+    """A process's turn, and the number of turns."""
 
     number: int
     of: int
 
 
 def turn_of(shares: Sequence[Mapping[str, Any]], rank: int) -> Turn:
-    """Return a process's turn, such that in each turn every thread has a core of its own, if its process can.
+    """Return a rank's turn such that in each turn every thread has its own core, if its process allows.
 
-    Args:
-        shares: what `core_share` returned in every process, by rank.
-        rank: whose turn.
+    `shares` are all processes' `core_share`, by rank.
     """
     turns: list[int] = []
     taken: dict[str, tuple[int, float]] = {}  # by host: the latest turn, and its threads
@@ -57,9 +50,9 @@ def turn_of(shares: Sequence[Mapping[str, Any]], rank: int) -> Turn:
 
 
 def shared_cores(shares: Sequence[Mapping[str, Any]]) -> tuple[float, int] | None:
-    """Return the cores that the processes of a single host share, and each one's threads, where these are more.
+    """Return the cores that processes of a single host share and each one's threads, or None.
 
-    None where every thread can have a core of its own, and on several hosts.
+    None if every thread can have its own core, and on several hosts.
     """
     if len({share["host"] for share in shares}) != 1 or _threads_per_core(shares) <= 1:
         return None
@@ -67,11 +60,9 @@ def shared_cores(shares: Sequence[Mapping[str, Any]]) -> tuple[float, int] | Non
 
 
 def crowding(shares: Sequence[Mapping[str, Any]], *, simulated: bool = False) -> str:
-    """Return a sentence about the host where most threads share a core; "" where every thread can have its own.
+    """Return a sentence on the host with most threads per core; "" if every thread can have its own.
 
-    Args:
-        shares: what `core_share` returned in every process of a run.
-        simulated: whether the prediction knows of it.
+    `shares` are all processes' `core_share`; `simulated` whether the prediction models it.
     """
     hosts: dict[str, list[Mapping[str, Any]]] = {}
     for share in shares:
@@ -82,11 +73,8 @@ def crowding(shares: Sequence[Mapping[str, Any]], *, simulated: bool = False) ->
     if _threads_per_core(worst) <= 1:
         return ""
     threads, cores = sorted({share["threads"] for share in worst}), worst[0]["cores"]
-    many = (
-        f"{threads[0]} thread{'s' * (threads[0] > 1)}"
-        if len(threads) == 1
-        else f"{threads[0]} to {threads[-1]} threads"
-    )
+    one = f"{threads[0]} thread{'s' * (threads[0] > 1)}"
+    many = one if len(threads) == 1 else f"{threads[0]} to {threads[-1]} threads"
     where = f" on one of {len(hosts)} hosts" if len(hosts) > 1 else ""
     processes = f"{len(worst)} process{'es' * (len(worst) > 1)} x {many}"
     known = "the prediction deals them out evenly" if simulated else "the prediction does not model that"
@@ -98,18 +86,16 @@ def _threads_per_core(shares: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the limit, in cores, of every control group that this process is in; Linux only, both versions."""
+    """Yield the limit, in cores, of every control group of this process; Linux only, versions 1 and 2."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
         number, controllers, path = line.split(":", 2)
-        mounted = root / "sys/fs/cgroup"
         if number != "0" and "cpu" not in controllers.split(","):
             continue
-        if number != "0":
-            mounted /= "cpu"
+        mounted = root / ("sys/fs/cgroup" if number == "0" else "sys/fs/cgroup/cpu")
         # A container may see its group's path as the host has it, and the group's own files at the top.
         group = mounted / path.strip("/")
         for folder in (group, *group.parents):
@@ -119,7 +105,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _quota(folder: Path) -> Iterator[float]:
-    """Yield a control group's own limit in cores, if it has one: its processor time per period of real time."""
+    """Yield a control group's own limit in cores, if any: its processor time per period."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()

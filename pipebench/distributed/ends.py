@@ -1,4 +1,4 @@
-"""The two ends of a channel, however its bytes travel: what a transport asks of them."""
+"""The interface of a channel's two ends, for every kind of transport."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,17 +6,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Message:
-    """What was received.
+    """A received message.
 
     Attributes:
-        unit: whose values they are.
         values: as they were sent, on the receiver's device.
-        payload_bytes: of all tensors together.
-        sent_s: when they were handed over, on the run's clock.
-        arrived_s: when they were here: when the wait for them ended, or the moment they were asked for; where a thread
-            receives them, when it had.
-        note: the number that travelled along.
-        taken: how many messages the sender has taken of those that go the other way.
+        payload_bytes: of all tensors.
+        sent_s: when it was sent, on the run's clock.
+        arrived_s: when it had arrived: at the end of the wait, or at the request; in a receiving thread, the moment.
+        note: the number sent with it.
+        taken: how many messages of the other direction the sender has taken.
     """
 
     unit: int
@@ -32,25 +30,25 @@ class SendingEnd:
     """The sending end. Every method may raise `PeerLostError`: the receiver is gone."""
 
     def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None, taken: int = 0) -> int:
-        """Hand over a message; return its payload in bytes.
+        """Send a message; return its payload in bytes.
 
         Args:
             unit: the unit whose values these are.
             values: a pytree of tensors.
-            note: a number that travels along.
-            most_leaving: wait for earlier messages to leave, or to be taken, where that many haven't; None never waits.
-            taken: how many messages were taken here of those that come the other way.
+            note: a number sent with it.
+            most_leaving: wait until fewer earlier messages than this are unsent or untaken; None never waits.
+            taken: how many messages of the other direction were taken here.
         """
         raise NotImplementedError
 
     def taken(self, num_messages: int) -> None:
-        """Take note that the receiver has taken so many; nothing where it says itself what is free."""
+        """Note how many messages the receiver has taken; unused where it reports free buffers itself."""
 
     def flush(self) -> None:
-        """Wait until every message has left; nothing where it is at once where the receiver finds it."""
+        """Wait until every message has left; nothing where a send stores it with the receiver."""
 
     def close(self) -> None:
-        """Give up what this end holds; nothing where that is its maker's."""
+        """Release what this end owns."""
 
 
 class ReceivingEnd:
@@ -63,10 +61,10 @@ class ReceivingEnd:
     num_taken: int
 
     def expect(self, num_messages: int) -> None:
-        """Make room for messages that are going to come; nothing where there always is."""
+        """Prepare for future messages, where that is needed."""
 
     def receive(self, unit: int | None) -> Message:
-        """Wait for the next message, which must be about this unit; None: about any.
+        """Wait for the next message, which must be of this unit; None: of any.
 
         Raises:
             PeerLostError: the sender is gone.
@@ -74,4 +72,4 @@ class ReceivingEnd:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give up what this end holds; values that are still held stay what they are."""
+        """Release what this end owns; received values stay valid."""

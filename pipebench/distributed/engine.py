@@ -1,7 +1,7 @@
 """The distributed engine: one worker of the plan in this process, the others in theirs, on the wall clock.
 
-It executes its worker's list, instruction by instruction. What blocks and what doesn't is `transport.py`'s subject;
-the arithmetic is `worker.py`'s, the same as the virtual engine's.
+It executes its worker's program. `transport.py` says what blocks; the arithmetic is `engine/worker.py`'s, as in the
+virtual engine.
 """
 
 import time
@@ -91,7 +91,7 @@ class DistributedEngine(TrainingEngine):
     # What the training loop asks for.
 
     def start_clock(self, clock_s: float = 0.0) -> None:
-        """Let the run's clock start here, at the same moment on all workers."""
+        """Start the run's clock here, at the same moment on all workers."""
         self.worker.open_data()
         self.exchange(None)
         self.world.mark_started()
@@ -121,21 +121,21 @@ class DistributedEngine(TrainingEngine):
 
     @property
     def position(self) -> int:
-        """This process's place in what `exchange` returns: its worker's number."""
+        """This process's index in the list that `exchange` returns: its worker's number."""
         return self.worker.index
 
     @property
     def is_first(self) -> bool:
-        """Rank 0 keeps the run's records."""
+        """Whether this is rank 0, which keeps the run's records."""
         return self.world.rank == 0
 
     @property
     def stop_reason(self) -> str | None:
-        """Why this worker knows that the run ends early, if it does."""
+        """Why the run ends early, if this worker knows it does."""
         return self._stop or (self._control.stop_reason if self._control is not None else None)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every worker's value, in the order of workers; JSON travels.
+        """Return every worker's value, by worker; values travel as JSON.
 
         Raises:
             PeerLostError: a worker is gone.
@@ -146,10 +146,7 @@ class DistributedEngine(TrainingEngine):
         return [values[rank] for rank in self._ranks]
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
-        """Train on minibatches `first_minibatch` and after, then drain.
-
-        Returns:
-            How many were trained on: fewer than asked for if a stop was agreed on.
+        """Train on minibatches from `first_minibatch`, then drain; return how many, fewer if a stop was agreed on.
 
         Raises:
             PeerLostError: a worker is gone.
@@ -172,12 +169,12 @@ class DistributedEngine(TrainingEngine):
         return done
 
     def _end_at(self, minibatch: int) -> None:
-        """Let the segment end before a minibatch that nobody has begun."""
+        """Shorten the segment to end before `minibatch`, which no worker may have started."""
         if self._control is not None:
             self._control.end_at(minibatch)
 
     def _note(self, event: TimelineEvent) -> None:
-        """Take note of one instruction of this worker."""
+        """Record one instruction of this worker."""
         self.meter.event(event)
         if self.worker.monitor is not None and not self.meter.evaluating:
             self.worker.monitor.note(event.instruction, event.end_s - event.start_s)
@@ -192,7 +189,7 @@ class DistributedEngine(TrainingEngine):
         self._transport.flush()
 
     def switch_setup(self, setup: Setup) -> None:
-        """Go on with another setup of the same model, at a drain: other cuts, or other cells left out; see `replan`."""
+        """Continue with another setup of the same model, at a drain: other cuts, or other idle cells; see `replan`."""
         assert self.setup.repartitions, "the model that stages are cut from is gone"
         old = self.worker
         self._cut_stages(setup)
@@ -222,7 +219,7 @@ class DistributedEngine(TrainingEngine):
         self.sync_clock()
 
     def _note_migration(self, sender: int, num_bytes: int, start_s: float) -> None:
-        """Tell the meter of layers that have come from another worker."""
+        """Record layers received from another worker."""
         own = self.worker.index
         level = self.setup.level_between(sender, own).name
         self.meter.transfer(Transfer(MIGRATION, "layers", (sender,), (own,), level, num_bytes, start_s, self.clock()))
@@ -237,7 +234,7 @@ class DistributedEngine(TrainingEngine):
         self._collectives = self._connected()
 
     def _monitor(self) -> None:
-        """Let this worker's stage be measured, where stages are balanced."""
+        """Measure this worker's stage, if stages are balanced."""
         if self.setup.balances:
             allocator = AllocatorPeak(self.setup.device) if self.setup.device.type == "cuda" else None
             self.worker.monitor = monitors(self.setup, self._decided, allocator)[self.worker.index]
@@ -246,7 +243,7 @@ class DistributedEngine(TrainingEngine):
         return ProcessCollectives(self.setup, self.world, self.worker, self.clock, self.meter, self.num_bytes)
 
     def close(self) -> None:
-        """Give up the connections to the other workers, when everybody has ended; all workers call it."""
+        """Close the connections to the other workers; all workers call it."""
         self.exchange(None)
         self._transport.close()
         self._collectives.close()
@@ -258,7 +255,7 @@ class DistributedEngine(TrainingEngine):
         self.meter.restore(facts["meter"])
 
     def set_activity(self, work: str) -> None:
-        """Name what this process does now, for the others' watchdogs."""
+        """Name this process's current work, for the others' watchdogs."""
         if self._control is not None:
             self._control.at(None, work)
 
@@ -268,7 +265,7 @@ class DistributedEngine(TrainingEngine):
         self.clock_s = max(self.exchange(self.clock()))
 
     def measured(self, training_s: float) -> RunMeasurements:
-        """Return what all workers measured; all call it."""
+        """Return all workers' measurements; all call it."""
         shares = self.exchange([self.meter.share(), core_share(self.setup.device)])
         found = merge([share for share, _ in shares], self.setup.pipeline, training_s)
         simulated = self.setup.costs.host.cores is not None
@@ -278,7 +275,7 @@ class DistributedEngine(TrainingEngine):
     # The loop.
 
     def _train(self, first_minibatch: int, num_minibatches: int, routes: Routes | None) -> int:
-        """Execute this worker's list; it becomes that of a shorter segment where the workers agree on one."""
+        """Execute this worker's program, or that of a shorter segment if the workers agree on one."""
         pipeline, index = self.setup.pipeline, self.worker.index
         foreseen = None if routes is None else self._foreseen(routes)
         foreseeable = programs(pipeline, num_minibatches, foreseen)[index]
@@ -288,19 +285,19 @@ class DistributedEngine(TrainingEngine):
             for instruction in programs(pipeline, num_minibatches, routes)[index]:
                 self._execute(instruction)
             return num_minibatches
-        self._control.begin(self._segment, num_minibatches)
-        self._segment += 1
         control = self._control
+        control.begin(self._segment, num_minibatches)
+        self._segment += 1
         self._collectives.begin(first_minibatch, lambda: control.limit)
-        for instruction in admitted_program(pipeline, index, num_minibatches, self._control, routes):
-            if self._control.limit < num_minibatches:
-                num_minibatches = self._control.limit
+        for instruction in admitted_program(pipeline, index, num_minibatches, control, routes):
+            if control.limit < num_minibatches:
+                num_minibatches = control.limit
                 self.worker.end_early(num_minibatches)
             self._execute(instruction)
-        return self._control.limit
+        return control.limit
 
     def _foreseen(self, routes: Routes) -> Routes:
-        """Return routes of the moves that are known now, to read a list from that nobody executes."""
+        """Return routes of the moves known so far, for a program that is only read ahead."""
         phases = SegmentCuts(self.setup)
         for move in routes.moves.announced:
             phases.announce(move)
@@ -313,7 +310,7 @@ class DistributedEngine(TrainingEngine):
         self._watch.timed(instruction, lambda: self._executed(instruction))
 
     def _executed(self, instruction: Instruction) -> float:
-        """Execute an instruction; return the seconds it waited for bytes that were on their way."""
+        """Execute an instruction; return the seconds it waited for bytes in transfer."""
         transport, collectives = self._transport, self._collectives
         transport.stall_s = collectives.stall_s = 0.0
         loss = self.worker.execute(instruction, transport, collectives)
@@ -340,7 +337,7 @@ class DistributedEngine(TrainingEngine):
         self._num_losses += 1
 
     def _whole_model_metrics(self) -> dict[str, float]:
-        """Gather the newest weights on rank 0, which computes what only the whole model can give; the others wait."""
+        """Gather the newest weights on rank 0, which computes the metrics of the whole model; the others wait."""
         self.set_activity("whole-model metrics")
         stages = self.world.gather(self.worker.tensors())
         found: dict[str, float] = {}

@@ -1,8 +1,8 @@
-"""Hears whether the workers of other hosts are still there, from the moment all have met until the run has ended.
+"""Heartbeats between workers of several hosts, from the time all have joined until the run has ended.
 
-A process that is killed says so: its host's kernel closes its connections, and whoever waits for it is told at once. A
-host that loses its power or its network says nothing, and TCP goes on asking for a quarter of an hour; who only waits
-for bytes is never told. So every worker leaves a sign of life in the store once a second, and looks for the others'.
+A killed process's host closes its connections, and its peers notice at once. A host that loses power or network sends
+nothing, and TCP retries for a quarter of an hour. So every worker writes a heartbeat into the store once a second, and
+reads the others'.
 """
 
 import json
@@ -29,15 +29,15 @@ _SIGNS = 4  # so many of a living worker are heard while it is waited for them, 
 
 
 class Heartbeat:
-    """One worker's sign of life, and its ear for the others', as a context manager.
+    """One worker's heartbeat, and its monitor of the others', as a context manager.
 
     Args:
-        store: what all workers share, fresh in every attempt; cloned here, so that its connection isn't shared.
+        store: shared by all workers, new in every attempt; cloned here, so that its connection isn't shared.
         place: this worker's place.
         limit_s: silence that ends the run, seconds.
         on_silence: takes a sentence, and whether the store still answers; called once, in a thread of its own, and ends
             the process.
-        beat_s: how often workers give a sign.
+        beat_s: seconds between heartbeats.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Heartbeat:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Say that this worker is done; whoever isn't waits for it no longer.
+        """Mark this worker as done, so that the others don't expect its heartbeats.
 
         Raises:
-            HostLostError: it is done because it lost a peer, and a worker gives no more signs: that worker is named.
+            HostLostError: this worker lost a peer whose heartbeats have ended; names it.
         """
         gone = self._gone() if error is not None and lost(error) else ""
         self._closed.set()
@@ -85,7 +85,7 @@ class Heartbeat:
             raise HostLostError(f"{gone}: {error}") from error
 
     def _gone(self) -> str:
-        """Wait for a few signs; return who gives none any more, or what the store does; "" if all do."""
+        """Wait for a few heartbeats; return who sends none any more, or what the store does; "" if all do."""
         self._closed.wait(_LAST_SIGNS * self._beat_s)  # what it gave before it went may be heard only now
         answers, before = self._answers, dict(self._heard)
         self._closed.wait(_SIGNS * self._beat_s)
@@ -97,7 +97,7 @@ class Heartbeat:
         return f"{_named(silent, self._heard)} {'is' if len(silent) == 1 else 'are'} gone" if silent else ""
 
     def _beat(self) -> None:
-        """Give signs and collect the others'."""
+        """Send heartbeats and collect the others'."""
         own, count = self._keys[self._place.rank], 0
         try:
             while not self._closed.wait(self._beat_s if count else 0.0):
@@ -116,7 +116,7 @@ class Heartbeat:
         return bool(self._store.check([self._keys[rank]]))
 
     def _listen(self) -> None:
-        """Look at what was heard; time in which this process itself slept doesn't count."""
+        """Check the collected heartbeats; time in which this process slept doesn't count."""
         period_s = min(_MOST_WATCH_S, self._limit_s / 10)
         ear, before_s = Ear(self._place, self._limit_s), time.monotonic()
         while not self._closed.wait(period_s):
@@ -129,11 +129,11 @@ class Heartbeat:
 
 
 class Ear:
-    """Adds up silence.
+    """Adds up the silence of workers and store.
 
     Args:
         place: this worker's place.
-        limit_s: silence that is told, seconds.
+        limit_s: silence that is reported, seconds.
 
     Attributes:
         store_s: seconds since the store answered.
@@ -147,12 +147,12 @@ class Ear:
         self.store_s = 0.0
 
     def listen(self, passed_s: float, answers: int, heard: Mapping[int, bytes]) -> str:
-        """Take note of what was heard; return what is to be told, "" for nothing.
+        """Note the latest heartbeats; return what to report, "" for nothing.
 
         Args:
             passed_s: seconds since the last call.
             answers: how often the store has answered so far.
-            heard: the newest sign of every rank that gave one.
+            heard: the newest heartbeat of every rank that sent one.
         """
         self.store_s = 0.0 if answers != self._answers else self.store_s + passed_s
         self._answers = answers
@@ -185,7 +185,7 @@ class Ear:
 
 
 def store_text(place: HostSlot) -> str:
-    """Return the store in words, as the beginning of a sentence."""
+    """Return the store's name, as the beginning of a sentence."""
     return f"the store at {place.address}:{place.port}, by which all hosts find each other,"
 
 

@@ -1,8 +1,8 @@
-"""What communication takes of the processors that compute, measured by all processes of a run at once.
+"""The processor time that communication takes from computation, measured by all processes of a run at once.
 
-Sockets are served by the processor: copies, system calls, Gloo's own threads. The processor time of a loop of plain
-work, in all threads of a process, is taken with messages, or an all-reduce, beside it and without: the difference is
-the cost, wherever it arises, and whoever else has the core meanwhile.
+The processor serves sockets: copies, system calls, Gloo's threads. A loop of plain work is run with messages, or an
+all-reduce, and without; the difference in processor time, over all threads of a process, is the cost, wherever it
+arises and whoever else uses the core.
 """
 
 import statistics
@@ -31,11 +31,9 @@ _MOST_LEAVING = 4  # messages, so that buffers are used again
 
 
 def host_costs(world: World, *, fetches: bool = False) -> HostCosts:
-    """Measure; all processes call it. Nothing is measured where there is one process, or where GPUs compute.
+    """Measure; all processes call it. A single process, and GPUs, have no costs.
 
-    Args:
-        world: the processes.
-        fetches: whether workers fetch their inputs themselves.
+    `fetches`: whether workers fetch their inputs themselves.
 
     Raises:
         PeerLostError: a process is gone.
@@ -59,7 +57,7 @@ def host_costs(world: World, *, fetches: bool = False) -> HostCosts:
 
 
 def in_turns(world: World, work: Callable[[], T]) -> T:
-    """Do some work in all processes, as many of them at once as have cores of their own; return what it returns."""
+    """Do some work in all processes, as many at once as have cores of their own; return its result."""
     turn = turn_of(world.exchange(core_share(world.device)), world.rank)
     result: list[T] = []
     for number in range(turn.of):
@@ -71,17 +69,16 @@ def in_turns(world: World, work: Callable[[], T]) -> T:
 
 
 def clock_of(world: World) -> Callable[[], float]:
-    """Return what to time work by that all processes do at once: all call it.
+    """Return the clock for work that all processes do at once: all call it.
 
-    Where they share cores, the processor's time: a thread that waits for a core doesn't work, but finds the caches as
-    the others leave them.
+    Where they share cores it is the processor's time, without waits for a core, but with the others' effect on caches.
     """
     shared = shared_cores(world.exchange(core_share(world.device)))
     return time.perf_counter if shared is None else time.thread_time
 
 
 def _work() -> Callable[[], None]:
-    """Return a piece of work of about `_WORK_S`."""
+    """Return a piece of work that takes about `_WORK_S`."""
     matrix, result = torch.ones(192, 192), torch.empty(192, 192)
 
     def some(times: int) -> None:
@@ -119,7 +116,7 @@ def _beside(world: World, work: Callable[[], None], communication: _Pass) -> flo
 
 
 def _messages(world: World, lanes: Sequence[Any], num_bytes: int) -> _Pass:
-    """Return what sends a message to the next rank, and takes the rank before's last but one: it is there already."""
+    """Return what sends a message to the next rank, and what takes the previous rank's last but one, which is here."""
     sender, receiver = _ends(world, lanes, num_bytes)
     values = {0: torch.zeros(num_bytes // 4)}
     receiver.expect((1 + _REPEATS) * _ITERATIONS)
@@ -138,7 +135,7 @@ def _messages(world: World, lanes: Sequence[Any], num_bytes: int) -> _Pass:
 
 
 def _ends(world: World, lanes: Sequence[Any], num_bytes: int) -> tuple[SendingEnd, ReceivingEnd]:
-    """Return the ends of a channel to the next rank and of one from the rank before, such as a run has."""
+    """Return the ends of a channel to the next rank and of one from the previous, as a run has them."""
     to, back = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     shared = connect(world, [(rank, (rank + 1) % world.size) for rank in range(world.size)], time.perf_counter)
     if shared is None:
@@ -151,7 +148,7 @@ def _ends(world: World, lanes: Sequence[Any], num_bytes: int) -> tuple[SendingEn
 
 
 def _all_reduces(world: World, group: Any) -> _Pass:
-    """Return what begins an all-reduce of gradients that are copied into a bucket first, and what waits for it."""
+    """Return what begins an all-reduce of gradients, copied into a bucket first, and what waits for it."""
     gradients = torch.zeros(_RING_BYTES // 4)
     sharing = share(world, range(world.size), _RING_BYTES)
     if sharing is not None:

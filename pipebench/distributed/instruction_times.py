@@ -1,7 +1,7 @@
-"""When an instruction began and ended: by the host's clock, or, where a GPU computes, by the GPU's own.
+"""The times of instructions: by the host's clock or, where a GPU computes, by the GPU's events.
 
-A host that gives work to a GPU runs ahead of it, so its clock says nothing about the work. Events on the GPU's stream
-do, without anybody waiting for them; they are read later.
+A host runs ahead of its GPU, so its clock doesn't time the GPU's work. Events on the GPU's stream do, without waiting;
+they are read later.
 """
 
 from collections import deque
@@ -18,13 +18,7 @@ Execute = Callable[[], float]  # returns the seconds it waited for bytes on thei
 
 
 class HostWatch:
-    """Times instructions by the host's clock, and reports them in order.
-
-    Args:
-        worker: whose instructions these are.
-        clock: the run's clock, seconds.
-        report: takes every instruction with its times.
-    """
+    """Times a worker's instructions by the run's clock, in seconds, and reports them in order."""
 
     def __init__(self, worker: int, clock: Callable[[], float], report: Callable[[TimelineEvent], None]) -> None:
         self._worker = worker
@@ -32,7 +26,7 @@ class HostWatch:
         self._report = report
 
     def timed(self, instruction: Instruction, execute: Execute) -> None:
-        """Execute an instruction and report when it ran, now or later."""
+        """Execute an instruction and report its times, now or later."""
         start_s = self._clock()
         stall_s = execute()
         self._report(TimelineEvent(start_s, self._clock(), self._worker, instruction, stall_s))
@@ -44,9 +38,9 @@ class HostWatch:
 class DeviceWatch(HostWatch):
     """Times by events on a GPU's current stream.
 
-    A receive's time is what the stream waited for it: the wait stands in the stream between the instruction's events.
-    CUDA gives times between events in milliseconds, in single precision: after ten minutes it can't tell 30 us. So only
-    neighbours are compared, and their times are added up here.
+    A receive's time is the stream's wait for it, which is between the instruction's events. CUDA measures between
+    events in single-precision milliseconds, which after ten minutes can't resolve 30 us. So only neighbours are
+    compared, and their times added up here.
     """
 
     def __init__(self, worker: int, clock: Callable[[], float], report: Callable[[TimelineEvent], None]) -> None:
@@ -55,7 +49,7 @@ class DeviceWatch(HostWatch):
         self._latest, self._latest_s = self._mark(), clock()  # the event that was read last, and its time
 
     def timed(self, instruction: Instruction, execute: Execute) -> None:
-        """Execute an instruction between two events; some that have come to pass are reported."""
+        """Execute an instruction between two events; report some that have completed."""
         start = self._mark()
         stall_s = execute()
         self._waiting.append((start, self._mark(), instruction, stall_s))
@@ -64,7 +58,7 @@ class DeviceWatch(HostWatch):
                 self._tell()
 
     def sync_clock(self) -> None:
-        """Wait for the GPU, report what is left, and begin to count anew: clocks drift apart."""
+        """Wait for the GPU, report the rest, and restart from the host's clock, since clocks drift apart."""
         torch.cuda.synchronize()
         while self._waiting:
             self._tell()

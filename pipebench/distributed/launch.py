@@ -1,6 +1,6 @@
-"""Run the workers of a distributed run on this host: start, restart, stop, and report once why they failed.
+"""Runs the workers of a distributed run on this host: starts, restarts, stops, and reports once why they failed.
 
-The parent process holds no model and takes no part in training; it can always be interrupted.
+The parent process has no model and doesn't train; it can always be interrupted.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _CLOSING_S = 5.0
 
 
 class Attempt:
-    """All workers, once: started when made, watched until they have ended."""
+    """One start of all workers."""
 
     def __init__(self, command: Sequence[str], num_workers: int, number: int, settings: Mapping[str, str]) -> None:
         """Start the workers.
@@ -48,7 +48,7 @@ class Attempt:
             command: program and arguments of every worker.
             num_workers: on this host, which is all of them.
             number: 0, then 1 for the first restart, ...
-            settings: environment variables of the workers, beside those that tell each its place.
+            settings: environment variables of the workers, besides those of each one's place.
         """
         server = StoreServer()
         self.store = PrivateStore(server.connect())
@@ -76,7 +76,7 @@ class Attempt:
             self._processes.append(process)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the workers up to `timeout_s` seconds and say whether all have ended; keeps watch meanwhile."""
+        """Wait for the workers up to `timeout_s` seconds and watch them; return whether all have ended."""
         until_s = time.monotonic() + timeout_s
         while None in [process.poll() for process in self._processes]:
             self._watch()
@@ -95,7 +95,7 @@ class Attempt:
 
     @property
     def started(self) -> bool:
-        """Say whether training had begun on every worker."""
+        """Whether training had begun on every worker."""
         return bool(self._keys.check([f"started/{rank}" for rank in range(len(self._processes))]))
 
     def failures(self) -> list[Failure]:
@@ -109,13 +109,13 @@ class Attempt:
         return found
 
     def close(self) -> None:
-        """Remove what the attempt wrote, and leave its store, which ends with the last worker's connection."""
+        """Remove what the attempt wrote, and close its store, which ends with the last worker's connection."""
         self.store.close()
         for file in self._failures:
             file.close()
 
     def _watch(self) -> None:
-        """Ask the others to end once one has failed, and end what is left some time after that."""
+        """End the others once one has failed, first by SIGTERM, later by SIGKILL."""
         if self._first_dead_s is None:
             if any(process.returncode for process in self._processes):
                 self._first_dead_s = time.monotonic()
@@ -124,7 +124,7 @@ class Attempt:
             self.kill()
 
     def _end(self, number: signal.Signals) -> None:
-        """Send a signal to all workers that haven't ended."""
+        """Send a signal to all workers that are running."""
         for sent, process in zip(self._sent, self._processes, strict=True):
             if process.poll() is None:
                 sent.add(number)
@@ -144,24 +144,17 @@ def run_workers(
 ) -> int:
     """Start the workers of a run on this host and wait for them, restarting them all when one of them dies.
 
-    Ctrl-C asks the workers to stop at the next drain; a second one ends them. SIGTERM and SIGHUP do the first at once
-    and the second after `grace_s` seconds. Signals are heard only if this is the main thread.
+    Ctrl-C asks the workers to stop at the next drain; a second one ends them. SIGTERM and SIGHUP ask at once and end
+    them after `grace_s` seconds. Signals are handled only in the main thread.
 
-    Args:
-        command: program and arguments of every worker, run with RANK, WORLD_SIZE and the like in its environment.
-        num_workers: how many to start.
-        run: the run's folder; workers find it as PIPEBENCH_RUN.
-        max_restarts: how often to restart before giving up.
-        grace_s: see above.
-        say: prints a message of one or more lines; by default to standard error.
-        verbose: show the traceback of an error in the user's code, too.
+    The workers run `command` with RANK, WORLD_SIZE and the like in their environment, and the folder `run` as
+    PIPEBENCH_RUN. `say` prints messages, by default to standard error; `verbose` adds the user code's traceback.
 
     Returns:
-        0 when every worker did its work, whatever came of it; 2 for a user's mistake, 3 for a failure, 130 when a
-        second signal ended the workers. Whatever isn't 0 has been reported.
+        0 when every worker finished; 2 for a user's mistake, 3 for a failure, 130 when a second signal ended them. All
+        but 0 have been reported.
     """
-    say = say or _say
-    settings = {RUN: str(run), **worker_settings(num_workers)}
+    say, settings = say or _say, {RUN: str(run), **worker_settings(num_workers)}
     with _Signals(grace_s) as signals:
         for number in range(max_restarts + 1):
             attempt = Attempt(command, num_workers, number, settings)
@@ -182,7 +175,7 @@ def run_workers(
 
 
 def worker_settings(num_workers: int) -> dict[str, str]:
-    """Return environment variables of workers that share this host, without those that the user has set."""
+    """Return environment variables of workers that share this host, except those that the user has set."""
     settings = {
         # torch's C++ side prints pages about every connection that a dead worker leaves behind.
         "TORCH_CPP_LOG_LEVEL": "FATAL",
@@ -196,11 +189,11 @@ def worker_settings(num_workers: int) -> dict[str, str]:
 
 
 class _Signals:
-    """Hears the signals that ask this process to end, instead of being ended by them.
+    """Handles the signals that would end this process.
 
     Attributes:
-        asked: there was one.
-        deadline_s: when patience ends, by `time.monotonic`.
+        asked: whether there was one.
+        deadline_s: when to end the workers, by `time.monotonic`.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -230,7 +223,7 @@ class _Signals:
 
 
 def _watch(attempt: Attempt, signals: _Signals, say: Callable[[str], None]) -> bool:
-    """Wait for the workers and pass on what the user wants; False if a signal ended them."""
+    """Wait for the workers and forward stop requests; False if a signal ended them."""
     passed_on = False
     while not attempt.wait(_POLL_S):
         if signals.asked and not passed_on:
@@ -246,12 +239,7 @@ def _watch(attempt: Attempt, signals: _Signals, say: Callable[[str], None]) -> b
 
 
 def worth_restart(cause: Failure, started: bool) -> bool:
-    """Say whether to try again: not after mistakes and stalls, nor after a start that would only fail again.
-
-    Args:
-        cause: why the workers ended.
-        started: training had begun on all of them.
-    """
+    """Return whether to restart: not after mistakes and stalls, nor before training had `started`, unless killed."""
     if cause.kind in ("user", "stalled", "silent", "interrupted"):
         return False
     # Somebody, or something, ended it from outside: at whatever moment, that says nothing about the program.

@@ -1,7 +1,7 @@
-"""What a worker process is before it is pipebench: `python launch_child.py PARENT COMMAND...`.
+"""The first program of a worker process: `python launch_child.py PARENT COMMAND...`.
 
-It ties the process's life to its parent's, before anything heavy is imported: a parent that dies, however it dies,
-leaves no workers behind. Then it becomes COMMAND. Standard library only, so that it starts in an instant.
+It ties the process's life to its parent's before anything heavy is imported, so that a parent that dies leaves no
+workers behind, and then becomes COMMAND. Standard library only, for a fast start.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(words: Sequence[str]) -> None:
-    """Become the command: `words` are the parent's process id and the command."""
+    """Become the command; `words` are the parent's process id and the command."""
     end_with(int(words[0]))
     # The parent hears of Ctrl-C and asks the workers to stop; whoever else sends it to them means the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -22,7 +22,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Let this process end when its parent, whose process id is given, does; Linux only."""
+    """End this process when its parent, of this process id, ends; Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -1,18 +1,14 @@
-"""The command that runs a module in another process of this interpreter, which finds modules where this one does.
+"""The command that runs a module in another process of this interpreter, with this process's search path.
 
-`python -m` alone would look into the working directory first: a file there that is called yaml.py or torch.py would run
-in every worker, and not in the process that starts them.
+`python -m` alone would search the working directory first: a file there called yaml.py or torch.py would run in every
+worker, and not in the process that starts them.
 """
 
 import sys
 
 
 def python_module(name: str) -> list[str]:
-    """Return the beginning of a command that runs a module as `python -m` does, with this process's search path.
-
-    Args:
-        name: the module's or package's; its arguments follow the command.
-    """
+    """Return a command that runs a module as `python -m` does, with this process's search path; append arguments."""
     # -P: nothing is looked for in the working directory, unless this process looks there.
     program = f"import runpy, sys; sys.path[:] = {sys.path!a}; runpy.run_module({name!r}, None, '__main__', True)"
     return [sys.executable, "-P", "-c", program]

@@ -1,7 +1,6 @@
-"""Why workers ended: what each one recorded, which of them was the cause, and the one report about it.
+"""Worker failures: their records, the root cause, and the one report about it.
 
-When one worker dies the others fail too, a moment later, with errors about lost connections. Only the cause is
-reported.
+When one worker dies the others fail moments later with errors about lost connections. Only the cause is reported.
 """
 
 import contextlib
@@ -28,16 +27,15 @@ KINDS = ("user", "killed", "stalled", "silent", "failed", "ended", "lost", "inte
 
 @dataclass(frozen=True)
 class Failure:
-    """How one worker process ended, if not well.
+    """How one worker process failed.
 
     Attributes:
-        rank: the worker process's.
         kind: `user` (a mistake in what was given), `killed` (by a signal), `stalled` (an instruction took too long),
-            `silent` (another host is not heard of any more), `failed` (an exception), `ended` (an exit code and no
-            record), `lost` (another worker was gone), `interrupted` (the user ended it) or `closed` (the launcher
-            ended it because of another).
+            `silent` (another host's heartbeat ended), `failed` (an exception), `ended` (an exit code without a record),
+            `lost` (another worker was gone), `interrupted` (by the user) or `closed` (by the launcher, because of
+            another).
         message: a sentence or two.
-        traceback: text, "" where it says nothing; of a `user` mistake only where the user's own code raised it.
+        traceback: text or ""; of a `user` mistake only where the user's own code raised it.
     """
 
     rank: int
@@ -47,12 +45,12 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """Of a run that ended so."""
+        """The exit code of a run that failed so."""
         return {"user": 2, "interrupted": 130}.get(self.kind, 3)
 
 
 def of_exception(error: BaseException, rank: int) -> Failure:
-    """Return what a worker records about an exception that ended it."""
+    """Return the failure that an exception means for a worker."""
     if lost(error):
         return Failure(rank, "lost", str(error).splitlines()[0] if str(error) else type(error).__name__)
     if isinstance(error, HostLostError):
@@ -69,9 +67,9 @@ def of_exception(error: BaseException, rank: int) -> Failure:
 
 
 def record(failure: Failure) -> None:
-    """Write a worker's failure where its launcher looks for it: ours, or torchrun in a format of its own; once.
+    """Write a worker's failure for its launcher, ours or torchrun, whose format differs; once.
 
-    The first record counts: what fails afterwards fails because of it.
+    The first record counts: later failures follow from it.
     """
     given, name = os.environ.get(FAILURE), os.environ.get(_ERROR_FILE)
     if given is not None:
@@ -89,12 +87,9 @@ def record(failure: Failure) -> None:
 
 
 def read(rank: int, exit_code: int, recorded: IO[bytes]) -> Failure:
-    """Return a worker's failure from its exit code and what it recorded.
+    """Return a worker's failure from its exit code, negative for a signal, and its recorded file.
 
-    Args:
-        rank: the worker's.
-        exit_code: negative for a signal.
-        recorded: the file that it had for its failure; empty, or cut short, where it was ended before.
+    The file is empty or incomplete if the worker was ended before.
     """
     recorded.seek(0)
     with contextlib.suppress(ValueError):
@@ -113,12 +108,12 @@ def signal_name(number: int) -> str:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """Return the failure that the others follow from: the first of the most telling kind, by rank."""
+    """Return the failure that the others follow from: by kind, then by rank."""
     return min(failures, key=lambda failure: (KINDS.index(failure.kind), failure.rank))
 
 
 def sentence(failure: Failure) -> str:
-    """Return a failure in words: with its rank, unless it is the user's mistake, or says itself who it is about."""
+    """Return a failure as a sentence: with its rank, unless it is the user's mistake or names a worker itself."""
     if failure.kind in ("user", "silent"):
         return failure.message
     if failure.kind in ("killed", "ended", "closed"):
@@ -127,7 +122,7 @@ def sentence(failure: Failure) -> str:
 
 
 def report(failure: Failure, after: str = "", *, verbose: bool = False) -> str:
-    """Return what is printed once about a run that a failure ended.
+    """Return the one report about a run that a failure ended.
 
     Args:
         failure: the cause.

@@ -1,7 +1,7 @@
-"""How a worker finds the others: its place in the job, the shared store, and a handshake that proves all are alive.
+"""How workers find each other: their place in the job, the shared store, and a handshake that proves all are alive.
 
-The handshake exists because a store may outlive the workers that wrote to it: after a restart under torchrun the keys
-of the dead are still there. Every worker draws a fresh word: an answer to it can only come from a living rank 0.
+A store may outlive the workers that wrote to it: after a restart under torchrun the keys of dead workers remain. So
+every worker draws a fresh word, which only a living rank 0 answers.
 """
 
 import contextlib
@@ -35,27 +35,18 @@ class PeerLostError(PipebenchError):
 
 
 class HostLostError(PipebenchError):
-    """A worker of another host is gone, and says no word itself: the cause, as far as anybody here will ever know."""
+    """A worker of another host is gone and can't report itself: the cause, as far as can be known here."""
 
 
 _LOST = (
-    "connection closed",
-    "connection reset",
-    "connection refused",
-    "connection was likely closed",
-    "broken pipe",
-    "timed out",
-    "timeout",
-    "no route to host",
-    "network is unreachable",
-    "remote process exited",
-    "communicator was aborted",
-    "ncclremoteerror",
+    *("connection closed", "connection reset", "connection refused", "connection was likely closed", "broken pipe"),
+    *("timed out", "timeout", "no route to host", "network is unreachable"),
+    *("remote process exited", "communicator was aborted", "ncclremoteerror"),
 )
 
 
 def lost(error: BaseException) -> bool:
-    """Say whether an error only tells that another worker or the store is gone, by its class and torch's words."""
+    """Return whether an error only means that another worker or the store is gone, by its class and torch's words."""
     if isinstance(error, PeerLostError | dist.DistNetworkError | dist.DistStoreError):
         return True
     if not isinstance(error, RuntimeError):
@@ -67,7 +58,7 @@ def lost(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def peers() -> Iterator[None]:
-    """Turn torch's errors about a worker that is gone into `PeerLostError`."""
+    """Turn torch's errors about a lost worker into `PeerLostError`."""
     try:
         yield
     except PeerLostError:
@@ -81,7 +72,7 @@ def peers() -> Iterator[None]:
 
 
 def leave(groups: Iterable[Any]) -> None:
-    """Give up process groups of one's own; every Gloo group keeps a thread that wakes a hundred times a second."""
+    """Destroy process groups; every Gloo group has a thread that wakes a hundred times a second."""
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
@@ -89,7 +80,7 @@ def leave(groups: Iterable[Any]) -> None:
 
 @dataclass(frozen=True)
 class HostSlot:
-    """A worker's place in the job, as its launcher put it into the environment.
+    """A worker's place in the job, from its launcher's environment variables.
 
     Attributes:
         rank: 0 to size - 1, over all hosts.
@@ -98,7 +89,7 @@ class HostSlot:
         local_size: number of workers on this host.
         address: host that serves the store; "" for the launcher's, which has no address.
         port: port that it serves it on; 0 for the launcher's.
-        agent_store: a launcher serves the store; otherwise rank 0 has to.
+        agent_store: a launcher serves the store; otherwise rank 0 does.
         attempt: of `pipebench run`'s own launcher: 0, 1 after the first restart, ...; None under another launcher.
         connection: file descriptor of a connection to that launcher's store; None under another launcher.
     """
@@ -115,12 +106,12 @@ class HostSlot:
 
     @property
     def store_text(self) -> str:
-        """Where the store is, as the end of a sentence."""
+        """The store's address, as the end of a sentence."""
         return f"{self.address}:{self.port}" if self.connection is None else "the launcher's store"
 
     @property
     def one_host(self) -> bool:
-        """All workers are on this host."""
+        """Whether all workers are on this host."""
         return self.local_size == self.size
 
 
@@ -128,7 +119,7 @@ def read_place(environ: Mapping[str, str]) -> HostSlot:
     """Read a worker's place from its environment.
 
     Raises:
-        UserError: naming the variable that is missing, isn't a number or is out of range.
+        UserError: names the variable that is missing, isn't a number or is out of range.
     """
 
     def number(name: str, low: int, high: int, default: int | None = None) -> int:
@@ -162,14 +153,14 @@ def read_place(environ: Mapping[str, str]) -> HostSlot:
 
 
 def serve(address: str, port: int = 0, limit_s: float = 60.0, *, one_host: bool = True) -> TCPStore:
-    """Serve a store, to this host's own processes on one address only; torch's server always listens everywhere.
+    """Serve a store; torch's server always listens everywhere, this one for one host on one address only.
 
     Args:
         address: name or number of an interface of this host, such as 127.0.0.1.
-        port: 0 takes a free one; the store's `port` tells which.
+        port: 0 takes a free one, which the store's `port` names.
         limit_s: how long the store's waiting calls wait, seconds.
-        one_host: nobody else has to reach it. Otherwise it listens everywhere: many hosts take their own name for an
-            address of the loopback interface, which others can't reach.
+        one_host: whether all workers are on this host. Otherwise it listens everywhere: many hosts map their own name
+            to the loopback interface, which others can't reach.
 
     Raises:
         UserError: the address isn't this host's, or the port is in use.
@@ -197,7 +188,7 @@ def serve(address: str, port: int = 0, limit_s: float = 60.0, *, one_host: bool 
 
 
 def connect(place: HostSlot, limit_s: float) -> Store:
-    """Return a connection to the job's store, serving it where no launcher does and this is rank 0.
+    """Return a connection to the job's store, serving it if no launcher does and this is rank 0.
 
     The launcher's own has no address, torch's has; see `private_store.py`.
 
@@ -230,20 +221,20 @@ def connect(place: HostSlot, limit_s: float) -> Store:
 
 
 def meet(store: Store, place: HostSlot, facts: Any, limit_s: float) -> tuple[str, list[Any]]:
-    """Wait until all workers of this attempt are there, and tell everyone everyone's facts.
+    """Wait until all workers of this attempt have joined, and exchange facts.
 
     Args:
         store: shared by all; may hold keys of earlier attempts.
         place: this worker's.
-        facts: what the others should know of this worker; JSON.
+        facts: of this worker, for the others; JSON.
         limit_s: how long rank 0 waits for the last worker, seconds.
 
     Returns:
         The attempt's own prefix for keys, and every rank's facts.
 
     Raises:
-        UserError: on rank 0, saying how many joined and which ranks are missing.
-        PeerLostError: on the others, when rank 0 gave up or never was there.
+        UserError: on rank 0, with how many joined and which ranks are missing.
+        PeerLostError: on the others, when rank 0 gave up or never joined.
     """
     room = PrefixStore("pipebench/join", store)
     with peers():
@@ -297,7 +288,7 @@ def _attend(room: Store, place: HostSlot, facts: Any, limit_s: float) -> tuple[s
 
 
 def _wait(room: Store, keys: list[str], until: float, place: HostSlot) -> bytes:
-    """Return the value of the first key to appear; `Store.wait` would print pages when it doesn't."""
+    """Return the value of the first key to appear; `Store.wait` would print pages on a timeout."""
     while time.monotonic() < until:
         for key in keys:
             if room.check([key]):

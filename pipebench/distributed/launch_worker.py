@@ -1,4 +1,4 @@
-"""The frame around a worker process's work: no traceback on the terminal, a record of why it failed, a prompt end."""
+"""The frame of a worker process: no traceback on the terminal, a record of why it failed, a prompt end."""
 
 import os
 import signal
@@ -18,16 +18,15 @@ _listeners: list[Callable[[str], None]] = []
 def worker_main(function: Callable[[], object], *, verbose: bool = False) -> int:
     """Do a worker process's work, and end the process at once if it fails.
 
-    A failure is recorded for the launcher, which reports it; under another launcher than pipebench's own (torchrun) the
-    worker that was the cause prints its sentence. Threads of Gloo and NCCL may wait for peers that are gone, so a
-    failing process doesn't wait for them.
+    A failure is recorded for the launcher, which reports it; under torchrun and the like the worker that was the cause
+    prints it. Threads of Gloo and NCCL may wait for peers that are gone, so a failing process doesn't join them.
 
     Args:
         function: the work.
         verbose: print the traceback of an error in the user's code, too.
 
     Returns:
-        0: the work was done. What came of it (a target reached or missed) is no matter of processes.
+        0: the work was done, whatever the run's outcome.
     """
     if not launched_by_us():
         _handle_signals()
@@ -39,7 +38,7 @@ def worker_main(function: Callable[[], object], *, verbose: bool = False) -> int
 
 
 def launched_by_us() -> bool:
-    """Say whether `pipebench run` started this process, and not torchrun or the like."""
+    """Return whether `pipebench run` started this process, rather than torchrun or the like."""
     return RUN in os.environ
 
 
@@ -49,8 +48,7 @@ def fail(failure: Failure, *, verbose: bool = False, asks: bool = True) -> NoRet
     Args:
         failure: why.
         verbose: as for `report`.
-        asks: let the store say whether another worker has told it already; it would be waited for in vain if it is
-            silent.
+        asks: ask the store whether another worker has reported it; False if the store is silent.
     """
     try:
         record(failure)
@@ -70,14 +68,14 @@ def fail_stalled(text: str) -> NoReturn:
 
 
 def fail_silent(text: str, store_answers: bool) -> NoReturn:
-    """Record that a worker, or the store, is not heard of any more, and end this process now; from any thread."""
+    """Record that a worker, or the store, has gone silent, and end this process now; from any thread."""
     fail(Failure(_rank(), "silent", text), asks=store_answers)
 
 
 def on_stop_request(listener: Callable[[str], None]) -> None:
-    """Have Ctrl-C and SIGTERM call this with a reason, once; a second signal ends the process.
+    """Have Ctrl-C and SIGTERM call `listener` with a reason, once; a second signal ends the process.
 
-    Only under a launcher that passes signals on to its workers, as torchrun does; pipebench's own asks through the
+    Only under a launcher that forwards signals to its workers, as torchrun does; pipebench's own asks through the
     store. Without a listener the first signal ends the process.
     """
     _listeners.append(listener)

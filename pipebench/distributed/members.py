@@ -1,9 +1,9 @@
-"""Proof that whoever stands at the other end of a group's connections is a worker of this run.
+"""Proves that the other ends of a group's connections are workers of this run.
 
-Gloo listens on a port of the loopback interface while a group is made, and takes whoever comes first, and says the
-right small number, for the peer: any user of the host may. So before a group carries anything its members show each
-other, on every connection, what only those know who share the launcher's store. Nobody can use what he is shown: it is
-another value for every group, sender and receiver. NCCL's connections have a secret of their own.
+While a group is made Gloo listens on a port of the loopback interface, and takes the first connection with the right
+small number for the peer, which any user of the host can make. So before a group carries anything its members exchange,
+on every connection, a proof from a secret in the launcher's store. Proofs can't be reused: they differ for every group,
+sender and receiver. NCCL's connections have a secret of their own.
 """
 
 import hashlib
@@ -22,26 +22,23 @@ _PROOF_BYTES = hashlib.sha256().digest_size
 
 
 class StrangerError(PipebenchError):
-    """Somebody who isn't of the run has connected to one of its workers."""
+    """A process that isn't of the run has connected to one of its workers."""
 
 
 def shared_secret(store: Store, rank: int) -> bytes:
-    """Return what all workers of an attempt know, and nobody else: rank 0 draws it."""
+    """Return the secret of an attempt's workers, drawn by rank 0."""
     if rank == 0:
         store.set(_KEY, secrets.token_hex(_PROOF_BYTES))
     return bytes(store.get(_KEY))
 
 
 def check_members(secret: bytes, name: str, group: Any = None) -> None:
-    """Check every connection of a Gloo group; all its members call it, before anything else uses the group.
+    """Check every connection of a Gloo group, None for the default one; all members call it before any other use.
 
-    Args:
-        secret: the attempt's.
-        name: the group's, another one for each.
-        group: None for the default group.
+    `secret` is the attempt's, `name` unique to the group.
 
     Raises:
-        StrangerError: a connection leads to somebody who doesn't know the secret.
+        StrangerError: the process at the other end doesn't know the secret.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
 

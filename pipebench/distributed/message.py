@@ -1,7 +1,7 @@
 """Messages: values of any structure as one run of bytes, and back.
 
-A message is a header of eight integers, the layout of its values in words where the receiver hasn't seen it before,
-and the bytes of every tensor. Shapes that come again travel as a number; new ones need no question and no answer.
+A message is a header of eight numbers, the layout of its values as text if the receiver hasn't seen it before, and the
+bytes of every tensor. Known layouts travel as a number; new ones need no handshake.
 """
 
 import json
@@ -22,17 +22,17 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 
 
 class Header(NamedTuple):
-    """What stands first in a message.
+    """The start of a message.
 
     Attributes:
         unit: the unit whose values these are.
-        layout: number of the layout, counted on the channel.
-        text_bytes: length of the layout in words that follows; 0 if the receiver has it.
+        layout: number of the layout on the channel.
+        text_bytes: length of the layout's text that follows; 0 if the receiver has it.
         num_bytes: length of the whole message.
-        spilled: 1 if the rest comes apart, because the receiver's buffer is too small for it.
-        sent_s: when it was handed over, on the run's clock.
-        note: a number that travels along: the latest loss the sender knows.
-        taken: how many messages the sender has taken of those that come the other way: they have left their sender.
+        spilled: 1 if the rest comes separately, because the receiver's buffer is too small for it.
+        sent_s: when it was sent, on the run's clock.
+        note: a number sent with it: the latest loss the sender knows.
+        taken: how many messages of the other direction the sender has taken.
     """
 
     unit: int
@@ -64,7 +64,7 @@ def read_header(buffer: torch.Tensor) -> Header:
 def pack(
     data: torch.Tensor, header: Header, text: bytes, places: Iterable[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> None:
-    """Write a whole message: header, layout in words, and tensors into their places in the same bytes."""
+    """Write a whole message: header, layout text, and tensors into their places in the same bytes."""
     write_header(data, header)
     if text:
         data[HEADER_BYTES : HEADER_BYTES + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -73,7 +73,7 @@ def pack(
 
 
 def layout_in(data: torch.Tensor, header: Header, known: list["MessageLayout"]) -> tuple["MessageLayout", int]:
-    """Return the layout of a message and where its tensors begin; `known` are its channel's so far, and learns it."""
+    """Return a message's layout and where its tensors begin; a new layout is appended to `known`, the channel's."""
     start = HEADER_BYTES + header.text_bytes
     if header.text_bytes:
         known.append(MessageLayout.from_text(data[HEADER_BYTES:start].numpy().tobytes()))
@@ -82,7 +82,7 @@ def layout_in(data: torch.Tensor, header: Header, known: list["MessageLayout"]) 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a message: its type, shape, whether a gradient comes back for it, where it begins."""
+    """One tensor of a message: its type, shape, whether it gets a gradient, and its offset."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -96,10 +96,10 @@ class MessageLayout:
     """The structure of a message's values.
 
     Attributes:
-        structure: what holds the leaves.
-        leaves: one per leaf: a tensor's, or whatever else it is (a number, text, a device), part of the layout.
-        num_bytes: of all tensors together, with the gaps that align them.
-        payload_bytes: of all tensors together.
+        structure: the containers of the leaves.
+        leaves: per leaf, a `Leaf` for a tensor, or any other value itself (a number, text, a device).
+        num_bytes: of all tensors, with the gaps that align them.
+        payload_bytes: of all tensors.
     """
 
     structure: Structure
@@ -113,7 +113,7 @@ class MessageLayout:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Leaf))
 
     def to_text(self) -> bytes:
-        """Return the layout in words, padded so that what follows it is aligned."""
+        """Return the layout as text, padded so that the tensors after it are aligned."""
         leaves = [
             [str(leaf.dtype), list(leaf.shape), leaf.requires_grad] if isinstance(leaf, Leaf) else _in_words(leaf)
             for leaf in self.leaves
@@ -138,14 +138,10 @@ class MessageLayout:
         return _laid_out(from_words(structure), leaves)
 
     def views(self, data: Any, start: int = 0) -> list[torch.Tensor]:
-        """Return every tensor's place in some bytes on the CPU, in the tensor's type and shape.
+        """Return every tensor's place in the NumPy bytes of a message whose tensors begin at `start`.
 
-        Each has a storage of its own, as large as itself, and keeps the bytes alive: autograd counts neither the
-        header's bytes nor what happens to another tensor of the message as its own.
-
-        Args:
-            data: NumPy's view of the bytes of a message.
-            start: where its tensors begin.
+        Each has a storage of its own size that keeps the bytes alive, so that autograd's version of one tensor is
+        independent of the header and of other tensors.
         """
         return [
             torch.frombuffer(data, dtype=leaf.dtype, count=count, offset=start + leaf.offset).view(leaf.shape)
@@ -155,7 +151,7 @@ class MessageLayout:
         ]
 
     def values(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Put the structure together again from its tensors, which keep whether a gradient comes back for them."""
+        """Rebuild the values from their tensors, with `requires_grad` as sent."""
         remaining = iter(tensors)
         leaves = (
             next(remaining).requires_grad_(leaf.requires_grad) if isinstance(leaf, Leaf) else leaf
@@ -165,19 +161,19 @@ class MessageLayout:
 
 
 class Form(NamedTuple):
-    """What two messages of one layout have in common; made quickly, to be looked up by.
+    """A hashable key of a message's layout, made quickly.
 
     Attributes:
-        structure: what holds the leaves.
-        leaves: one per leaf: a tensor's type, shape and whether a gradient comes back for it; of anything else
-            its type, since 1, 1.0 and True are equal and not the same, and what it is.
+        structure: the containers of the leaves.
+        leaves: per leaf, a tensor's type, shape and whether it gets a gradient; of any other value its type and itself,
+            since 1, 1.0 and True are equal but not the same.
     """
 
     structure: Structure
     leaves: tuple[tuple[Any, ...], ...]
 
     def layout(self) -> MessageLayout:
-        """Return where everything is."""
+        """Return the layout."""
         return _laid_out(self.structure, [leaf if len(leaf) == _OF_TENSOR else leaf[1] for leaf in self.leaves])
 
 
@@ -188,7 +184,7 @@ class Layouts:
         self._known: dict[Form, tuple[int, MessageLayout]] = {}
 
     def of(self, form: Form) -> tuple[int, MessageLayout, bytes]:
-        """Return a form's number and layout, and the layout in words if the receiver doesn't know it."""
+        """Return a form's number and layout, and the layout's text if the receiver doesn't know it."""
         known = self._known.get(form)
         if known is not None:
             return *known, b""
@@ -200,7 +196,7 @@ def form_of(values: Any) -> tuple[Form, list[torch.Tensor]]:
     """Return the form of some values, and their tensors.
 
     Raises:
-        CrossingError: something that can't be handed to another stage is among them.
+        CrossingError: a value can't be sent to another stage.
     """
     leaves, structure = flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -212,19 +208,19 @@ def form_of(values: Any) -> tuple[Form, list[torch.Tensor]]:
 
 
 def aligned(num_bytes: int) -> int:
-    """Round up to a place where a tensor may begin."""
+    """Round up to the next place where a tensor may begin."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _in_words(leaf: Any) -> dict[str, Any]:
-    """Return what isn't a tensor as JSON."""
+    """Return a value that isn't a tensor as JSON."""
     if isinstance(leaf, torch.dtype):
         return {"dtype": str(leaf)}
     return {"device": leaf.type} if isinstance(leaf, torch.device) else {"value": leaf}
 
 
 def _from_words(value: Any = None, dtype: str = "", device: str = "") -> Any:
-    """Return what `_in_words` was given; the sender's GPU is the receiver's own here, where its tensors are."""
+    """Return the value given to `_in_words`; a GPU becomes the receiver's own."""
     if dtype:
         return _DTYPES[dtype]
     if device:

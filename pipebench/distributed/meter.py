@@ -1,7 +1,7 @@
-"""What a distributed run measures: every worker's own wall-clock seconds, added up here and merged after the run.
+"""Measurements of a distributed run: every worker's wall-clock seconds, added up here and merged after the run.
 
-A worker's meter is told of each of its instructions and of what arrived for it. At the end the workers exchange
-their shares, and rank 0 merges them into metrics, a row per worker and one timeline.
+A worker's meter records its instructions and the transfers that arrive. At the end the workers exchange their shares,
+and rank 0 merges them into metrics, a row per worker and one timeline.
 """
 
 from collections import Counter, defaultdict
@@ -30,7 +30,7 @@ _UNTIMED = "times of transfers and of waiting for them aren't known where GPUs c
 
 @dataclass(frozen=True)
 class _Share:
-    """Everything that one worker measured; its timeline begins at 0."""
+    """One worker's measurements; its timeline begins at 0."""
 
     worker: int
     rank: int
@@ -39,7 +39,7 @@ class _Share:
 
 
 class MeasuredMeter:
-    """Adds up what one worker does, on the wall clock; training and evaluation apart. An event costs about 1 us.
+    """Adds up one worker's wall-clock times, in training and evaluation separately. An event costs about 1 us.
 
     Attributes:
         evaluating: set while an evaluation runs.
@@ -50,10 +50,9 @@ class MeasuredMeter:
 
         Args:
             pipeline: the pipeline's shape.
-            worker: whose events these are.
-            rank: the rank it runs on.
-            times_transfers: whether the times of transfers mean anything; else they, and stalls, are left out of what
-                `merge` returns.
+            worker: of the events.
+            rank: of the worker.
+            times_transfers: whether the times of transfers are meaningful; else `merge` leaves out them and stalls.
         """
         self.evaluating = False
         self._pipeline = pipeline
@@ -69,16 +68,16 @@ class MeasuredMeter:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of forward, backward and update of this worker in training."""
+        """Seconds of forward, backward and update in training."""
         return _busy_s(self._state.training)
 
     @property
     def stall_s(self) -> float:
-        """Seconds that this worker waited in training for bytes that were on their way."""
+        """Seconds waited in training for bytes in transfer."""
         return self._state.training.stall_s
 
     def event(self, event: TimelineEvent) -> None:
-        """Take note of one instruction of this worker."""
+        """Record one instruction of this worker."""
         start_s, end_s, _, instruction, stall_s = event
         totals = self._totals
         totals.seconds[instruction.op.name] += end_s - start_s
@@ -90,10 +89,10 @@ class MeasuredMeter:
                 self._truncated = True
 
     def transfer(self, transfer: Transfer) -> None:
-        """Take note of a message that arrived here, or of a bucket that was all-reduced with this worker.
+        """Record a message that arrived here, or a bucket that was all-reduced with this worker.
 
-        Of an all-reduce (several senders) every member tells, with the bytes that all members sent together; each
-        counts its share of bytes and time, so that a bucket counts once and its time is the members' mean.
+        Every member of an all-reduce (several senders) records it, with the bytes that all members sent; each counts
+        its share of bytes and time, so that a bucket counts once and its time is the members' mean.
         """
         totals, times_s = self._totals, (transfer.start_s, max(transfer.start_s, transfer.end_s))
         if transfer.kind in SYNC_KINDS:  # buckets come in the order they were started
@@ -113,20 +112,20 @@ class MeasuredMeter:
             self._transfers.append(replace(transfer, senders=senders, num_bytes=part, end_s=times_s[1]))
 
     def state(self) -> dict[str, Any]:
-        """Return the totals as JSON-able values, for a checkpoint."""
+        """Return the totals as JSON data, for a checkpoint."""
         return asdict(self._state)
 
     def begin(self, clock_s: float) -> None:
-        """Let the recorded timeline begin at this time on the run's clock."""
+        """Begin the recorded timeline at this time on the run's clock."""
         self._origin_s = self._reduced_until_s = clock_s
 
     def restore(self, state: MeterState) -> None:
-        """Go on from what `state` returned for a checkpoint."""
+        """Continue from a checkpoint's `state`."""
         # Where one part of a run was timed and the other wasn't, the sum says nothing.
         self._state = replace(state, times_transfers=self._state.times_transfers and state.times_transfers)
 
     def share(self) -> dict[str, Any]:
-        """Return everything measured here as JSON-able values, for `merge`."""
+        """Return all measurements as JSON data, for `merge`."""
         spans = tuple(span_of(self._pipeline, event, evaluating) for event, evaluating in self._recorded)
         timeline = Timeline((), spans, tuple(self._transfers), self._truncated).shifted(-self._origin_s)
         return asdict(_Share(self._worker, self._rank, self._state, timeline))
@@ -137,12 +136,7 @@ class MeasuredMeter:
 
 
 def merge(given: Sequence[dict[str, Any]], pipeline: Pipeline, training_s: float) -> RunMeasurements:
-    """Put the workers' shares together.
-
-    Args:
-        given: what every worker's `MeasuredMeter.share` returned, in any order, through JSON or not.
-        pipeline: the pipeline's shape.
-        training_s: seconds of the run's clock without evaluation.
+    """Merge the workers' shares, in any order; `training_s` is the run's clock without evaluation.
 
     Raises:
         ValueError: a worker's share is missing or there twice.
@@ -171,7 +165,7 @@ def _busy_s(totals: MeterTotals) -> float:
 
 
 def _row(share: _Share, pipeline: Pipeline, training_s: float) -> dict[str, Any]:
-    """Return a worker's row: compute, waiting, sending, swapping where stages swap, and other are the training time."""
+    """Return a worker's row; compute, waiting, sending, swapping (if stages swap) and other add up to `training_s`."""
     worker, totals = share.worker, share.state.training
     stages = pipeline.stages_of(worker)
     busy_s = _busy_s(totals)
@@ -198,13 +192,13 @@ def _row(share: _Share, pipeline: Pipeline, training_s: float) -> dict[str, Any]
 
 
 def _sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return worker seconds by what they went to, summed over the workers."""
+    """Return worker seconds by use, summed over the workers."""
     columns = ("compute_s", "waiting_s", *_WAIT_COLUMNS.values(), "sending_s", "swapping_s", "other_s")
     return {column: sum(row[column] for row in rows) for column in columns if column in rows[0]}
 
 
 def _transfer_metrics(totals: Sequence[MeterTotals]) -> dict[str, float]:
-    """Return number and seconds of transfers by kind, and seconds by level; transfers that overlap count each."""
+    """Return number and seconds of transfers by kind, and seconds by level; overlapping transfers add up."""
     metrics: dict[str, float] = defaultdict(float)
     for row in (row for each in totals for row in each.transfers):
         name = row.kind.replace("-", "_")
@@ -215,7 +209,7 @@ def _transfer_metrics(totals: Sequence[MeterTotals]) -> dict[str, float]:
 
 
 def _timeline(shares: Sequence[_Share], pipeline: Pipeline) -> Timeline:
-    """Merge what was recorded, up to where the first worker ran out of room: no row ends before the others."""
+    """Merge the timelines, until the first worker's is full, so that no row ends before the others."""
     parts = [share.timeline for share in shares]
     until_s = min((part.spans[-1].end_s for part in parts if part.truncated), default=float("inf"))
     spans = [span for part in parts for span in part.spans if span.start_s < until_s]

@@ -1,7 +1,7 @@
-"""What NCCL has to be told, and what it refuses.
+"""NCCL's settings and restrictions.
 
-A run has many communicators: one for every pair of workers and kind of message, one for every replicated stage. Several
-at once are beyond what NCCL promises; here stands what makes that safe, and `engine/transport.py` says why.
+A run has many communicators: one for every pair of workers and kind of message, one for every replicated stage. NCCL
+doesn't promise that several work at once; these settings make it safe (see `distributed/transport.py`).
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -29,16 +29,15 @@ _CUDA_SETTINGS = {
 
 
 def own_device_each(everyone: Sequence[dict[str, Any]]) -> bool:
-    """Say whether no two workers share a GPU, by the GPUs' own ids."""
+    """Return whether no two workers share a GPU, by the GPUs' ids."""
     gpus = [facts["gpu"] for facts in everyone]
     return None not in gpus and len(set(gpus)) == len(gpus)
 
 
 def takes(everyone: Sequence[dict[str, Any]]) -> bool:
-    """Say whether NCCL works with these workers: on a GPU each, or on shared ones where all allow it.
+    """Return whether NCCL works with these workers: on a GPU each, or on shared ones where all allow it.
 
-    Args:
-        everyone: every rank's `gpu`, None without one, and `shares`, see `shares`.
+    `everyone` has every rank's `gpu`, None without one, and `shares`, see `shares`.
     """
     if not dist.is_nccl_available() or any(facts["gpu"] is None for facts in everyone):
         return False
@@ -46,14 +45,14 @@ def takes(everyone: Sequence[dict[str, Any]]) -> bool:
 
 
 def shares(environ: Mapping[str, str]) -> bool:
-    """Say whether this process's NCCL lets ranks share a GPU: it is new enough, and was told to."""
+    """Return whether this process's NCCL lets ranks share a GPU: it is new enough, and enabled."""
     if environ.get(_SHARE) != "1" or not dist.is_nccl_available():
         return False
     return torch.cuda.nccl.version()[:2] >= _SHARED_SINCE  # type: ignore[no-any-return, no-untyped-call]
 
 
 def sharing_remark(everyone: Sequence[dict[str, Any]]) -> str:
-    """Return what to say where workers share GPUs and NCCL refuses; "" where each has its own."""
+    """Return a remark if workers share GPUs and NCCL refuses; "" if each has its own."""
     if own_device_each(everyone):
         return ""
     num_gpus = len({facts["gpu"] for facts in everyone})
@@ -64,20 +63,16 @@ def sharing_remark(everyone: Sequence[dict[str, Any]]) -> str:
 
 
 def set_environment(environ: MutableMapping[str, str]) -> None:
-    """Set what CUDA and NCCL read when they start; what the user has set wins."""
+    """Set what CUDA and NCCL read at their start, except what the user has set."""
     for variable, value in _CUDA_SETTINGS.items():
         environ.setdefault(variable, value)
 
 
 def pair_options(limit: timedelta, num_pairs: int) -> Any:
-    """Return the options of the NCCL communicator of two workers: a few thread blocks, before any other work.
+    """Return the options of two workers' NCCL communicator: a few thread blocks, of high priority.
 
-    Several communicators at once are beyond what NCCL promises. What can go wrong is that a kernel that waits for
-    its peer keeps the one that the peer waits for from starting; small kernels of high priority always find a place.
-
-    Args:
-        limit: how long an operation may take.
-        num_pairs: such communicators of the worker that has most of them.
+    A kernel that waits for its peer could keep the one that the peer waits for from starting; small kernels of high
+    priority always find a place. `num_pairs` are the most such communicators of any worker.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     fair = max(1, min(_MOST_BLOCKS, _BLOCKS_OF_PAIRS // num_pairs))

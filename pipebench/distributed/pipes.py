@@ -1,7 +1,7 @@
-"""Lines between two processes of one host: a pipe each way, and a way to open each other's files.
+"""Pipes between two processes of one host, one each way, and access to each other's files.
 
-Pipes have no names: each process makes those that it reads, and the other opens them by /proc. When one has ended,
-however it ended, its pipes do, and the other hears of it. Linux only.
+Pipes have no names: each process makes those that it reads, and the other opens them by /proc. When a process ends its
+pipes close, and the other notices. Linux only.
 """
 
 import fcntl
@@ -20,12 +20,12 @@ _GONE = "lost a peer: the process at the other end of a pipe is gone"
 
 
 class PipePair:
-    """One end of a line.
+    """One process's ends of two pipes.
 
     Args:
         peer: the other process.
-        reads: the pipe that comes from there, a file descriptor.
-        writes: the pipe that goes there.
+        reads: file descriptor of the pipe from there.
+        writes: of the pipe to there.
         limit_s: how long a wait may take before the peer counts as lost.
     """
 
@@ -50,7 +50,7 @@ class PipePair:
             raise PeerLostError(_GONE) from error
 
     def there_is(self, most: int = _MANY) -> bytes:
-        """Return what is there already, perhaps nothing."""
+        """Return the bytes that have arrived, maybe none."""
         try:
             found = os.read(self._reads, most)
         except BlockingIOError:
@@ -60,42 +60,38 @@ class PipePair:
         return found
 
     def some(self, most: int = _MANY) -> bytes:
-        """Wait for something."""
+        """Wait for at least a byte."""
         while not (found := self.there_is(most)):
             if not self._poll.poll(1000 * self._limit_s):
                 raise PeerLostError(f"lost a peer: nothing came within {self._limit_s:g} s")
         return found
 
     def exactly(self, num_bytes: int) -> bytes:
-        """Wait for so many bytes."""
+        """Wait for exactly so many bytes."""
         found = self.some(num_bytes)
         while len(found) < num_bytes:
             found += self.some(num_bytes - len(found))
         return found
 
     def open(self, file: int) -> int:
-        """Open a file of the peer's by its file descriptor there."""
+        """Open a file of the peer by its file descriptor there."""
         try:
             return _opened(self.peer, file, os.O_RDWR)
         except OSError as error:
             raise PeerLostError(f"lost a peer: process {self.peer} is gone ({error.strerror})") from error
 
     def close(self) -> None:
-        """Give up both pipes."""
+        """Close both pipes."""
         os.close(self._reads)
         os.close(self._writes)
 
 
 def join_pairs(world: World, pairs: Sequence[tuple[int, int]]) -> dict[int, PipePair] | None:
-    """Join pairs of workers by lines; all workers call it with the same pairs.
-
-    Args:
-        world: the processes.
-        pairs: of different ranks; a pair may be there several times.
+    """Connect pairs of different ranks, possibly repeated, by pipes; all workers call it with the same pairs.
 
     Returns:
-        This worker's end of the line of every pair that it is in, by the pair's position; None, for all workers, if
-        they aren't to share memory or the system doesn't let them.
+        By pair's index this worker's end, where it is in the pair; None, for all workers, if they aren't to share
+        memory or the system doesn't allow it.
 
     Raises:
         PeerLostError: a worker is gone.
@@ -129,7 +125,7 @@ def join_pairs(world: World, pairs: Sequence[tuple[int, int]]) -> dict[int, Pipe
 
 
 def _allow_files() -> None:
-    """Let this process open as many files as the system lets it: Python keeps one open for every slot it maps."""
+    """Raise this process's limit of open files: Python keeps one open for every mapped slot."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

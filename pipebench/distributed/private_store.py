@@ -1,8 +1,8 @@
-"""A store of small keys for the workers of one host, which nobody else can reach: it has no address.
+"""A store of small keys for the workers of one host, without an address, so that nobody else can reach it.
 
-torch's TCPStore asks nobody who they are: whoever can connect to its port, as every user of the host can, may list all
-keys, read what workers tell each other, and stop the run. Here every worker inherits one end of a pair of sockets from
-the process that starts it, and asks for more ends by that. What is asked and answered is pickled: both ends are ours.
+torch's TCPStore authenticates nobody: any user of the host can connect to its port, list and read all keys, and stop
+the run. Here every worker inherits one end of a socket pair from the process that starts it, and requests more ends
+through that. Requests and answers are pickled: both ends are ours.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class StoreServer:
         self._changed = threading.Condition()
 
     def connect(self) -> socket.socket:
-        """Return the end of a new connection: for a `PrivateStore` here, or for a process that inherits it."""
+        """Return the end of a new connection, for a `PrivateStore` here or in a process that inherits it."""
         ours, theirs = socket.socketpair()
         threading.Thread(target=self._serve, args=(ours,), name="pipebench-store", daemon=True).start()
         return theirs
@@ -54,7 +54,7 @@ class StoreServer:
             self._set({key: self._values.get(key, b"") + value})
 
     def _get(self, keys: Sequence[str], timeout_s: float) -> list[bytes] | None:
-        """Return values once all are there; None if they aren't in time."""
+        """Return values once all keys exist; None if they don't in time."""
         with self._changed:
             there = self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_s)
             return [self._values[key] for key in keys] if there else None
@@ -86,11 +86,7 @@ class StoreServer:
 
 
 class PrivateStore(Store):
-    """A connection to a `StoreServer`, for one thread at a time; torch's groups take it as any store of torch's.
-
-    Args:
-        connection: an end from `StoreServer.connect`.
-    """
+    """A connection to a `StoreServer`, as a store for torch's groups; `connection` is from `StoreServer.connect`."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__()
@@ -107,38 +103,38 @@ class PrivateStore(Store):
         self._ask("set", {key: _bytes(value) for key, value in zip(keys, values, strict=True)})
 
     def get(self, key: str) -> bytes:
-        """Return a key's value once it is there."""
+        """Return a key's value once it exists."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of several keys once all are there."""
+        """Return the values of several keys once all exist."""
         return self._when_there(keys, self._timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until keys are there."""
+        """Wait until keys exist."""
         self._when_there(keys, timeout or self._timeout)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, which is 0 as long as it isn't there, and return it."""
+        """Add to a number, initially 0, and return it."""
         total: int = self._ask("add", key, amount)
         return total
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Add to the end of a value."""
+        """Append to a value."""
         self._ask("append", key, _bytes(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it has the value expected, "" for none; return the value that it has then."""
+        """Set a key if it has the value expected, "" for none; return its value afterwards."""
         found: bytes = self._ask("compare_set", key, _bytes(expected), _bytes(desired))
         return found
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Say whether keys are there, without waiting."""
+        """Return whether keys exist, without waiting."""
         there: bool = self._ask("check", list(keys))
         return there
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key and say whether it was there."""
+        """Remove a key and return whether it existed."""
         removed: bool = self._ask("delete", key)
         return removed
 
@@ -158,7 +154,7 @@ class PrivateStore(Store):
         return clone
 
     def close(self) -> None:
-        """End this connection, and those of its clones."""
+        """Close this connection, and those of its clones."""
         for each in (self, *self._clones):
             each._connection.close()
 
@@ -180,7 +176,7 @@ class PrivateStore(Store):
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
-        """Have the connection alone; one that has ended is told as torch's stores tell it."""
+        """Lock the connection; a closed one raises the error of torch's stores."""
         with self._one_at_a_time:
             try:
                 yield

@@ -1,7 +1,7 @@
 """Sums a replicated stage's gradients over its replicas, bucket by bucket, while its backward still runs.
 
-A bucket is one run of numbers. Gradients are copied into it as autograd computes them; it sets out when its last one is
-there and every bucket before it has set out, so that all replicas start the same sums in the same order.
+A bucket is one run of numbers. Gradients are copied into it as autograd computes them; its sum starts when it is
+complete and every earlier bucket's has started, so that all replicas start the same sums in the same order.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,49 +24,38 @@ class Sum(Protocol):
     data: torch.Tensor
 
     def free(self) -> None:
-        """Wait until the bucket may be filled again."""
+        """Wait until the bucket may be filled again: by default it may after `wait`."""
 
     def start(self) -> None:
-        """Set out: the bucket is full."""
+        """Start: the bucket is full."""
 
     def go_on(self) -> None:
-        """Do what is to be done half-way."""
+        """Do the second half's work, if there is any."""
 
     def wait(self) -> None:
-        """Wait until the sum is there."""
+        """Wait for the sum."""
 
 
-class RingSum:
-    """Sums a buffer in place, in a ring; so does `ServerSum`, by servers. All members of the group do the same.
-
-    Args:
-        data: the buffer.
-        group: the members' process group.
-    """
+class RingSum(Sum):
+    """Sums `data` in place, in a ring over the group; all its members do the same."""
 
     def __init__(self, data: torch.Tensor, group: Any) -> None:
         self.data, self._group = data, group
         self._work: Any = None
 
-    def free(self) -> None:
-        """It may: who has waited for the sum has it."""
-
     def start(self) -> None:
-        """Set out."""
+        """Start the all-reduce."""
         self._work = dist.all_reduce(self.data, group=self._group, async_op=True)
 
-    def go_on(self) -> None:
-        """Do what is to be done half-way; a ring needs no help."""
-
     def wait(self) -> None:
-        """Wait until the sum is there."""
+        """Wait for the sum."""
         self._work.wait()
 
 
-class ServerSum:
-    """Every member is the server of one chunk; what it gets of the others it adds up in the order of the members.
+class ServerSum(Sum):
+    """Sums `data` in place: every member is the server of one chunk and adds up in the order of the members.
 
-    Pushes set out at the start, while the backward still runs; the sums are handed back once it waits for them.
+    Pushes start at once, while the backward still runs; sums are sent back by `go_on`.
     """
 
     def __init__(self, data: torch.Tensor, group: Any) -> None:
@@ -77,15 +66,12 @@ class ServerSum:
         self._given = torch.empty(sum(self._own), dtype=data.dtype, device=data.device)
         self._work: Any = None
 
-    def free(self) -> None:
-        """It may: who has waited for the sum has it."""
-
     def start(self) -> None:
-        """Push every server its chunk."""
+        """Send every server its chunk."""
         self._exchange(self._given, self.data, self._own, self._sizes)
 
     def go_on(self) -> None:
-        """Add up the own chunk, once all have pushed theirs, and hand it to everybody."""
+        """Add up the own chunk, once all have arrived, and send it to all."""
         self._work.wait()
         first, *others = torch.split(self._given, self._own)
         for other in others:
@@ -95,7 +81,7 @@ class ServerSum:
         self._exchange(self.data, self._given, self._sizes, self._own)
 
     def wait(self) -> None:
-        """Wait until all sums are there."""
+        """Wait for all sums."""
         self._work.wait()
 
     def _exchange(self, output: torch.Tensor, given: torch.Tensor, takes: list[int], gives: list[int]) -> None:
@@ -106,12 +92,12 @@ _SUMS: Final[dict[str, type[RingSum] | type[ServerSum]]] = {ALL_REDUCE: RingSum,
 
 
 def shared_bytes(buckets: Iterable[Iterable[int]], like: Sequence[torch.Tensor]) -> int:
-    """Return the size of the file that holds a replica's buckets; arguments as for `Reducer`."""
+    """Return the size of the file for a replica's buckets; arguments as for `Reducer`."""
     return sum(room_bytes(sum(like[index].nbytes for index in indices)) for indices in buckets)
 
 
 class _Bucket:
-    """One bucket: its numbers, and each parameter's place in them."""
+    """One bucket: its numbers, and each parameter's view of them."""
 
     def __init__(
         self, indices: Sequence[int], like: Sequence[torch.Tensor], make_sum: Callable[[int], Sum], host_copy: bool
@@ -127,7 +113,7 @@ class _Bucket:
         self.set_out_s = 0.0
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Put a gradient in its place; None stands for zeros.
+        """Copy a gradient into its place; None means zeros.
 
         Raises:
             PeerLostError: another replica is gone.
@@ -151,7 +137,7 @@ class Reducer:
         host_copy: whether tensors travel through the host's memory: several ranks on one GPU (Gloo's own handling of
             CUDA tensors has corrupted results).
         clock: the run's clock, seconds.
-        sharing: what replicas share that sum in files in memory; None sums by the group.
+        sharing: the shared files of replicas that sum in memory; None sums by the group.
     """
 
     def __init__(
@@ -186,9 +172,9 @@ class Reducer:
     def connect(self) -> None:
         """Sum zeros of every bucket's size; all replicas call it before any of them runs a backward.
 
-        A group's first sum (by NCCL, the first of every size that takes another way) makes connections, and its
-        caller waits for the others there, asynchronous or not. In a backward that would hang some plans, of which
-        `1-3-1` is the smallest at full depth: what a later replica needs to get there stands behind that wait.
+        A group's first sum (by NCCL, the first of every size that takes another way) makes connections and blocks, also
+        if asynchronous. In a backward that would deadlock some plans, of which `1-3-1` is the smallest at full depth:
+        what a later replica needs to get there is behind that wait.
 
         Raises:
             PeerLostError: another replica is gone.
@@ -201,14 +187,14 @@ class Reducer:
                 bucket.sum.wait()
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Take a parameter's gradient of the round, whole as far as this replica is concerned."""
+        """Add a parameter's gradient of the round, complete for this replica."""
         bucket = self._bucket_of[index]
         bucket.put(index, gradient)
         if not bucket.missing:
             self._set_out()
 
     def finish(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Bring what the backward didn't reach: the sums of earlier units, or zeros; then all buckets set out."""
+        """Add the gradients that the backward didn't reach: sums of earlier units, or zeros; then start all sums."""
         for bucket in self._buckets[self._next :]:
             for index in list(bucket.missing):
                 if gradients[index] is None:
@@ -217,7 +203,7 @@ class Reducer:
         self._set_out()
 
     def wait(self, on_bucket: OnBucket) -> list[torch.Tensor | None]:
-        """Wait for all buckets; return the summed gradients, which stand in the buckets until the next round.
+        """Wait for all buckets; return the summed gradients, views of the buckets until the next round.
 
         Raises:
             PeerLostError: another replica is gone.

@@ -1,13 +1,13 @@
-"""Channels between workers of one host: values stand in memory that both see, so they are copied once, by their sender.
+"""Channels between workers of one host through shared memory: only the sender copies values.
 
-A sender has slots, pieces of a file in memory that the receiver maps. It copies a message's tensors into one that is
-free and writes a record of it into a pipe; what the receiver gets are tensors in that very slot. When the last is gone,
-which for an activation is when its graph is, the receiver writes the slot's number into a pipe that goes back, and the
-slot is free again. Nobody but the two is needed: no thread carries bytes, and who waits is woken by the system.
+A sender has slots, pieces of a file in memory that the receiver maps. It copies a message's tensors into a free slot
+and writes a record into a pipe; the receiver gets tensors that are views of the slot. When the last of them is
+released, which for an activation is with its graph, the receiver returns the slot's number through another pipe. No
+thread carries bytes, and the system wakes who waits.
 
-Nothing is posted and nothing blocks a sender, but that it may be told not to run too far ahead: it makes a new slot
-where none is free, and a pipe holds thousands of records. Slots and pipes have no names: when the processes end,
-however they end, they are gone. Linux only: the other end opens them by /proc.
+Nothing is posted and nothing blocks a sender, except a limit on how far it may be ahead: it makes a new slot if none is
+free, and a pipe holds thousands of records. Slots and pipes have no names, so they end with the processes. Linux only:
+the other end opens them by /proc.
 """
 
 import mmap
@@ -34,24 +34,24 @@ _TAKEN = -1  # instead of a slot that is free: a message was taken
 
 
 def mapped(file: int, num_bytes: int, start: int = 0) -> torch.Tensor:
-    """Return bytes of a file in memory from the start of a page on; it may be closed afterwards."""
+    """Return bytes of a file in memory, from the start of a page; the file may be closed afterwards."""
     return torch.frombuffer(mmap.mmap(file, num_bytes, offset=start), dtype=torch.uint8)
 
 
 def pages(num_bytes: int) -> int:
-    """Return the bytes of whole pages, at least one, that hold so many."""
+    """Return the bytes of the whole pages, at least one, that hold so many."""
     return max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
 def new_file(num_bytes: int) -> tuple[int, int]:
-    """Return a new file in memory that has no name, and its size: whole pages, at least one."""
+    """Return a new unnamed file in memory, and its size: whole pages, at least one."""
     file, size = os.memfd_create("pipebench"), pages(num_bytes)
     os.ftruncate(file, size)
     return file, size
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor on the CPU that stands in one piece."""
+    """Return the bytes of a contiguous tensor on the CPU."""
     # A single number may have any stride and still stand in one piece, but torch would not view it as bytes.
     flat = tensor.as_strided((tensor.numel(),), (1,))
     data: Any = flat.view(torch.uint8).numpy()  # NumPy's types don't say that it is a buffer
@@ -59,13 +59,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class _Slot(NamedTuple):
-    """A piece of the sender's file that two processes see.
+    """A piece of the sender's file: where it begins, at a page, and its size, whole pages.
 
-    The sender writes it and doesn't map it: pages that are mapped count as its own memory.
-
-    Attributes:
-        start: where it begins, at a page.
-        num_bytes: its size, whole pages.
+    The sender writes it without mapping it: mapped pages count as its own memory.
     """
 
     start: int
@@ -73,10 +69,10 @@ class _Slot(NamedTuple):
 
 
 class SharedSender(SendingEnd):
-    """The sending end. Nothing is to be flushed: what was sent is where the receiver finds it, who says what is free.
+    """The sending end. Nothing needs a flush: messages are stored for the receiver, which reports free slots.
 
     Args:
-        line: to the receiver: records go by it, and tokens come back.
+        line: to the receiver, for records; tokens come back.
         clock: the run's clock, seconds.
     """
 
@@ -91,7 +87,7 @@ class SharedSender(SendingEnd):
         self._largest = 0
 
     def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None, taken: int = 0) -> int:
-        """Hand over a message; see `SendingEnd`."""
+        """Send a message; see `SendingEnd`."""
         self._hear(self._line.there_is())
         while most_leaving is not None and self._num_sent - self._num_taken >= most_leaving:
             self._hear(self._line.some())
@@ -109,7 +105,7 @@ class SharedSender(SendingEnd):
         return layout.payload_bytes
 
     def close(self) -> None:
-        """Give up the line and the file; who has values in a slot keeps it."""
+        """Close the pipes and the file; received values keep their slots."""
         self._line.close()
         os.close(self._file)
 
@@ -121,7 +117,7 @@ class SharedSender(SendingEnd):
                 self._free.append(token)
 
     def _take(self, num_bytes: int) -> int:
-        """Return a free slot that is large enough, the latest to become free; a new one where there is none."""
+        """Return a free slot that is large enough, the latest freed; a new one if there is none."""
         for position in range(len(self._free) - 1, -1, -1):
             if self._slots[self._free[position]].num_bytes >= num_bytes:
                 return self._free.pop(position)
@@ -133,10 +129,10 @@ class SharedSender(SendingEnd):
 
 
 class SharedReceiver(ReceivingEnd):
-    """The receiving end. Nothing is to be expected: a slot is there as soon as a message is.
+    """The receiving end. Nothing needs `expect`: a slot exists as soon as its message.
 
     Args:
-        line: to the sender: records come by it, and tokens go back.
+        line: to the sender, for tokens; records come from there.
         clock: the run's clock, seconds.
     """
 
@@ -149,7 +145,7 @@ class SharedReceiver(ReceivingEnd):
         self._process = os.getpid()
 
     def receive(self, unit: int | None) -> Message:
-        """Wait for the next message, which must be about this unit; None: about any.
+        """Wait for the next message, which must be of this unit; None: of any.
 
         Raises:
             PeerLostError: the sender is gone.
@@ -173,7 +169,7 @@ class SharedReceiver(ReceivingEnd):
         return Message(about, values, layout.payload_bytes, sent_s, arrived_s, note, 0)
 
     def close(self) -> None:
-        """Give up the line; values that are still held stay what they are."""
+        """Close the pipes; received values stay valid."""
         self._process = 0
         self._line.close()
 
@@ -184,14 +180,14 @@ class SharedReceiver(ReceivingEnd):
         return slot
 
     def _tell(self, token: int) -> None:
-        """Tell the sender; a sender that is gone is missed by who waits for it. A forked process has nothing to say."""
+        """Send the sender a token; ignore a lost sender, which the next wait reports. A forked process sends none."""
         if self._process == os.getpid():
             with suppress(PeerLostError):
                 self._line.write(_TOKEN.pack(token))
 
 
 def _write(file: int, data: memoryview, start: int) -> None:
-    """Write into a file in memory, which takes two gigabytes at once."""
+    """Write into a file in memory, at most two gigabytes at once."""
     while data:
         written = os.pwrite(file, data, start)
         data, start = data[written:], start + written
@@ -201,15 +197,10 @@ Ends = tuple[SharedSender | None, SharedReceiver | None]
 
 
 def connect(world: World, pairs: Sequence[tuple[int, int]], clock: Callable[[], float]) -> list[Ends] | None:
-    """Join pairs of workers, the sender's rank and the receiver's; all workers call it with the same pairs.
-
-    Args:
-        world: the processes.
-        pairs: of ranks; a pair may be there several times.
-        clock: the run's clock, seconds.
+    """Connect pairs of (sender's rank, receiver's rank), possibly repeated; all workers call it with the same pairs.
 
     Returns:
-        Per pair the end that this worker has, or neither; None if processes can't share memory.
+        Per pair this worker's end, if any; None if processes can't share memory.
 
     Raises:
         PeerLostError: a worker is gone.

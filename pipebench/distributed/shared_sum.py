@@ -1,15 +1,15 @@
 """Sums over replicas of one host, in files in memory that all of them read: no thread carries bytes.
 
-A bucket's numbers stand in the replica's own file. When it is full there, the others are told. Once all are full, each
-replica adds up one chunk of it, reading the others' piece by piece, and tells them; then each reads the chunks that the
-others have added up into its own file. Whoever waits for the sum does this, on the processor that would idle otherwise.
+A bucket's numbers are in the replica's own file, and the others are notified when it is full. Once all are full, each
+replica adds up one chunk, reading the others' piece by piece, and notifies them; then each reads the others' chunks
+into its own file. A replica does this while it waits for the sum, on a processor that would idle otherwise.
 
-A bucket may be filled again only when all others have read what it held: they tell that, too. Nobody waits for it in
-practice, since a backward lies between.
+A bucket may be filled again once all others have read it, which they also report; a backward lies between, so this
+hardly ever waits.
 
-It can't deadlock. A replica that waits here needs the others to come to their wait for the same round. Between its last
-backward of a round and that wait a worker's list has nothing that blocks, but for what a flush's other stages and
-microbatches still exchange; and in a flush a worker waits for its first sum when it has done all of its passes.
+It can't deadlock. A replica that waits here needs the others to reach their wait for the same round. Between its last
+backward of a round and that wait a worker's program blocks only for what a flush's other stages and microbatches still
+exchange; and in a flush a worker waits for its first sum after all of its passes.
 """
 
 import os
@@ -27,13 +27,12 @@ _ALIGNED_BYTES = 64
 
 
 class Sharing:
-    """One replica's file, and its lines to the others.
+    """One replica's file, and its pipes to the others.
 
     Args:
         own: its position among the replicas.
         lines: to the others, by position.
-        num_bytes: size of all buckets together.
-        files: the others' files, by position; filled once all have theirs.
+        num_bytes: size of all buckets.
     """
 
     def __init__(self, own: int, lines: dict[int, PipePair], num_bytes: int) -> None:
@@ -46,18 +45,18 @@ class Sharing:
         self._told = {(position, what): 0 for position in lines for what in (_FULL, _ADDED, _READ)}
 
     def room(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-        """Return room for so many numbers in the file, and where it begins."""
+        """Return a tensor of so many numbers in the file, and its start."""
         start = self._end
         self._end += room_bytes(count * dtype.itemsize)
         return self._bytes[start : start + count * dtype.itemsize].view(dtype), start
 
     def tell(self, what: int) -> None:
-        """Tell all others."""
+        """Notify all others."""
         for line in self.lines.values():
             line.write(bytes([what]))
 
     def hear(self, position: int, what: int, times: int) -> None:
-        """Wait until another one has told something so many times.
+        """Wait until another replica has sent a notification so many times.
 
         Raises:
             PeerLostError: it is gone.
@@ -67,7 +66,7 @@ class Sharing:
                 self._told[position, told] += 1
 
     def close(self) -> None:
-        """Give up lines and files."""
+        """Close pipes and files."""
         for line in self.lines.values():
             line.close()
         for file in (self.file, *self.files.values()):
@@ -78,11 +77,11 @@ class SharedSum:
     """Sums one bucket; used like `reducer.RingSum`.
 
     Args:
-        count: how many numbers.
+        count: of its numbers.
         dtype: their type.
         sharing: the replica's.
         position: of the bucket among all buckets.
-        buckets: how many there are.
+        buckets: number of all buckets.
     """
 
     def __init__(self, count: int, dtype: torch.dtype, sharing: Sharing, position: int, buckets: int) -> None:
@@ -105,12 +104,12 @@ class SharedSum:
         ]
 
     def free(self) -> None:
-        """Wait until the others have read what the bucket held."""
+        """Wait until the others have read the bucket."""
         for position in self._sharing.lines:
             self._sharing.hear(position, _READ, self._count(self._round - 1))
 
     def start(self) -> None:
-        """Tell the others that the bucket is full."""
+        """Notify the others that the bucket is full."""
         self._sharing.tell(_FULL)
 
     def go_on(self) -> None:
@@ -133,20 +132,20 @@ class SharedSum:
         self._round += 1
 
     def _count(self, round_index: int) -> int:
-        """Return how often something was told when this bucket of a round was."""
+        """Return the number of notifications up to this bucket of a round."""
         return round_index * self._buckets + self._position + 1 if round_index >= 0 else 0
 
 
 def share(world: World, ranks: Sequence[int], num_bytes: int) -> Sharing | None:
-    """Let replicas share files; all workers call it, those of other stages too.
+    """Share files among replicas; all workers call it, those of other stages too.
 
     Args:
         world: the processes.
         ranks: of the replicas, in their order.
-        num_bytes: size of a replica's buckets, with what aligns them.
+        num_bytes: size of a replica's buckets, aligned.
 
     Returns:
-        This replica's; None for all where processes can't share memory, and for who isn't one of them.
+        This replica's; None for other workers, and for all where processes can't share memory.
 
     Raises:
         PeerLostError: a worker is gone.
@@ -165,12 +164,12 @@ def share(world: World, ranks: Sequence[int], num_bytes: int) -> Sharing | None:
 
 
 def room_bytes(num_bytes: int) -> int:
-    """Return what a bucket takes of a file: the next one begins aligned."""
+    """Return the aligned size of a bucket in a file."""
     return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 def _read(file: int, into: memoryview, start: int) -> None:
-    """Read from a file in memory, which gives two gigabytes at once."""
+    """Read from a file in memory, at most two gigabytes at once."""
     while into:
         found = os.preadv(file, [into], start)
         assert found, f"nothing at {start}"

@@ -1,7 +1,7 @@
-"""What the kernel still has to send of what process groups were given: the bytes that stand in their sockets.
+"""The bytes that the kernel still has to send of process groups: those queued in their sockets.
 
-Gloo writes into its sockets as much as they take, at once, and doesn't say when that has gone. The kernel does, of
-every socket: it counts what the other end hasn't confirmed. Linux only; elsewhere nothing is ever seen to be queued.
+Gloo writes as much into its sockets as they take, and doesn't report when it has left. The kernel counts what the other
+end hasn't confirmed, for every socket. Linux only; elsewhere nothing is seen to be queued.
 """
 
 import fcntl
@@ -16,27 +16,23 @@ _COUNT = struct.Struct("i")
 
 
 class Sockets:
-    """Some of this process's connections.
-
-    Args:
-        files: their file descriptors, each with what tells it from another one that gets its number later.
-    """
+    """Some of this process's connections, by file descriptor, each with a name that a reused descriptor changes."""
 
     def __init__(self, files: dict[int, str]) -> None:
         self._files = files
 
     def queued_bytes(self) -> int:
-        """Return how much has been written that isn't confirmed by the other ends."""
+        """Return the bytes written that the other ends haven't confirmed."""
         return sum(_unconfirmed(file) for file, name in self._files.items() if _name(file) == name)
 
 
 def opened_since(before: Sockets) -> Sockets:
-    """Return the connections there are now and weren't before."""
+    """Return the connections opened since."""
     return Sockets({file: name for file, name in open_sockets()._files.items() if before._files.get(file) != name})
 
 
 def open_sockets() -> Sockets:
-    """Return all connections of this process; those that only listen say nothing and stay out."""
+    """Return all connections of this process, without listening sockets."""
     files = [int(name) for name in os.listdir(_FILES)] if os.path.isdir(_FILES) else []
     return Sockets({file: name for file in files if (name := _name(file)).startswith("socket:") and _is_joined(file)})
 

@@ -1,4 +1,4 @@
-"""What a worker is at, in words, and the report on workers that don't get on."""
+"""A worker's current work in words, and the report on a stall."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ _STUCK = 0.25  # of the limit: a worker that computes for less may just be slow
 
 @dataclass(frozen=True)
 class Activity:
-    """What a worker is at.
+    """A worker's current work.
 
     Attributes:
         text: the instruction's text form, or the name of other work.
         words: the same in words, as the end of a sentence about the worker.
         waits: whether it waits for another worker.
-        since_s: seconds since it turned to it, at the time of saying so.
+        since_s: seconds since it began, when reported.
     """
 
     text: str
@@ -39,15 +39,15 @@ class Activity:
 def describe(
     pipeline: Pipeline, worker: int, instruction: Instruction | None, work: str, num_minibatches: int, since_s: float
 ) -> Activity:
-    """Return what a worker is at, in words.
+    """Return a worker's current work in words.
 
     Args:
         pipeline: the pipeline.
         worker: the worker.
-        instruction: what it executes; None for work that is no instruction.
+        instruction: what it executes; None for other work.
         work: the name of that work, or of what the instruction belongs to if it isn't training.
         num_minibatches: of the segment.
-        since_s: how long it has been at it.
+        since_s: seconds since it began.
     """
     if instruction is None:
         waits = work in (ADMIT, EXCHANGE, BARRIER)
@@ -87,17 +87,17 @@ def stall_report(
     segment: int,
     notes: Sequence[str] = (),
 ) -> str:
-    """Return who holds a job up, and then a line per worker.
+    """Return the culprit of a stall, and then a line per worker.
 
-    The culprit is the worker not heard of for longest; else the one longest at work of its own; else, since all wait
-    for each other, the one that has waited longest.
+    The culprit is the worker silent for longest; else the one longest at work of its own; else, since all wait for each
+    other, the one that has waited longest.
 
     Args:
         pipeline: the pipeline.
-        activities: what each worker that was ever heard of is at, as far as is known.
-        silent_s: seconds since a worker was last heard of, for those that are overdue.
+        activities: the last known work of each worker that ever reported.
+        silent_s: seconds since the last report of overdue workers.
         stall_limit_s: the limit.
-        segment: index of the segment, for "minibatch 3".
+        segment: index of the segment that minibatches are numbered in.
         notes: more lines, after the first.
     """
     names = pipeline.worker_names

@@ -57,14 +57,14 @@ _MOST_LEAVING = 4  # messages of an evaluation that a worker may be ahead of the
 
 
 class Channel(NamedTuple):
-    """One way of an edge, between two workers.
+    """One direction of an edge, between two workers.
 
     Attributes:
-        kind: `activation`, `gradient` for what comes back, or `migration` for layers that move, either way.
-        source: the stage that sends.
-        target: the stage that receives.
-        sender: the worker that sends.
-        receiver: the worker that receives.
+        kind: `activation`, `gradient` for the way back, or `migration` for layers that move, either way.
+        source: the sending stage.
+        target: the receiving stage.
+        sender: the sending worker.
+        receiver: the receiving worker.
     """
 
     kind: str
@@ -80,19 +80,18 @@ class Channel(NamedTuple):
 
     @property
     def answering(self) -> "Channel":
-        """The other way of the edge."""
+        """The other direction of the edge."""
         kind = GRADIENT if self.kind == ACTIVATION else ACTIVATION
         return Channel(kind, self.target, self.source, self.receiver, self.sender)
 
 
 class _Route(NamedTuple):
-    """What a message needs to know: looked up once per unit of a pipeline's period, since all others go like these.
+    """A message's way, looked up once per unit of a pipeline's period, which all later units repeat.
 
     Attributes:
-        channel: that it goes by.
-        sender: this end of it, where this worker sends; of the answering one, if there is one, where it receives.
-        receiver: likewise, where this worker receives.
-        level: name of the level of the cluster that it crosses.
+        sender: this worker's sending end; where it receives, of the answering channel, if any.
+        receiver: likewise its receiving end.
+        level: name of the cluster level that it crosses.
     """
 
     channel: Channel
@@ -102,19 +101,19 @@ class _Route(NamedTuple):
 
 
 class ChannelTransport:
-    """The channels of one worker, its bytes, and what it waits for on them.
+    """The channels of one worker, its bytes, and its waits.
 
     Args:
         setup: whose stages exchange values.
         world: the processes.
-        worker: which worker this process is.
+        worker: this process's worker.
         clock: the run's clock, seconds.
-        meter: told of every message that arrives.
-        num_bytes: what this worker has sent, by kind and level; added to.
+        meter: records every message that arrives.
+        num_bytes: bytes sent by this worker, by kind and level; added to.
 
     Attributes:
         latest_loss: the latest mean loss that this worker knows of, NaN if none; it travels with every message.
-        stall_s: seconds waited for bytes that were on their way; who reads it sets it back.
+        stall_s: seconds waited for bytes in transfer; the reader resets it.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class ChannelTransport:
                 self._receivers[channel] = receiver
 
     def _open_groups(self, world: World, channels: Sequence[Channel], pairs: Sequence[tuple[int, int]]) -> None:
-        """Open channels by process groups: those of Gloo carry messages, NCCL's the tensors where GPUs hold them."""
+        """Open channels by process groups: Gloo's for messages, NCCL's for tensors on GPUs."""
         setup = self._setup
         kinds = dict.fromkeys(channel.kind for channel in channels)
         yields = {kind: kind == MIGRATION and not world.direct for kind in kinds}
@@ -189,7 +188,7 @@ class ChannelTransport:
                 )
 
     def go_under(self, setup: Setup) -> None:
-        """Go on under a plan with other cuts, with nothing under way."""
+        """Continue under a plan with other cuts, with nothing in transfer."""
         self._setup = setup
         self._routes.clear()
         self._returning = {(edge.source, edge.target) for edge in setup.pipeline.edges if edge.has_gradient}
@@ -204,7 +203,7 @@ class ChannelTransport:
             self._receivers[channel].expect(count)
 
     def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
-        """Send a unit's values from one of this worker's stages to a stage of another. See `SendingEnd.send`."""
+        """Send a unit's values from one of this worker's stages to another worker's. See `SendingEnd.send`."""
         _, sender, answers, level = self._route(kind, unit, source, target)
         assert sender is not None
         most_leaving = _MOST_LEAVING if kind == EVALUATION else None
@@ -238,12 +237,8 @@ class ChannelTransport:
             self.latest_loss = message.note
         label = f"{_LABELS.get(kind, 'F')}{unit if kind == EVALUATION else self._setup.pipeline.label(unit)}"
         ends_s = max(message.sent_s, message.arrived_s)
-        self._meter.transfer(
-            Transfer(
-                kind, label, (channel.sender,), (channel.receiver,), level, message.payload_bytes,
-                message.sent_s, ends_s,
-            )
-        )  # fmt: skip
+        workers, times_s = ((channel.sender,), (channel.receiver,)), (message.sent_s, ends_s)
+        self._meter.transfer(Transfer(kind, label, *workers, level, message.payload_bytes, *times_s))
         self.stall_s += max(0.0, message.arrived_s - max(start_s, message.sent_s))
         return message.values
 
@@ -261,14 +256,14 @@ class ChannelTransport:
             sender.flush()
 
     def close(self) -> None:
-        """Give up the connections; nothing is under way any more that anybody waits for."""
+        """Close the connections, on which nothing is waited for any more."""
         ends: list[SendingEnd | ReceivingEnd] = [*self._senders.values(), *self._receivers.values()]
         for end in ends:
             end.close()
         leave(self._groups)
 
     def _route(self, kind: str, unit: int, source: int, target: int) -> _Route:
-        """Return how a unit's values go from a stage to another: units go alike that are a block apart."""
+        """Return the way of a unit's values between two stages, which units a block apart share."""
         pipeline = self._setup.pipeline
         going = MIGRATION if kind == MIGRATION else ACTIVATION if source < target else GRADIENT
         key = (going, source, target, unit % pipeline.block)
@@ -311,7 +306,7 @@ def channels_of(setup: Setup) -> Iterator[Channel]:
 
 
 def _expected_bytes(setup: Setup, channel: Channel) -> int:
-    """Return the size of the largest values that the profile foresees on a channel."""
+    """Return the size of the largest values that the profile predicts on a channel."""
     if channel.kind == MIGRATION:
         return 0
     back = [setup.costs.gradient_bytes]
@@ -321,7 +316,7 @@ def _expected_bytes(setup: Setup, channel: Channel) -> int:
 
 
 def _pair(world: World, ranks: tuple[int, int], num_pairs: int) -> Any:
-    """Return an NCCL group of two of its own, used once already, since the first use waits for both."""
+    """Return an NCCL group of two, used once already, since the first use waits for both."""
     group = world.new_group("nccl", ranks, num_pairs=num_pairs)
     if world.rank in ranks:
         word = torch.zeros(1, device=world.device)

@@ -1,13 +1,13 @@
-"""Warm-up: one minibatch through every stage before the clock, on copies that are thrown away.
+"""Warm-up: one minibatch through every stage before the clock starts, on copies that are discarded.
 
-The first forward, backward and update of a stage load the GPU's code, choose algorithms and ask for memory. CUDA may
-let such a thing wait until everything that runs on the device has ended; with a kernel of NCCL among it, waiting for a
-peer which waits for us, it never would. So all of it happens once while nothing is on its way between GPUs: values go
-from stage to stage by Gloo, a copy of every stage computes, and the run finds everything as it would have without.
+The first forward, backward and update of a stage load the GPU's code, choose algorithms and allocate memory. CUDA may
+delay them until all running work on the device has ended, which would deadlock with an NCCL kernel that waits for a
+peer. So they happen once while nothing is in transfer between GPUs: values go from stage to stage by Gloo, and a copy
+of every stage computes.
 
-Only GPUs have a use for it; it computes anywhere, and the tests look for its traces on a CPU.
+Only GPUs need it; it runs on any device, and the tests check on a CPU that it leaves no traces.
 
-Everything is a copy (weights, optimizer, running statistics, carried states) or is put back (random generators).
+Weights, optimizer, running statistics and carried states are copies; random generators are restored.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,19 +37,15 @@ _CPU = torch.device("cpu")
 
 
 def gains_by_warm_up(device: torch.device) -> bool:
-    """Say whether first times matter: on a CPU nothing waits for a device."""
+    """Return whether a device needs warm-up: on a CPU nothing waits for a device."""
     return device.type == "cuda"
 
 
 def warm_up(setup: Setup, world: World, index: int) -> None:
     """Run the run's first unit, and an evaluation's, through copies of this worker's stages; all processes call it.
 
-    Every stage has one replica here, which all its workers play: unit 0 is everybody's.
-
-    Args:
-        setup: what is run; its graph still holds the model.
-        world: the processes.
-        index: which worker this process is.
+    Every stage has one replica here, which all its workers play: all run unit 0. The setup's graph still has the
+    model; `index` is this process's worker.
 
     Raises:
         PeerLostError: a worker is gone.
@@ -67,18 +63,17 @@ def warm_up(setup: Setup, world: World, index: int) -> None:
 
 
 def _alone(setup: Setup) -> Setup:
-    """Return a setup with one replica of every stage: workers are numbered like positions in it."""
+    """Return a setup with one replica of every stage, in which workers are numbered like positions."""
     once = (1,) * setup.pipeline.num_stages
     evaluation = replace(setup.evaluation, pipeline=replace(setup.evaluation.pipeline, replicas=once))
-    return replace(
-        setup, pipeline=replace(setup.pipeline, replicas=once, shares_norm=False), evaluation=evaluation
-    )  # fmt: skip
+    pipeline = replace(setup.pipeline, replicas=once, shares_norm=False)
+    return replace(setup, pipeline=pipeline, evaluation=evaluation)
 
 
 class _Neighbours:
-    """A transport to the workers from which stages read values, and to those that read theirs; gradients are zeros.
+    """A transport to the workers of neighbouring stages; gradients are zeros.
 
-    Replicas of a stage send to those replicas of another that have nobody else to hear from.
+    Replicas of a stage send to those replicas of another that no other replica sends to.
     """
 
     def __init__(self, setup: Setup, index: int) -> None:
@@ -90,7 +85,7 @@ class _Neighbours:
         self._sent: dict[tuple[int, int], Any] = {}
 
     def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
-        """Send a stage's values on; gradients stay here."""
+        """Send a stage's values; gradients are dropped."""
         if kind == GRADIENT:
             return
         edge, replicas = (source, target), self._setup.pipeline.replicas
@@ -103,7 +98,7 @@ class _Neighbours:
         self._sent[edge] = values
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
-        """Return the values that a stage reads, or a gradient of zeros for those that it has sent."""
+        """Return a stage's input values, or gradients of zeros for the values that it has sent."""
         if kind == GRADIENT:
             return zero_gradients(self._sent[target, source])
         edge = (source, target)
@@ -113,7 +108,7 @@ class _Neighbours:
         return pytree.tree_map(self._onto_device, self._receivers[edge].receive(unit).values)
 
     def copied(self, kind: str, num_bytes: int) -> None:
-        """Nobody counts."""
+        """Ignore a copy."""
 
     def flush(self) -> None:
         """Wait until everything has left."""

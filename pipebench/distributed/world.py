@@ -1,6 +1,6 @@
-"""One worker's view of the others: who there is, how to reach them, and small facts shared by all.
+"""One worker's view of the others: who they are, how to reach them, and facts shared by all.
 
-Everything here is collective unless it says otherwise: all workers call it, in the same order.
+Everything here is collective unless stated otherwise: all workers call it, in the same order.
 """
 
 import json
@@ -26,8 +26,6 @@ from pipebench.errors import UserError
 
 # Of this process; torch, too, has one default group per process.
 _joined: list["World"] = []
-
-
 _ASKING_S = 2.0
 
 
@@ -38,12 +36,12 @@ class World:
     Attributes:
         place: rank, size and host of this worker, from its launcher.
         device: where this worker computes.
-        direct: tensors on devices travel by NCCL; otherwise everything goes through Gloo and the CPU's memory.
-        store: small keys shared by all workers of this attempt; the launcher's too, where it is pipebench's own.
-        remark: what a user should know of how the workers reach each other; "" for nothing.
-        shares_memory: workers of one host may hand values over in memory that they share, where the system lets them;
-            otherwise by sockets, as between hosts.
-        secret: known to all workers and nobody else, where the store is private; None: nobody can be told from others.
+        direct: whether tensors on devices travel by NCCL; otherwise through Gloo and the CPU's memory.
+        store: small keys shared by all workers of this attempt, and by the launcher if it is pipebench's own.
+        remark: a remark for the user on how workers reach each other; "" for none.
+        shares_memory: whether workers of one host may share memory for values, if the system allows it; otherwise they
+            use sockets, as between hosts.
+        secret: known to all workers only, where the store is private; None: members can't be checked.
     """
 
     place: HostSlot
@@ -70,7 +68,7 @@ class World:
         return self.place.size
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's value, in the order of ranks. JSON travels: lists, dicts with text keys, numbers, text.
+        """Return every rank's value, by rank. JSON travels: lists, dicts with text keys, numbers, text.
 
         Raises:
             PeerLostError: a worker is gone, or doesn't call within `operation_limit_s`.
@@ -87,7 +85,7 @@ class World:
         return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, sizes, strict=True)]
 
     def gather(self, own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Bring the tensors of all ranks to rank 0, through the hosts' memory; the others get nothing.
+        """Return all ranks' tensors on rank 0, through the hosts' memory; nothing on the others.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -111,7 +109,7 @@ class World:
         return found if self.rank == 0 else []
 
     def hand_over(self, parcels: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Give some ranks bytes, through the hosts' memory; return those that this rank is given, by giver.
+        """Send bytes to ranks, through the hosts' memory; return those sent to this rank, by sender.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -144,14 +142,13 @@ class World:
     ) -> Any:
         """Make a group; ranks that aren't in it call too and get torch's placeholder.
 
-        The default group stays with `exchange`, so that its collectives never mix with the run's own.
+        The default group is used by `exchange` only, so that its collectives never mix with the run's own.
 
         Args:
             backend: "gloo" or "nccl".
             ranks: None for all.
-            num_pairs: for a group by which one worker sends values to another: how many such groups the worker that
-                has most of them is in; 0 for any other group.
-            limit_s: how long an operation may take, seconds; None: as long as any other.
+            num_pairs: for a group of a sender and a receiver, the most such groups of any worker; else 0.
+            limit_s: limit of an operation, seconds; None: `operation_limit_s`.
 
         Raises:
             PeerLostError: a worker is gone, or doesn't call within `operation_limit_s`.
@@ -167,18 +164,18 @@ class World:
             return group
 
     def mark_started(self) -> None:
-        """Tell the launcher that training has begun here; not collective.
+        """Report to the launcher that training has begun here; not collective.
 
-        Once all workers have said so, a failure is worth a restart.
+        Once all workers have, a failure is worth a restart.
         """
         with peers():
             self.store.set(f"started/{self.rank}", "1")
 
     def first(self, event: str) -> bool:
-        """Say whether this is the first worker to ask about this event, such as a report to be printed once.
+        """Return whether this is the first worker to ask about an event, such as a report to be printed once.
 
-        Not collective. Without a store to ask (its server is gone) every worker is told that it is. So a rank 0 that
-        serves the store waits a moment for the others to ask: once its process has ended, they can't.
+        Not collective. If the store's server is gone, every worker is first. So a rank 0 that serves the store waits a
+        moment for the others to ask.
         """
         key = f"first/{event}"
         try:
@@ -207,19 +204,15 @@ def join(
     place: HostSlot | None = None,
     shares_memory: bool = True,
 ) -> World:
-    """Join the other workers of this job.
+    """Join the other workers of this job, on device `cpu`, `cuda`, or `auto`: `cuda` where torch sees a device.
 
-    Args:
-        device: `cpu`, `cuda`, or `auto` for `cuda` where torch sees a device.
-        limit_s: how long to wait for workers that haven't come yet, seconds.
-        operation_limit_s: how long a message or a collective may take before its peer counts as lost, seconds.
-        place: this worker's place, by default from the environment.
-        shares_memory: whether workers of one host may hand values over in memory that they share.
+    Workers have `limit_s` seconds to join, and a message or a collective `operation_limit_s` before its peer counts as
+    lost. `place` is by default from the environment; see `World` for `shares_memory`.
 
     Raises:
-        UserError: no CUDA device where one is asked for, or different kinds of device; a port in use; a worker
-            that doesn't come, with how many did.
-        PeerLostError: rank 0 gave up, and says why itself.
+        UserError: no CUDA device where one is requested, or different kinds of device; a port in use; a worker that
+            doesn't join, with how many did.
+        PeerLostError: rank 0 gave up, and reports why itself.
     """
     place = place or read_place(os.environ)
     if device != "cpu":
@@ -236,25 +229,30 @@ def join(
     if place.one_host:
         _stay_on_loopback()
     with peers():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if direct else "gloo",
-            store=_group_store(world),
-            rank=place.rank,
-            world_size=place.size,
-            timeout=timedelta(seconds=operation_limit_s),
-            device_id=chosen if direct else None,
-        )
-        if place.connection is not None:
-            world.secret = shared_secret(store, place.rank)
-            check_members(world.secret, "all")
+        _init_default_group(world)
     return world
+
+
+def _init_default_group(world: World) -> None:
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if world.direct else "gloo",
+        store=_group_store(world),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=world.operation_limit_s),
+        device_id=world.device if world.direct else None,
+    )
+    if world.place.connection is not None:
+        world.secret = shared_secret(world.store, world.rank)
+        check_members(world.secret, "all")
 
 
 def _group_store(world: World) -> Store:
     """Return the store by which torch makes groups.
 
-    NCCL's threads ask it for as long as they live. One of ours is Python's, which they may outlive or wait for, so they
-    get torch's file store, on a file in memory that only this user's processes can open, and that ends with rank 0.
+    NCCL's threads use it for as long as they live. A store of ours is Python's, which they may outlive or wait for,
+    so they get torch's file store, on a file in memory that only this user's processes can open, and that ends with
+    rank 0.
     """
     if not world.direct or world.place.connection is None:
         return PrefixStore("groups", world.store)
@@ -269,13 +267,7 @@ def current() -> World | None:
 
 
 def check_world_size(size: int, needed: int, plan: str) -> None:
-    """Refuse a number of workers that differs from the plan's.
-
-    Args:
-        size: number of workers that were started.
-        needed: number of workers that the plan has.
-        plan: the plan in words, such as `2-1-1`.
-    """
+    """Check that as many workers were started as the plan needs; `plan` is its notation, such as `2-1-1`."""
     if size != needed:
         raise UserError(
             f"plan {plan} needs {needed} worker{'s' if needed > 1 else ''}, got {size}: start torchrun so that "
@@ -287,7 +279,7 @@ def shared_folder_check(world: World, folder: Path) -> None:
     """Check that all workers see the same folder, by a file that rank 0 writes into it.
 
     Raises:
-        UserError: naming the ranks and hosts that don't see it, or why nothing can be written there.
+        UserError: names the ranks and hosts that don't see it, or why nothing can be written there.
     """
     word, problem = uuid.uuid4().hex, ""
     token = folder / f".shared-{word}"
@@ -316,7 +308,7 @@ def shared_folder_check(world: World, folder: Path) -> None:
 
 
 def _device(device: str, place: HostSlot) -> tuple[torch.device, dict[str, Any]]:
-    """Return the device for this worker, and what the others should know about it."""
+    """Return this worker's device, and facts on it for the others."""
     facts = {"host": socket.gethostname(), "gpu": None, "shares": False}
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu"), facts
@@ -327,13 +319,10 @@ def _device(device: str, place: HostSlot) -> tuple[torch.device, dict[str, Any]]
 
 
 def check_devices(device: str, everyone: Sequence[dict[str, Any]]) -> None:
-    """Refuse a run some of whose workers have no CUDA device where one is wanted.
+    """Check that all workers have a CUDA device if one is requested.
 
-    Every worker raises the same, after all have met: so it is told once.
-
-    Args:
-        device: `cpu`, `cuda` or `auto`.
-        everyone: every rank's `host` and `gpu`, which is None where torch sees none.
+    Every worker raises the same error, after all have joined, so it is reported once. `everyone` has every rank's
+    `host` and `gpu`, None where torch sees none.
     """
     without = [(rank, facts["host"]) for rank, facts in enumerate(everyone) if facts["gpu"] is None]
     if device == "cpu" or not without or (device == "auto" and len(without) == len(everyone)):
@@ -350,7 +339,7 @@ def _who(workers: Sequence[tuple[int, str]]) -> str:
 
 
 def _stay_on_loopback() -> None:
-    """Let Gloo and NCCL talk over the loopback interface where all workers are on this host."""
+    """Have Gloo and NCCL use the loopback interface when all workers are on this host."""
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

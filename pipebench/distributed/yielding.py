@@ -1,13 +1,13 @@
-"""Channels for what may wait: layers that move between hosts let a pipeline's messages go first.
+"""Channels that yield: layers that move between hosts let a pipeline's messages go first.
 
-A block of layers is large, and nobody waits for it yet when it sets out. It travels beside the run, on a connection of
-its own, piece by piece: a thread at each end sends and receives while the workers compute. Before every piece the
-sender looks whether the kernel still has something to send on the pipeline's connections, of this worker to any other,
-since all leave by one wire; while it has, nothing more of the block sets out. The receiver takes few pieces at a time,
-so there is never more than those before an activation in any queue on the way, whatever the network.
+A block of layers is large and not needed at once. It travels beside the run, on a connection of its own, piece by
+piece: a thread at each end sends and receives while the workers compute. Before every piece the sender checks whether
+the kernel still has bytes to send on the pipeline's connections of this worker, as all share one wire; if so, the block
+waits. The receiver takes few pieces at a time, so an activation never queues behind more than those, whatever the
+network.
 
-This can't hold up the pipeline for ever, nor the block: what is written into a socket leaves it whatever the workers
-do, and a worker that waits for its block soon has nothing more to send and nobody who sends to it.
+Neither can wait for ever: sockets drain whatever the workers do, and a worker that waits for its block soon has nothing
+more to send, nor a worker that sends to it.
 """
 
 import queue
@@ -44,7 +44,7 @@ _END = -1  # in place of a unit: no more messages
 
 
 def until_gone(queued_bytes: Callable[[], int]) -> None:
-    """Wait until nothing to speak of is queued."""
+    """Wait until almost nothing is queued."""
     while queued_bytes() > _SOON_GONE_BYTES:
         time.sleep(_LOOK_AGAIN_S)
 
@@ -54,7 +54,7 @@ class YieldingSender(SendingEnd):
 
     Args:
         link: where to; one lane.
-        give_way: called before every piece; returns when it may set out.
+        give_way: called before every piece; returns when it may be sent.
     """
 
     def __init__(self, link: ChannelLink, give_way: Callable[[], None]) -> None:
@@ -68,7 +68,7 @@ class YieldingSender(SendingEnd):
         self._thread = _started(self._run, f"pipebench-moves-to-{link.peer}")
 
     def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None, taken: int = 0) -> int:
-        """Hand over a message; see `SendingEnd`."""
+        """Send a message; see `SendingEnd`."""
         form, tensors = form_of(values)
         number, layout, text = self._layouts.of(form)
         num_bytes = HEADER_BYTES + len(text) + layout.num_bytes
@@ -147,7 +147,7 @@ class YieldingReceiver(ReceivingEnd):
         self._thread = _started(self._run, f"pipebench-moves-from-{link.peer}")
 
     def receive(self, unit: int | None) -> Message:
-        """Wait for the next message, which must be about this unit; None: about any.
+        """Wait for the next message, which must be of this unit; None: of any.
 
         Raises:
             PeerLostError: the sender is gone.
@@ -170,7 +170,7 @@ class YieldingReceiver(ReceivingEnd):
         return Message(header.unit, values, layout.payload_bytes, header.sent_s, arrived_s, header.note, header.taken)
 
     def close(self) -> None:
-        """Wait for the sender's last word."""
+        """Wait for the sender's end mark."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -197,13 +197,13 @@ class YieldingReceiver(ReceivingEnd):
 
 
 def _pieces(data: torch.Tensor) -> list[torch.Tensor]:
-    """Return a message in the pieces in which it travels: its header by itself, which says how much follows."""
+    """Return a message's pieces: the header alone, which has the length of the rest, then the rest."""
     head, body = data[:HEADER_BYTES], data[HEADER_BYTES:]
     return [head, *(body[start : start + PIECE_BYTES] for start in range(0, len(body), PIECE_BYTES))]
 
 
 def _all_done(works: Iterable[Any]) -> None:
-    """Wait for pieces, few of which are under way at once."""
+    """Wait for pieces, few of which are in transfer at once."""
     under_way: deque[Any] = deque()
     with peers():
         for work in works:

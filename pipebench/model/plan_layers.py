@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from pipebench.errors import Fault, RecipeError, nearest
+from pipebench.formats import listed
 from pipebench.lines import LinedFile
 from pipebench.model.plan import Cuttable, Plan, StagePlan, make_plan, split_ties
 from pipebench.recipe.plan_file import PlanForm, Problems, StageForm
@@ -68,7 +69,7 @@ def layer_problems(form: PlanForm, graph: Cuttable) -> Problems:
         if name not in place:
             missing = [each for each in missing if each not in difflib.get_close_matches(name, missing, 1)]
     if missing:
-        said = f"missing are {_listed(missing)}, allowed is every layer of the model once"
+        said = f"missing are {listed([*map(repr, missing)], _MOST_NAMED)}, allowed is every layer of the model once"
         problems.append(("stages", f"{said}; {missing[0]!r} comes {_belongs(place[missing[0]], names)}"))
     yield from problems
     if not problems and all(stage.layers for stage in form.stages):
@@ -108,8 +109,3 @@ def _longest_ascending(values: Sequence[int]) -> set[int]:
 
 def _belongs(place: int, names: Sequence[str]) -> str:
     return f"after {names[place - 1]!r}" if place else "first"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(map(repr, names[:_MOST_NAMED])) + more

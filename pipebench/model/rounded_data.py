@@ -9,20 +9,20 @@ from torch.utils import _pytree as pytree
 
 from zoo.registry import Dataset
 
+# Attributes and methods of a data set that rounding leaves as they are.
+_UNCHANGED = (
+    *("inputs", "targets", "metrics", "num_train", "num_eval", "num_ids", "sequential", "generates_with"),
+    *("loader_processes", "lengths", "check", "weight", "summarise", "buckets", "notes"),
+)
+
 
 class RoundedData(Dataset):
     """A data set whose fp32 inputs are rounded to `low_type`; loss and scores are computed in fp32."""
 
     def __init__(self, data: Dataset, low_type: torch.dtype) -> None:
         self._data, self._low_type = data, low_type
-        self.inputs, self.targets, self.metrics = data.inputs, data.targets, data.metrics
-        self.num_train, self.num_eval, self.num_ids = data.num_train, data.num_eval, data.num_ids
-        self.sequential, self.generates_with = data.sequential, data.generates_with
-        self.loader_processes, self.lengths = data.loader_processes, data.lengths
-
-    def check(self) -> None:
-        """See `Dataset`, as for the methods below."""
-        self._data.check()
+        for name in _UNCHANGED:
+            setattr(self, name, getattr(data, name))
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
         """Return rounded inputs, and targets."""
@@ -38,10 +38,6 @@ class RoundedData(Dataset):
         """Return rounded inputs, and targets."""
         return self._rounded(self._data.fetch(split, indices, fields, draw))
 
-    def weight(self, split: str, indices: Sequence[int]) -> float:
-        """Return the weight of samples."""
-        return self._data.weight(split, indices)
-
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the loss of the output in fp32."""
         return self._data.loss(self._unrounded(output), targets)
@@ -50,21 +46,9 @@ class RoundedData(Dataset):
         """Return the scores of the output in fp32."""
         return self._data.score(self._unrounded(output), targets)
 
-    def summarise(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """Return metrics."""
-        return self._data.summarise(sums, weight)
-
     def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
         """Return metrics of the whole model, computed in fp32 with the rounded weights."""
         return self._data.whole_model_metrics(model)
-
-    def buckets(self) -> Sequence[int] | None:
-        """Return a bucket per sample."""
-        return self._data.buckets()
-
-    def notes(self) -> dict[str, str]:
-        """Return what a reader has to know of the data."""
-        return self._data.notes()
 
     def _rounded(self, fields: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Round the inputs, except a field that is a target too."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from torch import fx, nn
 
+from pipebench.formats import listed
 from pipebench.model.graph import Layer, LayerGraph
 from pipebench.model.split_kinds import BY_THE_WAY, SPLITTABLE, is_kind_of
 
@@ -37,8 +38,7 @@ def unsplit(graph: LayerGraph) -> str:
         return target not in split and not isinstance(graph.root.get_submodule(target), _BY_THE_WAY)
 
     found = [f"{layer.name} ({layer.kind})" for layer in graph.layers if layer.parameters and is_whole(layer)]
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return ", ".join(found[:_NAMED]) + more
+    return listed(found, _NAMED)
 
 
 def splits(module: nn.Module) -> bool:

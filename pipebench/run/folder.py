@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pipebench.errors import UserError, nearest
 from pipebench.files import read_bytes
 from pipebench.files import replace as replace_file
+from pipebench.formats import listed
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.run.ownership import require_own, require_own_code
 from pipebench.tracking.record import RECORD, RESULTS_FOLDER, mlflow_run_id, read_record
@@ -240,10 +241,10 @@ def find(run: str) -> RunFolder:
     if len(starting) == 1:
         return known[starting[0]]
     if starting:
-        raise UserError(f"run: got {run!r}, with which {len(starting)} runs begin: {_listed(starting)}")
+        raise UserError(f"run: got {run!r}, with which {len(starting)} runs begin: {listed(starting, 5)}")
     if not known:
         raise UserError(f"run: got {run[:80]!r}, but {RUNS}/ in the working directory holds no run")
-    allowed = f"allowed are the runs in {RUNS}/ ({_listed(list(known))}) and their MLflow run ids"
+    allowed = f"allowed are the runs in {RUNS}/ ({listed(list(known), 5)}) and their MLflow run ids"
     raise UserError(f"run: got {run[:80]!r}, {allowed}{nearest(run[:80], known)}")
 
 
@@ -291,8 +292,3 @@ def resumed(
         )
     require_own_code(loaded, trusts=trusts, tells=tells)
     return folder, loaded
-
-
-def _listed(run_ids: Sequence[str]) -> str:
-    more = f" and {len(run_ids) - 5} more" if len(run_ids) > 5 else ""
-    return ", ".join(run_ids[:5]) + more

@@ -95,7 +95,7 @@ def _stage_table(answer: Answer, *, narrow: bool) -> Table:
             layers,
             f"{place.replicas:,}",
             *(seconds(value) for value in (stage.compute_s, stage.sync_s, stage.transfer_s, stage.stage_s)),
-            _share(stage.stage_s, best.bottleneck_s),
+            percent(quotient(stage.stage_s, best.bottleneck_s)),
             num_bytes(stage.memory_bytes) + (f" ({percent(stage.memory_bytes / limit)})" if limit else ""),
             f"{stage.in_flight}",
             style="bold" if index in slowest else "",
@@ -178,7 +178,7 @@ def _mode_table(answer: Answer) -> Table:
             f"{shortened(str(found.plan), _PLAN_WIDTH)}{_stages_text(found)}{update}",
             found.found_by,
             number(answer.size / found.minibatch_s) if found.minibatch_s > 0 else UNKNOWN,
-            _share(best.minibatch_s, found.minibatch_s),
+            percent(quotient(best.minibatch_s, found.minibatch_s)),
             num_bytes(found.memory_bytes),
             num_bytes(sum(found.num_bytes.values()) / answer.size),
             style="bold" if found is best else "",
@@ -280,10 +280,6 @@ def _bytes_text(answer: Answer, found: PlanEstimate) -> str:
 
 def _stages_text(found: PlanEstimate) -> str:
     return f" ({len(found.stages)} stages)" if str(found.plan) == "straight" or len(found.stages) > 8 else ""
-
-
-def _share(part: float, whole: float) -> str:
-    return percent(part / whole) if whole > 0 else UNKNOWN
 
 
 def _cluster_text(cluster: Cluster) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipebench.errors import UserError, nearest
 from pipebench.files import FileError
+from pipebench.formats import listed
 from pipebench.tracking.connection import Connection, default_uri, shown_uri
 from pipebench.tracking.identity import RECIPE_TAG, VERSION_TAG
 from pipebench.tracking.record import ENTRIES, RECORD, RESULT_FILE, mlflow_run_id, read_record
@@ -171,23 +172,18 @@ def _chosen(reference: str, known: Sequence[RecordedRun]) -> RecordedRun:
     found = exact or [run for run in known if reference and any(each.startswith(reference) for each in run.ids)]
     if len(found) == 1:
         return found[0]
-    got = f"run: got {reference[:_LONGEST]!r}"
+    got, names = f"run: got {reference[:_LONGEST]!r}", listed([run.text for run in found or known], _LISTED)
     if found:
-        raise UserError(f"{got}, by which {len(found)} runs go: {_listed(found)}; name one by the beginning of its id")
+        raise UserError(f"{got}, by which {len(found)} runs go: {names}; name one by the beginning of its id")
     if not known:
         raise UserError(f"{got}, but no run is recorded at {shown_uri(default_uri())} or in the working directory")
     close = nearest(reference[:_LONGEST], (each for run in known for each in (*run.names, *run.ids)))
-    raise UserError(f"{got}, allowed are ids, beginnings of ids and names of recorded runs: {_listed(known)}{close}")
+    raise UserError(f"{got}, allowed are ids, beginnings of ids and names of recorded runs: {names}{close}")
 
 
 def short_id(run_id: str) -> str:
     """Return the first characters of MLflow's id of a run; a folder's name stays whole."""
     return run_id[:_ID_CHARS] if _MLFLOW_ID.fullmatch(run_id) else run_id
-
-
-def _listed(runs: Sequence[RecordedRun]) -> str:
-    more = f" and {len(runs) - _LISTED} more" if len(runs) > _LISTED else ""
-    return ", ".join(run.text for run in runs[:_LISTED]) + more
 
 
 def _known_of(folder: Path) -> RecordedRun | None:
