@@ -163,7 +163,7 @@ def loaded_by(*words: str) -> list[str]:
     """Return the extensions' modules that a command has loaded."""
     script = (
         "import sys; from pipebench.recipe.load import load; from pipebench.train.prepare import prepare\n"
-        "from pipebench.train.simulation import simulate\n"
+        "from pipebench.train.engines import simulate\n"
         f"loaded = load('quickstart/dp', {[*DP, 'engine.kind=simulated', *words]!r})\n"
         "job = prepare(loaded.recipe, loaded.cluster); simulate(job)\n"
         "print(*(name for name in sys.modules if name.startswith('pipebench.extensions')))"
