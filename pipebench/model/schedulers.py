@@ -24,11 +24,7 @@ _KEY = "train.schedule.name"
 
 
 class Played:
-    """The rates of a scheduler of torch's, from its first to the last that was asked for.
-
-    Args:
-        schedule: names its class and says its arguments.
-        lr: the optimizer's rate.
+    """The rates of one of torch's schedulers, from the first to the last that was requested.
 
     Raises:
         UserCodeError: the class refuses its arguments.
@@ -47,7 +43,7 @@ class Played:
         """Return the rate after some steps.
 
         Raises:
-            UserCodeError: the scheduler has no such step, or gives no rate.
+            UserCodeError: the scheduler raises at a step, or its rate isn't a number of at least 0.
         """
         while num_steps >= len(self._rates):
             with users_code(f"{self._name} fails at step {len(self._rates)}", _KEY):
@@ -68,11 +64,11 @@ _LOOKED_AT = 100  # places in training at which a schedule is tried before it is
 def own_schedule(schedule: ScheduleRecipe) -> Callable[[float], float]:
     """Return the factor of the learning rate as a function of the fraction of all training samples seen before.
 
-    The rate is a function of samples seen and nothing else: every stage makes updates of its own, a run may go on under
-    another plan, and none of that may change it. torch's schedulers count steps, so they are refused.
+    The rate must depend on samples seen only: every stage makes its own number of updates, and a run may resume under
+    another plan. So torch's schedulers, which count steps, are refused.
 
     Raises:
-        UserCodeError: the target is a scheduler of torch's, raises, or gives something that is no factor.
+        UserCodeError: the target is a scheduler of torch's, raises, or returns no factor of at least 0.
     """
     target = str(schedule.target)
     make = import_target(target)

@@ -1,4 +1,4 @@
-"""Profile files: pipebench's own JSON and the PipeDream artifact's `graph.txt`; which one it is, its content says."""
+"""Reads profile files: pipebench's JSON and the PipeDream artifact's `graph.txt`."""
 
 import re
 from pathlib import Path
@@ -11,14 +11,12 @@ from pipebench.profile.stored import read_profile
 
 
 def load_profile(path: str | Path, num_samples: int = 1) -> Profile:
-    """Read a profile file: pipebench's JSON, or the PipeDream artifact's `graph.txt`; its content says which.
+    """Read a profile file, pipebench's JSON or a `graph.txt`, whichever its content is.
 
-    Args:
-        path: the file.
-        num_samples: samples per minibatch of a `graph.txt`, which doesn't say; JSON does.
+    `num_samples` is the minibatch size of a `graph.txt`, which doesn't state it.
 
     Raises:
-        ProfileError: it isn't there, or isn't a whole profile; names the file and where in it.
+        ProfileError: it isn't there or isn't a valid profile; names the file and where in it.
     """
     try:
         text = read_text(path)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from pipebench.model.plan_layers import form_of
 from pipebench.schedule import repartitions
-from pipebench.schedule.pushes import FILE_NAME, histogram, to_text
 from pipebench.search.search import FILE_NAME as SEARCH_FILE
 from pipebench.show.cuts_over_time import cuts_markdown, draw_cuts
 from pipebench.show.memory_picture import draw_memory, draw_peaks
@@ -21,7 +20,6 @@ from pipebench.show.occupancy_picture import draw_occupancy
 from pipebench.show.over_time import NUM_PARTS
 from pipebench.show.pictures import draw_curves, draw_timeline
 from pipebench.show.search_picture import draw_search, search_markdown
-from pipebench.show.staleness import draw_staleness, staleness_markdown
 from pipebench.show.trace import write_trace
 from pipebench.simulate.memory_meter import MemoryTimeline
 from pipebench.simulate.timeline import Timeline
@@ -40,7 +38,7 @@ def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | No
     """Keep a timeline as a picture and as a trace for Perfetto, with the memory by the same clock; return the names."""
     drawings = {"timeline.png": partial(draw_timeline, timeline)}
     drawings["trace.json"] = partial(write_trace, timeline, memory=memory)
-    return _record_drawn(log, drawings, "the timeline")
+    return record_drawn(log, drawings, "the timeline")
 
 
 def record_watch(log: RunLog, watch: MemoryForecast) -> list[str]:
@@ -57,23 +55,14 @@ def record_watch(log: RunLog, watch: MemoryForecast) -> list[str]:
         drawings["memory-last.png"] = partial(draw_memory, moved.last)
         whole = {part: peaks for part, peaks in parts.items() if peaks}
         drawings["memory.png"] = partial(draw_peaks, whole, watch.memory)
-    return _record_drawn(log, drawings, "memory and occupancy")
+    return record_drawn(log, drawings, "memory and occupancy")
 
 
 def record_features(log: RunLog, result: RunResult, job: Job) -> RunResult:
-    """Keep what only some runs have: pushes, a search, moves; return the result without them."""
-    return record_moves(log, record_search(log, record_pushes(log, result)), job)
-
-
-def record_pushes(log: RunLog, result: RunResult) -> RunResult:
-    """Keep the order in which a server applied gradients, and how stale they were; return the result without it."""
-    if not result.pushes:
-        return result
-    counts = histogram(result.pushes)
-    log.text(FILE_NAME, to_text(result.pushes))
-    log.text("staleness.md", staleness_markdown(counts))
-    _record_drawn(log, {"staleness.png": partial(draw_staleness, counts)}, "staleness")
-    return replace(result, pushes=())
+    """Keep what only some runs have, of extensions, a search, moves; return the result without it."""
+    for record in job.setup.pipeline.hooks("record").values():
+        result = record(log, result)
+    return record_moves(log, record_search(log, result), job)
 
 
 def record_search(log: RunLog, result: RunResult) -> RunResult:
@@ -84,7 +73,7 @@ def record_search(log: RunLog, result: RunResult) -> RunResult:
     log.text(SEARCH_FILE, write(found))
     log.text("search.md", search_markdown(found))
     end_s = result.metrics["total_time_s"]
-    _record_drawn(log, {"search.png": partial(draw_search, found, result.points, end_s)}, "the search")
+    record_drawn(log, {"search.png": partial(draw_search, found, result.points, end_s)}, "the search")
     return replace(result, search=None)
 
 
@@ -100,11 +89,11 @@ def record_moves(log: RunLog, result: RunResult, job: Job) -> RunResult:
     drawings: dict[str, Callable[[Path], None]] = {"cuts.png": partial(draw_cuts, result.moves, layers, end)}
     if all({RATE, SENT, MOVED} <= point.metrics.keys() for point in result.points):
         drawings["moves.png"] = partial(draw_moves, result.points, result.moves)
-    _record_drawn(log, drawings, "cuts over time")
+    record_drawn(log, drawings, "cuts over time")
     return replace(result, moves=())
 
 
-def _record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], what: str) -> list[str]:
+def record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], what: str) -> list[str]:
     """Keep what functions write as artifacts; return the names of those that are kept."""
     drawn = []
     try:
@@ -122,6 +111,6 @@ def _record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], w
 def record_curves(log: RunLog, results: Sequence[RunResult]) -> list[str]:
     """Keep a picture of every metric's curves; return the names of the pictures."""
     metrics = {name for result in results for point in result.points for name in point.metrics if "loss" not in name}
-    return _record_drawn(
+    return record_drawn(
         log, {f"{each}.png": partial(draw_curves, results, each) for each in sorted(metrics)}, "the curves"
     )

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pipebench.engine.weights import Version, Weights
+from pipebench.engine.weights import Weights
 from pipebench.errors import UserCodeError
 from pipebench.model.optimizer import FUSED, called, key_of, make_optimizer
 from pipebench.recipe.load import LoadedRecipe, faults_of
@@ -168,11 +168,11 @@ def _trained(
 ) -> list[torch.Tensor]:
     """Train in place; or moving, with two minibatches in flight, so that every update writes into another buffer."""
     weights = Weights(_module(start), partial(make_optimizer, recipe))
-    held: list[Version] = []
+    held: list[int] = []
     for num_done, (step, lr) in enumerate(zip(gradients, rates, strict=True), 1):
         if moving:
-            weights.newest.users += 1
-            held.append(weights.newest)
+            held.append(weights.newest.number)
+            weights.use(held[-1])
         weights.update([gradient.clone() for gradient in step], lr, keep_from=weights.newest.number + 1)
         if len(held) > 1:
             weights.release(held.pop(0))

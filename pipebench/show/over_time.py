@@ -1,6 +1,6 @@
-"""Something of every worker over time, as an image: stacked, a row per worker; of many workers as a map of one number.
+"""Workers' values over time as an image: stacked, a row per worker; of many workers as a map of one value.
 
-The colours are those of `pictures`: Okabe and Ito's, which colour-blind readers can tell apart.
+The colours are those of `pictures`: Okabe and Ito's, which colour-blind readers can distinguish.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,16 +21,14 @@ _WIDTH_IN, _ROW_IN, _STACK_IN, _MAP_IN, _MOST_LABELS = 14.0, 0.95, 2.4, 6.0, 24
 
 @dataclass(frozen=True)
 class Stacks:
-    """What there is to draw.
+    """Stacked values of every worker over time.
 
     Attributes:
-        worker_names: one per worker.
-        heights: [worker, label, part of the time]; of a map, of the one worker that is drawn in full.
-        colours: by label, in the order in which they are stacked.
+        heights: [worker, label, part of the time]; above a map, of the one worker that has a row.
+        colours: by label, in the order of stacking.
         end_s: when the last part ends; the first begins at 0.
-        top: what the vertical axes reach to.
-        unit: what they are in.
-        title: of all of it.
+        top: upper end of the vertical axes.
+        unit: theirs.
         notes: of every worker, at the right of its row.
     """
 
@@ -46,13 +44,12 @@ class Stacks:
 
 @dataclass(frozen=True)
 class Map:
-    """One number of every worker over time.
+    """One value of every worker over time.
 
     Attributes:
-        worker_names: one per worker.
         values: [worker, part].
-        label: what the number is.
-        top: the number that has the darkest colour.
+        label: the value's name.
+        top: the value with the darkest colour.
     """
 
     worker_names: Sequence[str]
@@ -62,7 +59,7 @@ class Map:
 
 
 def stacks_figure(stacks: Stacks) -> tuple[Figure, Sequence[Axes]]:
-    """Return a picture of a row per worker, and its axes."""
+    """Return a picture with a row per worker, and its axes."""
     rows = len(stacks.worker_names)
     figure = Figure(figsize=(_WIDTH_IN, 1.3 + _ROW_IN * rows), layout="constrained")
     every = [*figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0]]
@@ -73,7 +70,7 @@ def stacks_figure(stacks: Stacks) -> tuple[Figure, Sequence[Axes]]:
 
 
 def map_figure(stacks: Stacks, values: Map) -> tuple[Figure, Sequence[Axes]]:
-    """Return a picture of one row in full above a map of all workers, and its axes, the map's last."""
+    """Return a picture of one row above a map of all workers, and its axes, the map's last."""
     figure = Figure(figsize=(_WIDTH_IN, 1.3 + _STACK_IN + _MAP_IN), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(_STACK_IN, _MAP_IN))
     _draw_stack(above, stacks, 0)

@@ -1,7 +1,7 @@
-"""Pictures of runs: the timeline as an image, accuracy over time for a comparison, and the pipeline as text.
+"""Pictures of runs: the timeline as an image, curves for a comparison, and the pipeline as text.
 
 Figures are made without pyplot, whose global state is not for a library. The colours are Okabe and Ito's, which
-colour-blind readers can tell apart.
+colour-blind readers can distinguish.
 """
 
 import os
@@ -85,12 +85,12 @@ _PLOT_IN = 0.88 * _WIDTH_IN  # the rest of the width is for the workers' names
 
 
 def draw_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Write a PNG of what workers and links did: the whole timeline if it is readable, else its first part."""
+    """Write a PNG of workers' and links' activity: the whole timeline if it is readable, else its first part."""
     timeline_figure(timeline).savefig(path, dpi=110)
 
 
 def timeline_figure(timeline: Timeline) -> Figure:
-    """Return the picture that `draw_timeline` writes; one row per worker, the first on top."""
+    """Return the picture of `draw_timeline`; one row per worker, the first on top."""
     num_workers = len(timeline.worker_names)
     figure = Figure(figsize=(_WIDTH_IN, 1.35 + _ROW_IN * num_workers), layout="constrained")
     axes = figure.add_subplot()
@@ -113,9 +113,9 @@ def timeline_figure(timeline: Timeline) -> Figure:
 
 
 def readable_end_s(timeline: Timeline) -> float:
-    """Return where the picture ends: where the run does, if most boxes can hold their numbers, else earlier.
+    """Return the picture's end: the run's, if most boxes can hold their numbers, else earlier.
 
-    It is never earlier than the first backward of the last worker to have one: a picture shows the whole fill.
+    It is never before the first backward of the last worker to have one: a picture shows the whole fill.
     """
     work = [span for span in timeline.spans if span.kind in PASSES and span.end_s > span.start_s]
     if not work:
@@ -136,7 +136,7 @@ def draw_curves(results: Sequence[RunResult], metric: str, path: str | os.PathLi
 
 
 def curves_figure(results: Sequence[RunResult], metric: str) -> Figure:
-    """Return the picture that `draw_curves` writes; a star marks where a run reached its target."""
+    """Return the picture of `draw_curves`; a star marks where a run reached its target."""
     figure = Figure(figsize=(8.0, 4.6), layout="constrained")
     draw_metric(figure.add_subplot(), results, metric)
     return figure
@@ -165,12 +165,9 @@ def draw_metric(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
 
 
 def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 80) -> str:
-    """Draw the pipeline as text: one row per worker, one cell per unit of time, `.` where a worker waits.
+    """Draw the pipeline as text: a row per worker, a cell per `unit_s`, `.` where a worker waits.
 
-    Args:
-        timeline: what to draw, from its start.
-        unit_s: duration of one cell; by default that of a short forward or backward.
-        width: characters per line.
+    A cell by default lasts as long as a short forward or backward; lines have at most `width` characters.
 
     Returns:
         Lines like `stage 0  F0 F1 F2 F3 .  .  B0`, without a newline at the end.
@@ -190,7 +187,7 @@ def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 8
 
 
 def natural_unit_s(timeline: Timeline) -> float:
-    """Return the shortest typical duration of a forward or backward: the median of the quickest worker's."""
+    """Return the shortest typical duration of a forward or backward: the fastest worker's median."""
     durations_s: dict[tuple[int, str], list[float]] = {}
     for span in timeline.spans:
         if span.kind in PASSES and span.end_s > span.start_s:
@@ -297,7 +294,7 @@ def _time_label(timeline: Timeline, end_s: float, unit: str) -> str:
 
 
 def _curve_label(runs: Sequence[RunResult]) -> str:
-    """Return what the legend says of a recipe's runs, which differ in their seeds only."""
+    """Return the legend's text for a recipe's runs, which differ in their seeds only."""
     first, reached = runs[0], sum(run.outcome == REACHED for run in runs)
     if len(runs) == 1:
         return f"{first.name} ({first.plan})" + ("" if reached else f", {first.outcome}")

@@ -1,4 +1,4 @@
-"""How late gradients were that a server applied as they came: a table and a picture of the updates made meanwhile."""
+"""The staleness of gradients applied asynchronously by a server, as a table and a picture."""
 
 import os
 from collections.abc import Mapping
@@ -10,11 +10,7 @@ from pipebench.formats import percent
 
 
 def staleness_markdown(counts: Mapping[int, int]) -> str:
-    """Return a Markdown table of how many minibatches were how stale.
-
-    Args:
-        counts: minibatches by the updates that were made between their pull and their push.
-    """
+    """Return a Markdown table of minibatches by staleness: the updates made between their pull and their push."""
     total = sum(counts.values())
     lines = ["| updates made meanwhile | minibatches | share |", "| ---: | ---: | ---: |"]
     lines += [f"| {updates} | {count:,} | {percent(count / total)} |" for updates, count in sorted(counts.items())]
