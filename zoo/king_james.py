@@ -10,12 +10,9 @@ import importlib.util
 import re
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zoo.language import END, Text, encode, most_frequent
-
-if TYPE_CHECKING:
-    import torch
+from zoo.late import torch
 
 # What the package's text gives, split by chapters as below.
 TRAIN_TOKENS, EVAL_TOKENS, TEST_TOKENS = 743_538, 39_186, 40_058

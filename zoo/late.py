@@ -12,6 +12,8 @@ else:
 
     class _Torch:
         def __getattr__(self, attribute: str) -> Any:
-            return getattr(importlib.import_module("torch"), attribute)
+            found = getattr(importlib.import_module("torch"), attribute)
+            setattr(self, attribute, found)  # the next time it is simply there
+            return found
 
     torch = _Torch()

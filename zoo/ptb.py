@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zoo.language import END, Text, encode, most_frequent
+from zoo.late import torch
 from zoo.options import at_least
 from zoo.places import DATA_VARIABLE, data_folder
-
-if TYPE_CHECKING:
-    import torch
 
 # Tokens with one <eos> per line, and words: the sizes of the files ptb.{train,valid,test}.txt that everyone uses.
 TRAIN_TOKENS, VALID_TOKENS, TEST_TOKENS = 929_589, 73_760, 82_430

@@ -2,6 +2,8 @@
 
 import click
 
+from pipebench.tracking import open_ui
+
 
 @click.command
 @click.option("--port", type=click.IntRange(1, 65535), help="Port on 127.0.0.1; by default a free one, from 5000 on.")
@@ -10,6 +12,4 @@ def ui(port: int | None) -> int:
 
     The store is mlflow.db in the working directory, or what MLFLOW_TRACKING_URI says.
     """
-    from pipebench.tracking import open_ui
-
     return open_ui(port)

@@ -4,16 +4,17 @@ Minibatch k is a function of (seed, k), a random layer's draw one of (seed, mini
 engine, plan or order of work changes either.
 """
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import math
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+from zoo.late import torch
 
 _MASK = (1 << 64) - 1
 _COLUMNS_KEPT = 1 << 16
@@ -35,13 +36,11 @@ def name_hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def seed_default_generator(device: "torch.device", seed: int) -> None:
+def seed_default_generator(device: torch.device, seed: int) -> None:
     """Seed the generator that random layers on a device draw from.
 
     Not `torch.manual_seed`, which seeds every device there is and costs 98 us a call (this: 1 us).
     """
-    import torch  # late: which samples there are takes no tensor, and planning needs no more
-
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         torch.cuda.default_generators[index].manual_seed(seed)
@@ -124,8 +123,6 @@ class Sampler:
         return Stream(0, starts=True)
 
     def _permute(self, epoch: int) -> list[int]:
-        import torch
-
         generator = torch.Generator().manual_seed(mix(self._seed, name_hash("epoch"), epoch))
         order: list[int] = torch.randperm(self.num_samples, generator=generator).tolist()
         buckets = self._buckets()
@@ -214,7 +211,7 @@ class Varying(Sampler):
         drawn = mix(self._seed, name_hash("length"), k) / (1 << 63) * self._up_to[-1]
         return self.lengths[min(bisect(self._up_to, drawn), len(self.lengths) - 1)][0]
 
-    def of_length(self, columns: int) -> "Varying":
+    def of_length(self, columns: int) -> Varying:
         """Return the same minibatches, all of one length."""
         return Varying(self.num_samples, self.minibatch_size, self._seed, [(columns, 1.0)])
 

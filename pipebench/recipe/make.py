@@ -9,6 +9,7 @@ from pipebench.errors import UserCodeError
 from pipebench.recipe.options import options
 from pipebench.recipe.targets import import_target
 from pipebench.recipe.users_code import users_code
+from zoo.late import torch
 from zoo.registry import DATASETS, MODELS
 
 
@@ -22,12 +23,10 @@ def make_model(model: Mapping[str, Any]) -> Any:
     target = model.get("target")
     if target is None:
         return MODELS[model["name"]].make(**options(model))
-    from torch import nn
-
     make = import_target(target)
     with users_code(f"{target} can't make the model{_with(options(model))}", "model.target"):
         made = make(**options(model))
-    if not isinstance(made, nn.Module):
+    if not isinstance(made, torch.nn.Module):
         raise UserCodeError(f"{target} returned {type(made).__name__}, needed is a torch.nn.Module", "model.target")
     return made
 

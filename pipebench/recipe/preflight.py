@@ -14,6 +14,7 @@ from pipebench.recipe.ranges import TIMINGS
 from pipebench.recipe.rules_zoo import dataset_problems, model_problems, one_line
 from pipebench.recipe.targets import import_target, targets_of
 from pipebench.recipe.users_code import users_code
+from zoo.late import torch
 
 
 def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
@@ -106,8 +107,6 @@ def _dataset(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
 def _device(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
     if loaded.recipe.engine.device != "cuda":
         return
-    import torch
-
     if not torch.cuda.is_available():
         yield "engine.device", "got cuda, and torch sees no CUDA device here; allowed are cpu and auto"
 
