@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import tempfile
 import venv
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,6 +76,21 @@ def docs(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check types, of the tests too."""
     session.run(python_with_pipebench(session), "-m", "mypy", "pipebench", "zoo", "tests", external=True)
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build the wheel, install it outside of the checkout, and run the quick start and a report with it."""
+    session.install("build")
+    built, elsewhere = session.create_tmp(), tempfile.mkdtemp(prefix="pipebench-package-")
+    session.run("python", "-m", "build", "--outdir", built, silent=True)
+    (wheel,) = Path(built).glob("*.whl")
+    session.install("--force-reinstall", "--no-deps", str(wheel))
+    session.install(f"pipebench @ {wheel.as_uri()}")  # what it requires, where that isn't there yet
+    session.chdir(elsewhere)
+    session.run("pipebench", "run", "quickstart", env=ONE_THREAD)
+    session.run("pipebench", "report", "table1", env=ONE_THREAD)
+    session.run("python", "-c", "import pipebench, zoo; print(pipebench.__file__, zoo.__file__)")
 
 
 @nox.session(venv_backend="none")

@@ -1,7 +1,7 @@
 """The recipe's schema: every key, its type, its default and what it means.
 
-The dataclasses are OmegaConf structured configs and, once a recipe is loaded, the frozen values that the rest of
-pipebench reads. What a type can't express is in `ranges.py` and the rules.
+The dataclasses are the frozen values that the rest of pipebench reads once a recipe is loaded. What types can't express
+is in `ranges.py` and the rules.
 """
 
 from dataclasses import dataclass, field, replace

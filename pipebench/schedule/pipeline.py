@@ -10,10 +10,12 @@ or where the file has it that the order of work is read from.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
+from pipebench.hooks import hooks
 from pipebench.schedule.csv_form import is_csv, read_csv
 from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
 
@@ -57,6 +59,7 @@ class Pipeline:
         backward: how a backward runs: `whole`, or `split` into its input part, whose gradients leave at once, and its
             weight part.
         swaps: stages that keep a part of what they save of a unit on the host, between its forward and backward.
+        extensions: that a recipe has turned on, each with its settings.
     """
 
     replicas: tuple[int, ...]
@@ -73,6 +76,7 @@ class Pipeline:
     sync: str = ALL_REDUCE
     backward: str = WHOLE
     swaps: tuple[int, ...] = ()
+    extensions: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def num_stages(self) -> int:
@@ -203,6 +207,11 @@ class Pipeline:
         if not SYNCS[self.sync].waits:
             return 1
         return (self.block if self.flushes else self.replicas[stage]) * self.accumulate
+
+    def hooks(self, name: str) -> dict[str, Any]:
+        """Return what the extensions that are on bring for a hook of the core, by extension; see `pipebench.hooks`."""
+        synced = SYNCS[self.sync].extension
+        return hooks(name, {**dict.fromkeys([synced] if synced else []), **self.extensions})
 
     def label(self, unit: int) -> str:
         """Return a unit's short name: `3`, or `3.1` for microbatch 1 of minibatch 3."""

@@ -6,7 +6,7 @@ passes a worker runs; here they get what belongs to them: messages, all-reduces,
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 
@@ -17,12 +17,17 @@ from pipebench.schedule.passes import Pass, forwards
 from pipebench.schedule.pipeline import SPLIT, Pipeline
 from pipebench.schedule.routes import Routes
 from pipebench.schedule.swaps import with_copies
-from pipebench.schedule.syncs import SYNCS
 from pipebench.schedule.transfer_steps import TransferSteps
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
 # From all seven fields; half of the time of `Instruction(...)`, which also fills in defaults. A list has millions.
 _instruction = partial(tuple.__new__, Instruction)
+
+
+# Given the shape, a worker, how many minibatches there are and the list that it would have, part by part, returns the
+# list that it has: with more in between, or another one. A list that nobody reads is never made.
+Parts = Iterator[list[Instruction]]
+ProgramHook = Callable[[Pipeline, int, int, Parts], Parts]
 
 
 def programs(pipeline: Pipeline, num_minibatches: int, routes: Routes | None = None) -> list[Iterator[Instruction]]:
@@ -34,18 +39,21 @@ def programs(pipeline: Pipeline, num_minibatches: int, routes: Routes | None = N
         routes: where layers may move meanwhile: which stages exchange values of a unit, read when its turn comes.
     """
     workers = range(pipeline.num_workers)
-    if not SYNCS[pipeline.sync].waits:
-        return [chain.from_iterable(_pushing_program(pipeline, worker, num_minibatches)) for worker in workers]
     if routes is None:
-        return [chain.from_iterable(_program(pipeline, worker, num_minibatches)) for worker in workers]
-    return [chain.from_iterable(_moving_program(pipeline, worker, num_minibatches, routes)) for worker in workers]
+        parts = [_program(pipeline, worker, num_minibatches) for worker in workers]
+    else:
+        parts = [_moving_program(pipeline, worker, num_minibatches, routes) for worker in workers]
+    extended: ProgramHook
+    for extended in pipeline.hooks("program").values():
+        parts = [extended(pipeline, worker, num_minibatches, parts[worker]) for worker in workers]
+    return [*map(chain.from_iterable, parts)]
 
 
 def forward_programs(pipeline: Pipeline, num_minibatches: int) -> list[Iterator[Instruction]]:
     """Return every worker's list for an evaluation: forwards only, whole minibatches dealt round-robin."""
 
     def program(worker: int) -> Iterator[list[Instruction]]:
-        stages = {stage: _StageProgram(pipeline, stage, worker, 0) for stage in pipeline.stages_of(worker)}
+        stages = {stage: StageProgram(pipeline, stage, worker, 0) for stage in pipeline.stages_of(worker)}
         for stage, _, unit in forwards(pipeline, worker, range(num_minibatches)):
             yield stages[stage].forward(unit, -1)
 
@@ -67,10 +75,10 @@ def most_in_flight(pipeline: Pipeline) -> tuple[int, ...]:
 
 def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[Instruction]]:
     """Pass after pass, with an update of a stage after the last backward of a round, or of all stages at a flush."""
-    stages = {stage: _StageProgram(p, stage, worker, num_minibatches) for stage in p.stages_of(worker)}
+    stages = {stage: StageProgram(p, stage, worker, num_minibatches) for stage in p.stages_of(worker)}
     minibatch, swaps = p.minibatch, p.swaps
     for units in _between_flushes(p, num_minibatches):
-        for stage, op, unit in _passes(p, worker, units):
+        for stage, op, unit in passes_of(p, worker, units):
             program = stages[stage]
             if op is Op.FORWARD:
                 yield program.forward(unit, *program.read(minibatch(unit)[0], unit))
@@ -90,7 +98,7 @@ def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[In
 def _moving_program(p: Pipeline, worker: int, num_minibatches: int, routes: Routes) -> Iterator[list[Instruction]]:
     """Pass after pass as ever, over the edges that a unit has, and what hands layers over in between."""
     (stage,) = p.stages_of(worker)
-    program = _StageProgram(p, stage, worker, num_minibatches)
+    program = StageProgram(p, stage, worker, num_minibatches)
     handing, minibatch, done = TransferSteps(routes.moves, stage, num_minibatches), p.minibatch, 0
     for units in _between_flushes(p, num_minibatches):
         # Whether a unit is copied is asked when it comes: layers may begin to swap, and cease to.
@@ -120,26 +128,7 @@ def _moving_program(p: Pipeline, worker: int, num_minibatches: int, routes: Rout
         yield handing.at_end()
 
 
-def _pushing_program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[Instruction]]:
-    """Minibatch after minibatch: pull, forward, backward, push; and at the end pull what all pushes have made.
-
-    A drain has left the newest weights everywhere, so the first pull is left out, and there are as many as pushes.
-    """
-    (stage,) = p.stages_of(worker)
-    program = _StageProgram(p, stage, worker, num_minibatches)
-    for index, (_, op, unit) in enumerate(_passes(p, worker, range(num_minibatches))):
-        if op is Op.FORWARD:
-            pull = [Instruction(Op.PULL, stage, unit)] if index > 0 else []
-            yield pull + program.forward(unit, *program.read(unit, unit))
-        elif op in COPIES:
-            yield [Instruction(op, stage, unit)]
-        else:
-            yield [Instruction(op, stage, unit), Instruction(Op.PUSH, stage, unit)]
-    if num_minibatches > 0:
-        yield [Instruction(Op.PULL, stage, num_minibatches - 1, version=num_minibatches)]
-
-
-def _passes(p: Pipeline, worker: int, units: Sequence[int]) -> Iterable[Pass]:
+def passes_of(p: Pipeline, worker: int, units: Sequence[int]) -> Iterable[Pass]:
     """Return a worker's passes between two flushes, and what it copies to its host and back."""
     passes = order_of(p.order).passes(p, worker, units)
     return with_copies(passes, p.swaps) if p.swaps else passes
@@ -161,7 +150,7 @@ def _units(p: Pipeline, start: int, stop: int) -> Sequence[int]:
     return sorted(unit for minibatch in range(start, stop) for unit in p.units(minibatch))
 
 
-def _update(p: Pipeline, programs: Sequence["_StageProgram"]) -> list[Instruction]:
+def _update(p: Pipeline, programs: Sequence["StageProgram"]) -> list[Instruction]:
     instructions = [instruction for program in programs for instruction in program.wait()]
     if p.shares_norm:
         instructions.append(Instruction(Op.WAIT_NORM, programs[0].stage, programs[0].updates))
@@ -169,7 +158,7 @@ def _update(p: Pipeline, programs: Sequence["_StageProgram"]) -> list[Instructio
     return instructions
 
 
-class _StageProgram:
+class StageProgram:
     """The instructions of one stage on one of its workers.
 
     Attributes:

@@ -1,6 +1,7 @@
 """How the replicas of a stage agree: what they send each other of their gradients, and who waits for whom."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 ALL_REDUCE, PARAMETER_SERVER, ASYNCHRONOUS = "all-reduce", "parameter-server", "asynchronous"
@@ -15,17 +16,21 @@ class Sync:
         summary: one line for people.
         kind: what its bytes are counted as.
         way: in which a buffer is summed: ALL_REDUCE, a ring, or PARAMETER_SERVER.
-        waits: whether an update waits for a gradient of every replica; else each is an update of its own, on a server
-            beside the first replica, and a replica computes with the weights it has pulled last.
         overlaps: whether gradients set out while a round's last backward still runs, bucket by bucket (wait-free
             backpropagation); else all of them when it is over.
+        extension: that brings what workers do instead of waiting for each other, if they don't.
     """
 
     summary: str
     kind: str
     way: str
-    waits: bool = True
     overlaps: bool = True
+    extension: str = ""
+
+    @cached_property
+    def waits(self) -> bool:
+        """Whether an update waits for a gradient of every replica; else each is an update of its own."""
+        return not self.extension
 
 
 SYNCS: Final[dict[str, Sync]] = {
@@ -48,6 +53,6 @@ SYNCS: Final[dict[str, Sync]] = {
         "a server applies every gradient as it comes, replicas pull the newest weights",
         PARAMETER_SERVER,
         PARAMETER_SERVER,
-        waits=False,
+        extension=ASYNCHRONOUS,
     ),
 }

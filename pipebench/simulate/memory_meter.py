@@ -19,7 +19,6 @@ from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, SEND, Op, with_kind
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.schedule.syncs import SYNCS
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.memory import KINDS, ON_HOST, RECEIVED, SENT, WEIGHTS, StageMemoryCosts
 from pipebench.simulate.replica_memory import Change, ReplicaMemory
@@ -43,6 +42,26 @@ class ReplicaBytes(Protocol):
 
     def changes(self, it: Instruction, size: Size) -> Iterable[Change]:
         """Yield what an instruction changes, in order."""
+
+
+# When, at which worker, of which kind, how many bytes more, and what has made them so.
+WorkerChange = tuple[float, int, str, int, Instruction | Transfer | None]
+
+
+class MemoryExtension:
+    """What an extension adds to what workers hold; it is made of a pipeline and what replicas of its stages keep."""
+
+    def replica(self, worker: int, stage: int) -> ReplicaBytes | None:
+        """Return who has a stage at a worker in place of a `ReplicaMemory`, if somebody has."""
+        return None
+
+    def event(self, event: TimelineEvent) -> Iterable[WorkerChange]:
+        """Yield what an event changes beside what its replica says, or of another's."""
+        return ()
+
+    def transfer(self, transfer: Transfer) -> Iterable[WorkerChange]:
+        """Yield what a transfer changes that is neither of values between stages nor a sum."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -141,19 +160,13 @@ class MemoryMeter:
         start_s: float = 0.0,
     ) -> None:
         self._pipeline, self._costs, self._limit_bytes, self._moving = pipeline, costs, limit_bytes, moving
-        self._waits = SYNCS[pipeline.sync].waits
         workers = range(pipeline.num_workers)
-        self._servers: dict[int, ReplicaMemory] = {}
-        if not self._waits:
-            self._servers = {stage: ReplicaMemory(memory, serves=True) for stage, memory in enumerate(memories)}
+        extensions = pipeline.hooks("memory").values()
+        self._extensions: list[MemoryExtension] = [make(pipeline, memories) for make in extensions]
         self._holdings: Sequence[Mapping[int, ReplicaBytes]] = holdings or [
-            {
-                stage: self._replica(stage, pipeline.replica_of(worker), memories[stage])
-                for stage in pipeline.stages_of(worker)
-            }
+            {stage: self._replica(worker, stage, memories[stage]) for stage in pipeline.stages_of(worker)}
             for worker in workers
         ]
-        self._memories = memories
         self._size_of: Callable[[int], Size] = lambda unit: 0
         self._times_s, self._changes = array("d"), array("q")
         self._workers, self._kinds = array("i"), array("b")
@@ -197,10 +210,9 @@ class MemoryMeter:
             if num_bytes:
                 connection = worker, self._pipeline.worker(peer, number), _SENDS[op]
                 self._on_their_way.setdefault(connection, deque()).append(start_s)
-        if op is Op.PUSH:
-            self._applied(worker, it, end_s)
-        elif op is Op.PULL and self._holds_pulled(worker, stage):
-            self._add(end_s, worker, RECEIVED, -self._memories[stage].weights, it)
+        for extension in self._extensions:
+            for change in extension.event(event):
+                self._add(*change)
         if op is Op.SWAP_IN:
             self._swapped.pop((worker, stage, number), None)
         if op in COPIES:  # which began before what the worker did meanwhile
@@ -214,7 +226,7 @@ class MemoryMeter:
             self._fold_at = max(RECORDED_CHANGES, 2 * len(self._times_s))
 
     def transfer(self, transfer: Transfer) -> None:
-        """Take note of a transfer: of a message, or of a server's; sums are made where the gradients are."""
+        """Take note of a transfer: of a message, or of an extension's; sums are made where the gradients are."""
         if len(transfer.senders) > 1:
             return
         (sender,), (receiver,) = transfer.senders, transfer.receivers
@@ -225,11 +237,9 @@ class MemoryMeter:
                 _ = waiting.pop() if transfer.kind == MIGRATION else waiting.popleft()
             self._add(transfer.end_s, sender, SENT, -transfer.num_bytes, transfer)
             self._add(transfer.start_s, receiver, RECEIVED, transfer.num_bytes, transfer)
-        elif not self._waits and transfer.kind == SYNCS[self._pipeline.sync].kind:
-            if receiver not in self._pipeline.first_workers:  # weights that it pulls, which are a copy
-                self._add(transfer.start_s, sender, SENT, transfer.num_bytes, transfer)
-                self._add(transfer.end_s, sender, SENT, -transfer.num_bytes, transfer)
-            self._add(transfer.start_s, receiver, RECEIVED, transfer.num_bytes, transfer)
+        else:
+            for change in (each for extension in self._extensions for each in extension.transfer(transfer)):
+                self._add(*change)
 
     def timeline(self) -> MemoryTimeline:
         """Return what there is to tell of everything so far."""
@@ -241,8 +251,9 @@ class MemoryMeter:
             names, tuple(self._curves), peaks, tuple(self._host_peaks), self._limit_bytes, self._overflow, float(end_s)
         )
 
-    def _replica(self, stage: int, replica_index: int, memory: StageMemoryCosts) -> ReplicaMemory:
-        return self._servers[stage] if self._servers and replica_index == 0 else ReplicaMemory(memory)
+    def _replica(self, worker: int, stage: int, memory: StageMemoryCosts) -> ReplicaBytes:
+        found = (extension.replica(worker, stage) for extension in self._extensions)
+        return next((each for each in found if each is not None), None) or ReplicaMemory(memory)
 
     def _sent_bytes(self, it: Instruction) -> int:
         """Return the bytes of a message, of a unit that is given away, or of a block of layers."""
@@ -251,17 +262,6 @@ class MemoryMeter:
         if it.op is Op.SEND_GRADIENT:
             return self._costs.gradient_bytes[it.peer, it.stage][self._size_of(it.number)]
         return 0 if self._moving is None else self._moving.num_bytes(it)
-
-    def _holds_pulled(self, worker: int, stage: int) -> bool:
-        return worker != self._pipeline.first_workers[stage]
-
-    def _applied(self, worker: int, push: Instruction, end_s: float) -> None:
-        """A server has applied a gradient, which has come from another worker or is its own replica's."""
-        host = self._pipeline.first_workers[push.stage]
-        if worker != host:
-            self._add(end_s, host, RECEIVED, -self._memories[push.stage].weights, push)
-        changes = self._servers[push.stage].applied(own=worker == host)
-        self._note(host, changes, end_s, end_s, push)
 
     def _note(
         self, worker: int, changes: Iterable[Change], start_s: float, end_s: float, during: Instruction | None

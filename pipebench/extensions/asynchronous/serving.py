@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from pipebench.distributed.launch_join import peers
 from pipebench.engine.ring import of_one_type
-from pipebench.engine.server import ParameterServer, Pulled
-from pipebench.schedule.pushes import Turns
+from pipebench.extensions.asynchronous.pushes import Turns
+from pipebench.extensions.asynchronous.server import ParameterServer, Pulled
 
 _PUSH, _PULL, _ANSWER, _DONE = range(4)
 _LOOK_AGAIN_S = 0.5  # whether the segment has become shorter meanwhile

@@ -1,17 +1,16 @@
-"""How late gradients were that a server applied as they came: a table and a picture of the updates made meanwhile."""
+"""The staleness of gradients applied asynchronously by a server, as a table and a picture."""
 
 import os
 from collections.abc import Mapping
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from pipebench.formats import percent
 
 
 def staleness_markdown(counts: Mapping[int, int]) -> str:
-    """Return a Markdown table of how many minibatches were how stale.
-
-    Args:
-        counts: minibatches by the updates that were made between their pull and their push.
-    """
+    """Return a Markdown table of minibatches by staleness: the updates made between their pull and their push."""
     total = sum(counts.values())
     lines = ["| updates made meanwhile | minibatches | share |", "| ---: | ---: | ---: |"]
     lines += [f"| {updates} | {count:,} | {percent(count / total)} |" for updates, count in sorted(counts.items())]
@@ -20,9 +19,6 @@ def staleness_markdown(counts: Mapping[int, int]) -> str:
 
 def draw_staleness(counts: Mapping[int, int], path: str | os.PathLike[str]) -> None:
     """Write the same as a PNG."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     figure = Figure(figsize=(6.0, 3.2), layout="constrained")
     axes = figure.add_subplot()
     axes.bar(list(counts), list(counts.values()), color="#0072B2", width=0.8)

@@ -9,6 +9,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Annotated
+
+from pipebench.typed_json import Within
 
 FILE_NAME = "push-order.json"
 VERSION = 1
@@ -49,7 +52,7 @@ def histogram(segments: Iterable[Pushes]) -> dict[int, int]:
 class PushOrder:
     """The file that keeps it: the version of its form, and every segment between two drains."""
 
-    pipebench_push_order: int
+    pipebench_push_order: Annotated[int, Within(VERSION, VERSION, str(VERSION))]
     segments: list[Pushes]
 
 
