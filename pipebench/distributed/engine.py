@@ -22,7 +22,7 @@ from pipebench.distributed.cores import core_share, crowding
 from pipebench.distributed.instruction_times import DeviceWatch, HostWatch
 from pipebench.distributed.meter import MeasuredMeter, merge
 from pipebench.distributed.transport import ChannelTransport
-from pipebench.distributed.warm_up import gains_by_warm_up, warm_up
+from pipebench.distributed.warm_up import needs_warm_up, warm_up
 from pipebench.distributed.world import World
 from pipebench.engine.admission import admitted_program
 from pipebench.engine.facts import facts_of, restore_extensions
@@ -101,7 +101,7 @@ class DistributedEngine(Movable):
         self._transport = ChannelTransport(setup, world, self.worker.index, self.clock, self.meter, self.num_bytes)
         self._collectives = self._connected()
         self._pace = Pace(setup.device)
-        if gains_by_warm_up(setup.device):
+        if needs_warm_up(setup.device):
             warm_up(setup, world, self.worker.index)
         if not setup.repartitions and (world.rank > 0 or setup.dataset.generates_with is None):
             # The stage holds copies of what it needs: the rest of the model would only take memory.
@@ -181,7 +181,7 @@ class DistributedEngine(Movable):
         self.worker.end_training()
         if phases is not None:
             self.setup = phases.last
-            self._transport.go_under(self.setup)
+            self._transport.switch_setup(self.setup)
         self._phases = None
         self._collectives.drained()
         self.sync_clock()
@@ -287,7 +287,7 @@ class DistributedEngine(Movable):
         self._phases = None
         self.worker = Worker(setup, self.worker.index)
         self._monitor()
-        self._transport.go_under(setup)
+        self._transport.switch_setup(setup)
         self._collectives.close()
 
     def _monitor(self) -> None:

@@ -60,7 +60,7 @@ class Heartbeat:
         self._closed = threading.Event()
         self._threads = [
             threading.Thread(target=function, name=f"pipebench-{name}", daemon=True)
-            for name, function in (("heartbeat", self._beat), ("ear", self._listen))
+            for name, function in (("heartbeat", self._beat), ("monitor", self._listen))
         ]
 
     def __enter__(self) -> Self:
@@ -118,17 +118,17 @@ class Heartbeat:
     def _listen(self) -> None:
         """Check the collected heartbeats; time in which this process slept doesn't count."""
         period_s = min(_MOST_WATCH_S, self._limit_s / 10)
-        ear, before_s = Ear(self._place, self._limit_s), time.monotonic()
+        monitor, before_s = SilenceMonitor(self._place, self._limit_s), time.monotonic()
         while not self._closed.wait(period_s):
             now_s = time.monotonic()
-            sentence = ear.listen(min(now_s - before_s, 4 * period_s), self._answers, self._heard)
+            sentence = monitor.listen(min(now_s - before_s, 4 * period_s), self._answers, self._heard)
             before_s = now_s
             if sentence:
-                self._on_silence(sentence, ear.store_s < self._limit_s)
+                self._on_silence(sentence, monitor.store_s < self._limit_s)
                 return
 
 
-class Ear:
+class SilenceMonitor:
     """Adds up the silence of workers and store.
 
     Args:

@@ -62,7 +62,7 @@ class Sharing:
             PeerLostError: it is gone.
         """
         while self._told[position, what] < times:
-            for told in self.lines[position].some():
+            for told in self.lines[position].read_some():
                 self._told[position, told] += 1
 
     def close(self) -> None:

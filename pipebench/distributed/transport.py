@@ -134,7 +134,7 @@ class ChannelTransport:
         self._senders: dict[Channel, SendingEnd] = {}
         self._receivers: dict[Channel, ReceivingEnd] = {}
         self._routes: dict[tuple[str, int, int, int], _Route] = {}
-        self.go_under(setup)
+        self.switch_setup(setup)
         self._early: dict[tuple[Channel, int], Any] = {}  # layers that have come before others that were asked for
         self._groups: list[Any] = []
         rank_of = ranks_of(setup)
@@ -187,7 +187,7 @@ class ChannelTransport:
                     else Receiver(link, first_bytes)
                 )
 
-    def go_under(self, setup: Setup) -> None:
+    def switch_setup(self, setup: Setup) -> None:
         """Continue under a plan with other cuts, with nothing in transfer."""
         self._setup = setup
         self._routes.clear()
