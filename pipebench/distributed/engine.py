@@ -87,7 +87,7 @@ class DistributedEngine(Movable):
         self.worker = Worker(setup, self._ranks.index(world.rank))
         self._first_stage = min(self.worker.replicas)
         on_gpu = setup.device.type == "cuda"
-        # The host runs ahead of its GPU: when it hands over a message says nothing about when that travels.
+        # The host runs ahead of its GPU: when it sends a message says nothing about when that travels.
         self.meter = MeasuredMeter(setup.pipeline, self.worker.index, world.rank, times_transfers=not on_gpu)
         self.num_bytes: Counter[tuple[str, str]] = Counter()
         self.clock_s = 0.0

@@ -108,7 +108,7 @@ class Heartbeat:
                 self._heard = dict(zip(known, beats, strict=True))
                 self._answers += 1
             self._store.set(own, json.dumps([_DONE, socket.gethostname()]))
-        except RuntimeError as error:  # a connection that broke was noticed by whoever trains, too
+        except RuntimeError as error:  # the training thread noticed the broken connection, too
             _LOG.debug("the store is gone: %s", error)
             self._closed.set()
 
@@ -163,7 +163,7 @@ class SilenceMonitor:
             self._last[rank] = beat
         if self.store_s >= self._limit_s:
             return self._no_answer()
-        # Where the store doesn't answer nobody is heard of.
+        # Without the store no heartbeat arrives.
         silent = [rank for rank, so_long_s in self._silent_s.items() if so_long_s >= self._limit_s > 2 * self.store_s]
         return self._no_sign(silent, heard) if silent else ""
 

@@ -27,7 +27,7 @@ from pipebench.distributed.pipes import PipePair, join_pairs
 from pipebench.distributed.world import World
 
 # Slot, the sender's file descriptor, where in the file the slot begins, its size, unit, number of the layout, bytes of
-# the layout in words that follow, when it was handed over, the note.
+# the layout's text that follow, when it was sent, the note.
 _RECORD = struct.Struct("<7q2d")
 _TOKEN = struct.Struct("<i")
 _TAKEN = -1  # instead of a slot that is free: a message was taken

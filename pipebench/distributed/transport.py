@@ -3,14 +3,14 @@
 Why nothing can deadlock, for any plan. An engine process blocks in four instructions only: receiving an activation,
 receiving a gradient, waiting for an all-reduce, waiting for the norm. Everything else that talks to another process
 returns at once: sends copy and go, an all-reduce starts inside a backward and goes on in Gloo's or NCCL's own threads,
-or waits in shared memory for all to come to its end (`shared_sum`).
+or waits in shared memory until all reach their wait (`shared_sum`).
 The simulator blocks in the same four instructions of the same lists, and finds a circle if there is one; the tests run
 it on every kind of plan, and where a list could end in a circle (short groups) it is read off an execution that ended.
 Three things remain to be shown.
 
 - What a blocked instruction waits for does arrive: every channel carries its messages in the order in which both ends
   list them. On one host they stand in shared memory before the send returns; between hosts receives are posted before
-  they are waited for, and the bytes are moved by threads that wait for nobody; those of layers that move wait for the
+  they are waited for, and threads that wait for no worker move the bytes; those of layers that move wait for the
   kernel to send what it has of the pipeline's messages, which it does by itself (`yielding`).
 - An all-reduce and a message can't block each other: they belong to different process groups, with connections (NCCL:
   communicators and streams) of their own. All replicas of a stage start the buckets of their rounds in one order.
