@@ -5,13 +5,9 @@ virtual engine.
 """
 
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
-
-import torch
 
 from pipebench.checkpoint.handover import keys_of, pieces, requests_of, retained, state_bytes
 from pipebench.checkpoint.state import ModelState
@@ -25,21 +21,15 @@ from pipebench.distributed.transport import ChannelTransport
 from pipebench.distributed.warm_up import needs_warm_up, warm_up
 from pipebench.distributed.world import World
 from pipebench.engine.admission import admitted_program
-from pipebench.engine.facts import facts_of, restore_extensions
+from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.feed import Feed, training_feed
-from pipebench.engine.loss_scale import scale_metrics
 from pipebench.engine.monitor import AllocatorPeak, monitors
-from pipebench.engine.movable import Movable
 from pipebench.engine.pace import Pace
-from pipebench.engine.protocols import UnitLoss
-from pipebench.engine.scores import Scores
-from pipebench.engine.segment_cuts import SegmentCuts, phases_of
+from pipebench.engine.protocols import EngineExtension, UnitLoss
+from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup, ranks_of
-from pipebench.engine.virtual import OnLoss, OnUnit
-from pipebench.engine.whole import WholeModel
-from pipebench.engine.worker import Worker, host_peaks
+from pipebench.engine.worker import Worker
 from pipebench.errors import DivergedError
-from pipebench.model.plan import Plan
 from pipebench.schedule.instructions import BACKWARDS, ENDS, Instruction
 from pipebench.schedule.operations import MIGRATION, Op
 from pipebench.schedule.programs import forward_programs, programs
@@ -51,22 +41,18 @@ from pipebench.simulate.timeline import Transfer
 _CUDA_LOSS_EVERY = 50  # reading a loss waits for the GPU
 
 
-class DistributedEngine(Movable):
+class DistributedEngine(TrainingEngine):
     """Trains this process's worker. `train` and `evaluate` leave the pipeline drained; all processes call them alike.
 
     Args:
         setup: what to run; `setup.device` is this process's. Its model loses its weights to the stage.
         world: the processes; as many as the plan has workers.
         control: watches this worker and agrees with the others on early ends; None for neither.
-        on_loss: takes every unit's summed loss on the workers of the last stage; `DivergedError` stops all workers.
-        on_unit: takes, for every unit that this worker has finished, its samples, the latest known mean loss (NaN if
-            none) and the time.
-
-    Attributes:
-        meter: of this worker.
-        num_bytes: payload it has sent, by kind and level.
-        clock_s: the run's clock at the last drain, the same on all workers.
+        on_loss: see `TrainingEngine`; `DivergedError` stops all workers.
+        on_unit: see there.
     """
+
+    meter: MeasuredMeter
 
     def __init__(
         self,
@@ -77,22 +63,16 @@ class DistributedEngine(Movable):
         on_loss: OnLoss = lambda loss, samples, weight, clock_s: None,
         on_unit: OnUnit = lambda samples, loss, clock_s: None,
     ) -> None:
-        super().__init__()
-        self.setup = setup
+        super().__init__(setup, on_loss, on_unit)
         self.world = world
         self._control = control
-        self._on_loss = on_loss
-        self._on_unit = on_unit
         self._ranks = ranks_of(setup)
-        self.worker = Worker(setup, self._ranks.index(world.rank))
+        self.workers = [Worker(setup, self._ranks.index(world.rank))]
         self._first_stage = min(self.worker.replicas)
         on_gpu = setup.device.type == "cuda"
         # The host runs ahead of its GPU: when it sends a message says nothing about when that travels.
         self.meter = MeasuredMeter(setup.pipeline, self.worker.index, world.rank, times_transfers=not on_gpu)
-        self.num_bytes: Counter[tuple[str, str]] = Counter()
-        self.clock_s = 0.0
         self._origin_s = time.perf_counter()
-        self._not_training_s = 0.0
         self._segment = 0
         self._num_losses = 0
         self._stop: str | None = None
@@ -131,10 +111,13 @@ class DistributedEngine(Movable):
         return self.clock()
 
     @property
-    def busy_fraction(self) -> float:
-        """Share of this worker's training time that it computed."""
-        elapsed_s = self.clock() - self._not_training_s
-        return min(1.0, self.meter.busy_s / elapsed_s) if elapsed_s > 0 else 0.0
+    def worker(self) -> Worker:
+        """This process's worker."""
+        return self.workers[0]
+
+    @property
+    def _extensions(self) -> dict[str, EngineExtension]:
+        return self._collectives.extensions
 
     @property
     def position(self) -> int:
@@ -169,8 +152,7 @@ class DistributedEngine(Movable):
             PeerLostError: a worker is gone.
         """
         feed, divisors = training_feed(self.setup, first_minibatch, num_minibatches)
-        self._feed = feed
-        self._phases = phases = self._phases or phases_of(self.setup)
+        self._feed, phases = feed, self._begin_segment()
         self.worker.begin_training(feed, first_minibatch, num_minibatches, divisors, phases)
         try:
             done = self._train(first_minibatch, num_minibatches, None if phases is None else phases.routes)
@@ -179,10 +161,9 @@ class DistributedEngine(Movable):
             feed.close()
         self._watch.sync_clock()
         self.worker.end_training()
+        self._end_segment()
         if phases is not None:
-            self.setup = phases.last
             self._transport.switch_setup(self.setup)
-        self._phases = None
         self._collectives.drained()
         self.sync_clock()
         return done
@@ -198,57 +179,20 @@ class DistributedEngine(Movable):
         if self.worker.monitor is not None and not self.meter.evaluating:
             self.worker.monitor.note(event.instruction, event.end_s - event.start_s)
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate the newest weights on every held-out sample, pipelined; return the metrics, on all workers.
-
-        Raises:
-            PeerLostError: a worker is gone.
-        """
-        dataset, count = self.setup.dataset, self.setup.held_out.minibatches_per_epoch
-        self._feed = Feed(self.setup, "eval", 0, count)
-        scores = Scores(dataset)
-        self.worker.begin_evaluation(self._feed, scores)
-        self.meter.evaluating = True
-        pipeline = self.setup.evaluation.pipeline
-        self._transport.expect(forward_programs(pipeline, count)[self.worker.index], lambda unit: False)
-        try:
-            for instruction in forward_programs(pipeline, count)[self.worker.index]:
-                self._execute(instruction)
-            self._transport.flush()
-        finally:
-            self._feed.close()
-        self.worker.end_evaluation()
-        scores.merge(self.exchange(scores.sums))
-        metrics = scores.metrics()
-        if self.setup.loss_scale is not None:
-            metrics |= scale_metrics(each for own in self.exchange(self.worker.loss_scales) for each in own)
-        if dataset.generates_with is not None:
-            metrics |= self._whole_model_metrics()
-        self._watch.sync_clock()
-        self.meter.evaluating = False
-        before_s = self.clock_s
-        self.sync_clock()
-        self._not_training_s += self.clock_s - before_s
-        return metrics
-
-    def parts(self) -> list[tuple[str, ModelState]]:
-        """Return this process's part of a checkpoint."""
-        return self.worker.parts()
-
-    def replan(self, plan: Plan) -> None:
-        """Continue under a plan with other cuts or memory policies, at a drain; processes and connections stay.
-
-        Raises:
-            PlanError: stages, replicas, devices or depth are others.
-            PeerLostError: a worker is gone.
-        """
-        self.switch_setup(self.setup.under(plan))
+    def _run_evaluation(self, feed: Feed) -> None:
+        """Execute this worker's program of an evaluation."""
+        self._feed, pipeline, count = feed, self.setup.evaluation.pipeline, self.setup.held_out.minibatches_per_epoch
+        expected, own = (forward_programs(pipeline, count)[self.worker.index] for _ in range(2))
+        self._transport.expect(expected, lambda unit: False)
+        for instruction in own:
+            self._execute(instruction)
+        self._transport.flush()
 
     def switch_setup(self, setup: Setup) -> None:
         """Continue with another setup of the same model, at a drain: other cuts, or other idle cells; see `replan`."""
         assert self.setup.repartitions, "the model that stages are cut from is gone"
         old = self.worker
-        self._cut_stage(setup)
+        self._cut_stages(setup)
         given = ModelState.merge(part for _, part in old.parts())
         offers = [[(section, name) for section, name in keys] for keys in self.exchange(keys_of(given))]
         claim = self.worker.claim()
@@ -271,7 +215,6 @@ class DistributedEngine(Movable):
             self._note_migration(self._ranks.index(rank), state_bytes(moved), start_s)
         self.worker.restore(state)
         self.worker.recall(old.peak_bytes, old.versions_max, old.host_peak_bytes)
-        self._collectives = self._connected()
         self.set_activity("")
         self.sync_clock()
 
@@ -281,14 +224,14 @@ class DistributedEngine(Movable):
         level = self.setup.level_between(sender, own).name
         self.meter.transfer(Transfer(MIGRATION, "layers", (sender,), (own,), level, num_bytes, start_s, self.clock()))
 
-    def _cut_stage(self, setup: Setup) -> None:
-        """Cut this worker's stages again, with their initial weights and nothing in flight."""
+    def _cut_stages(self, setup: Setup) -> None:
         self.setup = setup
         self._phases = None
-        self.worker = Worker(setup, self.worker.index)
+        self.workers = [Worker(setup, self.worker.index)]
         self._monitor()
         self._transport.switch_setup(setup)
         self._collectives.close()
+        self._collectives = self._connected()
 
     def _monitor(self) -> None:
         """Measure this worker's stage, if stages are balanced."""
@@ -299,43 +242,17 @@ class DistributedEngine(Movable):
     def _connected(self) -> ProcessCollectives:
         return ProcessCollectives(self.setup, self.world, self.worker, self.clock, self.meter, self.num_bytes)
 
-    def restore(
-        self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float, plan: Plan | None = None
-    ) -> None:
-        """Resume from a checkpoint.
-
-        Args:
-            state: of the whole model.
-            facts: this worker's `facts` in the checkpoint; None if the plan was another.
-            clock_s: the run's clock then.
-            plan: to resume under; None for the current one.
-        """
-        if plan is not None:
-            self._cut_stage(self.setup.under(plan))
-            self._collectives = self._connected()
-        self.worker.restore(state)
-        if facts is not None:
-            self.meter.restore(facts["meter"])
-            self.num_bytes.update({(kind, level): count for kind, level, count in facts["num_bytes"]})
-            self.worker.recall(*facts["peak_bytes"], *facts["weight_versions_max"], *host_peaks(facts))
-            restore_extensions(self._collectives.extensions, facts)
-
     def close(self) -> None:
         """Close the connections to the other workers; all workers call it."""
         self.exchange(None)
         self._transport.close()
         self._collectives.close()
 
-    def facts(self) -> dict[str, Any]:
-        """Return this worker's measurements so far, as JSON data."""
-        return {
-            "meter": self.meter.state(),
-            "num_bytes": [[kind, level, count] for (kind, level), count in self.num_bytes.items()],
-            "peak_bytes": [self.worker.peak_bytes],
-            "weight_versions_max": [self.worker.versions_max],
-            "host_peak_bytes": [self.worker.host_peak_bytes],
-            **facts_of(self._collectives.extensions),
-        }
+    def _meter_facts(self) -> dict[str, Any]:
+        return {"meter": self.meter.state()}
+
+    def _recall_meter(self, facts: Mapping[str, Any]) -> None:
+        self.meter.restore(facts["meter"])
 
     def set_activity(self, work: str) -> None:
         """Name this process's current work, for the others' watchdogs."""
@@ -344,8 +261,7 @@ class DistributedEngine(Movable):
 
     def sync_clock(self) -> None:
         """Set all workers' clocks to the latest."""
-        if self.setup.device.type == "cuda":
-            torch.cuda.synchronize(self.setup.device)
+        self._watch.sync_clock()
         self.clock_s = max(self.exchange(self.clock()))
 
     def measured(self, training_s: float) -> RunMeasurements:
@@ -419,10 +335,6 @@ class DistributedEngine(Movable):
         if not loss.total.is_cuda or self._num_losses % _CUDA_LOSS_EVERY == 0:
             self._transport.latest_loss = float(loss.total) / loss.weight
         self._num_losses += 1
-
-    @cached_property
-    def _whole(self) -> WholeModel:
-        return WholeModel(self.setup)
 
     def _whole_model_metrics(self) -> dict[str, float]:
         """Gather the newest weights on rank 0, which computes the metrics of the whole model; the others wait."""

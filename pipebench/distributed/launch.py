@@ -26,7 +26,7 @@ from pipebench.distributed.cores import usable_cores
 from pipebench.distributed.launch_failure import FAILURE, Failure, read, report, root_cause, sentence
 from pipebench.distributed.launch_join import ATTEMPT, RUN, STORE, prefix
 from pipebench.distributed.private_store import PrivateStore, StoreServer
-from pipebench.engine.stopping import STOPPING
+from pipebench.engine.admission import STOPPING
 from pipebench.errors import printable_lines
 from pipebench.model.heap import HEAP
 

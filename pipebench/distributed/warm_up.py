@@ -10,10 +10,10 @@ Only GPUs need it; it runs on any device, and the tests check on a CPU that it l
 Weights, optimizer, running statistics and carried states are copies; random generators are restored.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from pipebench.distributed.channel import ChannelLink, ChannelSender, Receiver
 from pipebench.distributed.world import World
 from pipebench.engine.feed import Feed, training_feed
+from pipebench.engine.in_situ import AloneCollectives, zero_gradients
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
@@ -99,7 +100,7 @@ class _Neighbours:
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
         """Return a stage's input values, or gradients of zeros for the values that it has sent."""
         if kind == GRADIENT:
-            return _zeros(self._sent[target, source])
+            return zero_gradients(self._sent[target, source])
         edge = (source, target)
         if edge not in self._receivers:
             self._receivers[edge] = Receiver(self._link(edge, source, self._own), 0)
@@ -127,25 +128,6 @@ class _Neighbours:
         return leaf.detach().to(self._setup.device).requires_grad_(leaf.requires_grad)
 
 
-class _Nobody:
-    """The collectives of a worker without replicas."""
-
-    def on_gradient(self, stage: int) -> None:
-        """Take no gradients."""
-
-    def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[Any]) -> NoReturn:
-        """No stage has replicas."""
-        raise AssertionError
-
-    def wait(self, stage: int, round_index: int) -> NoReturn:
-        """No stage has replicas."""
-        raise AssertionError
-
-    def norm(self, round_index: int) -> NoReturn:
-        """No norm is shared."""
-        raise AssertionError
-
-
 def _train(setup: Setup, worker: Worker, neighbours: _Neighbours) -> None:
     feed, divisors = training_feed(setup, 0, 1)
     try:
@@ -170,17 +152,8 @@ def _of_first_unit(program: Iterable[Instruction]) -> Iterator[Instruction]:
 
 def _play(program: Iterable[Instruction], worker: Worker, neighbours: _Neighbours) -> None:
     for instruction in program:
-        worker.execute(instruction, neighbours, _Nobody())
+        worker.execute(instruction, neighbours, AloneCollectives())
     neighbours.flush()
-
-
-def _zeros(values: Mapping[int, Any]) -> dict[int, list[torch.Tensor]]:
-    """Return zeros for everything that gets a gradient."""
-    leaves = {layer: pytree.tree_leaves(value) for layer, value in values.items()}
-    return {
-        layer: [torch.zeros_like(leaf) for leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        for layer, found in leaves.items()
-    }
 
 
 def _kept_random_state(device: torch.device) -> AbstractContextManager[None]:

@@ -19,12 +19,16 @@ that is true of all of them (a stop asked for during an evaluation), the cut is 
 segments have no minibatches; if one of them has begun the next segment, the cut is in that one for everybody.
 """
 
+import contextlib
 import itertools
 import math
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
 
 from pipebench.schedule.instructions import HANDING, Instruction
 from pipebench.schedule.operations import OPERATIONS, ROUND
@@ -32,6 +36,7 @@ from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import programs
 from pipebench.schedule.routes import Routes
 
+STOPPING = "pipebench: stopping at the next drain; Ctrl-C again ends now"
 _ROUND_OPS = tuple(op for op, row in OPERATIONS.items() if row.about == ROUND)
 
 
@@ -181,6 +186,32 @@ class StopRequest:
     """
 
     reason: str | None = None
+
+
+@contextlib.contextmanager
+def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
+    """Let the first SIGINT or SIGTERM ask for a stop, and the next one raise KeyboardInterrupt.
+
+    Signals are heard only in the main thread; one that whoever started this process wants ignored stays so.
+    """
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if stop.reason is not None:
+            raise KeyboardInterrupt
+        stop.reason = "interrupted"
+        with contextlib.suppress(OSError, RuntimeError):  # the terminal is gone, or in the middle of a line
+            print(STOPPING, file=sys.stderr, flush=True)
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in map(int, (signal.SIGINT, signal.SIGTERM)):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, hear)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StoppableAdmission:

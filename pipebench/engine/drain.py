@@ -82,7 +82,5 @@ class DrainExchange:
 
     def _arrive(self, messages: Sequence[Message]) -> float:
         """Let what was sent arrive, before anything else goes on; return when it has."""
-        self.network.agenda.play()
-        for message in messages:
-            self.network.arrived(message)
+        self.network.deliver(messages)
         return max([self.clock_s, *(message.arrival_s for message in messages)])

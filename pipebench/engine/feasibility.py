@@ -7,9 +7,9 @@ of layers that come or go while units are in flight.
 import math
 from collections.abc import Sequence
 
-from pipebench.engine.segment import Segment
 from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup
+from pipebench.engine.simulated_segment import SimulatedSegment
 from pipebench.errors import PlanError
 from pipebench.model.plan import layout_of, recut
 from pipebench.planner.stage_problem import input_bytes_of
@@ -83,7 +83,7 @@ class FeasibilityCheck:
         for layout in layouts[1:]:
             at = self.earliest(at)
             phases.announce(Repartition(at, *layout))
-        segment = Segment(now, phases, 0, self.earliest(at), 0.0, inputs=self._inputs)
+        segment = SimulatedSegment(now, phases, 0, self.earliest(at), inputs=self._inputs)
         segment.played()
         peaks = [] if segment.memory is None else segment.memory.peaks
         return [max(0.0, most - self.limit_bytes) for most in peaks]

@@ -208,7 +208,29 @@ class _ListPlayer:
         return {key: statistics.fmean(each) for key, each in found.items()}
 
 
-class _Others:
+class AloneCollectives:
+    """The collectives of a worker that waits for nobody: sums are of its own gradients."""
+
+    def __init__(self) -> None:
+        self._gradients: list[torch.Tensor | None] = []
+
+    def on_gradient(self, stage: int) -> None:
+        """Nobody takes gradients one by one."""
+
+    def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Keep a round's gradients."""
+        self._gradients = list(gradients)
+
+    def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
+        """Return a round's gradients."""
+        return self._gradients
+
+    def norm(self, round_index: int) -> torch.Tensor:
+        """Return a norm that clips nothing away."""
+        return torch.zeros(())
+
+
+class _Others(AloneCollectives):
     """What a worker would hear of others: activations as they were sent last, gradients of zeros, sums of its own.
 
     Attributes:
@@ -218,8 +240,8 @@ class _Others:
     feed: Feed
 
     def __init__(self) -> None:
+        super().__init__()
         self._sent: dict[tuple[int, int, int], Any] = {}
-        self._gradients: list[torch.Tensor | None] = []
 
     def can_hear(self, it: Instruction) -> bool:
         """Return whether there is something to copy for an instruction that receives."""
@@ -237,29 +259,10 @@ class _Others:
         size = self.feed.size(unit)
         if kind != GRADIENT:
             return pytree.tree_map(_copied, self._sent[source, target, size])
-        leaves = {layer: pytree.tree_leaves(value) for layer, value in self._sent[target, source, size].items()}
-        return {
-            layer: [torch.zeros_like(leaf) for leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            for layer, found in leaves.items()
-        }
+        return zero_gradients(self._sent[target, source, size])
 
     def copied(self, kind: str, num_bytes: int) -> None:
         """Nothing is swapped."""
-
-    def on_gradient(self, stage: int) -> None:
-        """Nobody takes gradients one by one."""
-
-    def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Keep a round's gradients."""
-        self._gradients = list(gradients)
-
-    def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
-        """Return a round's gradients."""
-        return self._gradients
-
-    def norm(self, round_index: int) -> torch.Tensor:
-        """Return a norm that clips nothing away."""
-        return torch.zeros(())
 
 
 class _Ratios(NamedTuple):
@@ -303,3 +306,12 @@ def _keeping(setup: Setup) -> Setup:
 
 def _copied(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def zero_gradients(values: Mapping[int, Any]) -> dict[int, list[torch.Tensor]]:
+    """Return a gradient of zeros for everything that one comes back for."""
+    leaves = {layer: pytree.tree_leaves(value) for layer, value in values.items()}
+    return {
+        layer: [torch.zeros_like(leaf) for leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        for layer, found in leaves.items()
+    }

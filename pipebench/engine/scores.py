@@ -1,11 +1,15 @@
-"""What an evaluation adds up over held-out samples, wherever they were scored."""
+"""What an evaluation adds up over held-out samples, and the model in one piece, for what no single stage can give."""
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
+from pipebench.checkpoint.share import own_names
+from pipebench.engine.setup import Setup
 from zoo.registry import Dataset
 
 _LOSS, _WEIGHT = "eval_loss", "weight of all samples"
@@ -42,3 +46,26 @@ class Scores:
         sums = dict(self.sums)
         weight = sums.pop(_WEIGHT)
         return {_LOSS: sums.pop(_LOSS) / weight, **self._dataset.summarise(sums, weight)}
+
+
+class WholeModel:
+    """A copy of the whole model, in evaluation mode, that takes its weights from the stages.
+
+    Args:
+        setup: whose model; it must still hold its initial weights, for what no stage trains.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._model = copy.deepcopy(setup.graph.model).to(setup.device).eval()
+        self._tensors = dict(self._model.named_buffers()) | dict(self._model.named_parameters(remove_duplicate=False))
+        self._own_names = own_names(setup.graph)
+
+    def filled(self, stages: Iterable[Mapping[str, torch.Tensor]]) -> nn.Module:
+        """Return the model with the stages' parameters and buffers, given by qualified name."""
+        with torch.no_grad():
+            for tensors in stages:
+                for stages_name, tensor in tensors.items():
+                    name = self._own_names[stages_name]
+                    if name in self._tensors:  # tensors made in forward are buffers after tracing only
+                        self._tensors[name].copy_(tensor)
+        return self._model

@@ -12,13 +12,14 @@ from dataclasses import replace
 
 from pipebench.checkpoint.handover import Key, StateClaim, requests_of
 from pipebench.engine.balancing import ENOUGH, Known
+from pipebench.engine.engine import Engine
 from pipebench.engine.held_bytes import Inputs
 from pipebench.engine.mailbox import InProcessTransport
 from pipebench.engine.monitor import EVERY, monitors
-from pipebench.engine.movable import Movable
-from pipebench.engine.segment import Segment, SizeOf
-from pipebench.engine.segment_cuts import SegmentCuts, phases_of
+from pipebench.engine.segment import SizeOf
+from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup, share_of
+from pipebench.engine.simulated_segment import SimulatedSegment
 from pipebench.model.graph import attribute
 from pipebench.model.plan import Plan
 from pipebench.schedule.moves import Repartition
@@ -54,10 +55,10 @@ def simulate_moves(
     phases = SegmentCuts(setup)
     for move in moves:
         phases.announce(move)
-    return Segment(setup, phases, first, num_minibatches, 0.0, meter).played()
+    return SimulatedSegment(setup, phases, first, num_minibatches).played(meter)
 
 
-class SimulatedEngine(Movable):
+class SimulatedEngine(Engine):
     """Plays a run, segment by segment; what it offers to a training loop is what it is called there.
 
     Args:
@@ -67,9 +68,7 @@ class SimulatedEngine(Movable):
         known: decisions of Algorithm 1 that another run of the setup has made, and that this one will make.
 
     Attributes:
-        setup: what is run, under the cuts there are now.
         known: decisions of Algorithm 1, this run's included.
-        clock_s: the run's clock at the last drain.
         totals: of all segments.
         marks: what there was when, in the last segment as far as it was played, and at its end; counted from its start.
         began_s: the minibatches at which layers have moved meanwhile, and when those began.
@@ -80,7 +79,7 @@ class SimulatedEngine(Movable):
     def __init__(
         self, setup: Setup, *listeners: Listener, inputs: Inputs | None = None, known: Known | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(setup)
         pipeline = setup.pipeline
         self._listening = Marks(pipeline, max(pipeline.depth, pipeline.period) * pipeline.microbatches)
         self._meter = Meter(pipeline, self._listening, *listeners)
@@ -89,7 +88,6 @@ class SimulatedEngine(Movable):
         self._inputs = inputs or {}
         self.peaks: list[MemoryPeak] = []
         self.held = [0] * pipeline.num_stages
-        self.clock_s = 0.0
         self.totals = NOTHING
         self._shown = False  # whether the meter has seen anything
         self._begin_under(setup, {} if known is None else known)
@@ -107,18 +105,14 @@ class SimulatedEngine(Movable):
         self.marks = []
         if self._phases is None and not self._monitors:
             return self._took(self._steady(first, num_minibatches), num_minibatches, first)
-        phases = self._phases = self._phases or phases_of(self.setup)
-        self._mailbox = InProcessTransport(self.setup, Counter())
+        before, phases = self.setup, self._begin_segment()
+        self._mailbox = InProcessTransport(before, Counter())
         for monitor in self._monitors:
             monitor.begin()
-        segment = self._segment = Segment(
-            self.setup, phases, first, num_minibatches, self.clock_s, self._meter,
-            self._measure if self._monitors else None, self._hold if self._monitors else None, self._enough(),
-            self._inputs,
-        )  # fmt: skip
-        played, done, self._shown = segment.played(), segment.limit, True
-        before, self._phases = self.setup, None
-        self.setup = before if phases is None else phases.last
+        segment = self._segment = SimulatedSegment(before, phases, first, num_minibatches, self.clock_s, self._inputs)
+        told, held = (self._measure, self._hold) if self._monitors else (None, None)
+        played, done, self._shown = segment.played(self._meter, told, held, self._enough()), segment.limit, True
+        self._end_segment()
         self._quiet += max(0, done - segment.changed_at)
         if self.setup is not before:
             self._totals_of.clear()
@@ -141,7 +135,7 @@ class SimulatedEngine(Movable):
         return self._took(played, done, first)
 
     def replan(self, plan: Plan) -> None:
-        """Go on under a plan with other cuts or memory policies, at a drain; what moves takes the links' time."""
+        """See `Engine`; decisions that are known stay known."""
         self.switch_setup(self.setup.under(plan), self.known)
 
     def switch_setup(self, setup: Setup, known: Known | None = None) -> None:
@@ -158,9 +152,7 @@ class SimulatedEngine(Movable):
             network.send(network.connection(MIGRATION, giver, taker), num_bytes, self.clock_s, "layers")
             for (giver, taker), num_bytes in _moved_bytes(before, self.setup, trained=self.clock_s > 0).items()
         ]
-        network.agenda.play()
-        for message in sent:
-            network.arrived(message)
+        network.deliver(sent)
         took_s = max([0.0, *(message.arrival_s - self.clock_s for message in sent)])
         self._took(replace(NOTHING, end_s=took_s, num_bytes=network.num_bytes), 0, 0)
 
@@ -210,7 +202,6 @@ class SimulatedEngine(Movable):
         self._quiet = 0
 
     def _end_at(self, minibatch: int) -> None:
-        """Let the segment end before a minibatch that nobody has begun."""
         self._segment.end_at(minibatch)
 
     def _steady(self, first: int, num_minibatches: int) -> SegmentTotals:

@@ -17,9 +17,9 @@ from pipebench.report.fitting import Cell, Sought, fit, left_out
 from pipebench.report.metrics import value_of
 from pipebench.report.recipes import Asked
 from pipebench.tracking.identity import recipe_hash
+from pipebench.train.engines import simulate
 from pipebench.train.prepare import prepare
 from pipebench.train.result import RunResult
-from pipebench.train.simulation import simulate
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from pipebench.recipe.schema import Recipe
 from pipebench.run.folder import RunFolder
 from pipebench.show.progress import preparing
 from pipebench.train.job import Decision, Job
-from pipebench.train.kept_plan import ANEW
+from pipebench.train.plan import ANEW
 from pipebench.train.prepare import prepare
 from pipebench.train.profiled_model import choose_device
 from pipebench.typed_json import JsonError, read

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipebench.checkpoint.store import Checkpoints
-from pipebench.engine.admission import StopRequest
-from pipebench.engine.stopping import stopping_on_signals
+from pipebench.engine.admission import StopRequest, stopping_on_signals
 from pipebench.errors import UserError, printable
 from pipebench.model.device import torch_settings
 from pipebench.model.heap import keep_freed_blocks
@@ -24,13 +23,12 @@ from pipebench.run.suite import Suite
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, newest, nothing_to_go_on_from
+from pipebench.train.engines import on_virtual_clock, simulate
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Decision, Job
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import INTERRUPTED, RunResult
 from pipebench.train.searching import loop_for
-from pipebench.train.simulation import simulate
-from pipebench.train.virtual import on_virtual_clock
 
 
 class Ran(NamedTuple):

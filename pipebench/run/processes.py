@@ -23,9 +23,9 @@ from pipebench.distributed.launch_command import python_module
 from pipebench.distributed.launch_join import RUN
 from pipebench.distributed.launch_worker import fail_silent, launched_by_us, on_stop_request
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
+from pipebench.engine.engine import OnLoss, OnUnit
 from pipebench.engine.in_situ import entries, fetches_itself, in_use, mean, profile_in_situ
 from pipebench.engine.setup import ranks_of
-from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.errors import WorkersFailedError, printable
 from pipebench.model.device import torch_settings
 from pipebench.profile.choose import is_measured

@@ -17,7 +17,7 @@ that say so it has two levels: reduce-scatter inside every server, rings among s
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -208,6 +208,12 @@ class Network:
             start_s, end_s, num_bytes = message.start_s, message.arrival_s, message.num_bytes
             told = Transfer(kind, message.label, (sender,), (receiver,), level.name, num_bytes, start_s, end_s)
             self._observe(told)
+
+    def deliver(self, messages: Iterable[Message]) -> None:
+        """Let messages arrive before anything else goes on: at a drain."""
+        self.agenda.play()
+        for message in messages:
+            self.arrived(message)
 
     def copy(self, worker: int, num_bytes: int, now_s: float, done: Action, *, out: bool) -> None:
         """Let a worker's device copy to its host, or back: at the rate that messages leave it.

@@ -11,11 +11,12 @@ from pipebench.checkpoint.optimizers import check_updates
 from pipebench.checkpoint.progress import Facts, SavedProgress
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoint, CheckpointFile, Checkpoints, reason_of
+from pipebench.engine.engine import TrainingEngine
 from pipebench.errors import UserError
 from pipebench.model.sampling import Sampler
 from pipebench.recipe.engines import engine_kind
 from pipebench.train.fit import check_fits
-from pipebench.train.interfaces import Engine, ProgressSink
+from pipebench.train.interfaces import ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.metrics import EarlierWorkers, sum_facts
 
@@ -177,7 +178,7 @@ NO_CHECKPOINTS = CheckpointPolicy()
 
 
 def write_checkpoint(
-    store: Checkpoints, step: int, engine: Engine, progress: ProgressSink, training_state: ProgressOf
+    store: Checkpoints, step: int, engine: TrainingEngine, progress: ProgressSink, training_state: ProgressOf
 ) -> None:
     """Write a checkpoint; all processes call it. Where that fails, say so: the one before stays.
 

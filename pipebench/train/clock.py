@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from pipebench.checkpoint.progress import SavedProgress
-from pipebench.train.interfaces import Engine
+from pipebench.engine.engine import TrainingEngine
 
 
 class RunClock:
@@ -22,7 +22,7 @@ class RunClock:
         lost_s: seconds by which the clock ran on between a checkpoint and the process that goes on from it.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TrainingEngine) -> None:
         self._engine = engine
         self.training_s = self.evaluation_s = self.checkpoint_s = self.lost_s = 0.0
 

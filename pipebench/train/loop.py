@@ -138,7 +138,10 @@ class TrainingLoop:
             self._evaluate()
             self._save(self._policy.checkpoints)
         while self._done < periods.total and self._curves.reached is None:
-            self._train_segment(self._moves.next_drain(self._done, periods.next_drain(self._done)))
+            with self._clock.spending("training_s"):
+                self._done = self._moves.train(self._done, periods.next_drain(self._done))
+            self._samples = self._seen = self._told = self._sampler.samples_before(self._done)
+            self._end_if_stopped()
             if periods.evaluates_at(self._done):
                 self._evaluate()
             if self._done < periods.total and self._curves.reached is None:
@@ -146,16 +149,6 @@ class TrainingLoop:
                     self._moves.replan(self._done)
             if periods.drains_at(self._done):
                 self._save(self._policy.checkpoints)
-
-    def _train_segment(self, drain: int) -> None:
-        """Train up to a drain and put together what the processes know; end where a stop was agreed on."""
-        first = self._done
-        with self._clock.spending("training_s"):
-            self._moves.announce(first, drain)
-            self._done += self._engine.train(first, drain - first)
-            self._samples = self._seen = self._told = self._sampler.samples_before(self._done)
-        self._moves.note(first, self._done)
-        self._end_if_stopped()
 
     def _end_if_stopped(self) -> None:
         """Put together what the processes know at a drain; end where a stop was agreed on, or a loss says so."""

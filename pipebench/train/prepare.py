@@ -34,12 +34,11 @@ from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.evaluation import evaluation_of
 from pipebench.simulate.memory import stage_memories
 from pipebench.train.job import Decision, Job
-from pipebench.train.kept_plan import ANEW, kept_plan
 from pipebench.train.largest import with_largest_update
 from pipebench.train.learning_rate import learning_rate
 from pipebench.train.moves import check_copies, planned_moves
 from pipebench.train.periods import Periods
-from pipebench.train.plan import choose_plan
+from pipebench.train.plan import ANEW, choose_plan, kept_plan
 from pipebench.train.profiled_model import ProfiledModel, input_bytes, profile_model
 from pipebench.train.request import plan_request, samplers
 from zoo.registry import Dataset

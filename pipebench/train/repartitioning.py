@@ -2,9 +2,8 @@
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
-from pipebench.engine.setup import Setup
+from pipebench.engine.engine import Engine
 from pipebench.model.plan import Plan, layout_of, recut
 from pipebench.schedule.moves import Repartition, RepartitionPlan
 from pipebench.schedule.repartitions import RepartitionRecord, in_words
@@ -12,25 +11,6 @@ from pipebench.train.job import Job
 from pipebench.train.moves import BALANCED, BEFOREHAND, PlannedMove, cuts_of, policies_of
 
 _LOG = logging.getLogger(__name__)
-
-
-class Movable(Protocol):
-    """What runs, as far as layers move: see `interfaces.Engine`."""
-
-    clock_s: float
-
-    @property
-    def setup(self) -> Setup:
-        """What it runs, under the plan that holds now."""
-
-    def announce(self, move: Repartition) -> None:
-        """Let layers move in the next segment, while it goes on."""
-
-    def take_decisions(self) -> list[Repartition]:
-        """Return what was decided in the last segment."""
-
-    def replan(self, plan: Plan) -> None:
-        """Go on under another plan, at a drain."""
 
 
 class Repartitioning:
@@ -45,7 +25,7 @@ class Repartitioning:
         made: the moves so far, the first one first.
     """
 
-    def __init__(self, job: Job, engine: Movable, tell: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, engine: Engine, tell: Callable[[str], None] = lambda sentence: None) -> None:
         self.made: list[RepartitionRecord] = []
         self._planned, self._graph, self._sampler = job.moves, job.setup.graph, job.setup.sampler
         self._engine, self._tell = engine, tell
@@ -53,13 +33,24 @@ class Repartitioning:
         self._announced: list[Repartition] = []
         self._decided: list[Plan] = []
 
-    def next_drain(self, done: int, drain: int) -> int:
-        """Return after how many minibatches the pipeline is empty next, if it drains after `drain` in any case."""
-        if self._engine.setup.live:
-            return drain
-        return min([drain, *(move.minibatch for move in self._planned if move.minibatch > done)])
+    def train(self, done: int, drain: int) -> int:
+        """Train up to the next drain, and take note of the moves on the way; `replan` makes those that are due there.
 
-    def announce(self, done: int, drain: int) -> None:
+        Args:
+            done: minibatches of the run so far.
+            drain: after how many the pipeline drains in any case.
+
+        Returns:
+            Minibatches of the run up to there: fewer than `drain` where it drains to move, or is stopped.
+        """
+        live = self._engine.setup.live
+        drain = min([drain, *(move.minibatch for move in self._planned if move.minibatch > done and not live)])
+        self._announce(done, drain)
+        ended = done + self._engine.train(done, drain - done)
+        self._note(done, ended)
+        return ended
+
+    def _announce(self, done: int, drain: int) -> None:
         """Announce the moves that the recipe asks for between two drains, where training goes on meanwhile.
 
         A run that was stopped right before a move goes on too late for it: it is made at once, nothing being in flight.
@@ -82,7 +73,7 @@ class Repartitioning:
         move = Repartition(first.minibatch - done, *layout_of(first.plan))
         return first.plan == setup.plan or any(moves.problems(move))
 
-    def note(self, first: int, done: int) -> None:
+    def _note(self, first: int, done: int) -> None:
         """Take note of the moves of a segment that has ended, and of what was decided for the drain after it.
 
         Args:

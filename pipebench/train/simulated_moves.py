@@ -39,7 +39,7 @@ def simulate_moving(job: Job, watch: MemoryForecast | None = None) -> tuple[RunR
     """
     setup = job.setup
     engine = SimulatedEngine(setup, inputs=input_bytes(setup.graph, setup.dataset, setup.profile.by_size))
-    moves = Repartitioning(job, engine, lambda sentence: None)
+    moves = Repartitioning(job, engine)
     periods = Periods.of(job.recipe.train, setup.sampler.minibatches_per_epoch)
     points = tuple(_trained(periods, engine, moves))
     made = tuple(replace(move, clock_s=engine.began_s.get(move.minibatch, move.clock_s)) for move in moves.made)
@@ -70,11 +70,8 @@ def _trained(periods: Periods, engine: SimulatedEngine, moves: Repartitioning) -
     done, sampler = 0, engine.setup.sampler
     before = Mark(0.0, 0, Counter())
     while done < periods.total:
-        first, drain = done, moves.next_drain(done, periods.next_drain(done))
-        moves.announce(first, drain)
-        done += engine.train(first, drain - first)
-        moves.note(first, done)
-        samples, last = sampler.samples_before(first), before
+        samples, last = sampler.samples_before(done), before
+        done = moves.train(done, periods.next_drain(done))
         for mark in engine.marks:
             yield Point(samples + mark.samples, mark.clock_s, _rates(last, mark))
             last = mark

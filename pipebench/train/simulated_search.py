@@ -71,7 +71,7 @@ def simulate_search(job: Job, watch: MemoryForecast | None = None) -> tuple[RunR
     finishes = Finishes(job.setup.pipeline)
     meter = Meter(job.setup.pipeline, finishes)
     engine = SimulatedEngine(job.setup, meter)
-    moves = Repartitioning(job, engine, lambda sentence: None)
+    moves = Repartitioning(job, engine)
     phases = [*_phases(job, search, engine, moves, finishes)]
     samples = [sampler.samples_before(phase.first + phase.num_minibatches) for phase in phases]
     before = [0, *samples[:-1]]
@@ -126,7 +126,7 @@ def _phases(
         begins_s, first, setup, before = engine.clock_s, done, engine.setup, len(finishes.units)
         count = min(total - done, _minibatches_until(step, job, engine, done))
         if count > 0:
-            done = _train(job, engine, moves, first, first + count)
+            done = _train(job, moves, first, first + count)
             played = [unit._replace(end_s=unit.end_s - begins_s) for unit in finishes.units[before:]]
             length_s = played[-1].end_s if setup.balances and played else 0.0
             windows = throughput(played, _WINDOW_S, length_s)
@@ -138,14 +138,11 @@ def _phases(
             engine.switch_setup(_chosen(job, search.architectures.setup(engine.setup, cells)))
 
 
-def _train(job: Job, engine: SimulatedEngine, moves: Repartitioning, done: int, stop: int) -> int:
+def _train(job: Job, moves: Repartitioning, done: int, stop: int) -> int:
     """Go through the drains of a run up to one after so many minibatches, which are returned."""
     periods = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
     while done < stop:
-        first, drain = done, moves.next_drain(done, min(stop, periods.next_drain(done)))
-        moves.announce(first, drain)
-        done += engine.train(first, drain - first)
-        moves.note(first, done)
+        done = moves.train(done, min(stop, periods.next_drain(done)))
         if done < stop:
             moves.replan(done)
     return done
@@ -177,7 +174,7 @@ def _minibatches_until(step: Step, job: Job, engine: SimulatedEngine, first: int
     guess = max(1, int(left_s / _pace_s(setup)))
     if setup.balances:
         trial = SimulatedEngine(setup, known=engine.known)
-        _train(job, trial, Repartitioning(job, trial, lambda sentence: None), first, first + guess)
+        _train(job, Repartitioning(job, trial), first, first + guess)
         setup = replace(trial.setup, balances=False)
         later_s = trial.clock_s - _takes_s(job, setup, first, guess)
         guess = max(1, int((left_s - later_s) / _pace_s(setup)))
@@ -193,7 +190,7 @@ def _pace_s(setup: Setup) -> float:
 def _takes_s(job: Job, setup: Setup, first: int, count: int) -> float:
     """Return how long so many minibatches take if nothing moves."""
     engine = SimulatedEngine(setup)
-    _train(job, engine, Repartitioning(job, engine, lambda sentence: None), first, first + count)
+    _train(job, Repartitioning(job, engine), first, first + count)
     return engine.clock_s
 
 

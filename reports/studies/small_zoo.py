@@ -24,12 +24,12 @@ from pipebench.model.device import environment, torch_settings
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.recipe.make import make_dataset
 from pipebench.show.progress import Silent
+from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.prepare import prepare
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import simulate_epoch
-from pipebench.train.virtual import on_virtual_clock
 from pipebench.typed_json import read
 from reports.studies.ngram import Trigram
 from reports.studies.planned_models import table

@@ -20,10 +20,10 @@ from pipebench.formats import UNKNOWN, number, ratio, seconds
 from pipebench.model.device import environment, torch_settings
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.show.progress import Silent
+from pipebench.train.engines import on_virtual_clock
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.prepare import prepare
 from pipebench.train.result import RunResult
-from pipebench.train.virtual import on_virtual_clock
 from reports.studies.efficiency_pictures import draw
 from reports.studies.planned_models import table
 from reports.studies.recipe_key import recipe_key

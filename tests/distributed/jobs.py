@@ -13,13 +13,13 @@ from pipebench.checkpoint.store import Checkpoints
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.world import World
+from pipebench.engine.engine import TrainingEngine
 from pipebench.engine.worker import Worker
 from pipebench.recipe.moves import asked_moves
 from pipebench.recipe.schema import PeriodRecipe
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from pipebench.train.checkpointing import CheckpointPolicy, newest
-from pipebench.train.interfaces import Engine
 from pipebench.train.job import Job
 from pipebench.train.moves import planned_moves
 from pipebench.train.periods import Periods
@@ -112,7 +112,7 @@ def trained(
     given = replace(given, recipe=replace(given.recipe, engine=replace(given.recipe.engine, kind="distributed")))
     store, engines = Checkpoints(Path(folder)), list[DistributedEngine]()
 
-    def make(*told: Callable[..., None]) -> Engine:
+    def make(*told: Callable[..., None]) -> TrainingEngine:
         on_loss, on_unit = told
         there = replace(world, shares_memory=shares_memory)
         engines.append(DistributedEngine(given.setup, there, on_loss=on_loss, on_unit=on_unit))

@@ -11,9 +11,9 @@ import torch
 
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.engine.virtual import VirtualEngine
+from pipebench.train.engines import on_virtual_clock
 from pipebench.train.result import RunResult
 from pipebench.train.searching import loop_for
-from pipebench.train.virtual import on_virtual_clock
 from tests.distributed.jobs import MOVES_AT, SEGMENT, Fault, Moving, Searching
 from tests.processes import Processes
 from tests.train.test_training import Silent

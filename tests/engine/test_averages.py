@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from pipebench.engine.whole import WholeModel
+from pipebench.engine.scores import WholeModel
 from pipebench.model.optimizer import make_optimizer
 from pipebench.recipe.schema import OptimizerRecipe
 from tests.checkpoint.support import captured, restored

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipebench.engine.segment import Segment
 from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup
 from pipebench.engine.simulated_moves import SimulatedEngine
+from pipebench.engine.simulated_segment import SimulatedSegment
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.moves import CutLayout, Repartition, layout_problems
 from pipebench.simulate.memory import ACTIVATIONS, AGAIN, KINDS, RECEIVED, SENT
@@ -92,7 +92,7 @@ def test_what_is_on_its_way_counts_while_it_waits() -> None:
     setup = setup_of([2], [KEEP] * 7)
     phases = SegmentCuts(setup)
     phases.announce(Repartition(6, (3,)))
-    segment = Segment(setup, phases, 0, 9, 0.0)
+    segment = SimulatedSegment(setup, phases, 0, 9)
     segment.played()
     assert segment.memory is not None
     few, many, unit, block = 4 * 7 * 8, 4 * 8 * 8, 64 * 8 + 4 * 7 * 8, 2 * 64 * 8
@@ -118,7 +118,7 @@ def test_nothing_is_released_that_has_not_come_and_nothing_stays_on_its_way(seed
     phases = SegmentCuts(setup)
     for move in moves:
         phases.announce(replace(move, memory=tuple(draw.choices(words, k=7))))
-    segment = Segment(setup, phases, 0, COUNT, 0.0)
+    segment = SimulatedSegment(setup, phases, 0, COUNT)
     segment.played()
     assert segment.memory is not None
     for curve in segment.memory.timeline().curves:

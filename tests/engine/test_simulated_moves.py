@@ -107,6 +107,15 @@ def test_the_same_is_decided_where_memory_is_limited(
     assert any(peak_bytes for *_, peak_bytes in predicted)
 
 
+def test_what_is_computed_again_counts_where_layers_move_at_drains_only() -> None:
+    """With weights that move no layer can while training goes on: then a segment has no cuts of its own."""
+    setup = with_momentum(balancing([1, 2], live=False, weights="correct", recompute=True))
+    trained, simulated = make_engine(setup), SimulatedEngine(setup)
+    assert played(simulated, [60]) == played(trained, [60])
+    assert simulated.totals.again_s == pytest.approx(trained.facts()["again_s"])
+    assert simulated.totals.again_s > 0
+
+
 def numbers(totals: SegmentTotals) -> list[float]:
     return [totals.end_s, totals.busy_s, totals.stall_s, totals.again_s, totals.swap_stall_s]
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipebench.engine.admission import StopRequest
-from pipebench.engine.stopping import STOPPING, stopping_on_signals
+from pipebench.engine.admission import STOPPING, StopRequest, stopping_on_signals
 from reports.studies.watched_run import WatchedRun, recorded
 from tests.checkpoint.spoiling import RECIPE
 from tests.patience import PATIENCE_S

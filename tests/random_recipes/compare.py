@@ -13,18 +13,17 @@ import yaml
 
 from pipebench.checkpoint.share import own_names
 from pipebench.checkpoint.state import ModelState
-from pipebench.engine.virtual import OnLoss, OnUnit
+from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
 from pipebench.errors import UserError
 from pipebench.model.device import torch_settings
 from pipebench.recipe.load import LoadedRecipe, load_file
 from pipebench.recipe.schema import Recipe
 from pipebench.run.deciding import prepare_job
 from pipebench.run.folder import find
-from pipebench.train.interfaces import Engine
+from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.result import DIVERGED, Point
-from pipebench.train.virtual import on_virtual_clock
 from tests.oracles.draws import mixed, of_name
 from tests.oracles.per_minibatch import Loop, Outcome
 from tests.random_recipes.meaning import meaning_of
@@ -133,9 +132,9 @@ def run_virtual(loaded: LoadedRecipe, job: Job) -> Ran:
     Raises:
         RefusedError: training diverges.
     """
-    made: list[Engine] = []
+    made: list[TrainingEngine] = []
 
-    def make(on_loss: OnLoss, on_unit: OnUnit) -> Engine:
+    def make(on_loss: OnLoss, on_unit: OnUnit) -> TrainingEngine:
         made.append(on_virtual_clock(job)(on_loss, on_unit))
         return made[0]
 

@@ -11,8 +11,9 @@ import torch
 
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.engine.admission import StopRequest
+from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.setup import Setup
-from pipebench.engine.virtual import OnLoss, OnUnit, VirtualEngine
+from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.plan import Plan
 from pipebench.recipe.schema import PeriodRecipe, Recipe, SearchRecipe
 from pipebench.recipe.search_trace import SearchFile
@@ -20,11 +21,11 @@ from pipebench.search.architectures import Architectures
 from pipebench.search.setup import SearchSetup
 from pipebench.search.trace import Step
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
-from pipebench.train.interfaces import Engine, MakeEngine
+from pipebench.train.engines import on_virtual_clock
+from pipebench.train.interfaces import MakeEngine
 from pipebench.train.job import Job
 from pipebench.train.result import INTERRUPTED, RunResult
 from pipebench.train.searching import SearchLoop, loop_for
-from pipebench.train.virtual import on_virtual_clock
 from tests.checkpoint.support import captured
 from tests.checkpoint.test_round_trips import bits
 from tests.engine.test_cells import whole
@@ -64,7 +65,7 @@ def job(setup: Setup, given: Recipe | None = None, steps: tuple[Step, ...] | Non
 def kept(make: MakeEngine, engines: list[VirtualEngine]) -> MakeEngine:
     """Return what makes an engine and keeps it."""
 
-    def keep(on_loss: OnLoss, on_unit: OnUnit) -> Engine:
+    def keep(on_loss: OnLoss, on_unit: OnUnit) -> TrainingEngine:
         made = make(on_loss, on_unit)
         assert isinstance(made, VirtualEngine)
         engines.append(made)

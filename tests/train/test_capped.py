@@ -11,11 +11,11 @@ from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import PlanError
 from pipebench.recipe.load import load
 from pipebench.simulate.meter import MEMORY, PLAN
+from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.metrics import recipe_notes, run_notes
 from pipebench.train.prepare import prepare
-from pipebench.train.virtual import on_virtual_clock
 from tests.support import parameters_of
 
 RECIPE = """\

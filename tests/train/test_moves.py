@@ -19,12 +19,12 @@ from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.repartitions import FILE_NAME, to_text
 from pipebench.train.checkpointing import NO_CHECKPOINTS, CheckpointPolicy, resume_point
+from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.moves import BALANCED, planned_moves, under
 from pipebench.train.periods import Periods
 from pipebench.train.result import RunResult
-from pipebench.train.virtual import on_virtual_clock
 from pipebench.typed_json import JsonError
 from tests.engine.test_streams import text_setup
 from tests.support import Blobs, Mlp, make_engine, make_setup

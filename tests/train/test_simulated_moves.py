@@ -11,10 +11,10 @@ import pytest
 from pipebench.schedule.repartitions import FILE_NAME, RepartitionRecord, to_text
 from pipebench.simulate.meter import MEMORY
 from pipebench.simulate.steady import simulate_segment
+from pipebench.train.engines import simulate
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.simulated_moves import simulate_moving, watch_of
-from pipebench.train.simulation import simulate
 from tests.train.test_moves import LIVE, WRITTEN, job, run
 
 

@@ -16,12 +16,12 @@ from pipebench.run.drawings import record_moves
 from pipebench.schedule.moves import CutLayout
 from pipebench.show.progress import Silent
 from pipebench.simulate.steady import simulate_segment
+from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
 from pipebench.train.largest_minibatch import trial
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.searching import loop_for
 from pipebench.train.simulated_search import simulate_search
-from pipebench.train.virtual import on_virtual_clock
 
 RECIPE = """
 name: trace

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch
 from pipebench.checkpoint.store import Checkpoint, CheckpointFile, Checkpoints
 from pipebench.cluster import Cluster
 from pipebench.engine.admission import StopRequest
+from pipebench.engine.engine import TrainingEngine
 from pipebench.recipe.schema import (
     ClusterRecipe,
     OptimizerRecipe,
@@ -25,6 +26,7 @@ from pipebench.recipe.schema import (
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
+from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
 from pipebench.train.learning_rate import learning_rate
 from pipebench.train.loop import TrainingLoop
@@ -32,7 +34,6 @@ from pipebench.train.profiled_model import initial_model
 from pipebench.train.request import travelling_sizes
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 from pipebench.train.simulated import simulate_epoch
-from pipebench.train.virtual import on_virtual_clock
 from pipebench.typed_json import read, write
 from tests.support import Blobs, Mlp, flat_cluster, make_setup
 
@@ -360,7 +361,7 @@ def test_an_agreed_stop_ends_with_a_checkpoint_unless_the_weights_are_lost(
     given = checkpointed()
     result, _ = TrainingLoop(
         given,
-        lambda *told: Stopped(on_virtual_clock(given)(*told), 8, reason),
+        lambda *told: cast("TrainingEngine", Stopped(on_virtual_clock(given)(*told), 8, reason)),
         Silent(),
         lambda point: None,
         CheckpointPolicy(Checkpoints(tmp_path)),
@@ -376,7 +377,7 @@ def test_a_run_stopped_right_before_an_evaluation_goes_on_with_it(tmp_path: Path
     given, checkpoints = checkpointed(), Checkpoints(tmp_path / "stopped")
     TrainingLoop(
         given,
-        lambda *told: Stopped(on_virtual_clock(given)(*told), step, "interrupted"),
+        lambda *told: cast("TrainingEngine", Stopped(on_virtual_clock(given)(*told), step, "interrupted")),
         Silent(),
         lambda point: None,
         CheckpointPolicy(checkpoints),

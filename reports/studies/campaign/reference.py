@@ -21,9 +21,9 @@ from pipebench.model.device import torch_settings
 from pipebench.run.deciding import prepare_job
 from pipebench.show.progress import Silent
 from pipebench.train.checkpointing import CheckpointPolicy
+from pipebench.train.engines import on_virtual_clock
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.periods import Periods
-from pipebench.train.virtual import on_virtual_clock
 
 
 @dataclass(frozen=True)

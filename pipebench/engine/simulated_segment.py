@@ -1,0 +1,134 @@
+"""A segment that is played and not trained: what it takes, and what workers hold where layers move meanwhile."""
+
+import math
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+from pipebench.engine.held_bytes import Inputs, SegmentBytes
+from pipebench.engine.migration_memory import MigrationMemory
+from pipebench.engine.segment import Segment, SizeOf
+from pipebench.engine.segment_cuts import SegmentCuts
+from pipebench.engine.setup import Setup
+from pipebench.model.sampling import Size
+from pipebench.schedule.moves import Repartition
+from pipebench.schedule.operations import Op
+from pipebench.simulate.meter import Meter
+from pipebench.simulate.network import Network
+from pipebench.simulate.simulation import TimelineEvent
+from pipebench.simulate.steady import SegmentTotals
+from pipebench.simulate.timeline import Transfer
+
+_SIZES_KEPT = 1024  # more than there are units in flight
+
+
+class SimulatedSegment(Segment):
+    """A segment that is played.
+
+    Args:
+        setup: what is run.
+        phases: the cuts, where layers may move meanwhile.
+        first: the minibatch of the run that it begins with.
+        num_minibatches: its length.
+        start_s: the run's clock when it begins.
+        inputs: bytes of the model's inputs, by size of the unit.
+
+    Attributes:
+        memory: what every worker holds, where layers may move meanwhile.
+        is_quiet: whether as many minibatches as are enough have run without a move.
+        began_s: when the minibatches began at which layers move, numbered from the run's first.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        phases: SegmentCuts | None,
+        first: int,
+        num_minibatches: int,
+        start_s: float = 0.0,
+        inputs: Inputs | None = None,
+    ) -> None:
+        super().__init__(setup, phases, first, num_minibatches)
+        self._start_s, self._inputs = start_s, inputs or {}
+        self._drains_at = self._enough = 0
+        self.is_quiet = False
+        self.began_s: dict[int, float] = {}
+        self.memory: MigrationMemory | None = None
+
+    @property
+    def changed_at(self) -> int:
+        """The first minibatch under the last cuts, those after the segment included; 0: there are no others."""
+        return self._announced[-1].at if self._announced else self._drains_at
+
+    @property
+    def _announced(self) -> tuple[Repartition, ...]:
+        return () if self._phases is None else self._phases.routes.moves.announced
+
+    def end_at(self, minibatch: int) -> None:
+        """End before a minibatch, to move there."""
+        self._drains_at = minibatch
+        super().end_at(minibatch)
+
+    def played(
+        self,
+        meter: Meter | None = None,
+        told: Callable[[TimelineEvent, SizeOf], None] | None = None,
+        held: Callable[[TimelineEvent, int], None] | None = None,
+        enough: int = 0,
+    ) -> SegmentTotals:
+        """Play it, and return its totals.
+
+        Args:
+            meter: takes note of every event and transfer.
+            told: is told of every event as it comes, with what tells a unit's size.
+            held: is told afterwards what the event's worker held within it at most, messages aside.
+            enough: minibatches without a move after which the rest needn't be played; 0: all is.
+        """
+        setup, pipeline, self._enough = self._setup, self._setup.pipeline, enough
+        meter = meter or Meter(pipeline)
+        size_of = lru_cache(maxsize=_SIZES_KEPT)(self._size_of)
+        network = Network(setup.cluster, setup.devices, partial(self._transferred, meter), copies=setup.copies)
+        simulation = self.simulation(network, size_of, self._start_s, meter)
+        if self._phases is not None and self.moving is not None:
+            self.memory = MigrationMemory(self._phases, self.moving, size_of, self._inputs, self._start_s)
+        plain = SegmentBytes(setup, size_of, self._inputs, self._start_s) if held and not self.memory else None
+        holds = self.memory or plain
+        before = _counted(meter)
+        for event in simulation:
+            if told is not None:
+                told(event, size_of)
+            meter.event(event)
+            held_bytes = holds.event(event) if holds is not None else 0
+            if held is not None:
+                held(event, held_bytes)
+            if event.instruction.op is Op.FORWARD and event.instruction.stage == 0:
+                self._begun(pipeline.minibatch(event.instruction.number)[0], event.start_s)
+        busy_s, stall_s, again_s, swap_s = (b - a for a, b in zip(before, _counted(meter), strict=True))
+        took_s, num_bytes = simulation.end_s - self._start_s, network.num_bytes
+        return SegmentTotals(took_s, busy_s, stall_s, num_bytes, again_s=again_s, swap_stall_s=swap_s)
+
+    def _transferred(self, meter: Meter, transfer: Transfer) -> None:
+        """Tell who takes note of transfers."""
+        meter.transfer(transfer)
+        if self.memory is not None:
+            self.memory.transfer(transfer)
+
+    def _size_of(self, unit: int) -> Size:
+        minibatch, microbatch = self._setup.pipeline.minibatch(unit)
+        return self._setup.sampler.sizes(self._first + minibatch, self._setup.pipeline.microbatches)[microbatch]
+
+    def _begun(self, minibatch: int, start_s: float) -> None:
+        """End as soon as enough has run since the last change, and let the pipeline become steady before that."""
+        since = minibatch - self.changed_at
+        if any(move.at == minibatch for move in self._announced):
+            self.began_s.setdefault(self._first + minibatch, start_s)
+        if not self._enough or self.is_quiet or self._drains_at or since < self._enough:
+            return
+        self.is_quiet = True
+        grain = math.lcm(self._setup.pipeline.period, self._setup.sampler.streams or 1)
+        end = math.ceil((minibatch + 1 + 8 * self._setup.pipeline.depth) / grain) * grain
+        if end < self._num_minibatches:
+            self._admission.end_at(end)
+
+
+def _counted(meter: Meter) -> tuple[float, float, float, float]:
+    return meter.busy_s, meter.stall_s, meter.again_s, meter.swap_stall_s

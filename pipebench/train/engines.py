@@ -1,0 +1,39 @@
+"""What plays a job in this process: durations alone, one epoch or all of a run that changes; or the virtual engine."""
+
+from pipebench.engine.admission import StopRequest
+from pipebench.engine.engine import OnLoss, OnUnit
+from pipebench.engine.virtual import VirtualEngine
+from pipebench.simulate.meter import Meter
+from pipebench.simulate.network import Network
+from pipebench.simulate.timeline import Timeline
+from pipebench.train.interfaces import MakeEngine
+from pipebench.train.job import Job
+from pipebench.train.memory_forecast import MemoryForecast
+from pipebench.train.result import RunResult
+from pipebench.train.simulated import simulate_epoch
+from pipebench.train.simulated_moves import simulate_moving
+from pipebench.train.simulated_search import simulate_search
+
+
+def simulate(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
+    """Return what a job comes to by its durations alone, and the recorded part of its timeline.
+
+    Args:
+        job: what is simulated.
+        watch: watches, and foretells the peaks of memory.
+    """
+    if job.search is not None:
+        return simulate_search(job, watch)
+    return (simulate_moving if job.setup.repartitions else simulate_epoch)(job, watch)
+
+
+def on_virtual_clock(job: Job, stop: StopRequest | None = None) -> MakeEngine:
+    """Return what makes a virtual engine for a job; `stop` may ask it to end early."""
+
+    def make(on_loss: OnLoss, on_unit: OnUnit) -> VirtualEngine:
+        meter = Meter(job.setup.pipeline)
+        setup = job.setup
+        network = Network(setup.cluster, setup.devices, meter.transfer, copies=setup.copies)
+        return VirtualEngine(setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter, stop=stop)
+
+    return make
