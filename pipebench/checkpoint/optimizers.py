@@ -106,7 +106,7 @@ def _check_known(where: str, found: Any, forms: list[Any]) -> None:
     if isinstance(found, torch.Tensor):
         expected = next((form for form in reversed(forms) if isinstance(form, Form)), expected)
         check_plain(where, found)
-    if isinstance(expected, Form) and not any(found is form for form in forms):  # None stands for nothing yet
+    if isinstance(expected, Form) and not any(found is form for form in forms):  # None: no state yet
         check_form(where, found, expected)
     elif not any(type(found) is type(form) for form in forms) and not isinstance(expected, Form):
         raise CheckpointError(f"{where}: found {kind_of(found)}, expected is {kind_of(expected)}")

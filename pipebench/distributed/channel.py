@@ -206,7 +206,7 @@ class Receiver(ReceivingEnd):
         Raises:
             PeerLostError: the sender is gone.
         """
-        if not self._posted:  # one that nobody has foreseen
+        if not self._posted:  # one that wasn't expected
             self.expect(1)
         work, buffer, lane = self._posted.popleft()
         self._wait(work)

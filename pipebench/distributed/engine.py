@@ -18,7 +18,7 @@ from pipebench.distributed.cores import core_share, crowding
 from pipebench.distributed.instruction_times import DeviceWatch, HostWatch
 from pipebench.distributed.meter import MeasuredMeter, merge
 from pipebench.distributed.transport import ChannelTransport
-from pipebench.distributed.warm_up import gains_by_warm_up, warm_up
+from pipebench.distributed.warm_up import needs_warm_up, warm_up
 from pipebench.distributed.world import World
 from pipebench.engine.admission import admitted_program
 from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
@@ -70,7 +70,7 @@ class DistributedEngine(TrainingEngine):
         self.workers = [Worker(setup, self._ranks.index(world.rank))]
         self._first_stage = min(self.worker.replicas)
         on_gpu = setup.device.type == "cuda"
-        # The host runs ahead of its GPU: when it hands over a message says nothing about when that travels.
+        # The host runs ahead of its GPU: when it sends a message says nothing about when that travels.
         self.meter = MeasuredMeter(setup.pipeline, self.worker.index, world.rank, times_transfers=not on_gpu)
         self._origin_s = time.perf_counter()
         self._segment = 0
@@ -81,7 +81,7 @@ class DistributedEngine(TrainingEngine):
         self._transport = ChannelTransport(setup, world, self.worker.index, self.clock, self.meter, self.num_bytes)
         self._collectives = self._connected()
         self._pace = Pace(setup.device)
-        if gains_by_warm_up(setup.device):
+        if needs_warm_up(setup.device):
             warm_up(setup, world, self.worker.index)
         if not setup.repartitions and (world.rank > 0 or setup.dataset.generates_with is None):
             # The stage holds copies of what it needs: the rest of the model would only take memory.
@@ -163,7 +163,7 @@ class DistributedEngine(TrainingEngine):
         self.worker.end_training()
         self._end_segment()
         if phases is not None:
-            self._transport.go_under(self.setup)
+            self._transport.switch_setup(self.setup)
         self._collectives.drained()
         self.sync_clock()
         return done
@@ -180,7 +180,7 @@ class DistributedEngine(TrainingEngine):
             self.worker.monitor.note(event.instruction, event.end_s - event.start_s)
 
     def _run_evaluation(self, feed: Feed) -> None:
-        """Execute this worker's list of an evaluation."""
+        """Execute this worker's program of an evaluation."""
         self._feed, pipeline, count = feed, self.setup.evaluation.pipeline, self.setup.held_out.minibatches_per_epoch
         expected, own = (forward_programs(pipeline, count)[self.worker.index] for _ in range(2))
         self._transport.expect(expected, lambda unit: False)
@@ -229,7 +229,7 @@ class DistributedEngine(TrainingEngine):
         self._phases = None
         self.workers = [Worker(setup, self.worker.index)]
         self._monitor()
-        self._transport.go_under(setup)
+        self._transport.switch_setup(setup)
         self._collectives.close()
         self._collectives = self._connected()
 
@@ -260,7 +260,7 @@ class DistributedEngine(TrainingEngine):
             self._control.at(None, work)
 
     def sync_clock(self) -> None:
-        """All workers agree on the time: the last one's."""
+        """Set all workers' clocks to the latest."""
         self._watch.sync_clock()
         self.clock_s = max(self.exchange(self.clock()))
 

@@ -60,7 +60,7 @@ class Heartbeat:
         self._closed = threading.Event()
         self._threads = [
             threading.Thread(target=function, name=f"pipebench-{name}", daemon=True)
-            for name, function in (("heartbeat", self._beat), ("ear", self._listen))
+            for name, function in (("heartbeat", self._beat), ("monitor", self._listen))
         ]
 
     def __enter__(self) -> Self:
@@ -108,7 +108,7 @@ class Heartbeat:
                 self._heard = dict(zip(known, beats, strict=True))
                 self._answers += 1
             self._store.set(own, json.dumps([_DONE, socket.gethostname()]))
-        except RuntimeError as error:  # a connection that broke was noticed by whoever trains, too
+        except RuntimeError as error:  # the training thread noticed the broken connection, too
             _LOG.debug("the store is gone: %s", error)
             self._closed.set()
 
@@ -118,17 +118,17 @@ class Heartbeat:
     def _listen(self) -> None:
         """Check the collected heartbeats; time in which this process slept doesn't count."""
         period_s = min(_MOST_WATCH_S, self._limit_s / 10)
-        ear, before_s = Ear(self._place, self._limit_s), time.monotonic()
+        monitor, before_s = SilenceMonitor(self._place, self._limit_s), time.monotonic()
         while not self._closed.wait(period_s):
             now_s = time.monotonic()
-            sentence = ear.listen(min(now_s - before_s, 4 * period_s), self._answers, self._heard)
+            sentence = monitor.listen(min(now_s - before_s, 4 * period_s), self._answers, self._heard)
             before_s = now_s
             if sentence:
-                self._on_silence(sentence, ear.store_s < self._limit_s)
+                self._on_silence(sentence, monitor.store_s < self._limit_s)
                 return
 
 
-class Ear:
+class SilenceMonitor:
     """Adds up the silence of workers and store.
 
     Args:
@@ -163,7 +163,7 @@ class Ear:
             self._last[rank] = beat
         if self.store_s >= self._limit_s:
             return self._no_answer()
-        # Where the store doesn't answer nobody is heard of.
+        # Without the store no heartbeat arrives.
         silent = [rank for rank, so_long_s in self._silent_s.items() if so_long_s >= self._limit_s > 2 * self.store_s]
         return self._no_sign(silent, heard) if silent else ""
 

@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 def main(words: Sequence[str]) -> None:
     """Become the command; `words` are the parent's process id and the command."""
     end_with(int(words[0]))
-    # The parent hears of Ctrl-C and asks the workers to stop; whoever else sends it to them means the parent.
+    # The parent handles Ctrl-C and asks the workers to stop; any other SIGINT is meant for the parent, too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.execvp(words[1], list(words[1:]))
 

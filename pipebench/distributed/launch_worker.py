@@ -58,7 +58,7 @@ def fail(failure: Failure, *, verbose: bool = False, asks: bool = True) -> NoRet
                 print(report(failure, verbose=verbose), file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-    finally:  # whoever read our output may be gone
+    finally:  # the reader of our output may be gone
         os._exit(failure.exit_code)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 # keeps another from starting.
 _BLOCKS_OF_PAIRS = 48
 _MOST_BLOCKS = 8  # of a pair: what computes at the same time wants the others
-_SHARED_SINCE = (2, 30)  # NCCL's release that lets ranks share a GPU, if it is told to
+_SHARED_SINCE = (2, 30)  # NCCL's release that lets ranks share a GPU, if that is enabled
 _SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 # What NCCL and CUDA find in the environment where the user has set nothing.
 _CUDA_SETTINGS = {

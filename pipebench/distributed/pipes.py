@@ -49,7 +49,7 @@ class PipePair:
         except BrokenPipeError as error:
             raise PeerLostError(_GONE) from error
 
-    def there_is(self, most: int = _MANY) -> bytes:
+    def available(self, most: int = _MANY) -> bytes:
         """Return the bytes that have arrived, maybe none."""
         try:
             found = os.read(self._reads, most)
@@ -59,18 +59,18 @@ class PipePair:
             raise PeerLostError(_GONE)
         return found
 
-    def some(self, most: int = _MANY) -> bytes:
+    def read_some(self, most: int = _MANY) -> bytes:
         """Wait for at least a byte."""
-        while not (found := self.there_is(most)):
+        while not (found := self.available(most)):
             if not self._poll.poll(1000 * self._limit_s):
                 raise PeerLostError(f"lost a peer: nothing came within {self._limit_s:g} s")
         return found
 
-    def exactly(self, num_bytes: int) -> bytes:
+    def read_exactly(self, num_bytes: int) -> bytes:
         """Wait for exactly so many bytes."""
-        found = self.some(num_bytes)
+        found = self.read_some(num_bytes)
         while len(found) < num_bytes:
-            found += self.some(num_bytes - len(found))
+            found += self.read_some(num_bytes - len(found))
         return found
 
     def open(self, file: int) -> int:

@@ -27,7 +27,7 @@ from pipebench.distributed.pipes import PipePair, join_pairs
 from pipebench.distributed.world import World
 
 # Slot, the sender's file descriptor, where in the file the slot begins, its size, unit, number of the layout, bytes of
-# the layout in words that follow, when it was handed over, the note.
+# the layout's text that follow, when it was sent, the note.
 _RECORD = struct.Struct("<7q2d")
 _TOKEN = struct.Struct("<i")
 _TAKEN = -1  # instead of a slot that is free: a message was taken
@@ -88,9 +88,9 @@ class SharedSender(SendingEnd):
 
     def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None, taken: int = 0) -> int:
         """Send a message; see `SendingEnd`."""
-        self._hear(self._line.there_is())
+        self._hear(self._line.available())
         while most_leaving is not None and self._num_sent - self._num_taken >= most_leaving:
-            self._hear(self._line.some())
+            self._hear(self._line.read_some())
         form, tensors = form_of(values)
         number, layout, text = self._layouts.of(form)
         index = self._take(layout.num_bytes)
@@ -150,10 +150,10 @@ class SharedReceiver(ReceivingEnd):
         Raises:
             PeerLostError: the sender is gone.
         """
-        record = self._line.exactly(_RECORD.size)
+        record = self._line.read_exactly(_RECORD.size)
         index, file, start, num_bytes, about, number, text_bytes, sent_s, note = _RECORD.unpack(record)
         if text_bytes:
-            self._layouts.append(MessageLayout.from_text(self._line.exactly(text_bytes)))
+            self._layouts.append(MessageLayout.from_text(self._line.read_exactly(text_bytes)))
         if unit is not None and about != unit:
             raise AssertionError(f"process {self._line.peer} sent unit {about} where unit {unit} was awaited")
         slot = self._slots.get(index)

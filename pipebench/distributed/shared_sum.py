@@ -21,7 +21,7 @@ from pipebench.distributed.pipes import PipePair, join_pairs
 from pipebench.distributed.shared_memory import bytes_of, mapped, new_file
 from pipebench.distributed.world import World
 
-_FULL, _ADDED, _READ = b"fad"  # what is told of the next bucket; all replicas take buckets in one order
+_FULL, _ADDED, _READ = b"fad"  # notifications on the next bucket; all replicas take buckets in one order
 _PIECE_BYTES = 1 << 18  # read and added at once: it stays in a core's own cache
 _ALIGNED_BYTES = 64
 
@@ -42,7 +42,7 @@ class Sharing:
         self.piece = torch.empty(_PIECE_BYTES, dtype=torch.uint8)
         self._bytes = mapped(self.file, size)
         self._end = 0
-        self._told = {(position, what): 0 for position in lines for what in (_FULL, _ADDED, _READ)}
+        self._heard = {(position, what): 0 for position in lines for what in (_FULL, _ADDED, _READ)}
 
     def room(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
         """Return a tensor of so many numbers in the file, and its start."""
@@ -61,9 +61,9 @@ class Sharing:
         Raises:
             PeerLostError: it is gone.
         """
-        while self._told[position, what] < times:
-            for told in self.lines[position].some():
-                self._told[position, told] += 1
+        while self._heard[position, what] < times:
+            for byte in self.lines[position].read_some():
+                self._heard[position, byte] += 1
 
     def close(self) -> None:
         """Close pipes and files."""

@@ -3,14 +3,14 @@
 Why nothing can deadlock, for any plan. An engine process blocks in four instructions only: receiving an activation,
 receiving a gradient, waiting for an all-reduce, waiting for the norm. Everything else that talks to another process
 returns at once: sends copy and go, an all-reduce starts inside a backward and goes on in Gloo's or NCCL's own threads,
-or waits in shared memory for all to come to its end (`shared_sum`).
+or waits in shared memory until all reach their wait (`shared_sum`).
 The simulator blocks in the same four instructions of the same lists, and finds a circle if there is one; the tests run
 it on every kind of plan, and where a list could end in a circle (short groups) it is read off an execution that ended.
 Three things remain to be shown.
 
 - What a blocked instruction waits for does arrive: every channel carries its messages in the order in which both ends
   list them. On one host they stand in shared memory before the send returns; between hosts receives are posted before
-  they are waited for, and the bytes are moved by threads that wait for nobody; those of layers that move wait for the
+  they are waited for, and threads that wait for no worker move the bytes; those of layers that move wait for the
   kernel to send what it has of the pipeline's messages, which it does by itself (`yielding`).
 - An all-reduce and a message can't block each other: they belong to different process groups, with connections (NCCL:
   communicators and streams) of their own. All replicas of a stage start the buckets of their rounds in one order.
@@ -134,7 +134,7 @@ class ChannelTransport:
         self._senders: dict[Channel, SendingEnd] = {}
         self._receivers: dict[Channel, ReceivingEnd] = {}
         self._routes: dict[tuple[str, int, int, int], _Route] = {}
-        self.go_under(setup)
+        self.switch_setup(setup)
         self._early: dict[tuple[Channel, int], Any] = {}  # layers that have come before others that were asked for
         self._groups: list[Any] = []
         rank_of = ranks_of(setup)
@@ -187,7 +187,7 @@ class ChannelTransport:
                     else Receiver(link, first_bytes)
                 )
 
-    def go_under(self, setup: Setup) -> None:
+    def switch_setup(self, setup: Setup) -> None:
         """Continue under a plan with other cuts, with nothing in transfer."""
         self._setup = setup
         self._routes.clear()

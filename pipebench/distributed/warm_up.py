@@ -36,7 +36,7 @@ _NOTHING = float("nan")
 _CPU = torch.device("cpu")
 
 
-def gains_by_warm_up(device: torch.device) -> bool:
+def needs_warm_up(device: torch.device) -> bool:
     """Return whether a device needs warm-up: on a CPU nothing waits for a device."""
     return device.type == "cuda"
 

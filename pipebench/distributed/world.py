@@ -116,7 +116,7 @@ class World:
         """
         sizes = self.exchange([len(parcels.get(rank, b"")) for rank in range(self.size)])
         given: dict[int, bytes] = {}
-        for sender, row in enumerate(sizes):  # all in one order, so that nobody waits in a circle
+        for sender, row in enumerate(sizes):  # all in one order, so that no circle of waits arises
             for receiver, size in enumerate(row):
                 if size == 0 or self.rank not in (sender, receiver):
                     continue

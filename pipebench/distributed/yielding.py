@@ -114,7 +114,7 @@ class YieldingSender(SendingEnd):
                 with self._changed:
                     self._outbox.popleft()
                     self._changed.notify_all()
-        except Exception as error:  # told to whoever sends next
+        except Exception as error:  # raised by the next send
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
@@ -157,7 +157,7 @@ class YieldingReceiver(ReceivingEnd):
         except queue.Empty:
             raise PeerLostError(f"lost a peer: no layers came within {self._limit_s:g} s") from None
         if isinstance(found, Exception):
-            self._inbox.put(found)  # for whoever asks again
+            self._inbox.put(found)  # for the next call
             raise found
         data, arrived_s = found
         header = read_header(data)
@@ -177,7 +177,7 @@ class YieldingReceiver(ReceivingEnd):
         try:
             while (data := self._next()) is not None:
                 self._inbox.put((data, self._link.clock()))
-        except Exception as error:  # told to whoever receives next
+        except Exception as error:  # raised by the next receive
             self._inbox.put(error)
 
     def _next(self) -> torch.Tensor | None:

@@ -1,6 +1,6 @@
 """Lets `malloc` keep freed blocks, so that the next minibatch takes them without new pages.
 
-glibc otherwise returns large blocks to the system at every free and gets every page anew, zeroed, at the next use:
+glibc otherwise returns large blocks to the system at every free and gets new, zeroed pages at the next use:
 activations and gradients come and go at every minibatch. Training on CPUs is up to twice as fast with this.
 """
 

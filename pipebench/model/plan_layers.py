@@ -65,7 +65,7 @@ def layer_problems(form: PlanForm, graph: Cuttable) -> Problems:
         problem = f"got {name!r} out of order, in the model it comes {_belongs(place[name], names)}"
         problems.append((f"stages[{holder[name]}].layers", problem))
     missing = [name for name in names if name not in holder]
-    for name in holder:  # a slip in a name isn't told twice
+    for name in holder:  # a misspelt name isn't reported twice
         if name not in place:
             missing = [each for each in missing if each not in difflib.get_close_matches(name, missing, 1)]
     if missing:

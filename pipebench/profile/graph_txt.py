@@ -17,7 +17,7 @@ from decimal import Decimal
 from pathlib import PurePath
 
 from pipebench.errors import ProfileError
-from pipebench.profile.kept import with_kept_bytes
+from pipebench.profile.kept import with_saved_bytes
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.parts import with_usual_part
 from pipebench.profile.stored import check_profile
@@ -52,7 +52,7 @@ def read_graph_txt(text: str, source: str, num_samples: int = 1) -> Profile:
     nodes = _Lines(source).read(text)
     _order(nodes, source)
     ordered = sorted(nodes.values(), key=lambda node: node.index)
-    rows = with_kept_bytes([_row(node, nodes) for node in ordered])
+    rows = with_saved_bytes([_row(node, nodes) for node in ordered])
     if all(row.is_input for row in rows):
         raise ProfileError(f"{source} has inputs only, a layer is needed")
     loss = _missing_loss(rows)

@@ -62,7 +62,7 @@ _PART = re.compile(r"__getitem__\((\d+)\)")
 _Tensor = tuple[int, int]  # the row that made it, and which of its tensors it is
 
 
-def with_kept_bytes(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
+def with_saved_bytes(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
     """Return the rows with the bytes that each saves for its backward, beyond what earlier rows save."""
     index_of = {row.name: index for index, row in enumerate(rows)}
     tensors: list[list[_Tensor]] = []  # that every row puts out

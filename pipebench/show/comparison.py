@@ -81,7 +81,7 @@ class ComparedRun:
         """The runs that reached their target: only they have a time to accuracy."""
         return tuple(run for run in self.runs if run.outcome == REACHED)
 
-    def has_no_trouble(self) -> bool:
+    def has_succeeded(self) -> bool:
         """Return whether every run completed or reached its target."""
         return all(run.outcome in (REACHED, COMPLETED) for run in self.runs)
 
@@ -257,7 +257,7 @@ def _shared(entry: ComparedRun) -> dict[str, str]:
 def _row(name: str, entry: ComparedRun, base: ComparedRun | None, counted: bool) -> tuple[str, ...]:
     first = entry.runs[0]
     outcomes = list(dict.fromkeys(run.outcome for run in entry.runs))
-    no_time = UNKNOWN if entry.has_no_trouble() else ", ".join(outcomes)
+    no_time = UNKNOWN if entry.has_succeeded() else ", ".join(outcomes)
     times = _values(entry.reached, "time_to_accuracy_s")
     targeted = sum(run.outcome != COMPLETED for run in entry.runs)
     share = f"{len(entry.reached)} of {targeted}" if targeted else UNKNOWN

@@ -98,7 +98,7 @@ def print_comparison(results: Sequence[RunResult], link: str, console: Console |
     for group in groups(results):
         table = new_table(*headings(results))
         for entry, (name, *cells) in zip(group.entries, rows(results, group), strict=True):
-            style = "" if entry.has_no_trouble() else "yellow"
+            style = "" if entry.has_succeeded() else "yellow"
             table.add_row(Text(name, style="bold"), *(Text(cell, style=style) for cell in cells))
         tables.append((group.title, table))
     print_groups(console, tables)

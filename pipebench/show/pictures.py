@@ -215,7 +215,7 @@ def _text_rows(spans: Iterable[Span], num_workers: int, num_cells: int, unit_s: 
     for span in spans:
         for cell in range(int(span.start_s / unit_s), min(num_cells, _cells_until(span.end_s, unit_s))):
             overlap_s = min(span.end_s, (cell + 1) * unit_s) - max(span.start_s, cell * unit_s)
-            # A cell shows whoever fills most of it, and work at all only where it fills a third.
+            # A cell shows the span that fills most of it, if that is at least a third.
             if overlap_s > max(filled_s[span.worker][cell] + 1e-9 * unit_s, unit_s / 3):
                 filled_s[span.worker][cell] = overlap_s
                 rows[span.worker][cell] = span.label

@@ -113,7 +113,7 @@ class Connection:
 def _mlflow() -> "type[MlflowClient]":
     from mlflow.tracking import MlflowClient
 
-    # Failures come back as exceptions and are told once, by us.
+    # Failures are raised as exceptions and reported once, by us.
     for library in ("mlflow", "alembic", "urllib3.connectionpool"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     return MlflowClient

@@ -210,7 +210,7 @@ class RunLog:
         self._sender.add(LogEntry(artifact=artifact), Path(path).read_bytes())
 
     def result(self, result: RunResult) -> None:
-        """Log what the run came to."""
+        """Log the run's result."""
         self._result = result
         self._sender.add(LogEntry(result=result))
         self.text(RESULT_FILE, write(result))

@@ -49,7 +49,7 @@ def open_ui(port: int | None = None) -> int:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # its own group, so that all of it can be ended
         )
-        for name in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: without us nobody would end the server
+        for name in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C, so that the server ends too
             signal.signal(name, signal.default_int_handler)
         try:
             return _watch(server, chosen, log)

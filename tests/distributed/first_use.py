@@ -67,7 +67,7 @@ def rehearsed(world: World, cases: Sequence[Case | ZooCase]) -> list[Outcome]:
         assert torch.equal(torch.get_rng_state(), before)
         times[0] += 1
 
-    with _replaced(distributed, "gains_by_warm_up", lambda device: True), _replaced(distributed, "warm_up", watched):
+    with _replaced(distributed, "needs_warm_up", lambda device: True), _replaced(distributed, "warm_up", watched):
         for case in cases:
             if isinstance(case, ZooCase):
                 found.append(in_processes(world, case.setup(), case.segments))
@@ -81,7 +81,7 @@ def facts_after_a_rehearsal(world: World, case: Case) -> list[Any]:
     """Return what an engine has counted, measured and holds when its clock starts, with and without a warm_up."""
     found: list[Any] = []
     for gains in (False, True):
-        with _replaced(distributed, "gains_by_warm_up", lambda device, gains=gains: gains):
+        with _replaced(distributed, "needs_warm_up", lambda device, gains=gains: gains):
             engine = distributed.DistributedEngine(small_setup(case), world)
         engine.start_clock()
         (replica,) = engine.worker.replicas.values()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined] # torch lists it nowhere
 
-from pipebench.distributed.heartbeat import Ear, Heartbeat
+from pipebench.distributed.heartbeat import Heartbeat, SilenceMonitor
 from pipebench.distributed.launch_failure import of_exception
 from pipebench.distributed.launch_join import HostLostError, HostSlot, PeerLostError
 from tests.patience import PATIENCE_S
@@ -24,11 +24,11 @@ def beat(count: int | str, rank: int) -> bytes:
 
 
 @pytest.fixture
-def ear() -> Ear:
-    return Ear(place(0), 30.0)
+def ear() -> SilenceMonitor:
+    return SilenceMonitor(place(0), 30.0)
 
 
-def told(ear: Ear, seconds: int, *, silent: tuple[int, ...] = (), store: bool = True, start: int = 0) -> str:
+def told(ear: SilenceMonitor, seconds: int, *, silent: tuple[int, ...] = (), store: bool = True, start: int = 0) -> str:
     """Listen for so long, half a second at a time; return the first sentence."""
     heard: dict[int, bytes] = {}
 
@@ -41,11 +41,11 @@ def told(ear: Ear, seconds: int, *, silent: tuple[int, ...] = (), store: bool = 
     return next((sentence for sentence in sentences() if sentence), "")
 
 
-def test_who_gives_signs_is_not_told_of(ear: Ear) -> None:
+def test_who_gives_signs_is_not_told_of(ear: SilenceMonitor) -> None:
     assert told(ear, 3600) == ""
 
 
-def test_a_silent_worker_is_named_with_its_host_when_the_limit_is_over(ear: Ear) -> None:
+def test_a_silent_worker_is_named_with_its_host_when_the_limit_is_over(ear: SilenceMonitor) -> None:
     assert told(ear, 30, silent=(2,)) == ""
     assert told(ear, 1, silent=(2,), start=30) == (
         "rank 2 on node2 has not been heard of for 30 s (engine.silence_limit_s): "
@@ -53,28 +53,28 @@ def test_a_silent_worker_is_named_with_its_host_when_the_limit_is_over(ear: Ear)
     )
 
 
-def test_several_silent_workers_are_named_together(ear: Ear) -> None:
+def test_several_silent_workers_are_named_together(ear: SilenceMonitor) -> None:
     assert told(ear, 40, silent=(1, 2)).startswith("rank 1 on node1, rank 2 on node2 have not been heard of for 30 s")
 
 
-def test_a_worker_that_never_gave_a_sign_is_named_without_its_host(ear: Ear) -> None:
+def test_a_worker_that_never_gave_a_sign_is_named_without_its_host(ear: SilenceMonitor) -> None:
     sentences = [ear.listen(0.5, tick, {1: beat(tick, 1)}) for tick in range(70)]
     assert next(filter(None, sentences)).startswith("rank 2 on a host never heard of has not been heard of for 30 s")
 
 
-def test_a_store_that_does_not_answer_is_told_of_and_not_those_that_cannot_be_heard(ear: Ear) -> None:
+def test_a_store_that_does_not_answer_is_told_of_and_not_those_that_cannot_be_heard(ear: SilenceMonitor) -> None:
     assert told(ear, 5) == ""
     assert told(ear, 40, store=False, start=4).startswith(STORE)
     assert ear.store_s >= 30
 
 
-def test_a_break_below_the_limit_is_forgiven(ear: Ear) -> None:
+def test_a_break_below_the_limit_is_forgiven(ear: SilenceMonitor) -> None:
     for start in (0, 100, 200):
         assert told(ear, 10, start=start) == ""
         assert told(ear, 29, store=False, start=start + 9) == ""
 
 
-def test_a_worker_that_is_done_may_go(ear: Ear) -> None:
+def test_a_worker_that_is_done_may_go(ear: SilenceMonitor) -> None:
     heard = {1: beat("done", 1), 2: beat("done", 2)}
     assert not any(ear.listen(0.5, tick, heard) for tick in range(200))
 
