@@ -1,4 +1,4 @@
-"""Servers that apply gradients as they come: pushes on their way, one after the other applied, pulls answered."""
+"""Parameter servers that apply gradients as they come: pushes in transit, applied one by one, pulls answered."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,31 +15,23 @@ from pipebench.simulate.reductions import Wake
 
 @dataclass
 class Pushing:
-    """The server of a stage, beside its first replica; messages to and from it, and who waits for it.
-
-    Attributes:
-        pipeline: one stage, and its replicas.
-        costs: what an update takes, and how large gradients and weights are.
-        network: the links.
-        turns: whose push is next.
-        wake: lets a worker go on.
-        applied: is told of every update that was made: when, the worker whose push it was and its instruction.
-    """
+    """A stage's server, next to its first replica."""
 
     pipeline: Pipeline
     costs: Costs
     network: Network
-    turns: Turns
-    wake: Wake
+    turns: Turns  # the order of pushes
+    wake: Wake  # lets a worker continue at a time
+    # Called for every update: time, the worker that pushed, its instruction
     applied: Callable[[float, int, Instruction], None]
     _there: dict[int, tuple[int, Instruction]] = field(default_factory=dict)  # pushes that have arrived, by minibatch
-    _free_s: float = 0.0  # when the server is done with those it has begun to apply
+    _free_s: float = 0.0  # end of the pushes being applied
     _num_applied: int = 0
     _outstanding: set[int] = field(default_factory=set)  # workers whose push isn't applied yet
     _pulling: dict[int, tuple[float, Instruction]] = field(default_factory=dict)  # since when, by worker
 
     def push(self, worker: int, push: Instruction, now_s: float) -> float:
-        """Let gradients set out for the server; return the seconds that sending them keeps the worker."""
+        """Send gradients to the server; return the seconds that sending occupies the worker."""
         host, num_bytes = self.pipeline.workers_of(push.stage)[0], self._weight_bytes(push.stage)
         self._outstanding.add(worker)
         if worker == host:
@@ -51,22 +43,22 @@ class Pushing:
         return self.costs.host.message(num_bytes)
 
     def pull(self, worker: int, pull: Instruction, now_s: float) -> float | None:
-        """Return when the weights are there that a worker pulls; None if unknown yet: it is woken then."""
+        """Return when the pulled weights are there; None if the worker waits and will be woken."""
         if self._answers(worker, pull) and worker == self.pipeline.workers_of(pull.stage)[0]:
             return now_s
         if self._answers(worker, pull):
             self._hand_out(worker, pull, now_s, now_s)
         else:
             self._pulling[worker] = (now_s, pull)
-            self._apply(now_s)  # a given order may have waited for what a shorter segment doesn't have
+            self._apply(now_s)  # a given order may have waited for a push that a shorter segment lacks
         return None
 
     def waiting(self) -> Iterator[tuple[int, float, Instruction]]:
-        """Yield workers that wait, since when and in which instruction."""
+        """Yield waiting workers, since when, and their instructions."""
         yield from ((worker, *waiting) for worker, waiting in self._pulling.items())
 
     def _answers(self, worker: int, pull: Instruction) -> bool:
-        """Return whether a pull can be answered: what the worker has pushed is in, or all that it waits for."""
+        """Return whether a pull can be answered: the worker's own push is applied, and enough others."""
         return worker not in self._outstanding and self._num_applied >= pull.version
 
     def _arrived(self, worker: int, push: Instruction, message: Message | None, now_s: float) -> None:
@@ -76,14 +68,14 @@ class Pushing:
         self._apply(now_s)
 
     def _apply(self, now_s: float) -> None:
-        """Begin with the pushes whose turn it is, one after the other."""
+        """Apply the pushes whose turn it is, one after another."""
         while (minibatch := self.turns.next_of(self._there)) is not None:
             worker, push = self._there.pop(minibatch)
             self._free_s = max(self._free_s, now_s) + self.costs.stages[push.stage].update_s
             self.network.agenda.push(self._free_s, partial(self._made, worker, push))
 
     def _made(self, worker: int, push: Instruction, now_s: float) -> None:
-        """An update is made: whoever waits for it gets the weights."""
+        """Answer the pulls that waited for an update."""
         self._num_applied += 1
         self._outstanding.discard(worker)
         self.applied(now_s, worker, push)
@@ -93,7 +85,7 @@ class Pushing:
                 self._hand_out(puller, pull, since_s, now_s)
 
     def _hand_out(self, worker: int, pull: Instruction, since_s: float, now_s: float) -> None:
-        """Let the newest weights set out for a worker; it goes on when they are there, and its own part is done."""
+        """Send the newest weights to a worker; it continues when they have arrived and its own part is done."""
         host, num_bytes = self.pipeline.workers_of(pull.stage)[0], self._weight_bytes(pull.stage)
         wait = (since_s, pull, now_s)
         if worker == host:
