@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pipebench.schedule.instructions import HANDING, Instruction
+from pipebench.schedule.instructions import MOVE_OPS, Instruction
 from pipebench.schedule.operations import OPERATIONS, ROUND
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import programs
@@ -77,7 +77,7 @@ def admitted_program(
     size = pipeline.period
     admitted = 0  # minibatches before this one may begin
     for executed, instruction in enumerate(programs(pipeline, num_minibatches, routes)[worker]):
-        if instruction.op in HANDING:
+        if instruction.op in MOVE_OPS:
             yield instruction
             continue
         if instruction.op in _ROUND_OPS:

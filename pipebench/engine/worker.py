@@ -28,7 +28,7 @@ from pipebench.engine.scores import Scores
 from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup, share_of
 from pipebench.engine.updates import Updates
-from pipebench.schedule.instructions import HANDING_OVER, Instruction
+from pipebench.schedule.instructions import TRANSFER_OPS, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
 from pipebench.schedule.syncs import SYNCS
 from pipebench.simulate.timeline import EVALUATION
@@ -79,7 +79,7 @@ class Worker:
             Op.UPDATE: self._update,
             Op.PUSH: self._push,
             Op.PULL: self._pull,
-            **dict.fromkeys(HANDING_OVER, self._hand_over),
+            **dict.fromkeys(TRANSFER_OPS, self._hand_over),
         }
 
     @property

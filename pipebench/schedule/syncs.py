@@ -1,4 +1,4 @@
-"""How the replicas of a stage agree: what they send each other of their gradients, and who waits for whom."""
+"""How replicas of a stage agree on gradients."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -9,23 +9,15 @@ ALL_REDUCE_AFTER, PARAMETER_SERVER_AFTER = "all-reduce-after", "parameter-server
 
 @dataclass(frozen=True)
 class Sync:
-    """A way to agree.
+    """A way to agree."""
 
-    Attributes:
-        summary: one line for people.
-        kind: what its bytes are counted as.
-        way: in which a buffer is summed: ALL_REDUCE, a ring, or PARAMETER_SERVER.
-        waits: whether an update waits for a gradient of every replica; else each is an update of its own, on a server
-            beside the first replica, and a replica computes with the weights it has pulled last.
-        overlaps: whether gradients set out while a round's last backward still runs, bucket by bucket (wait-free
-            backpropagation); else all of them when it is over.
-    """
-
-    summary: str
-    kind: str
-    way: str
+    summary: str  # one line for people
+    kind: str  # as which its bytes are counted
+    way: str  # how a buffer is summed: ALL_REDUCE, a ring, or PARAMETER_SERVER
+    # Whether an update waits for every replica's gradient; else each gradient is an update, made by a server next to
+    # the first replica, and a replica uses the weights it pulled last
     waits: bool = True
-    overlaps: bool = True
+    overlaps: bool = True  # whether buckets are sent during a backward (wait-free backpropagation), else after it
 
 
 SYNCS: Final[dict[str, Sync]] = {
