@@ -98,8 +98,8 @@ def test_the_zoo_needs_of_the_package_only_how_files_are_written() -> None:
 
 
 # How many there are at most. A change that makes one fewer lowers the number; none raises it.
-PAIRS_OF_ROOMS = 91
-LONG_FUNCTIONS, LONG_LISTS_OF_PARAMETERS, LARGE_CLASSES = 41, 36, 10
+PAIRS_OF_ROOMS = 81
+LONG_FUNCTIONS, LONG_LISTS_OF_PARAMETERS, LARGE_CLASSES = 30, 33, 7
 MOST_LINES, MOST_PARAMETERS, MOST_METHODS = 40, 6, 20
 
 
