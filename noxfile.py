@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import tempfile
 import venv
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -56,17 +57,40 @@ def matrix(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and formatting."""
-    development = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["dev"]
-    session.install(*[requirement for requirement in development if requirement.startswith("ruff")])
+    """Check style and formatting, then build the documentation (`docs`)."""
+    session.install(*[requirement for requirement in extra("dev") if requirement.startswith("ruff")])
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.notify("docs")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into `site/`; dead links, anchors and references are errors. `-- serve` shows it."""
+    session.install(*extra("docs"))
+    command = session.posargs if "serve" in session.posargs else ["build", "--strict"]
+    session.run("mkdocs", *command, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """Check types, of the tests too."""
     session.run(python_with_pipebench(session), "-m", "mypy", "pipebench", "zoo", "tests", external=True)
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build the wheel, install it outside of the checkout, and run the quick start and a report with it."""
+    session.install("build")
+    built, elsewhere = session.create_tmp(), tempfile.mkdtemp(prefix="pipebench-package-")
+    session.run("python", "-m", "build", "--outdir", built, silent=True)
+    (wheel,) = Path(built).glob("*.whl")
+    session.install("--force-reinstall", "--no-deps", str(wheel))
+    session.install(f"pipebench @ {wheel.as_uri()}")  # what it requires, where that isn't there yet
+    session.chdir(elsewhere)
+    session.run("pipebench", "run", "quickstart", env=ONE_THREAD)
+    session.run("pipebench", "report", "table1", env=ONE_THREAD)
+    session.run("python", "-c", "import pipebench, zoo; print(pipebench.__file__, zoo.__file__)")
 
 
 @nox.session(venv_backend="none")
@@ -100,8 +124,7 @@ def lab(session: nox.Session) -> None:
 def ui(session: nox.Session) -> None:
     """Look at recorded runs in headless Chromium; skips where there is none with its driver. Arguments go to pytest."""
     python = python_with_pipebench(session)
-    wanted = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["ui"]
-    session.run(python, "-m", "pip", "install", "--quiet", *wanted, external=True)
+    session.run(python, "-m", "pip", "install", "--quiet", *extra("ui"), external=True)
     session.run(python, "-m", "pytest", "-m", "browser", *session.posargs, env=ONE_THREAD, external=True)
 
 
@@ -204,6 +227,12 @@ def data(session: nox.Session) -> None:
         session.error("where to? Set PIPEBENCH_DATA to a folder for data, or name one: nox -s data -- FOLDER")
     folder = session.posargs[0] if session.posargs else str(Path(os.environ["PIPEBENCH_DATA"]) / "gettext_pairs")
     session.run(python_with_pipebench(session), "-m", "zoo.catalogues", folder, external=True)
+
+
+def extra(name: str) -> list[str]:
+    """Return what an extra of pyproject.toml needs."""
+    requirements: list[str] = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"][name]
+    return requirements
 
 
 def above_lowest(frozen: str) -> list[str]:

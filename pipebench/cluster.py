@@ -24,7 +24,7 @@ class Level:
         bandwidth_bytes_per_s: what one component of the level below can send and, at the same time, receive;
             shared by all workers inside it.
         latency_s: from the last byte sent to the last byte received, on top of the transfer.
-        efficiency: the fraction of the bandwidth that payload gets, above 0 and at most 1.
+        efficiency: the fraction of the bandwidth that payload gets, above 0 and at most 1, the default.
         host_copy_bytes_per_s: the rate at which activations and gradients are copied from a device to its host before
             they are sent over this level, and from the host to a device when they have arrived, while the device waits;
             None where devices send and receive by themselves.
@@ -33,10 +33,10 @@ class Level:
         ring_bytes_per_s: the payload that one sum among replicas, in a ring or by servers, passes on through a port of
             this level at most; None likewise.
         p2p_bytes_per_s: the payload that one message from worker to worker gets at most; None likewise.
-        connections: PER_PAIR: the values of a message share one connection, and what that gets; PER_VALUE: each has its
-            own.
-        over_pcie: whether what crosses this level leaves and enters devices over the lanes to their hosts; NVLink
-            doesn't.
+        connections: PER_PAIR, the default: the values of a message share one connection, and what that gets; PER_VALUE:
+            each has its own.
+        over_pcie: whether what crosses this level leaves and enters devices over the lanes to their hosts, `pcie`, and
+            has priority there; true unless it says. NVLink doesn't.
     """
 
     name: str
@@ -94,14 +94,19 @@ class Cluster:
 
     Attributes:
         name: short name, as in `recipes/clusters/`.
-        device: name of the device every worker runs on (`V100`, ..., or `local` for the machine we are on).
+        device: name of the device every worker runs on: one of `pipebench/profile/devices.py` (`V100`, ...), or `local`
+            for the machine we are on.
         memory_bytes: memory of one device; None where the cluster is the machine we are on.
         levels: innermost first.
-        all_reduce: how replicas sum: RING, or TWO_LEVEL: the sums of servers (the components of the outermost level
-            that joins the replicas) are formed in a ring inside each, and added up in a ring among them.
-        pcie_bytes_per_s: what a device copies to its host and, at the same time, back; None where that isn't known.
-        host_memory_bytes: memory of one host, a component of the level below the outermost; None for no limit.
-        launch_s: seconds that a host needs to issue one kernel to a device; None for what is usual.
+        all_reduce: how replicas sum: RING (the default), or TWO_LEVEL: the sums of servers (the components of the
+            outermost level that joins the replicas) are formed in a ring inside each, and added up in a ring among
+            them.
+        pcie_bytes_per_s: what a device copies to its host and, at the same time, back; needed where layers swap their
+            activations; None where that isn't known.
+        host_memory_bytes: memory of one host, a component that the outermost level joins, for what is swapped; None for
+            no limit.
+        launch_s: seconds that a host needs to issue one kernel to a device, which no kernel is shorter than; None for
+            10 us, which eager PyTorch takes.
         pause_s: seconds that a device stands idle after every kernel that its host issues; None for none.
     """
 

@@ -23,12 +23,22 @@ class UserError(PipebenchError):
     """A mistake in what the user gave; the message says where, what was given and what is allowed."""
 
 
+class FileName(str):
+    """A file as people know it, which may find the lines of its keys."""
+
+    __slots__ = ()
+
+    def line_of(self, key: str) -> int | None:  # for those that can
+        """Return the line of a full key, or of the innermost that holds it; None where nothing is known of lines."""
+        return None
+
+
 @dataclass(frozen=True)
 class Fault:
     """One thing wrong with a recipe.
 
     Attributes:
-        file: the file (or `command line`) that holds the fault.
+        file: the file (or `command line`) that holds the fault; of a `FileName` the line is told, too.
         key: full dotted key, or "" for the file as a whole.
         problem: what is wrong, what was given and what is allowed, as the end of a sentence.
     """
@@ -39,11 +49,14 @@ class Fault:
 
     def __post_init__(self) -> None:
         for name in ("file", "problem"):
-            object.__setattr__(self, name, without_hidden(getattr(self, name)))
+            given = getattr(self, name)
+            shown = without_hidden(given)
+            object.__setattr__(self, name, given if shown == given else shown)
 
     def __str__(self) -> str:
-        where = f"{self.file}: {self.key}" if self.key else self.file
-        return printable(f"{where}: {self.problem}")
+        line = self.file.line_of(self.key) if isinstance(self.file, FileName) else None
+        where = self.file if line is None else f"{self.file}:{line}"
+        return printable(f"{where}: {self.key}: {self.problem}" if self.key else f"{where}: {self.problem}")
 
 
 class RecipeError(UserError, ValueError):

@@ -9,7 +9,10 @@ import warnings
 from collections.abc import Iterable, Iterator
 from enum import Flag, auto
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import NamedTuple
+
+from pipebench.hooks import EXTENSIONS, hooks
 
 SECONDS, BYTES, SHARE, RATE, COUNT, UPDATES, OWN = "s", "bytes", "share", "samples/s", "count", "updates", "its own"
 LOWER, HIGHER, NEITHER = "lower", "higher", ""
@@ -172,8 +175,9 @@ SPREAD_METRICS = tuple(row.name for row in METRICS if SPREAD in row.shown)
 
 
 def known(name: str) -> Metric | None:
-    """Return the row of a metric, or None if there is none."""
-    return next((row for row in METRICS if fnmatchcase(name, row.name)), None)
+    """Return the row of a metric, in the list or of an extension; None if there is none."""
+    of_extensions = (row for each in EXTENSIONS for rows in hooks("rows", [each]).values() for row in rows)
+    return next((row for row in chain(METRICS, of_extensions) if fnmatchcase(name, row.name)), None)
 
 
 def names(rows: Iterable[Metric]) -> Iterator[str]:

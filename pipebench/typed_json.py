@@ -2,16 +2,20 @@
 
 Whatever lies on a disk may have been changed there, so nothing that is read back is used before all of it is known to
 be what its type says. Types say it all: a field without a default has to be there, an unknown one is refused, nothing
-is converted ("3" is no number, 1 isn't true), and `Annotated` says what a number may be. pydantic does the checking; of
-all that it finds wrong the first is told, in one sentence.
+is converted ("3" is no number, 1 isn't true), and `Annotated` says what a number may be. pydantic does the checking. Of
+files that a user names, all that it finds wrong is told; of what only we write, the first.
 """
 
 import functools
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
-from pipebench.errors import UserError, nearest
+from pipebench.errors import Fault, RecipeError, UserError, nearest
+from pipebench.files import read_text
+from pipebench.lines import LinedFile
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -24,7 +28,16 @@ T = TypeVar("T")
 
 
 class JsonError(UserError, ValueError):
-    """JSON that isn't what its type says: where it isn't, what was found and what is allowed."""
+    """JSON that isn't what its type says: where it isn't, what was found and what is allowed.
+
+    Args:
+        faults: everything that is wrong, as sentences, or each with where it is and as the end of a sentence.
+    """
+
+    def __init__(self, *faults: tuple[str, str] | str) -> None:
+        self.faults = [("", fault) if isinstance(fault, str) else fault for fault in faults]
+        where, problem = self.faults[0]
+        super().__init__(f"{where}: {problem}" if where else problem)
 
 
 @dataclass(frozen=True)
@@ -94,7 +107,7 @@ def write(value: Any) -> str:
     return json.dumps(asdict(value), indent=1)
 
 
-def read(kind: type[T], source: str | bytes | dict[str, Any], where: str = "") -> T:
+def read(kind: type[T], source: str | bytes | dict[str, Any] | list[Any], where: str = "") -> T:
     """Return what `write` wrote.
 
     Args:
@@ -107,12 +120,44 @@ def read(kind: type[T], source: str | bytes | dict[str, Any], where: str = "") -
     """
     from pydantic import ValidationError
 
-    text = json.dumps(source) if isinstance(source, dict) else source
+    text = json.dumps(source) if isinstance(source, dict | list) else source
     try:
         found: T = _reader(cast("Any", kind)).validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:
-        raise JsonError(_told(error.errors(include_url=False), where)) from None
+        raise JsonError(*_told(error.errors(include_url=False), where)) from None
     return found
+
+
+def read_file(kind: type[T], path: str, check: Callable[[T], Iterator[tuple[str, str]]]) -> T:
+    """Return what a file of JSON has that a user names.
+
+    Args:
+        kind: the dataclass.
+        path: the file.
+        check: yields where something is wrong with it that its type can't say, and what, as the end of a sentence.
+
+    Raises:
+        RecipeError: it can't be read, or isn't of that kind; with everything that is wrong, and its lines.
+    """
+    text = read_text(path)
+    with faults_in(path):
+        found = read(kind, text)
+        if faults := [*check(found)]:
+            raise JsonError(*faults)
+    return found
+
+
+@contextmanager
+def faults_in(path: str) -> Iterator[None]:
+    """Raise what is wrong with a file's JSON as faults of that file.
+
+    Raises:
+        RecipeError: in place of a `JsonError`.
+    """
+    try:
+        yield
+    except JsonError as error:
+        raise RecipeError(Fault(LinedFile(path), *fault) for fault in error.faults) from error
 
 
 def shown(value: Any) -> str:
@@ -139,32 +184,39 @@ def _saying(allowed: str, schema: Any) -> Any:
     return core_schema.custom_error_schema(schema, custom_error_type="allowed", custom_error_message=allowed)
 
 
-def _told(faults: "list[ErrorDetails]", where: str) -> str:
-    """Return a sentence about the first fault; a name that is unknown explains one that is missing, so it is first."""
-    unknown = ("unexpected_keyword_argument", "extra_forbidden")
-    fault = min(faults, key=lambda each: each["type"] not in unknown)
+def _told(faults: "list[ErrorDetails]", where: str) -> list[tuple[str, str]]:
+    """Return where each fault is, and the end of a sentence; an unknown name explains a missing one, so it is first."""
+    unknown = [each for each in faults if each["type"] in ("unexpected_keyword_argument", "extra_forbidden")]
+    missing = [str(each["loc"][-1]) for each in faults if each["type"] == "missing"]
+    found = [(_at(where, each["loc"][:-1]), str(each["loc"][-1])) for each in unknown]
+    told = [(at, f"unknown key {shown(name)}{nearest(name, missing)}") for at, name in found]
+    meant = {(at, text.rpartition("did you mean ")[2]) for at, text in told}
+    others = [_one(each, where) for each in faults if each not in unknown]
+    return told + [(at, text) for at, text in others if (at, f"{text.removesuffix(' is missing')}?") not in meant]
+
+
+def _one(fault: "ErrorDetails", where: str) -> tuple[str, str]:
+    """Return where a fault is that is no unknown key, and the end of a sentence about it."""
     kind, path, found = fault["type"], fault["loc"], fault["input"]
     if kind == "json_invalid":
-        return f"isn't JSON: {fault['ctx']['error']}"
-    if kind in unknown or kind == "missing":
-        at, name = _at(where, path[:-1]), path[-1]
-        if kind == "missing":
-            return f"{at}{f'item {name}' if isinstance(name, int) else repr(name)} is missing"
-        missing = [str(each["loc"][-1]) for each in faults if each["type"] == "missing"]
-        return f"{at}unknown key {shown(name)}{nearest(name, missing)}"
+        return "", f"isn't JSON: {fault['ctx']['error']}"
+    if kind == "missing":
+        name = f"item {path[-1]}" if isinstance(path[-1], int) else repr(path[-1])
+        return _at(where, path[:-1]), f"{name} is missing"
     if kind == "too_long":
-        return f"{_at(where, path)}has {fault['ctx']['actual_length']} items, allowed is {fault['ctx']['max_length']}"
+        most = fault["ctx"]["max_length"]
+        return _at(where, path), f"has {fault['ctx']['actual_length']} items, allowed is {most}"
     if path[-1:] == ("[key]",):
         path = path[:-2]
     allowed = fault["msg"] if kind == "allowed" else _ALLOWED.get(kind, fault["msg"])
-    return f"{_at(where, path)}got {shown(found)}, allowed is {allowed}"
+    return _at(where, path), f"got {shown(found)}, allowed is {allowed}"
 
 
 def _at(where: str, path: tuple[int | str, ...]) -> str:
     for step in path:
         named = isinstance(step, str) and step.isidentifier()
         where += f"{'.' if where else ''}{step}" if named else f"[{shown(step) if not _is_digits(step) else step}]"
-    return f"{where}: " if where else ""
+    return where
 
 
 def _is_digits(step: int | str) -> bool:

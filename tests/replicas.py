@@ -45,8 +45,7 @@ def run(replicas: Sequence[Replica], units: Sequence[Unit], *, late: bool = Fals
         for replica in reversed(replicas):
             if replica.stage.swapped and not late:
                 replica.swap_in(unit)
-            heads = [tensor for layer in replica.stage.returns for tensor in gradients.get(layer, [])]
-            for layer, own in replica.backward(unit, heads).items():
+            for layer, own in replica.backward(unit, gradients).items():
                 known = gradients.get(layer)
                 gradients[layer] = own if known is None else [a + b for a, b in zip(known, own, strict=True)]
     found: dict[str, torch.Tensor] = {}

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -201,6 +202,7 @@ def make_setup(
         accumulate=accumulate, shares_norm=agrees and flushes and len(plan.stages) > 1, weights=weights, chunks=chunks,
         sync=sync, backward=backward,
     )  # fmt: skip
+    pipeline = replace(pipeline, extensions={} if push_order is None else {"asynchronous": push_order})
     return Setup(
         graph=graph, plan=plan, pipeline=pipeline, profile=profile, costs=stage_costs(profile, plan),
         evaluation=evaluation_of(graph, plan, pipeline, profile, dataset),
@@ -210,7 +212,7 @@ def make_setup(
         held_out=held_out or InOrder(dataset.num_eval, minibatch_size),
         make_optimizer=make_optimizer, lr=lr, clip_norm=clip_norm, seed=seed, device=torch.device("cpu"),
         loss_scale=loss_scale, correction_decay=correction_decay, repartitions=repartitions,
-        push_order=push_order or {},
+
     )  # fmt: skip
 
 

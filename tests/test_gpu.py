@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from pipebench.engine.replica import Replica
 from pipebench.engine.setup import Setup
+from pipebench.engine.swap import Swap
 from pipebench.model.device import torch_settings
 from pipebench.model.graph import trace
 from pipebench.model.plan import make_plan
@@ -169,6 +170,12 @@ def chain_of_tanhs() -> Replica:
     return Replica(stage, momentum, device=torch.device("cuda"), seed=0)
 
 
+def swap_of(replica: Replica, unit: int) -> Swap:
+    swap = replica._in_flight[unit].swap
+    assert swap is not None
+    return swap
+
+
 def test_what_is_swapped_leaves_the_device_for_pinned_memory() -> None:
     """The allocator's peak of eight units in flight is that of one or two."""
     replica, x, each = chain_of_tanhs(), torch.randn(2 << 20, 1, device="cuda"), 0
@@ -178,13 +185,13 @@ def test_what_is_swapped_leaves_the_device_for_pinned_memory() -> None:
         replica.forward(unit, (unit, 0), [x], {}, version=0, loss=torch.Tensor.sum)
         each = max(each, replica.live_bytes())
         assert replica.swap_out(unit) == 17 * 8 << 20
-        assert all(copy.host.is_pinned() for copy in replica._swap(unit)._copied)
+        assert all(copy.host.is_pinned() for copy in swap_of(replica, unit)._copied)
         torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - before < 2 * 8 << 20
     assert replica.host_bytes() == 8 * 17 * 8 << 20
     for unit in reversed(range(8)):
         replica.swap_in(unit)
-        replica.backward(unit, [])
+        replica.backward(unit, {})
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < 2 * each
     assert replica.host_bytes() == 0
@@ -198,9 +205,9 @@ def test_copies_run_beside_passes() -> None:
         torch.cuda.synchronize()
         replica.swap_out(unit)
         torch.cuda.current_stream().synchronize()
-        left = replica._swap(unit)._left
+        left = swap_of(replica, unit)._left
         assert left is not None
         under_way = not left.query()  # type: ignore[no-untyped-call]
-        replica.backward(unit, [])
+        replica.backward(unit, {})
         torch.cuda.synchronize()
     assert under_way

@@ -5,17 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from zoo import meteor
-from zoo.late import Late
+from zoo.late import torch
 from zoo.registry import Dataset
 from zoo.text import BOS, EOS, NUM_SPECIAL, PAD, SPECIAL_TOKENS, UNK, pad_rows
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = Late("torch")
 
 _CLIPS_AT_ONCE = 100  # decoded together; more would hold more features at a time, fewer would take longer
 

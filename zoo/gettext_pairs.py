@@ -14,19 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zoo import bpe, gettext_files
 from zoo.gettext_files import Pair
-from zoo.late import Late
+from zoo.late import torch
 from zoo.options import at_least
 from zoo.places import DATA_VARIABLE, data_folder
 from zoo.translation import SIDES, Translation, TranslationOptions, check_split
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = Late("torch")
 
 # Text as people write it (the last six: dashes and quotation marks); placeholders, markup and code have other
 # characters.

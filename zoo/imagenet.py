@@ -13,18 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from zoo import metrics
-from zoo.late import Late
+from zoo.late import torch
 from zoo.options import at_least
 from zoo.places import DATA_VARIABLE, data_folder
 from zoo.registry import Dataset
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = Late("torch")
 
 _FOLDERS = {"train": "train", "eval": "val"}
 _SUFFIXES = (".jpeg", ".jpg", ".png")

@@ -6,16 +6,10 @@ import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from zoo.late import Late
+from zoo.late import torch
 from zoo.options import at_least
 from zoo.registry import Dataset
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = Late("torch")
 
 UNKNOWN, END = "<unk>", "<eos>"
 NOTHING = -1  # the target where there is none

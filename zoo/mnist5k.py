@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING
 
 from zoo import metrics
-from zoo.late import Late
+from zoo.late import torch
 from zoo.registry import Dataset
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = Late("torch")
 
 NUM_TRAIN, NUM_EVAL = 4000, 1000
 _NUM_CLASSES = 10

@@ -9,17 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING
 
 from zoo.captions import Captions, Vocabulary
-from zoo.late import Late
+from zoo.late import torch
 from zoo.mnist5k import PIXEL_MEAN, PIXEL_STD, mnist5k
 from zoo.options import at_least
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = Late("torch")
 
 SIDE = 16  # height and width of a frame, in pixels
 _DIGIT_SIDE = 10  # MNIST's digits fill 20 x 20 pixels: halved

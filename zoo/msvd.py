@@ -10,18 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zoo.captions import Captions, Vocabulary
-from zoo.late import Late
+from zoo.late import torch
 from zoo.options import at_least, more_than, one_of
 from zoo.places import data_folder
 from zoo.text import NUM_SPECIAL
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = Late("torch")
 
 HELD_OUT = ("valid", "test")
 _SPLITS = {"train": "train.txt", "valid": "valid.txt", "test": "test.txt"}

@@ -9,17 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zoo import bpe
-from zoo.late import Late
+from zoo.late import torch
 from zoo.options import at_least
 from zoo.translation import SIDES, Translation, TranslationOptions, check_split
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = Late("torch")
 
 _LANGUAGES = {"source": "en", "target": "de"}
 _MOST_NUMBERS = 1_000_000  # from a million on, German needs several words

@@ -11,18 +11,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zoo.imagenet import generator_of
-from zoo.late import Late
+from zoo.late import torch
 from zoo.options import at_least
 from zoo.registry import Dataset
 from zoo.text import BOS, EOS, NUM_SPECIAL, pad_rows
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = Late("torch")
 
 _SPLITS = ("train", "eval")
 _FRAME = 3  # tokens of a sample that are of no segment

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zoo import metrics
-from zoo.late import Late
+from zoo.late import torch
 from zoo.options import at_least
 from zoo.registry import Dataset
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = Late("torch")
 
 # PipeDream's artifact repeats one image. A few more keep a minibatch's statistics, and so BatchNorm, from degenerating.
 _NUM_DISTINCT = 64

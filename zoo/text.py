@@ -6,15 +6,8 @@ Padding, unknown, begin and end have the ids 0 to 3, as in MLPerf's GNMT; a voca
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-from zoo.late import Late
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = Late("torch")
-
+from zoo.late import torch
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 SPECIAL_TOKENS: tuple[str, ...] = ("<pad>", "<unk>", "<s>", "</s>")

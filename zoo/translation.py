@@ -10,18 +10,13 @@ import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zoo import bleu
-from zoo.late import Late
+from zoo.late import torch
 from zoo.options import at_least, below_one
 from zoo.registry import Dataset
 from zoo.text import BOS, EOS, PAD, content, pad_rows
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = Late("torch")
 
 SIDES = ("source", "target")
 _SCORED_TOGETHER = 64  # sentences translated at a time: bounds memory, changes no translation

@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, which part of it a worker holds, and the files they are kept in."""
+"""Checkpoints: their content, each worker's share of it, and the files that store it."""

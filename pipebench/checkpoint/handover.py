@@ -1,7 +1,7 @@
-"""What workers hand each other of a model's state when its layers move from stage to stage.
+"""State transfer between workers when layers move from stage to stage.
 
-A state is in pieces, each under a key. Every worker says which pieces it answers for, as for a checkpoint, and asks
-for those that its stages need and it doesn't have: so a piece travels once to everybody who lacks it.
+A state is in pieces, each under a key. Every worker offers the pieces that it saves in checkpoints, and requests those
+that its stages need and it lacks, so each piece travels once to every worker that lacks it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,8 +22,8 @@ class StateClaim:
 
     Attributes:
         names: the model's own names of the parameters and buffers of its stages.
-        stateful: qualified names of their modules that carry something.
-        share: of any of its stages: which replica it is.
+        stateful: qualified names of their modules that carry a state.
+        share: of any of its stages: its replica.
     """
 
     names: frozenset[str]
@@ -33,7 +33,7 @@ class StateClaim:
     def wants(self, key: Key) -> bool:
         """Return whether a piece is needed.
 
-        Loss scales are for everybody: a stage without parameters goes by those of the others.
+        Every worker needs the loss scales: a stage without parameters uses those of the others.
         """
         section, name = key
         if section == "loss_scale":
@@ -53,26 +53,24 @@ def keys_of(state: ModelState) -> list[Key]:
 
 
 def pieces(state: ModelState, keys: Iterable[Key]) -> ModelState:
-    """Return some pieces of a state: references, not copies."""
+    """Return some pieces of a state, as references."""
     found = ModelState()
     for section, name in keys:
         getattr(found, section)[name] = getattr(state, section)[name]
     return found
 
 
-def kept(held: ModelState, claim: StateClaim) -> ModelState:
-    """Return what a worker has already of what it needs."""
+def retained(held: ModelState, claim: StateClaim) -> ModelState:
+    """Return the pieces that a worker needs and already holds."""
     return pieces(held, [key for key in keys_of(held) if claim.wants(key)])
 
 
-def asked(offers: Sequence[Iterable[Key]], taker: int, has: Collection[Key], claim: StateClaim) -> dict[int, list[Key]]:
-    """Return what a worker asks the others for, by worker; of several who answer for a piece, the first.
+def requests_of(
+    taker: int, offers: Sequence[Iterable[Key]], has: Collection[Key], claim: StateClaim
+) -> dict[int, list[Key]]:
+    """Return the pieces that worker `taker` requests, by worker; where several offer one, from the first.
 
-    Args:
-        offers: what every worker answers for.
-        taker: the worker.
-        has: what it has.
-        claim: what it needs.
+    `offers` has every worker's pieces, `has` those that `taker` holds.
     """
     found = {*has}
     asks: dict[int, list[Key]] = {}

@@ -1,7 +1,7 @@
-"""Whose a checkpoint is: the run that wrote it, and what its weights depend on besides the recipe's plan.
+"""The identity of a checkpoint's run, and what its weights depend on besides the recipe and plan.
 
-A folder of checkpoints is only a folder: files are copied into it, data sets grow, models are edited. What the weights
-depend on has to be the same in the run that goes on; code may have changed, and is told.
+Files are copied between folders, data sets grow, models are edited. A run that resumes must have the same seed, data
+and minibatches; changed code is reported.
 """
 
 from dataclasses import dataclass, fields
@@ -14,14 +14,13 @@ _MOST_NAMED = 5  # modules in a sentence
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a run is, as far as its weights depend on it.
+    """What a run's weights depend on.
 
     Attributes:
         run_id: its folder's name.
-        seed: of the run.
-        dataset: the data set: its name, options, fields and numbers of samples.
-        minibatch_size: samples that travel together.
-        code: by module the SHA-256 of the user's own code; and what says which code pipebench's own is.
+        dataset: the data set's name, options, fields and numbers of samples.
+        minibatch_size: in samples.
+        code: module to the SHA-256 of the user's code; and pipebench's own version.
     """
 
     run_id: str
@@ -32,11 +31,7 @@ class RunIdentity:
 
 
 def check_same_run(found: RunIdentity | None, expected: RunIdentity | None) -> None:
-    """Refuse a checkpoint of another run, or of one with other data.
-
-    Args:
-        found: what the checkpoint says; None in those of 0.1.0 before they did, which are taken.
-        expected: the run that would go on; None where it has no folder.
+    """Refuse a checkpoint of another run or other data; `expected` resumes. None, of old or folderless runs, passes.
 
     Raises:
         CheckpointError: names all that differs, what was found and what is expected.
@@ -51,12 +46,7 @@ def check_same_run(found: RunIdentity | None, expected: RunIdentity | None) -> N
 
 
 def changed_code(found: RunIdentity | None, now: RunIdentity | None) -> str | None:
-    """Return which code has changed since a checkpoint was written, as the end of a sentence; None if none has.
-
-    Args:
-        found: what the checkpoint says.
-        now: the run that goes on.
-    """
+    """Return the modules that changed since a checkpoint was written, as the end of a sentence; None without any."""
     if found is None or now is None or found.code == now.code:
         return None
     names = sorted(name for name in {*found.code, *now.code} if found.code.get(name) != now.code.get(name))

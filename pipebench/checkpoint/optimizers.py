@@ -1,7 +1,7 @@
-"""What an optimizer keeps for a parameter, found out by letting it take a few steps on one of that shape.
+"""What an optimizer keeps for a parameter, found by letting it take a few steps on one of that shape.
 
-There is no list of optimizers here: whatever `make_optimizer` makes shows by itself which keys it keeps, and in which
-shapes and types: of the parameter's shape (momentum), scalars (step), rows and columns (Adafactor), plain numbers.
+So no list of optimizers is needed: the steps show its keys and their shapes and types, which may be the parameter's
+(momentum), scalars (step), rows and columns (Adafactor) or plain numbers.
 """
 
 import math
@@ -22,20 +22,12 @@ _Kept = list[dict[str, Any]]  # after each step, by key: the form of a tensor, o
 
 
 def updates_of(states: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return how often an optimizer has stepped on every parameter it keeps something for; None where that isn't said.
-
-    Args:
-        states: what it keeps, by parameter.
-    """
+    """Return the number of steps on every parameter with optimizer state; None where the state doesn't count them."""
     return {name: _count(kept.get(_COUNTER)) for name, kept in states.items()}
 
 
 def check_updates(expected: Mapping[str, float | None], states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compare what an optimizer keeps with what it kept when the checkpoint was written.
-
-    Args:
-        expected: what `updates_of` returned.
-        states: what the checkpoint's parts hold.
+    """Compare the optimizer states of a checkpoint's parts with `expected`, what `updates_of` returned at writing.
 
     Raises:
         CheckpointError: names the parameter, what was found and what is expected.
@@ -61,27 +53,17 @@ def _number(count: float | None) -> str:
 
 
 class FreshStates:
-    """What an optimizer keeps for parameters of some shapes.
-
-    Args:
-        make_optimizer: the recipe's.
-    """
+    """The states that the recipe's optimizer makes for parameters, cached by shape and type."""
 
     def __init__(self, make_optimizer: MakeOptimizer) -> None:
         self._make_optimizer = make_optimizer
         self._known: dict[Form, tuple[_Kept, bool]] = {}
 
     def check(self, name: str, found: Mapping[str, Any], parameter: Form, *, may_be_nan: bool = False) -> bool:
-        """Compare a parameter's state with what the optimizer keeps for such a one.
-
-        Args:
-            name: the parameter.
-            found: its state.
-            parameter: its form.
-            may_be_nan: the parameter began with elements that aren't numbers.
+        """Compare a parameter's state with a fresh one; `may_be_nan` if the parameter itself began with NaN elements.
 
         Returns:
-            Whether it is to be taken up: an optimizer that keeps nothing (momentum 0 now) has no use for it.
+            Whether to load it: an optimizer that keeps nothing (momentum 0 now) has no use for it.
 
         Raises:
             CheckpointError: names the parameter and the key, what was found and what is expected.
@@ -119,7 +101,7 @@ def _said(kept: _Kept, key: str) -> str:
 
 
 def _check_known(where: str, found: Any, forms: list[Any]) -> None:
-    """Compare a value with those that fresh states had."""
+    """Compare a value with those of fresh states."""
     expected = forms[-1]
     if isinstance(found, torch.Tensor):
         expected = next((form for form in reversed(forms) if isinstance(form, Form)), expected)
@@ -131,7 +113,7 @@ def _check_known(where: str, found: Any, forms: list[Any]) -> None:
 
 
 def _check_numbers(where: str, key: str, value: Any, *, may_be_nan: bool) -> None:
-    """Refuse what no optimizer has counted or computed, in whatever lists and dictionaries it stands."""
+    """Refuse impossible numbers, in nested lists and dictionaries too."""
     if isinstance(value, torch.Tensor):
         check_plain(where, value)
         if has_nan(value) and not may_be_nan:

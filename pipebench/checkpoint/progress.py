@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the training loop, besides the model: counters, clocks, curves, and what was counted."""
+"""What a checkpoint stores of the training loop besides the model: counters, clocks, curves and metered totals."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, NotRequired
@@ -7,7 +7,6 @@ from typing_extensions import TypedDict  # below Python 3.12 pydantic takes no o
 
 from pipebench.checkpoint.state import CheckpointError
 from pipebench.schedule.operations import Op
-from pipebench.schedule.pushes import Pushes
 from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.typed_json import Amount, Count, Finite, JsonError, Number, read
 
@@ -15,7 +14,7 @@ SentBytes = tuple[str, str, Count]  # of a kind, on a level
 
 
 class CurvePoint(TypedDict):
-    """A point of the curves; a metric may be infinite, or not a number."""
+    """A point of the curves; a metric may be infinite or NaN."""
 
     samples: Count
     clock_s: Amount
@@ -24,7 +23,7 @@ class CurvePoint(TypedDict):
 
 @dataclass
 class Transfers:
-    """What a worker sent of a kind on a level of the cluster; transfers that overlap count their seconds each."""
+    """A worker's transfers of one kind on one level; the seconds of overlapping transfers add up."""
 
     kind: str
     level: str
@@ -35,12 +34,12 @@ class Transfers:
 
 @dataclass
 class MeterTotals:
-    """What a worker's meter has added up of training, or of evaluation.
+    """The totals of a worker's meter over training, or evaluation.
 
     Attributes:
         seconds: by instruction.
-        stall_s: seconds waited for bytes on their way.
-        all_reduce_s: seconds during which at least one bucket was on its way.
+        stall_s: seconds waited for bytes in transfer.
+        all_reduce_s: seconds during which at least one bucket was in transfer.
         transfers: this worker's share of them, a row for each kind and level.
     """
 
@@ -50,16 +49,16 @@ class MeterTotals:
     transfers: list[Transfers]
 
     def __post_init__(self) -> None:
-        """Say 0 s of instructions that there weren't yet when a checkpoint was written."""
+        """Set 0 s for instructions that a checkpoint doesn't know yet."""
         self.seconds = {**dict.fromkeys((op.name for op in Op), 0.0), **self.seconds}
 
     @staticmethod
     def none() -> "MeterTotals":
-        """Return those of a worker that has done nothing."""
+        """Return empty totals."""
         return MeterTotals({}, 0.0, 0.0, [])
 
     def of(self, kind: str, level: str) -> Transfers:
-        """Return the row of a kind and a level, made if need be."""
+        """Return the row of a kind and a level, added if missing."""
         for row in self.transfers:
             if (row.kind, row.level) == (kind, level):
                 return row
@@ -69,7 +68,7 @@ class MeterTotals:
 
 @dataclass
 class MeterState:
-    """What a worker's meter has kept, and whether the times of its transfers mean anything."""
+    """A worker's totals, and whether the times of its transfers are meaningful."""
 
     training: MeterTotals
     evaluation: MeterTotals
@@ -77,7 +76,7 @@ class MeterState:
 
 
 class Facts(TypedDict):
-    """What an engine counted: one process for all workers on the virtual clock, or a worker of itself by its meter."""
+    """What an engine counted: one process for all workers on the virtual clock, or each worker by its meter."""
 
     num_bytes: list[SentBytes]
     peak_bytes: list[Count]
@@ -89,7 +88,8 @@ class Facts(TypedDict):
     swap_stall_s: NotRequired[Finite]
     evaluation_s: NotRequired[Amount]
     meter: NotRequired[MeterState]
-    pushes: NotRequired[list[Pushes]]
+    pushes: NotRequired[list[Any]]  # what one extension counted, and what others did
+    extensions: NotRequired[dict[str, list[Any]]]
 
 
 @dataclass(frozen=True)
@@ -97,26 +97,21 @@ class SavedProgress:
     """How far a run is, at a drain.
 
     Attributes:
-        taken_by: engine and plan that the facts are of.
+        taken_by: engine and plan of the facts.
         facts: what every process counted.
         samples: trained on since the start.
         epoch: the same in epochs.
-        points: the curves: samples, clock_s and metrics of each.
-        training_s_at: seconds of training before each point.
-        counted_from: samples and training seconds before what the facts cover.
+        training_s_at: seconds of training before each of the curves' points.
+        counted_from: samples and training seconds before the facts begin.
         loss_sum: since the last point.
-        weight: what a mean loss divides that by.
-        training_s: seconds of training.
-        evaluation_s: seconds of evaluation.
-        checkpoint_s: seconds of writing checkpoints.
+        weight: divisor of `loss_sum` for the mean loss.
         clock_s: the run's clock.
         saved_at_s: wall clock, seconds since the epoch.
         lost_s: seconds on the clock that restarts have cost.
-        bytes_before: bytes by kind and level that were sent before what the facts cover.
-        moves: under which cuts the run went on, from which minibatches: the last ones are those of the checkpoint, on
-            top of the plan that `taken_by` tells.
-        last_samples: numbers of the first samples of the last minibatch that was done: the order of samples shows in
-            them. Empty at the start, and in checkpoints of 0.1.0 before they said so.
+        bytes_before: bytes sent, by kind and level, before the facts begin.
+        moves: the repartitions so far; the last cuts are the checkpoint's, changed from the plan in `taken_by`.
+        last_samples: indices of the first samples of the last minibatch done, which show the order of samples. Empty at
+            the start, and in early checkpoints of 0.1.0.
     """
 
     taken_by: str
@@ -139,12 +134,12 @@ class SavedProgress:
     last_samples: tuple[Count, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON data."""
+        """Return JSON data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "SavedProgress":
-        """Return what `to_json` returned; checkpoints of 0.1.0 may lack what has a default.
+        """Return what `to_json` returned; early checkpoints of 0.1.0 lack fields that have a default.
 
         Raises:
             CheckpointError: names the field, what was found and what is allowed.
@@ -157,7 +152,7 @@ class SavedProgress:
         return found
 
     def _check(self) -> None:
-        """Check what holds between the fields."""
+        """Check the rules between fields."""
         samples = [point["samples"] for point in self.points]
         strange = next((index for index, each in enumerate(self.facts) if not _is_one_engine_s(each)), None)
         problems = (
@@ -178,7 +173,7 @@ _ON_VIRTUAL_CLOCK = {"busy_s", "stall_s", "evaluation_s"}
 
 
 def _is_one_engine_s(facts: Facts) -> bool:
-    """Return whether all is there that one kind of engine counts, and nothing that only another does."""
+    """Return whether the facts are complete for one kind of engine, with none of the other's."""
     if "meter" not in facts:
         return facts.keys() >= _ON_VIRTUAL_CLOCK
     meter = facts["meter"]

@@ -1,4 +1,4 @@
-"""What stateful modules carry, cut into other microbatches than those it was written under."""
+"""Recuts the states that modules carry for other microbatches than those they were written under."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,12 +13,9 @@ from pipebench.model.sampling import microbatch_sizes
 def carried_states(
     carried: Mapping[str, Any], modules: Sequence[str], sizes: Sequence[int]
 ) -> dict[tuple[int, int], list[Any]]:
-    """Return what modules carry by (stream, microbatch), in the order of the modules.
+    """Return carried states by (stream, microbatch), in the order of `modules`, the qualified names wanted.
 
-    Args:
-        carried: `stream/microbatch/module` to the state, of the whole model.
-        modules: qualified names of the modules wanted.
-        sizes: samples of every microbatch of a minibatch.
+    `carried` maps `stream/microbatch/module` to the state, of the whole model; `sizes` are each microbatch's samples.
 
     Raises:
         CheckpointError: the state can't be cut into these microbatches; names the module.

@@ -1,4 +1,4 @@
-"""Which part of a model's state a worker holds, and under which of the model's own names."""
+"""A worker's share of a model's state, under the model's own names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ class Share:
 
     Attributes:
         names: name in the stage's module to the model's own name, of every parameter and buffer.
-        replica: position among the replicas of its stage. The first answers for parameters, optimizer and buffers.
+        replica: position among the replicas of its stage. The first saves parameters, optimizer and buffers.
         num_replicas: of its stage. They take turns with the streams of a text.
         unit_sizes: samples of every microbatch of a minibatch of text in streams. Empty where samples don't follow each
-            other: nothing is carried on there.
+            other, so that no state is carried.
     """
 
     names: Mapping[str, str] = field(repr=False)
@@ -31,8 +31,8 @@ class Share:
 def own_names(graph: LayerGraph) -> dict[str, str]:
     """Return the model's own name of every parameter and buffer of its layer graph.
 
-    A tied one has several names, and which of them comes first in a stage depends on the cut; the model's first is its
-    own. What tracing has added (tensors made in forward, second copies of random layers) keeps its name.
+    A tied one has several names, and which comes first in a stage depends on the cut; its own is the model's first.
+    Tensors added by tracing (made in forward, second copies of random layers) keep their names.
     """
     own: dict[int, str] = {}
     for part in (graph.model, graph.root):
@@ -45,7 +45,7 @@ def own_names(graph: LayerGraph) -> dict[str, str]:
 
 
 def trained_names(graph: LayerGraph) -> list[str]:
-    """Return the model's own names of the parameters that its layers train, in an order that no cut changes."""
+    """Return the model's own names of the parameters that it trains, in an order independent of cuts."""
     own = own_names(graph)
     names = {name for layer in graph.layers for name in layer.parameters}
     return sorted({own[name] for name in names if attribute(graph.root, name).requires_grad})

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: a model in training, by the model's own names, whatever plan it is trained under."""
+"""The model's state in a checkpoint: by the model's own names, whatever plan it is trained under."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ _SINCE = ("mean_change", "loss_scale")
 
 
 class CheckpointError(UserError, ValueError):
-    """A checkpoint that can't be read, written or taken up; names the file or the entry, and the reason."""
+    """A checkpoint that can't be read, written or loaded; names the file or the entry, and the reason."""
 
 
 @dataclass
@@ -22,11 +22,11 @@ class ModelState:
 
     Attributes:
         parameters: the newest weights, frozen ones included, by the model's own name.
-        optimizer: what torch.optim keeps for a parameter (tensors, numbers), by the parameter's name.
+        optimizer: the optimizer's state (tensors, numbers) by the parameter's name.
         buffers: by the model's own name; those that replicas average, and the first replica's others.
         counters: `replica/name` to the buffers that aren't averaged (integers) of replicas other than the first.
-        carried: `stream/microbatch/module` to what a module carries to that stream's next minibatch of training.
-        mean_change: what a parameter changes by per update, by its name, where a weight policy keeps that.
+        carried: `stream/microbatch/module` to the state that a module carries to that stream's next minibatch.
+        mean_change: a parameter's mean change per update, by its name, where a weight policy uses it.
         loss_scale: the scale of a parameter's gradients and its two counters, by its name, in fp16.
     """
 
@@ -40,7 +40,7 @@ class ModelState:
 
     @classmethod
     def merge(cls, states: Iterable["ModelState"]) -> "ModelState":
-        """Return the state of a whole model from those of its stages and replicas; tensors are shared, not copied."""
+        """Return the whole model's state from those of its stages and replicas; tensors are shared."""
         merged = cls()
         for state in states:
             for section in fields(cls):
@@ -48,15 +48,18 @@ class ModelState:
         return merged
 
     def to_plain(self) -> dict[str, dict[str, Any]]:
-        """Return it as dictionaries of tensors on the CPU, none of which is a view of something larger.
+        """Return dictionaries of tensors on the CPU, none of them a view of something larger.
 
         Raises:
             CheckpointError: a state is of a type that `torch.load(weights_only=True)` wouldn't read back.
         """
-        return {
-            section.name: {name: _plain(value, name) for name, value in getattr(self, section.name).items()}
-            for section in fields(self)
-        }
+        plain: dict[str, dict[str, Any]] = {}
+        for section in fields(self):
+            values = getattr(self, section.name)
+            for name, value in values.items():
+                _check_types(value, name)
+            plain[section.name] = {name: same_type_map(value, _on_cpu) for name, value in values.items()}
+        return plain
 
     @classmethod
     def from_plain(cls, data: object) -> "ModelState":
@@ -79,7 +82,7 @@ class ModelState:
 
 
 def same_type_map(value: Any, function: Any) -> Any:
-    """Return a copy of nested lists, tuples and dictionaries with a function applied to every tensor in them."""
+    """Return a copy of nested lists, tuples and dictionaries with `function` applied to every tensor."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -91,11 +94,6 @@ def same_type_map(value: Any, function: Any) -> Any:
 
 def _is_section(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-
-
-def _plain(value: Any, name: str) -> Any:
-    _check_types(value, name)
-    return same_type_map(value, _on_cpu)
 
 
 def _check_types(value: Any, name: str) -> None:

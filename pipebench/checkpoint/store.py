@@ -1,12 +1,12 @@
-"""A folder of checkpoints: parts written by every worker, made whole by a manifest, checked when they are read.
+"""A folder of checkpoints: every worker writes a part, a manifest completes them, and reading checks them.
 
     step-00000375/
         stage-0.6f1e0c9ab2d4.pt     a worker's part, named after its content
         stage-1.0b77e2c5d901.pt
         manifest.json               the parts' names, sizes and SHA-256, the run and its progress; written last
 
-A part of another content has another name, so writing a checkpoint never touches one that is whole already, not even
-at the same step. The manifest carries a SHA-256 of itself.
+A part with other content has another name, so writing never touches a complete checkpoint, even of the same step. The
+manifest includes its own SHA-256.
 """
 
 import hashlib
@@ -42,10 +42,9 @@ class CheckpointFile:
 
     Attributes:
         file: its name in the checkpoint's folder.
-        num_bytes: its size.
         sha256: of its content, in hexadecimal.
-        updates: how often the optimizer has stepped on every parameter that it keeps something for, where that says so;
-            None in parts of 0.1.0 before they did.
+        updates: the optimizer's number of steps on every parameter that it has state for, None where it doesn't count;
+            None altogether in early checkpoints of 0.1.0.
     """
 
     file: str
@@ -56,14 +55,12 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says, its own SHA-256 apart.
+    """The content of a manifest without its SHA-256.
 
     Attributes:
-        step: minibatches of the run that were done.
-        parts: its files.
-        progress: what was committed with it; the training loop's, which checks it.
-        format: what this form of manifests is called.
-        run: the run that wrote it; None where it has no folder, and in manifests of 0.1.0 before they said so.
+        step: number of minibatches done.
+        progress: the training loop's data, which it checks itself.
+        run: the run that wrote it; None without a folder, and in early manifests of 0.1.0.
     """
 
     step: Count
@@ -75,12 +72,12 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Checkpoint(Manifest):
-    """A whole checkpoint; `path` is its folder."""
+    """A complete checkpoint; `path` is its folder."""
 
     path: Path = field(kw_only=True)
 
     def load(self) -> ModelState:
-        """Return the model's state, mapped from the files: only what is used of it is read.
+        """Return the model's state, mapped from the files: only what is used is read.
 
         Raises:
             CheckpointError: a part can't be read as one; names it.
@@ -89,7 +86,7 @@ class Checkpoint(Manifest):
         return ModelState.merge(_load_part(self.path / part.file, written) for part in self.parts)
 
     def check(self) -> None:
-        """Read everything once.
+        """Read and check all parts.
 
         Raises:
             CheckpointError: something is missing or isn't what was written; names it.
@@ -112,12 +109,12 @@ class Checkpoint(Manifest):
 
 
 class Checkpoints:
-    """The checkpoints of a run. Every worker writes its part; one of them, when all have, commits.
+    """The checkpoints of a run. Every worker writes its part; then one of them commits.
 
     Args:
         folder: where they are; need not exist.
-        keep: how many whole ones stay; at least 1.
-        run: the run that writes them, and goes on from them; None for one without a folder.
+        keep: number of complete ones to retain; at least 1.
+        run: the run that writes and resumes; None for one without a folder.
     """
 
     def __init__(self, folder: Path, keep: int = 2, run: RunIdentity | None = None) -> None:
@@ -126,15 +123,15 @@ class Checkpoints:
         self.run = run
 
     def write_part(self, step: int, part: str, state: ModelState) -> CheckpointFile:
-        """Write one worker's part, onto the disk.
+        """Write one worker's part to disk and sync it.
 
         Args:
             step: minibatches done.
-            part: letters, digits and `-`; no two workers give the same.
-            state: what the worker holds; not changed meanwhile.
+            part: letters, digits and `-`, unique to the worker.
+            state: the worker's state, which must not change meanwhile.
 
         Raises:
-            OSError: it can't be written, the disk being full for one; nothing of it is left behind.
+            OSError: it can't be written, e.g. as the disk is full; nothing of it is left behind.
             CheckpointError: a module carries a state of a type that can't be read back.
         """
         plain: dict[str, Any] = state.to_plain()
@@ -150,12 +147,9 @@ class Checkpoints:
         return CheckpointFile(named.name, written.num_bytes, written.sha256, updates_of(plain["optimizer"]))
 
     def commit(self, step: int, parts: Sequence[CheckpointFile], progress: Mapping[str, Any]) -> None:
-        """Make a checkpoint of parts that are on the disk; then remove all but the newest `keep`, and leftovers.
+        """Complete a checkpoint of all workers' parts; then remove all but the newest `keep`, and leftovers.
 
-        Args:
-            step: minibatches done.
-            parts: of all workers.
-            progress: JSON data, given back with the checkpoint.
+        `progress` is JSON data, stored in the manifest.
 
         Raises:
             OSError: the manifest can't be written; earlier checkpoints stay.
@@ -167,7 +161,7 @@ class Checkpoints:
             self._prune(step)
 
     def abandon(self, step: int) -> None:
-        """Remove the parts of a step that won't be committed; a checkpoint of that step made earlier stays."""
+        """Remove the parts of a step that won't be committed; an earlier checkpoint of that step stays."""
         folder = self._folder(step)
         if not (folder / MANIFEST).exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -178,13 +172,9 @@ class Checkpoints:
     def latest(
         self, fits: Callable[[Checkpoint], object] = lambda checkpoint: None
     ) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest checkpoint in which every byte is what was written, and which fits.
+        """Return the newest checkpoint that is intact and fits, or None, and a sentence for each newer one skipped.
 
-        Args:
-            fits: raises `CheckpointError` for one that can't be used, though all of it is there.
-
-        Returns:
-            The checkpoint, or None; and a sentence for each newer one that had to be skipped.
+        `fits` raises `CheckpointError` for an intact one that can't be used.
         """
         skipped: list[str] = []
         for step in sorted(self.steps(), reverse=True):
@@ -197,14 +187,10 @@ class Checkpoints:
         return None, skipped
 
     def at(self, step: int, *, check: bool = True) -> Checkpoint:
-        """Return the checkpoint of a step.
-
-        Args:
-            step: minibatches done.
-            check: read all of it to see that it is whole; False where another process has just done so.
+        """Return the checkpoint of a step; `check` reads all of it, False where another process has just done so.
 
         Raises:
-            CheckpointError: there is none, or it isn't whole; names the file and the reason.
+            CheckpointError: there is none, or it isn't intact; names the file and the reason.
         """
         checkpoint = _read(self._folder(step))
         if check:
@@ -212,7 +198,7 @@ class Checkpoints:
         return checkpoint
 
     def steps(self) -> list[int]:
-        """Return the steps there is something of, whole or not, ascending."""
+        """Return the steps with a folder, complete or not, ascending."""
         return sorted(step for _, step in self._entries())
 
     def _folder(self, step: int) -> Path:
@@ -225,10 +211,7 @@ class Checkpoints:
                 yield path, int(matched[1])
 
     def _prune(self, committed: int) -> None:
-        """Remove older checkpoints and leftovers.
-
-        Later steps go too: they belong to a past that the run was set back from.
-        """
+        """Remove older checkpoints, leftovers, and later steps, from which the run was set back."""
         self._tidy(_read(self._folder(committed)))
         kept = 1
         for path, step in sorted(self._entries(), key=lambda entry: -entry[1]):
@@ -251,7 +234,7 @@ class Checkpoints:
 
 
 def to_bytes(state: ModelState) -> bytes:
-    """Return a state, or pieces of one, as it travels.
+    """Return a state, or pieces of one, serialised.
 
     Raises:
         CheckpointError: a module carries a state of a type that can't be read back.
@@ -267,7 +250,7 @@ def from_bytes(content: bytes) -> ModelState:
 
 
 def reason_of(skipped: Sequence[str]) -> str:
-    """Return why no checkpoint can be used, as the end of a sentence, from what `latest` says of all of them."""
+    """Return why no checkpoint can be used, as the end of a sentence, from the sentences of `latest`."""
     if not skipped:
         return ""
     others = len(skipped) - 1
@@ -276,12 +259,12 @@ def reason_of(skipped: Sequence[str]) -> str:
 
 
 def _read(folder: Path) -> Checkpoint:
-    """Return what a manifest says, its parts unseen."""
+    """Return a checkpoint by its manifest, its parts unread."""
     path = folder / MANIFEST
     try:
         data = read(dict[str, Any], files.read_bytes(path))
         if data.pop("sha256", None) != _hash_of(data):
-            raise JsonError
+            raise JsonError("")
     except files.FileError as error:
         missing = isinstance(error.__cause__, FileNotFoundError)
         problem = "is missing, so the checkpoint was never finished" if missing else error.problem
@@ -295,7 +278,7 @@ def _read(folder: Path) -> Checkpoint:
 
 
 def _checkpoint(folder: Path, data: dict[str, Any]) -> Checkpoint:
-    """Return what a manifest says; raise a `JsonError` for what no manifest can say."""
+    """Return the checkpoint of a manifest's data; raise a `JsonError` for impossible content."""
     if data.get("format") != _FORMAT:
         raise JsonError(f"is of format {shown(data.get('format'))}, expected is {_FORMAT!r}")
     manifest = read(Manifest, data)
@@ -308,12 +291,12 @@ def _checkpoint(folder: Path, data: dict[str, Any]) -> Checkpoint:
 
 
 def _written(run: RunIdentity, step: int) -> dict[str, Any]:
-    """Return what a part says of itself: a manifest could name one of another checkpoint."""
+    """Return a part's own record of its checkpoint: a manifest could name a part of another one."""
     return {"run_id": run.run_id, "seed": run.seed, "step": step}
 
 
 def _load_part(path: Path, written: dict[str, Any] | None) -> ModelState:
-    """Return what a part holds; `written` is what it has to say of itself."""
+    """Return a part's content; `written` is the record that it must have."""
     try:
         if path.stat().st_size == 0:
             raise CheckpointError("is empty")
@@ -333,7 +316,7 @@ def _load_part(path: Path, written: dict[str, Any] | None) -> ModelState:
 
 
 def _listed(written: object) -> str:
-    """Return what a part says of itself, for a sentence."""
+    """Return a part's record, for a sentence."""
     if not isinstance(written, dict) or not written:
         return "nothing that says so"
     return ", ".join(f"{name} {shown(value)}" for name, value in written.items())
@@ -353,7 +336,7 @@ def _hash_of(content: Mapping[str, Any]) -> str:
 
 
 def _seems_whole(folder: Path) -> bool:
-    """Return whether a checkpoint's files are there in their sizes; reading them at every commit would take long."""
+    """Return whether a checkpoint's files have their sizes; reading them at every commit would take long."""
     try:
         parts = _read(folder).parts
         return all((folder / part.file).stat().st_size == part.num_bytes for part in parts)
@@ -362,7 +345,7 @@ def _seems_whole(folder: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint in one step, so that nobody finds half of one."""
+    """Remove a checkpoint atomically, so that no reader finds half of one."""
     out_of_sight = path.with_name(f".removed-{path.name}")
     shutil.rmtree(out_of_sight, ignore_errors=True)
     if path.is_dir():

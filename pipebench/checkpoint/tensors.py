@@ -1,7 +1,7 @@
-"""What a tensor that is read back may be: dense, of one shape and type, as pipebench writes them.
+"""Checks on tensors that are read back: dense, of the expected shape and type, as pipebench writes them.
 
-Kernels trust what they are given: an optimizer's state of another shape than its parameter's, or whose elements share
-memory, is written to beyond its end. So every tensor is compared with what is expected before anything is done with it.
+Kernels trust their arguments: an optimizer state of another shape than its parameter, or with overlapping elements, is
+written beyond its end. So every tensor is checked before use.
 """
 
 from dataclasses import dataclass
@@ -13,19 +13,14 @@ from pipebench.checkpoint.state import CheckpointError
 
 @dataclass(frozen=True)
 class Form:
-    """Shape and type of a tensor.
-
-    Attributes:
-        shape: its sizes.
-        dtype: its elements' type.
-    """
+    """Shape and type of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Form":
-        """Return a tensor's."""
+        """Return a tensor's form."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:
@@ -33,14 +28,10 @@ class Form:
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that isn't dense on the CPU with an element per place in memory, and all of it there.
-
-    Args:
-        name: what it is, for the sentence.
-        tensor: any that `torch.load` gives back.
+    """Refuse a tensor that isn't dense on the CPU, with a place in its storage for each element and no more.
 
     Raises:
-        CheckpointError: says what it is instead.
+        CheckpointError: begins with `name` and says what it is instead.
     """
     problem = _problem(tensor)
     if problem is not None:
@@ -48,7 +39,7 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_form(name: str, found: object, expected: Form) -> None:
-    """Refuse what isn't a plain tensor of the expected shape and type.
+    """Refuse anything but a plain tensor of the expected shape and type.
 
     Raises:
         CheckpointError: says what was found and what is expected.
@@ -61,7 +52,7 @@ def check_form(name: str, found: object, expected: Form) -> None:
 
 
 def has_nan(tensor: torch.Tensor) -> bool:
-    """Return whether an element isn't a number."""
+    """Return whether an element is NaN."""
     return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
 
 
@@ -71,7 +62,7 @@ def has_infinite(tensor: torch.Tensor) -> bool:
 
 
 def kind_of(value: object) -> str:
-    """Return what a value is, for a sentence."""
+    """Return a value's kind, for a sentence."""
     if isinstance(value, torch.Tensor):
         return str(Form.of(value))
     name = type(value).__name__
@@ -93,7 +84,7 @@ def _problem(tensor: torch.Tensor) -> str | None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements stand side by side, in whatever order of dimensions, none twice."""
+    """Return whether the elements are contiguous in some order of dimensions, without overlap."""
     if tensor.numel() < 2:
         return True
     next_stride = 1

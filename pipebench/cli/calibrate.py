@@ -4,9 +4,11 @@ import click
 
 from pipebench.cli.group import tracebacks
 from pipebench.garbage import without_collector
+from pipebench.report.catalog import find_report
+from pipebench.report.load import load_report
 
 
-@click.command(short_help="Fit a report's constants on the cells that it names.")
+@click.command
 @click.argument("name", metavar="REPORT")
 @click.option("--write", "writes", is_flag=True, help="Write the fitted numbers into the clusters' files.")
 @tracebacks
@@ -26,9 +28,6 @@ def calibrate(name: str, writes: bool) -> int:
     Exit codes: 0 fitted, 2 a mistake in what was given, 3 an internal failure, 130
     interrupted.
     """
-    from pipebench.report.catalog import find_report
-    from pipebench.report.load import load_report
-
     report, asked = load_report(find_report(name))
     with without_collector():
         from pipebench.report.calibrating import print_calibration

@@ -5,11 +5,13 @@ from pathlib import Path
 import click
 
 from pipebench.cli.group import tracebacks
+from pipebench.cli.outputs import Output, refuse_to_overwrite
 from pipebench.errors import UserError
 from pipebench.garbage import without_collector
+from pipebench.run.folder import records
 
 
-@click.command(short_help="Set recorded runs side by side.")
+@click.command
 @click.argument("runs", metavar="RUN RUN...", nargs=-1, required=True)
 @click.option(
     "--out",
@@ -34,8 +36,6 @@ def compare(runs: tuple[str, ...], out: Path) -> None:
     if len(runs) < 2:
         raise click.UsageError("name two runs at least, for example: pipebench compare quickstart-dp quickstart-gpipe")
     with without_collector():
-        from pipebench.cli.outputs import Output, refuse_to_overwrite
-        from pipebench.run.folder import records
         from pipebench.show import console, differences
         from pipebench.tracking.results import find_runs
 

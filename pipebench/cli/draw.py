@@ -1,15 +1,24 @@
 """`pipebench draw`: the pipeline that a recipe makes, drawn as text."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from pipebench.cli.group import tracebacks
+from pipebench.cli.outputs import Output, refuse_to_overwrite
 from pipebench.cli.references import load_one
 from pipebench.garbage import without_collector
+from pipebench.recipe.preflight import preflight
+from pipebench.schedule.csv_form import is_schedule
+
+if TYPE_CHECKING:
+    from pipebench.train.memory_forecast import MemoryForecast
 
 
-@click.command(short_help="Draw the pipeline that a recipe makes.")
+@click.command
 @click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
 @click.option("--versions", is_flag=True, help="Tell which weight version each uses: F3@1.")
 @click.option(
@@ -45,27 +54,39 @@ def draw(
     """
     with without_collector():
         loaded = load_one(words)
-        from pipebench.cli.outputs import Output, refuse_to_overwrite
-        from pipebench.recipe.preflight import preflight
         from pipebench.run import runner
-        from pipebench.schedule.csv_form import is_schedule
-        from pipebench.show import memory_picture, occupancy_picture
-        from pipebench.show.over_time import NUM_PARTS
 
     output = Output("--csv", table, "a schedule", is_schedule)
-    pictures = (
-        Output("--memory", memory, "a picture of memory over time", memory_picture.is_our_picture),
-        Output("--occupancy", occupancy, "a picture of occupancy over time", occupancy_picture.is_our_picture),
-    )
-    refuse_to_overwrite([output, *pictures])
+    pictures = _over_time(memory, occupancy)
+    refuse_to_overwrite([output, *(picture for picture, _ in pictures)])
     preflight(loaded, trains=False)
     if table is not None:
         text = runner.schedule_csv(loaded)
         output.write(lambda path: path.write_text(text, encoding="utf-8"))
-    if memory is not None or occupancy is not None:
+    if pictures:
         watch = runner.watch(loaded)
         click.echo(watch.sentence)
-        pictures[0].write(lambda path: memory_picture.draw_memory(watch.memory, path))
-        pictures[1].write(lambda path: occupancy_picture.draw_occupancy(watch.occupancy(NUM_PARTS), path))
-    if table is None and memory is None and occupancy is None:
+        for picture, drawn in pictures:
+            picture.write(partial(drawn, watch))
+    if table is None and not pictures:
         click.echo(runner.draw(loaded, versions=versions))
+
+
+def _over_time(
+    memory: Path | None, occupancy: Path | None
+) -> list[tuple[Output, Callable[["MemoryForecast", Path], None]]]:
+    """Return the pictures that are asked for, each with what draws it."""
+    if memory is None and occupancy is None:
+        return []
+    from pipebench.show import memory_picture, occupancy_picture, over_time  # late: matplotlib
+
+    return [
+        (
+            Output("--memory", memory, "a picture of memory over time", memory_picture.is_our_picture),
+            lambda watch, path: memory_picture.draw_memory(watch.memory, path),
+        ),
+        (
+            Output("--occupancy", occupancy, "a picture of occupancy over time", occupancy_picture.is_our_picture),
+            lambda watch, path: occupancy_picture.draw_occupancy(watch.occupancy(over_time.NUM_PARTS), path),
+        ),
+    ]

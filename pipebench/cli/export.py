@@ -6,7 +6,7 @@ from pipebench.cli.group import tracebacks, trust
 from pipebench.errors import printable
 
 
-@click.command(short_help="Write the weights of a run's checkpoint to a file.")
+@click.command
 @click.argument("run_", metavar="RUN")
 @click.option("--output", metavar="FILE.pt", help="Where to write them.  [default: RUN's id, in the current folder]")
 @click.option("--step", type=click.IntRange(0), help="Which checkpoint, in minibatches.  [default: the newest]")

@@ -1,6 +1,7 @@
 """The group of commands: how an error ends in sentences and an exit code, whatever command it comes from."""
 
 import gc
+import importlib
 import io
 import os
 import select
@@ -19,6 +20,23 @@ USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
 _VERBOSE = "pipebench.verbose"  # in click's meta, which outlives the command
 
 
+# Name to what it does: the name is also that of a module here, and of the command in it, imported when it is asked for.
+COMMANDS: Mapping[str, str] = {
+    "calibrate": "Fit a report's constants on the cells that it names.",
+    "compare": "Set recorded runs side by side.",
+    "draw": "Draw the pipeline that a recipe makes.",
+    "export": "Write the weights of a run's checkpoint to a file.",
+    "largest": "Find the largest minibatch that fits in memory.",
+    "ls": "List models, data sets, optimizers, schedules, clusters, modes and more.",
+    "plan": "Find the best plan: stages, replicas, and why.",
+    "profile": "Show what every layer of a model costs.",
+    "report": "Set published tables beside what is reproduced of them.",
+    "run": "Train recipes to their target and record the answers.",
+    "show": "Print a recipe, or a cluster, with everything filled in.",
+    "ui": "Open the recorded runs in the MLflow UI.",
+}
+
+
 class _ReaderGoneError(Exception):
     """Whoever read our output has gone, as in `pipebench ls | head -1`."""
 
@@ -34,6 +52,22 @@ class Commands(click.Group):
     """A group whose commands end with an exit code, and with a sentence, not a traceback, for a mistake of the user."""
 
     _meta: Mapping[str, Any] = MappingProxyType({})
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return [*COMMANDS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(importlib.import_module(f"pipebench.cli.{cmd_name}"), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what every command does, importing none."""
+        with formatter.section("Commands"):
+            formatter.write_dl([*COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; keep from click what it would take for the terminal's: broken pipes and ends of files."""

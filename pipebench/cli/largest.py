@@ -5,9 +5,11 @@ import click
 from pipebench.cli.group import tracebacks
 from pipebench.cli.references import load_one
 from pipebench.garbage import without_collector
+from pipebench.recipe.load import faults_of
+from pipebench.recipe.preflight import preflight
 
 
-@click.command(short_help="Find the largest minibatch that fits in memory.")
+@click.command
 @click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
 @tracebacks
 def largest(words: tuple[str, ...]) -> None:
@@ -24,8 +26,6 @@ def largest(words: tuple[str, ...]) -> None:
     """
     loaded = load_one(words)
     with without_collector():
-        from pipebench.recipe.load import faults_of
-        from pipebench.recipe.preflight import preflight
         from pipebench.show.largest_report import print_largest
         from pipebench.show.progress import trying
         from pipebench.train.largest_minibatch import Trial, largest_minibatch

@@ -1,6 +1,6 @@
 """`pipebench ls`: what a recipe can name, one line each.
 
-Each kind is imported when it is asked for. None needs torch, which takes seconds.
+None of it needs torch, which takes seconds to be imported.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,13 +9,18 @@ from typing import Any
 import click
 
 from pipebench.recipe.catalog import cluster_names, find_cluster, recipe_names, recipes_folder, summary
+from pipebench.recipe.clusters import sources
+from pipebench.recipe.named import KINDS, OPTIMIZER, SCHEDULE
+from pipebench.recipe.typecheck import shown
+from pipebench.schedule.modes import MODES
+from zoo.registry import DATASETS, MODELS
 
 LISTS = ("models", "datasets", "optimizers", "schedules", "clusters", "modes", "cost-models", "recipes")
 
 
-@click.command(name="ls", short_help="List models, data sets, optimizers, schedules, clusters, modes and more.")
+@click.command
 @click.argument("what", type=click.Choice(LISTS), required=False)
-def list_(what: str | None) -> None:
+def ls(what: str | None) -> None:
     """List what a recipe can name, one line each.
 
     \b
@@ -40,33 +45,24 @@ def _lines(what: str, indent: str = "") -> Iterator[str]:
 
 def _rows(what: str) -> dict[str, str]:
     if what == "modes":
-        from pipebench.schedule.modes import MODES
-
         return {name: mode.summary for name, mode in MODES.items()}
     if what == "cost-models":
-        from pipebench.planner.cost_models import COST_MODELS
+        from pipebench.planner.cost_models import COST_MODELS  # late: imports numpy
 
         return {name: model.summary for name, model in COST_MODELS.items()}
     if what == "clusters":
-        from pipebench.recipe.clusters import sources
-
         found = {name: find_cluster(name) for name in cluster_names()}
         return {name: f"{summary(path)}; {sources(path)}" for name, path in found.items()}
     if what == "recipes":
         return {name: summary(recipes_folder() / f"{name}.yaml") for name in recipe_names()}
     if what in ("optimizers", "schedules"):
         return _classes(what)
-    from zoo.registry import DATASETS, MODELS
-
     registry: Mapping[str, Any] = {"models": MODELS, "datasets": DATASETS}[what]
     return {name: entry.summary for name, entry in registry.items()}
 
 
 def _classes(what: str) -> dict[str, str]:
     """Return names of optimizers or schedules, and what they take: a default where there is one, `...` where not."""
-    from pipebench.recipe.named import KINDS, OPTIMIZER, SCHEDULE
-    from pipebench.recipe.typecheck import shown
-
     kind = KINDS[OPTIMIZER if what == "optimizers" else SCHEDULE]
     rows = {name: kind.about[name] for name in kind.ours}
     for name in (name for name in kind.names() if name not in kind.ours):

@@ -1,24 +1,12 @@
 """The command line: run recipes, show what they resolve to, list what there is.
 
-Heavy imports (torch, mlflow) wait until a command needs them: `--help` is immediate.
+A command's module is imported when it runs, and heavy ones (torch, mlflow) when it needs them: `--help` is immediate.
 """
 
 import click
 
 from pipebench import __version__
-from pipebench.cli.calibrate import calibrate
-from pipebench.cli.compare import compare
-from pipebench.cli.draw import draw
-from pipebench.cli.export import export
 from pipebench.cli.group import Commands
-from pipebench.cli.largest import largest
-from pipebench.cli.ls import list_
-from pipebench.cli.plan import plan
-from pipebench.cli.profile import profile_
-from pipebench.cli.report import report
-from pipebench.cli.run import run
-from pipebench.cli.show import show
-from pipebench.cli.ui import ui
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -49,10 +37,6 @@ def cli() -> None:
     Exit codes: 0 target reached or none set, 1 missed or diverged, 2 a mistake in what
     was given, 3 an internal failure or workers that failed, 130 interrupted.
     """
-
-
-for command in (run, report, calibrate, show, draw, profile_, plan, largest, compare, export, list_, ui):
-    cli.add_command(command)
 
 
 def main() -> None:

@@ -11,11 +11,12 @@ from pipebench.cli.group import tracebacks
 from pipebench.cli.parameters import MOST_WORKERS, Parameter, count, name_of, parse_levels
 from pipebench.cli.references import load_to_plan, split
 from pipebench.errors import UserError
+from pipebench.recipe.preflight import preflight
 from pipebench.recipe.ranges import CHOICES
 from pipebench.units import parse_bytes, parse_duration
 
 
-@click.command(short_help="Find the best plan: stages, replicas, and why.")
+@click.command
 @click.argument("words", metavar="[RECIPE] [KEY=VALUE...]", nargs=-1)
 @click.option("--profile", metavar="FILE", help="Layer costs: a profile (.json) or the PipeDream artifact's graph.txt.")
 @click.option("--cluster", metavar="NAME", help="Devices and links, from `pipebench ls clusters`, or a YAML file.")
@@ -107,7 +108,6 @@ def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
         raise UserError(f"{files[0]} looks like a profile and not like a recipe: write --profile {files[0]}")
     _check_combination(given, with_recipe=bool(words))
     from pipebench.cli import planning
-    from pipebench.recipe.preflight import preflight
 
     links, memory_bytes, latency_s = (given.pop(name) for name in ("levels", "memory", "latency"))
     if links is not None:

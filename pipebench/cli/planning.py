@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 from rich.console import Console
 
 from pipebench.cli.outputs import Output, refuse_to_overwrite
-from pipebench.cli.profiling import plain_name
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError, RecipeError, UserError
 from pipebench.files import replace as replace_file
@@ -24,7 +24,7 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.planner.states import States
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
-from pipebench.profile.load import load_profile
+from pipebench.profile.load import load_profile, plain_name
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.plan_file import is_our_plan, is_plan_file
@@ -33,7 +33,6 @@ from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
 from pipebench.show.plan_answer import Answer
 from pipebench.show.plan_json import plan_json
-from pipebench.show.plan_picture import draw_plan, is_our_picture
 from pipebench.show.plan_report import print_modes, print_plan
 from pipebench.show.plans_report import plans_json, print_plans
 from pipebench.show.progress import preparing, searching
@@ -109,7 +108,7 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
         UserError: the profile or cluster can't be had, or nothing fits in memory.
     """
     out = Output("--out", options.out, "a plan's file", is_our_plan)
-    picture = Output("--picture", options.picture, "a picture of a plan", is_our_picture)
+    picture = Output("--picture", options.picture, "a picture of a plan", lambda path: _pictures().is_our_picture(path))
     refuse_to_overwrite((out, picture))
     began_s = time.perf_counter()
     known: dict[int, States] = {}
@@ -118,13 +117,19 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
         print_plan(answer)
     form = form_of(answer.comparison.best.plan, answer.layer_names)
     out.write(lambda path: replace_file(path, form.text().encode()), _progress(options))
-    picture.write(lambda path: draw_plan(answer, path), _progress(options))
+    picture.write(lambda path: _pictures().draw_plan(answer, path), _progress(options))
     everything = _with_others(answer, options, known)
     everything = replace(everything, total_s=time.perf_counter() - began_s)
     if options.as_json:
         standard_output().file.write(plan_json(everything) + "\n")
     else:
         print_modes(everything)
+
+
+def _pictures() -> ModuleType:
+    from pipebench.show import plan_picture  # late: imports matplotlib, which few plans need
+
+    return plan_picture
 
 
 def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:

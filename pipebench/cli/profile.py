@@ -6,9 +6,10 @@ import click
 
 from pipebench.cli.group import tracebacks
 from pipebench.cli.references import load_one, split
+from pipebench.recipe.preflight import preflight
 
 
-@click.command(name="profile", short_help="Show what every layer of a model costs.")
+@click.command
 @click.argument("words", metavar="RECIPE|FILE [KEY=VALUE...]", nargs=-1, required=True)
 @click.option(
     "--json",
@@ -29,7 +30,7 @@ from pipebench.cli.references import load_one, split
 )
 @click.option("--all", "show_all", is_flag=True, help="Show every layer, however many there are.")
 @tracebacks
-def profile_(
+def profile(
     words: tuple[str, ...],
     json_file: Path | None,
     graph_txt: Path | None,
@@ -58,7 +59,6 @@ def profile_(
         raise click.UsageError(f"{overrides[0]} changes a recipe, and {file} is a profile")
     source = load_one(words) if file is None else file
     from pipebench.cli import profiling
-    from pipebench.recipe.preflight import preflight
 
     if not isinstance(source, Path):
         preflight(source, trains=False)

@@ -1,14 +1,13 @@
 """`pipebench profile`: makes or reads one profile, prints it, and writes it as JSON, graph.txt and picture."""
 
 import json
-import re
 from pathlib import Path
 
 from pipebench.cli.outputs import Output, refuse_to_overwrite
 from pipebench.errors import UserError
 from pipebench.files import read_text
 from pipebench.profile.graph_txt import read_graph_txt, write_graph_txt
-from pipebench.profile.load import load_profile
+from pipebench.profile.load import load_profile, plain_name
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe, faults_of
@@ -57,19 +56,8 @@ def profile(
     picture.write(lambda path: draw_profile(made, size, name, path))
 
 
-def plain_name(path: Path) -> str:
-    """Return a profile file's name without what says that it is one.
-
-    >>> plain_name(Path("a/vgg.profile.json")), plain_name(Path("gnmt8.graph.txt")), plain_name(Path("graph.txt"))
-    ('vgg', 'gnmt8', 'graph')
-    """
-    return re.sub(r"(?<=.)\.(profile|graph)$", "", path.stem)
-
-
 def _profiled(loaded: LoadedRecipe) -> Profile:
-    from pipebench.train.profiled_model import (
-        profile_model,  # late: imports torch, which reading a profile doesn't need
-    )
+    from pipebench.train.profiled_model import profile_model  # late: torch, which reading a profile doesn't need
 
     recipe = loaded.recipe
     with faults_of(loaded), preparing(recipe.name) as on_progress:

@@ -3,14 +3,15 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from pipebench.errors import Fault, RecipeError
-
-if TYPE_CHECKING:
-    from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.catalog import cluster_names, find, find_cluster, find_recipes, recipe_names
+from pipebench.recipe.cluster_files import LEVELS
+from pipebench.recipe.load import LoadedRecipe, load, load_each
+from pipebench.recipe.yaml_file import read_mapping
+from pipebench.run.preflight_all import same_names
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -21,27 +22,21 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def find_cluster_named(words: Sequence[str]) -> Path | None:
     """Return the file of the one cluster that is named, by its short name or its file; None if none is."""
-    from pipebench.recipe.catalog import cluster_names, find_cluster
-    from pipebench.recipe.cluster_files import LEVELS
-    from pipebench.recipe.yaml_file import read_mapping
-
-    if len(words) != 1 or not (words[0] in cluster_names() or os.path.isfile(words[0])):
-        return None
-    path = find_cluster(words[0]) if words[0] in cluster_names() else Path(words[0])
-    return path if LEVELS in read_mapping(path) else None
+    if len(words) != 1 or words[0] in cluster_names():
+        return find_cluster(words[0]) if len(words) == 1 else None
+    path = Path(words[0])
+    return path if path.is_file() and LEVELS in read_mapping(path) else None
 
 
-def load_one(words: Sequence[str], *, builds: bool = True) -> "LoadedRecipe":
+def load_one(words: Sequence[str], *, builds: bool = True) -> LoadedRecipe:
     """Load the one recipe that is named, with its overrides; `builds` is that of `load_each`."""
-    from pipebench.recipe.load import load
-
     references, overrides = split(words)
     if len(references) != 1:
         raise click.UsageError(f"one recipe is needed, got {len(references)}")
     return load(references[0], overrides, builds=builds)
 
 
-def load_to_plan(words: Sequence[str], *, zipped: bool) -> list["LoadedRecipe"]:
+def load_to_plan(words: Sequence[str], *, zipped: bool) -> list[LoadedRecipe]:
     """Load the one recipe that is named, with its overrides: one per combination of the elements of its lists.
 
     A model is built where there are several, so that all their faults come out together; that of one is built, if it
@@ -50,9 +45,6 @@ def load_to_plan(words: Sequence[str], *, zipped: bool) -> list["LoadedRecipe"]:
     references, overrides = split(words)
     if len(references) != 1:
         raise click.UsageError(f"one recipe is needed, got {len(references)}")
-    from pipebench.recipe.catalog import find, recipe_names
-    from pipebench.recipe.load import load, load_each
-
     path = find(references[0], recipe_names)
     if path.is_dir():
         return [load(references[0], overrides)]
@@ -60,7 +52,7 @@ def load_to_plan(words: Sequence[str], *, zipped: bool) -> list["LoadedRecipe"]:
     return loaded if len(loaded) == 1 else load_each(path, overrides, zipped=zipped)
 
 
-def load_all(references: Sequence[str], overrides: Sequence[str], *, zipped: bool = False) -> list["LoadedRecipe"]:
+def load_all(references: Sequence[str], overrides: Sequence[str], *, zipped: bool = False) -> list[LoadedRecipe]:
     """Load every recipe, one per combination of the elements of its lists, or raise with the faults of all together.
 
     Args:
@@ -68,10 +60,6 @@ def load_all(references: Sequence[str], overrides: Sequence[str], *, zipped: boo
         overrides: `key=value` texts.
         zipped: take the elements of several lists together.
     """
-    from pipebench.recipe.catalog import find_recipes
-    from pipebench.recipe.load import load_each
-    from pipebench.run.preflight_all import same_names
-
     loaded: list[LoadedRecipe] = []
     faults: list[Fault] = []
     for reference in references:

@@ -10,6 +10,8 @@ from pipebench.cli.parameters import Parameter, name_of
 from pipebench.errors import printable
 from pipebench.garbage import without_collector
 from pipebench.recipe.engines import ENGINES
+from pipebench.report.catalog import find_report, require_keepable
+from pipebench.report.load import load_report
 
 
 def parse_rows(text: str) -> tuple[str, ...]:
@@ -24,7 +26,7 @@ def parse_rows(text: str) -> tuple[str, ...]:
     return names
 
 
-@click.command(short_help="Set published tables beside what is reproduced of them.")
+@click.command
 @click.argument("name", metavar="[NAME]", required=False)
 @click.option(
     "--only", type=Parameter(parse_rows), metavar="ROW,...", help="These rows; patterns such as 'vgg16-*', too."
@@ -86,9 +88,6 @@ def report(
         return 0
     if name is None:
         raise click.UsageError("name a report, for example: pipebench report table1; --list lists them")
-    from pipebench.report.catalog import find_report, require_keepable
-    from pipebench.report.load import load_report
-
     path = find_report(name)
     definition, asked = load_report(path, only or (), engine)
     with without_collector():

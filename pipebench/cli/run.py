@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import click
 
@@ -12,13 +11,15 @@ from pipebench.cli.parameters import Parameter, parse_seeds
 from pipebench.cli.references import load_all, split
 from pipebench.errors import UserError, WorkersFailedError
 from pipebench.garbage import without_collector
+from pipebench.recipe.engines import engine_kind
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.run.folder import resumed
+from pipebench.run.lock import locked
+from pipebench.run.preflight_all import preflight_all
+from pipebench.run.suite import Suite, suite_name
 
-if TYPE_CHECKING:
-    from pipebench.recipe.load import LoadedRecipe
-    from pipebench.run.suite import Suite
 
-
-@click.command(short_help="Train recipes to their target and record the answers.")
+@click.command
 @click.argument("words", metavar="RECIPE... [KEY=VALUE...]", nargs=-1)
 @click.option(
     "--seeds",
@@ -76,16 +77,12 @@ def run(
         return worker_main(lambda: _work(words, seeds, zipped, resume, trusts, verbose), verbose=verbose)
     with without_collector():
         loaded, suite = _to_run(words, zipped, resume, trusts, verbose)
-    from pipebench.run.lock import locked
-
     with nullcontext() if suite.resumed is None else locked(suite.resumed.path):
         return _run(loaded, suite, seeds)
 
 
-def _run(loaded: Sequence["LoadedRecipe"], suite: "Suite", seeds: Sequence[int] | None) -> int:
+def _run(loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | None) -> int:
     """Run recipes that were found to be right, as far as they alone tell; return the exit code."""
-    from pipebench.run.preflight_all import preflight_all
-
     preflight_all(loaded)
     with without_collector():
         from pipebench.run import runner
@@ -99,21 +96,16 @@ def _run(loaded: Sequence["LoadedRecipe"], suite: "Suite", seeds: Sequence[int] 
 
 def _to_run(
     words: Sequence[str], zipped: bool, resume: str | None, trusts: bool, verbose: bool
-) -> tuple[list["LoadedRecipe"], "Suite"]:
+) -> tuple[list[LoadedRecipe], Suite]:
     """Return the recipes to run, or the one to go on with, and how to run them."""
     references, overrides = split(words)
     if resume is None:
         if not references:
             raise click.UsageError("name at least one recipe, for example: pipebench run quickstart")
         loaded = load_all(references, overrides, zipped=zipped)
-        from pipebench.run.suite import Suite, suite_name
-
         return loaded, Suite(suite_name(loaded), tuple(overrides), verbose)
     if references:
         raise click.UsageError(f"--resume goes on with a run's own recipe: leave out {references[0]}")
-    from pipebench.run.folder import resumed
-    from pipebench.run.suite import Suite
-
     checked = "PIPEBENCH_RUN" in os.environ and _started_as_worker()  # by the process that started this one
     tells = not checked and os.environ.get("RANK", "0") == "0"
     folder, recipe = resumed(resume, overrides, trusts=trusts or checked, tells=tells)
@@ -133,11 +125,9 @@ def _work(
         raise UserError("--seeds: processes that are started together run one seed; give train.seed=N")
     loaded, suite = _to_run(words, zipped, resume, trusts, verbose)
     from pipebench.distributed.launch_worker import launched_by_us
-    from pipebench.run.preflight_all import preflight_all
 
     # One tries for all; where `pipebench run` is the launcher, it has.
     preflight_all(loaded, tries=not launched_by_us() and os.environ.get("RANK") == "0")
-    from pipebench.recipe.engines import engine_kind
     from pipebench.run.processes import work
 
     kinds = {engine_kind(each.recipe) for each in loaded}

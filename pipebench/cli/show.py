@@ -1,11 +1,13 @@
 """`pipebench show`: a recipe, or a cluster, with everything filled in."""
 
 import click
+from omegaconf import OmegaConf
 
 from pipebench.cli.references import find_cluster_named, load_one
+from pipebench.recipe.clusters import as_text
 
 
-@click.command(short_help="Print a recipe, or a cluster, with everything filled in.")
+@click.command
 @click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
 def show(words: tuple[str, ...]) -> None:
     """Print a recipe as YAML with its base, overrides and defaults filled in; the output is a recipe of its own.
@@ -21,10 +23,6 @@ def show(words: tuple[str, ...]) -> None:
     """
     cluster = find_cluster_named(words)
     if cluster is not None:
-        from pipebench.recipe.clusters import as_text
-
         click.echo(as_text(cluster), nl=False)
         return
-    from omegaconf import OmegaConf
-
     click.echo(OmegaConf.to_yaml(load_one(words, builds=False).config), nl=False)

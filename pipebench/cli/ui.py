@@ -3,7 +3,7 @@
 import click
 
 
-@click.command(short_help="Open the recorded runs in the MLflow UI.")
+@click.command
 @click.option("--port", type=click.IntRange(1, 65535), help="Port on 127.0.0.1; by default a free one, from 5000 on.")
 def ui(port: int | None) -> int:
     """Serve the MLflow UI on the store that `pipebench run` writes to, on this machine only (127.0.0.1).

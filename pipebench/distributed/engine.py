@@ -7,13 +7,13 @@ the arithmetic is `worker.py`'s, the same as the virtual engine's.
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from pipebench.checkpoint.handover import asked, kept, keys_of, pieces, state_bytes
+from pipebench.checkpoint.handover import keys_of, pieces, requests_of, retained, state_bytes
 from pipebench.checkpoint.state import ModelState
 from pipebench.checkpoint.store import from_bytes, to_bytes
 from pipebench.distributed.collectives import ProcessCollectives
@@ -25,6 +25,7 @@ from pipebench.distributed.transport import ChannelTransport
 from pipebench.distributed.warm_up import gains_by_warm_up, warm_up
 from pipebench.distributed.world import World
 from pipebench.engine.admission import admitted_program
+from pipebench.engine.facts import facts_of, restore_extensions
 from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.loss_scale import scale_metrics
 from pipebench.engine.monitor import AllocatorPeak, monitors
@@ -186,7 +187,7 @@ class DistributedEngine(Movable):
             self.setup = phases.last
             self._transport.go_under(self.setup)
         self._phases = None
-        self._collectives.average_buffers()
+        self._collectives.drained()
         self.sync_clock()
         return done
 
@@ -255,8 +256,8 @@ class DistributedEngine(Movable):
         given = ModelState.merge(part for _, part in old.parts())
         offers = [[(section, name) for section, name in keys] for keys in self.exchange(keys_of(given))]
         claim = self.worker.claim()
-        state = kept(old.held(), claim)
-        asks = self.exchange(list(asked(offers, self.worker.index, keys_of(state), claim).items()))
+        state = retained(old.held(), claim)
+        asks = self.exchange(list(requests_of(self.worker.index, offers, keys_of(state), claim).items()))
         parcels = {
             taker: pieces(given, [(section, name) for section, name in keys])
             for taker, of_taker in enumerate(asks)
@@ -321,8 +322,7 @@ class DistributedEngine(Movable):
             self.meter.restore(facts["meter"])
             self.num_bytes.update({(kind, level): count for kind, level, count in facts["num_bytes"]})
             self.worker.recall(*facts["peak_bytes"], *facts["weight_versions_max"], *host_peaks(facts))
-            for serving in self._collectives.serving.values():
-                serving.server.segments = [*facts["pushes"]]
+            restore_extensions(self._collectives.extensions, facts)
 
     def close(self) -> None:
         """Give up the connections to the other workers, when everybody has ended; all workers call it."""
@@ -338,9 +338,7 @@ class DistributedEngine(Movable):
             "peak_bytes": [self.worker.peak_bytes],
             "weight_versions_max": [self.worker.versions_max],
             "host_peak_bytes": [self.worker.host_peak_bytes],
-            "pushes": [
-                asdict(pushes) for serving in self._collectives.serving.values() for pushes in serving.server.segments
-            ],
+            **facts_of(self._collectives.extensions),
         }
 
     def set_activity(self, work: str) -> None:

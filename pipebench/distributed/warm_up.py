@@ -22,7 +22,6 @@ from pipebench.distributed.channel import ChannelLink, ChannelSender, Receiver
 from pipebench.distributed.world import World
 from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.scores import Scores
-from pipebench.engine.server import Pulled
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
 from pipebench.schedule.instructions import Instruction
@@ -150,13 +149,6 @@ class _Nobody:
     def norm(self, round_index: int) -> NoReturn:
         """No norm is shared."""
         raise AssertionError
-
-    def push(self, stage: int, replica: int, minibatch: int, version: int, gradients: Sequence[Any]) -> None:
-        """No server applies it."""
-
-    def pull(self, stage: int, replica: int, at_least: int) -> Pulled:
-        """Nothing has changed."""
-        return Pulled(0, None)
 
 
 def _train(setup: Setup, worker: Worker, neighbours: _Neighbours) -> None:

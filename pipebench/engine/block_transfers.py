@@ -7,7 +7,7 @@ from pipebench.checkpoint.share import Share
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.feed import Feed
 from pipebench.engine.migration import MigratingReplica, TransferredUnit
-from pipebench.engine.protocols import Transport
+from pipebench.engine.protocols import StageRunner, Transport
 from pipebench.engine.replica import Replica
 from pipebench.engine.replicas import make_replica
 from pipebench.engine.segment_cuts import SegmentCuts
@@ -30,7 +30,7 @@ class BlockTransfers:
     def __init__(
         self,
         replicas: dict[int, Replica],
-        running: dict[int, Replica | MigratingReplica],
+        running: dict[int, StageRunner],
         shares: Mapping[int, Share],
         feed: Feed,
         phases: SegmentCuts,
@@ -59,11 +59,12 @@ class BlockTransfers:
         self._handlers[instruction.op](instruction, transport)
 
     def gather(self, stage: int) -> None:
-        """Let one replica run a stage again, if nothing more is handed over or in flight in others."""
+        """Let one replica run a stage again, if nothing more is handed over or in flight in others, which go."""
         migrating = self._running[stage]
         if isinstance(migrating, MigratingReplica) and (whole := migrating.whole) is not None:
             self._replicas[stage] = self._running[stage] = whole.replica
             self._bounds[stage] = whole.bounds
+            self._note_memory()
 
     def _recut(self, it: Instruction, _: Transport) -> None:
         migrating = self._migrating(it.stage)
@@ -99,10 +100,10 @@ class BlockTransfers:
 
     def _migrating(self, stage: int) -> MigratingReplica:
         """Return a stage some of whose layers move; the first to ask makes it of its replica."""
-        replica = self._running[stage]
-        if isinstance(replica, MigratingReplica):
-            return replica
-        make = partial(make_replica, self._phases.setup, stage)
+        running = self._running[stage]
+        if isinstance(running, MigratingReplica):
+            return running
+        replica, make = self._replicas[stage], partial(make_replica, self._phases.setup, stage)
         made = MigratingReplica(
             replica, self._bounds[stage], self._shares[stage], self._phases, make, self._note_memory
         )

@@ -1,9 +1,9 @@
 """What workers of one process exchange at a drain, while the pipeline is empty: averages, and layers that move."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipebench.checkpoint.handover import asked, kept, keys_of, pieces, state_bytes
+from pipebench.checkpoint.handover import keys_of, pieces, requests_of, retained, state_bytes
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.collectives import InProcessCollectives
 from pipebench.engine.setup import Setup
@@ -35,7 +35,7 @@ class DrainExchange:
     def average(self) -> float:
         """Average running statistics over the replicas of every stage; return when that has ended.
 
-        Replicas of a stage whose optimizer runs at a server get the averages that it keeps, to evaluate with.
+        What extensions exchange at a drain sets out at the same time.
         """
         pipeline, network = self.setup.pipeline, self.network
         ends = [self.clock_s]
@@ -51,8 +51,8 @@ class DrainExchange:
                     buffer.copy_(mean.view(buffer.shape))
             workers = pipeline.workers_of(stage)
             network.sum_up(ALL_REDUCE, BUFFERS, "buffers", workers, num_bytes, self.clock_s, ends.append)
-        arrived_s = self._arrive([*self._hand_out_averages()])
-        return max([*ends, arrived_s])
+        sent = [self._send(*each) for extension in self.rings.extensions.values() for each in extension.drained()]
+        return max([*ends, self._arrive(sent)])
 
     def hand_over(self, before: Sequence[Worker]) -> float:
         """Let the workers, whose stages are cut anew, go on from the state that they had; return when all has arrived.
@@ -65,25 +65,14 @@ class DrainExchange:
         messages = []
         for worker, old in zip(self.workers, before, strict=True):
             claim = worker.claim()
-            state = kept(old.held(), claim)
-            for giver, keys in asked(offers, worker.index, keys_of(state), claim).items():
+            state = retained(old.held(), claim)
+            for giver, keys in requests_of(worker.index, offers, keys_of(state), claim).items():
                 moved = pieces(given[giver], keys)
                 messages.append(self._send(MIGRATION, giver, worker.index, state_bytes(moved), "layers"))
                 state = ModelState.merge([state, moved])
             worker.restore(state)
             worker.recall(old.peak_bytes, old.versions_max, old.host_peak_bytes)
         return self._arrive(messages)
-
-    def _hand_out_averages(self) -> Iterator[Message]:
-        """Let replicas evaluate with the averages that a server's optimizer keeps; yield what sets out."""
-        for stage, server in enumerate(self.rings.servers):
-            host, *others = self.setup.pipeline.workers_of(stage)
-            averages = server.averages
-            for worker in others if averages is not None else ():
-                assert averages is not None
-                self.workers[worker].replicas[stage].weights.take_averages(averages)
-                num_bytes = sum(average.nbytes for average in averages)
-                yield self._send(BUFFERS, host, worker, num_bytes, "averages")
 
     def _send(self, kind: str, sender: int, receiver: int, num_bytes: int, what: str) -> Message:
         """Let bytes of the model's state set out from a worker to another."""

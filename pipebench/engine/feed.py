@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import data
 
-from pipebench.engine.replica import StreamSlot
 from pipebench.engine.setup import Setup, loss_divisors
+from pipebench.engine.streams import StreamSlot
 from pipebench.errors import UserCodeError
 from pipebench.model.sampling import microbatch_sizes, mix, name_hash
 from pipebench.recipe.users_code import as_users

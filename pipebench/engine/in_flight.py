@@ -21,7 +21,8 @@ class InFlight:
     """A unit that has run forward.
 
     Attributes:
-        version: the weights that it ran forward with.
+        number: of the version that it uses.
+        version: the weights that it ran forward with, which may be moved from that version.
         received: values from other stages by layer, gradients wanted for their leaves.
         draw: what its random layers depended on.
         loss: what mapped the model's output to the loss.
@@ -34,6 +35,7 @@ class InFlight:
         swap: what swapped layers save; None in a stage without.
     """
 
+    number: int
     version: Version
     received: dict[int, Any]
     draw: tuple[int, ...]

@@ -21,7 +21,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pipebench.engine.feed import Feed, training_feed
-from pipebench.engine.server import Pulled
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
 from pipebench.profile.model import LayerProfile, Profile
@@ -261,13 +260,6 @@ class _Others:
     def norm(self, round_index: int) -> torch.Tensor:
         """Return a norm that clips nothing away."""
         return torch.zeros(())
-
-    def push(self, stage: int, replica: int, minibatch: int, version: int, gradients: Sequence[Any]) -> None:
-        """No server applies it."""
-
-    def pull(self, stage: int, replica: int, at_least: int) -> Pulled:
-        """Nothing has changed."""
-        return Pulled(0, None)
 
 
 class _Ratios(NamedTuple):

@@ -1,30 +1,31 @@
 """A stage while layers leave or join it. To its worker it is a replica like any other; inside it is several.
 
-A unit that ran forward through a replica runs backward through it. What is cut anew, because a block of layers is to
-leave or has come, starts as a copy of the newest weights and of all that belongs to them; who was there before retires:
-it serves the backwards of its units in flight, makes no update any more, and goes with the last of them. Gradients are
-told apart by the model's own names: whoever computed one, it is the new owner's update that takes it.
+Which they are, `stage_parts` says. Gradients are told apart by the model's own names: whoever computed one, it is the
+new owner's update that takes it.
 
 The forwards of a block that is about to leave keep nothing for a backward. What their layers read, and the weights,
 buffers and states they read it with, are handed to the new owner, who computes them again before its backward. That
 happens in a replica of the block's own, a guest, whose running statistics nobody reads.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from pipebench.checkpoint.share import Share
 from pipebench.checkpoint.state import ModelState, same_type_map
+from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.in_flight import num_bytes
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement
-from pipebench.engine.replica import LiveBytes, Replica, StreamSlot, Values
+from pipebench.engine.replica import LiveBytes, Replica, Values
 from pipebench.engine.replica_state import restore, state_of
 from pipebench.engine.segment_cuts import SegmentCuts
+from pipebench.engine.stage_parts import StagePart, StageParts
+from pipebench.engine.streams import StreamSlot
 from pipebench.model.stage import LossFunction, Stage
 from pipebench.schedule.moves import BlockTransfer
 
@@ -53,28 +54,6 @@ class TransferredUnit:
     def from_plain(cls, data: Mapping[str, Any]) -> "TransferredUnit":
         """Return what `to_plain` was called on."""
         return cls(**{**data, "state": ModelState(**data["state"])})
-
-
-@dataclass
-class StagePart:
-    """Layers of the stage that run as one.
-
-    Attributes:
-        replica: runs them.
-        start: the first of them.
-        stop: the layer after the last.
-        leaves_to: the stage that takes them, where they are about to leave.
-    """
-
-    replica: Replica
-    start: int
-    stop: int
-    leaves_to: int | None = None
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """Its first layer, and the one after its last."""
-        return self.start, self.stop
 
 
 class MigratingReplica:
@@ -109,9 +88,7 @@ class MigratingReplica:
         self._retiring: Replica | None = None
         self._phases = phases
         self._make_replica = make_replica
-        self._parts = [StagePart(replica, *bounds)]
-        self._units = {unit: [replica] for unit in replica.in_flight}  # who runs them backward, in forward order
-        self._guests: dict[int, Replica] = {}  # by the stage that they come from
+        self._parts = StageParts(StagePart(replica, *bounds), replica.in_flight)
         self._pending_transfers: dict[tuple[int, int], TransferredUnit] = {}  # by unit and the stage that takes it
         self._gradients: dict[str, torch.Tensor] = {}  # by the model's own name, until they are applied
         self._collect_gradients(replica)
@@ -128,7 +105,7 @@ class MigratingReplica:
     @property
     def is_last(self) -> bool:
         """Whether the model's output is computed here."""
-        return self._parts[-1].replica.stage.is_last
+        return any(part.replica.stage.is_last for part in self._parts)
 
     def forward(
         self,
@@ -144,13 +121,10 @@ class MigratingReplica:
     ) -> tuple[Values, torch.Tensor | None]:
         """Run a unit forward; see `Replica.forward`. Returned are all values that are known by then, of others, too."""
         fields, values, result = dict(zip(self.inputs, inputs, strict=True)), dict(received), None
-        self._units[unit] = []
-        for part in self._parts:
+        for part in self._parts.begin(unit):
             replica, stage = part.replica, part.replica.stage
             reads, own = {layer: values[layer] for layer in stage.reads}, [fields[name] for name in stage.inputs]
-            if part.leaves_to is None:
-                self._units[unit].append(replica)
-            else:
+            if part.leaves_to is not None:
                 before = self._state_before(replica, place)
                 self._pending_transfers[unit, part.leaves_to] = TransferredUnit(version, before, own, reads)
             head = loss if stage.is_last else None
@@ -162,12 +136,22 @@ class MigratingReplica:
         self._note_versions()
         return values, result
 
-    def backward(self, unit: int, gradients: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
-        """Run a unit backward through all that it ran forward through here, and what came from other stages."""
-        total, self.again_bytes = {layer: list(found) for layer, found in gradients.items()}, 0
-        for replica in reversed(self._units.pop(unit)):
+    def backward(
+        self,
+        unit: int,
+        arrived: Mapping[int, Sequence[torch.Tensor]],
+        on_gradient: OnGradient | None = None,
+        move: Displacement = AS_IT_IS,
+    ) -> dict[int, list[torch.Tensor]]:
+        """Run a unit backward through all that it ran forward through here; see `Replica.backward`.
+
+        Returned are also gradients that came for layers of others. Those of parameters nobody takes one by one, and no
+        weights are moved: a stage whose layers move has one replica, which stashes its versions.
+        """
+        total, self.again_bytes = {layer: list(found) for layer, found in arrived.items()}, 0
+        for replica in self._parts.end(unit):
             heads = {layer: total.pop(layer, []) for layer in replica.stage.returns}
-            for layer, found in replica.backward(unit, replica.heads(heads)).items():
+            for layer, found in replica.backward(unit, heads).items():
                 known = total.get(layer)
                 total[layer] = [a + b for a, b in zip(known, found, strict=True)] if known else found
             self._collect_gradients(replica)
@@ -200,11 +184,11 @@ class MigratingReplica:
 
     def swap_out(self, unit: int) -> int:
         """Copy what swapped layers saved of a unit to the host; return the bytes."""
-        return sum(replica.swap_out(unit) for replica in self._ran_here(unit))
+        return sum(replica.swap_out(unit) for replica in self._parts.ran_here(unit))
 
     def swap_in(self, unit: int) -> int:
         """Begin to copy that back; return the bytes."""
-        return sum(replica.swap_in(unit) for replica in self._ran_here(unit))
+        return sum(replica.swap_in(unit) for replica in self._parts.ran_here(unit))
 
     def host_bytes(self) -> int:
         """Return the bytes of minibatches in flight that are on the host."""
@@ -223,20 +207,11 @@ class MigratingReplica:
 
     def part(self, block: BlockTransfer) -> None:
         """Cut a block apart that is about to leave: its next forwards run backward elsewhere."""
-        (index,) = (i for i, p in enumerate(self._parts) if p.start <= block.start and block.stop <= p.stop)
-        old = self._parts[index]
-        bounds = sorted({old.start, block.start, block.stop, old.stop})
-        new = [self._anew(old, a, b, block.at - 1) for a, b in itertools.pairwise(bounds)]
-        for part in new:
-            part.leaves_to = block.target if part.start == block.start else old.leaves_to
-        self._parts[index : index + 1] = new
-        self._retire(old.replica)
+        self._retire(self._parts.part(block, self._copy)[0])
 
     def renew(self, at: int) -> None:
         """Cut what there is anew, for layers that do something else with the activations of forwards from `at` on."""
-        (old,) = self._parts
-        self._parts = [self._anew(old, *old.bounds, at)]
-        self._retire(old.replica)
+        self._retire(self._parts.renew(at, self._copy)[0])
 
     def give_unit(self, unit: int, target: int) -> TransferredUnit:
         """Return what another stage needs to run a unit backward through a block that it takes."""
@@ -244,46 +219,33 @@ class MigratingReplica:
 
     def give(self, target: int) -> ModelState:
         """Return a block's state; it is not here any more."""
-        (part,) = (part for part in self._parts if part.leaves_to == target)
-        self._parts.remove(part)
-        return state_of(part.replica, self._share)
+        return state_of(self._parts.leave(target), self._share)
 
     def forward_again(
         self, block: BlockTransfer, unit: int, given: TransferredUnit, draw: tuple[int, ...], place: StreamSlot
     ) -> None:
         """Run a unit forward through a block that ran it at its old owner, so that it can run backward here."""
-        if block.source not in self._guests:
-            stage = self._phases.cut(block.start, block.stop, self._phases.policies(block.at - 1))
-            self._guests[block.source] = self._make_replica(stage)
-        guest = self._guests[block.source]
+        guest = self._parts.guest(block, unit, self._make)
         restore(guest, given.state, self._share)
-        guest.weights.newest.number = given.version
+        guest.weights.renumber(given.version)
         guest.forward(unit, draw, given.inputs, given.received, place, version=given.version)
-        ran = self._units[unit]
-        ran.insert(len(ran) if block.goes_left else 0, guest)
 
     def take(self, block: BlockTransfer, state: ModelState) -> None:
         """Take a block over: from the next forward on it runs with the layers beside it as one."""
-        beside = [part for part in self._parts if part.leaves_to is None]
-        (old,) = (part for part in beside if block.start == part.stop or block.stop == part.start)
-        start, stop = min(block.start, old.start), max(block.stop, old.stop)
-        whole = ModelState.merge([state_of(old.replica, self._share), state])
-        joint = self._made(start, stop, block.at, whole, old.replica.weights.newest.number)
-        self._parts[self._parts.index(old)] = StagePart(joint, start, stop)
-        self._retire(old.replica)
+        self._retire(self._parts.join(block, partial(self._copy, came=state))[0])
 
     @property
-    def whole(self) -> "StagePart | None":
+    def whole(self) -> StagePart[Replica] | None:
         """The one replica that runs all of the stage again, when everything is handed over and nobody is retired."""
-        (*others, last) = self._parts
+        last = self._parts.whole
+        if last is None:
+            return None
         weights = last.replica.weights
         names = [self._share.names[name] for name in weights.names]
-        if others or last.leaves_to is not None or any(ran != [last.replica] for ran in self._units.values()):
-            return None
         if not self._gradients.keys() <= {*names}:  # of layers that are still to come
             return None
         last.replica.gradients = [self._gradients.get(name) for name in names]
-        weights.most_alive = max(weights.most_alive, self._most_alive)
+        weights.versions.most_alive = max(weights.most_alive, self._most_alive)
         return last
 
     def _retire(self, replica: Replica) -> None:
@@ -299,16 +261,15 @@ class MigratingReplica:
         self._gradients |= {self._share.names[n]: g for n, g in zip(names, computed, strict=True) if g is not None}
         replica.gradients = [None] * len(names)
 
-    def _anew(self, old: StagePart, start: int, stop: int, minibatch: int) -> StagePart:
-        """Return layers of a part as one of their own, which go on from what they have; see `_made`."""
-        state, number = state_of(old.replica, self._share), old.replica.weights.newest.number
-        return StagePart(self._made(start, stop, minibatch, state, number), start, stop)
+    def _make(self, start: int, stop: int, minibatch: int) -> Replica:
+        """Return a replica of layers, with the policies of a minibatch."""
+        return self._make_replica(self._phases.cut(start, stop, self._phases.policies(minibatch)))
 
-    def _made(self, start: int, stop: int, minibatch: int, state: ModelState, number: int) -> Replica:
-        """Return a replica of layers that goes on from a state, with the policies of a minibatch."""
-        made = self._make_replica(self._phases.cut(start, stop, self._phases.policies(minibatch)))
-        restore(made, state, self._share)
-        made.weights.newest.number = number
+    def _copy(self, old: Replica, start: int, stop: int, minibatch: int, came: ModelState | None = None) -> Replica:
+        """Return one that goes on from what another has of these layers, and from what has come of them."""
+        made, state = self._make(start, stop, minibatch), state_of(old, self._share)
+        restore(made, state if came is None else ModelState.merge([state, came]), self._share)
+        made.weights.renumber(old.weights.newest.number)
         return made
 
     def _state_before(self, replica: Replica, place: StreamSlot) -> ModelState:
@@ -318,19 +279,13 @@ class MigratingReplica:
         read = replace(state, optimizer={}, carried=carried)
         return ModelState(**same_type_map(vars(read), lambda tensor: tensor.detach().clone()))
 
-    def _ran_here(self, unit: int) -> Iterator[Replica]:
-        """Yield who ran a unit forward here at first: a guest does so right before the backward, and copies nothing."""
-        guests = [*self._guests.values()]
-        return (replica for replica in self._units[unit] if replica not in guests)
-
     def _everybody(self) -> Iterator[Replica]:
         """Yield everyone who holds something here, once."""
-        ran = (replica for replicas in self._units.values() for replica in replicas)
+        guests = (guest.replica for guest in self._parts.guests.values())
         retiring = [] if self._retiring is None else [self._retiring]
-        yield from dict.fromkeys([*(part.replica for part in self._parts), *ran, *self._guests.values(), *retiring])
+        yield from dict.fromkeys([*self._parts.owners(), *guests, *retiring])
 
     def _note_versions(self) -> None:
         """Count the versions of the stage's own layers that are alive, whoever holds them."""
-        guests = [*self._guests.values()]
-        own = (replica for replica in self._everybody() if replica not in guests)
-        self._most_alive = max(self._most_alive, len({number for replica in own for number in replica.weights.alive}))
+        alive = {number for replica in self._parts.owners() for number in replica.weights.versions.alive}
+        self._most_alive = max(self._most_alive, len(alive))

@@ -8,16 +8,15 @@ order of time, and adds what is on its way between stages: messages, given units
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from pipebench.engine.held_bytes import HeldBytes, Inputs
 from pipebench.engine.migration_costs import PhaseCosts
 from pipebench.engine.segment_cuts import SegmentCuts
+from pipebench.engine.stage_parts import StagePart, StageParts
 from pipebench.model.plan import StagePlan
 from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import COPIES, Instruction
-from pipebench.schedule.moves import BlockTransfer
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, RECEIVE, Op, with_kind
 from pipebench.simulate.memory import AGAIN, GRADIENTS, RECEIVED, SENT, StageMemoryCosts, layers_memory
 from pipebench.simulate.memory_meter import MemoryMeter, MemoryTimeline
@@ -26,23 +25,6 @@ from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import Transfer
 
 _RECEIVES: Final = with_kind(RECEIVE, ACTIVATION, GRADIENT)
-
-
-@dataclass
-class _Part:
-    """Layers that run as one.
-
-    Attributes:
-        holding: what they hold.
-        start: the first of them.
-        stop: the layer after the last.
-        leaves_to: the stage that takes them, where they are about to leave.
-    """
-
-    holding: ReplicaMemory
-    start: int
-    stop: int
-    leaves_to: int | None = None
 
 
 class MigrationMemory:
@@ -114,10 +96,8 @@ class _MigratingMemory:
         self._phases, self._costs, self._size_of, self._inputs = phases, costs, size_of, inputs
         self._index = index
         stage = phases.setup.plan.stages[index]
-        holding = ReplicaMemory(self._memory(stage.start, stage.stop, 0))
-        self._parts = [_Part(holding.trained() if trained else holding, stage.start, stage.stop)]
-        self._units: dict[int, list[ReplicaMemory]] = {}  # who runs them backward
-        self._guests: dict[int, _Part] = {}  # by the stage that their layers come from
+        whole = self._make(stage.start, stage.stop, 0)
+        self._parts = StageParts(StagePart(whole.trained() if trained else whole, stage.start, stage.stop))
         self._pending_transfers: dict[tuple[int, int], int] = {}  # bytes, by unit that is to be given, and to whom
         self._gradients = 0  # of layers whose replica makes no update
         self._arrived = {op: Counter[int]() for op in _RECEIVES}  # bytes that a unit's pass will be done with
@@ -125,7 +105,8 @@ class _MigratingMemory:
 
     def before(self) -> Iterator[Change]:
         """Yield what is there before anything runs."""
-        yield from self.held.noted(self._parts[0].holding.come())
+        for part in self._parts:
+            yield from self.held.noted(part.replica.come())
 
     def drained(self) -> Iterator[Change]:
         """Begin the one segment there is."""
@@ -146,65 +127,58 @@ class _MigratingMemory:
             yield from self._backward(it, size)
         elif op is Op.UPDATE:
             for part in self._parts:
-                yield from part.holding.changes(it, size)
+                yield from part.replica.changes(it, size)
             yield Change(GRADIENTS, -self._gradients, True)
             self._gradients = 0
         elif op in COPIES:
-            guests = [guest.holding for guest in self._guests.values()]
-            for holding in self._units.get(it.number, []):
-                if holding not in guests:  # who ran it forward right before the backward, and copies nothing
-                    yield from holding.changes(it, size)
+            for replica in self._parts.ran_here(it.number):
+                yield from replica.changes(it, size)
         elif op is Op.RECUT:
             if it.peer < 0:
-                yield from self._renew(it.number)
+                yield from self._replaced(*self._parts.renew(it.number, self._copy))
             else:
-                yield from self._part(self._phases.handed(it.stage, it.peer, it.number))
+                block = self._phases.handed(it.stage, it.peer, it.number)
+                yield from self._replaced(*self._parts.part(block, self._copy))
         elif op is Op.GIVE:
-            (given,) = (part for part in self._parts if part.leaves_to == it.peer)
-            self._parts.remove(given)
-            yield from given.holding.go(at_end=False)
+            yield from self._parts.leave(it.peer).go(at_end=False)
         elif op is Op.GIVE_UNIT:
             yield Change(SENT, -self._pending_transfers.pop((it.number, it.peer), 0), False)
         elif op is Op.FORWARD_AGAIN:
             yield from self._forward_again(it, size)
         elif op is Op.TAKE:
-            yield from self._take(it)
+            block = self._phases.handed(it.peer, it.stage, it.number)
+            yield from self._replaced(*self._parts.join(block, self._copy))
+            yield Change(RECEIVED, -self._costs.num_bytes(Instruction(Op.GIVE, it.peer, it.number, it.stage)), True)
 
     def _gathered(self) -> Iterator[Change]:
         """Forget those who aren't needed any more, if one replica runs the stage again."""
-        (*others, last) = self._parts
-        if others or last.leaves_to is not None or not self._guests:
-            return
-        runs = (holding is last.holding for holdings in self._units.values() for holding in holdings)
+        guests = self._parts.guests
+        whole = self._parts.whole if guests else None
         # Gradients may be of layers that are still to come.
-        come = (last.start <= guest.start and guest.stop <= last.stop for guest in self._guests.values())
-        if all(runs) and all(come):
-            for guest in self._guests.values():
-                yield from guest.holding.go(at_end=True)
-            self._guests.clear()
+        if whole and all(whole.start <= guest.start and guest.stop <= whole.stop for guest in guests.values()):
+            for guest in guests.values():
+                yield from guest.replica.go(at_end=True)
+            guests.clear()
 
     def _forward(self, it: Instruction, size: Size) -> Iterator[Change]:
         if not size:
             return
         yield Change(RECEIVED, -self._arrived[Op.RECEIVE_ACTIVATION].pop(it.number, 0), False)
-        self._units[it.number] = []
-        for part in self._parts:
+        for part in self._parts.begin(it.number):
             if part.leaves_to is not None:
                 given = Instruction(Op.GIVE_UNIT, self._index, it.number, part.leaves_to)
                 aside = self._pending_transfers[it.number, part.leaves_to] = self._costs.num_bytes(given)
                 yield Change(SENT, aside, False)
-            yield from part.holding.changes(it, size)
-            if part.leaves_to is None:
-                self._units[it.number].append(part.holding)
-            else:
-                yield from part.holding.let_go(it.number)
+            yield from part.replica.changes(it, size)
+            if part.leaves_to is not None:
+                yield from part.replica.let_go(it.number)
 
     def _backward(self, it: Instruction, size: Size) -> Iterator[Change]:
         changes: list[Change] = []
-        for holding in reversed(self._units.pop(it.number, [])):
-            changes += holding.changes(it, size)
-            if all(holding is not part.holding for part in self._parts):
-                self._gradients += holding.give_gradients()
+        for replica in self._parts.end(it.number):
+            changes += replica.changes(it, size)
+            if all(replica is not part.replica for part in self._parts):
+                self._gradients += replica.give_gradients()
         # One after the other they compute again.
         again = max([0, *(change.num_bytes for change in changes if change.kind == AGAIN)])
         yield Change(AGAIN, again, False)
@@ -212,30 +186,12 @@ class _MigratingMemory:
         yield Change(AGAIN, -again, True)
         yield Change(RECEIVED, -self._arrived[Op.RECEIVE_GRADIENT].pop(it.number, 0), True)
 
-    def _part(self, block: BlockTransfer) -> Iterator[Change]:
-        """Cut a block apart that is about to leave."""
-        (index,) = (i for i, p in enumerate(self._parts) if p.start <= block.start and block.stop <= p.stop)
-        old = self._parts[index]
-        made = []
-        for start, stop in itertools.pairwise(sorted({old.start, block.start, block.stop, old.stop})):
-            leaves_to = block.target if start == block.start else old.leaves_to
-            made.append(_Part(old.holding.copied(self._memory(start, stop, block.at - 1)), start, stop, leaves_to))
-        yield from self._replaced(old, made)
-
-    def _renew(self, at: int) -> Iterator[Change]:
-        """Cut what there is anew, for layers that do something else with the activations of forwards from `at` on."""
-        (old,) = self._parts
-        made = old.holding.copied(self._memory(old.start, old.stop, at))
-        yield from self._replaced(old, [_Part(made, old.start, old.stop)])
-
-    def _replaced(self, old: _Part, made: list[_Part]) -> Iterator[Change]:
-        """Let others go on in place of a part, which makes no more updates."""
-        index = self._parts.index(old)
-        self._parts[index : index + 1] = made
-        for part in made:
-            yield from part.holding.come()
-        self._gradients += old.holding.give_gradients()
-        yield from old.holding.retire()
+    def _replaced(self, old: ReplicaMemory, made: list[ReplicaMemory]) -> Iterator[Change]:
+        """Let others go on in place of a replica, which makes no more updates."""
+        for replica in made:
+            yield from replica.come()
+        self._gradients += old.give_gradients()
+        yield from old.retire()
 
     def _forward_again(self, it: Instruction, size: Size) -> Iterator[Change]:
         if not size:
@@ -244,24 +200,12 @@ class _MigratingMemory:
         given = Instruction(Op.GIVE_UNIT, it.peer, it.number, it.stage)
         read = self._costs.read_bytes(given)
         yield Change(RECEIVED, -read, False)  # what it keeps of that are activations from now on
-        if block.source not in self._guests:
-            made = ReplicaMemory(self._memory(block.start, block.stop, block.at - 1))
-            self._guests[block.source] = _Part(made, block.start, block.stop)
-            yield from made.come()
-        guest, ran = self._guests[block.source].holding, self._units[it.number]
+        is_new = block.source not in self._parts.guests
+        guest = self._parts.guest(block, it.number, self._make)
+        if is_new:
+            yield from guest.come()
         yield from guest.changes(Instruction(Op.FORWARD, it.stage, it.number), size)
-        ran.insert(len(ran) if block.goes_left else 0, guest)
         yield Change(RECEIVED, read - self._costs.num_bytes(given), True)
-
-    def _take(self, it: Instruction) -> Iterator[Change]:
-        """Let a block that has come run with the layers beside it as one."""
-        block = self._phases.handed(it.peer, it.stage, it.number)
-        beside = [part for part in self._parts if part.leaves_to is None]
-        (old,) = (part for part in beside if block.start == part.stop or block.stop == part.start)
-        start, stop = min(block.start, old.start), max(block.stop, old.stop)
-        joint = old.holding.copied(self._memory(start, stop, block.at))
-        yield from self._replaced(old, [_Part(joint, start, stop)])
-        yield Change(RECEIVED, -self._costs.num_bytes(Instruction(Op.GIVE, it.peer, it.number, it.stage)), True)
 
     def _crossing_bytes(self, it: Instruction) -> int:
         """Return the bytes of a message that this stage takes."""
@@ -269,6 +213,12 @@ class _MigratingMemory:
         if it.op is Op.RECEIVE_ACTIVATION:
             return costs.activation_bytes[it.peer, it.stage][size]
         return costs.gradient_bytes[it.stage, it.peer][size]
+
+    def _make(self, start: int, stop: int, minibatch: int) -> ReplicaMemory:
+        return ReplicaMemory(self._memory(start, stop, minibatch))
+
+    def _copy(self, old: ReplicaMemory, start: int, stop: int, minibatch: int) -> ReplicaMemory:
+        return old.copied(self._memory(start, stop, minibatch))
 
     def _memory(self, start: int, stop: int, minibatch: int) -> StageMemoryCosts:
         """Return what consecutive layers keep, with the policies of a minibatch's forward."""

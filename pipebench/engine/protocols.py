@@ -1,15 +1,22 @@
-"""What a worker needs of the engine around it: a transport, collectives, and the losses it hands back.
+"""What a worker needs: what runs its stages, a transport, collectives, and the losses it hands back.
 
-The virtual engine has these in one process, the distributed engine between processes.
+Transport and collectives the virtual engine has in one process, the distributed engine between processes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from pipebench.engine.accumulation import OnGradient
-from pipebench.engine.server import Pulled
+from pipebench.engine.crossing import Gradients
+from pipebench.engine.loss_scale import LossScale
+from pipebench.engine.prediction import AS_IT_IS, Displacement
+from pipebench.engine.replica import LiveBytes, Values
+from pipebench.engine.streams import StreamSlot
+from pipebench.model.stage import LossFunction
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.operations import Op
 
 
 class UnitLoss(NamedTuple):
@@ -24,6 +31,70 @@ class UnitLoss(NamedTuple):
     total: torch.Tensor
     samples: int
     weight: float
+
+
+class StageRunner(Protocol):
+    """Runs a stage: a `Replica`, or a `MigratingReplica` while layers leave or join it.
+
+    Attributes:
+        scale: of its gradients; None scales nothing.
+        again_bytes: see `Replica`.
+    """
+
+    scale: LossScale | None
+    again_bytes: int
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The model inputs that the next forward reads."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model's output is computed here."""
+
+    def forward(
+        self,
+        unit: int,
+        draw: tuple[int, ...],
+        inputs: Sequence[torch.Tensor],
+        received: Values,
+        place: StreamSlot,
+        *,
+        version: int,
+        move: Displacement = AS_IT_IS,
+        loss: LossFunction | None = None,
+    ) -> tuple[Values, torch.Tensor | None]:
+        """Run a unit forward; see `Replica.forward`."""
+
+    def backward(
+        self,
+        unit: int,
+        arrived: Mapping[int, Sequence[torch.Tensor]],
+        on_gradient: OnGradient | None = None,
+        move: Displacement = AS_IT_IS,
+    ) -> Gradients:
+        """Run a unit backward; see `Replica.backward`."""
+
+    def stepped(self) -> list[torch.Tensor | None]:
+        """Return the round's gradients in the types of what the optimizer steps on, in the stage's order."""
+
+    def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
+        """Apply one update and forget the round's gradients."""
+
+    def skip_update(self, *, keep_from: int) -> None:
+        """Forget the round's gradients instead of applying them; the version counts all the same."""
+
+    def swap_out(self, unit: int) -> int:
+        """Copy what swapped layers saved of a unit to the host; return the bytes."""
+
+    def swap_in(self, unit: int) -> int:
+        """Begin to copy that back; return the bytes."""
+
+    def live_by_kind(self) -> LiveBytes:
+        """Return the bytes that it holds on the device, kind by kind."""
+
+    def host_bytes(self) -> int:
+        """Return the bytes that it holds on the host."""
 
 
 class Transport(Protocol):
@@ -62,10 +133,49 @@ class Collectives(Protocol):
     def norm(self, round_index: int) -> torch.Tensor:
         """Return the norm of a round's gradients of all stages; waits for them."""
 
-    def push(
-        self, stage: int, replica: int, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Send the server of a stage a minibatch's gradient, computed with a version of the weights."""
 
-    def pull(self, stage: int, replica: int, at_least: int) -> Pulled:
-        """Return the weights that the replica's last push has made; or, where it is told, those of so many pushes."""
+Handler = Callable[[Instruction, Transport, Collectives], UnitLoss | None]
+Sent = tuple[str, int, int, int, str]  # kind of bytes, sender, receiver, how many, what they are
+
+
+class WorkerExtension:
+    """What an extension adds to a worker, for which it is made.
+
+    Attributes:
+        handlers: how instructions are executed: of its own, or in place of those that `Worker.handlers` has.
+    """
+
+    handlers: Mapping[Op, Handler]
+
+    def begin(self) -> None:
+        """Start a segment of training, with nothing in flight."""
+
+
+class EngineExtension:
+    """What an extension adds to the workers of a process together; made of their collectives when stages are cut."""
+
+    def begin(self, first: int, limit: Callable[[], float]) -> None:
+        """Start a segment of training.
+
+        Args:
+            first: the minibatch of the run that it begins with.
+            limit: tells how many minibatches of it will run, as far as is known.
+        """
+
+    def drained(self) -> Iterable[Sent]:
+        """Exchange what a drain exchanges; yield what that lets set out where the links' clock is virtual."""
+        return ()
+
+    def facts(self) -> list[Any]:
+        """Return what it has counted here, in a form that JSON holds."""
+        return []
+
+    def restore(self, facts: list[Any]) -> None:
+        """Go on from what `facts` returned when a checkpoint was taken.
+
+        Raises:
+            CheckpointError: they aren't what it returns.
+        """
+
+    def close(self) -> None:
+        """End: nothing else comes, in any process."""

@@ -4,13 +4,11 @@ It knows no schedule, no clock and no transport, and no mode: which version a mi
 it holds can be asked of it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import get_gradient_edge
 
 from pipebench.checkpoint.state import ModelState
@@ -20,13 +18,14 @@ from pipebench.engine.in_flight import (
     detached,
     differentiable,
     num_bytes,
-    record_again,
     record_saved,
     tensors_in,
 )
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement, MovedWeights
+from pipebench.engine.recomputation import Recomputation
 from pipebench.engine.split import SplitBackward, backward_weight, kept_bytes
+from pipebench.engine.streams import ALONE, StreamSlot, StreamStates
 from pipebench.engine.swap import Swap
 from pipebench.engine.weights import Weights
 from pipebench.model.optimizer import MakeOptimizer
@@ -38,18 +37,7 @@ from pipebench.recipe.schema import LossScaleRecipe
 Values = dict[int, Any]  # layer index to the value (a pytree of tensors) it put out
 
 
-class StreamSlot(NamedTuple):
-    """Whose state stateful modules carry: of one stream, in one microbatch of it, in training or in evaluation."""
-
-    split: str
-    stream: int
-    microbatch: int
-    starts: bool
-
-
-TRAIN = "train"
 _EVALUATION = name_hash("evaluation")  # what an evaluation draws is nothing that training draws
-_ALONE = StreamSlot(TRAIN, 0, 0, starts=True)
 
 
 class LiveBytes(NamedTuple):
@@ -77,6 +65,27 @@ class _Saves(NamedTuple):
     staying: frozenset[int]
 
 
+class ReplicaRules(NamedTuple):
+    """What the ways of training ask of a replica.
+
+    Attributes:
+        split: whether backwards come in two parts.
+        overwrite: weight policies that stash nothing, see `Weights`.
+        moves: whether passes compute with weights that are moved from the newest version.
+        gamma: see `MovedWeights`.
+        loss_scale: how the scale of its gradients changes; None scales nothing.
+    """
+
+    split: bool = False
+    overwrite: bool = False
+    moves: bool = False
+    gamma: float | None = None
+    loss_scale: LossScaleRecipe | None = None
+
+
+_PLAIN = ReplicaRules()
+
+
 class Replica:
     """Runs one stage.
 
@@ -85,14 +94,10 @@ class Replica:
         make_optimizer: makes the optimizer for the stage's parameters.
         device: where it computes.
         seed: the run's seed, for random layers.
-        split: whether backwards come in two parts.
-        overwrite: weight policies that stash nothing, see `Weights`.
-        moves: whether passes compute with weights that are moved from the newest version.
-        gamma: see `MovedWeights`.
-        loss_scale: how the scale of its gradients changes; None scales nothing.
+        rules: what the way of training asks of it.
 
     Attributes:
-        scale: that scale.
+        scale: of its gradients; None scales nothing.
         shelf: the state of the stage's layers that are left out for now, by the model's own names, on the host; None
             as long as they are as the stage was cut.
         again_bytes: what the last backward has computed again for itself; it is gone with that.
@@ -105,11 +110,7 @@ class Replica:
         *,
         device: torch.device,
         seed: int,
-        split: bool = False,
-        overwrite: bool = False,
-        moves: bool = False,
-        gamma: float | None = None,
-        loss_scale: LossScaleRecipe | None = None,
+        rules: ReplicaRules = _PLAIN,
     ) -> None:
         self.stage = stage
         self.module = stage.module.to(device)
@@ -117,29 +118,25 @@ class Replica:
         # In mixed precision, what has been rounded: of parameters that are trained the weights hold the masters.
         self.exact = lower([self.module, self._evaluation.module], stage.rounding)
         self.weights = Weights(
-            self.module, make_optimizer, overwrite=overwrite, also=[self._evaluation.module],
+            self.module, make_optimizer, overwrite=rules.overwrite, also=[self._evaluation.module],
             masters=self.exact if stage.rounding else None,
         )  # fmt: skip
         for name in self.weights.names:
             self.exact.pop(name, None)
-        self.moved = MovedWeights(self.weights, gamma) if moves and self.weights.optimizer is not None else None
-        self.scale = None if loss_scale is None else LossScale(loss_scale)
+        moves = rules.moves and self.weights.optimizer is not None
+        self.moved = MovedWeights(self.weights, rules.gamma) if moves else None
+        self.scale = None if rules.loss_scale is None else LossScale(rules.loss_scale)
         self.shelf: ModelState | None = None
-        self._split = SplitBackward(self.stage, device) if split else None
+        self._split = SplitBackward(self.stage, device) if rules.split else None
         self.device = device
         self._in_flight: dict[int, InFlight] = {}
         self._saves: dict[tuple[torch.Size, ...], _Saves] = {}
-        self._again: dict[tuple[torch.Size, ...], int] = {}  # bytes, likewise by what the forward read
+        self._recomputation = Recomputation(stage.recomputed)
         self.again_bytes = 0
-        self._fixed = {t.untyped_storage().data_ptr() for t in (*_frozen(self.module), *self.module.buffers())}
-        again = [part for each in stage.recomputed for part in each.run.modules()]
-        norms = (part for part in again if isinstance(part, nn.modules.batchnorm._NormBase))
-        self._norms = [(norm, {n: b if b is None else b.clone() for n, b in norm._buffers.items()}) for norm in norms]
-        copies = (buffer for _, table in self._norms for buffer in table.values() if buffer is not None)
-        self._fixed |= {buffer.untyped_storage().data_ptr() for buffer in copies}
-        self._own_buffers = list(_own_buffers(again))
-        self._stateful = [self.module.get_submodule(path) for path in stage.stateful]
-        self.states: dict[tuple[str, int, int], list[Any]] = {}
+        frozen = (parameter for parameter in self.module.parameters() if not parameter.requires_grad)
+        fixed = {tensor.untyped_storage().data_ptr() for tensor in (*frozen, *self.module.buffers())}
+        self._fixed = fixed | self._recomputation.storages
+        self.states = StreamStates([self.module.get_submodule(path) for path in stage.stateful])
         self._accumulation = Accumulation(len(self.weights.names))
         stage.seeder.seed, stage.seeder.device = seed, device
         stage.enter()
@@ -150,7 +147,7 @@ class Replica:
         draw: tuple[int, ...],
         inputs: Sequence[torch.Tensor],
         received: Values,
-        place: StreamSlot = _ALONE,
+        place: StreamSlot = ALONE,
         *,
         version: int,
         move: Displacement = AS_IT_IS,
@@ -171,14 +168,13 @@ class Replica:
         Returns:
             The values that leave the stage, detached, by layer; and the loss in the last stage.
         """
-        weights = self.weights.find(version) if self.moved is None else self.moved.for_forward(version, move)
-        weights.users += 1
+        weights = self.weights.use(version) if self.moved is None else self.moved.for_forward(version, move)
         received = {layer: detached(received[layer]) for layer in self.stage.reads}
         self.weights.bind(weights)
-        item = self._in_flight[unit] = InFlight(weights, received, draw, loss, self._take_up(place))
+        item = self._in_flight[unit] = InFlight(version, weights, received, draw, loss, self.states.take_up(place))
         self.stage.seeder.draw, self.stage.loss.function = draw, loss
         outputs = self._run(item, [*inputs, *received.values()])
-        self._lay_down(place)
+        self.states.lay_down(place)
         leaving = outputs[: len(self.stage.returns)]
         values = {layer: detached(value) for layer, value in zip(self.stage.returns, leaving, strict=True)}
         results = [t for value in leaving for t in differentiable(value)]
@@ -191,7 +187,7 @@ class Replica:
     def backward(
         self,
         unit: int,
-        gradients: Sequence[torch.Tensor],
+        arrived: Mapping[int, Sequence[torch.Tensor]],
         on_gradient: OnGradient | None = None,
         move: Displacement = AS_IT_IS,
     ) -> dict[int, list[torch.Tensor]]:
@@ -199,7 +195,7 @@ class Replica:
 
         Args:
             unit: a unit that has run forward.
-            gradients: one per tensor that requires grad among the values that left, in order; the loss needs none.
+            arrived: by layer whose value left, one gradient per tensor of it that requires grad; the loss needs none.
             on_gradient: takes every parameter's gradient, the sum with those of earlier units, in place of `gradients`
                 and as soon as this backward has computed it, while the rest of it still runs.
             move: how far from the newest version its weights are to be, where those of passes are moved.
@@ -207,17 +203,16 @@ class Replica:
         Returns:
             Per received layer the gradients of those of its tensors that required grad.
         """
-        item = self._in_flight.pop(unit)
-        returning = self._backward(item, gradients, on_gradient, move)
-        self.weights.release(item.version)
+        returning = self._backward(self._in_flight[unit], arrived, on_gradient, move)
+        self.let_go(unit)
         return returning
 
     def backward_input(
-        self, unit: int, gradients: Sequence[torch.Tensor], move: Displacement = AS_IT_IS
+        self, unit: int, arrived: Mapping[int, Sequence[torch.Tensor]], move: Displacement = AS_IT_IS
     ) -> dict[int, list[torch.Tensor]]:
         """Run the input part of a unit's backward; see `backward`. Layers that can't be split run whole in it."""
         item = self._in_flight[unit]
-        returning = self._backward(item, gradients, None, move)
+        returning = self._backward(item, arrived, None, move)
         item.received, item.carried, item.loss, item.kept_bytes = {}, [], None, kept_bytes(item.rests)
         return returning
 
@@ -226,14 +221,10 @@ class Replica:
 
         `on_gradient` is told of the parameters whose gradients this part computes. It reads no weights.
         """
-        item = self._in_flight.pop(unit)
+        item = self._in_flight[unit]
         with self._accumulation.add(item.version, on_gradient):
             backward_weight(item.rests, item.version.parameters)
-        self.weights.release(item.version)
-
-    def heads(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """Return gradients by layer as `backward` takes them."""
-        return [tensor for layer in self.stage.returns for tensor in gradients.get(layer, ())]
+        self.let_go(unit)
 
     def stepped(self) -> list[torch.Tensor | None]:
         """Return the gradients in the types of what the optimizer steps on."""
@@ -242,11 +233,13 @@ class Replica:
 
     def swap_out(self, unit: int) -> int:
         """Copy what a unit's swapped layers saved to the host, and let go of it; return the bytes, 0 without any."""
-        return 0 if self._in_flight[unit].swap is None else self._swap(unit).copy_out()
+        swap = self._in_flight[unit].swap
+        return 0 if swap is None else swap.copy_out()
 
     def swap_in(self, unit: int) -> int:
         """Begin to copy that back, which a backward else does when it needs it; return the bytes."""
-        return 0 if self._in_flight[unit].swap is None else self._swap(unit).copy_back()
+        swap = self._in_flight[unit].swap
+        return 0 if swap is None else swap.copy_back()
 
     def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
         """Apply one update and forget the accumulated gradients; see `Weights.update`."""
@@ -254,7 +247,10 @@ class Replica:
         self._accumulation.clear()
 
     def skip_update(self, *, keep_from: int) -> None:
-        """Forget the accumulated gradients instead of applying them; see `Weights.skip`."""
+        """Forget the accumulated gradients instead of applying them; see `Weights.skip`.
+
+        Losses are scaled in fp16 only, where no weights are moved (`recipe.suited`): a copy of them need not follow.
+        """
         self.weights.skip(keep_from=keep_from)
         self._accumulation.clear()
 
@@ -276,10 +272,10 @@ class Replica:
         self.weights.bind(self.weights.evaluated)
         stage.enter()
         stage.seeder.draw = (_EVALUATION, *draw)
-        self._take_up(place)
+        self.states.take_up(place)
         with torch.no_grad():
             outputs = stage.module(*inputs, *(received[layer] for layer in stage.reads))
-        self._lay_down(place)
+        self.states.lay_down(place)
         self.stage.enter()
         return dict(zip(stage.returns, outputs, strict=False)), outputs[-1] if stage.is_last else None
 
@@ -289,17 +285,15 @@ class Replica:
         return tuple(self._in_flight)
 
     def let_go(self, unit: int) -> None:
-        """Forget a unit that has run forward: its backward runs elsewhere."""
-        self.weights.release(self._in_flight.pop(unit).version)
+        """Forget a unit that has run forward: its backward is over, or runs elsewhere."""
+        item = self._in_flight.pop(unit)
+        if self.moved is None:  # else all use the same buffers, which stay
+            self.weights.release(item.number)
 
     def retire(self) -> None:
         """Make no more updates, and keep nothing but what the backwards of units in flight need."""
         self.weights.retire()
-        self.states = {}
-
-    def forget(self, split: str) -> None:
-        """Let go of the states of a split's streams."""
-        self.states = {key: state for key, state in self.states.items() if key[0] != split}
+        self.states.clear()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters that evaluations see and the buffers by qualified name: references, not copies."""
@@ -342,27 +336,6 @@ class Replica:
     def gradients(self, found: list[torch.Tensor | None]) -> None:
         self._accumulation.gradients = found
 
-    def _swap(self, unit: int) -> Swap:
-        swap = self._in_flight[unit].swap
-        assert swap is not None, "no layer of the stage is swapped"
-        return swap
-
-    def _take_up(self, place: StreamSlot) -> list[Any]:
-        """Let stateful modules carry on where the stream's minibatch before left off; return what they carry."""
-        goes_on = self._stateful and not place.starts
-        carried = self.states[place[:3]] if goes_on else [None] * len(self._stateful)
-        self._carry(carried)
-        return carried
-
-    def _carry(self, carried: Sequence[Any]) -> None:
-        for module, state in zip(self._stateful, carried, strict=True):
-            module.carried_state = state
-
-    def _lay_down(self, place: StreamSlot) -> None:
-        """Keep what stateful modules carry for the stream's next minibatch."""
-        if self._stateful:
-            self.states[place[:3]] = [module.carried_state for module in self._stateful]
-
     def _run(self, item: InFlight, arguments: Sequence[Any]) -> Any:
         """Run the module; measure what is kept of it for its backward the first time a shape comes by."""
         shapes = item.shapes = tuple([tensor.shape for argument in arguments for tensor in tensors_in(argument)])
@@ -389,9 +362,14 @@ class Replica:
         return self._fixed.union(flat.untyped_storage().data_ptr() for flat in item.version.flats)
 
     def _backward(
-        self, item: InFlight, gradients: Sequence[torch.Tensor], on_gradient: OnGradient | None, move: Displacement
+        self,
+        item: InFlight,
+        arrived: Mapping[int, Sequence[torch.Tensor]],
+        on_gradient: OnGradient | None,
+        move: Displacement,
     ) -> dict[int, list[torch.Tensor]]:
         """Run a backward, or the input part of one, and let go of the stage's graph; see `backward`."""
+        gradients = [tensor for layer in self.stage.returns for tensor in arrived.get(layer, ())]
         if self.moved is not None:
             self.moved.for_backward(move)
         if item.swap is not None:
@@ -400,9 +378,10 @@ class Replica:
         if self.stage.recomputed:
             self.weights.bind(item.version)
             self.stage.seeder.draw, self.stage.loss.function = item.draw, item.loss
-            self._carry(item.carried)
-            with self._kept_statistics(), self._measured_again(item):
+            self.states.carry(item.carried)
+            with self._recomputation.run(item.shapes, lambda: self._own_storages(item)):
                 self._differentiate(item, leaves, gradients, on_gradient)
+            self.again_bytes = self._recomputation.num_bytes[item.shapes]
         else:
             self._differentiate(item, leaves, gradients, on_gradient)
         item.results.clear()
@@ -410,19 +389,6 @@ class Replica:
             layer: [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in differentiable(value)]
             for layer, value in item.received.items()
         }
-
-    @contextmanager
-    def _measured_again(self, item: InFlight) -> Iterator[None]:
-        """Measure what a backward computes again, the first time a shape comes by."""
-        if item.shapes in self._again:
-            yield
-        else:
-            again: dict[int, torch.UntypedStorage] = {}
-            with record_again(again, self.stage.recomputed):
-                yield
-            own = self._own_storages(item)
-            self._again[item.shapes] = sum(each.nbytes() for address, each in again.items() if address not in own)
-        self.again_bytes = self._again[item.shapes]
 
     def _differentiate(
         self,
@@ -446,22 +412,6 @@ class Replica:
         """Return the gradient of the scaled loss by the loss; None stands for 1."""
         return None if self.scale is None else torch.full((), self.scale.value, dtype=loss_type, device=self.device)
 
-    @contextmanager
-    def _kept_statistics(self) -> Iterator[None]:
-        """Recompute forwards without touching running statistics a second time, BatchNorm's or a model's own."""
-        kept = [norm._buffers for norm, _ in self._norms]
-        own = [(buffer, buffer.clone()) for buffer in self._own_buffers]
-        for norm, others in self._norms:  # with some, or autograd would save fewer tensors than before
-            norm._buffers = others
-        try:
-            yield
-        finally:
-            for (norm, _), buffers in zip(self._norms, kept, strict=True):
-                norm._buffers = buffers
-            with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._own_buffers)):
-                for buffer, before in own:
-                    buffer.copy_(before)
-
 
 def _evaluation_of(stage: Stage, device: torch.device) -> Stage:
     """Return the stage as it evaluates, with the very parameters and buffers that it trains with."""
@@ -480,14 +430,3 @@ def _evaluation_of(stage: Stage, device: torch.device) -> Stage:
 
 def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_buffers(remove_duplicate=False))
-
-
-def _frozen(module: nn.Module) -> Iterator[nn.Parameter]:
-    return (parameter for parameter in module.parameters() if not parameter.requires_grad)
-
-
-def _own_buffers(parts: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield the buffers that a forward may change in a way that only the model knows."""
-    for part in parts:
-        if not isinstance(part, nn.modules.batchnorm._NormBase):
-            yield from part.buffers(recurse=False)

@@ -9,7 +9,8 @@ from torch import nn
 from pipebench.checkpoint.recut import carried_states
 from pipebench.checkpoint.share import Share
 from pipebench.checkpoint.state import CheckpointError, ModelState, same_type_map
-from pipebench.engine.replica import TRAIN, Replica
+from pipebench.engine.replica import Replica
+from pipebench.engine.streams import TRAIN
 
 
 def state_of(replica: Replica, share: Share) -> ModelState:
@@ -79,11 +80,10 @@ def restore(replica: Replica, state: ModelState, share: Share) -> None:
         for name, tensor in replica.exact.items():
             if name in own:
                 tensor.copy_(given[own[name]])
-    replica.states = {
-        (TRAIN, *place): same_type_map(values, lambda t: t.to(replica.device, copy=True))
-        for place, values in carried.items()
-        if share.holds(place[0])
-    }
+    replica.states.clear()
+    for place, values in carried.items():
+        if share.holds(place[0]):
+            replica.states[TRAIN, *place] = same_type_map(values, lambda t: t.to(replica.device, copy=True))
 
 
 def names_in(replica: Replica) -> set[str]:

@@ -1,6 +1,6 @@
 """Replicas of a run's stages, as its schedule and its recipe want them."""
 
-from pipebench.engine.replica import Replica
+from pipebench.engine.replica import Replica, ReplicaRules
 from pipebench.engine.setup import Setup
 from pipebench.model.stage import Stage, cut_stage
 from pipebench.schedule.pipeline import SPLIT
@@ -15,14 +15,11 @@ def replica_of_stage(setup: Setup, stage: int) -> Replica:
 def make_replica(setup: Setup, stage: int, cut: Stage) -> Replica:
     """Return a replica of layers that were cut out for a stage, with their initial weights."""
     policy = WEIGHT_POLICIES[setup.pipeline.weights]
-    return Replica(
-        cut,
-        setup.make_optimizer,
-        device=setup.device,
-        seed=setup.seed,
+    rules = ReplicaRules(
         split=setup.pipeline.backward == SPLIT,
         overwrite=not policy.stashed,
         moves=policy.moves(setup.pipeline, stage),
         gamma=setup.gamma(stage),
         loss_scale=setup.loss_scale,
     )
+    return Replica(cut, setup.make_optimizer, device=setup.device, seed=setup.seed, rules=rules)

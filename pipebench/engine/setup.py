@@ -1,7 +1,7 @@
 """What an engine needs to run a recipe, and what follows from it alone."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,8 +42,6 @@ class Setup:
         clip_norm: largest norm of an update's gradient: of all stages where they share it, else of each; or None.
         seed: for random layers.
         device: where arithmetic happens.
-        push_order: without waiting for all replicas: the order of pushes to repeat, by the minibatch that a segment
-            begins with; of a segment that isn't there the clock decides.
         loss_scale: how the scale of the loss changes; None for no scaling.
         correction_decay: PipeMare's D, see `gamma`.
         repartitions: whether layers may move from stage to stage between two drains or at one: processes then keep the
@@ -69,7 +67,6 @@ class Setup:
     clip_norm: float | None
     seed: int
     device: torch.device
-    push_order: Mapping[int, Sequence[int]] = field(default_factory=dict)
     loss_scale: LossScaleRecipe | None = None
     correction_decay: float = CORRECTION_DECAY
     repartitions: bool = False

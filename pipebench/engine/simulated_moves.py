@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipebench.checkpoint.handover import Key, StateClaim, asked
+from pipebench.checkpoint.handover import Key, StateClaim, requests_of
 from pipebench.engine.balancing import ENOUGH, Known
 from pipebench.engine.held_bytes import Inputs
 from pipebench.engine.mailbox import InProcessTransport
@@ -261,7 +261,7 @@ def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[in
         names = frozenset(name for layer in layers for name in (*layer.parameters, *layer.buffers))
         claim = StateClaim(names, frozenset(), share_of(after, stage, pipeline.replica_of(worker)))
         has = [key for key in _pieces(before, worker, trained=trained, answers=False) if claim.wants(key)]
-        for giver, keys in asked(given, worker, has, claim).items():
+        for giver, keys in requests_of(worker, given, has, claim).items():
             found[giver, worker] = sum(given[giver][key] for key in keys)
     return found
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from pipebench.engine.clipping import clipped, gradient_norm
-from pipebench.engine.migration import MigratingReplica
 from pipebench.engine.prediction import AS_IT_IS, Displacement
-from pipebench.engine.replica import Replica
+from pipebench.engine.protocols import StageRunner
 from pipebench.engine.setup import Setup, minibatch_weight
 from pipebench.model.stage import LossFunction
 from pipebench.schedule.instructions import Instruction
@@ -55,7 +54,7 @@ class Updates:
 
     def apply(
         self,
-        replica: Replica | MigratingReplica,
+        replica: StageRunner,
         gradients: _Gradients,
         stage: int,
         round_index: int,

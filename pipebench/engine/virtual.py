@@ -8,7 +8,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +17,7 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.engine.admission import StoppableAdmission, StopRequest, admitted_program
 from pipebench.engine.collectives import InProcessCollectives
 from pipebench.engine.drain import DrainExchange
+from pipebench.engine.facts import facts_of, restore_extensions
 from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.loss_scale import scale_metrics
 from pipebench.engine.mailbox import InProcessTransport
@@ -35,11 +35,10 @@ from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import forward_programs
-from pipebench.schedule.pushes import Turns
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.meter import Meter, RunMeasurements, fractions, pcie_fractions, recomputing
 from pipebench.simulate.network import Network
-from pipebench.simulate.simulation import Simulation, TimelineEvent
+from pipebench.simulate.simulation import RunPart, Simulation, TimelineEvent
 from pipebench.simulate.timeline import EVALUATION
 
 _LOG = logging.getLogger("pipebench.engine")
@@ -184,8 +183,7 @@ class VirtualEngine(Movable):
             self._meter.busy_s, self._meter.stall_s = facts["busy_s"], facts["stall_s"]
             self._meter.again_s, self._meter.swap_stall_s = facts.get("again_s", 0.0), facts.get("swap_stall_s", 0.0)
             self._evaluation_s = facts["evaluation_s"]
-            for server in self._rings.servers:
-                server.segments = [*facts["pushes"]]
+            restore_extensions(self._rings.extensions, facts)
 
     def facts(self) -> dict[str, Any]:
         """Return what was counted so far, in a form that JSON holds; lists are by worker."""
@@ -199,7 +197,7 @@ class VirtualEngine(Movable):
             "again_s": self._meter.again_s,
             "swap_stall_s": self._meter.swap_stall_s,
             "evaluation_s": self._evaluation_s,
-            "pushes": [asdict(pushes) for server in self._rings.servers for pushes in server.segments],
+            **facts_of(self._rings.extensions),
         }
 
     def measured(self, training_s: float) -> RunMeasurements:
@@ -229,13 +227,13 @@ class VirtualEngine(Movable):
         )
         routes = None if phases is None else phases.routes
         lists = [admitted_program(pipeline, w.index, num_minibatches, admission, routes) for w in self.workers]
-        self._rings.begin(first_minibatch)
+        self._rings.begin(first_minibatch, lambda: admission.limit)
         size_of, moving = self._feed.size, None
         if phases is not None:
             moving = PhaseCosts(phases, size_of, lambda unit: pipeline.minibatch(unit)[0])
         self._meter.begin(size_of, moving.recomputing_s if moving else recomputing(self.setup.costs, size_of))
-        turns = Turns(self.setup.push_order.get(first_minibatch), lambda: admission.limit)
-        self._play(pipeline, self.setup.costs, lists, turns, moving)
+        part = RunPart(first_minibatch, lambda: admission.limit)
+        self._play(pipeline, self.setup.costs, lists, part, moving)
         for worker in self.workers:
             worker.end_training()
         if phases is not None:
@@ -285,13 +283,13 @@ class VirtualEngine(Movable):
         pipeline: Pipeline,
         costs: Costs,
         lists: Sequence[Iterator[Instruction]],
-        turns: Turns | None = None,
+        part: RunPart | None = None,
         moving: PhaseCosts | None = None,
     ) -> None:
         size_of: Callable[[int], Size] = self._feed.size
         if moving is not None:
             costs, size_of = moving.costs, moving.size_of
-        simulation = Simulation(pipeline, lists, costs, self.network, size_of, self.clock_s, turns, moving)
+        simulation = Simulation(pipeline, lists, costs, self.network, size_of, self.clock_s, part, moving)
         verbose = _LOG.isEnabledFor(logging.DEBUG)
         try:
             for event in simulation:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from pipebench.model.optimizer import MakeOptimizer, average_in
+from pipebench.schedule.version_ledger import VersionLedger
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,14 +66,12 @@ class Version:
         number: updates since the start of the run.
         flats: one-dimensional buffers, one per group.
         parameters: leaf views of them, in the stage's order.
-        users: minibatches in flight that refer to it.
     """
 
-    __slots__ = ("__weakref__", "flats", "number", "parameters", "users")
+    __slots__ = ("__weakref__", "flats", "number", "parameters")
 
     def __init__(self, likes: Sequence[_Like], groups: Sequence[_ParameterGroup]) -> None:
         self.number = 0
-        self.users = 0
         self.flats: list[torch.Tensor] = []
         views: dict[int, torch.Tensor] = {}
         for group in groups:
@@ -121,7 +120,7 @@ class Weights:
 
     Attributes:
         newest: the version of the most updates.
-        most_alive: the most versions that have been held at once.
+        versions: which versions are alive; in one place where nothing is trained.
         version_bytes: bytes of one version.
         master_bytes: bytes of the masters, 0 where there are none.
         state_bytes: bytes of the optimizer's state, as of the latest update.
@@ -151,11 +150,8 @@ class Weights:
         self._free: list[Version] = []
         self._averages: Version | None = None
         self._bound: Version | None = None
-        self._keep_from = 0
-        self._retired = False
         self._lock = threading.RLock()
-        self._held: Version | None = None
-        self.most_alive = 1
+        self.versions = VersionLedger(in_place=overwrite or not named)
         self.optimizer = make_optimizer(self._stepped.parameters) if named else None
         self.master_bytes = sum(p.nbytes for p in self._masters.parameters) if self._masters else 0
         self.state_bytes = 0
@@ -171,21 +167,22 @@ class Weights:
         return len(self._alive)
 
     @property
-    def alive(self) -> tuple[int, ...]:
-        """The numbers of the versions held."""
-        return tuple(version.number for version in self._alive)
+    def most_alive(self) -> int:
+        """The most versions that have been held at once."""
+        return self.versions.most_alive
 
     @_one_at_a_time
     def retire(self) -> None:
         """Make no more versions, and keep only those that minibatches in flight refer to."""
         self.optimizer, self._masters, self._averages = None, None, None
         self.master_bytes = self.state_bytes = 0
-        self._retired = True
+        self.versions.retire()
         self._collect()
 
     @_one_at_a_time
-    def find(self, number: int) -> Version:
-        """Return the live version of that number; without parameters one stands for all."""
+    def use(self, number: int) -> Version:
+        """Return the live version of that number, for a minibatch in flight; without parameters one stands for all."""
+        self.versions.use(number)
         if self.optimizer is None:
             return self.newest
         return next(version for version in self._alive if version.number == number)
@@ -210,9 +207,7 @@ class Weights:
     def take_averages(self, averages: Sequence[torch.Tensor]) -> None:
         """Let evaluations see averages that are kept elsewhere, until the next update or copy."""
         self._averages = self.new_version()
-        with torch.no_grad():
-            for mine, theirs in zip(self._averages.parameters, averages, strict=True):
-                mine.copy_(theirs)
+        _fill(self._averages, averages)
 
     def bind(self, version: Version) -> None:
         """Let the module compute with a version."""
@@ -228,27 +223,28 @@ class Weights:
             self._bound = version
 
     @_one_at_a_time
-    def release(self, version: Version) -> None:
-        """A minibatch that referred to a version has left."""
-        version.users -= 1
-        self._collect()
+    def release(self, number: int) -> None:
+        """A minibatch that used a version has left."""
+        if self.versions.release(number):
+            self._collect()
 
     @_one_at_a_time
     def hold(self) -> int:
         """Keep the newest version, in place of the one held before, however many updates follow; return its number."""
-        if self._held is not None:
-            self.release(self._held)
-        self._held = self.newest
-        self._held.users += 1
-        return self._held.number
+        number = self.versions.hold()
+        self._collect()
+        return number
+
+    def renumber(self, number: int) -> None:
+        """Let the one version there is be that of so many updates; nothing may be in flight."""
+        self.newest.number = number
+        self.versions.restart(number)
 
     def take(self, number: int, parameters: Sequence[torch.Tensor]) -> None:
         """Let the one version there is become another one's copy; nothing may be in flight."""
         self._averages = None
-        with torch.no_grad():
-            for mine, theirs in zip(self.newest.parameters, parameters, strict=True):
-                mine.copy_(theirs)
-        self.newest.number = number
+        _fill(self.newest, parameters)
+        self.renumber(number)
 
     @_one_at_a_time
     def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
@@ -257,23 +253,19 @@ class Weights:
         Args:
             gradients: one per parameter; None leaves it as it is.
             lr: learning rate.
-            keep_from: the oldest version that may still be asked for; older ones go as soon as no minibatch in flight
-                refers to them.
+            keep_from: the oldest version that a forward may still request, see `VersionLedger`.
         """
-        self._keep_from = keep_from
         self._averages = None
-        self._collect()
+        target = self._next(keep_from)
         if self.optimizer is None:
-            self.newest.number += 1
             return
-        target = self._target()
         stepped = self._masters or target
         for parameter, gradient in zip(stepped.parameters, gradients, strict=True):
             parameter.grad = gradient
         for group, share in zip(self.optimizer.param_groups, self._shares, strict=True):
             group["lr"] = lr * share
         # The naive pipeline on purpose: its graphs in flight go on with the overwritten weights, unnoticed.
-        unnoticed = (*target.flats, *target.parameters) if self._overwrite and target.users else ()
+        unnoticed = (*target.flats, *target.parameters) if self._overwrite and self.versions.in_use else ()
         with _unsafe_preserve_version_counter(unnoticed):
             (self._step_apart if self._some_are_fresh else self.optimizer.step)()
             if self._masters is not None:
@@ -281,8 +273,6 @@ class Weights:
         for parameter in stepped.parameters:
             parameter.grad = None
         self._count_state()
-        target.number += 1
-        self._collect()
 
     def _step_apart(self) -> None:
         """Let the optimizer step first on the parameters that it has never stepped on, then on the others.
@@ -300,13 +290,9 @@ class Weights:
 
     def skip(self, *, keep_from: int) -> None:
         """Let an update be one that changes nothing: a version of its own all the same, as the schedule counts."""
-        self._keep_from = keep_from
-        self._collect()
-        target = self.newest if self.optimizer is None else self._target()
+        target = self._next(keep_from)
         if self._masters is not None:
             _fill(target, self._masters.parameters)
-        target.number += 1
-        self._collect()
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Return what the optimizer keeps for every parameter it has updated, by name: references, not copies."""
@@ -356,10 +342,14 @@ class Weights:
         """Return buffers like a version's, all zeros."""
         return Version(self._likes, self._groups)
 
-    def _target(self) -> Version:
-        """Return the buffer the next version goes into, holding the newest parameters."""
+    def _next(self, keep_from: int) -> Version:
+        """Return the next version, holding the newest parameters: the buffers that an update goes into."""
         newest = self.newest
-        if self._overwrite or not self._is_needed(newest):
+        in_place = self.versions.step(keep_from)
+        if in_place:
+            newest.number = self.versions.newest
+        self._collect()
+        if in_place:
             return newest
         target = self._free.pop() if self._free else self.new_version()
         if self._masters is None:  # else it is filled from them, and the optimizer stays with them
@@ -367,10 +357,9 @@ class Weights:
                 for theirs, mine in zip(target.flats, newest.flats, strict=True):
                     theirs.copy_(mine)
             self._move_optimizer(newest, target)
-        target.number = newest.number
+        target.number = self.versions.newest
         self.newest = target
         self._alive.append(target)
-        self.most_alive = max(self.most_alive, len(self._alive))
         return target
 
     def _move_optimizer(self, old: Version, new: Version) -> None:
@@ -388,15 +377,10 @@ class Weights:
         self.state_bytes = sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor))
 
     def _collect(self) -> None:
-        """Free the versions nobody refers to and nobody may ask for."""
-        for version in [v for v in self._alive if (self._retired or v is not self.newest) and not self._is_needed(v)]:
-            self._alive.remove(version)
-            self._free.append(version)
-        if self._retired:
-            self._free.clear()
-
-    def _is_needed(self, version: Version) -> bool:
-        return version.users > 0 or (version.number >= self._keep_from and not self._retired)
+        """Free the buffers of versions that are not alive any more, for the next ones."""
+        gone = [version for version in self._alive if version.number not in self.versions.alive]
+        self._alive = [version for version in self._alive if version not in gone]
+        self._free = [*self._free, *gone] if self.optimizer is not None else []  # no version follows a retirement
 
 
 def _masters(values: Sequence[torch.Tensor]) -> Version:

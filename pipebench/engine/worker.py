@@ -5,7 +5,7 @@ left to collectives: the virtual engine has these in one process, the distribute
 else about an instruction, in training and in evaluation, is the same in both.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,9 @@ from pipebench.engine.block_transfers import BlockTransfers
 from pipebench.engine.clipping import squared_norms
 from pipebench.engine.crossing import BoundaryValues, Gradients
 from pipebench.engine.feed import Feed
-from pipebench.engine.migration import MigratingReplica
 from pipebench.engine.monitor import StageMonitor
-from pipebench.engine.protocols import Collectives, Transport, UnitLoss
-from pipebench.engine.replica import Replica, Values
+from pipebench.engine.protocols import Collectives, Handler, StageRunner, Transport, UnitLoss, WorkerExtension
+from pipebench.engine.replica import Values
 from pipebench.engine.replica_state import held_by, names_in, restore, state_of
 from pipebench.engine.replicas import replica_of_stage
 from pipebench.engine.scores import Scores
@@ -30,7 +29,6 @@ from pipebench.engine.setup import Setup, share_of
 from pipebench.engine.updates import Updates
 from pipebench.schedule.instructions import TRANSFER_OPS, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
-from pipebench.schedule.syncs import SYNCS
 from pipebench.simulate.timeline import EVALUATION
 
 
@@ -47,6 +45,9 @@ class Worker:
         peak_bytes: the most bytes that they have held together, within an instruction, too; see docs/memory.md.
         host_peak_bytes: likewise on the host, of layers that are swapped.
         monitor: measures its stage, where Algorithm 1 balances stages.
+        held_versions: by stage, what forwards use whose instruction names none, where an extension has such.
+        handlers: how every instruction is executed.
+        extensions: what those that are on add.
     """
 
     def __init__(self, setup: Setup, index: int) -> None:
@@ -55,14 +56,15 @@ class Worker:
         self.replica_index = setup.pipeline.replica_of(index)
         self.replicas = {stage: replica_of_stage(setup, stage) for stage in setup.pipeline.stages_of(index)}
         self._phases: SegmentCuts | None = None
-        self._running: dict[int, Replica | MigratingReplica] = {**self.replicas}
+        self._running: dict[int, StageRunner] = {**self.replicas}
         self.monitor: StageMonitor | None = None
         self.peak_bytes = self.host_peak_bytes = 0
         self._live: list[int] = []  # bytes by stage and kind, when they were last noted
-        self._note_memory()
+        self.note_memory()
         self._trained = trained_names(setup.graph)
         self._shares = {stage: share_of(setup, stage, self.replica_index) for stage in self.replicas}
-        self._handlers: dict[Op, Callable[[Instruction, Transport, Collectives], UnitLoss | None]] = {
+        self.held_versions: dict[int, int] = {}
+        self.handlers: dict[Op, Handler] = {
             Op.LOAD_INPUT: self._load,
             Op.RECEIVE_ACTIVATION: self._receive_activation,
             Op.FORWARD: self._forward,
@@ -77,10 +79,12 @@ class Worker:
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
             Op.WAIT_NORM: self._wait_norm,
             Op.UPDATE: self._update,
-            Op.PUSH: self._push,
-            Op.PULL: self._pull,
             **dict.fromkeys(TRANSFER_OPS, self._hand_over),
         }
+        self.extensions: dict[str, WorkerExtension] = {}
+        for name, make in setup.pipeline.hooks("worker").items():
+            self.extensions[name] = make(self)
+            self.handlers.update(self.extensions[name].handlers)
 
     @property
     def is_last(self) -> bool:
@@ -115,17 +119,17 @@ class Worker:
         scales = {stage: replica.scale for stage, replica in self.replicas.items() if replica.scale is not None}
         self._stages = {stage: replica.stage for stage, replica in self.replicas.items()}
         self._begin(feed, BoundaryValues(self.setup.graph, self.setup.pipeline, self._stages, scales, phases), None)
-        self._updates = Updates(self.setup, first, num_minibatches, divisors)
+        self.updates = Updates(self.setup, first, num_minibatches, divisors)
         self._phases = phases
         if phases is not None:
             self._handing_over = BlockTransfers(
-                self.replicas, self._running, self._shares, feed, phases, self._note_memory
+                self.replicas, self._running, self._shares, feed, phases, self.note_memory
             )
         if self.monitor is not None:
             self.monitor.begin()
         self._drained_versions = {stage: r.weights.newest.number for stage, r in self.replicas.items()}
-        if not SYNCS[self.setup.pipeline.sync].waits:
-            self._held = {stage: replica.weights.hold() for stage, replica in self.replicas.items()}
+        for extension in self.extensions.values():
+            extension.begin()
 
     def end_training(self) -> None:
         """End a segment: where layers have moved, the stages are cut as they stand now, for evaluations, too."""
@@ -136,8 +140,8 @@ class Worker:
         for stage, replica in self.replicas.items():
             made = replica_of_stage(self.setup, stage)
             restore(made, held_by(replica, self._shares[stage]), self._shares[stage])
-            made.weights.newest.number = replica.weights.newest.number
-            made.weights.most_alive = replica.weights.most_alive
+            made.weights.renumber(replica.weights.newest.number)
+            made.weights.versions.most_alive = replica.weights.most_alive
             self.replicas[stage] = self._running[stage] = made
 
     def begin_evaluation(self, feed: Feed, scores: Scores) -> None:
@@ -148,7 +152,7 @@ class Worker:
     def end_evaluation(self) -> None:
         """Let go of what an evaluation carried from minibatch to minibatch."""
         for replica in self.replicas.values():
-            replica.forget("eval")
+            replica.states.forget("eval")
 
     def _begin(self, feed: Feed, crossing: BoundaryValues, scores: Scores | None) -> None:
         self._feed = feed
@@ -159,7 +163,7 @@ class Worker:
 
     def end_early(self, num_minibatches: int) -> None:
         """Let the segment be shorter, by whole rounds of minibatches that haven't begun here."""
-        self._updates.num_minibatches = num_minibatches
+        self.updates.num_minibatches = num_minibatches
 
     def execute(self, instruction: Instruction, transport: Transport, collectives: Collectives) -> UnitLoss | None:
         """Execute an instruction; return the loss of a unit that has run through the last stage in training.
@@ -167,7 +171,7 @@ class Worker:
         Raises:
             CrossingError: a value can't be handed to another stage, in processes or not; names its layer.
         """
-        return self._handlers[instruction.op](instruction, transport, collectives)
+        return self.handlers[instruction.op](instruction, transport, collectives)
 
     # One method per instruction. A unit without samples, of a short minibatch with fewer than microbatches, does
     # nothing anywhere, but that its backward may be the last of a round.
@@ -195,18 +199,18 @@ class Worker:
         if self._scores is not None:
             self._evaluate(it.stage, unit, inputs, received, self._scores)
             return None
-        replica, updates, minibatch = self._running[it.stage], self._updates, self.setup.pipeline.minibatch(unit)[0]
+        replica, updates, minibatch = self._running[it.stage], self.updates, self.setup.pipeline.minibatch(unit)[0]
         values, loss = replica.forward(
             unit,
             self._feed.minibatch(unit),
             inputs,
             received,
             self._feed.place(unit),
-            version=self._held[it.stage] if it.version < 0 else self._drained_versions[it.stage] + it.version,
+            version=self.held_versions[it.stage] if it.version < 0 else self._drained_versions[it.stage] + it.version,
             move=updates.move(it),
             loss=updates.loss_function(self._feed.targets(unit), minibatch) if replica.is_last else None,
         )
-        self._note_memory()
+        self.note_memory()
         self._crossing.leave(it.stage, unit, values)
         if loss is None:
             return None
@@ -239,24 +243,21 @@ class Worker:
     def _backward(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         if self._feed.size(it.number) > 0:
             replica, arrived = self._running[it.stage], self._crossing.arrived(it.stage, it.number)
-            if isinstance(replica, MigratingReplica):
-                self._leave_back(it, replica.backward(it.number, arrived))
-                self._gather(it.stage)
-            else:
-                heads, on_gradient = replica.heads(arrived), self._on_gradient(it, collectives)
-                self._leave_back(it, replica.backward(it.number, heads, on_gradient, self._updates.move(it)))
+            on_gradient, move = self._on_gradient(it, collectives), self.updates.move(it)
+            self._leave_back(it, replica.backward(it.number, arrived, on_gradient, move))
+            if self._phases is not None:
+                self._handing_over.gather(it.stage)
         self._end_round(it, collectives)
 
     def _backward_input(self, it: Instruction, _: Transport, __: Collectives) -> None:
         if self._feed.size(it.number) > 0:
-            replica = self.replicas[it.stage]
-            heads = replica.heads(self._crossing.arrived(it.stage, it.number))
-            self._leave_back(it, replica.backward_input(it.number, heads, self._updates.move(it)))
+            replica, arrived = self.replicas[it.stage], self._crossing.arrived(it.stage, it.number)
+            self._leave_back(it, replica.backward_input(it.number, arrived, self.updates.move(it)))
 
     def _backward_weight(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         if self._feed.size(it.number) > 0:
             self.replicas[it.stage].backward_weight(it.number, self._on_gradient(it, collectives))
-            self._note_memory()
+            self.note_memory()
         self._end_round(it, collectives)
 
     def _send_gradient(self, it: Instruction, transport: Transport, _: Collectives) -> None:
@@ -269,12 +270,12 @@ class Worker:
     def _swap_out(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         if self._feed.size(it.number) > 0:
             transport.copied(SWAP_OUT, self._running[it.stage].swap_out(it.number))
-            self._note_memory()
+            self.note_memory()
 
     def _swap_in(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         if self._feed.size(it.number) > 0:
             transport.copied(SWAP_IN, self._running[it.stage].swap_in(it.number))
-            self._note_memory()
+            self.note_memory()
 
     def _wait_all_reduce(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         replica = self.replicas[it.stage]
@@ -288,36 +289,18 @@ class Worker:
     def _update(self, it: Instruction, _: Transport, __: Collectives) -> None:
         replica = self._running[it.stage]
         gradients = replica.stepped()
-        self._note_memory()
+        self.note_memory()
         keep_from = self._drained_versions[it.stage] + it.version
-        self._updates.apply(replica, gradients, it.stage, it.number, self._norm, keep_from=keep_from)
-        self._note_memory()
+        self.updates.apply(replica, gradients, it.stage, it.number, self._norm, keep_from=keep_from)
+        self.note_memory()
 
     def _hand_over(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         self._handing_over.execute(it, transport)
-        self._note_memory()
-        self._gather(it.stage)
-
-    def _gather(self, stage: int) -> None:
-        """Let one replica run a stage again, where that is possible; others let go of what they hold."""
-        self._handing_over.gather(stage)
-        self._note_memory()
-
-    def _push(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
-        replica = self.replicas[it.stage]
-        gradients = self._updates.clipped(replica.gradients)
-        collectives.push(it.stage, self.replica_index, it.number, self._held[it.stage], gradients)
-        replica.gradients = [None] * len(gradients)
-        self._note_memory()
-
-    def _pull(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
-        number, parameters = collectives.pull(it.stage, self.replica_index, it.version)
-        if parameters is not None:
-            self.replicas[it.stage].weights.take(number, parameters)
-        self._held[it.stage] = number
+        self.note_memory()
+        self._handing_over.gather(it.stage)
 
     def _leave_back(self, it: Instruction, returning: Gradients) -> None:
-        self._note_memory(self._running[it.stage].again_bytes)
+        self.note_memory(self._running[it.stage].again_bytes)
         self._crossing.leave_back(it.stage, it.number, returning)
 
     def _on_gradient(self, it: Instruction, collectives: Collectives) -> OnGradient | None:
@@ -399,9 +382,10 @@ class Worker:
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
         self.host_peak_bytes = max(self.host_peak_bytes, host_peak_bytes)
         for replica in self.replicas.values():
-            replica.weights.most_alive = max(replica.weights.most_alive, versions_max)
+            versions = replica.weights.versions
+            versions.most_alive = max(versions.most_alive, versions_max)
 
-    def _note_memory(self, again_bytes: int = 0) -> None:
+    def note_memory(self, again_bytes: int = 0) -> None:
         """Count what is held since the last note at the moment it is most: what has come with what has gone meanwhile.
 
         Args:

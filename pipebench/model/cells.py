@@ -1,7 +1,7 @@
-"""Cells: modules that an architecture search takes out of a model and puts back, while the model stays traced as it is.
+"""Cells: modules that an architecture search leaves out of a traced model and puts back.
 
-What leaves a cell out hands on what the cell would have been given, in the shape of what it would have put out. Its
-layers keep their places among the model's layers, so that a plan's cuts stay what they are, whichever cells are idle.
+A cell that is left out passes on one of its inputs of its output's shape. Its layers become idle but keep their
+indices, so a plan's cuts hold whichever cells are left out.
 """
 
 import copy
@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from pipebench.errors import GraphError, nearest
-from pipebench.model.graph import LayerGraph, attribute, carries_state, make_cuttable
+from pipebench.model.graph import LayerGraph, attribute, carries_state, inputs_of, make_cuttable, reads_of
 from pipebench.model.tracing import CALLS
 
 
@@ -24,7 +24,7 @@ class SkippableCell:
     Attributes:
         name: its qualified name.
         layers: indices of its layers, ascending.
-        passes: name of the node whose value goes on in place of its output.
+        passes: name of the node whose value replaces its output.
     """
 
     name: str
@@ -35,15 +35,13 @@ class SkippableCell:
 def find_cells(
     graph: LayerGraph, patterns: Sequence[str], forms: Mapping[str, Sequence[str]]
 ) -> tuple[SkippableCell, ...]:
-    """Return the modules that some patterns name, in order of execution.
+    """Return the modules that patterns of qualified names match, in order of execution.
 
-    Args:
-        graph: a model, traced.
-        patterns: of qualified names, such as `cells.*`; a star stands for one name between dots, or part of one.
-        forms: types and shapes of the tensors of every model input and layer, by the node's name.
+    A star in a pattern, such as `cells.*`, matches one name between dots or part of it. `forms` has the types and
+    shapes of the tensors of every model input and layer, by the node's name.
 
     Raises:
-        GraphError: a pattern that no module matches, or a module that can't be left out; says why.
+        GraphError: no module matches a pattern, or a module can't be left out; says why.
     """
     exits = _exits(graph.graph)
     found: dict[str, SkippableCell] = {}
@@ -59,12 +57,7 @@ def find_cells(
 
 
 def without(graph: LayerGraph, cells: Collection[SkippableCell]) -> LayerGraph:
-    """Return a model without some of its cells, as it trains and as it evaluates; it shares everything with the whole.
-
-    Args:
-        graph: the whole model.
-        cells: those that are left out.
-    """
+    """Return the model without `cells`, as it trains and as it evaluates; it shares modules with the whole model."""
     passes = {cell.name: cell.passes for cell in cells}
     if not passes:
         return graph
@@ -73,7 +66,7 @@ def without(graph: LayerGraph, cells: Collection[SkippableCell]) -> LayerGraph:
 
 
 def idle_tensors(graph: LayerGraph, start: int, stop: int) -> dict[str, torch.Tensor]:
-    """Return copies of the parameters and buffers that only idle layers have, from layer `start` to before `stop`."""
+    """Return copies of the parameters and buffers that only idle layers use, of layers `start` to `stop`, excluded."""
     layers = graph.layers[start:stop]
     there = {id(tensor) for layer in layers if not layer.idle for _, tensor in _tensors(graph.root, layer.node)}
     idle = {name: tensor for layer in layers if layer.idle for name, tensor in _tensors(graph.root, layer.node)}
@@ -81,13 +74,13 @@ def idle_tensors(graph: LayerGraph, start: int, stop: int) -> dict[str, torch.Te
 
 
 def named(name: str, pattern: str) -> bool:
-    """Return whether a pattern stands for a qualified name: each of its parts between dots for one of the name's."""
+    """Return whether a pattern matches a qualified name, part by part between dots."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
 def _cell(graph: LayerGraph, name: str, exits: Sequence[fx.Node], forms: Mapping[str, Sequence[str]]) -> SkippableCell:
-    """Return a module as a cell, once sure that it can be left out."""
+    """Return a module as a cell after checking that it can be left out."""
     why = f"search.cells: {name} of the model can't be left out: "
     if len(exits) > 1:
         raise GraphError(f"{why}it is called {len(exits)} times")
@@ -109,7 +102,7 @@ def _cell(graph: LayerGraph, name: str, exits: Sequence[fx.Node], forms: Mapping
 
 
 def _exits(graph: fx.Graph) -> dict[str, list[fx.Node]]:
-    """Return the nodes that put out the values of modules, by the modules' names."""
+    """Return the nodes that compute modules' outputs, by the modules' names."""
     found: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         for name in node.meta.get(CALLS, {}):
@@ -123,7 +116,7 @@ def _modules_around(node: fx.Node) -> set[str]:
 
 
 def _without(graph: LayerGraph, passes: Mapping[str, str]) -> LayerGraph:
-    """Return one form of a model without the cells of these names, whose readers read what each hands on."""
+    """Return one form of a model without these cells, whose readers read the value that each passes on."""
     by_name = {node.name: node for node in graph.graph.nodes}
     made = fx.Graph(owning_module=graph.root)  # type: ignore[arg-type] # it asks it for its modules only
     env: dict[fx.Node, fx.Node] = {}
@@ -142,22 +135,14 @@ def _without(graph: LayerGraph, passes: Mapping[str, str]) -> LayerGraph:
     there = {*made.nodes}
     nodes = {layer.index: copies[layer.node] for layer in graph.layers if copies.get(layer.node) in there}
     index = {node: position for position, node in nodes.items()}
-
-    def read_by(node: fx.Node) -> tuple[int, ...]:
-        return tuple(sorted({index[read] for read in node.all_input_nodes if read in index}))
-
     layers = tuple(
-        replace(layer, node=own, reads=read_by(own), inputs=_inputs(own))
+        replace(layer, node=own, reads=reads_of(own, index), inputs=inputs_of(own))
         if (own := nodes.get(layer.index)) is not None
         else replace(layer, reads=(), inputs=(), idle=True)
         for layer in graph.layers
     )
     (output,) = made.find_nodes(op="output")
-    return replace(graph, graph=made, layers=layers, outputs=read_by(output))
-
-
-def _inputs(node: fx.Node) -> tuple[str, ...]:
-    return tuple(read.name for read in node.all_input_nodes if read.op == "placeholder")
+    return replace(graph, graph=made, layers=layers, outputs=reads_of(output, index))
 
 
 def _tensors(root: nn.Module, node: fx.Node) -> Iterator[tuple[str, torch.Tensor]]:

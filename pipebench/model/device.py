@@ -1,4 +1,4 @@
-"""The device arithmetic runs on: torch's settings for one run, and what to write down about the machine."""
+"""torch's settings for one run, and the record of the machine."""
 
 import contextlib
 import importlib.metadata
@@ -17,7 +17,7 @@ from pipebench.recipe.schema import EngineRecipe
 
 @contextlib.contextmanager
 def torch_settings(engine: EngineRecipe) -> Iterator[None]:
-    """Set threads, TF32 and determinism as the recipe says; put everything back afterwards."""
+    """Set threads, TF32 and determinism as the recipe says; restore them afterwards."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     cudnn_tf32, benchmark = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
     deterministic = torch.get_deterministic_debug_mode()
@@ -45,7 +45,7 @@ def torch_settings(engine: EngineRecipe) -> Iterator[None]:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Return versions, hardware and settings of this run, for the record; no host name, no path."""
+    """Return versions, hardware and settings of this run, without host names and paths."""
     commit = _git("rev-parse", "HEAD").strip()
     changed = str(len(_git("status", "--porcelain").splitlines()))
     return {
@@ -64,12 +64,12 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def commit_diff() -> str:
-    """Return the uncommitted changes of the checkout pipebench runs from, "" without one."""
+    """Return the uncommitted changes of pipebench's checkout; "" without one."""
     return _git("diff", "HEAD")
 
 
 def _git(*words: str) -> str:
-    """Return what git says of the checkout pipebench runs from, "" without one."""
+    """Return git's output on pipebench's checkout; "" without one."""
     root = Path(pipebench.__file__).parent.parent
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():

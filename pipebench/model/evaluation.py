@@ -1,4 +1,4 @@
-"""Where an evaluation is cut: at the places where a plan cuts its training."""
+"""Places the layers of a model's evaluation into the stages of its training."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pipebench.model.plan import Plan, crossings, stage_of_layers
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """Which layers of the evaluation's graph each stage has.
+    """The layers of the evaluation's graph that each stage has.
 
     Attributes:
         layers: per stage, indices in that graph, ascending; maybe none.
@@ -24,11 +24,11 @@ class EvaluationPlan:
 def plan_evaluation(graph: LayerGraph, plan: Plan) -> EvaluationPlan:
     """Place every layer of the evaluation.
 
-    One that training has too stays in its stage; one that reads a parameter, or a buffer that training changes, goes
-    where that is. Any other goes where it is read first.
+    A layer that training has stays in its stage; one that reads a parameter, or a buffer that training changes, goes
+    to its stage. Any other goes to the stage that reads it first.
 
     Raises:
-        PlanError: that can't be done in order, as the plan cuts the model.
+        PlanError: a layer belongs to several stages, or is read before its stage.
     """
     evaluation, last = graph.evaluated, len(plan.stages) - 1
     stage_of_layer = stage_of_layers(plan.stages)

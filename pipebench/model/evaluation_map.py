@@ -1,7 +1,7 @@
-"""Which layer of a model's evaluation is which of its training.
+"""Maps the layers of a model's evaluation to those of its training.
 
-A forward may do other things in evaluation: leave noise out, scale, return less. So a model is traced in both modes;
-what both do is found by aligning the two lists of layers.
+A forward may do other things in evaluation: leave noise out, scale, return less. So a model is traced in both modes and
+the two lists of layers are aligned.
 """
 
 import difflib
@@ -14,10 +14,7 @@ MADE = "_tensor_constant"  # how torch.fx names tensors that are made in forward
 
 
 def evaluation_map(training: Sequence[fx.Node], evaluation: Sequence[fx.Node]) -> tuple[int | None, ...]:
-    """Return for every layer of the evaluation its position in the training's list, or None where training has none.
-
-    Positions ascend: a layer that comes before another in one list never comes after it in the other.
-    """
+    """Return for every layer of the evaluation its index in training, or None; indices ascend."""
     ours, theirs = list(map(_what, training)), list(map(_what, evaluation))
     if ours == theirs:  # nearly always
         return tuple(range(len(ours)))
@@ -30,7 +27,7 @@ def evaluation_map(training: Sequence[fx.Node], evaluation: Sequence[fx.Node]) -
 
 
 def _what(node: fx.Node) -> tuple[Any, ...]:
-    """Return what a layer is, so that it can be found again: what it calls, and on which of the model's tensors."""
+    """Return what identifies a layer: what it calls, and on which of the model's tensors."""
     names = (str(read.target) for read in node.all_input_nodes if read.op == "get_attr")
     tensors = tuple("" if name.startswith(MADE) else name for name in names)
     return node.op, node.target, tensors

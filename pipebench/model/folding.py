@@ -1,7 +1,7 @@
-"""Folding: runs of consecutive layers of one memory policy become modules inside a stage's, called in their place.
+"""Folding: each run of consecutive layers with one memory policy becomes a module called in their place.
 
-Between a forward and its backward such a module does with what its layers save what the policy says; arithmetic, and
-the order of it, stay as they were.
+Between forward and backward that module applies the policy to what its layers save; the arithmetic and its order don't
+change.
 """
 
 import operator
@@ -15,16 +15,28 @@ POLICY = "pipebench_policy"  # key of a node's meta data: the memory policy of i
 M = TypeVar("M", bound=nn.Module)
 
 
+class FoldedRun(nn.Module):
+    """Holds a run of layers, which stay the stage's own: it has no parameters, and no names of them.
+
+    Each layer that draws is seeded by the node before it.
+    """
+
+    def __init__(self, run: fx.GraphModule) -> None:
+        super().__init__()
+        self._run = (run,)  # a tuple hides it from nn.Module
+
+    @property
+    def run(self) -> fx.GraphModule:
+        """The layers."""
+        return self._run[0]
+
+
 def fold(
     module: fx.GraphModule, policy: str, make: Callable[[fx.GraphModule], M], copied: Container[fx.Node] = ()
 ) -> tuple[M, ...]:
-    """Make every run of nodes of a policy a module of its own; return those modules in order.
+    """Make every run of a policy's nodes in a stage's module a module of its own; return those modules in order.
 
-    Args:
-        module: of a stage; it is changed.
-        policy: the policy.
-        make: makes the module of a run.
-        copied: nodes of whose values runs are given copies.
+    `make` makes a run's module. It gets clones of the values of nodes in `copied`.
     """
     runs = _runs(module.graph, policy)
     found = tuple(_folded(module, nodes, f"pipebench_{policy}_{i}", make, copied) for i, nodes in enumerate(runs))
@@ -33,7 +45,7 @@ def fold(
 
 
 def _runs(graph: fx.Graph, policy: str) -> list[list[fx.Node]]:
-    """Return runs of nodes of a policy that follow each other; attributes read in between don't part them."""
+    """Return runs of consecutive nodes of a policy; placeholders and attributes in between don't end a run."""
     runs: list[list[fx.Node]] = [[]]
     for node in graph.nodes:
         if node.meta.get(POLICY) == policy:
@@ -50,7 +62,7 @@ def _folded(
     make: Callable[[fx.GraphModule], M],
     copied: Container[fx.Node],
 ) -> M:
-    """Take a run out of a module's graph and call it there by name instead."""
+    """Move a run out of a module's graph into a module `name`, and call that in its place."""
     inside, run = set(nodes), fx.Graph()
     read = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
     left = [node for node in nodes if any(user not in inside for user in node.users)]

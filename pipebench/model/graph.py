@@ -1,8 +1,7 @@
-"""The layer graph: a model turned into layers with every edge between them, ready to be cut anywhere.
+"""The layer graph: a model as layers with every edge between them, ready to be cut anywhere.
 
 torch.fx traces the model twice, as it trains and as it evaluates; a layer is a node that computes. The graphs are made
-safe to cut here, in one place: values overwritten in place are read from their last writer, and what only has an
-effect stays.
+safe to cut: readers of values overwritten in place read their last writer, and nodes with side effects stay.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,15 +28,14 @@ class Layer:
         index: position in execution order.
         name: unique name, e.g. `features_0`.
         kind: module class or function name, e.g. `Conv2d`, `add`.
-        node: the torch.fx node.
         reads: indices of the layers whose output it reads, ascending.
         inputs: names of the model inputs it reads.
         parameters: qualified names of the parameters it uses, in the model's own order.
         buffers: qualified names of the buffers that it changes, or reads where another layer changes them: layers that
             share one stay together, as those that share a parameter do.
-        runs_once: whether it changes a buffer, so that it isn't computed again whatever a plan asks for.
-        draws_as: a name of its own under which it draws random numbers; "" if it draws none.
-        idle: whether it is left out for now, see `cells.py`: it keeps its place, reads nothing and is read by nobody.
+        runs_once: whether it changes a buffer, so that no plan recomputes it.
+        draws_as: the name that seeds its random draws; "" if it draws none.
+        idle: whether it is left out (see `cells.py`): it keeps its index, reads nothing and nothing reads it.
     """
 
     index: int
@@ -54,11 +52,11 @@ class Layer:
 
 
 class Rounding(NamedTuple):
-    """What of a model is rounded.
+    """The precision of a model's arithmetic.
 
     Attributes:
         low_type: the 16-bit type that fp32 tensors are rounded to.
-        constants: qualified names of the buffers that are: those that layers read and none of them writes.
+        constants: qualified names of the buffers that are rounded: those that layers read and none of them writes.
     """
 
     low_type: torch.dtype
@@ -70,16 +68,14 @@ class LayerGraph:
     """A traced model.
 
     Attributes:
-        model: the model that was traced.
-        root: its layers; parameters are the model's own, parameters and buffers keep their names.
-        graph: the torch.fx graph the layers are nodes of.
+        root: the modules that the graph calls; they and their parameters and buffers are the model's own, by its names.
         inputs: names of the model's inputs, in order.
         layers: in execution order.
         outputs: indices of the layers whose output the model returns, ascending.
         training: qualified names of the modules in training mode here: a model may keep some of them out of it.
         evaluation: the same model as it evaluates; None if this is that.
-        evaluation_map: of an evaluation, by layer its index in training; None where it has none.
-        rounding: what is rounded for the arithmetic, see `precision.py`; None: nothing. The tensors here never are.
+        evaluation_map: of an evaluation, each layer's index in training, or None.
+        rounding: what is rounded for the arithmetic, see `precision.py`; the tensors here never are.
     """
 
     model: nn.Module
@@ -95,12 +91,12 @@ class LayerGraph:
 
     @property
     def evaluated(self) -> "LayerGraph":
-        """The same model as it evaluates; of a graph that trains."""
+        """The same model as it evaluates; only of a graph that trains."""
         assert self.evaluation is not None
         return self.evaluation
 
     def index_of(self, name: str) -> int:
-        """Return the index of the layer of that name; module paths (`features.0`) are understood.
+        """Return the index of a layer by its name or module path (`features.0`).
 
         Raises:
             KeyError: no such layer.
@@ -117,10 +113,10 @@ def trace(model: nn.Module, leaves: Sequence[str] = (), fed: Fed = None) -> Laye
 
     Args:
         model: any module that torch.fx traces.
-        leaves: qualified names or class names of modules that become one layer each, besides those that say so
+        leaves: qualified names or class names of modules that become one layer each, besides those that declare it
             themselves (zoo/registry.py).
-        fed: how many arguments of its forward are fed with data, or which; others keep their defaults. If it isn't
-            known, those without a default.
+        fed: number or names of the arguments of its forward that get data; others keep their defaults. None: those
+            without a default.
 
     Raises:
         TracingError: torch.fx can't trace it; names the module, the line and the way out.
@@ -132,11 +128,17 @@ def trace(model: nn.Module, leaves: Sequence[str] = (), fed: Fed = None) -> Laye
         named = name in leaves or type(module).__name__ in leaves
         return named or getattr(module, "one_layer", False) or carries_state(module)
 
-    return _in_both_modes(model, model, lambda: _cuttable(record(model, is_leaf, fed)))
+    def graph() -> fx.GraphModule:
+        module = record(model, is_leaf, fed)
+        make_cuttable(module, module.graph)
+        module.recompile()
+        return module
+
+    return _in_both_modes(model, model, graph)
 
 
 def as_one_layer(model: nn.Module, fed: Fed = None) -> LayerGraph:
-    """Return the graph of a model that is one layer, which runs as it is: nothing is traced, nothing can be cut."""
+    """Return the graph of a model as one layer, which runs untraced and can't be cut."""
     positional, by_keyword = fed_arguments(type(model).forward, fed)
     holder = nn.Module()
     holder.model = model
@@ -152,7 +154,7 @@ def as_one_layer(model: nn.Module, fed: Fed = None) -> LayerGraph:
 
 
 def is_random(root: nn.Module, node: fx.Node) -> bool:
-    """Return whether a layer may draw random numbers: whatever isn't known not to."""
+    """Return whether a layer may draw random numbers; unknown code may."""
     if node.op == "call_module":
         return any(_draws(part) for part in root.get_submodule(str(node.target)).modules())
     name = str(getattr(node.target, "__name__", node.target))
@@ -169,18 +171,28 @@ def is_random(root: nn.Module, node: fx.Node) -> bool:
 
 
 def carries_state(module: nn.Module) -> bool:
-    """Return whether a module carries something from one minibatch to the next (see zoo/registry.py)."""
+    """Return whether a module carries a state from one minibatch to the next (see zoo/registry.py)."""
     return hasattr(module, "carried_state")
 
 
 def forget_states(root: nn.Module) -> None:
-    """Let modules that carry something start anew."""
+    """Reset the states that modules carry."""
     for module in filter(carries_state, root.modules()):
         module.carried_state = None  # type: ignore[assignment]
 
 
+def reads_of(node: fx.Node, index: Mapping[fx.Node, int]) -> tuple[int, ...]:
+    """Return the indices of the layers that a node reads, ascending; `index` has every layer's."""
+    return tuple(sorted({index[read] for read in node.all_input_nodes if read in index}))
+
+
+def inputs_of(node: fx.Node) -> tuple[str, ...]:
+    """Return the names of the model inputs that a node reads."""
+    return tuple(read.name for read in node.all_input_nodes if read.op == "placeholder")
+
+
 def is_torchs_own(module: nn.Module) -> bool:
-    """Return whether torch wrote a module's class: whether it draws is known then."""
+    """Return whether a module's class is torch's, so that it is known whether it draws."""
     return type(module).__module__.split(".")[0] == "torch"
 
 
@@ -198,18 +210,12 @@ def is_inplace(module: nn.Module, node: fx.Node) -> bool:
 
 
 def run_node(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
-    """Execute one node; `env` holds the values of the nodes it reads.
-
-    Args:
-        root: holds the modules and parameters the node names.
-        node: any node but a placeholder.
-        env: values by node.
-    """
+    """Execute one node, but no placeholder; `env` holds the values of the nodes it reads."""
     return bind_node(root, node, env)()
 
 
 def bind_node(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Callable[[], Any]:
-    """Return what executes one node, everything it names looked up already; arguments as for `run_node`."""
+    """Return a callable that executes one node, with modules, attributes and arguments looked up, as in `run_node`."""
 
     def value(argument: fx.Node) -> Any:
         return attribute(root, str(argument.target)) if argument.op == "get_attr" else env[argument]
@@ -252,7 +258,7 @@ def _check_leaves(model: nn.Module, leaves: Sequence[str]) -> None:
 
 
 def _in_both_modes(model: nn.Module, holder: nn.Module, make: Callable[[], fx.GraphModule]) -> LayerGraph:
-    """Make the layer graph of a model, twice; `holder` holds it under the names that the graph knows."""
+    """Make the layer graph of a model in both modes; `holder` has it under the names that the graph uses."""
     modes = [(module, module.training) for module in model.modules()]
     attributes = set(model.__dict__)
     found: list[tuple[fx.GraphModule, frozenset[str]]] = []
@@ -272,33 +278,24 @@ def _in_both_modes(model: nn.Module, holder: nn.Module, make: Callable[[], fx.Gr
     return _layer_graph(model, trains, training=in_training, evaluation=evaluation)
 
 
-def _cuttable(module: fx.GraphModule) -> fx.GraphModule:
-    """Make a traced graph safe to cut."""
-    make_cuttable(module, module.graph)
-    module.recompile()
-    return module
-
-
 def make_cuttable(root: nn.Module, graph: fx.Graph) -> None:
-    """Let what is overwritten be read from its writer, and leave out what nobody reads and has no effect.
+    """Let readers of an overwritten value read its writer, and remove nodes that aren't read and have no side effect.
 
-    Args:
-        root: the modules that the graph names; its owner.
-        graph: what to change.
+    `root`, the graph's owner, has the modules that it names.
     """
     _read_overwritten_values_from_their_writer(root, graph)
     graph.eliminate_dead_code(lambda node: node.is_impure() or _has_effect(root, node))
 
 
 def _has_effect(module: nn.Module, node: fx.Node) -> bool:
-    """Return whether a layer that nobody reads does something all the same: to a buffer, or with one."""
+    """Return whether a layer may change a buffer, so that it stays though nothing reads it."""
     if node.op == "call_module":
         return any(True for _ in module.get_submodule(str(node.target)).buffers())
     return overwritten_buffer(module, node) is not None
 
 
 def overwritten_buffer(root: nn.Module, node: fx.Node) -> str | None:
-    """Return the qualified name of the buffer that a layer changes in place, or goes on changing; None if none."""
+    """Return the qualified name of the buffer that a layer changes in place, maybe after others; None if none."""
     while is_inplace(root, node) and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
         if node.op == "get_attr":
@@ -343,8 +340,8 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
             name=node.name,
             kind=_kind(module, node),
             node=node,
-            reads=tuple(sorted({index[n] for n in node.all_input_nodes if n in index})),
-            inputs=tuple(n.name for n in node.all_input_nodes if n.op == "placeholder"),
+            reads=reads_of(node, index),
+            inputs=inputs_of(node),
             parameters=tuple(_parameters(module, node, first_name)),
             buffers=_buffers(module, node, changed),
             draws_as=_draw_name(module, node),
@@ -355,12 +352,11 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
     if not layers:
         raise GraphError("the model has no layer: its forward computes nothing")
     inputs = tuple(n.name for n in graph.find_nodes(op="placeholder"))
-    outputs = tuple(sorted({index[n] for n in output.all_input_nodes if n in index}))
-    return LayerGraph(model, module, graph, inputs, layers, outputs, **rest)
+    return LayerGraph(model, module, graph, inputs, layers, reads_of(output, index), **rest)
 
 
 def _draw_name(module: fx.GraphModule, node: fx.Node) -> str:
-    """Return a name for what a layer draws: each call of a module that is called several times has its own."""
+    """Return the name that seeds a layer's draws; each call of a module that is called several times has its own."""
     if not is_random(module, node):
         return ""
     if node.op != "call_module":
@@ -377,13 +373,7 @@ def _kind(module: nn.Module, node: fx.Node) -> str:
 
 
 def _parameters(module: nn.Module, node: fx.Node, first_name: Mapping[int, str]) -> Iterator[str]:
-    """Yield the qualified names of the parameters the node uses; a tied parameter has one name, its first.
-
-    Args:
-        module: holds them.
-        node: the layer.
-        first_name: of every parameter of the module, by its identity.
-    """
+    """Yield the qualified names of the parameters the node uses; a tied parameter has one name, its first."""
     used: list[nn.Parameter] = []
     if node.op == "call_module":
         used += list(module.get_submodule(str(node.target)).parameters())

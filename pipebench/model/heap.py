@@ -1,6 +1,6 @@
-"""What `malloc` does with freed blocks: kept, they need no new page when the next minibatch takes them again.
+"""Lets `malloc` keep freed blocks, so that the next minibatch takes them without new pages.
 
-glibc otherwise gives large blocks back to the system at every free and gets every page anew, zeroed, at the next use:
+glibc otherwise returns large blocks to the system at every free and gets every page anew, zeroed, at the next use:
 activations and gradients come and go at every minibatch. Training on CPUs is up to twice as fast with this.
 """
 
@@ -14,7 +14,7 @@ HEAP = {name: str(KEPT_BYTES) for name in _SETTINGS}  # for a process that is to
 
 
 def keep_freed_blocks() -> None:
-    """Let this process keep what it frees; where the user has set either variable, or there is no glibc, it may not."""
+    """Let this process keep freed blocks, unless the user has set either variable or there is no glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is None or any(name in os.environ for name in _SETTINGS):
         return

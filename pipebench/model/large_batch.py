@@ -1,7 +1,7 @@
 """LARS and LAMB: optimizers for large minibatches, whose rate is adapted to every parameter tensor by its norm.
 
-Written here because neither torch nor torchvision has them, and the libraries that do bring models and data sets along.
-They keep what they know of a parameter in its own state and look at no other, so a cut or a replica changes nothing.
+Neither torch nor torchvision has them, and libraries that do bring models and data sets along. Each parameter's state
+is its own, so a cut or a replica changes nothing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,24 +13,21 @@ _Tensors = list[torch.Tensor]
 
 
 class _Adapted(torch.optim.Optimizer):
-    """An optimizer that steps all tensors of one type together, adapted ones and others apart."""
+    """An optimizer that steps all tensors of one type together, adapted and plain ones apart."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take one step with the gradients there are.
-
-        Args:
-            closure: None: the loss isn't computed again.
-        """
+        """Take one step with the gradients there are; `closure` is None."""
         with torch.no_grad():
             for group in self.param_groups:
                 for parameters, is_adapted in _kinds(group["params"], exclude_vectors=group["exclude_vectors"]):
-                    self._step(parameters, [_gradient(p) for p in parameters], group, is_adapted=is_adapted)
+                    gradients = [p.grad for p in parameters if p.grad is not None]  # all have one
+                    self._step(parameters, gradients, group, is_adapted=is_adapted)
 
     def _step(self, parameters: _Tensors, gradients: _Tensors, group: dict[str, Any], *, is_adapted: bool) -> None:
         raise NotImplementedError
 
     def _kept(self, parameters: _Tensors, name: str) -> list[torch.Tensor]:
-        """Return what is kept of that name for every parameter, zeros to begin with."""
+        """Return the state of that name of every parameter, initially zeros."""
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
             if name not in state:
@@ -43,17 +40,10 @@ class LARS(_Adapted):
 
     You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017), Algorithm 1, with the trust
     coefficient eta where equation 6 has it: local rate l = eta |w| / (|g| + decay |w|), velocity v = momentum v + lr l
-    (g + decay w), w = w - v. The velocity holds the rate: a lower one doesn't slow what is already moving.
+    (g + decay w), w = w - v. The velocity includes the rate: a lower one doesn't slow earlier gradients.
 
-    Args:
-        params: tensors, each of which counts as a layer.
-        lr: learning rate.
-        momentum: of the velocity.
-        weight_decay: L2 penalty added to the gradient.
-        eta: trust coefficient.
-        exclude_vectors: step biases and the parameters of normalisation (tensors of at most one dimension) at the plain
-            rate and without decay, as MLPerf Training's reference of ResNet-50 does (its `skip_list`). The algorithm
-            itself knows no exception.
+    Every tensor counts as a layer. `exclude_vectors` steps biases and normalisation parameters (at most one dimension)
+    at the plain rate and without decay, as the `skip_list` of MLPerf Training's ResNet-50 does; the paper has none.
     """
 
     def __init__(
@@ -89,20 +79,14 @@ class LARS(_Adapted):
 
 
 class LAMB(_Adapted):
-    """Adam whose step is scaled to the norm of what it steps, for large minibatches.
+    """Adam whose step is scaled to the norm of its parameter, for large minibatches.
 
     You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (ICLR 2020), Algorithm 2, with
     phi(z) = z: r = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), u = r + decay w, w = w - lr |w| / |u| u. Defaults are
     those of its section on BERT.
 
-    Args:
-        params: tensors, each of which counts as a layer.
-        lr: learning rate.
-        betas: of the averages of gradients and of their squares.
-        eps: added to the root.
-        weight_decay: added to the step, not to the gradient.
-        exclude_vectors: step biases and the parameters of normalisation (tensors of at most one dimension) as Adam
-            does, without decay, as the authors' code does. The algorithm itself knows no exception.
+    Every tensor counts as a layer. `exclude_vectors` steps biases and normalisation parameters (at most one dimension)
+    as Adam does, without decay, as the authors' code does; the paper has no exception.
     """
 
     def __init__(
@@ -142,16 +126,16 @@ class LAMB(_Adapted):
         torch._foreach_sub_(parameters, moves)
 
     def _count(self, parameter: torch.Tensor) -> int:
-        """Return the number of a parameter's step, which is kept as torch's optimizers keep it."""
+        """Return the number of a parameter's step, stored as torch's optimizers store it."""
         state = self.state[parameter]
         state["step"] = state["step"] + 1 if "step" in state else torch.tensor(1.0)
         return int(state["step"])
 
 
 def _kinds(parameters: _Tensors, *, exclude_vectors: bool) -> Iterator[tuple[list[torch.Tensor], bool]]:
-    """Yield parameters that have a gradient, those of one kind together, and whether they are adapted.
+    """Yield parameters that have a gradient, grouped, with whether they are adapted.
 
-    Types and devices are kept apart: beside one of another type, a norm would be rounded otherwise.
+    Groups have one type and device: a norm beside another type would be rounded differently.
     """
     kinds: dict[tuple[bool, torch.dtype, torch.device], list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -161,19 +145,14 @@ def _kinds(parameters: _Tensors, *, exclude_vectors: bool) -> Iterator[tuple[lis
     yield from ((found, is_adapted) for (is_adapted, _, _), found in kinds.items())
 
 
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
 def _norms(tensors: _Tensors) -> torch.Tensor:
-    """Return the norms of tensors of one type; half precision would overflow, and is summed in single."""
+    """Return the norms of tensors of one type, summed at least in single precision, since half would overflow."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     return torch.stack([norm.to(wide) for norm in torch._foreach_norm(tensors, 2.0, wide)])
 
 
 def _each(factors: torch.Tensor, tensors: _Tensors) -> list[torch.Tensor]:
-    """Return one factor per tensor, of the tensors' type."""
+    """Return one factor per tensor, in the tensors' type."""
     return list(factors.to(tensors[0].dtype).unbind())
 
 

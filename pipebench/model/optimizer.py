@@ -1,4 +1,4 @@
-"""The recipe's optimizer as a torch.optim one: one definition for the engine that steps and the profile that times."""
+"""Makes the recipe's torch.optim optimizer, for the engine that steps and the profile that times."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,12 +19,12 @@ _HOW = ("foreach", "fused", "differentiable")  # what fused doesn't go with
 
 
 def make_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """Return the optimizer for a list of parameters.
+    """Return the optimizer of `parameters`.
 
     Raises:
-        UserCodeError: the class or target raises, or makes something else.
+        UserCodeError: the class or target raises, or doesn't return an optimizer.
     """
-    made = _make(recipe)
+    made = KINDS[OPTIMIZER].make(str(recipe.name)) if recipe.target is None else import_target(recipe.target)
     arguments = given_arguments(recipe)
     if recipe.name in FUSED and not any(name in arguments for name in _HOW):
         arguments["fused"] = True
@@ -38,30 +38,30 @@ def make_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) 
 
 
 def called(recipe: OptimizerRecipe) -> str:
-    """Return what the optimizer is called in a sentence: its name or its target."""
+    """Return the optimizer's name or target."""
     return str(recipe.name if recipe.target is None else recipe.target)
 
 
 def key_of(recipe: OptimizerRecipe) -> str:
-    """Return the recipe's key that says which optimizer it is."""
+    """Return the recipe's key that names the optimizer."""
     return f"train.optimizer.{'name' if recipe.target is None else 'target'}"
 
 
 def average_in(state: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the average of a parameter's values that an optimizer keeps in its state for evaluations, or None.
+    """Return the average of a parameter's values that an optimizer keeps in its state for evaluation, or None.
 
-    torch's ASGD calls it `ax`; it is the parameter itself until averaging begins, and training never goes on from it.
+    torch's ASGD calls it `ax`; it is the parameter itself until averaging begins, and training never reads it.
     """
     return state.get("ax")
 
 
 def state_bytes_per_byte(recipe: OptimizerRecipe) -> int:
-    """Return the bytes of optimizer state per byte of parameters: Adam keeps two averages, momentum one.
+    """Return the bytes of optimizer state per byte of parameters: 2 for Adam's averages, 1 for momentum.
 
-    They are counted on a matrix, after a step.
+    Unknown optimizers are measured by one step on a matrix.
 
     Raises:
-        UserCodeError: the class or target raises, or makes something else.
+        UserCodeError: the class or target raises, or doesn't return an optimizer.
     """
     if recipe.name in FUSED:  # known without a step, whose first one in a process takes seconds: torch's compiler
         return int(bool(recipe.momentum)) if recipe.name == "sgd" else 2 + bool(recipe.arguments.get("amsgrad"))
@@ -72,9 +72,3 @@ def state_bytes_per_byte(recipe: OptimizerRecipe) -> int:
         optimizer.step()
     tensors = (v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
     return round(sum(tensor.nbytes for tensor in tensors) / parameter.nbytes)
-
-
-def _make(recipe: OptimizerRecipe) -> Callable[..., torch.optim.Optimizer]:
-    if recipe.target is not None:
-        return import_target(recipe.target)
-    return KINDS[OPTIMIZER].make(str(recipe.name))

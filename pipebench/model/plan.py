@@ -19,15 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Consecutive layers that live together.
+    """The consecutive layers of one stage.
 
     Attributes:
         start: index of its first layer.
         stop: index after its last layer.
-        replicas: copies of the stage.
         devices: of every replica.
-        memory: of every layer, what is done with its activations between forward and backward: `keep`, `recompute` or
-            `swap`.
+        memory: policy for each layer's activations between forward and backward: `keep`, `recompute` or `swap`.
     """
 
     start: int
@@ -39,16 +37,14 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided about how a model is spread over devices.
+    """How a model is spread over devices.
 
     Attributes:
-        mode: name of the mode it is for.
         stages: at least one; together they hold every layer exactly once, in order of execution.
         depth: minibatches in flight per input-stage replica.
         chunks: stages per worker. With P positions in the pipeline, stages s and s + P share their devices.
         crossings: (source stage, target stage) to the layers whose output goes from one to the other, ascending.
-        relay: whether what skips stages goes through all of those between, one after the other; else to each stage
-            that reads it.
+        relay: whether a value that skips stages goes through each of them; else straight to every stage that reads it.
     """
 
     mode: str
@@ -65,17 +61,17 @@ class Plan:
 
     @property
     def positions(self) -> tuple[StagePlan, ...]:
-        """The stages that come first on their workers: one for each position in the pipeline."""
+        """The first stages of the workers: one for each position in the pipeline."""
         return self.stages[: len(self.stages) // self.chunks]
 
     @property
     def noam(self) -> int:
-        """The depth that keeps every worker busy where transfers take no time: NOAM, PipeDream section 3.2."""
+        """The depth that keeps every worker busy if transfers take no time: NOAM, PipeDream section 3.2."""
         return noam([stage.replicas for stage in self.positions])
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
-        """The device of every worker, workers numbered position by position."""
+        """The device of every worker, in order of position."""
         return tuple(device for stage in self.positions for device in stage.devices)
 
     def on(self, devices: Sequence[int]) -> "Plan":
@@ -91,7 +87,7 @@ class Plan:
 
 
 class _Layer(Protocol):
-    """A layer: its name, the layers that it reads, its parameters and buffers by name, and if it never runs again."""
+    """What cutting needs of a layer."""
 
     @property
     def name(self) -> str: ...
@@ -106,7 +102,7 @@ class _Layer(Protocol):
 
 
 class Cuttable(Protocol):
-    """What can be cut: a traced model, or the layers of a profile."""
+    """A traced model, or the layers of a profile."""
 
     @property
     def layers(self) -> Sequence[_Layer]:
@@ -129,25 +125,24 @@ def make_plan(
     memory: str | Sequence[str] = KEEP,
     relay: bool = False,
 ) -> Plan:
-    """Cut a graph.
+    """Cut a graph into stages.
 
     Args:
-        graph: what is cut.
+        graph: the model or profile.
         starts: first layer of every stage but the first, ascending.
         replicas: per stage; with chunks, stages of one worker have equally many.
         mode: name of the mode.
-        devices: of every worker; None: workers stand along the devices, position by position.
+        devices: of every worker; None: 0, 1, ... in order of position.
         depth: minibatches in flight per input-stage replica; None for NOAM.
         chunks: stages per worker.
-        memory: policy of every layer, or one for all; a layer that may not run again keeps what it would recompute.
-        relay: whether what skips stages goes through all of those between.
+        memory: policy of every layer, or one for all; layers that run once are kept instead of recomputed.
+        relay: see `Plan`.
 
     Raises:
-        PlanError: an empty stage, or parameters or buffers that layers share in two stages.
+        PlanError: a stage is empty, or layers of different stages share a parameter or buffer.
     """
-    bounds = [0, *starts, len(graph.layers)]
+    bounds, widths = [0, *starts, len(graph.layers)], replicas[: len(replicas) // chunks]
     check_bounds(bounds)
-    widths = list(replicas[: len(replicas) // chunks])
     policies = as_they_run(graph.layers, [memory] * len(graph.layers) if isinstance(memory, str) else memory)
     stages = tuple(
         StagePlan(a, b, r, (), tuple(policies[a:b]))
@@ -155,35 +150,29 @@ def make_plan(
     )
     for problem in split_ties(graph, stages):
         raise PlanError(f"{problem}; move parallelism.cuts or use plan: auto")
-    crossing = crossings(graph, stage_of_layers(stages), len(stages) - 1, relay=relay)
-    plan = Plan(mode, stages, depth or noam(widths), chunks, crossing, relay)
+    crossed = crossings(graph, stage_of_layers(stages), len(stages) - 1, relay=relay)
+    plan = Plan(mode, stages, depth or noam(widths), chunks, crossed, relay)
     return plan.on(range(sum(widths)) if devices is None else devices)
 
 
 def check_bounds(bounds: Sequence[int]) -> None:
-    """Check that stages between bounds, both ends of the model included, hold at least one layer each.
+    """Check that consecutive `bounds`, from 0 to the number of layers, enclose at least one layer each.
 
     Raises:
-        PlanError: one doesn't.
+        PlanError: a stage is empty.
     """
     if any(a >= b for a, b in itertools.pairwise(bounds)):
         raise PlanError(f"every stage needs at least one layer, but the cuts are before layers {[*bounds[1:-1]]}")
 
 
 def as_they_run(layers: Sequence[_Layer], memory: Sequence[str]) -> tuple[str, ...]:
-    """Return the policies of layers, of which some may not run again: those keep what they were to recompute."""
+    """Return the memory policies, with `keep` for layers that are to be recomputed but run once."""
     pairs = zip(layers, memory, strict=True)
     return tuple(KEEP if layer.runs_once and policy == RECOMPUTE else policy for layer, policy in pairs)
 
 
 def recut(graph: Cuttable, plan: Plan, starts: Sequence[int], memory: Sequence[str] | None = None) -> Plan:
-    """Return a plan with other cuts, everything else as it is.
-
-    Args:
-        graph: what is cut.
-        plan: the plan.
-        starts: first layer of every stage but the first, ascending.
-        memory: policy of every layer; None: every layer keeps its own.
+    """Return a plan with stages after the first starting at layers `starts`, and, unless None, other memory policies.
 
     Raises:
         PlanError: as `make_plan`.
@@ -211,11 +200,7 @@ def crossings(
 ) -> dict[tuple[int, int], tuple[int, ...]]:
     """Return (source stage, target stage) to the layers whose output goes from one to the other, ascending.
 
-    Args:
-        graph: what is cut.
-        stage_of: the stage of every layer.
-        last: the last stage, which runs the loss.
-        relay: whether what skips stages goes from each to the next; else to every stage that reads it.
+    `stage_of` has the stage of every layer, `last` is the stage that runs the loss; `relay` as in `Plan`.
     """
     crossing: dict[tuple[int, int], set[int]] = {}
     reads = [(read, stage_of[index]) for index, layer in enumerate(graph.layers) for read in layer.reads]
@@ -228,13 +213,13 @@ def crossings(
 
 
 def layout_of(plan: Plan) -> CutLayout:
-    """Return the first layers of a plan's later stages, and what every layer does with its activations."""
+    """Return the first layers of a plan's later stages, and every layer's memory policy."""
     memory = tuple(policy for stage in plan.stages for policy in stage.memory)
     return CutLayout(tuple(stage.start for stage in plan.stages[1:]), memory)
 
 
 def starts_of_cuts(graph: "LayerGraph", cuts: Sequence[str]) -> list[int]:
-    """Return the first layers of the stages after the first, given by name.
+    """Return the indices of the layers named by `parallelism.cuts`.
 
     Raises:
         PlanError: an unknown layer.
@@ -253,16 +238,10 @@ def starts_of_cuts(graph: "LayerGraph", cuts: Sequence[str]) -> list[int]:
 def memory_of(
     names: Sequence[str], recompute: Sequence[str], swap: Sequence[str] = (), *, others: str = KEEP
 ) -> tuple[str, ...]:
-    """Return the policy of every layer.
-
-    Args:
-        names: of the layers.
-        recompute: names, or patterns of them, of those that are recomputed.
-        swap: likewise, of those that are swapped.
-        others: policy of the rest.
+    """Return every layer's memory policy; `recompute` and `swap` have names or patterns, `others` the rest's policy.
 
     Raises:
-        PlanError: a pattern that no layer matches, or a layer that is to be both.
+        PlanError: a pattern matches no layer, or a layer matches both.
     """
     recomputed = _matching(names, recompute, "recompute_layers")
     swapped = _matching(names, swap, "swap_layers")
@@ -276,7 +255,7 @@ def memory_of(
 
 
 def _matching(names: Sequence[str], patterns: Sequence[str], key: str) -> dict[str, str]:
-    """Return the layers that patterns name, each with the first that does."""
+    """Return the layers that patterns match, each with its first pattern."""
     found: dict[str, str] = {}
     for pattern in patterns:
         matching = fnmatch.filter(names, pattern)

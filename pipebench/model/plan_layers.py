@@ -1,4 +1,4 @@
-"""From a plan's file to a plan of a model: its layers by name are compared with the model's."""
+"""Converts between plans and plan files, whose layers are named and checked against the model's."""
 
 import bisect
 import difflib
@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from pipebench.errors import Fault, RecipeError, nearest
+from pipebench.lines import LinedFile
 from pipebench.model.plan import Cuttable, Plan, StagePlan, make_plan, split_ties
 from pipebench.recipe.plan_file import PlanForm, Problems, StageForm
 from pipebench.typed_json import shown
@@ -14,12 +15,7 @@ _MOST_NAMED = 4  # layers of one sentence
 
 
 def form_of(plan: Plan, names: Sequence[str]) -> PlanForm:
-    """Return a plan as its file has it.
-
-    Args:
-        plan: the plan.
-        names: of its layers, in the order that it counts them in.
-    """
+    """Return a plan in its file's form; `names` are of its layers, in the order of the plan."""
     stages = (
         StageForm(stage.replicas, stage.devices, dict(zip(names[stage.start : stage.stop], stage.memory, strict=True)))
         for stage in plan.stages
@@ -28,7 +24,7 @@ def form_of(plan: Plan, names: Sequence[str]) -> PlanForm:
 
 
 def plan_of(form: PlanForm, graph: Cuttable, *, relay: bool = False) -> Plan:
-    """Return the plan of a file whose layers are the model's; see `layer_problems`, and `relay` of `make_plan`."""
+    """Return the plan of a file without `layer_problems`; `relay` as in `Plan`."""
     counts = [len(stage.layers) for stage in form.stages]
     return make_plan(
         graph,
@@ -44,23 +40,18 @@ def plan_of(form: PlanForm, graph: Cuttable, *, relay: bool = False) -> Plan:
 
 
 def refuse(source: str, problems: Iterable[tuple[str, str]], hint: str = "") -> None:
-    """Refuse a plan's file if anything is wrong with it.
-
-    Args:
-        source: the file.
-        problems: where in it, and the end of a sentence.
-        hint: the end of every sentence.
+    """Raise the problems found in a plan's file, (where, problem) each, with `hint` after every sentence.
 
     Raises:
-        RecipeError: with a sentence for each.
+        RecipeError: there is at least one.
     """
-    faults = [Fault(source, where, f"{problem}{hint}") for where, problem in problems]
+    faults = [Fault(LinedFile(source), where, f"{problem}{hint}") for where, problem in problems]
     if faults:
         raise RecipeError(faults)
 
 
 def layer_problems(form: PlanForm, graph: Cuttable) -> Problems:
-    """Yield layers that the model doesn't have, or that are missing, in two stages or out of order, and torn ties."""
+    """Yield layers that the model lacks, missing, repeated and misplaced layers, and ties across stages."""
     if not form.stages:
         return
     names = [layer.name for layer in graph.layers]
@@ -100,7 +91,7 @@ def _unknown_or_twice(form: PlanForm, place: Mapping[str, int]) -> Problems:
 
 
 def _longest_ascending(values: Sequence[int]) -> set[int]:
-    """Return the largest choice of different numbers that ascend: what is left of a list where a few were moved."""
+    """Return a longest ascending subsequence of different numbers: the others are those that were moved."""
     tails: list[int] = []  # the least last number of an ascending choice of every length
     before: dict[int, int | None] = {}
     for value in values:

@@ -1,10 +1,10 @@
-"""Which numbers a model computes with: its own types, or 16-bit ones beside fp32 masters (mixed precision).
+"""Computes a model in its own types, or in 16-bit types beside fp32 masters (mixed precision).
 
-Micikevicius et al., "Mixed Precision Training" (ICLR 2018), as NVIDIA's Apex has it at level O2 and Megatron after it:
-every fp32 parameter and constant of the model is rounded to the 16-bit type, but for those of normalisation layers,
-which keep their parameters and statistics; the loss is computed in fp32; the optimizer steps on fp32 masters. This
-isn't torch.autocast's way, which keeps fp32 parameters and rounds them anew at every use: versions, links and stashes
-would be no smaller. Types flow through the operations, so shapes alone (the meta device) tell all bytes.
+Micikevicius et al., "Mixed Precision Training" (ICLR 2018), as in NVIDIA's Apex at level O2 and Megatron: every fp32
+parameter and constant of the model is rounded to the 16-bit type, except parameters and statistics of normalisation
+layers; the loss is computed in fp32; the optimizer steps on fp32 masters. torch.autocast instead keeps fp32 parameters
+and rounds them at every use: versions, links and stashes would be no smaller. Types flow through the operations, so
+shapes alone (the meta device) give all bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 
 
 def in_precision(graph: LayerGraph, precision: str) -> LayerGraph:
-    """Return a layer graph that says what of it is rounded in a precision; the model itself isn't changed."""
+    """Return the layer graph with what is rounded in a precision; the model itself isn't changed."""
     low_type = LOW_TYPES.get(precision)
     if low_type is None:
         return graph
@@ -45,11 +45,8 @@ def lower(modules: Sequence[nn.Module], rounding: Rounding | None) -> dict[str, 
     """Let modules compute in a 16-bit type; return what has been rounded as it was before, by qualified name.
 
     A module that holds rounded parameters rounds fp32 arguments, too. A normalisation layer computes in fp32 and rounds
-    what it puts out; batch normalisation itself takes 16-bit arguments beside fp32 parameters, on every device.
-
-    Args:
-        modules: changed. They may share parts, parameters and buffers, under the same names.
-        rounding: what is rounded; None leaves everything as it is.
+    its output; batch normalisation itself takes 16-bit arguments beside fp32 parameters, on every device. The modules
+    may share parts, parameters and buffers, under the same names. A `rounding` of None changes nothing.
     """
     before: dict[str, torch.Tensor] = {}
     if rounding is None:
@@ -76,7 +73,7 @@ def lower(modules: Sequence[nn.Module], rounding: Rounding | None) -> dict[str, 
 def _rounded_tensors(
     part: nn.Module, path: str, rounding: Rounding
 ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Yield the fp32 tensors of a module itself that are rounded, with their table and qualified name."""
+    """Yield the fp32 tensors of a module itself that are rounded: their table, qualified name and the tensor."""
     prefix = f"{path}." if path else ""
     for table in (part._parameters, part._buffers):
         for key, tensor in list(table.items()):

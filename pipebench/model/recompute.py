@@ -1,8 +1,8 @@
-"""Recomputed layers: between forward and backward a stage keeps what they read, and not what they computed.
+"""Recomputed layers: between forward and backward a stage keeps their inputs and not what they computed.
 
-Every run of consecutive layers that are recomputed becomes one module inside the stage's, which keeps its inputs, drops
-the rest, and computes it again when the backward gets there. A run that ends with the model's last layer takes the
-loss in. Paper: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016).
+Every run of consecutive recomputed layers becomes one module inside the stage's, which keeps its inputs and computes
+the rest again in the backward. A run that ends with the model's last layer includes the loss. Paper: Chen et al.,
+Training Deep Nets with Sublinear Memory Cost (2016).
 """
 
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -11,11 +11,12 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from pipebench.errors import GraphError
+from pipebench.model.folding import FoldedRun
 
 # Whether layers run once, or the first time or again because they are recomputed.
 ONCE, FIRST, AGAIN = "once", "first", "again"
@@ -24,13 +25,9 @@ Storages = MutableMapping[int, torch.UntypedStorage]  # by address; as long as t
 
 
 class _Kept:
-    """Stands in a graph for what autograd would save of a run of layers, and computes it again when it is asked for.
+    """Replaces what autograd would save of a run of layers, and computes it again on demand.
 
     torch.utils.checkpoint does so too, and much else: 0.6 ms a call, where a small stage's forward takes 1 ms.
-
-    Args:
-        layers: the run.
-        values: what they read.
     """
 
     def __init__(self, layers: "Recomputed", values: Sequence[Any]) -> None:
@@ -48,7 +45,7 @@ class _Kept:
         return self._num_saved - 1
 
     def _find(self, index: int) -> torch.Tensor:
-        """Return a tensor that was left out; the backward asks for each once and is the only one to hold it then."""
+        """Return a tensor that was left out; the backward asks for each once and then holds the only reference."""
         if index not in self._found:
             saved: list[torch.Tensor] = []
             hooks = saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _refuse)
@@ -67,7 +64,7 @@ class _Kept:
 
 @contextmanager
 def _as(time: str) -> Iterator[None]:
-    """Let `running` say which time layers run."""
+    """Set `running` to which time layers run."""
     before = running.set(time)
     try:
         yield
@@ -79,31 +76,21 @@ def _refuse(_: None) -> torch.Tensor:
     raise AssertionError("nothing runs backward through what was computed again")
 
 
-class Recomputed(nn.Module):
-    """Runs layers that it shares with the stage; with gradients on, it keeps its inputs only.
-
-    Args:
-        run: the layers, each that draws seeded by the one before it. They stay the stage's own: this module has no
-            parameters, and no names of them.
+class Recomputed(FoldedRun):
+    """Runs layers so that autograd keeps only their inputs.
 
     Attributes:
-        kept: where to note the storages that it keeps; None doesn't.
-        again: likewise, what a backward has computed again.
+        kept: collects the storages that it keeps, unless None.
+        again: collects the storages that a backward computes again, unless None.
     """
 
     def __init__(self, run: fx.GraphModule) -> None:
-        super().__init__()
-        self._run = (run,)
+        super().__init__(run)
         self.kept: Storages | None = None
         self.again: Storages | None = None
 
-    @property
-    def run(self) -> fx.GraphModule:
-        """The layers."""
-        return self._run[0]
-
     def forward(self, *values: Any) -> Any:
-        """Return what the layers put out for later ones, as a tuple."""
+        """Return the values that later layers read, as a tuple."""
         if not torch.is_grad_enabled():
             return self.run(*values)
         if self.kept is not None:
@@ -111,7 +98,7 @@ class Recomputed(nn.Module):
         return _Kept(self, values)()
 
     def note_again(self, saved: Sequence[torch.Tensor], values: Sequence[Any]) -> None:
-        """Note what autograd has saved of layers that have run again, but for what they read, which was there."""
+        """Note what autograd saved of layers that ran again, except what they read, which was there."""
         if self.again is not None:
             read = _storages(values)
             self.again.update((place, storage) for place, storage in _storages(saved).items() if place not in read)

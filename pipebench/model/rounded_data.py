@@ -1,4 +1,4 @@
-"""A data set as a model in mixed precision reads it: what goes in is rounded, what comes out is judged in fp32."""
+"""A data set for mixed precision: inputs are rounded, loss and scores are computed in fp32."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,12 +11,7 @@ from zoo.registry import Dataset
 
 
 class RoundedData(Dataset):
-    """A data set for a model that computes in a 16-bit type: fp32 inputs are rounded, loss and scores are in fp32.
-
-    Args:
-        data: the data set.
-        low_type: the type.
-    """
+    """A data set whose fp32 inputs are rounded to `low_type`; loss and scores are computed in fp32."""
 
     def __init__(self, data: Dataset, low_type: torch.dtype) -> None:
         self._data, self._low_type = data, low_type
@@ -26,7 +21,7 @@ class RoundedData(Dataset):
         self.loader_processes, self.lengths = data.loader_processes, data.lengths
 
     def check(self) -> None:
-        """See `Dataset`; likewise the others."""
+        """See `Dataset`, as for the methods below."""
         self._data.check()
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
@@ -60,7 +55,7 @@ class RoundedData(Dataset):
         return self._data.summarise(sums, weight)
 
     def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
-        """Return what needs the whole model: it computes in fp32, with the weights that were rounded."""
+        """Return metrics of the whole model, computed in fp32 with the rounded weights."""
         return self._data.whole_model_metrics(model)
 
     def buckets(self) -> Sequence[int] | None:
@@ -68,11 +63,11 @@ class RoundedData(Dataset):
         return self._data.buckets()
 
     def notes(self) -> dict[str, str]:
-        """Return what a reader has to know."""
+        """Return what a reader has to know of the data."""
         return self._data.notes()
 
     def _rounded(self, fields: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Round the inputs; a field that is a target too stays as it is."""
+        """Round the inputs, except a field that is a target too."""
         names = {*self.inputs} - {*self.targets}
         return {
             name: value.to(self._low_type) if name in names and value.dtype is torch.float32 else value

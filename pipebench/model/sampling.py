@@ -1,4 +1,4 @@
-"""Everything random, as a pure function of the seed and of what it is for.
+"""Everything random, as a pure function of the seed and its purpose.
 
 Minibatch k is a function of (seed, k), a random layer's draw one of (seed, minibatch, microbatch, layer name): no
 engine, plan or order of work changes either.
@@ -53,8 +53,8 @@ class Stream(NamedTuple):
     """Where in a sequential data set a minibatch is.
 
     Attributes:
-        number: the stream that the minibatch is the next piece of; 0 where samples don't follow each other.
-        starts: whether nothing comes before it, so that what modules carry starts anew.
+        number: the stream that the minibatch continues; 0 where samples don't follow each other.
+        starts: whether it is the stream's first, so that modules reset their carried states.
     """
 
     number: int
@@ -62,31 +62,24 @@ class Stream(NamedTuple):
 
 
 class UnitShape(NamedTuple):
-    """What the costs of a unit depend on where lengths vary.
-
-    Attributes:
-        num_samples: its samples, at least 1.
-        columns: how wide they are.
-    """
+    """What a unit's costs depend on where lengths vary: samples, at least 1, and their length."""
 
     num_samples: int
     columns: int
 
 
-Size = (
-    int | UnitShape
-)  # what the costs of a unit depend on: how many samples it has, and their length where that varies
+Size = int | UnitShape  # what the costs of a unit depend on: its samples, and their length where that varies
 
 
 class Sampler:
-    """Which samples make up minibatch k: a fresh permutation every epoch, the last minibatch of it may be short.
+    """Which samples make up minibatch k: a new permutation every epoch, whose last minibatch may be short.
 
     Args:
         num_samples: samples of an epoch.
         minibatch_size: samples of a minibatch, but the last of an epoch.
         seed: of the permutations.
-        buckets: called when the first permutation is made; returns a bucket per sample, or None. Minibatches are then
-            made of samples of one bucket, but for those where one bucket ends and the next begins.
+        buckets: called when the first permutation is made; returns a bucket per sample, or None. Minibatches then have
+            samples of one bucket, except at the borders between buckets.
     """
 
     streams: int | None = None  # where samples follow each other: how many take turns
@@ -112,7 +105,7 @@ class Sampler:
         return self.num_samples - last * self.minibatch_size if k % (last + 1) == last else self.minibatch_size
 
     def sizes(self, k: int, microbatches: int) -> list[Size]:
-        """Return what the costs of the microbatches of minibatch k depend on."""
+        """Return what the costs of each microbatch of minibatch k depend on."""
         return [*microbatch_sizes(self.size(k), microbatches)]
 
     def samples_before(self, k: int) -> int:
@@ -127,7 +120,7 @@ class Sampler:
         return self._permutation(epoch)[start : start + self.size(k)]
 
     def stream(self, k: int) -> Stream:
-        """Return which stream minibatch k is of: none that goes on."""
+        """Return the stream of minibatch k: each starts a new one."""
         return Stream(0, starts=True)
 
     def _permute(self, epoch: int) -> list[int]:
@@ -146,7 +139,7 @@ class Sampler:
 
 
 class InOrder(Sampler):
-    """Samples in their own order: for evaluation."""
+    """Samples in the data set's order, for evaluation."""
 
     def __init__(self, num_samples: int, minibatch_size: int) -> None:
         super().__init__(num_samples, minibatch_size, 0)
@@ -161,15 +154,15 @@ class Streams(Sampler):
     """Chunks of one text: minibatch k is the next chunk of every row of stream k mod `streams`.
 
     The text is cut into streams x minibatch_size rows of equally many chunks; chunk i + 1 of the text continues
-    chunk i. Streams let replicas take turns: with a number of streams that a stage's replicas divide, a stream is
-    always that of the same replica, which carries its state on.
+    chunk i. With a number of streams that a stage's replicas divide, each stream stays with one replica, which carries
+    its state.
 
     Args:
         num_samples: chunks of the text.
         minibatch_size: rows of a stream.
         streams: at least 1.
-        covers: whether rows are long enough for all of the text, the last ones then running past its end, instead of
-            leaving out up to a chunk per row.
+        covers: whether rows are long enough for all of the text, the last ones running past its end; otherwise up to a
+            chunk per row is left out.
     """
 
     def __init__(self, num_samples: int, minibatch_size: int, streams: int, *, covers: bool = False) -> None:
@@ -186,22 +179,22 @@ class Streams(Sampler):
         return range(first, first + self.minibatch_size * length, length)
 
     def stream(self, k: int) -> Stream:
-        """Return which stream minibatch k is of; every epoch starts anew."""
+        """Return the stream of minibatch k; every epoch starts them again."""
         within = k % self.minibatches_per_epoch
         return Stream(within % self.streams, starts=within < self.streams)
 
 
 class Varying(Sampler):
-    """Minibatches whose lengths are drawn: how many samples they have and how wide, not which.
+    """Minibatches whose lengths are drawn; their samples are not chosen.
 
     Args:
         num_samples: samples of an epoch.
         minibatch_size: samples of a minibatch, but the last of an epoch.
         seed: of the draws.
-        lengths: how wide minibatches are, and the share of them that is.
+        lengths: (length, share of all minibatches) each.
 
     Attributes:
-        columns: returns how wide minibatch k is.
+        columns: returns the length of minibatch k.
     """
 
     def __init__(self, num_samples: int, minibatch_size: int, seed: int, lengths: Sequence[tuple[int, float]]) -> None:
@@ -212,17 +205,17 @@ class Varying(Sampler):
         self.columns = lru_cache(maxsize=_COLUMNS_KEPT)(self._drawn_columns)  # asked for again and again of a few
 
     def sizes(self, k: int, microbatches: int) -> list[Size]:
-        """See `Sampler`: microbatches are as wide as their minibatch."""
+        """See `Sampler`: microbatches have their minibatch's length."""
         columns = self.columns(k)
         return [UnitShape(size, columns) if size else 0 for size in microbatch_sizes(self.size(k), microbatches)]
 
     def _drawn_columns(self, k: int) -> int:
-        """Return how wide minibatch k is: its own draw, whoever asks."""
+        """Return the length of minibatch k, a function of the seed and k."""
         drawn = mix(self._seed, name_hash("length"), k) / (1 << 63) * self._up_to[-1]
         return self.lengths[min(bisect(self._up_to, drawn), len(self.lengths) - 1)][0]
 
     def of_length(self, columns: int) -> "Varying":
-        """Return the same minibatches, all as wide."""
+        """Return the same minibatches, all of one length."""
         return Varying(self.num_samples, self.minibatch_size, self._seed, [(columns, 1.0)])
 
     def indices(self, k: int) -> Sequence[int]:
@@ -231,5 +224,5 @@ class Varying(Sampler):
 
 
 def microbatch_sizes(num_samples: int, microbatches: int) -> list[int]:
-    """Return the sizes a minibatch is cut into, as even as can be; some are 0 when there are too few samples."""
+    """Return the sizes of a minibatch's microbatches, as even as possible; some are 0 when samples are too few."""
     return [num_samples // microbatches + (i < num_samples % microbatches) for i in range(microbatches)]

@@ -1,4 +1,4 @@
-"""The kinds of layers whose backwards can be split, by name: read off a profile, a kind is only a name."""
+"""The kinds of layers whose backwards can be split, by the names that profiles have."""
 
 from collections.abc import Iterable
 

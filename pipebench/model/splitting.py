@@ -1,8 +1,8 @@
 """Which layers' backwards can be split: the gradient of the input now, those of the parameters later.
 
-Each of them is one operation of torch's, which computes either alone for about its share of the whole. What a fused
-recurrent layer, or several operations in one module, would compute for the second it would compute for the first again.
-So would a normalisation, whose parameters' gradients are sums that its input's needs anyway.
+Each is one torch operation, which computes either part alone for about its share of the time. A fused recurrent layer
+or a module of several operations would repeat work for the second part, as would a normalisation, whose input gradient
+needs its parameters' gradients anyway.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _BY_THE_WAY = (nn.modules.batchnorm._NormBase, *(getattr(nn, name) for name in B
 
 
 def splittable(root: nn.Module, graph: fx.Graph) -> Iterator[str]:
-    """Yield the qualified names of the modules that a graph calls whose backwards can be split."""
+    """Yield the qualified names of a graph's modules whose backwards can be split."""
     calls = {node.target: list(graph.find_nodes(op="call_module", target=node.target)) for node in graph.nodes}
     for target, nodes in calls.items():
         takes_one = all(len(node.args) == 1 and not node.kwargs for node in nodes)
@@ -27,7 +27,7 @@ def splittable(root: nn.Module, graph: fx.Graph) -> Iterator[str]:
 
 
 def unsplit(graph: LayerGraph) -> str:
-    """Return the layers whose backwards would take two parts and can't: some of them, and how many more."""
+    """Return the layers that should be split and can't, as text: some names, and how many more."""
     split = {*splittable(graph.root, graph.graph)}
 
     def is_whole(layer: Layer) -> bool:
@@ -42,5 +42,5 @@ def unsplit(graph: LayerGraph) -> str:
 
 
 def splits(module: nn.Module) -> bool:
-    """Return whether a module's backward can be split: it is one of torch's own, or derived from one, and it trains."""
+    """Return whether a module's backward can be split: it is of a splittable class and trains."""
     return isinstance(module, _SPLIT) and any(parameter.requires_grad for parameter in module.parameters())

@@ -4,7 +4,7 @@ import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,11 +34,11 @@ _VIEWS = {
 
 
 class Seeder(nn.Module):
-    """Seeds the generator that a layer draws from, right before it draws.
+    """Seeds the generator right before a layer draws from it.
 
     Attributes:
         seed: the run's.
-        draw: what is drawn for: (minibatch, microbatch).
+        draw: (minibatch, microbatch) of the draws.
         device: where layers draw.
     """
 
@@ -50,17 +50,17 @@ class Seeder(nn.Module):
         self._keys: dict[str, int] = {}
 
     def forward(self, name: str) -> None:
-        """Seed for the layer that draws under a name: no engine, plan or order of work changes what it draws."""
+        """Seed for the layer that draws under a name."""
         if name not in self._keys:
             self._keys[name] = mix(self.seed, name_hash(name))
         seed_default_generator(self.device, mix(self._keys[name], *self.draw))
 
 
 class LossHead(nn.Module):
-    """Stands behind the model's last layer, so that what is recomputed can take the loss in.
+    """Stands behind the model's last layer, so that a recomputed run can include the loss.
 
     Attributes:
-        function: maps the model's output to the loss; None hands the output on.
+        function: maps the model's output to the loss; None returns the output.
     """
 
     def __init__(self) -> None:
@@ -79,23 +79,20 @@ class Stage:
     Attributes:
         index: position in the pipeline.
         module: takes the model inputs named by `inputs`, then the values named by `receives`; returns the values
-            named by `returns` and then, in the last stage, the model's output, or what the loss head makes of it.
-        inputs: model inputs it reads.
+            named by `returns` and then, in the last stage, the loss head's output.
         receives: source stage to the layers whose values it receives from there; sources ascending.
         sends: target stage to the layers whose values it sends there; targets ascending.
         returns: layers whose values leave the stage, ascending.
-        is_last: whether the model's output (and so the loss) is computed here.
+        is_last: whether it computes the model's output, and so the loss.
         random: names under which its layers draw random numbers.
-        stateful: qualified names of the modules that carry something from one minibatch to the next.
-        seeder: what they draw derives from.
-        loss: the loss head, at the end of the last stage as it trains.
+        stateful: qualified names of the modules that carry a state from one minibatch to the next.
         recomputed: the runs of layers that its backward computes again.
-        swapped: the runs of layers of which the host keeps what they save for the backward.
-        modes: whether each module that it has is in training mode.
-        rounding: what of it is rounded for the arithmetic; that is left to who runs it. None: nothing.
+        swapped: the runs of layers whose saved tensors go to the host.
+        modes: each of its modules, with whether it is in training mode.
+        rounding: what to round for the arithmetic, which the caller does.
         evaluation: the same stage as it evaluates, made of the same modules; None if this is that. Its layers are
             those of the evaluation's graph.
-        idle: copies of the parameters and buffers of its layers that are left out for now, by qualified name.
+        idle: copies of the parameters and buffers of its idle layers, by qualified name.
     """
 
     index: int
@@ -118,7 +115,7 @@ class Stage:
 
     @cached_property
     def reads(self) -> tuple[int, ...]:
-        """Layers whose values it receives, in the order in which its module takes them."""
+        """Layers whose values it receives, in the order of its module's arguments."""
         return tuple(layer for layers in self.receives.values() for layer in layers)
 
     @property
@@ -135,151 +132,138 @@ class Stage:
 def cut_stage(graph: LayerGraph, plan: Plan, index: int) -> Stage:
     """Cut one stage out of the graph. Its modules, parameters and buffers are copies under the model's own names.
 
-    Layers that are idle have no part in it but what they hold.
+    Of idle layers it has the tensors only.
     """
-    cut = partial(_cut, index, is_last=index == len(plan.stages) - 1, seeder=Seeder(), copies={})
+    is_last, seeder, copies = index == len(plan.stages) - 1, Seeder(), dict[int, Any]()
     evaluated = plan_evaluation(graph, plan)
-    there = [i for i in evaluated.layers[index] if not graph.evaluated.layers[i].idle]
-    evaluation = cut(graph.evaluated, there, evaluated.crossings, memory=None)
+    layers = [graph.evaluated.layers[i] for i in evaluated.layers[index]]
+    there = [layer for layer in layers if not layer.idle]
+    evaluation = _Cut(index, graph.evaluated, there, None, evaluated.crossings, is_last).stage(seeder, copies)
     own = plan.stages[index]
-    policies = {
-        i: policy for i, policy in zip(range(own.start, own.stop), own.memory, strict=True) if not graph.layers[i].idle
-    }
-    trains = cut(graph, [*policies], plan.crossings, memory=[*policies.values()])
-    return replace(trains, idle=idle_tensors(graph, own.start, own.stop), evaluation=evaluation)
+    pairs = zip(graph.layers[own.start : own.stop], own.memory, strict=True)
+    kept = [(layer, policy) for layer, policy in pairs if not layer.idle]
+    memory = [policy for _, policy in kept]
+    cut = _Cut(index, graph, [layer for layer, _ in kept], memory, plan.crossings, is_last)
+    idle = idle_tensors(graph, own.start, own.stop)
+    return replace(cut.stage(seeder, copies), idle=idle, evaluation=evaluation)
 
 
-def _cut(
-    index: int,
-    graph: LayerGraph,
-    indices: Sequence[int],
-    crossings: Mapping[tuple[int, int], tuple[int, ...]],
-    *,
-    memory: Sequence[str] | None,
-    is_last: bool,
-    seeder: Seeder,
-    copies: dict[int, Any],
-) -> Stage:
-    """Cut layers out of a graph.
+@dataclass(frozen=True)
+class _Cut:
+    """The layers of one form of a stage, as it trains or as it evaluates, and what crosses its borders.
 
-    Args:
-        index: which stage they are.
-        graph: the model's, as it trains or as it evaluates.
-        indices: the layers.
+    Attributes:
+        graph: the model's, in that form.
+        memory: policy of each layer; None in evaluation, which has no backward.
         crossings: see `Plan`.
-        memory: policy of each of the layers; None in evaluation, which has no backward.
         is_last: whether the model ends here.
-        seeder: of both forms of the stage.
-        copies: notes what has been copied: both forms have the same modules.
     """
-    layers = [graph.layers[i] for i in indices]
-    receives = {source: values for (source, target), values in crossings.items() if target == index}
-    sends = {target: values for (source, target), values in crossings.items() if source == index}
-    returns = tuple(sorted({value for values in sends.values() for value in values}))
-    inputs = _inputs_read(graph, layers, is_last)
-    loss = LossHead()
-    new = _program(graph, layers, inputs, receives, returns, is_last, memory)
-    graph.root.add_module(_SEEDER, seeder)
-    graph.root.add_module(_LOSS, loss)
-    module = copy.deepcopy(fx.GraphModule(graph.root, new), copies)
-    delattr(graph.root, _SEEDER)
-    delattr(graph.root, _LOSS)
-    recomputed = fold(module, RECOMPUTE, Recomputed, copied=_written(module))
-    for part in (module, *(each.run for each in recomputed)):
-        _switch_inplace_off_where_inputs_are_kept(part)
-    swapped = fold(module, SWAP, Swapped)  # last: what is in place stays so
-    return Stage(
-        index,
-        module,
-        inputs,
-        receives,
-        sends,
-        returns,
-        is_last,
-        random=tuple(layer.draws_as for layer in layers if layer.draws_as),
-        stateful=_stateful(module, layers),
-        seeder=copies.get(id(seeder), seeder),
-        loss=copies.get(id(loss), loss),
-        recomputed=recomputed,
-        swapped=swapped,
-        modes=tuple((part, name in graph.training) for name, part in module.named_modules(remove_duplicate=False)),
-        rounding=graph.rounding,
-    )
 
+    index: int
+    graph: LayerGraph
+    layers: Sequence[Layer]
+    memory: Sequence[str] | None
+    crossings: Mapping[tuple[int, int], tuple[int, ...]]
+    is_last: bool
 
-def _program(
-    graph: LayerGraph,
-    layers: Sequence[Layer],
-    inputs: Sequence[str],
-    receives: Mapping[int, tuple[int, ...]],
-    returns: Sequence[int],
-    is_last: bool,
-    memory: Sequence[str] | None,
-) -> fx.Graph:
-    """Return the graph of a stage: its layers, the seeding before those that draw, the loss after the last in training.
+    def stage(self, seeder: Seeder, copies: dict[int, Any]) -> Stage:
+        """Return the stage; `copies` is deepcopy's memo, since both forms share their modules."""
+        receives = {source: values for (source, target), values in self.crossings.items() if target == self.index}
+        sends = {target: values for (source, target), values in self.crossings.items() if source == self.index}
+        returns = tuple(sorted({value for values in sends.values() for value in values}))
+        inputs, loss, root = self._inputs(), LossHead(), self.graph.root
+        new = self._program(inputs, [value for values in receives.values() for value in values], returns)
+        root.add_module(_SEEDER, seeder)
+        root.add_module(_LOSS, loss)
+        module = copy.deepcopy(fx.GraphModule(root, new), copies)
+        delattr(root, _SEEDER)
+        delattr(root, _LOSS)
+        recomputed = fold(module, RECOMPUTE, Recomputed, copied=_written(module))
+        for part in (module, *(each.run for each in recomputed)):
+            _switch_inplace_off_where_inputs_are_kept(part)
+        swapped = fold(module, SWAP, Swapped)  # last: in-place layers in it stay so
+        named = module.named_modules(remove_duplicate=False)
+        return Stage(
+            self.index,
+            module,
+            inputs,
+            receives,
+            sends,
+            returns,
+            self.is_last,
+            random=tuple(layer.draws_as for layer in self.layers if layer.draws_as),
+            stateful=self._stateful(module),
+            seeder=copies.get(id(seeder), seeder),
+            loss=copies.get(id(loss), loss),
+            recomputed=recomputed,
+            swapped=swapped,
+            modes=tuple((part, name in self.graph.training) for name, part in named),
+            rounding=self.graph.rounding,
+        )
 
-    Nodes know their layer's policy; layers that change a buffer aren't recomputed: they run once.
-    """
-    new = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    placeholders = {node.name: node for node in graph.graph.find_nodes(op="placeholder")}
-    for name in inputs:
-        env[placeholders[name]] = new.placeholder(f"input_{name}")
-    for values in receives.values():
-        for value in values:
-            env.setdefault(graph.layers[value].node, new.placeholder(f"value_{graph.layers[value].name}"))
+    def _program(self, inputs: Sequence[str], receives: Sequence[int], returns: Sequence[int]) -> fx.Graph:
+        """Return the graph: layers, seeding before those that draw, in training the loss after the last.
 
-    def take(node: fx.Node) -> fx.Node:
-        if node.op == "get_attr" and node not in env:
-            env[node] = new.get_attr(str(node.target))
-        return env[node]
+        Nodes have their layer's policy in `meta`; layers that change a buffer run once and aren't recomputed.
+        """
+        graph, new = self.graph, fx.Graph()
+        placeholders = {node.name: node for node in graph.graph.find_nodes(op="placeholder")}
+        env = {placeholders[name]: new.placeholder(f"input_{name}") for name in inputs}
+        for layer in (graph.layers[value] for value in receives):
+            env.setdefault(layer.node, new.placeholder(f"value_{layer.name}"))
 
-    mark = {POLICY: KEEP}
-    for layer, policy in zip(layers, memory or [KEEP] * len(layers), strict=True):
-        for argument in layer.node.all_input_nodes:
-            take(argument)  # attributes are copied before the node that reads them
-        runs_once = policy == RECOMPUTE and overwritten_buffer(graph.root, layer.node)
-        mark = {POLICY: KEEP if runs_once else policy}
-        if layer.draws_as:
-            new.call_module(_SEEDER, (layer.draws_as,)).meta.update(mark)
-        env[layer.node] = new.node_copy(layer.node, take)
-        env[layer.node].meta.update(mark)
-    result: list[Any] = []
-    for layer in (graph.layers[value] for value in returns):
-        leaves = take(layer.node)
-        if overwritten_buffer(graph.root, layer.node):  # it will be changed again while this is on its way
-            leaves = new.call_method("clone", (leaves,))
-        result.append(leaves)
-    if is_last:
-        (output,) = graph.graph.find_nodes(op="output")
-        result.append(fx.node.map_arg(output.args[0], take))
-        if memory is not None:
-            result[-1] = new.call_module(_LOSS, (result[-1],))
-            result[-1].meta.update(mark)
-    new.output(tuple(result))
-    return new
+        def take(node: fx.Node) -> fx.Node:
+            if node.op == "get_attr" and node not in env:
+                env[node] = new.get_attr(str(node.target))
+            return env[node]
 
+        mark = {POLICY: KEEP}
+        for layer, policy in zip(self.layers, self.memory or [KEEP] * len(self.layers), strict=True):
+            for argument in layer.node.all_input_nodes:
+                take(argument)  # attributes are copied before the node that reads them
+            runs_once = policy == RECOMPUTE and overwritten_buffer(graph.root, layer.node)
+            mark = {POLICY: KEEP if runs_once else policy}
+            if layer.draws_as:
+                new.call_module(_SEEDER, (layer.draws_as,)).meta.update(mark)
+            env[layer.node] = new.node_copy(layer.node, take)
+            env[layer.node].meta.update(mark)
+        result: list[Any] = []
+        for layer in (graph.layers[value] for value in returns):
+            value = take(layer.node)
+            is_buffer = overwritten_buffer(graph.root, layer.node)  # it may change again before this is sent
+            result.append(new.call_method("clone", (value,)) if is_buffer else value)
+        if self.is_last:
+            result.append(fx.node.map_arg(self._output.args[0], take))
+            if self.memory is not None:
+                result[-1] = new.call_module(_LOSS, (result[-1],))
+                result[-1].meta.update(mark)
+        new.output(tuple(result))
+        return new
 
-def _stateful(module: nn.Module, layers: Sequence[Layer]) -> tuple[str, ...]:
-    called = [str(layer.node.target) for layer in layers if layer.node.op == "call_module"]
-    return tuple(
-        f"{path}.{inner}" if inner else path
-        for path in dict.fromkeys(called)
-        for inner, part in module.get_submodule(path).named_modules()
-        if carries_state(part)
-    )
+    @property
+    def _output(self) -> fx.Node:
+        output: fx.Node
+        (output,) = self.graph.graph.find_nodes(op="output")
+        return output
 
+    def _stateful(self, module: nn.Module) -> tuple[str, ...]:
+        called = [str(layer.node.target) for layer in self.layers if layer.node.op == "call_module"]
+        return tuple(
+            f"{path}.{inner}" if inner else path
+            for path in dict.fromkeys(called)
+            for inner, part in module.get_submodule(path).named_modules()
+            if carries_state(part)
+        )
 
-def _inputs_read(graph: LayerGraph, layers: Sequence[Layer], is_last: bool) -> tuple[str, ...]:
-    read = {name for layer in layers for name in layer.inputs}
-    if is_last:
-        (output,) = graph.graph.find_nodes(op="output")
-        read |= {node.name for node in output.all_input_nodes if node.op == "placeholder"}
-    return tuple(name for name in graph.inputs if name in read)
+    def _inputs(self) -> tuple[str, ...]:
+        read = {name for layer in self.layers for name in layer.inputs}
+        if self.is_last:
+            read |= {node.name for node in self._output.all_input_nodes if node.op == "placeholder"}
+        return tuple(name for name in self.graph.inputs if name in read)
 
 
 def _switch_inplace_off_where_inputs_are_kept(module: fx.GraphModule) -> None:
-    """Let layers that would overwrite an input of the stage, or of layers that are recomputed, compute out of place.
+    """Let layers that would overwrite an input of the stage, or of a recomputed run, compute out of place.
 
     Autograd refuses to overwrite a leaf, and the sender, a recomputation or the dataset may still need it.
     """
@@ -294,14 +278,14 @@ def _switch_inplace_off_where_inputs_are_kept(module: fx.GraphModule) -> None:
 
 
 def _written(module: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes that hand out buffers which a layer changes, now or for the next minibatch."""
+    """Return the nodes that return buffers which a layer changes, now or for the next minibatch."""
     handed_on = {node: _handed_on(module, node) for node in module.graph.nodes}
     names = {n.target for node in handed_on if is_inplace(module, node) for n in handed_on[node] if n.op == "get_attr"}
     return {node for node, own in handed_on.items() if any(n.op == "get_attr" and n.target in names for n in own)}
 
 
 def _handed_on(module: fx.GraphModule, node: Any) -> set[fx.Node]:
-    """Return the nodes whose memory a node's value may share: itself, and what it hands on (a view of)."""
+    """Return the nodes whose memory a node's value may share: itself, and those that it is a view of."""
     found: set[fx.Node] = set()
     while isinstance(node, fx.Node):
         found.add(node)
@@ -321,7 +305,7 @@ def _is_recomputed(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _out_of_place(module: fx.GraphModule, node: fx.Node) -> None:
-    """Let a layer leave its input as it is: by its own form for that, or by working on a copy where it has none."""
+    """Replace an in-place layer by its out-of-place form, or by one that works on a copy."""
     name = str(getattr(node.target, "__name__", node.target))
     if node.op == "call_module":
         module.get_submodule(str(node.target)).inplace = False  # type: ignore[assignment]

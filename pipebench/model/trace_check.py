@@ -1,7 +1,7 @@
-"""Is a traced model still the model? Both are run once on the same few samples, before anything is trained.
+"""Compares a traced model with the model itself on a few samples, before anything is trained.
 
-torch.fx records operations. What else a forward does can get lost without a word: the backward of a custom autograd
-function, numbers from a generator of the model's own, a decision that depends on what came before. It shows here.
+torch.fx records operations. Other effects of a forward can get lost silently: the backward of a custom autograd
+function, numbers from a generator of the model's own, a decision that depends on earlier calls.
 """
 
 import logging
@@ -30,13 +30,11 @@ _Found = dict[str, torch.Tensor]  # by a name that can stand in a sentence
 def check_traced(graph: LayerGraph, dataset: Dataset, sizes: Sequence[int] = ()) -> None:
     """Compare a layer graph with its model: outputs, gradients and buffers, in training and in evaluation.
 
-    Args:
-        graph: in both modes, with weights on the CPU; nothing of it has changed afterwards.
-        dataset: its first samples are used; the data must be there.
-        sizes: numbers of samples that travel, for models that take no two.
+    The graph's weights are on the CPU and stay as they are. The data set's first samples must be there; `sizes` are
+    numbers of samples to try where the model doesn't take two.
 
     Raises:
-        GraphError: they differ: what would be trained isn't the model.
+        GraphError: they differ.
         Exception: whatever the model, or the loss, raises for all these numbers of samples.
     """
     *first, last = dict.fromkeys((min(_SAMPLES, dataset.num_train), *sorted(sizes)))
@@ -87,7 +85,7 @@ def _compare(graph: LayerGraph, dataset: Dataset, num_samples: int) -> None:
 
 @contextmanager
 def _as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Seed everything that a forward may draw from, and undo what it does to the model and to those."""
+    """Seed all generators, and undo what a forward does to the model and to them."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     forget_states(model)
@@ -105,7 +103,7 @@ def _as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def _left_behind(model: nn.Module, output: Any, loss: Callable[[], torch.Tensor] | None) -> _Found:
-    """Return what a forward, and the backward of a loss, come to."""
+    """Return a forward's outputs and buffers, and the gradients of a loss."""
     found: _Found = {}
     for index, leaf in enumerate(pytree.tree_leaves(output)):
         if isinstance(leaf, torch.Tensor):

@@ -1,7 +1,7 @@
 """Tracing: a model's forward becomes a torch.fx graph, in the mode that its modules are in.
 
 torch.fx records what happens to the values that flow through a model. Everything else in `forward` happens once, while
-it is traced, and would be frozen or lost: what would change the result by that is refused here, with its line.
+it is traced, and would be frozen or lost: where that would change the result, the line is refused.
 """
 
 import dis
@@ -33,7 +33,7 @@ def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None) -> fx.GraphModule
     Args:
         model: any module that torch.fx traces.
         is_leaf: whether a module, of that qualified name, is one layer though torch.fx would trace into it.
-        fed: how many of the forward's arguments are fed with data, or which, if that is known.
+        fed: number or names of the forward's arguments that get data, or None if unknown.
 
     Raises:
         TracingError: it can't be traced, or something would be frozen; names the module, the line and the way out.
@@ -54,11 +54,9 @@ def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None) -> fx.GraphModule
 
 
 def fed_arguments(forward: Callable[..., Any], fed: Fed = None) -> tuple[list[str], list[str]]:
-    """Return the names of the arguments of a forward that are fed with data: by position, and by keyword.
+    """Return the names of a forward's arguments that get data: positional ones, then keywords. `self` is left out.
 
-    Args:
-        forward: a function of a module's class; `self` is left out.
-        fed: how many are fed, or which, if that is known. Others keep their defaults, if they have any.
+    `fed` is their number or names, if known; other arguments keep their defaults, if they have any.
     """
     positional: list[str] = []
     by_keyword: list[str] = []
@@ -79,7 +77,7 @@ def fed_arguments(forward: Callable[..., Any], fed: Fed = None) -> tuple[list[st
 
 
 class _Value(fx.Proxy):
-    """torch.fx's stand-in for a value, parts of which can be assigned to, and about which anything can be asserted."""
+    """torch.fx's stand-in for a value, extended to item assignment and assertions."""
 
     def __bool__(self) -> bool:
         # An assertion holds, or the model's first forward would have failed; what it checks is no part of the result.
@@ -90,7 +88,7 @@ class _Value(fx.Proxy):
 
 
 def _is_in_an_assertion(frame: FrameType) -> bool:
-    """Return whether a frame is about to decide if an assertion holds."""
+    """Return whether a frame is evaluating an assertion's condition."""
     if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("assert "):
         return True
     to_come = (step for step in dis.get_instructions(frame.f_code) if step.offset >= frame.f_lasti)
@@ -111,7 +109,7 @@ def with_item(value: torch.Tensor, index: Any, item: Any) -> torch.Tensor:
 
 
 class _Tracer(fx.Tracer):
-    """torch.fx's tracer, with leaves of the user's, and torch's own containers cut inside."""
+    """torch.fx's tracer, with the user's leaves, and torch's own containers traced into."""
 
     # Buffers are values, as parameters are: what is done to a buffer alone would otherwise be done while tracing.
     proxy_buffer_attributes = True
@@ -123,7 +121,7 @@ class _Tracer(fx.Tracer):
         self._contexts = _contexts()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Return what stands for a node's value."""
+        """Return the stand-in for a node's value."""
         return _Value(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -141,7 +139,7 @@ class _Tracer(fx.Tracer):
         return super().create_node(*args, **kwargs)
 
     def create_args_for_root(self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None) -> Any:
-        """Return the forward and what it is called with: values for what is fed; the rest keeps its defaults."""
+        """Return the forward and its arguments: stand-ins for those that get data; others keep their defaults."""
         positional, by_keyword = fed_arguments(root_fn, self._fed)
         values = [self.create_proxy("placeholder", name, (), {}) for name in positional]
         named = {name: self.create_proxy("placeholder", name, (), {}) for name in by_keyword}
@@ -154,7 +152,7 @@ class _Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Record a module that is one layer, or run it so that what is inside is recorded."""
+        """Record a module as one layer, or trace into it."""
         path = self.path_of_module(m)
         found = None
         if type(m) in _CONTAINERS and not self._is_leaf(m, path):
@@ -181,21 +179,14 @@ def _encoder(
     return src if m.norm is None else m.norm(src)
 
 
-def _decoder(
-    m: Any, tgt: Any, memory: Any, tgt_mask: Any = None, memory_mask: Any = None, tgt_key_padding_mask: Any = None,
-    memory_key_padding_mask: Any = None, tgt_is_causal: bool | None = None, memory_is_causal: bool = False,
-) -> Any:  # fmt: skip
+def _decoder(*args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(nn.TransformerDecoder.forward).bind(*args, **kwargs)
+    given.apply_defaults()
+    options = dict(given.arguments)
+    m, tgt, memory = (options.pop(name) for name in ("self", "tgt", "memory"))
+    options["tgt_is_causal"] = bool(options["tgt_is_causal"])
     for layer in m.layers:
-        tgt = layer(
-            tgt,
-            memory,
-            tgt_mask=tgt_mask,
-            memory_mask=memory_mask,
-            tgt_key_padding_mask=tgt_key_padding_mask,
-            memory_key_padding_mask=memory_key_padding_mask,
-            tgt_is_causal=bool(tgt_is_causal),
-            memory_is_causal=memory_is_causal,
-        )
+        tgt = layer(tgt, memory, **options)
     return tgt if m.norm is None else m.norm(tgt)
 
 
@@ -214,7 +205,7 @@ _CONTAINERS: Mapping[type[nn.Module], Callable[..., Any]] = {
 
 
 class _Frozen(Exception):  # noqa: N818 (a reason, which becomes a TracingError with its line)
-    """Why what a forward does can't be recorded."""
+    """Why an effect of a forward can't be recorded."""
 
 
 class _Draws(TorchFunctionMode):
@@ -236,7 +227,7 @@ class _Draws(TorchFunctionMode):
 
 @contextmanager
 def _nothing_drawn() -> Iterator[None]:
-    """Refuse to freeze random numbers: torch's where they are drawn, Python's and NumPy's when all is done."""
+    """Refuse random numbers while tracing: torch's where they are drawn, Python's and NumPy's at the end."""
     numpy = sys.modules.get("numpy")
 
     def states() -> list[Any]:
@@ -251,13 +242,13 @@ def _nothing_drawn() -> Iterator[None]:
 
 
 def _contexts() -> tuple[bool, ...]:
-    """Return the states that decide what autograd and the operations do, but that no operation mentions."""
+    """Return the settings of autograd and operations that a graph doesn't record."""
     autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
 def _why_not_traced(model: nn.Module, error: Exception) -> str:
-    """Return the sentence: which model, at which line, why, and what can be done."""
+    """Return the sentence that names the model, the line, the reason and the remedy."""
     steps = [
         (frame, line)
         for frame, line in traceback.walk_tb(error.__traceback__)

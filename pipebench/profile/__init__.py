@@ -1,1 +1,1 @@
-"""What every layer costs: measured here, computed for a device that isn't here, or read from a file."""
+"""What every layer costs: measured on this machine, computed for a device of the catalogue, or read from a file."""

@@ -1,14 +1,12 @@
-"""The analytic profile: computed for a device that isn't here, from shapes alone, in seconds for any size.
+"""The analytic profile: layer costs computed from shapes for a device of the catalogue, in seconds for any model size.
 
-Nothing is allocated and no arithmetic is done: the pass runs on torch's meta device. Only where a layer needs data,
-since what it does depends on it, is the pass made on some, here.
+The pass runs on torch's meta device: nothing is allocated or computed. Where a layer needs real data because what it
+does depends on it, the pass runs on samples on this machine.
 """
 
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-
-import torch
 
 from pipebench.errors import ProfileError
 from pipebench.model.graph import LayerGraph
@@ -34,16 +32,10 @@ def analytic_profile(
     model_text: str,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """Compute what every layer costs on a device of the catalogue.
+    """Compute every layer's cost on a device of the catalogue, at each of `sizes`, in samples.
 
-    Args:
-        graph: the layer graph; its parameters may be on any device, meta included.
-        dataset: gives shapes and the loss; its data needn't be there, unless a layer needs it.
-        sizes: numbers of samples that travel.
-        device: the device.
-        optimizer: what updates the parameters.
-        model_text: readable description of the model.
-        on_progress: told of (layers profiled, layers to profile).
+    The graph's parameters may be on the meta device, and the data's files absent, unless a layer needs data.
+    `on_progress` gets (layers profiled, layers to profile).
 
     Raises:
         ProfileError: a layer can't be run, or needs data that isn't there; names it.
@@ -54,27 +46,17 @@ def analytic_profile(
         return {size: _input_bytes(data, size) / device.host_bytes_per_s + device.launch_s for size in sizes}
 
     lengths = tuple(
-        LengthProfile(columns, share, walks.at(of_length, sizes), load_s(of_length))
-        for columns, share, of_length in ((*each, dataset.of_length(each.columns)) for each in dataset.lengths)
+        LengthProfile(*each, walks.at(of_length, sizes), load_s(of_length))
+        for each, of_length in ((each, dataset.of_length(each.columns)) for each in dataset.lengths)
     )
     layers = mean_layers(lengths) if lengths else walks.at(dataset, sizes)
     return Profile(
         model=model_text,
         device=device.name,
         source="analytic",
-        note=(
-            f"roofline of {device.name}: {_rate(device, graph)} "
-            f"({SHIPPED.convolution:g} in convolutions), {device.memory_bytes_per_s / 1e9:g} GB/s x "
-            f"{SHIPPED.memory:g} ({device.source}), {device.launch_s * 1e6:g} us per kernel"
-            + (f" and {device.pause_s * 1e6:g} us of pause after it" if device.pause_s else "")
-            + "; "
-            "loading is the copy from the host, without decoding"
-            + (f"; {walks.needs_data} needs data: the first samples stood for all" if walks.needs_data else "")
-            + (f"; computed at every length of {_told(dataset)}" if lengths else "")
-        ),
+        note=_note(graph, dataset, device, walks.needs_data),
         layers=layers,
-        update_s_per_byte=_bytes_per_parameter_byte(optimizer, layers[sizes[0]])
-        / (device.memory_bytes_per_s * SHIPPED.memory),
+        update_s_per_byte=_update_s_per_byte(optimizer, layers[sizes[0]], device),
         update_floor_s=device.launch_s + device.pause_s,
         load_s=mean_load_s(lengths) if lengths else load_s(dataset),
         whole_step_s={},
@@ -87,7 +69,7 @@ class _Walks:
     """Passes through a layer graph that price its operations, without data as long as that is possible.
 
     Attributes:
-        needs_data: the layer because of which data is needed; empty if none is.
+        needs_data: name of the first layer that needs data; "" if none does.
     """
 
     def __init__(
@@ -100,11 +82,7 @@ class _Walks:
         self.needs_data = ""
 
     def at(self, dataset: Dataset, sizes: Sequence[int]) -> dict[int, tuple[LayerProfile, ...]]:
-        """Return the rows at some numbers of samples.
-
-        Raises:
-            ProfileError: see `analytic_profile`.
-        """
+        """Return number of samples to the layers' costs."""
         num_layers, found = len(self._graph.layers) + 1, {}
         for size in sizes:
             found[size] = self._rows(dataset, size)
@@ -129,9 +107,17 @@ class _Walks:
         return walk(self._graph, root, dataset, samples, partial(priced, self._device, with_data=True))
 
 
-def _told(dataset: Dataset) -> str:
-    """Return the lengths that a data set declares: `9 (6 %), 19 (29 %)`."""
-    return ", ".join(f"{columns} ({share:.0%})" for columns, share in dataset.lengths)
+def _note(graph: LayerGraph, dataset: Dataset, device: DeviceSpec, needs_data: str) -> str:
+    lengths = ", ".join(f"{columns} ({share:.0%})" for columns, share in dataset.lengths)
+    return (
+        f"roofline of {device.name}: {_rate(device, graph)} "
+        f"({SHIPPED.convolution:g} in convolutions), {device.memory_bytes_per_s / 1e9:g} GB/s x "
+        f"{SHIPPED.memory:g} ({device.source}), {device.launch_s * 1e6:g} us per kernel"
+        + (f" and {device.pause_s * 1e6:g} us of pause after it" if device.pause_s else "")
+        + "; loading is the copy from the host, without decoding"
+        + (f"; {needs_data} needs data: the first samples stood for all" if needs_data else "")
+        + (f"; computed at every length of {lengths}" if lengths else "")
+    )
 
 
 def _rate(device: DeviceSpec, graph: LayerGraph) -> str:
@@ -141,22 +127,22 @@ def _rate(device: DeviceSpec, graph: LayerGraph) -> str:
     return f"{low / 1e12:g} Tflop/s x {SHIPPED.tensor_product:g} with tensor cores"
 
 
-def _bytes_per_parameter_byte(optimizer: OptimizerRecipe, rows: Sequence[LayerProfile]) -> float:
-    """Return how many bytes one fused step moves per byte of parameters.
+def _update_s_per_byte(optimizer: OptimizerRecipe, rows: Sequence[LayerProfile], device: DeviceSpec) -> float:
+    """Return the seconds of one fused step per byte of parameters, by the bytes that it moves for each.
 
     Every rule reads parameter and gradient and writes the parameter: 3. Momentum is read and written besides: 5. Adam
-    has two such averages: 7. Weight decay uses what is already read. In mixed precision that goes for the masters;
-    besides, the gradient is read in the parameter's type and written in the master's, and parameters the other way.
+    has two such averages: 7. Weight decay uses what is already read. In mixed precision this holds for the masters; in
+    addition, gradients are read in 16 bits and written in 32, parameters the reverse.
     """
-    step = 3 + 2 * state_bytes_per_byte(optimizer)
+    moved_bytes: float = 3 + 2 * state_bytes_per_byte(optimizer)
     own = {name: size for row in rows for name, size in row.parameter_sizes.items()}
     masters = {name: size for row in rows for name, size in row.master_sizes.items()}
-    if not masters:
-        return step
-    stepped, rounded = sum(masters.values()), sum(own.values())
-    return (step * stepped + 2 * (stepped + rounded)) / rounded
+    if masters:
+        stepped, rounded = sum(masters.values()), sum(own.values())
+        moved_bytes = (moved_bytes * stepped + 2 * (stepped + rounded)) / rounded
+    return moved_bytes / (device.memory_bytes_per_s * SHIPPED.memory)
 
 
 def _input_bytes(dataset: Dataset, num_samples: int) -> int:
-    example: dict[str, torch.Tensor] = dataset.example(num_samples)
+    example = dataset.example(num_samples)
     return sum(example[name].nbytes for name in dataset.inputs)

@@ -1,24 +1,19 @@
-"""A profile as a layer graph: a model of which nothing is known but its costs. It can be cut, planned and simulated."""
+"""A profile as a layer graph: a model of which only the costs are known can be cut, planned and simulated."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx, nn
 
 from pipebench.model.graph import Layer, LayerGraph
-from pipebench.profile.lengths import of_every_length
 from pipebench.profile.model import LayerProfile, Profile
 from zoo.registry import Dataset
 
 
 def work_of(profile: Profile) -> Profile:
-    """Return a profile without rows that only stand for a model input, or pick out what nobody reads."""
-
-    def working(given: Mapping[int, tuple[LayerProfile, ...]]) -> dict[int, tuple[LayerProfile, ...]]:
-        return {size: _working(rows) for size, rows in given.items()}
-
-    return replace(profile, layers=working(profile.layers), lengths=of_every_length(profile.lengths, working))
+    """Return a profile without the rows of model inputs and of unread `__getitem__`s."""
+    return profile.with_rows(_working)
 
 
 def _working(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
@@ -40,7 +35,7 @@ def _working(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
 
 
 def graph_of(rows: Sequence[LayerProfile]) -> LayerGraph:
-    """Return the graph whose layers are a profile's working rows; they compute nothing, in training and evaluation."""
+    """Return a graph with one layer per row but the loss, the last row; its layers have costs and can't be executed."""
     *layers, loss = rows
     graph = fx.Graph()
     nodes = [graph.call_function(_unknown) for _ in layers]
@@ -57,18 +52,12 @@ def graph_of(rows: Sequence[LayerProfile]) -> LayerGraph:
 
 
 def _unknown() -> None:
-    """Stand for what a layer computes."""
+    """Stand for a layer's operation."""
     raise AssertionError("nothing is known of a profile's layers but their costs")
 
 
 class InputsOf(Dataset):
-    """The data of a model that is a profile: how many samples there are, and how large the inputs of the profile.
-
-    Args:
-        data: whose samples are counted; what they are doesn't matter.
-        profile: of the model, with its inputs among the rows where it knows their sizes.
-        inputs: names of the model's inputs.
-    """
+    """The data set of a model that is only a profile: counts and metrics of `data`, sizes of inputs from `profile`."""
 
     targets: Sequence[str] = ()
 
@@ -81,12 +70,12 @@ class InputsOf(Dataset):
         }
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return tensors as large as the inputs are, at the sizes that the profile knows."""
+        """Return meta tensors of the inputs' bytes; 0 bytes where the profile doesn't know them."""
         sizes = self._bytes.get(num_samples, {})
         return {name: torch.empty(sizes.get(name, 0), dtype=torch.uint8, device="meta") for name in self.inputs}
 
     def of_length(self, columns: int) -> Dataset:
-        """Return the data with inputs of a length that the profile has costs of."""
+        """Return the data with inputs of one of the profile's lengths."""
         layers = next(each.layers for each in self._profile.lengths if each.columns == columns)
         return InputsOf(self._data, replace(self._profile, layers=layers), self.inputs)
 

@@ -1,7 +1,6 @@
-"""The profile cache: a measured profile is made once for everything that determines it.
+"""The profile cache: one JSON file per key under `$PIPEBENCH_CACHE/profiles`, or else the user's cache directory.
 
-One JSON file per key under `$PIPEBENCH_CACHE/profiles`, or else under the user's cache directory. An entry that can't
-be read is made again; a cache that can't be written costs time, never a result.
+A file that can't be read is made again; one that can't be written costs time, never a result.
 """
 
 import functools
@@ -20,11 +19,11 @@ log = logging.getLogger(__name__)
 
 
 def cached(key_parts: Mapping[str, object], make: Callable[[], Profile]) -> Profile:
-    """Return the cached profile of a key, made and kept if there is none.
+    """Return the cached profile of a key; make and cache it if there is none.
 
     Args:
-        key_parts: everything that determines the profile, as values with a stable `str`: options, source code hash,
-            sizes, optimizer, device, threads, versions. The version of the file format is added.
+        key_parts: everything that determines the profile, as values with a stable `str`. The file format's version is
+            added.
         make: makes the profile.
     """
     text = json.dumps({**key_parts, "version": VERSION}, sort_keys=True, default=str)
@@ -39,12 +38,12 @@ def cached(key_parts: Mapping[str, object], make: Callable[[], Profile]) -> Prof
 @functools.cache
 def own_hash() -> str:
     """Return a hash of the code and constants that compute a profile."""
-    files_of_room = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files_of_room)).hexdigest()
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
 
 
 def cache_directory() -> Path:
-    """Return where profiles are kept; the directory may not exist yet."""
+    """Return the directory of cached profiles, which may not exist yet."""
     own = os.environ.get("PIPEBENCH_CACHE")
     if own:
         return Path(own) / "profiles"

@@ -1,4 +1,4 @@
-"""Which profile a recipe gets: measured here, computed for its cluster's device, or read from a file.
+"""Chooses a recipe's profile: measured here, computed for its cluster's device, or read from a file.
 
 Times of this machine are never combined with another cluster's links.
 """
@@ -8,8 +8,9 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,14 +26,13 @@ from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.cache import cached, own_hash
 from pipebench.profile.devices import DEVICES, device_of, is_computed, local_device_name
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
-from pipebench.profile.lengths import of_every_length
 from pipebench.profile.load import load_profile
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.walk import LOSS
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.ranges import TIMINGS
-from pipebench.recipe.schema import OptimizerRecipe, Recipe
+from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import targets_of
 from zoo.registry import Dataset
 
@@ -46,50 +46,36 @@ def profile_for(
     device: torch.device,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """Return the profile that `engine.timing` asks for.
+    """Return the profile that `engine.timing` asks for, at each of `sizes`, in samples.
 
-    Args:
-        recipe: the recipe; its model and optimizer describe and determine the profile.
-        cluster: whose device the times are to be true for.
-        graph: the layer graph.
-        dataset: gives shapes, minibatches and the loss.
-        sizes: numbers of samples that travel.
-        device: where to measure.
-        on_progress: told of (layers profiled, layers to profile); not called when a file or the cache has it.
+    `device` is where to measure. `on_progress` gets (layers profiled, layers to profile), unless a file or the cache
+    has the profile.
 
     Raises:
-        ProfileError: that timing isn't possible on this cluster, or the file doesn't fit.
+        ProfileError: the cluster doesn't allow that timing, or the file is of another model, precision or size.
     """
-    found = _profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
-    return replace(found, precision=recipe.train.precision)
-
-
-def _profile_for(
-    recipe: Recipe,
-    cluster: Cluster,
-    graph: LayerGraph,
-    dataset: Dataset,
-    sizes: Sequence[int],
-    device: torch.device,
-    on_progress: Callable[[int, int], None] | None,
-) -> Profile:
-    timing = _timing(recipe, cluster)
-    optimizer, text = recipe.train.optimizer, _model_text(recipe)
+    timing, optimizer, text = _timing(recipe, cluster), recipe.train.optimizer, _model_text(recipe)
     if timing == "analytic":
         if cluster.device == LOCAL:
             raise ProfileError(
                 "engine.timing: analytic needs a device of the catalogue, cluster local has none; use auto"
             )
         spec = device_of(cluster)
-        return cached(
-            {**_model_parts(recipe, graph, sizes), "computed for": asdict(spec), "by": own_hash()},
-            lambda: analytic_profile(graph, dataset, sizes, spec, optimizer, text, on_progress),
-        )
-    if timing != "measured":
-        found = fitting(load_profile(timing, recipe.train.minibatch_size), timing, graph, sizes)
-        _check_precision(found, timing, recipe.train.precision)
-        _check_lengths(found, timing, dataset)
-        return _with_the_models_bytes(found, timing, graph, dataset, sizes, optimizer, text)
+        key: dict[str, object] = {"computed for": asdict(spec), "by": own_hash()}
+        make = partial(analytic_profile, graph, dataset, sizes, spec, optimizer, text, on_progress)
+    elif timing == "measured":
+        _check_measurable(recipe, cluster, dataset)
+        key = _machine(recipe, device)
+        make = partial(measured_profile, graph, dataset, sizes, optimizer, device, text)
+        make = partial(make, on_progress=on_progress, engine=recipe.engine)
+    else:
+        found = _read_for(recipe, timing, graph, dataset, sizes)
+        return replace(found, precision=recipe.train.precision)
+    found = cached({**_model_parts(recipe, graph, sizes), **key}, make)
+    return replace(found, precision=recipe.train.precision)
+
+
+def _check_measurable(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> None:
     if dataset.lengths:
         raise ProfileError(
             f"dataset.lengths: {recipe.dataset.get('lengths')} needs times at every length, and only the data has "
@@ -100,30 +86,36 @@ def _profile_for(
             f"engine.timing: measured gives this machine's times, which say nothing about the {cluster.device} of "
             f"cluster {cluster.name}; use auto, analytic or a profile file, or cluster local"
         )
+
+
+def _machine(recipe: Recipe, device: torch.device) -> dict[str, object]:
+    """Return what determines a measured profile besides the model: device and settings."""
     with torch_settings(recipe.engine):
-        machine = {
+        return {
             "device": local_device_name(device),
             "threads": torch.get_num_threads(),
             "deterministic": recipe.engine.deterministic,
             "tf32": recipe.engine.tf32,
         }
-    return cached(
-        {**_model_parts(recipe, graph, sizes), **machine},
-        lambda: measured_profile(
-            graph, dataset, sizes, optimizer, device, text, on_progress=on_progress, engine=recipe.engine
-        ),
-    )
+
+
+def _read_for(recipe: Recipe, path: str, graph: LayerGraph, dataset: Dataset, sizes: Sequence[int]) -> Profile:
+    """Read the profile file that `engine.timing` names and check that it is of this model, precision and lengths."""
+    found = fitting(load_profile(path, recipe.train.minibatch_size), path, graph, sizes)
+    _check_precision(found, path, recipe.train.precision)
+    _check_lengths(found, path, dataset)
+    if _says_samples(found):
+        return found
+    # Any device of the catalogue will do: its times aren't used, and bytes are the same on all.
+    device, optimizer = next(iter(DEVICES.values())), recipe.train.optimizer
+    return _with_bytes_of(analytic_profile(graph, dataset, sizes, device, optimizer, _model_text(recipe)), found, path)
 
 
 def profile_of_file(recipe: Recipe, dataset: Dataset) -> Profile:
-    """Return the profile that `model.profile` names, of a model of which no more is known.
-
-    Args:
-        recipe: the recipe.
-        dataset: whose lengths the profile has to have.
+    """Return the profile that `model.profile` names, for a recipe that has no other model.
 
     Raises:
-        ProfileError: it can't be read, or isn't of this precision or these lengths.
+        ProfileError: it can't be read, or has another precision than the recipe, or other lengths than `dataset`.
     """
     path = str(recipe.model["profile"])
     found = load_profile(path, recipe.train.minibatch_size)
@@ -135,7 +127,7 @@ def profile_of_file(recipe: Recipe, dataset: Dataset) -> Profile:
 
 
 def has_one_size(recipe: Recipe) -> bool:
-    """Return whether a recipe's profile is a `graph.txt`, which has times of whole minibatches only.
+    """Return whether a recipe's profile is a `graph.txt`, which has times of one size only.
 
     Raises:
         ProfileError: its profile is a file that can't be read.
@@ -145,10 +137,10 @@ def has_one_size(recipe: Recipe) -> bool:
 
 
 def check_sizes(profile: Profile, path: str, sizes: Sequence[int]) -> None:
-    """Refuse a profile that lacks a size that travels.
+    """Check that a profile has all of `sizes`, in samples.
 
     Raises:
-        ProfileError: names the sizes.
+        ProfileError: names the missing sizes.
     """
     missing = sorted(set(sizes) - set(profile.layers))
     if missing:
@@ -165,41 +157,30 @@ def _check_precision(profile: Profile, path: str, precision: str) -> None:
 
 
 def is_measured(recipe: Recipe, cluster: Cluster) -> bool:
-    """Return whether a recipe's profile is measured here, which takes a model with weights, and data."""
+    """Return whether a recipe's profile is measured here, which takes weights and data."""
     return recipe.model.get("profile") is None and _timing(recipe, cluster) == "measured"
 
 
 def _timing(recipe: Recipe, cluster: Cluster) -> str:
-    timing = recipe.engine.timing
-    if timing == "auto":
-        return "analytic" if is_computed(timing, cluster) else "measured"
-    return timing
+    if is_computed(recipe.engine.timing, cluster):
+        return "analytic"
+    return "measured" if recipe.engine.timing == "auto" else recipe.engine.timing
 
 
 def fitting(profile: Profile, path: str, graph: LayerGraph, sizes: Sequence[int]) -> Profile:
-    """Return the profile's layers that do work, once sure that they are those of this model at these sizes.
-
-    Args:
-        profile: of any model.
-        path: which one it is, for the sentence.
-        graph: the model's.
-        sizes: numbers of samples that travel.
+    """Return the profile with its computing layers only, after checking that they are the model's at these sizes.
 
     Raises:
-        ProfileError: it is of another model, or lacks a size.
+        ProfileError: it is of another model, or lacks a size; names `path`.
     """
     check_sizes(profile, path, sizes)
-
-    def fitted(given: Mapping[int, tuple[LayerProfile, ...]]) -> dict[int, tuple[LayerProfile, ...]]:
-        return {size: _fitting_rows(profile, rows, path, graph) for size, rows in given.items()}
-
-    return replace(profile, layers=fitted(profile.layers), lengths=of_every_length(profile.lengths, fitted))
+    return profile.with_rows(lambda rows: _fitting_rows(profile, rows, path, graph))
 
 
 def _fitting_rows(
     profile: Profile, rows: Sequence[LayerProfile], path: str, graph: LayerGraph
 ) -> tuple[LayerProfile, ...]:
-    """Return the rows that do work, with the edges of the model whose layers they turn out to be."""
+    """Return the rows of computing layers, with the edges of the model's layers."""
     expected = [*(layer.name for layer in graph.layers), LOSS]
     reads = [(layer.reads, layer.inputs) for layer in graph.layers] + [(graph.outputs, ())]
     work = [row for row in rows if not row.is_input]
@@ -217,30 +198,18 @@ def _fitting_rows(
 
 
 def _check_lengths(profile: Profile, path: str, dataset: Dataset) -> None:
-    """Refuse a profile whose minibatches have other lengths than the data set's."""
+    """Check that the profile's lengths and their shares are the data set's."""
     held, wanted = ([(each.columns, each.share) for each in lengths] for lengths in (profile.lengths, dataset.lengths))
     if held != wanted:
         told = (f"lengths {', '.join(str(n) for n, _ in each)}" if each else "one length" for each in (held, wanted))
         raise ProfileError(f"profile {path} has times of {next(told)}, dataset.lengths asks for {next(told)}")
 
 
-def _with_the_models_bytes(
-    profile: Profile,
-    path: str,
-    graph: LayerGraph,
-    dataset: Dataset,
-    sizes: Sequence[int],
-    optimizer: OptimizerRecipe,
-    model_text: str,
-) -> Profile:
-    """Return the profile with bytes that a `graph.txt` can't hold, from shapes: the times stay the file's.
+def _with_bytes_of(shapes: Profile, profile: Profile, path: str) -> Profile:
+    """Return a `graph.txt`'s profile with the bytes of `shapes`, computed from the model; times stay the file's.
 
-    Whether an output has a gradient, whose parameter is whose and what is kept for the backward follow from the model.
+    The file can't hold which outputs have a gradient, which layers share a parameter and what each saves for backward.
     """
-    if _says_samples(profile):
-        return profile
-    # Any device of the catalogue will do: its times aren't used, and bytes are the same on all.
-    shapes = analytic_profile(graph, dataset, sizes, next(iter(DEVICES.values())), optimizer, model_text)
     layers = {}
     for size, rows in shapes.layers.items():
         for ours, theirs in zip(rows[:-1], profile.layers[size], strict=False):
@@ -251,13 +220,11 @@ def _with_the_models_bytes(
                     f"of output and {given[1]} of parameters, expected are {ours.output_bytes} and "
                     f"{ours.parameter_bytes} at {size} samples"
                 )
-        layers[size] = tuple(
-            replace(ours, forward_s=theirs.forward_s, backward_s=theirs.backward_s, weight_s=theirs.weight_s)
-            for ours, theirs in zip(rows, profile.layers[size], strict=True)
-        )
+        pairs = zip(rows, profile.layers[size], strict=True)
+        layers[size] = tuple(ours.with_times_of(theirs) for ours, theirs in pairs)
     return replace(
         profile,
-        model=model_text,
+        model=shapes.model,
         layers=layers,
         note=f"times read from {Path(path).name}, which says neither device nor optimizer time; bytes of the model",
         state_bytes_per_byte=shapes.state_bytes_per_byte,
@@ -265,18 +232,17 @@ def _with_the_models_bytes(
 
 
 def _says_samples(profile: Profile) -> bool:
-    """Return whether the profile says its sizes itself: a `graph.txt` says neither them nor the device."""
+    """Return whether the profile states its sizes and device: a `graph.txt` states neither."""
     return profile.device != UNKNOWN_DEVICE
 
 
 def _model_text(recipe: Recipe) -> str:
     options = ", ".join(f"{key}={value}" for key, value in recipe.model.items() if key not in ("name", "target"))
-    name = recipe.model.get("name") or recipe.model["target"]
-    return f"{name}({options})"
+    return f"{recipe.model.get('name') or recipe.model['target']}({options})"
 
 
 def _model_parts(recipe: Recipe, graph: LayerGraph, sizes: Sequence[int]) -> dict[str, object]:
-    """Return what determines a profile wherever it is from."""
+    """Return what determines a profile, measured or computed."""
     tensors = {**dict(graph.root.named_parameters()), **dict(graph.root.named_buffers())}
     return {
         "model": dict(recipe.model),
@@ -293,7 +259,7 @@ def _model_parts(recipe: Recipe, graph: LayerGraph, sizes: Sequence[int]) -> dic
 
 
 def _source_hash(recipe: Recipe, graph: LayerGraph) -> str:
-    """Return a hash of the files that make the model and the data set: edited code is profiled anew."""
+    """Return a hash of the source files of the model and the data set: edited code is profiled again."""
     names = {importlib.import_module(target.split(":")[0]).__name__ for _, target in targets_of(asdict(recipe))}
     # A layer's class may come from anywhere; torch's are known by its version.
     classes = (type(module).__module__ for module in graph.root.modules())
@@ -310,5 +276,5 @@ def _source(module: str) -> str:
 
 
 def _described(module: nn.Module) -> str:
-    """Return a module's class and options (a stride changes no shape of a weight), without addresses."""
+    """Return a module's class and options, without addresses: a stride changes the cost and no shape of a weight."""
     return re.sub(r" at 0x[0-9a-f]+", "", f"{type(module).__qualname__}({module.extra_repr()})")

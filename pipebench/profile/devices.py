@@ -1,23 +1,17 @@
-"""The catalogue of devices with their published peaks; what fraction of them is reached is in `efficiencies.py`.
+"""The catalogue of devices with their published peaks; `efficiencies.py` says what fraction of them is reached.
 
-Rates are for 32-bit floating point without tensor cores, what the papers trained with; for 16-bit types with tensor
-cores, adding in 32 bits, as cuBLAS and cuDNN use them. Assumed: a device without such for a type computes in 32 bits.
+Rates are for 32-bit floating point without tensor cores, what the papers trained with; 16-bit rates are those of tensor
+cores that add in 32 bits, as cuBLAS and cuDNN use them. Assumed: without tensor cores for a type, 32-bit rates hold.
 """
 
 import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipebench.cluster import LOCAL, Cluster
 from pipebench.errors import ProfileError, choice
 from pipebench.profile.efficiencies import LAUNCH_S
-from zoo.late import Late
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = Late("torch")
+from zoo.late import torch
 
 # Host to device, pinned memory. Assumed: 12 of the 15.75 GB/s of PCIe 3.0 x16, the same fraction of later versions.
 _PCIE3, _PCIE4, _PCIE5 = 12e9, 24e9, 48e9
@@ -25,20 +19,19 @@ _PCIE3, _PCIE4, _PCIE5 = 12e9, 24e9, 48e9
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """What a device can do at its best, as published.
+    """A device's published peaks.
 
     Attributes:
         name: short name, as clusters use it.
         flops_per_s: peak rate of 32-bit floating point.
         memory_bytes_per_s: peak bandwidth of its own memory.
-        memory_bytes: size of its own memory.
-        num_multiprocessors: of them a matrix product's tiles are computed, one each at a time.
-        host_bytes_per_s: bandwidth from the host's memory to its own; assumed.
+        num_multiprocessors: each computes one tile of a matrix product at a time.
+        host_bytes_per_s: bandwidth from host memory to its own; assumed.
         source: where the published numbers come from.
-        fp16_flops_per_s: peak rate of tensor cores, without sparsity; 0: it has none for this type.
-        bf16_flops_per_s: likewise.
+        fp16_flops_per_s: peak rate of tensor cores, without sparsity; 0 if it has none for fp16.
+        bf16_flops_per_s: likewise for bf16.
         launch_s: seconds that its host needs to issue one kernel, the least that a kernel takes.
-        pause_s: seconds that it stands idle after every kernel that the host issues.
+        pause_s: seconds that it is idle after every kernel that the host issues.
     """
 
     name: str
@@ -54,7 +47,7 @@ class DeviceSpec:
     pause_s: float = 0.0
 
     def tensor_flops_per_s(self, dtype: "torch.dtype | None") -> float:
-        """Return the peak rate of tensor cores for a type; 0 if they don't take it."""
+        """Return the peak rate of tensor cores for a type; 0 if it has none."""
         if dtype is torch.float16:
             return self.fp16_flops_per_s
         return self.bf16_flops_per_s if dtype is torch.bfloat16 else 0.0
@@ -82,7 +75,7 @@ DEVICES: dict[str, DeviceSpec] = {
 
 
 def is_computed(timing: str, cluster: Cluster) -> bool:
-    """Return whether `engine.timing` has a cluster's times computed, from what the catalogue says of its device."""
+    """Return whether `engine.timing` asks for times computed from the catalogue's entry for the cluster's device."""
     return timing == "analytic" or (timing == "auto" and cluster.device != LOCAL)
 
 
@@ -100,7 +93,7 @@ def find_device(name: str) -> DeviceSpec:
 
 
 def device_of(cluster: Cluster) -> DeviceSpec:
-    """Return the catalogue's entry for a cluster's device, its host as the cluster has it.
+    """Return the catalogue's entry for a cluster's device, with the cluster's launch and pause times.
 
     Raises:
         ProfileError: no such device.
@@ -111,7 +104,7 @@ def device_of(cluster: Cluster) -> DeviceSpec:
 
 
 def local_device_name(device: "torch.device") -> str:
-    """Return what a device of this machine is: the GPU's name, or the processor's and torch's number of threads."""
+    """Return the GPU's name, or the processor's with torch's number of threads."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{_processor()}, {torch.get_num_threads()} threads"

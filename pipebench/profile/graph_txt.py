@@ -9,8 +9,9 @@ artifact's planner adds ` -- stage_id=N` to a line, which says nothing about cos
 """
 
 import heapq
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import PurePath
@@ -38,16 +39,12 @@ _NODE_FORM = (
 
 
 def read_graph_txt(text: str, source: str, num_samples: int = 1) -> Profile:
-    """Read a profile in the artifact's format.
+    """Read a profile in the artifact's format, from the text of the file called `source`.
 
     Layers come in topological order, ties in the order of the file. A node that reads nothing and whose description
     starts with `Input` stands for a model input. The last row is the loss: the one sink that is described as `loss`, or
     else one without cost, which reads every sink but inputs and `__getitem__`s (the artifact drops unread ones too).
-
-    Args:
-        text: the file's content.
-        source: the file's name, for errors and for the profile's note.
-        num_samples: samples per minibatch at which the numbers were taken; the file doesn't say.
+    `num_samples` is the size of the minibatches that were timed, which the file doesn't state.
 
     Raises:
         ProfileError: names file and line.
@@ -79,14 +76,14 @@ def read_graph_txt(text: str, source: str, num_samples: int = 1) -> Profile:
 def write_graph_txt(profile: Profile, num_samples: int) -> str:
     """Write the layers of one size in the artifact's format; what was read from such a file is read back exactly.
 
-    Of other profiles the file keeps names, kinds, order, edges, times to the last bit, output sizes, the bytes of each
+    Of other profiles the file has names, kinds, order, edges, times to the last bit, output sizes, the bytes of each
     layer's parameters, and the loading time, as the forward of the first input. It can't hold the rest: model, device,
-    note, other sizes, names of parameters (and so ties), buffers, what is kept for the backward, which outputs have
-    no gradient, the optimizer's and the whole step's times. Inputs become nodes of their own. A kind with ` -- `
-    in it gets a single dash; a layer that reads nothing and is called `Input...` gets parentheses.
+    note, other sizes, names of parameters (and so ties), buffers, what is saved for the backward, which outputs have
+    no gradient, the optimizer's and the whole step's times. Inputs become nodes. A kind with ` -- ` in it gets a single
+    dash; a layer that reads nothing and is called `Input...` gets parentheses.
 
     Raises:
-        ProfileError: the profile isn't whole, or a layer's name can't be a node's.
+        ProfileError: the profile isn't valid, or a layer's name can't be a node's.
     """
     check_profile(profile)
     if num_samples not in profile.layers:
@@ -101,12 +98,10 @@ def write_graph_txt(profile: Profile, num_samples: int) -> str:
         if not _is_id(name):
             raise ProfileError(f"layer {name!r} can't stand in a graph.txt, where no name has a -- or blanks around it")
     load_s = profile.load_s[num_samples] if not any(row.is_input for row in rows) else 0.0
-    lines = []
-    for index, name in enumerate(made):
-        lines.append(_node_line(LayerProfile(name, f"{_INPUT}{index}", 0.0 if index else load_s, 0.0, 0, 0)))
+    inputs = (LayerProfile(each, f"{_INPUT}{i}", 0.0 if i else load_s, 0.0, 0, 0) for i, each in enumerate(made))
     losses = _losses(rows)
     ordered = sorted(rows, key=lambda row: losses == [row.name])  # a single one comes last, as when it is read
-    lines += map(_node_line, ordered)
+    lines = [_node_line(row) for row in (*inputs, *ordered)]
     position = {name: index for index, name in enumerate((*made, *(row.name for row in ordered)))}
     for row in ordered:
         sources = {*row.inputs, *(rows[read].name for read in row.reads)}
@@ -116,7 +111,7 @@ def write_graph_txt(profile: Profile, num_samples: int) -> str:
 
 @dataclass
 class _Node:
-    """A node line: what it says, and where it stands in the file and in the order of execution."""
+    """A node line, its line number and its position in order of execution."""
 
     name: str
     kind: str
@@ -131,22 +126,22 @@ class _Node:
 
     @property
     def is_input(self) -> bool:
-        """Whether it is an input of the model, which nothing computes."""
+        """Whether it stands for a model input."""
         return not self.sources and self.kind.startswith(_INPUT)
 
 
 class _Lines:
-    """Reads the lines of a file, each fault a sentence with its line."""
+    """Parses the lines of a file; every error names the file and the line."""
 
     def __init__(self, source: str) -> None:
         self._source = source
         self._line = 0
 
     def read(self, text: str) -> dict[str, _Node]:
-        """Return the nodes of a whole file by name, joined by its edges.
+        """Return the nodes of a file by name, joined by its edges.
 
         Raises:
-            ProfileError: a line is none of a graph.txt, or a node is there twice or not at all.
+            ProfileError: a line has the wrong form, or a node is defined twice or not at all.
         """
         nodes: dict[str, _Node] = {}
         edges = []
@@ -230,7 +225,7 @@ class _Lines:
 
 
 def _order(nodes: dict[str, _Node], source: str) -> None:
-    """Give every node its place: topological, ties in the order of the file, the loss last."""
+    """Set every node's index: topological, ties in the order of the file, the loss last."""
     losses = [
         name
         for name, node in nodes.items()
@@ -256,7 +251,7 @@ def _order(nodes: dict[str, _Node], source: str) -> None:
 
 
 def _cycle(left: dict[str, _Node], source: str) -> ProfileError:
-    """Return the error that names the nodes of a cycle, each read by the next; every node left reads another."""
+    """Return the error that names the nodes of a cycle; every node in `left` reads another of them."""
     name = next(iter(left))
     path: dict[str, None] = {}
     while name not in path:
@@ -289,7 +284,7 @@ def _row(node: _Node, nodes: dict[str, _Node]) -> LayerProfile:
 
 
 def _is_loss(kind: str, reads_layers: bool) -> bool:
-    """Return whether a sink is the loss, if it is the only such one."""
+    """Return whether a sink is the loss, provided that it is the only such sink."""
     return kind == _LOSS and reads_layers
 
 
@@ -299,12 +294,12 @@ def _sinks(rows: Sequence[LayerProfile]) -> list[int]:
 
 
 def _losses(rows: Sequence[LayerProfile]) -> list[str]:
-    """Return the names of the layers that are the loss, if there is only one."""
+    """Return the names of the sinks that qualify as the loss; they do so only if there is one."""
     return [rows[index].name for index in _sinks(rows) if _is_loss(rows[index].kind, bool(rows[index].reads))]
 
 
 def _missing_loss(rows: Sequence[LayerProfile]) -> LayerProfile | None:
-    """Return the loss that a file with these layers doesn't spell out, or None if one of them is the loss."""
+    """Return the loss row for a file that has none, or None if one of the layers is the loss."""
     if len(_losses(rows)) == 1:
         return None
     reads = tuple(index for index in _sinks(rows) if not rows[index].kind.startswith(_GETITEM))
@@ -312,16 +307,13 @@ def _missing_loss(rows: Sequence[LayerProfile]) -> LayerProfile | None:
     return LayerProfile(_free_name({row.name for row in rows}), _LOSS, 0.0, 0.0, 0, 0, reads, saved_bytes=kept)
 
 
-def _free_name(taken: Iterable[str]) -> str:
-    taken, name, count = set(taken), _LOSS, 1
-    while name in taken:
-        count += 1
-        name = f"{_LOSS}_{count}"
-    return name
+def _free_name(taken: Container[str]) -> str:
+    names = itertools.chain([_LOSS], (f"{_LOSS}_{count}" for count in itertools.count(2)))
+    return next(name for name in names if name not in taken)
 
 
 def _writable_kind(row: LayerProfile) -> str:
-    """Return a kind from which the reader tells an input from a layer as the row does."""
+    """Return a kind which the reader takes for an input or a layer, whichever the row is."""
     kind = _description(row.kind)
     if row.is_input and not kind.startswith(_INPUT):
         return f"{_INPUT} {kind}".strip()
@@ -339,13 +331,13 @@ def _node_line(row: LayerProfile) -> str:
 
 
 def _ms(value_s: float) -> str:
-    """Return seconds as milliseconds, every digit of them and at least three after the point."""
+    """Return seconds as milliseconds with every digit, at least three after the point."""
     whole, _, fraction = f"{Decimal(repr(abs(float(value_s)))).scaleb(3):f}".partition(".")
     return f"{whole}.{fraction:0<3}"
 
 
 def _description(text: str) -> str:
-    """Return a description as the format can hold it: no blanks around it, no ` -- ` in it."""
+    """Return a description without surrounding blanks and without ` -- `, which the format can't hold."""
     return re.sub(r"(?<![^ ])--(?![^ ])", "-", text).strip(" ")
 
 

@@ -1,13 +1,13 @@
-"""What layers keep for their backwards, told from the descriptions of a `graph.txt`, which doesn't say it itself.
+"""What layers save for their backward, derived from the descriptions of a `graph.txt`, which doesn't state it.
 
-Every layer keeps tensors: what it reads, what it puts out, or something of its own, as torch's kernels do. A tensor
-that several keep is there once; what works in place, or looks at a tensor in another way, has no tensor of its own.
-Numbers are taken to be of 4 bytes. A description that says nothing is taken to be of a layer that keeps its output.
+As in torch's kernels a layer saves its input, its output or a buffer of its own. A tensor that several layers save
+counts once; in-place layers and views have no output of their own. Numbers are taken to be of 4 bytes. A layer of
+unknown description is taken to save its output.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,14 +18,14 @@ _LOSS = "loss"  # keeps the logarithms of probabilities, as many as it reads
 
 
 class _Rule(NamedTuple):
-    """What a kind of layer keeps.
+    """What a kind of layer saves for its backward.
 
     Attributes:
-        reads: whether it keeps what it reads.
-        output: whether it keeps what it puts out, of several tensors the first.
-        own: bytes of its own per byte that it puts out (of the first tensor).
-        own_in_place: likewise where it overwrites what it reads.
-        is_view: whether what it puts out is what it reads.
+        reads: whether it saves its inputs.
+        output: whether it saves its output, the first tensor of several.
+        own: bytes of other saved tensors per byte of its first output tensor.
+        own_in_place: likewise where it overwrites its input.
+        is_view: whether its output is a view of its input.
     """
 
     reads: bool = False
@@ -63,7 +63,7 @@ _Tensor = tuple[int, int]  # the row that made it, and which of its tensors it i
 
 
 def with_kept_bytes(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
-    """Return a graph's rows with what each keeps for its backward, beyond what rows before it keep."""
+    """Return the rows with the bytes that each saves for its backward, beyond what earlier rows save."""
     index_of = {row.name: index for index, row in enumerate(rows)}
     tensors: list[list[_Tensor]] = []  # that every row puts out
     sizes: dict[_Tensor, int] = {}
@@ -72,7 +72,7 @@ def with_kept_bytes(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
     for index, row in enumerate(rows):
         read = [tensor for each in sorted({*row.reads, *(index_of[n] for n in row.inputs)}) for tensor in tensors[each]]
         rule, in_place = rule_of(row.kind), bool(_IN_PLACE.search(row.kind))
-        made = [*_made(index, row)]
+        made = [((index, part), size) for part, size in enumerate(row.output_parts or (row.output_bytes,))]
         sizes |= made
         tensors.append(_viewed(row, read) if (rule.is_view or in_place) and read else [tensor for tensor, _ in made])
         kept = [*(read if rule.reads else ()), *(tensors[index][:1] if rule.output and not row.is_input else ())]
@@ -92,7 +92,7 @@ def with_kept_bytes(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
 
 
 def rule_of(kind: str) -> _Rule:
-    """Return what a layer keeps by its description; of a module with others in it, what these keep together."""
+    """Return the rule for a description; for a module that lists others inside it, their rules combined."""
     inner = _INNER.findall(kind)
     rules = [_RULES.get(_plain(name)) for name in inner or [kind]]
     known = [rule for rule in rules if rule is not None]
@@ -112,14 +112,7 @@ def _plain(kind: str) -> str:
     return re.sub(r"[123]d$", "", kind.split("(")[0].replace("_", "").lower())
 
 
-def _made(index: int, row: LayerProfile) -> Iterator[tuple[_Tensor, int]]:
-    for part, size in enumerate(row.output_parts or (row.output_bytes,)):
-        yield (index, part), size
-
-
 def _viewed(row: LayerProfile, read: Sequence[_Tensor]) -> list[_Tensor]:
-    """Return the tensors that a row puts out that has none of its own."""
+    """Return the output of a row that allocates none: one of the tensors that it reads."""
     part = _PART.match(row.kind)
-    if part and int(part[1]) < len(read):
-        return [read[int(part[1])]]
-    return [read[0]]
+    return [read[int(part[1])] if part and int(part[1]) < len(read) else read[0]]

@@ -1,39 +1,26 @@
-"""Minibatches whose lengths vary, as one that stands for all: what plans are made for, where one length has to do."""
+"""Mean costs of minibatches whose lengths vary, for planners that take one length."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pipebench.profile.model import LayerProfile, LengthProfile
 
-_Layers = Mapping[int, tuple[LayerProfile, ...]]
-
 
 def mean_layers(lengths: Sequence[LengthProfile]) -> dict[int, tuple[LayerProfile, ...]]:
-    """Return the layers' costs at the sizes that are profiled: means over all minibatches, memory of the longest.
+    """Return number of samples to the layers' mean times and output bytes, with the longest minibatch's saved bytes.
 
-    A minibatch of average length doesn't cost that, since short ones use a device badly: every length is profiled.
-
-    Args:
-        lengths: at least one, with costs at the same sizes.
+    Every length is profiled: short minibatches use a device badly, so the mean isn't the cost at the mean length.
     """
-    return {size: _mean_rows([(each.share, each.layers[size]) for each in lengths]) for size in lengths[0].layers}
+    shares = [each.share for each in lengths]
+    return {
+        size: tuple(_mean(shares, rows) for rows in zip(*(each.layers[size] for each in lengths), strict=True))
+        for size in lengths[0].layers
+    }
 
 
 def mean_load_s(lengths: Sequence[LengthProfile]) -> dict[int, float]:
-    """Return the mean seconds to load so many samples."""
+    """Return number of samples to the mean seconds of loading them."""
     return {size: sum(each.share * each.load_s[size] for each in lengths) for size in lengths[0].load_s}
-
-
-def of_every_length(
-    lengths: Sequence[LengthProfile], change: Callable[[_Layers], _Layers]
-) -> tuple[LengthProfile, ...]:
-    """Return the costs of every length with their layers changed."""
-    return tuple(replace(each, layers=change(each.layers)) for each in lengths)
-
-
-def _mean_rows(weighted: Sequence[tuple[float, tuple[LayerProfile, ...]]]) -> tuple[LayerProfile, ...]:
-    shares = [share for share, _ in weighted]
-    return tuple(_mean(shares, rows) for rows in zip(*(rows for _, rows in weighted), strict=True))
 
 
 def _mean(shares: Sequence[float], rows: Sequence[LayerProfile]) -> LayerProfile:

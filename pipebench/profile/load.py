@@ -1,5 +1,6 @@
-"""Profile files: pipebench's own JSON and the PipeDream artifact's `graph.txt`; which one it is, its content says."""
+"""Reads profile files: pipebench's JSON and the PipeDream artifact's `graph.txt`."""
 
+import re
 from pathlib import Path
 
 from pipebench.errors import ProfileError
@@ -10,14 +11,12 @@ from pipebench.profile.stored import read_profile
 
 
 def load_profile(path: str | Path, num_samples: int = 1) -> Profile:
-    """Read a profile file: pipebench's JSON, or the PipeDream artifact's `graph.txt`; its content says which.
+    """Read a profile file, pipebench's JSON or a `graph.txt`, whichever its content is.
 
-    Args:
-        path: the file.
-        num_samples: samples per minibatch of a `graph.txt`, which doesn't say; JSON does.
+    `num_samples` is the minibatch size of a `graph.txt`, which doesn't state it.
 
     Raises:
-        ProfileError: it isn't there, or isn't a whole profile; names the file and where in it.
+        ProfileError: it isn't there or isn't a valid profile; names the file and where in it.
     """
     try:
         text = read_text(path)
@@ -29,3 +28,12 @@ def load_profile(path: str | Path, num_samples: int = 1) -> Profile:
         return read_profile(text)
     except ProfileError as error:
         raise ProfileError(f"profile {path}: {error}") from error
+
+
+def plain_name(path: Path) -> str:
+    """Return a profile file's name without what says that it is one.
+
+    >>> plain_name(Path("a/vgg.profile.json")), plain_name(Path("gnmt8.graph.txt")), plain_name(Path("graph.txt"))
+    ('vgg', 'gnmt8', 'graph')
+    """
+    return re.sub(r"(?<=.)\.(profile|graph)$", "", path.stem)

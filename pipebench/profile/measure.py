@@ -1,4 +1,4 @@
-"""The measured profile: every layer's forward, then its backward alone, timed on the device we have.
+"""The measured profile: every layer's forward, then its backward alone, timed on this machine.
 
 A pass runs the layers in the order of training, so that caches and the allocator are in the state training leaves them
 in; each layer gets the median over several passes, each with a minibatch of its own.
@@ -8,8 +8,9 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -43,47 +44,32 @@ def measured_profile(
     *,
     engine: EngineRecipe,
 ) -> Profile:
-    """Time every layer on a device of this machine, with the settings (threads, TF32, determinism) of a run.
+    """Time every layer on a device of this machine, with the settings (threads, TF32, determinism) of `engine`.
 
     The model is copied: its parameters, buffers and gradients stay as they are, and so does the random state. GPU
-    memory that it took is given back to the device: this process, or others, may need it.
-
-    Args:
-        graph: the layer graph.
-        dataset: gives minibatches and the loss.
-        sizes: numbers of samples that travel.
-        optimizer: what updates the parameters.
-        device: where to measure.
-        model_text: readable description of the model.
-        repeats: timed passes per size.
-        on_progress: told of (layers profiled, layers to profile).
-        engine: the settings.
+    memory is released afterwards. `repeats` passes are timed at each of `sizes`, in samples; `on_progress` gets (layers
+    profiled, layers to profile).
 
     Raises:
         ProfileError: a layer fails; names it.
     """
     try:
         with torch_settings(engine):
-            return _measured(graph, dataset, sizes, optimizer, device, model_text, repeats, on_progress)
+            return _measured(_Passes(graph, dataset, device, repeats), sizes, optimizer, model_text, on_progress)
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def _measured(
-    graph: LayerGraph,
-    dataset: Dataset,
+    passes: "_Passes",
     sizes: Sequence[int],
     optimizer: OptimizerRecipe,
-    device: torch.device,
     model_text: str,
-    repeats: int,
     on_progress: Callable[[int, int], None] | None,
 ) -> Profile:
-    clock = _cuda_clock if device.type == "cuda" else _cpu_clock
-    root = copy.deepcopy(graph.root).to(device).train()
-    lower([root], graph.rounding)
-    trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
+    graph, device = passes.graph, passes.device
+    trained = [parameter for parameter in passes.root.parameters() if parameter.requires_grad]
     masters = [p for p in graph.root.parameters() if p.requires_grad] if graph.rounding else trained
     layers: dict[int, tuple[LayerProfile, ...]] = {}
     load_s, whole_step_s = {}, {}
@@ -95,15 +81,14 @@ def _measured(
                     num_layers = len(graph.layers) + 1
                     on_progress(round((index + fraction) * num_layers), len(sizes) * num_layers)
 
-            load_s[size] = _load_s(dataset, size, device, repeats)
-            minibatch = partial(_fetch, dataset, size, device, [*dataset.inputs, *dataset.targets])
-            layers[size], whole_step_s[size] = _layers_and_step(graph, root, dataset, minibatch, clock, repeats, report)
-        update_s_per_byte, update_floor_s = _update_s(trained, masters, optimizer, clock)
+            load_s[size] = passes.load_s(size)
+            layers[size], whole_step_s[size] = passes.layers_and_step_s(size, report)
+        update_s_per_byte, update_floor_s = _update_s(trained, masters, optimizer, passes.clock)
     profile = Profile(
         model=model_text,
         device=local_device_name(device),
         source="measured",
-        note=f"median of {repeats} passes after {_WARM_UPS} of warm-up, torch {torch.__version__}",
+        note=f"median of {passes.repeats} passes after {_WARM_UPS} of warm-up, torch {torch.__version__}",
         layers=layers,
         update_s_per_byte=update_s_per_byte,
         update_floor_s=update_floor_s,
@@ -116,88 +101,104 @@ def _measured(
 
 
 def mean_profile(profiles: Sequence[Profile]) -> Profile:
-    """Return the mean of what several processes measured at the same time: each is as slow as the others make it.
+    """Return the mean of profiles that processes measured at the same time, each slowed down by the others.
 
-    Args:
-        profiles: of one model, at the same sizes, on devices of one kind; at least one.
+    They are of one model, at the same sizes, on devices of one kind; at least one.
     """
     first = profiles[0]
-    layers = {
-        size: tuple(map(_mean_row, zip(*(profile.layers[size] for profile in profiles), strict=True)))
-        for size in first.layers
-    }
-
-    def mean(of: Callable[[Profile], float]) -> float:
-        return statistics.fmean(of(profile) for profile in profiles)
-
     return replace(
         first,
         note=f"{first.note}; mean of {len(profiles)} processes that measured at the same time",
-        layers=layers,
-        update_s_per_byte=mean(lambda profile: profile.update_s_per_byte),
-        update_floor_s=mean(lambda profile: profile.update_floor_s),
-        load_s={size: mean(lambda profile, size=size: profile.load_s[size]) for size in first.load_s},  # type: ignore[misc]
-        whole_step_s={
-            size: mean(lambda profile, size=size: profile.whole_step_s[size])  # type: ignore[misc]
-            for size in first.whole_step_s
+        layers={
+            size: tuple(map(_mean_row, zip(*(each.layers[size] for each in profiles), strict=True)))
+            for size in first.layers
         },
+        update_s_per_byte=fmean(each.update_s_per_byte for each in profiles),
+        update_floor_s=fmean(each.update_floor_s for each in profiles),
+        load_s={size: fmean(each.load_s[size] for each in profiles) for size in first.load_s},
+        whole_step_s={size: fmean(each.whole_step_s[size] for each in profiles) for size in first.whole_step_s},
     )
 
 
 def _mean_row(rows: Sequence[LayerProfile]) -> LayerProfile:
-    """Return a layer's row: durations differ from process to process, nothing else."""
+    """Return a layer's row with mean seconds; nothing else differs between processes."""
     return replace(
         rows[0],
-        forward_s=statistics.fmean(row.forward_s for row in rows),
-        backward_s=statistics.fmean(row.backward_s for row in rows),
-        weight_s=statistics.fmean(row.weight_s for row in rows),
+        forward_s=fmean(row.forward_s for row in rows),
+        backward_s=fmean(row.backward_s for row in rows),
+        weight_s=fmean(row.weight_s for row in rows),
     )
 
 
-def _fetch(dataset: Dataset, size: int, device: torch.device, fields: Sequence[str], k: int) -> _Samples:
-    """Return the k-th minibatch of the training samples, on the device."""
-    indices = [i % dataset.num_train for i in range(k * size, (k + 1) * size)]
-    return {name: value.to(device) for name, value in dataset.fetch("train", indices, fields).items()}
+@dataclass(frozen=True)
+class _Passes:
+    """Timed passes through a copy of a model on a device, `repeats` for each size."""
 
+    graph: LayerGraph
+    dataset: Dataset
+    device: torch.device
+    repeats: int
 
-def _layers_and_step(
-    graph: LayerGraph,
-    root: nn.Module,
-    dataset: Dataset,
-    minibatch: Callable[[int], _Samples],
-    clock: Clock,
-    repeats: int,
-    report: Callable[[float], None],
-) -> tuple[tuple[LayerProfile, ...], float]:
-    """Return the median of every layer, and of whole steps made in turn with the passes.
+    @cached_property
+    def root(self) -> nn.Module:
+        """The copy, on the device and in the precision of training."""
+        root = copy.deepcopy(self.graph.root).to(self.device).train()
+        lower([root], self.graph.rounding)
+        return root
 
-    In turn, because the speed of a shared machine drifts by more than passes and steps differ.
-    """
-    passes, steps = [], []
-    for k in range(_WARM_UPS + repeats):
-        samples = minibatch(k)
-        timed = walk(graph, root, dataset, samples, clock, count_saved=k == 0)  # counting takes time
-        if k == 0:
-            counted = timed
-        step_s = _whole_step(root, dataset, samples, clock)()
-        if k >= _WARM_UPS:
-            passes.append(timed)
-            steps.append(step_s)
-        report((k + 1) / (_WARM_UPS + repeats))
-    entry_s = _autograd_entry_s(next(iter(samples.values())).device, clock)
-    layers = (_median(rows, entry_s) for rows in zip(*passes, strict=True))
-    complete = (
-        replace(
-            row,
-            saved_bytes=first.saved_bytes,
-            saved_with=first.saved_with,
-            keeps=first.keeps,
-            puts_out=first.puts_out,
-            takes=first.takes,
-        )
-        for row, first in zip(layers, counted, strict=True)
-    )
-    return tuple(complete), statistics.median(steps)
+    @property
+    def clock(self) -> Clock:
+        """The device's clock."""
+        return _cuda_clock if self.device.type == "cuda" else _cpu_clock
+
+    def layers_and_step_s(self, size: int, report: Callable[[float], None]) -> tuple[tuple[LayerProfile, ...], float]:
+        """Return the medians over minibatches of `size` samples: every layer's costs, and seconds of a whole step.
+
+        Passes and whole steps alternate, because the speed of a shared machine drifts by more than they differ.
+        """
+        passes, steps = [], []
+        for k in range(_WARM_UPS + self.repeats):
+            samples = self._fetch(size, k, [*self.dataset.inputs, *self.dataset.targets])
+            # Counting saved bytes takes time: only the first pass, which isn't timed, does.
+            timed = walk(self.graph, self.root, self.dataset, samples, self.clock, count_saved=k == 0)
+            if k == 0:
+                counted = timed
+            step_s = self._whole_step(samples)()
+            if k >= _WARM_UPS:
+                passes.append(timed)
+                steps.append(step_s)
+            report((k + 1) / (_WARM_UPS + self.repeats))
+        entry_s = _autograd_entry_s(next(iter(samples.values())).device, self.clock)
+        layers = (_median(rows, entry_s) for rows in zip(*passes, strict=True))
+        pairs = zip(counted, layers, strict=True)
+        return tuple(first.with_times_of(row) for first, row in pairs), statistics.median(steps)
+
+    def load_s(self, size: int) -> float:
+        """Return the median seconds to fetch a minibatch's inputs to the device; the first fetch isn't counted."""
+        seconds = []
+        for k in range(1 + self.repeats):
+            start = time.perf_counter()
+            self._fetch(size, k, self.dataset.inputs)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds[1:])
+
+    def _fetch(self, size: int, k: int, fields: Sequence[str]) -> _Samples:
+        """Return the k-th minibatch of the training samples, on the device."""
+        indices = [i % self.dataset.num_train for i in range(k * size, (k + 1) * size)]
+        return {name: value.to(self.device) for name, value in self.dataset.fetch("train", indices, fields).items()}
+
+    def _whole_step(self, samples: _Samples) -> Reading:
+        """Run one forward and backward of the whole model, as a user would write it."""
+        parameters = [parameter for parameter in self.root.parameters() if parameter.requires_grad]
+
+        def step() -> Any:
+            output = self.root(*(samples[name] for name in self.dataset.inputs))
+            loss = self.dataset.loss(output, {name: samples[name] for name in self.dataset.targets})
+            return torch.autograd.grad(loss, parameters, allow_unused=True) if loss.requires_grad else ()
+
+        return self.clock(step)[1]
 
 
 def _median(rows: Sequence[LayerProfile], entry_s: float) -> LayerProfile:
@@ -217,45 +218,18 @@ def _autograd_entry_s(device: torch.device, clock: Clock) -> float:
     return statistics.median(reading() for reading in readings[_WARM_UPS:])
 
 
-def _whole_step(root: nn.Module, dataset: Dataset, samples: _Samples, clock: Clock) -> Reading:
-    """Run one forward and backward of the whole model, as a user would write it."""
-    parameters = [parameter for parameter in root.parameters() if parameter.requires_grad]
-
-    def step() -> Any:
-        output = root(*(samples[name] for name in dataset.inputs))
-        loss = dataset.loss(output, {name: samples[name] for name in dataset.targets})
-        return torch.autograd.grad(loss, parameters, allow_unused=True) if loss.requires_grad else ()
-
-    return clock(step)[1]
-
-
-def _load_s(dataset: Dataset, size: int, device: torch.device, repeats: int) -> float:
-    """Return the seconds to fetch a minibatch's inputs and bring them to the device; the first fetch isn't counted."""
-    seconds = []
-    for k in range(1 + repeats):
-        start = time.perf_counter()
-        _fetch(dataset, size, device, dataset.inputs, k)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
-
-
 def _update_s(
     trained: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], recipe: OptimizerRecipe, clock: Clock
 ) -> tuple[float, float]:
-    """Return the seconds of one optimizer step per byte of parameters, and those it takes for almost none.
+    """Return the seconds of one optimizer step per byte of parameters, and those of a step on almost none.
 
-    Args:
-        trained: the parameters.
-        masters: what the optimizer steps on, on any device: `trained` itself, or else in mixed precision; rounding the
-            gradients and the parameters is part of the step then.
-        recipe: the optimizer.
-        clock: times a step.
+    The optimizer steps on `masters`, which are `trained` itself or, in mixed precision, fp32 copies on any device; the
+    step then includes the conversion of gradients and parameters.
     """
     if not trained:
         return 0.0, 0.0
-    one = [torch.zeros([1] * trained[0].dim(), dtype=trained[0].dtype, device=trained[0].device)]  # not all take [1]
+    # Of as many dimensions as a parameter: not every optimizer takes one.
+    one = [torch.zeros([1] * trained[0].dim(), dtype=trained[0].dtype, device=trained[0].device)]
     floor_s = _step_s(one, one if masters is trained else [one[0].to(masters[0].dtype)], recipe, clock)
     whole_s = _step_s(trained, masters, recipe, clock)
     return max(0.0, whole_s - floor_s) / sum(parameter.nbytes for parameter in trained), floor_s
@@ -270,15 +244,17 @@ def _step_s(
     rounded = [torch.zeros_like(parameter) for parameter in trained]
     optimizer = make_optimizer(recipe, stepped)
 
-    def step_and_round() -> None:
+    def widen() -> None:
         for parameter, gradient in zip(stepped, given, strict=True):
             parameter.grad = gradient.to(parameter.dtype)
+
+    def step_and_round() -> None:
+        widen()
         optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(rounded, stepped)
 
-    for parameter, gradient in zip(stepped, given, strict=True):
-        parameter.grad = gradient.to(parameter.dtype)
+    widen()
     step = optimizer.step if masters is trained else step_and_round
     readings = [clock(step)[1] for _ in range(_WARM_UPS + _OPTIMIZER_STEPS)]
     return statistics.median(reading() for reading in readings[_WARM_UPS:])

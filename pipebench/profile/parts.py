@@ -1,4 +1,4 @@
-"""The parts of a backward where nobody has told them apart."""
+"""The usual split of a backward into input and weight part, for profiles without measured ones."""
 
 from dataclasses import replace
 
@@ -7,10 +7,10 @@ from pipebench.profile.model import LayerProfile
 
 
 def with_usual_part(row: LayerProfile) -> LayerProfile:
-    """Return a row whose weight part is what it is in most layers.
+    """Return the row with an estimated `weight_s`.
 
-    Half of the backward of a layer that can be split, as its two products are equally large; all of it where the layer
-    reads no other, since there is nothing before it to have a gradient.
+    It is half of the backward of a layer that can be split, as its two products are equally large; all of it where the
+    layer reads no other layer, and so computes no input gradient.
     """
     if not row.parameters or not is_kind_of(row.kind, SPLITTABLE):
         return replace(row, weight_s=0.0)

@@ -1,10 +1,10 @@
-"""Recurrent layers and dropout as a GPU runs them, where the meta device would take them apart.
+"""Recurrent layers and dropout as the kernels that a GPU runs, which the meta device would decompose.
 
-On the meta device an LSTM falls into a dozen small operations per step, slow to walk through and nothing like what
-cuDNN runs. `GpuKernels` turns these calls into the operations CUDA tensors get; `forward` and `backward` say what
-kernels cuDNN's standard algorithm launches for them: Appleyard, Kocisky and Blunsom, "Optimizing performance of
-recurrent neural networks on GPUs" (2016), without the overlap of neighbouring layers. Persistent kernels are left out:
-cuDNN has them for small batches and weights that fit the registers only.
+On the meta device an LSTM becomes a dozen small operations per step, slow to trace and unlike what cuDNN runs.
+`GpuKernels` replaces these calls by the operations that CUDA tensors get; `forward` and `backward` return the kernels
+that cuDNN's standard algorithm launches for them: Appleyard, Kocisky and Blunsom, "Optimizing performance of recurrent
+neural networks on GPUs" (2016), without the overlap of neighbouring layers. Persistent kernels are left out: cuDNN has
+them for small batches and weights that fit the registers only.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,12 +22,11 @@ _LSTM = 2
 
 @dataclass(frozen=True)
 class Kernels:
-    """Equal kernels that the library launches one after the other, without Python between them.
+    """Equal kernels that a library launches one after the other, without Python between them.
 
     Attributes:
-        product: rows, inner size and columns of the matrix product in one of them, if it is one.
-        num_bytes: bytes one of them reads and writes.
-        count: how many.
+        product: rows, inner size and columns of the matrix product in each, or None.
+        num_bytes: bytes that each reads and writes.
     """
 
     product: tuple[float, float, float] | None
@@ -37,7 +36,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class _Shape:
-    """One call of cuDNN. Rows are steps times samples; with sequences of unequal lengths, their sum."""
+    """The sizes of one call of cuDNN. Rows are steps times samples; with packed sequences, the sum of their lengths."""
 
     gates: int
     steps: int
@@ -52,23 +51,23 @@ class _Shape:
 
     @property
     def output_size(self) -> int:
-        """Features that a direction of a layer puts out per row."""
+        """Output features per row and direction."""
         return self.projected_size or self.hidden_size
 
     @property
     def per_layer(self) -> Iterator[int]:
-        """Width of the input of every layer, once per direction."""
+        """Width of every layer's input, once per direction."""
         for layer in range(self.num_layers):
             yield from [self.input_size if layer == 0 else self.output_size * self.directions] * self.directions
 
 
 class GpuKernels(TorchFunctionMode):
-    """Calls cuDNN's recurrent layers and the fused dropout where torch would decompose them on the meta device."""
+    """Replaces recurrent layers and dropout, which torch decomposes on the meta device, by CUDA's operations."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the function, or the GPU's own in its place."""
+        """Run the function or its CUDA replacement."""
         name = getattr(func, "__name__", "")
         if name in _CUDNN_MODES and func is getattr(torch, name, None):
             return _cudnn_rnn(_CUDNN_MODES[name], *args)
@@ -80,7 +79,7 @@ class GpuKernels(TorchFunctionMode):
 def forward(*args: Any) -> tuple[tuple[Any, ...], list[Kernels]]:
     """Return the empty outputs and the kernels of `aten._cudnn_rnn`, whose arguments these are.
 
-    The reserve, which the backward reads, is what an LSTM's backward can't do without: every gate, and the cell.
+    The reserve, saved for the backward, holds every gate and, of an LSTM, the cell.
     """
     x, _, _, _, hx, cx, mode, *_ = args
     shape = _shape(x, *args[6:])
@@ -133,7 +132,7 @@ def _backward_kernels(shape: _Shape, wants_weights: bool, wants_x: bool) -> Iter
 
 
 def _steps(shape: _Shape, *, backward: bool) -> Iterator[Kernels]:
-    """The part that can't be batched: every step reads the recurrent weights again."""
+    """Yield the sequential part: every step reads the recurrent weights again."""
     samples = shape.rows / shape.steps
     width = shape.gates * shape.hidden_size
     yield _product(samples, shape.output_size, width, shape.itemsize, count=shape.steps)
@@ -150,23 +149,11 @@ def _product(rows: float, inner: float, columns: float, itemsize: int, count: in
     return Kernels((rows, inner, columns), num_bytes, count)
 
 
-def _shape(
-    x: torch.Tensor,
-    mode: int,
-    hidden_size: int,
-    projected_size: int,
-    num_layers: int,
-    batch_first: bool,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_sizes: Sequence[int],
-    *_: Any,
-) -> _Shape:
-    steps = len(batch_sizes) or x.shape[1 if batch_first else 0]
+def _shape(x: torch.Tensor, mode: int, *args: Any) -> _Shape:
+    hidden_size, projected_size, num_layers, batch_first, _, _, bidirectional, batch_sizes, *_ = args
     return _Shape(
         gates=_GATES[mode],
-        steps=steps,
+        steps=len(batch_sizes) or x.shape[1 if batch_first else 0],
         rows=x.shape[0] if batch_sizes else x.shape[0] * x.shape[1],
         input_size=x.shape[-1],
         hidden_size=hidden_size,
@@ -198,7 +185,7 @@ def _cudnn_rnn(mode: int, x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ..
 
 
 def _dropout(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Drop out in one kernel that keeps a mask of bytes, as CUDA does unless it is to overwrite its input."""
+    """Apply dropout as one kernel that saves a mask of bytes, as CUDA does unless it works in place."""
     given: dict[str, Any] = {**dict(zip(("input", "p", "training", "inplace"), args, strict=False)), **kwargs}
     rate, training = given.get("p", 0.5), given.get("training", True)
     if given.get("inplace", False) or not training or rate in (0, 1):

@@ -1,8 +1,8 @@
-"""A roofline over kernels: what every operation that reaches the device would cost there, without running it.
+"""A roofline over kernels: the seconds of every operation on a device that isn't here, without running it.
 
 Williams, Waterman and Patterson, "Roofline" (2009), applied to each ATen operation: arithmetic at the peak rate, bytes
-at the peak bandwidth, each times an efficiency of `efficiencies.py`, and never less than it takes to launch it. Where a
-cluster's host makes its devices pause after every kernel that it issues, that comes on top.
+at the peak bandwidth, each times an efficiency of `efficiencies.py`, and at least the time to launch the kernel. A
+cluster's pause after every kernel is added.
 """
 
 import functools
@@ -30,21 +30,16 @@ from pipebench.profile.efficiencies import (
 
 aten = torch.ops.aten
 # Allocate, or say something about a tensor: no kernel. (Views, which ATen's schemas mark, are free too.)
-_FREE = frozenset(
-    (
-        *("empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh", "_unsafe_view", "resize_"),
-        *("alias", "is_same_size", "sym_size", "sym_numel", "sym_stride", "_reshape_alias"),
-    )
-)
+_FREE = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh", "_unsafe_view", "resize_"),
+    *("alias", "is_same_size", "sym_size", "sym_numel", "sym_stride", "_reshape_alias"),
+}
 # Kernels that read their first tensors more than once: batch statistics come before what is made with them.
 _READ_AGAIN = {
-    "native_batch_norm": 1,
-    "_native_batch_norm_legit": 1,
-    "_batch_norm_with_update": 1,
-    "cudnn_batch_norm": 1,
-    "native_batch_norm_backward": 2,
-    "batch_norm_backward": 2,
-    "cudnn_batch_norm_backward": 2,
+    **dict.fromkeys(
+        ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm"), 1
+    ),
+    **dict.fromkeys(("native_batch_norm_backward", "batch_norm_backward", "cudnn_batch_norm_backward"), 2),
 }
 # Kernels that read of their first tensor no more than they write.
 _GATHERS = frozenset(("embedding", "gather", "index", "index_select"))
@@ -53,13 +48,13 @@ _RECURRENT = {aten._cudnn_rnn: recurrent.forward, aten._cudnn_rnn_backward: recu
 
 
 class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the work of all operations under it, in seconds on a device; meant for tensors of the meta device.
+    """Adds up the cost of all operations under it on a device; meant for tensors of the meta device.
 
     Attributes:
         flops: floating-point operations of products and convolutions (a multiply-add is two), by the direct algorithm.
         moved_bytes: bytes read and written.
-        launches: kernels.
-        seconds: what they take.
+        launches: number of kernels.
+        seconds: their total time.
     """
 
     def __init__(self, device: DeviceSpec, efficiencies: Efficiencies = SHIPPED) -> None:
@@ -107,7 +102,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seconds += seconds
 
     def _add_library_kernels(self, kernels: recurrent.Kernels) -> None:
-        """Add kernels that a library launches one after the other, without Python, and so a pause, between them."""
+        """Add kernels that a library launches one after the other, without Python and a pause between them."""
         flops = 2 * math.prod(kernels.product) if kernels.product else 0
         used = self._used(kernels.product[0], kernels.product[2]) if kernels.product else 1.0
         each_s = max(self._product_s(flops / used, kernels.num_bytes), self._efficiencies.library_launch_s)
@@ -126,7 +121,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._used(first.shape[-2], second.shape[-1], math.prod(first.shape[:-2]))
 
     def _used(self, rows: float, columns: float, num_products: int = 1) -> float:
-        """Return the fraction of the device that a matrix product keeps busy, cut into the tiles that suit it best."""
+        """Return the fraction of the device that a matrix product uses with the best tiling."""
         width = self._device.num_multiprocessors
         best = 0.0
         for (tile_rows, tile_columns), split in itertools.product(TILES, SPLITS):
@@ -143,7 +138,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return num_bytes / (self._device.memory_bytes_per_s * self._efficiencies.memory)
 
     def _convolution_s(self, flops: float, num_bytes: float, out: torch.Tensor, args: Sequence[Any]) -> float:
-        """Return the seconds of the faster algorithm; cuDNN finds it by trying. `args` are `aten.convolution`'s."""
+        """Return the seconds of the faster algorithm, which cuDNN finds by trying. `args` are `aten.convolution`'s."""
         x, weight, _, stride, _, dilation, transposed, _, groups = args
         arithmetic = self._arithmetic_s(flops, self._efficiencies.convolution)
         direct = max(arithmetic, self._memory_s(num_bytes))
@@ -153,7 +148,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return min(direct, self._winograd_s(flops, x, out)) if square and plain else direct
 
     def _convolution_backward_s(self, flops: int, num_bytes: int, args: Sequence[Any]) -> tuple[int, float]:
-        """Return kernels and seconds; the gradients of input, weight and bias are kernels of their own."""
+        """Return number of kernels and seconds; the gradients of input, weight and bias are a kernel each."""
         gradient, x, weight, bias_sizes, *geometry, (*products, bias) = args
         num_products = sum(products)
         forward_args = (x, weight, bias_sizes, *geometry)
@@ -174,7 +169,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _flop_counters() -> Mapping[Any, Callable[..., Any]]:
-    """Return what counts an operation's arithmetic. Late: torch's counter imports triton, where that is installed."""
+    """Return torch's flop formulas. Imported late: the module imports triton where that is installed."""
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry
@@ -192,12 +187,12 @@ def _bytes_of(name: str, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _type_of(out: Any) -> torch.dtype | None:
-    """Return the type of an operation's first result that there is: that of its arithmetic."""
+    """Return the dtype of an operation's first result, which is that of its arithmetic."""
     return next((leaf.dtype for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)), None)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes behind a tensor; what is expanded is there once and comes from the cache."""
+    """Return the bytes behind a tensor; expanded dimensions count once, repeated reads come from the cache."""
     if 0 in tensor.shape:
         return 0
     return (
@@ -208,10 +203,10 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 def priced(
     device: DeviceSpec, work: Callable[[], Any], efficiencies: Efficiencies = SHIPPED, *, with_data: bool = False
 ) -> tuple[Any, Callable[[], float]]:
-    """Do some work on meta tensors; return its result and its seconds on the device: a clock for `walk`.
+    """Run `work` on meta tensors; return its result and its seconds on the device: a clock for `walk`.
 
-    With data, the operations are priced that reach this machine's device instead. They are nearly those of the other:
-    recurrent layers, which cuDNN has kernels of its own for, are many here.
+    With data, the operations of this machine's device are priced instead. They differ little but for recurrent layers,
+    which run as many operations here and as few cuDNN kernels there.
     """
     with nullcontext() if with_data else recurrent.GpuKernels(), Roofline(device, efficiencies) as roofline:
         value = work()

@@ -1,4 +1,4 @@
-"""Models without data: tensors that have shapes and types only, on torch's meta device."""
+"""Runs models without data, on tensors of torch's meta device, which have shapes and types only."""
 
 import copy
 from typing import Any
@@ -14,7 +14,7 @@ from zoo.registry import Dataset
 
 
 def without_data(root: nn.Module) -> nn.Module:
-    """Return a copy of a module whose tensors have shapes only; shared ones stay shared."""
+    """Return a copy of a module on the meta device; shared tensors stay shared."""
     memo: dict[int, object] = {}
     for parameter in root.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -24,12 +24,7 @@ def without_data(root: nn.Module) -> nn.Module:
 
 
 def output_bytes(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[int, int]:
-    """Return the bytes of every layer's output, integers included.
-
-    Args:
-        graph: a model, as it trains or as it evaluates.
-        dataset: gives the inputs' shapes; its data needn't be there.
-        num_samples: of the minibatch.
+    """Return layer index to the bytes of its output, integers included; idle layers are left out.
 
     Raises:
         ProfileError: a layer can't be run without data; names it.
@@ -40,16 +35,17 @@ def output_bytes(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[
 
 
 def output_forms(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[str, tuple[str, ...]]:
-    """Return types and shapes of the tensors of every model input and every layer's output, by the node's name.
+    """Return node name to the types and shapes of its output's tensors, for model inputs and layers.
 
-    Args and errors: see `output_bytes`.
+    Raises:
+        ProfileError: a layer can't be run without data; names it.
     """
     values = _values(graph, dataset, num_samples)
     return {node.name: tuple(map(_form, _tensors(value))) for node, value in values.items()}
 
 
 def _values(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[fx.Node, Any]:
-    """Run a model without data; return what every node puts out."""
+    """Run a model without data; return every node's output."""
     root = without_data(graph.root)
     lower([root], graph.rounding)
     forget_states(root)
@@ -60,7 +56,7 @@ def _values(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[fx.No
         for layer in (each for each in graph.layers if not each.idle):
             try:
                 env[layer.node] = run_node(root, layer.node, env)
-            except Exception as error:  # any module of the user's may raise anything
+            except Exception as error:  # a user's module may raise anything
                 reason = str(error).strip().split("\n")[0]
                 raise ProfileError(
                     f"layer {layer.name} ({layer.kind}) can't be run without data, to know the size of what it puts "

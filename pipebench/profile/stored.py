@@ -1,12 +1,9 @@
-"""A profile as text: versioned JSON, which is read back exactly, or refused in one sentence.
-
-It may come from anywhere, so every fault is found here, before anything is planned with it.
-"""
+"""Profiles as versioned JSON: read back exactly, or refused in one sentence before anything is planned with them."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import Any
 
 from pipebench.errors import ProfileError
@@ -32,7 +29,7 @@ _KEY = "pipebench_profile"
 
 
 def write_profile(profile: Profile) -> str:
-    """Return versioned JSON; `read_profile` reads it back exactly."""
+    """Return versioned JSON that `read_profile` reads back exactly."""
     return json.dumps({_KEY: VERSION, **asdict(profile)}, indent=1)
 
 
@@ -52,20 +49,15 @@ def read_profile(text: str) -> Profile:
         profile = read(Profile, data)
         _check_complete(data, but=_LACKS[version])
         if version == _WITHOUT_PARTS:
-            profile = _with_usual_parts(profile)
+            profile = profile.with_rows(lambda rows: tuple(map(with_usual_part, rows)))
     except JsonError as error:
         raise ProfileError(str(error)) from None
     check_profile(profile)
     return profile
 
 
-def _with_usual_parts(profile: Profile) -> Profile:
-    layers = {size: tuple(map(with_usual_part, rows)) for size, rows in profile.layers.items()}
-    return replace(profile, layers=layers)
-
-
 def _check_complete(data: Mapping[str, Any], but: Sequence[str]) -> None:
-    """Refuse what lacks a field, even one that has a default in Python: a layer without `reads` is another graph."""
+    """Refuse a missing field, even one with a default: a layer without `reads` is another graph."""
     parts = [("", data), *((f"lengths[{i}].", each) for i, each in enumerate(data.get("lengths", ())))]
     rows = [
         (f"{part}layers[{size}][{i}]: ", row)
@@ -81,7 +73,7 @@ def _check_complete(data: Mapping[str, Any], but: Sequence[str]) -> None:
 
 
 def check_profile(profile: Profile) -> None:
-    """Check what holds between the parts of a profile, beyond their types.
+    """Check the rules that hold between a profile's fields, beyond their types.
 
     Raises:
         ProfileError: says where, what was given and what is allowed.

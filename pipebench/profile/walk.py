@@ -1,13 +1,13 @@
 """One pass through the layer graph, node by node: every forward alone, then every backward alone, last layer first.
 
-Both profiles make this pass, on tensors with data or without; they differ in the clock they hold beside it. It keeps
-alive what training keeps alive and no more: with more memory in use the same additions take up to eight times as long.
+The measured and the analytic profile make the same pass with another clock, on tensors with data or without. It holds
+no more memory than training does: with more memory in use the same additions take up to eight times as long.
 """
 
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,30 +32,18 @@ Clock = Callable[[Callable[[], Any]], tuple[Any, Reading]]
 
 @dataclass
 class _Step:
-    """A layer, or the loss, on its way through the pass.
+    """A layer, or the loss, during the pass. Times are read when the pass is over.
 
     Attributes:
-        name: the layer's name.
-        kind: the layer's kind.
-        parameters: the parameters it trains, by qualified name.
-        masters: what the optimizer steps on instead of them, by qualified name.
-        buffers: its floating-point buffers, by qualified name.
-        reads: indices of the layers it reads.
-        inputs: names of the model inputs it reads.
-        wanted: what its backward computes gradients of: inputs that have one, then parameters.
-        origins: for every wanted input, the step and the index of the tensor it came from.
-        outputs: for every tensor of its output that has a gradient, its edge, its shape, and how many readers sent one.
-        forward_s: reads the seconds of its forward.
-        backward_s: reads the seconds of its backward.
+        wanted: gradient edges of its backward: inputs that have a gradient, then parameters.
+        origins: for every wanted input, the step that computed it and the index of the tensor in its output.
+        outputs: index to each output tensor that has a gradient.
         splits: whether its backward can be split.
-        weight_s: reads the seconds of the part of it that gradients of parameters take, if it can be split.
-        gradient_bytes: bytes of the part of it that has a gradient.
-        saved_bytes: bytes kept for the backward that no layer before keeps.
-        saved_with: bytes kept for the backward that layers before keep, too, by the last of those.
-        keeps: bytes of the storages kept for the backward, by their numbers.
-        puts_out: likewise, of those of its output.
-        takes: likewise, of those of the model inputs it reads.
-        output_parts: bytes of each of its tensors.
+        weight_s: seconds of the backward's part that computes gradients of parameters, if it can be split.
+        output_parts: bytes of each tensor of its output.
+        gradient_bytes: bytes of its output's tensors that have a gradient.
+        saved_bytes: see `LayerProfile`; so are `saved_with` and, as number to bytes, `keeps`, `puts_out`, `takes`.
+        masters: fp32 parameters that the optimizer steps on instead, by qualified name.
     """
 
     name: str
@@ -84,7 +72,7 @@ class _Step:
 
 @dataclass
 class _Output:
-    """An output that has a gradient: its autograd edge, its shape as a meta tensor, and the gradients that arrived."""
+    """An output tensor that has a gradient: its edge, shape (a meta tensor), device, and number of gradients so far."""
 
     edge: GradientEdge
     like: torch.Tensor
@@ -92,7 +80,7 @@ class _Output:
     num_arrived: int = 0
 
     def gradient(self) -> torch.Tensor:
-        """Return a gradient for it to run backward with, whose values don't matter."""
+        """Return a gradient to run backward with; its values don't matter."""
         return torch.ones_like(self.like, device=self.device)
 
 
@@ -101,12 +89,12 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the value; `anchor` gives it a gradient."""
+        """Return the value, which requires grad because `anchor` does."""
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Refuse: a backward ends at the layer that it is of."""
+        """Refuse: a backward ends at its layer's inputs."""
         raise AssertionError("a backward went past the layer it is of")
 
 
@@ -123,14 +111,14 @@ def walk(
 
     Args:
         graph: the layer graph.
-        root: a copy of `graph.root` to run on; its buffers, and what its modules carry, change.
+        root: a copy of `graph.root` to run on; its buffers and carried states change.
         dataset: gives the loss.
         samples: every input and target of the dataset, on the device of `root`.
         clock: times each piece of work.
-        count_saved: whether to count the bytes kept for backwards; counting slows small layers down.
+        count_saved: whether to count the bytes saved for backwards, which slows small layers down.
 
     Returns:
-        One profile per layer, then the loss. What is idle costs nothing.
+        One profile per layer, then the loss. Idle layers cost nothing.
 
     Raises:
         ProfileError: a layer fails; names it.
@@ -148,7 +136,7 @@ def walk(
 
 
 def idle_backward_s(device: torch.device, clock: Clock) -> Reading:
-    """Run the backward of a layer that does nothing: entering and leaving autograd, which training does once."""
+    """Time the backward of a layer that computes nothing: entering and leaving autograd."""
     value = torch.ones(1, device=device, requires_grad=True)
     owner, step = (_Step("idle", "idle", {}, {}, (), ()) for _ in range(2))
     read = _cut(value, step, owner)
@@ -169,31 +157,20 @@ def _forwards(
 ) -> list[_Step]:
     placeholders = graph.graph.find_nodes(op="placeholder")
     env: dict[fx.Node, Any] = {node: samples[name] for node, name in zip(placeholders, dataset.inputs, strict=True)}
-    parameters = dict(root.named_parameters())
-    kept = _Kept([*parameters.values(), *root.buffers()]) if count_saved else None
-    exact = dict(graph.root.named_parameters()) if graph.rounding else {}
+    kept = _SavedStorages([*root.parameters(), *root.buffers()]) if count_saved else None
     unread = {node: len(node.users) for node in graph.graph.nodes}
     owners: dict[fx.Node, _Step] = {}
-    can_be_split = {*splittable(root, graph.graph)}
-    steps = []
-    for layer in graph.layers:
+    steps = _steps(graph, root)
+    for layer, step in zip(graph.layers, steps, strict=True):
         if layer.idle:
-            steps.append(_Step(layer.name, layer.kind, {}, {}, (), ()))
             continue
-        own = {name: parameters[name] for name in layer.parameters}
-        step = _Step(layer.name, layer.kind, own, _buffers(layer, root), layer.reads, layer.inputs)
-        step.splits = str(layer.node.target) in can_be_split and layer.node.op == "call_module"
-        step.runs_once = layer.runs_once
-        step.masters = {name: exact[name] for name in own if name in exact}
-        counted = kept.counted(step, layer.index) if kept is not None else nullcontext()
-        env[layer.node] = _forward(step, _call_of(layer, root, env, owners, step), clock, counted)
+        env[layer.node] = _forward(step, _call_of(layer, root, env, owners, step), clock, kept, layer.index)
         if kept is not None:
             # A stage hands on a copy of a buffer that the next minibatch changes: a storage of its own.
             copied = [env[layer.node].clone()] if layer.runs_once else [env[layer.node]]
             step.puts_out = kept.storages(copied)
             step.takes = kept.storages(env[node] for node in layer.node.all_input_nodes if node.op == "placeholder")
         owners[layer.node] = step
-        steps.append(step)
         for node in layer.node.all_input_nodes:
             unread[node] -= 1
             if not unread[node]:
@@ -203,13 +180,30 @@ def _forwards(
     prediction = run_node(root, output, {node: _cut(value, loss, owners.get(node)) for node, value in env.items()})
     env.clear()
     targets = {name: samples[name] for name in dataset.targets}
-    counted = kept.counted(loss, len(steps)) if kept is not None else nullcontext()
-    _forward(loss, lambda: dataset.loss(prediction, targets), clock, counted)
+    _forward(loss, lambda: dataset.loss(prediction, targets), clock, kept, len(steps))
     return [*steps, loss]
 
 
+def _steps(graph: LayerGraph, root: nn.Module) -> list[_Step]:
+    parameters = dict(root.named_parameters())
+    exact = dict(graph.root.named_parameters()) if graph.rounding else {}
+    can_be_split = {*splittable(root, graph.graph)}
+    steps = []
+    for layer in graph.layers:
+        if layer.idle:
+            steps.append(_Step(layer.name, layer.kind, {}, {}, (), ()))
+            continue
+        own = {name: parameters[name] for name in layer.parameters}
+        step = _Step(layer.name, layer.kind, own, _buffers(layer, root), layer.reads, layer.inputs)
+        step.splits = layer.node.op == "call_module" and str(layer.node.target) in can_be_split
+        step.runs_once = layer.runs_once
+        step.masters = {name: exact[name] for name in own if name in exact}
+        steps.append(step)
+    return steps
+
+
 def _buffers(layer: Layer, root: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a layer's floating-point buffers by qualified name, and nothing for others that it shares."""
+    """Return a layer's floating-point buffers by qualified name; of a function's other buffers, empty tensors."""
     named = {name: attribute(root, name) for name in layer.buffers}
     if layer.node.op == "call_module":
         return {name: buffer for name, buffer in named.items() if buffer.is_floating_point()}
@@ -219,7 +213,7 @@ def _buffers(layer: Layer, root: nn.Module) -> dict[str, torch.Tensor]:
 def _call_of(
     layer: Layer, root: nn.Module, env: Mapping[fx.Node, Any], owners: Mapping[fx.Node, _Step], step: _Step
 ) -> Callable[[], Any]:
-    """Return the layer's forward on inputs of its own."""
+    """Return the layer's forward, bound to inputs that are cut off from what computed them."""
     own = {node: _cut(env[node], step, owners.get(node)) for node in layer.node.all_input_nodes if node in env}
     first = layer.node.args[0] if layer.node.args else None
     if is_inplace(root, layer.node) and isinstance(first, fx.Node) and first in own:
@@ -229,12 +223,9 @@ def _call_of(
 
 
 def _cut(value: Any, step: _Step, owner: _Step | None) -> Any:
-    """Return a value cut off from what computed it; its tensors that have a gradient become wanted by the step.
+    """Return a value cut off from `owner`, the step that computed it, or None for a model input.
 
-    Args:
-        value: what the step reads.
-        step: the reader.
-        owner: the step that computed it; None for a model input.
+    Its tensors that have a gradient become wanted by `step`, the reader.
     """
     position = itertools.count()
 
@@ -250,10 +241,10 @@ def _cut(value: Any, step: _Step, owner: _Step | None) -> Any:
     return tree_map_only(torch.Tensor, cut, value)
 
 
-def _forward(step: _Step, call: Callable[[], Any], clock: Clock, counted: AbstractContextManager[Any]) -> Any:
-    """Run the step's forward, in a context that counts what it keeps for its backward, if that is to be counted."""
+def _forward(step: _Step, call: Callable[[], Any], clock: Clock, saved: "_SavedStorages | None", index: int) -> Any:
+    """Time the step's forward; count the bytes it saves for its backward in `saved`, unless that is None."""
     try:
-        with counted:
+        with saved.counted(step, index) if saved is not None else nullcontext():
             value, step.forward_s = clock(call)
     except Exception as error:  # any module of the user's may raise anything
         raise ProfileError(_failed(step, "forward", error), step.name) from error
@@ -269,12 +260,8 @@ def _forward(step: _Step, call: Callable[[], Any], clock: Clock, counted: Abstra
     return value
 
 
-class _Kept:
-    """Numbers storages, and knows which of them some backward needs, and the last step to keep each.
-
-    Args:
-        there: tensors that are there anyway, parameters and buffers.
-    """
+class _SavedStorages:
+    """Numbers storages and notes the last step that saves each; None for those of parameters and buffers, `there`."""
 
     def __init__(self, there: Iterable[torch.Tensor]) -> None:
         self._holders: dict[int, int | None] = {tensor.untyped_storage()._cdata: None for tensor in there}
@@ -282,20 +269,19 @@ class _Kept:
         self._known: list[StorageWeakRef] = []  # while these are here nothing else has their addresses
 
     def storages(self, values: Iterable[Any]) -> dict[int, int]:
-        """Return the bytes of the storages in which the tensors of some values lie, by number."""
+        """Return number to bytes of the storages of the values' tensors, but parameters and buffers."""
         tensors = (leaf for leaf in tree_leaves([*values]) if isinstance(leaf, torch.Tensor))
         found = (tensor.untyped_storage() for tensor in tensors)
         return {self._number(each): each.nbytes() for each in found if self._holders.get(each._cdata, -1) is not None}
 
     def _number(self, storage: torch.UntypedStorage) -> int:
-        number = self._numbers.get(storage._cdata)
-        if number is None:
-            number = self._numbers[storage._cdata] = len(self._numbers)
+        if storage._cdata not in self._numbers:
+            self._numbers[storage._cdata] = len(self._numbers)
             self._known.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
-        return number
+        return self._numbers[storage._cdata]
 
     def counted(self, step: _Step, index: int) -> torch.autograd.graph.saved_tensors_hooks:
-        """Count what the forward of a step keeps, the layer of that index or, after all of them, the loss."""
+        """Return a context that counts what the forward of the step with this index saves."""
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
@@ -314,7 +300,7 @@ class _Kept:
 
 
 def _backward(step: _Step, clock: Clock, sums: Mapping[str, torch.Tensor], met: set[str]) -> None:
-    """Run the step's backward, then let go of what it kept.
+    """Time the step's backward, then release what it saved.
 
     Gradients that meet are added, as in training: those of a value by the layer that made it, those of a parameter that
     several layers use (in `sums`) by all of them but the last, which is the first to add to `met`.
@@ -323,7 +309,6 @@ def _backward(step: _Step, clock: Clock, sums: Mapping[str, torch.Tensor], met: 
     gradients = [output.gradient() for output in outputs]
     others = [output.gradient() if output.num_arrived > 1 else None for output in outputs]
     tied = [name if name in sums else None for name in step.parameters]
-
     edges = [output.edge for output in outputs]
 
     def call() -> Sequence[torch.Tensor | None]:

@@ -1,7 +1,7 @@
-"""What a model costs without some of its cells: of the profile of the whole model, the layers that are left.
+"""Profiles of a model without some of its cells, derived from the profile of the whole model.
 
-Seconds are those of the whole model's layers, unless they can be computed again; bytes always are: what a layer keeps
-for its backward depends on what its neighbours keep.
+Seconds are the whole model's unless the profile is analytic; bytes are computed again, as what a layer saves for its
+backward depends on what its neighbours save.
 """
 
 from collections.abc import Container, Mapping
@@ -25,14 +25,7 @@ Rows = Mapping[int, tuple[LayerProfile, ...]]
 def profile_without(
     profile: Profile, graph: LayerGraph, dataset: Dataset, optimizer: OptimizerRecipe, cluster: Cluster
 ) -> Profile:
-    """Return the costs of a model some of whose layers are idle: these cost nothing.
-
-    Args:
-        profile: of the whole model.
-        graph: the model, as `cells.without` returns it.
-        dataset: gives the shapes, and the loss.
-        optimizer: what updates the parameters.
-        cluster: that the profile is true for.
+    """Return the profile of `graph`, some of whose layers are idle and cost nothing; `profile` is of the whole model.
 
     Raises:
         ProfileError: a layer needs data that isn't there.
@@ -60,11 +53,11 @@ def profile_without(
 
 
 def _timed(ours: Rows, theirs: Rows, idle: Container[int]) -> dict[int, tuple[LayerProfile, ...]]:
-    """Return rows with the seconds of others; what is idle takes none."""
+    """Return rows with the seconds of `theirs`; idle layers take none."""
     return {
         size: tuple(
-            row if index in idle else replace(row, forward_s=t.forward_s, backward_s=t.backward_s, weight_s=t.weight_s)
-            for index, (row, t) in enumerate(zip(rows, theirs[size], strict=True))
+            row if index in idle else row.with_times_of(other)
+            for index, (row, other) in enumerate(zip(rows, theirs[size], strict=True))
         )
         for size, rows in ours.items()
     }

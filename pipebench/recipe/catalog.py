@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pipebench
-from pipebench.errors import Fault, RecipeError, nearest
+from pipebench.errors import Fault, FileName, RecipeError, nearest
+from pipebench.lines import LinedFile
 
 CLUSTERS = "clusters"
 _PACKAGE = Path(pipebench.__file__).resolve().parent
@@ -111,14 +112,17 @@ def summary(path: Path) -> str:
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
-def display(path: Path) -> str:
-    """Return a path the way people know it: relative to the shipped recipes or reports, or to where they are."""
+def display(path: Path) -> FileName:
+    """Return a path the way people know it: relative to the shipped recipes or reports, or to where they are.
+
+    A fault in the file of that name tells the line of its key.
+    """
     absolute = Path(os.path.abspath(path))
     shipped = ((shipped_folder(name), f"{name}/") for name in ("recipes", "reports"))
     for folder, prefix in (*shipped, (Path.cwd(), "")):
         if absolute.is_relative_to(folder):
-            return prefix + absolute.relative_to(folder).as_posix()
-    return str(absolute)
+            return LinedFile(prefix + absolute.relative_to(folder).as_posix(), absolute)
+    return LinedFile(str(absolute), absolute)
 
 
 def _short(reference: str) -> str:

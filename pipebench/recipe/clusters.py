@@ -1,13 +1,14 @@
 """Read a cluster's YAML file; each of its numbers says where it comes from: published, assumed or calibrated."""
 
 import json
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pipebench.cluster import ALL_REDUCES, CONNECTIONS, LOCAL, PER_PAIR, RING, Cluster, Level
+from pipebench.cluster import ALL_REDUCES, CONNECTIONS, LOCAL, Cluster, Level
 from pipebench.errors import Fault, RecipeError, nearest
 from pipebench.recipe.catalog import display, find_cluster, summary
 from pipebench.recipe.cluster_files import KEYS, LEVEL_KEYS, Given, Keys, cluster_files
@@ -18,34 +19,54 @@ MAX_WORKERS = 4096  # a straight plan lists every worker; the papers' largest cl
 SERVERS = "servers"  # the key of the fault when only the number of servers is wrong
 SOURCES = {"published": "where", "assumed": "why", "calibrated": "on what"}  # of a number, and what says so
 _FORM = " or ".join(f"{{value: ..., {source}: {word}}}" for source, word in SOURCES.items())
-_T = TypeVar("_T")
 
 
-@dataclass
-class _Reader:
-    """Reads keys and collects what is wrong."""
+_Parse = Callable[[Any], Any]
 
-    faults: list[Fault] = field(default_factory=list)
 
-    def quantity(self, given: Given, read: Callable[[Any], _T]) -> _T | None:
-        """Return the value of a key, which must name its source."""
-        value, file, key = given
-        sources = [name for name in SOURCES if name in value] if isinstance(value, dict) else []
-        if not isinstance(value, dict) or "value" not in value or len(value) != 2 or len(sources) != 1:
-            problem = "is missing" if value is None else f"got {shown(value)}"
-            self.faults.append(Fault(file, key, f"{problem}, needed is {_FORM}"))
-            return None
-        if not isinstance(value[sources[0]], str) or not value[sources[0]].strip():
-            self.faults.append(Fault(file, f"{key}.{sources[0]}", "got nothing readable, needed is a sentence"))
-        try:
-            return read(value["value"])
-        except UnitError as error:
-            self.faults.append(Fault(file, f"{key}.value", str(error)))
-            return None
+def _typed(kind: type, allowed: str, low: float = -math.inf, high: float = math.inf) -> _Parse:
+    """Return what reads a value of a type; of a text, how long it is has to be within the range."""
 
-    def optional(self, given: Given, read: Callable[[Any], _T], default: _T) -> _T | None:
-        """Return likewise, or the default where no file has the key."""
-        return default if given.value is None else self.quantity(given, read)
+    def read(value: Any) -> Any:
+        if problem_with(value, kind) or not low <= (len(value) if kind is str else value) <= high:
+            raise UnitError(f"got {shown(value)}, allowed is {allowed}")
+        return kind(value)
+
+    return read
+
+
+def _one_of(allowed: Sequence[str]) -> _Parse:
+    """Return what reads one of some words."""
+
+    def read(value: object) -> object:
+        if value not in allowed:
+            hint = nearest(str(value)[:60], allowed)
+            raise UnitError(f"got {shown(value)}, allowed are {', '.join(allowed)}{hint}")
+        return value
+
+    return read
+
+
+# Attribute of every number that the file of a cluster, or of a level in it, may have, and what reads it.
+_CLUSTER: Mapping[str, tuple[str, _Parse]] = {
+    "device": ("device", _typed(str, "a name", low=1)),
+    "memory": ("memory_bytes", lambda value: None if value is None else parse_bytes(value)),
+    "pcie": ("pcie_bytes_per_s", parse_bandwidth),
+    "host_memory": ("host_memory_bytes", parse_bytes),
+    "launch": ("launch_s", parse_duration),
+    "pause": ("pause_s", parse_duration),
+    "all_reduce": ("all_reduce", _one_of(ALL_REDUCES)),
+}
+_LEVEL: Mapping[str, tuple[str, _Parse]] = {
+    "count": ("count", _typed(int, f"a whole number from 1 to {MAX_WORKERS}", 1, MAX_WORKERS)),
+    "bandwidth": ("bandwidth_bytes_per_s", parse_bandwidth),
+    "latency": ("latency_s", parse_duration),
+    "efficiency": ("efficiency", _typed(float, "a number above 0, at most 1", 5e-324, 1)),
+    **{name: (f"{name}_bytes_per_s", parse_bandwidth) for name in ("host_copy", "flow", "ring", "p2p")},
+    "connections": ("connections", _one_of(CONNECTIONS)),
+    "over_pcie": ("over_pcie", _typed(bool, "true or false")),
+}
+_NEEDED = {"device", "memory", "count", "bandwidth", "latency"}
 
 
 def load_cluster(name: str, servers: int, beside: Path | None = None) -> Cluster:
@@ -60,29 +81,23 @@ def load_cluster(name: str, servers: int, beside: Path | None = None) -> Cluster
         RecipeError: the file isn't there or isn't a cluster, or there can't be so many servers.
     """
     path = find_cluster(name, beside)
-    files = cluster_files(path)
-    reader, keys = _Reader(), files.keys
-    device = reader.quantity(keys.at("device"), _text)
-    memory = reader.quantity(keys.at("memory"), lambda value: None if value is None else parse_bytes(value))
-    pcie = reader.optional(keys.at("pcie"), parse_bandwidth, None)
-    host_memory = reader.optional(keys.at("host_memory"), parse_bytes, None)
-    launch, pause = (reader.optional(keys.at(name), parse_duration, None) for name in ("launch", "pause"))
-    for given in (keys.at("launch"), keys.at("pause")):
-        if given.value is not None and device == LOCAL:
+    files, faults = cluster_files(path), list[Fault]()
+    made = _values(files.keys, _CLUSTER, faults)
+    for given in (files.keys.at("launch"), files.keys.at("pause")):
+        if given.value is not None and made["device"] == LOCAL:
             problem = "what this machine takes is measured, so a cluster whose device is local can't say it"
-            reader.faults.append(Fault(given.file, given.key, problem))
-    all_reduce = reader.optional(keys.at("all_reduce"), _one_of(ALL_REDUCES), RING)
-    levels = tuple(level for level in (_level(each, reader) for each in files.levels) if level is not None)
-    most, file, key = keys.at("max_servers")
-    if most is not None and (problem_with(most, int) or not isinstance(most, int) or most < 1):
-        problem = f"got {shown(most)}, allowed is a whole number of at least 1"
-        reader.faults.append(Fault(file, key, problem))
-    if reader.faults or device is None or all_reduce is None or not (most is None or isinstance(most, int)):
-        raise RecipeError(reader.faults)
-    _check_servers(servers, most, levels, display(path))
+            faults.append(Fault(given.file, given.key, problem))
+    found = [(str(each.at("name").value), _values(each, _LEVEL, faults)) for each in files.levels]
+    most, file, key = files.keys.at("max_servers")
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        faults.append(Fault(file, key, f"got {shown(most)}, allowed is a whole number of at least 1"))
+    if faults:
+        raise RecipeError(faults)
+    levels = tuple(Level(name, **values) for name, values in found)
+    _check_servers(servers, most if isinstance(most, int) else None, levels, display(path))
     outermost = levels[-1]
     grown = replace(outermost, count=outermost.count * servers)
-    return Cluster(path.stem, device, memory, (*levels[:-1], grown), all_reduce, pcie, host_memory, launch, pause)
+    return Cluster(path.stem, levels=(*levels[:-1], grown), **made)
 
 
 def as_text(path: Path) -> str:
@@ -120,22 +135,30 @@ def sources(path: Path) -> str:
     return ", ".join(f"{found[source]} {source}" for source in SOURCES if found[source])
 
 
-def _level(keys: Keys, reader: _Reader) -> Level | None:
-    count = reader.quantity(keys.at("count"), _count)
-    bandwidth = reader.quantity(keys.at("bandwidth"), parse_bandwidth)
-    latency = reader.quantity(keys.at("latency"), parse_duration)
-    efficiency = reader.optional(keys.at("efficiency"), _fraction, 1.0)
-    host_copy, flow, ring, p2p = (
-        reader.optional(keys.at(name), parse_bandwidth, None) for name in ("host_copy", "flow", "ring", "p2p")
-    )
-    connections = reader.optional(keys.at("connections"), _one_of(CONNECTIONS), PER_PAIR)
-    over_pcie = reader.optional(keys.at("over_pcie"), _yes_or_no, True)
-    if count is None or bandwidth is None or latency is None or efficiency is None:
+def _values(keys: Keys, table: Mapping[str, tuple[str, _Parse]], faults: list[Fault]) -> dict[str, Any]:
+    """Return the values of keys by attribute: those that have to be there, and what others have."""
+    return {
+        attribute: _value(keys.at(key), parse, faults)
+        for key, (attribute, parse) in table.items()
+        if key in _NEEDED or keys.at(key).value is not None
+    }
+
+
+def _value(given: Given, parse: _Parse, faults: list[Fault]) -> Any:
+    """Return the value of a key, which must name its source."""
+    value, file, key = given
+    sources = [name for name in SOURCES if name in value] if isinstance(value, dict) else []
+    if not isinstance(value, dict) or "value" not in value or len(value) != 2 or len(sources) != 1:
+        problem = "is missing" if value is None else f"got {shown(value)}"
+        faults.append(Fault(file, key, f"{problem}, needed is {_FORM}"))
         return None
-    if connections is None or over_pcie is None:
+    if not isinstance(value[sources[0]], str) or not value[sources[0]].strip():
+        faults.append(Fault(file, f"{key}.{sources[0]}", "got nothing readable, needed is a sentence"))
+    try:
+        return parse(value["value"])
+    except UnitError as error:
+        faults.append(Fault(file, f"{key}.value", str(error)))
         return None
-    name = str(keys.at("name").value)
-    return Level(name, count, bandwidth, latency, efficiency, host_copy, flow, ring, p2p, connections, over_pcie)
 
 
 def _check_servers(servers: int, most: int | None, levels: tuple[Level, ...], file: str) -> None:
@@ -143,39 +166,3 @@ def _check_servers(servers: int, most: int | None, levels: tuple[Level, ...], fi
     largest = min(most or MAX_WORKERS, MAX_WORKERS // workers_each)
     if not 1 <= servers <= largest:
         raise RecipeError([Fault(file, SERVERS, f"got {servers}, allowed are 1 to {largest} servers of this cluster")])
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise UnitError(f"got {shown(value)}, allowed is a name")
-    return value
-
-
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_WORKERS:
-        raise UnitError(f"got {shown(value)}, allowed is a whole number from 1 to {MAX_WORKERS}")
-    return value
-
-
-def _fraction(value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
-        raise UnitError(f"got {shown(value)}, allowed is a number above 0, at most 1")
-    return float(value)
-
-
-def _yes_or_no(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise UnitError(f"got {shown(value)}, allowed are true and false")
-    return value
-
-
-def _one_of(allowed: Sequence[str]) -> Callable[[object], str]:
-    """Return what reads one of some words."""
-
-    def read(value: object) -> str:
-        if value not in allowed:
-            hint = nearest(str(value)[:60], allowed)
-            raise UnitError(f"got {shown(value)}, allowed are {', '.join(allowed)}{hint}")
-        return str(value)
-
-    return read

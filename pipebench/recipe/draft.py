@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipebench.errors import choice
+from pipebench.hooks import EXTENSIONS, hooks
 from pipebench.recipe.leaves import ARGUMENTS, Key, Leaves
 from pipebench.recipe.ranges import CHOICES, RANGES
 from pipebench.recipe.typecheck import shown
+from pipebench.schedule.modes import MODES
+from pipebench.schedule.syncs import SYNCS
 
 UNUSABLE: Final = object()
 Problems = Iterator[tuple[str, str]]
@@ -89,8 +92,17 @@ def check(draft: Draft) -> None:
         value = draft.get(key)
         if value is not UNUSABLE and value is not None and not is_allowed(value):
             draft.fault(key, f"got {shown(value)}, allowed is {words}")
-    for keys, rule_function in RULES:
+    of_extensions = (each for rules in hooks("rules", turned_on(draft.get)).values() for each in rules)
+    for keys, rule_function in (*RULES, *of_extensions):
         values = [draft if key == "@draft" else draft.get(key) for key in keys]
         if not any(value is UNUSABLE for value in values):
             for key, problem in rule_function(*values):
                 draft.fault(key, problem)
+
+
+def turned_on(get: Callable[[str], Any]) -> list[str]:
+    """Return the extensions that a recipe turns on, given the value of each of its keys."""
+    mode, given = get("parallelism.mode"), get("parallelism.sync")
+    sync = MODES[mode].sync if given is None and mode in MODES else given
+    needed = SYNCS[sync].extension if isinstance(sync, str) and sync in SYNCS else ""
+    return [name for name in EXTENSIONS if name == needed or get(name) not in (None, UNUSABLE)]

@@ -4,12 +4,12 @@ Files and the command line are merged leaf by leaf, so that whatever is wrong ca
 and everything that is wrong comes out together.
 """
 
-import copy
 import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, make_dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -17,6 +17,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.errors import Fault, nearest
+from pipebench.hooks import hooks, with_section
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.sweep import Several, elements, problem_with_elements, several
 from pipebench.recipe.typecheck import in_words, problem_with, shown
@@ -62,16 +63,38 @@ def is_expression(value: object) -> bool:
 
 
 @functools.cache
-def types_of(section: type) -> dict[str, Any]:
+def types_of(section: type) -> Mapping[str, Any]:
     """Return the declared types of a section's keys, which are looked up for every key of every recipe."""
-    return get_type_hints(section)
+    return (_WithExtensions if section is Recipe else dict)(get_type_hints(section))
+
+
+class _WithExtensions(dict[str, Any]):
+    """The keys at the top of a recipe, sections of extensions among them: whoever looks one up loads its extension."""
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in with_section()
+
+    def __iter__(self) -> Iterator[str]:
+        return chain(super().__iter__(), with_section())
+
+    def __missing__(self, name: str) -> Any:
+        if name not in with_section():
+            raise KeyError(name)
+        return hooks("section", [name])[name] | None
+
+
+@functools.cache
+def recipe_with(extensions: tuple[str, ...]) -> type[Recipe]:
+    """Return the class of recipes that have sections of extensions."""
+    sections = [(name, types_of(Recipe)[name], None) for name in extensions]
+    return make_dataclass(Recipe.__name__, sections, bases=(Recipe,), frozen=True) if sections else Recipe
 
 
 def expected_type(key: Key) -> Any:
     """Return the declared type of a key of the schema; Any for an option of a model or dataset."""
     expected: Any = Recipe
     for part in key:
-        section = _section(expected)
+        section = section_in(expected)
         expected = types_of(section)[part] if section else Any
     return expected
 
@@ -141,7 +164,7 @@ class Leaves:
                 self.unknown((*prefix, str(name)), list(expected), file)
 
     def _value(self, key: Key, value: Any, expected: Any, file: str) -> Iterator[tuple[Key, Any]]:
-        section = _section(expected)
+        section = section_in(expected)
         if isinstance(value, dict) and section is not None and (value or expected is section):
             yield from self._flatten(value, section, key, file)
         elif isinstance(value, dict) and get_origin(expected) is dict:
@@ -203,7 +226,7 @@ class Leaves:
         return dict(nested)
 
 
-def _section(expected: Any) -> type | None:
+def section_in(expected: Any) -> type | None:
     """Return the dataclass in a type such as `TargetRecipe | None`."""
     for part in (expected, *get_args(expected)):
         if isinstance(part, type) and is_dataclass(part):
@@ -222,8 +245,8 @@ def _is_option(key: Key) -> bool:
 
 
 def _problem(value: object, expected: Any) -> str | None:
-    holds_keys = _section(expected) is not None or get_origin(expected) is dict
-    if value == {} and _needs_nothing(_section(expected)):
+    holds_keys = section_in(expected) is not None or get_origin(expected) is dict
+    if value == {} and _needs_nothing(section_in(expected)):
         return None
     if holds_keys and (value == {} or is_expression(value)):
         given = "an empty mapping" if value == {} else "an interpolation"
@@ -269,11 +292,4 @@ def _as_text(written: str, value: Any, key: Key) -> Any:
 
 def defaults(section: type = Recipe) -> dict[str, Any]:
     """Return the schema's defaults as nested plain data; `???` where a value has to be given."""
-    return copy.deepcopy(_defaults(section))
-
-
-@functools.cache
-def _defaults(section: type) -> dict[str, Any]:
-    container = OmegaConf.to_container(OmegaConf.structured(section))
-    assert isinstance(container, dict)
-    return {field.name: container[field.name] for field in fields(section)}
+    return asdict(section())

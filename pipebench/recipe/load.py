@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.cluster import Cluster
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
+from pipebench.hooks import with_section
 from pipebench.recipe import (  # noqa: F401 # for the rules that they register
     rules_named,
     rules_search,
@@ -40,6 +41,8 @@ from pipebench.recipe.leaves import (
     dotted,
     expected_type,
     is_expression,
+    recipe_with,
+    section_in,
     types_of,
 )  # fmt: skip
 from pipebench.recipe.named import fill
@@ -259,7 +262,7 @@ def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:
     if ("parallelism", "microbatches") not in leaves.found:
         resolved["parallelism"]["microbatches"] = _default_microbatches(draft)
     fill(resolved)
-    recipe = _build(Recipe, resolved)
+    recipe = _build(recipe_with(tuple(name for name in with_section() if name in resolved)), resolved)
     plain = _kept_expressions(recipe, given, leaves.found)
     return LoadedRecipe(
         recipe=recipe,
@@ -322,8 +325,8 @@ def _nested(found: Mapping[Key, Leaf]) -> dict[str, Any]:
 
 def _empty(key: Key) -> dict[str, Any]:
     """Return the defaults of a section that was null or missing until one of its keys was given."""
-    parts = (expected_type(key), *get_args(expected_type(key)))
-    return next((defaults(part) for part in parts if isinstance(part, type) and is_dataclass(part)), {})
+    section = section_in(expected_type(key))
+    return {} if section is None else defaults(section)
 
 
 def _missing(data: Mapping[str, Any], prefix: Key) -> Iterator[Key]:
@@ -406,18 +409,15 @@ def flattened(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", shown(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def _build(section: type, data: Mapping[str, Any]) -> Any:
-    """Return the dataclass of a section; only called on data that has been checked."""
-    expected = types_of(section)
-    return section(**{name: _convert(expected[name], value) for name, value in data.items()})
-
-
-def _convert(expected: Any, value: Any) -> Any:
+def _build(expected: Any, value: Any) -> Any:
+    """Return what a type makes of data that have been checked: dataclasses of sections, floats of whole numbers."""
     parts = (expected, *get_args(expected))
     if isinstance(value, dict):
-        section = next((part for part in parts if isinstance(part, type) and is_dataclass(part)), None)
-        return _build(section, value) if section else value
+        section = section_in(expected)
+        if section is None:
+            return value
+        return section(**{name: _build(types_of(section)[name], each) for name, each in value.items()})
     if isinstance(value, list):
         lists = [get_args(part)[0] for part in parts if get_origin(part) is list]
-        return [_convert(lists[0], item) for item in value] if lists else value
+        return [_build(lists[0], item) for item in value] if lists else value
     return float(value) if float in parts and isinstance(value, int) and not isinstance(value, bool) else value

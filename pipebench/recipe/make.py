@@ -9,6 +9,7 @@ from pipebench.errors import UserCodeError
 from pipebench.recipe.options import options
 from pipebench.recipe.targets import import_target
 from pipebench.recipe.users_code import users_code
+from zoo.registry import DATASETS, MODELS
 
 
 def make_model(model: Mapping[str, Any]) -> Any:
@@ -20,8 +21,6 @@ def make_model(model: Mapping[str, Any]) -> Any:
     """
     target = model.get("target")
     if target is None:
-        from zoo import MODELS
-
         return MODELS[model["name"]].make(**options(model))
     from torch import nn
 
@@ -42,8 +41,6 @@ def make_dataset(dataset: Mapping[str, Any]) -> Any:
     """
     if dataset.get("target") is not None:
         return _own_dataset(json.dumps(dict(dataset), sort_keys=True))
-    from zoo import DATASETS
-
     return DATASETS[dataset["name"]].make(**options(dataset))
 
 

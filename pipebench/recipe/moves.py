@@ -1,14 +1,12 @@
 """The moves that a recipe asks for, written out or as the file that a run has kept: `parallelism.vpipe.moves`."""
 
 import itertools
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipebench.errors import Fault, RecipeError
-from pipebench.files import read_text
-from pipebench.schedule.repartitions import VERSION, RepartitionFile, RepartitionRecord
-from pipebench.typed_json import JsonError, Ordinal, read
+from pipebench.schedule.repartitions import RepartitionFile, RepartitionRecord
+from pipebench.typed_json import JsonError, Ordinal, read, read_file
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,11 @@ def asked_moves(given: Any) -> list[AskedMove]:
         return [AskedMove(MoveTime(minibatches=each.minibatch), each.cuts, each.memory) for each in load_moves(given)]
     if not given:
         return []
-    found = read(list[AskedMove], json.dumps(given))
+    found = read(list[AskedMove], given)
     for index, move in enumerate(found):
         if (move.at.epochs is None) == (move.at.minibatches is None):
             both = "neither" if move.at.epochs is None else "both"
-            raise JsonError(f"[{index}].at: got {both} of epochs and minibatches, allowed is exactly one")
+            raise JsonError((f"[{index}].at", f"got {both} of epochs and minibatches, allowed is exactly one"))
     return found
 
 
@@ -66,15 +64,11 @@ def load_moves(path: str) -> list[RepartitionRecord]:
     Raises:
         RecipeError: they can't be read, or aren't moves.
     """
-    text = read_text(path)
-    try:
-        found = read(RepartitionFile, text)
-        if found.pipebench_moves != VERSION:
-            raise JsonError(f"pipebench_moves: got {found.pipebench_moves}, allowed is {VERSION}")
-        for index, (before, after) in enumerate(itertools.pairwise(found.moves), 1):
-            if after.minibatch <= before.minibatch:
-                allowed = f"one after that of the move before, {before.minibatch}"
-                raise JsonError(f"moves[{index}].minibatch: got {after.minibatch}, allowed is {allowed}")
-    except JsonError as error:
-        raise RecipeError([Fault(path, "", str(error))]) from error
-    return found.moves
+    return read_file(RepartitionFile, path, _problems).moves
+
+
+def _problems(file: RepartitionFile) -> Iterator[tuple[str, str]]:
+    for index, (before, after) in enumerate(itertools.pairwise(file.moves), 1):
+        if after.minibatch <= before.minibatch:
+            allowed = f"one after that of the move before, {before.minibatch}"
+            yield f"moves[{index}].minibatch", f"got {after.minibatch}, allowed is {allowed}"

@@ -1,7 +1,6 @@
 """Optimizers and learning-rate schedulers by name: a name is short for a target, a class, and takes what that takes.
 
-What torch has is found by looking into its source, so there is no list of it here that could fall behind. torch is
-imported when a class is to be used. Classes that can't work here are told by what they ask for, not by their names.
+What each takes is listed in `class_options.py`; torch is imported when a class is to be used.
 """
 
 import importlib
@@ -9,21 +8,18 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
+from pipebench.recipe.class_options import OPTIMIZERS, REFUSED, SCHEDULERS, refusal
 from pipebench.recipe.leaves import Key, expected_type
-from pipebench.recipe.options import arguments_of
+from pipebench.recipe.options import listed
 from pipebench.recipe.schema import OptimizerRecipe, ScheduleRecipe
-from pipebench.recipe.skeletons import skeleton, subclasses
 from pipebench.recipe.typecheck import problem_with
 
-_OURS = {"lars": "pipebench.model.large_batch:LARS", "lamb": "pipebench.model.large_batch:LAMB"}
 # Where a word begins in a class's name: StepLR is step_lr, ReduceLROnPlateau reduce_lr_on_plateau, AdamW adamw.
 _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z][a-z]|LR)|(?<=LR)(?=[A-Z])")
 # Arguments that say how a step is computed, not what it comes to: a recipe may give them, and needn't show them.
 _HOW = ("foreach", "fused", "capturable", "differentiable", "maximize")
-_AT_BEST = {"cycle_momentum": False}  # given this, no class is refused for what it could be given
 
 
 @dataclass(frozen=True)
@@ -31,13 +27,13 @@ class Kind:
     """A section of the recipe in which a name is short for a class.
 
     Attributes:
-        targets: name to target, of every class there is.
-        passed: arguments that pipebench passes itself, as in `options.target_problems`.
+        classes: module to class to options, of every class there is.
+        passed: arguments that pipebench passes a target itself, as in `options.target_problems`.
         keys: keys of the schema that such a class may take as arguments, too.
         about: names that aren't classes, and what they do.
     """
 
-    targets: Callable[[], Mapping[str, str]]
+    classes: Mapping[str, Mapping[str, Mapping[str, Any]]]
     passed: tuple[str, ...]
     keys: tuple[str, ...]
     about: Mapping[str, str] = field(default_factory=dict)
@@ -47,6 +43,11 @@ class Kind:
         """Names that aren't classes."""
         return tuple(self.about)
 
+    def targets(self) -> dict[str, str]:
+        """Return name to target of every class there is."""
+        found = {_name(each): f"{module}:{each}" for module, classes in self.classes.items() for each in classes}
+        return dict(sorted(found.items()))
+
     def find(self, name: str) -> str | None:
         """Return the name as it is written here, given in any form: `RMSprop`, `step_lr`, `StepLR`."""
         if name in self.ours:
@@ -55,21 +56,22 @@ class Kind:
 
     def names(self) -> list[str]:
         """Return every name there is, but for classes that are refused whatever they are given."""
-        return [*self.ours, *(name for name in self.targets() if refusal(self.like(name), _AT_BEST) is None)]
+        return [*self.ours, *(name for name, target in self.targets().items() if _class(target) not in REFUSED)]
 
     def make(self, name: str) -> Callable[..., Any]:
         """Return the class of a name."""
-        module, _, attribute = self.targets()[name].partition(":")
-        made: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        target = self.targets()[name]
+        made: Callable[..., Any] = getattr(importlib.import_module(target.partition(":")[0]), _class(target))
         return made
 
-    def like(self, name: str) -> Callable[..., Any]:
-        """Return what takes the arguments that the class of a name takes, without importing torch."""
-        return skeleton(self.targets()[name])
-
     def parameters(self, name: str) -> dict[str, inspect.Parameter]:
-        """Return what the class of a name takes from a recipe."""
-        return arguments_of(self.like(name), self.passed) or {}
+        """Return what the class of a name takes from a recipe, without importing it."""
+        module, _, attribute = self.targets()[name].partition(":")
+        return listed(self.classes[module][attribute])
+
+    def refusal(self, name: str, given: Mapping[str, Any]) -> str | None:
+        """Return why the class of a name can't work with what it is given, as the end of a sentence, or None."""
+        return REFUSED.get(_class(self.targets()[name])) or refusal(self.parameters(name), given)
 
     def defaults(self, name: str) -> dict[str, Any]:
         """Return the defaults of a name's arguments as a recipe writes them; null stands for itself and is left out."""
@@ -77,22 +79,12 @@ class Kind:
         return {key: value for key, value in plain.items() if value is not None}
 
 
-@cache
-def _optimizers() -> Mapping[str, str]:
-    return dict(sorted({**_classes("torch.optim", "Optimizer"), **_OURS}.items()))
-
-
-@cache
-def _schedulers() -> Mapping[str, str]:
-    return dict(sorted(_classes("torch.optim.lr_scheduler", "LRScheduler").items()))
-
-
 OPTIMIZER: Key = ("train", "optimizer")
 SCHEDULE: Key = ("train", "schedule")
 KINDS: dict[Key, Kind] = {
-    OPTIMIZER: Kind(_optimizers, ("*", "lr"), ("momentum", "weight_decay", "betas", "eps")),
+    OPTIMIZER: Kind(OPTIMIZERS, ("*", "lr"), ("momentum", "weight_decay", "betas", "eps")),
     SCHEDULE: Kind(
-        _schedulers,
+        SCHEDULERS,
         ("*", "last_epoch"),
         ("every_epochs", "factor", "power"),
         {
@@ -148,28 +140,12 @@ def filled(section: Mapping[str, Any], key: Key) -> dict[str, Any]:
     return made
 
 
-def refusal(make: Callable[..., Any], given: Mapping[str, Any]) -> str | None:
-    """Return why a class of torch's can't work here, as the end of a sentence; None if nothing it asks for says so."""
-    if "sparse" in make.__name__.lower():  # nothing but its name says so before it takes a step
-        return "which takes sparse gradients only, and those of a stage are dense"
-    step = [*inspect.signature(make.step).parameters.values()][1:]  # type: ignore[attr-defined]
-    asked = [each.name for each in step if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
-    if "closure" in asked:
-        return "whose step asks for the loss again (a closure): a stage has each gradient once"
-    if asked:
-        return f"whose step asks for {', '.join(asked)}: a rate here is a function of the samples seen and nothing else"
-    for name, each in inspect.signature(make).parameters.items():
-        about = next((word for word in ("Callable", "LRScheduler") if word in str(each.annotation)), None)
-        if about is not None and (each.default is each.empty or name in given):
-            what = "a function" if about == "Callable" else "schedulers"
-            return f"which takes {what} ({name}), and a recipe holds plain values: a function can be a target"
-        if name == "cycle_momentum" and given.get(name, each.default):
-            return "which would change the momentum, too, and a schedule is of the rate: it needs cycle_momentum: false"
-    return None
+def _name(of_class: str) -> str:
+    return _WORDS.sub("_", of_class).lower()
 
 
-def _classes(module: str, base: str) -> dict[str, str]:
-    return {_WORDS.sub("_", name).lower(): f"{module}:{name}" for name in subclasses(module, base)}
+def _class(target: str) -> str:
+    return target.partition(":")[2]
 
 
 def _letters(name: str) -> str:

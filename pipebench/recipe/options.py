@@ -1,4 +1,7 @@
-"""The options of a model or data set are the typed keyword arguments of the function that makes it."""
+"""The options of a model or data set are the typed keyword arguments of the function that makes it.
+
+Options of classes and models that need torch are listed, so that a recipe can be checked without it.
+"""
 
 import contextlib
 import inspect
@@ -8,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipebench.errors import nearest
-from pipebench.recipe.skeletons import skeleton
+from pipebench.recipe.class_options import Option
 from pipebench.recipe.typecheck import checkable, in_words, problem_with
+from zoo.registry import DATASETS, MODELS
 
 RESERVED = ("name", "target", "leaves")
 # Keys of `dataset` that are no arguments of its target.
@@ -34,22 +38,34 @@ def option_type(section: str, name: object, option: str) -> Any:
         name: of the model or data set.
         option: the option.
     """
-    from zoo import DATASETS, MODELS
-
-    entry = (MODELS if section == "model" else DATASETS).get(name) if isinstance(name, str) else None
-    if entry is None:
-        return Any
-    return _type_hints(skeleton(entry.target)).get(option, Any)
+    known = isinstance(name, str) and name in (MODELS if section == "model" else DATASETS)
+    parameter = zoo_options(section, str(name)).get(option) if known else None
+    return Any if parameter is None else parameter.annotation
 
 
-def option_problems(make: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield option and problem for every option that the function doesn't take, or not like this."""
-    parameters = inspect.signature(make).parameters
-    yield from _problems(parameters, _type_hints(make), given)
+def zoo_options(section: str, name: str) -> dict[str, inspect.Parameter]:
+    """Return the options of one of the zoo's models, as it lists them, or data sets, which need no torch, by name."""
+    if section == "model":
+        return listed(MODELS[name].options)
+    make = DATASETS[name].make
+    return _typed(inspect.signature(make).parameters, typing.get_type_hints(make))
 
 
-def _type_hints(make: Callable[..., Any]) -> dict[str, Any]:
-    return typing.get_type_hints(make.__init__ if inspect.isclass(make) else make)
+def listed(options: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
+    """Return options that are listed with their defaults as parameters; a tuple of numbers is a list of them."""
+    known = {name: each if isinstance(each, Option) else Option(_type_of(each), each) for name, each in options.items()}
+    return {
+        name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+        for name, each in known.items()
+    }
+
+
+def _type_of(default: object) -> Any:
+    return list[float] if isinstance(default, tuple) else type(default)
+
+
+def _typed(parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
+    return {name: each.replace(annotation=hints.get(name, Any)) for name, each in parameters.items()}
 
 
 def target_problems(
@@ -71,10 +87,10 @@ def target_problems(
     hints = _hints(make.__init__ if inspect.isclass(make) else make)
     known = {name: checkable(hints.get(name, Any)) for name in parameters}
     known = {
-        name: hint | None if hint is not Any and name in parameters and parameters[name].default is None else hint
+        name: hint | None if hint is not Any and parameters[name].default is None else hint
         for name, hint in known.items()
     }
-    yield from _problems(parameters, known, given)
+    yield from problems_of(_typed(parameters, known), given)
 
 
 def arguments_of(make: Callable[..., Any], passed: tuple[str, ...] = ()) -> dict[str, inspect.Parameter] | None:
@@ -102,18 +118,24 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     return hints
 
 
-def _problems(
-    parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any], given: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
+def problems_of(parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield option and problem for every option that isn't among the parameters, or not like this.
+
+    Args:
+        parameters: by name; their annotations are types.
+        given: the options.
+    """
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    allowed = [
-        name for name, each in parameters.items() if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]
+    allowed = {
+        name: each.annotation
+        for name, each in parameters.items()
+        if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
+    }
     for name, value in given.items():
         if name not in allowed and not takes_any:
             yield name, f"unknown option, allowed are {', '.join(allowed) or 'none'}{nearest(name[:60], allowed)}"
-        elif (problem := problem_with(value, hints.get(name, Any))) is not None:
+        elif (problem := problem_with(value, allowed.get(name, Any))) is not None:
             yield name, problem
-    for name in allowed:
+    for name, hint in allowed.items():
         if name not in given and parameters[name].default is inspect.Parameter.empty:
-            yield name, f"is missing, needed is {in_words(hints.get(name, Any))}"
+            yield name, f"is missing, needed is {in_words(hint)}"

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipebench.errors import Fault, PlanError, RecipeError, choice
+from pipebench.errors import PlanError, RecipeError, choice
 from pipebench.files import read_text
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.modes import AUTO, KEEP, MEMORY_POLICIES, RECOMPUTE, SWAP, Mode
 from pipebench.schedule.notation import parse_plan
 from pipebench.schedule.pipeline import SPLIT
-from pipebench.typed_json import Count, JsonError, Ordinal, read, shown
+from pipebench.typed_json import Count, JsonError, Ordinal, faults_in, read, shown
 
 VERSION = 1
 _KEY = "pipebench_plan"
@@ -113,20 +113,16 @@ def parse_plan_file(text: bytes | str, source: str) -> PlanForm:
     Raises:
         RecipeError: it isn't a plan of this version; says where it isn't.
     """
-    try:
+    with faults_in(source):
         data = read(dict[str, Any], text)
         if _KEY not in data:
             raise JsonError(f"isn't a pipebench plan: an object with the key {_KEY!r} is expected")
         version = data.pop(_KEY)
         if type(version) is not int or version != VERSION:
-            raise JsonError(f"{_KEY}: got {shown(version)}, allowed is {VERSION}, the version of this form")
+            raise JsonError((_KEY, f"got {shown(version)}, allowed is {VERSION}, the version of this form"))
         form = read(PlanForm, data)
-    except JsonError as error:
-        raise RecipeError([Fault(source, "", str(error))]) from None
-    twice = _twice(text)
-    if twice:
-        said = "stands twice in one object, allowed is once"
-        raise RecipeError([Fault(source, "stages", f"{name!r} {said}") for name in twice])
+        if twice := _twice(text):
+            raise JsonError(*(("stages", f"{name!r} stands twice in one object, allowed is once") for name in twice))
     return form
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from pipebench.errors import choice, nearest
 from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
 from pipebench.recipe.leaves import ARGUMENTS, Key
-from pipebench.recipe.named import KINDS, OPTIMIZER, SCHEDULE, Kind, arguments_in, is_class, refusal
-from pipebench.recipe.options import target_problems
+from pipebench.recipe.named import KINDS, OPTIMIZER, SCHEDULE, Kind, arguments_in, is_class
+from pipebench.recipe.options import problems_of
 from pipebench.recipe.schema import OptimizerRecipe, ScheduleRecipe
 from pipebench.recipe.targets import ALLOWED, is_target
 from pipebench.recipe.typecheck import shown
@@ -44,15 +44,15 @@ def _section_problems(draft: Draft, section: Key, kind: Kind, given: Mapping[str
 
 
 def _argument_problems(draft: Draft, section: Key, kind: Kind, given: Mapping[str, Any]) -> Problems:
-    """Compare what a class is given with its signature."""
+    """Compare what a class is given with its options."""
     key, name = ".".join(section), str(kind.find(given["name"]))
     arguments, parameters = arguments_in(given, kind), kind.parameters(name)
-    problem = refusal(kind.like(name), arguments)
+    problem = kind.refusal(name, arguments)
     if problem is not None:
         yield f"{key}.name", f"got {name}, {problem}"
         return
     _refuse_arguments(draft, section, list(parameters))
-    for argument, said in target_problems(kind.like(name), arguments, kind.passed):
+    for argument, said in problems_of(parameters, arguments):
         where = f"{key}.{argument}"
         if argument in kind.keys and argument not in parameters:
             allowed = f"allowed are {', '.join(parameters)}{nearest(argument, parameters)}"

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipebench.cluster import RING
-from pipebench.errors import PlanError, RecipeError, choice, nearest
+from pipebench.errors import Fault, PlanError, RecipeError, choice, nearest
+from pipebench.lines import LinedFile
 from pipebench.recipe.clusters import SERVERS, load_cluster
 from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.named import KINDS, OPTIMIZER
 from pipebench.recipe.plan_file import asked_replicas, form_problems, is_plan_file, load_plan
-from pipebench.recipe.push_order import load_push_order
 from pipebench.recipe.ranges import TIMINGS
 from pipebench.recipe.schema import COLUMNS, LARGEST, OptimizerRecipe, ParallelismRecipe
 from pipebench.recipe.suited import DIRECTED, gives_direction, moves_little, sends_weights
@@ -116,7 +116,7 @@ def _plan_in_file(
     asked = ParallelismRecipe(mode, given, depth=depth, recompute=recompute, chunks=chunks, backward=backward)
     problems = form_problems(form, asked, cluster.num_workers)
     for where, problem in problems:
-        yield "parallelism.plan", f"{given}: {where}: {problem}"
+        yield "parallelism.plan", str(Fault(LinedFile(given), where, problem))
 
 
 @rule("@cluster", "parallelism.mode", "parallelism.plan", "parallelism.cuts", "parallelism.chunks")
@@ -167,22 +167,12 @@ def _swap(mode: str, backward: str | None, layers: list[str] | None) -> Problems
         yield "parallelism.swap_layers", f"{given}: allowed is null"
 
 
-@rule("@cluster", *(f"parallelism.{name}" for name in ("mode", "sync", "plan", "push_order")))
-def _push_order(cluster: Any, mode: str, sync: str | None, plan: Any, given: str | None) -> Problems:
-    """An order of pushes is for a sync that leaves it open, and for as many workers."""
-    if given is None:
-        return
-    if mode == AUTO or SYNCS[sync or MODES[mode].sync].waits:
+@rule(*(f"parallelism.{name}" for name in ("mode", "sync", "push_order")))
+def _push_order(mode: str, sync: str | None, given: str | None) -> Problems:
+    """An order of pushes is for a sync that leaves it open."""
+    if given is not None and (mode == AUTO or SYNCS[sync or MODES[mode].sync].waits):
         syncs = " or ".join(name for name, each in SYNCS.items() if not each.waits)
         yield "parallelism.push_order", f"got {shown(given)}, which only sync {syncs} takes: allowed is null"
-        return
-    try:
-        replicas = None if is_plan_file(plan) else parse_plan(plan, MODES[mode], cluster.num_workers)
-        load_push_order(given, None if replicas is None else replicas[0])
-    except PlanError:  # told of the plan
-        return
-    except RecipeError as error:
-        yield from (("parallelism.push_order", str(fault)) for fault in error.faults)
 
 
 @rule("parallelism.depth")

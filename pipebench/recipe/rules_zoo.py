@@ -12,14 +12,14 @@ from pipebench.errors import PlanError, choice
 from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.make import make_dataset, make_model
-from pipebench.recipe.options import OF_PAIRS, option_problems, options
+from pipebench.recipe.options import OF_PAIRS, options, problems_of, zoo_options
 from pipebench.recipe.plan_file import asked_replicas
 from pipebench.recipe.schema import Recipe
-from pipebench.recipe.skeletons import skeleton
 from pipebench.recipe.targets import ALLOWED, is_target, target_in
 from pipebench.recipe.typecheck import cut, problem_with, shown
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import streams_problem
+from zoo.registry import DATASETS, MODELS
 
 _MOST_PROCESSES = 1024
 EVAL_LOSS = "eval_loss"
@@ -29,8 +29,6 @@ _PERPLEXITIES = ("perplexity", "mlm_perplexity")
 
 @rule("@draft")
 def _model(draft: Draft) -> Problems:
-    from zoo import MODELS
-
     model = _known(draft, "model")
     if model is None:
         return
@@ -49,7 +47,7 @@ def _model(draft: Draft) -> Problems:
     elif not isinstance(name, str) or name not in MODELS:
         yield "model.name", choice(cut(name), MODELS)
     else:
-        yield from _options(draft, "model", skeleton(MODELS[name].target), model)
+        yield from _options(draft, "model", name, model)
 
 
 def _model_of_profile(model: Mapping[str, Any]) -> Problems:
@@ -74,8 +72,6 @@ def _profile_only(model: Mapping[str, Any], kind: str, timing: str) -> Problems:
 
 @rule("@draft")
 def _dataset(draft: Draft) -> Problems:
-    from zoo import DATASETS
-
     dataset = _known(draft, "dataset")
     if dataset is None:
         return
@@ -89,7 +85,7 @@ def _dataset(draft: Draft) -> Problems:
     if not isinstance(name, str) or name not in DATASETS:
         yield "dataset.name", choice(cut(name), DATASETS)
         return
-    problems = list(_options(draft, "dataset", skeleton(DATASETS[name].target), dataset))
+    problems = list(_options(draft, "dataset", name, dataset))
     yield from problems
     if problems:
         return
@@ -151,8 +147,6 @@ def _model_values(_builds: bool, model: Mapping[str, Any]) -> Problems:
 def model_problems(model: Mapping[str, Any]) -> Problems:
     """Build a model of the zoo on the meta device: it checks the ranges of its options itself."""
     if model.get("name") is not None and _is_small(model):
-        from zoo import MODELS
-
         problem = _problem_of_building(MODELS[model["name"]], json.dumps(model, sort_keys=True, default=repr))
         if problem:
             yield "model", problem
@@ -266,12 +260,12 @@ def _known(draft: Draft, section: str) -> dict[str, Any] | None:
     return None if whole or not isinstance(value, dict) else value
 
 
-def _options(draft: Draft, section: str, make: Any, given: Mapping[str, Any]) -> Problems:
+def _options(draft: Draft, section: str, name: str, given: Mapping[str, Any]) -> Problems:
     if section == "dataset" and "leaves" in given:
         yield "dataset.leaves", "is for models, a data set has a name and its own options"
-    for name, problem in option_problems(make, options(given)):
-        if f"{section}.{name}" not in draft.pending:
-            yield f"{section}.{name}", problem
+    for option, problem in problems_of(zoo_options(section, name), options(given)):
+        if f"{section}.{option}" not in draft.pending:
+            yield f"{section}.{option}", problem
 
 
 def _is_small(model: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """The recipe's schema: every key, its type, its default and what it means.
 
-The dataclasses are OmegaConf structured configs and, once a recipe is loaded, the frozen values that the rest of
-pipebench reads. What a type can't express is in `ranges.py` and the rules.
+The dataclasses are the frozen values that the rest of pipebench reads once a recipe is loaded. What types can't express
+is in `ranges.py` and the rules.
 """
 
 from dataclasses import dataclass, field, replace
@@ -52,7 +52,12 @@ class OptimizerRecipe:
 
 @dataclass(frozen=True)
 class PeriodRecipe:
-    """A period: so many epochs or so many minibatches, one of the two."""
+    """A period: so many epochs or so many minibatches, one of the two.
+
+    Attributes:
+        epochs: so many passes over the training data.
+        minibatches: so many minibatches.
+    """
 
     epochs: int | None = None
     minibatches: int | None = None
@@ -88,7 +93,12 @@ class ScheduleRecipe:
 
 @dataclass(frozen=True)
 class TargetRecipe:
-    """The accuracy that ends the run: `metric` of the dataset, `value` as a fraction, never per cent."""
+    """The accuracy that ends the run.
+
+    Attributes:
+        metric: of the data set: `top1`, `bleu`, `perplexity`, ...
+        value: what it has to reach, in the metric's own scale: shares are fractions, never per cent.
+    """
 
     metric: str = MISSING
     value: float = MISSING
@@ -125,6 +135,7 @@ class TrainRecipe:
         precision: `fp32` (the types that the model has), or mixed: `bf16` or `fp16` for arithmetic, links and weight
             versions, beside fp32 masters. See docs/precision.md.
         loss_scale: fp16 only; null: the defaults.
+        max_epochs: the run ends after so many, target reached or not.
         checkpoint_every: the pipeline drains before every checkpoint, too. Null: processes write one at every drain
             that there is (after every evaluation), the virtual engine writes none.
     """
@@ -144,7 +155,12 @@ class TrainRecipe:
 
 @dataclass(frozen=True)
 class ClusterRecipe:
-    """Which cluster, and how many components of its outermost level (servers)."""
+    """Which cluster, and how many components of its outermost level (servers).
+
+    Attributes:
+        name: of `pipebench ls clusters`, or the path of a cluster's file.
+        servers: multiplies the outermost level.
+    """
 
     name: str = MISSING
     servers: int = 1

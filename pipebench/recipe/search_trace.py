@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from pipebench.errors import Fault, RecipeError
-from pipebench.files import read_text
-from pipebench.typed_json import Count, JsonError, Seconds, read
+from pipebench.typed_json import Count, Seconds, Within, read_file
 
 VERSION = 1
 
@@ -70,13 +68,18 @@ class SearchFile:
         best: the number of the fittest individual.
     """
 
-    pipebench_search: int
+    pipebench_search: Annotated[int, Within(VERSION, VERSION, str(VERSION))]
     events: list[ArchitectureChange] = field(default_factory=list)
     individuals: list[Trained] = field(default_factory=list)
     end_second: Seconds | None = None
     metric: str = ""
     hurdles: list[float] = field(default_factory=list)
     best: Count | None = None
+
+    @property
+    def changes(self) -> Sequence[ArchitectureChange]:
+        """The trace's, or those that the search made."""
+        return self.events or [ArchitectureChange(each.minibatch, cells=each.cells) for each in self.individuals]
 
 
 class Trace(NamedTuple):
@@ -92,23 +95,12 @@ def load_trace(path: str) -> Trace:
     Raises:
         RecipeError: it can't be read, or isn't one; says what is wrong with it.
     """
-    text = read_text(path)
-    try:
-        found = read(SearchFile, text)
-        if found.pipebench_search != VERSION:
-            raise JsonError(f"pipebench_search: got {found.pipebench_search}, allowed is {VERSION}")
-    except JsonError as error:
-        raise RecipeError([Fault(path, "", str(error))]) from error
-    events = found.events or [
-        ArchitectureChange(minibatch=each.minibatch, cells=each.cells) for each in found.individuals
-    ]
-    faults = [Fault(path, where, problem) for where, problem in _problems(events, found.end_second)]
-    if faults:
-        raise RecipeError(faults)
-    return Trace(events, found.end_second)
+    found = read_file(SearchFile, path, _problems)
+    return Trace(found.changes, found.end_second)
 
 
-def _problems(events: Sequence[ArchitectureChange], end_second: float | None) -> Iterator[tuple[str, str]]:
+def _problems(file: SearchFile) -> Iterator[tuple[str, str]]:
+    events, end_second = file.changes, file.end_second
     if not events:
         yield "events", "got none, allowed is at least one"
     units = {event.second is None for event in events}

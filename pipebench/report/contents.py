@@ -1,12 +1,12 @@
 """What the page of a report says, in order: tables, pictures, scores, claims, and how every cell was obtained."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from pipebench.formats import UNKNOWN, percent
 from pipebench.report.definition import Picture
-from pipebench.report.evaluated import Evaluated
-from pipebench.report.judgement import claims, scores
+from pipebench.report.evaluated import Evaluated, Verdict
 from pipebench.report.origins import origins
-from pipebench.report.page import Block, Heading, Image, Page, Text, Verbatim
+from pipebench.report.page import Block, Heading, Image, Page, PageEntry, RenderedTable, Text, Verbatim
 from pipebench.report.tables import tables
 
 PICTURES = "Pictures"  # the heading above them
@@ -40,3 +40,59 @@ def _picture(evaluated: Evaluated, picture: Picture, drawn: Mapping[Picture, Ima
     told = evaluated.report.row(picture.row).title if picture.row else ""
     found = [(run, evaluated.drawings.get((picture.row, run))) for run in picture.runs]
     return [block for run, text in found if text for block in (Text(f"{told}, `{run}`:"), Verbatim(text))]
+
+
+_ABOUT_SCORES = (
+    "Over cells with a published value that is no bound: the geometric-mean error is exp(mean abs(ln(reproduced / "
+    "published))) - 1, and the rank correlation is Spearman's."
+)
+
+
+def scores(evaluated: Evaluated) -> list[Block]:
+    """Return how near every column comes, by measure and by which cells are counted."""
+    report = evaluated.report
+    columns = {column.name: column.title for column in report.columns}
+    rows = tuple(
+        (
+            PageEntry(report.measure(score.measure).title),
+            PageEntry(columns[score.column]),
+            PageEntry(score.over),
+            PageEntry(f"{score.cells}"),
+            PageEntry(percent(score.geometric_mean_error)),
+            PageEntry(UNKNOWN if score.rank_correlation is None else f"{score.rank_correlation:.2f}"),
+        )
+        for score in evaluated.scores
+    )
+    if not rows:
+        return []
+    headings = ("measure", "column", "over", "cells", "geometric-mean error", "rank correlation")
+    return [Heading("Scores"), Text(_ABOUT_SCORES), RenderedTable(headings, rows, left=3)]
+
+
+def claims(evaluated: Evaluated) -> list[Block]:
+    """Return which claims hold: a row per claim, an answer per column, and why."""
+    columns = evaluated.report.columns
+    wheres = any(claim.where for claim in evaluated.report.claims)
+    rows = []
+    for claim in evaluated.report.claims:
+        found = {verdict.column: verdict for verdict in evaluated.verdicts if verdict.claim == claim}
+        answers = [found.get(column.name, found.get("")) for column in columns]
+        why = dict.fromkeys(
+            _why(verdict, column.title, answers) for verdict, column in zip(answers, columns, strict=True)
+        )
+        rows.append((
+            PageEntry(claim.text),
+            *((PageEntry(claim.where),) if wheres else ()),
+            *(PageEntry(UNKNOWN if verdict is None else verdict.answer) for verdict in answers),
+            PageEntry("; ".join(each for each in why if each)),
+        ))  # fmt: skip
+    headings = ("claim", *(("where",) if wheres else ()), *(column.title for column in columns), "why")
+    return [Heading("Claims"), RenderedTable(headings, tuple(rows), left=len(headings))] if rows else []
+
+
+def _why(verdict: Verdict | None, title: str, answers: Sequence[Verdict | None]) -> str:
+    """Return why an answer is what it is, with its column where the columns' reasons differ."""
+    if verdict is None or not verdict.reason:
+        return ""
+    same = len({each.reason for each in answers if each is not None}) == 1
+    return verdict.reason if same else f"{title}: {verdict.reason}"

@@ -1,11 +1,13 @@
 """Makes a report: collects what its runs come to, evaluates, renders, and records it all as one run of MLflow."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.text import Text
 
-from pipebench.errors import UserError, printable
+from pipebench.errors import PlanError, UserError, printable
+from pipebench.recipe.load import load_file
 from pipebench.report.collect import Collection
 from pipebench.report.definition import Report
 from pipebench.report.evaluate import evaluate_report
@@ -13,12 +15,12 @@ from pipebench.report.evaluated import KEPT, MLFLOW, Evaluated
 from pipebench.report.progress import RunsProgress, guess
 from pipebench.report.recipes import Asked
 from pipebench.report.render import Rendered, render
-from pipebench.report.sized import sized
 from pipebench.run.runner import draw
 from pipebench.show.terminal import standard_output
 from pipebench.tracking import RunLog, Tracking, require_writable
 from pipebench.tracking.connection import default_uri, shown_uri
 from pipebench.tracking.ui import DEFAULT_PORT, HOST
+from pipebench.train.largest_minibatch import largest_minibatch
 
 INTERRUPTED = 130
 RENDERED = "rendered"  # the folder in the working directory that holds what becomes of reports
@@ -140,3 +142,36 @@ def _server() -> str:
 
 def _say(text: str) -> None:
     standard_output().print(Text(printable(text)), soft_wrap=True)
+
+
+_KEY = "train.minibatch_size"
+
+
+def sized(asked: Sequence[Asked], tell: Callable[[str], None]) -> list[Asked]:
+    """Return the runs with the size that was found of each that asks for the largest.
+
+    Where nothing fits the size is 1, and what that comes to says why.
+
+    Args:
+        asked: all runs.
+        tell: is told in a sentence of every size that was found.
+
+    Raises:
+        UserError: a recipe turns out to be wrong, whatever the size.
+    """
+    found: dict[tuple[str, ...], int] = {}
+    for each in asked:
+        if each.largest and each.words not in found:
+            try:
+                found[each.words] = largest_minibatch(each.loaded).minibatch_size
+            except PlanError as error:
+                found[each.words] = 1
+                tell(f"{each.row}, {each.run}: {error}")
+            else:
+                tell(f"{each.row}, {each.run}: {found[each.words]:,} samples are the largest minibatch that fits")
+    return [_with_size(each, found[each.words]) if each.largest else each for each in asked]
+
+
+def _with_size(asked: Asked, minibatch_size: int) -> Asked:
+    words = (*asked.words, f"{_KEY}={minibatch_size}")
+    return replace(asked, words=words, loaded=load_file(asked.loaded.path, words[1:]), largest=False)

@@ -1,16 +1,15 @@
 """Bars: every row's published value above what each column reproduces of it, a panel per measure."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
 
 from pipebench.report.definition import Column, Measure, Picture, Row
 from pipebench.report.evaluated import Evaluated, TableCell
 from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, finish, label_of, plain, write_values
 from pipebench.report.wording import published_text, reproduced_text
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _BAR_IN, _GAP_IN, _FRAME_IN = 0.155, 0.12, 1.1
 _NAMES_IN, _PANEL_IN, _MOST_IN = 2.0, 4.4, 12.0  # the last is of all together
@@ -19,10 +18,8 @@ _FULL = 0.86  # of a bar's place
 _ROOM, _ROOM_FOR_RANGES = 0.3, 0.6  # of the longest bar, for the values behind the bars
 
 
-def bars_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
+def bars_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     """Return the picture; None if no row has anything to draw."""
-    from matplotlib.figure import Figure
-
     report = evaluated.report
     measures = [report.measure(name) for name in picture.measures]
     rows = [row for row in report.rows if any(_has(evaluated, row, measure) for measure in measures)]
@@ -50,7 +47,7 @@ def bars_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
     return figure
 
 
-def _share_scales(panels: Sequence["Axes"], measures: Sequence[Measure]) -> None:
+def _share_scales(panels: Sequence[Axes], measures: Sequence[Measure]) -> None:
     """Give panels of one unit one scale: bars of two panels are compared by their lengths."""
     for unit in {measure.unit for measure in measures}:
         alike = [axes for axes, measure in zip(panels, measures, strict=True) if measure.unit == unit]
@@ -58,10 +55,8 @@ def _share_scales(panels: Sequence["Axes"], measures: Sequence[Measure]) -> None
             axes.set_xlim(0, max(other.get_xlim()[1] for other in alike))
 
 
-def _step_aside(figure: "Figure", panels: Sequence["Axes"]) -> None:
+def _step_aside(figure: Figure, panels: Sequence[Axes]) -> None:
     """Move values that a bound's line would cross to behind it; how wide they are is known once they are laid out."""
-    from matplotlib.text import Annotation
-
     figure.draw_without_rendering()
     for axes in panels:
         for text in axes.texts:
@@ -72,7 +67,7 @@ def _step_aside(figure: "Figure", panels: Sequence["Axes"]) -> None:
 
 
 def _draw(
-    axes: "Axes",
+    axes: Axes,
     evaluated: Evaluated,
     rows: Sequence[Row],
     measure: Measure,
@@ -107,7 +102,7 @@ def _draw(
     axes.tick_params(axis="y", length=0)
 
 
-def _draw_published(axes: "Axes", rows: Sequence[Row], measure: Measure, first: float, thick: float) -> Iterator[float]:
+def _draw_published(axes: Axes, rows: Sequence[Row], measure: Measure, first: float, thick: float) -> Iterator[float]:
     """Draw what was published, bounds dotted, and yield where the bars end."""
     values = [_published(row, measure) for row in rows]
     bars = axes.barh(
@@ -123,7 +118,7 @@ def _draw_published(axes: "Axes", rows: Sequence[Row], measure: Measure, first: 
 
 
 def _draw_bound(
-    axes: "Axes",
+    axes: Axes,
     evaluated: Evaluated,
     rows: Sequence[Row],
     bound: Measure,
@@ -140,7 +135,7 @@ def _draw_bound(
             yield value
 
 
-def _draw_range(axes: "Axes", cell: TableCell, place: float, value: float) -> float:
+def _draw_range(axes: Axes, cell: TableCell, place: float, value: float) -> float:
     """Draw the range over seeds, if there is one, and return where bar and range end."""
     if cell.low is None or cell.high is None or cell.low == cell.high:
         return value
@@ -148,7 +143,7 @@ def _draw_range(axes: "Axes", cell: TableCell, place: float, value: float) -> fl
     return max(value, cell.high)
 
 
-def _write(axes: "Axes", end: float, place: float, text: str, ink: str) -> None:
+def _write(axes: Axes, end: float, place: float, text: str, ink: str) -> None:
     at = {"xytext": (3, 0), "textcoords": "offset points"}
     axes.annotate(text, (end, place), va="center", fontsize=6.5, color=ink, **at)  # type: ignore[arg-type] # as it is
 

@@ -1,7 +1,10 @@
 """Curves: a metric of trained runs against epochs, samples or time, a panel each; a star is where the target is met."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, PercentFormatter
 
 from pipebench.formats import is_share
 from pipebench.report.definition import Picture
@@ -9,21 +12,14 @@ from pipebench.report.evaluated import Evaluated
 from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, finish, plain
 from pipebench.train.result import REACHED, Point, RunResult
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 _WIDTH_IN, _HEIGHT_IN = 4.3, 3.5
 _CHARS_PER_IN, _HANDLE_CHARS = 14, 8  # of a legend
 _LABELS = {"epochs": "epochs", "samples": "samples", "virtual_time_s": "{clock} time, evaluation included"}
 _STYLES = ("-", "--", "-.", ":")  # of the columns
 
 
-def curves_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
+def curves_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     """Return the picture; None if none of the runs has a curve."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, PercentFormatter
-
     drawn = list(_curves(evaluated, picture))
     if not drawn:
         return None
@@ -82,7 +78,7 @@ def _reached(results: Sequence[RunResult]) -> str:
     return f", {reached} of {len(results)} seeds reached"
 
 
-def _draw(axes: "Axes", result: RunResult, metric: str, over: str, look: tuple[str, str], label: str) -> None:
+def _draw(axes: Axes, result: RunResult, metric: str, over: str, look: tuple[str, str], label: str) -> None:
     points = [point for point in result.points if metric in point.metrics]
     at = [_place(point, result, over) for point in points]
     ink, style = look
@@ -106,7 +102,7 @@ def _place(point: Point, result: RunResult, over: str) -> float:
     return point.samples / samples
 
 
-def _draw_targets(axes: "Axes", results: Sequence[RunResult], metric: str) -> None:
+def _draw_targets(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
     targets = {
         float(result.recipe["train.target.value"])
         for result in results

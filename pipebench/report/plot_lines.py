@@ -1,15 +1,13 @@
 """Lines: a measure along a key of the rows, such as the number of GPUs; a panel per group, a line per column."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from pipebench.report.definition import Measure, Picture, Row
 from pipebench.report.evaluated import Evaluated
 from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, finish, label_of, marker, plain, write_values
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _WIDTH_IN, _HEIGHT_IN, _FRAME_IN = 2.4, 2.3, 0.6
 _MOST_BESIDE = 5
@@ -23,10 +21,8 @@ _PUBLISHED = {
 _Place = str | float
 
 
-def lines_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
+def lines_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     """Return the picture; None if no row has a place along the axis."""
-    from matplotlib.figure import Figure
-
     report = evaluated.report
     measure = report.measure(picture.measures[0])
     rows = [row for row in report.rows if picture.x in row.at and _has(evaluated, row, measure)]
@@ -71,7 +67,7 @@ def _places(rows: Sequence[Row], key: str) -> dict[_Place, float]:
     return {value: float(index) for index, value in enumerate(values)}
 
 
-def _draw(axes: "Axes", evaluated: Evaluated, rows: Sequence[Row], measure: Measure, places: Sequence[float]) -> None:
+def _draw(axes: Axes, evaluated: Evaluated, rows: Sequence[Row], measure: Measure, places: Sequence[float]) -> None:
     for place, row in zip(places, rows, strict=True):
         published = row.published.get(measure.name)
         if published is not None and not isinstance(published.value, str):
@@ -99,9 +95,7 @@ def _draw(axes: "Axes", evaluated: Evaluated, rows: Sequence[Row], measure: Meas
         axes.fill_between(at, lows, highs, color=colour(index), alpha=0.2, linewidth=0)
 
 
-def _draw_bound(
-    axes: "Axes", evaluated: Evaluated, rows: Sequence[Row], bound: Measure, places: Sequence[float]
-) -> None:
+def _draw_bound(axes: Axes, evaluated: Evaluated, rows: Sequence[Row], bound: Measure, places: Sequence[float]) -> None:
     """Draw what no line can exceed, as each column has it; columns that share it share the line."""
     lines: dict[tuple[tuple[float, float], ...], None] = {}
     for column in evaluated.report.columns:
@@ -117,7 +111,7 @@ def _draw_bound(
         axes.plot(at, values, color="black", linestyle="--", linewidth=1.2, label=plain(bound.title))
 
 
-def _finish(panels: Sequence["Axes"], places: dict[_Place, float], beside: int) -> None:
+def _finish(panels: Sequence[Axes], places: dict[_Place, float], beside: int) -> None:
     ticks = list(places.values())
     wide = all(not isinstance(value, str) for value in places) and min(ticks) > 0 and max(ticks) / min(ticks) >= _WIDE
     for index, axes in enumerate(panels):

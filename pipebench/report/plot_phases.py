@@ -5,27 +5,23 @@ A run that is made of phases has a point at the end of each. Panels are drawn to
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from pipebench.report.definition import Picture, Row
 from pipebench.report.evaluated import Evaluated
 from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, finish, plain
 from pipebench.train.result import Point, RunResult
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 _WIDTH_IN, _PANEL_IN, _FRAME_IN = 8.0, 2.5, 0.8
 _STYLES = ("-", "--", "-.", ":")  # of the columns
 _LAYERS = "active_layers"  # where this changes, what is run does
 
 
-def phases_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
+def phases_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     """Return the picture; None if none of the runs has points with the metric."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
     drawn = [(row, lines) for row in evaluated.report.rows if (lines := [*_lines(evaluated, picture, row)])]
     if not drawn:
         return None
@@ -68,13 +64,13 @@ def _lines(evaluated: Evaluated, picture: Picture, row: Row) -> Iterator[tuple[s
                 seen.append(told)
 
 
-def _draw(axes: "Axes", result: RunResult, metric: str, label: str, look: Mapping[str, str]) -> None:
+def _draw(axes: Axes, result: RunResult, metric: str, label: str, look: Mapping[str, str]) -> None:
     points = [point for point in result.points if metric in point.metrics]
     values, edges = [point.metrics[metric] for point in points], [0.0, *(point.clock_s for point in points)]
     axes.stairs(values, edges, baseline=None, label=label, linewidth=1.5, **look)  # type: ignore[arg-type]
 
 
-def _draw_bound(axes: "Axes", results: Sequence[RunResult], metric: str) -> None:
+def _draw_bound(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
     """Draw what nothing can exceed, of the run that has the highest."""
     bounded = [result for result in results if metric in result.points[-1].metrics]
     if bounded:
@@ -83,7 +79,7 @@ def _draw_bound(axes: "Axes", results: Sequence[RunResult], metric: str) -> None
         _draw(axes, highest, metric, told, {"color": "black", "linestyle": "--"})
 
 
-def _draw_changes(axes: "Axes", results: Sequence[RunResult]) -> None:
+def _draw_changes(axes: Axes, results: Sequence[RunResult]) -> None:
     """Mark where layers come and go, once where several runs agree but for the end of a minibatch."""
     times_s = sorted(time_s for result in results for time_s in _changes(result.points))
     end_s = max(result.points[-1].clock_s for result in results)

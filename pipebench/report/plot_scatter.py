@@ -5,16 +5,16 @@ On the line both are the same; the band is 20 % wide each way. Names stand where
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.transforms import Bbox
 
 from pipebench.report.definition import Picture
 from pipebench.report.evaluated import Evaluated
 from pipebench.report.plot_style import GREY, SMALL, colour, finish, marker, plain, write_values
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.transforms import Bbox
 
 _SIDE_IN = 6.4
 _BAND = 1.2
@@ -37,10 +37,8 @@ class _Point:
     reproduced: float
 
 
-def scatter_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
+def scatter_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     """Return the picture; None if no cell has two values above 0 to set against each other."""
-    from matplotlib.figure import Figure
-
     report, points = evaluated.report, list(_points(evaluated, picture))
     if not points:
         return None
@@ -87,9 +85,7 @@ def _points(evaluated: Evaluated, picture: Picture) -> Iterator[_Point]:
                         yield _Point(row.title, index, number, published, reproduced)
 
 
-def _scale(axes: "Axes", low: float, high: float) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator
-
+def _scale(axes: Axes, low: float, high: float) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(low, high)
@@ -99,10 +95,8 @@ def _scale(axes: "Axes", low: float, high: float) -> None:
         axis.set_minor_locator(NullLocator())
 
 
-def _name(figure: "Figure", axes: "Axes", points: list[_Point], column: int) -> None:
+def _name(figure: Figure, axes: Axes, points: list[_Point], column: int) -> None:
     """Write the names of the last column's points, the farthest from the line first, where they hide nothing."""
-    from matplotlib.transforms import Bbox
-
     figure.draw_without_rendering()  # places and sizes are known from now on
     to_pixels = axes.transData.transform
     taken = []

@@ -1,7 +1,8 @@
 """Stages: what every stage of some runs has, side by side, such as the memory of its fullest worker."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from pipebench.report.definition import Measure, Picture
 from pipebench.report.evaluated import Evaluated
@@ -9,18 +10,13 @@ from pipebench.report.metrics import stage_values
 from pipebench.report.plot_style import NORMAL, SMALL, colour, finish, plain, write_values
 from pipebench.train.result import RunResult
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 _STAGE_IN, _LEAST_IN, _HEIGHT_IN = 0.62, 4.6, 2.9
 _FULL = 0.84  # of a stage's place
 _UNITS = {"_bytes": "bytes", "_s": "s", "_fraction": "share"}  # by what a metric's name ends with
 
 
-def stages_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
+def stages_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     """Return the picture, of the first column; None if none of the runs has the metric."""
-    from matplotlib.figure import Figure
-
     drawn = [(run, values) for run in picture.runs if (values := _values(evaluated, picture, run))]
     if not drawn:
         return None

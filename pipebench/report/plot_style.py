@@ -6,16 +6,14 @@ tell apart.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.ticker import EngFormatter, Formatter, FuncFormatter
 
 from pipebench.errors import printable
 from pipebench.report.definition import Measure
 from pipebench.show.profile_report import shortened
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.ticker import Formatter
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vP*"
@@ -51,8 +49,6 @@ def write_values(axis: "Axis", measure: Measure) -> None:
 
 
 def _formatter(measure: Measure) -> "Formatter":
-    from matplotlib.ticker import EngFormatter, FuncFormatter
-
     if measure.unit in _AXIS_UNITS:
         return EngFormatter(unit=_AXIS_UNITS[measure.unit])
     write: Callable[[float], str] = {"x": "{:g}x".format, "share": _per_cent}.get(measure.unit, "{:,g}".format)
@@ -67,7 +63,7 @@ def _per_cent(value: float) -> str:
     return f"{100 * value:g}%"
 
 
-def finish(axes: "Axes", *, grid: str = "both") -> None:
+def finish(axes: Axes, *, grid: str = "both") -> None:
     """Leave out what isn't needed, and put a pale grid behind what is drawn."""
     axes.grid(axis=grid, alpha=0.3)  # type: ignore[arg-type] # matplotlib's stubs want a literal
     axes.set_axisbelow(True)

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from PIL import Image as Pixels
 
 from pipebench.files import replace as replace_file
 from pipebench.report.definition import Picture
@@ -16,10 +19,7 @@ from pipebench.report.plot_phases import phases_figure
 from pipebench.report.plot_scatter import scatter_figure
 from pipebench.report.plot_stages import stages_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-_FIGURES: Mapping[str, Callable[[Evaluated, Picture], "Figure | None"]] = {
+_FIGURES: Mapping[str, Callable[[Evaluated, Picture], Figure | None]] = {
     "bars": bars_figure,
     "scatter": scatter_figure,
     "lines": lines_figure,
@@ -69,10 +69,8 @@ def _told(evaluated: Evaluated, picture: Picture) -> str:
     return f"{', '.join([*titles, *where])}: {told}"
 
 
-def _save(figure: "Figure", path: Path) -> None:
+def _save(figure: Figure, path: Path) -> None:
     """Write a figure as PNG and SVG, whole or not at all, without dates and versions."""
-    import matplotlib as mpl
-
     for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
         written = BytesIO()
         # Names inside an SVG are drawn by chance without a salt.
@@ -84,8 +82,6 @@ def _save(figure: "Figure", path: Path) -> None:
 
 def _smaller(png: BytesIO) -> bytes:
     """Return a picture with a palette: plots have few colours, and a third of the bytes will do."""
-    from PIL import Image as Pixels
-
     written = BytesIO()
     with Pixels.open(png) as picture:
         picture.convert("RGB").quantize(_PALETTE, dither=Pixels.Dither.NONE).save(written, "PNG", optimize=True)

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pipebench.errors import UserError, nearest
 from pipebench.files import read_bytes
+from pipebench.files import replace as replace_file
+from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.run.ownership import require_own, require_own_code
 from pipebench.tracking.record import RECORD, RESULTS_FOLDER, mlflow_run_id, read_record
 from pipebench.train.result import RunResult
@@ -29,7 +31,6 @@ from pipebench.typed_json import Finite, JsonError, Within, read, shown, write
 
 if TYPE_CHECKING:
     from pipebench.checkpoint.store import Checkpoints
-    from pipebench.recipe.load import LoadedRecipe
 
 RUNS = Path("pipebench-runs")
 _RUN, _RECIPE = "run.json", "recipe.yaml"
@@ -105,14 +106,12 @@ class RunFolder:
         record = read_record(self.record_path)
         return None if record is None else record.result
 
-    def recipe(self, overrides: Sequence[str] = ()) -> "LoadedRecipe":
+    def recipe(self, overrides: Sequence[str] = ()) -> LoadedRecipe:
         """Return the recipe, which finds the code it names where the run did.
 
         Raises:
             UserError: the folder isn't whole, or an override is wrong.
         """
-        from pipebench.recipe.load import load
-
         self.read_bytes(_RECIPE)
         loaded = load(str(self.recipe_path), overrides)
         own = (Path(os.path.normpath(self.path / folder)) for folder in self.read().code_folders)
@@ -176,8 +175,6 @@ class RunFolder:
         Raises:
             OSError: it can't be written.
         """
-        from pipebench.files import replace as replace_file
-
         replace_file(self.path / _RUN, f"{write(facts)}\n".encode())
 
 
@@ -268,7 +265,7 @@ def find_trusted(run: str, *, trusts: bool) -> RunFolder:
 
 def resumed(
     run: str, overrides: Sequence[str], *, trusts: bool = False, tells: bool = True
-) -> tuple[RunFolder, "LoadedRecipe"]:
+) -> tuple[RunFolder, LoadedRecipe]:
     """Return a run's folder and its recipe with some keys changed, to go on from its last checkpoint.
 
     Args:

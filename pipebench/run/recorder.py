@@ -4,12 +4,10 @@ import contextlib
 import io
 import json
 import logging
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -17,7 +15,6 @@ from omegaconf import OmegaConf
 from pipebench.files import read_text
 from pipebench.metrics import warn_of_unlisted
 from pipebench.model.device import commit_diff, environment
-from pipebench.model.plan_layers import form_of
 from pipebench.model.splitting import unsplit
 from pipebench.planner.plans import Comparison
 from pipebench.profile.stored import write_profile
@@ -25,37 +22,23 @@ from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.deciding import plan_form
 from pipebench.run.request import RunRequest, recipe_yaml
-from pipebench.schedule import repartitions
 from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.pipeline import SPLIT
-from pipebench.schedule.pushes import FILE_NAME, histogram, to_text
-from pipebench.search.search import FILE_NAME as SEARCH_FILE
-from pipebench.show import console, pictures
+from pipebench.show import console
 from pipebench.show.comparison import comparison_markdown
-from pipebench.show.cuts_over_time import cuts_markdown, draw_cuts
-from pipebench.show.memory_picture import draw_memory, draw_peaks
-from pipebench.show.moves_over_time import MOVED, RATE, SENT, draw_moves
-from pipebench.show.occupancy_picture import draw_occupancy
-from pipebench.show.over_time import NUM_PARTS
 from pipebench.show.progress import RunProgress, Silent
-from pipebench.show.search_picture import draw_search, search_markdown
-from pipebench.show.staleness import draw_staleness, staleness_markdown
 from pipebench.show.terminal import is_terminal, standard_output
-from pipebench.show.trace import write_trace
-from pipebench.simulate.memory_meter import MemoryTimeline
 from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import Inputs, RunLog, Tracking, identity_tags, logged_params
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
-from pipebench.train.moves import under
 from pipebench.train.periods import Periods
 from pipebench.train.prediction import compare, prediction_markdown
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import predicted_metrics
 from pipebench.train.simulated_moves import watch_of
-from pipebench.typed_json import write
 
 _LOG = logging.getLogger("pipebench.run")
 
@@ -116,84 +99,6 @@ def _modes_json(comparison: Comparison) -> str:
         for each in (comparison.best, *comparison.others)
     ]
     return json.dumps({"compared": compared, "refused": comparison.refused}, indent=1)
-
-
-def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | None = None) -> list[str]:
-    """Keep a timeline as a picture and as a trace for Perfetto, with the memory by the same clock; return the names."""
-    drawings = {"timeline.png": partial(pictures.draw_timeline, timeline)}
-    drawings["trace.json"] = partial(write_trace, timeline, memory=memory)
-    return _record_drawn(log, drawings, "the timeline")
-
-
-def record_watch(log: RunLog, watch: MemoryForecast) -> list[str]:
-    """Keep pictures of memory and occupancy over time, where layers move of memory from part to part; return names."""
-    occupancy, moved = watch.occupancy(NUM_PARTS), watch.moved
-    drawings = {"memory.png": partial(draw_memory, watch.memory), "occupancy.png": partial(draw_occupancy, occupancy)}
-    if moved is not None:
-        parts = {
-            "first cuts": watch.memory.peaks,
-            "while layers move, and between moves": moved.between,
-            "last cuts": moved.last.peaks,
-        }
-        drawings["memory-first.png"] = drawings["memory.png"]
-        drawings["memory-last.png"] = partial(draw_memory, moved.last)
-        whole = {part: peaks for part, peaks in parts.items() if peaks}
-        drawings["memory.png"] = partial(draw_peaks, whole, watch.memory)
-    return _record_drawn(log, drawings, "memory and occupancy")
-
-
-def record_pushes(log: RunLog, result: RunResult) -> RunResult:
-    """Keep the order in which a server applied gradients, and how stale they were; return the result without it."""
-    if not result.pushes:
-        return result
-    counts = histogram(result.pushes)
-    log.text(FILE_NAME, to_text(result.pushes))
-    log.text("staleness.md", staleness_markdown(counts))
-    _record_drawn(log, {"staleness.png": partial(draw_staleness, counts)}, "staleness")
-    return replace(result, pushes=())
-
-
-def record_search(log: RunLog, result: RunResult) -> RunResult:
-    """Keep the history of an architecture search, as a file, a table and a picture; return the result without it."""
-    found = result.search
-    if found is None:
-        return result
-    log.text(SEARCH_FILE, write(found))
-    log.text("search.md", search_markdown(found))
-    end_s = result.metrics["total_time_s"]
-    _record_drawn(log, {"search.png": partial(draw_search, found, result.points, end_s)}, "the search")
-    return replace(result, search=None)
-
-
-def record_moves(log: RunLog, result: RunResult, job: Job) -> RunResult:
-    """Keep where the stages were cut anew, and the plan that came of it; return the result without it."""
-    if not result.moves:
-        return result
-    layers = [layer.name for layer in job.setup.graph.layers]
-    log.text(repartitions.FILE_NAME, repartitions.to_text(result.moves))
-    log.text("plan-last.json", form_of(under(job.setup, result.moves), layers).text())
-    log.text("cuts.md", cuts_markdown(result.moves))
-    end = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
-    drawings: dict[str, Callable[[Path], None]] = {"cuts.png": partial(draw_cuts, result.moves, layers, end)}
-    if all({RATE, SENT, MOVED} <= point.metrics.keys() for point in result.points):
-        drawings["moves.png"] = partial(draw_moves, result.points, result.moves)
-    _record_drawn(log, drawings, "cuts over time")
-    return replace(result, moves=())
-
-
-def _record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], what: str) -> list[str]:
-    """Keep what functions write as artifacts; return the names of those that are kept."""
-    drawn = []
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            for artifact, write in drawings.items():
-                path = Path(folder) / artifact
-                write(path)
-                log.file(artifact, path)
-                drawn.append(artifact)
-    except (OSError, ValueError) as error:  # a picture must never cost a result
-        _LOG.warning("%s could not be drawn: %s", what, error)
-    return drawn
 
 
 @contextmanager
@@ -261,6 +166,10 @@ class RunRecorder:
             train: does the work; takes what is told of minibatches and evaluations, and what takes points.
             watch: has watched the run when that is done; None: what there is to see is simulated then.
         """
+        # Late: matplotlib, which worker processes that record nothing can do without.
+        from pipebench.run import drawings
+        from pipebench.show.pictures import text_picture
+
         setup, log, measures, loaded = self._job.setup, self.log, self._kind.measures, self._request.loaded
         if setup.clip_norm is not None and not setup.pipeline.flushes:
             _LOG.warning("without a flush gradients are clipped by each stage's own norm, not by the global one")
@@ -280,14 +189,16 @@ class RunRecorder:
             result = replace(result, name=loaded.run_name, recipe=loaded.flat, varied=loaded.varied, notes=notes)
             if measures:
                 result = self._with_prediction(result)
-            result = record_moves(log, record_search(log, record_pushes(log, result)), self._job)
+            result = drawings.record_features(log, result, self._job)
             warn_of_unlisted(result.metrics)
             log.result(result)
             drawn: list[str] = []
             if self._kind.trains or not self._request.suite.brief:
-                drawn += record_timeline(log, timeline, watch.memory if watch is not None and not measures else None)
+                drawn += drawings.record_timeline(
+                    log, timeline, watch.memory if watch is not None and not measures else None
+                )
                 if watch is not None:
-                    drawn += record_watch(log, watch)
+                    drawn += drawings.record_watch(log, watch)
             log.describe(comparison_markdown([result]), [each for each in drawn if each.endswith(".png")])
         finally:
             log.text("run.log", self._log_text.getvalue())
@@ -299,7 +210,7 @@ class RunRecorder:
         # SystemExit.
         with contextlib.suppress(OSError, SystemExit) if self._kind.in_processes else contextlib.nullcontext():
             width = min(_PICTURE_WIDTH, standard_output().width - 2)
-            console.print_summary(result, pictures.text_picture(shown, width=width), log.where())
+            console.print_summary(result, text_picture(shown, width=width), log.where())
         return result
 
     def _train(self, train: Train) -> tuple[RunResult, Timeline]:

@@ -5,12 +5,10 @@ Experiment = suite, parent run = comparison (or the seeds of one recipe), child 
 
 import itertools
 import logging
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
@@ -22,7 +20,7 @@ from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
 from pipebench.schedule.as_csv import as_csv
 from pipebench.schedule.pipeline import SPLIT
-from pipebench.show import console, pictures
+from pipebench.show import console
 from pipebench.show.comparison import comparison_markdown, short_names, speed_ups
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.simulate.drawing import draw as draw_schedule
@@ -179,7 +177,9 @@ def _finish_comparison(parent: RunLog, results: Sequence[RunResult], *, complete
         parent.tag("outcome", _outcomes(results))
         markdown = comparison_markdown(results)
         parent.text("comparison.md", markdown)
-        parent.describe(markdown, _record_curves(parent, results))
+        from pipebench.run.drawings import record_curves  # late: imports matplotlib
+
+        parent.describe(markdown, record_curves(parent, results))
     parent.finish(None, status="FINISHED" if complete else "KILLED")
 
 
@@ -206,19 +206,3 @@ def _outcomes(results: Sequence[RunResult]) -> str:
     """Return how many runs came to what: `3 reached, 1 missed`."""
     counts = Counter(result.outcome for result in results)
     return ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common())
-
-
-def _record_curves(log: RunLog, results: Sequence[RunResult]) -> list[str]:
-    """Keep a picture of every metric's curves; return the names of the pictures."""
-    metrics = {name for result in results for point in result.points for name in point.metrics if "loss" not in name}
-    drawn = []
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            for metric in sorted(metrics):
-                path = Path(folder) / f"{metric}.png"
-                pictures.draw_curves(results, metric, path)
-                log.file(path.name, path)
-                drawn.append(path.name)
-    except (OSError, ValueError) as error:  # a picture must never cost a result
-        _LOG.warning("the curves could not be drawn: %s", error)
-    return drawn

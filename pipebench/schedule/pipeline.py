@@ -9,10 +9,12 @@ per worker, stage s is at position s mod P of P, or where the order's file has i
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
+from pipebench.hooks import hooks
 from pipebench.schedule.csv_form import is_csv, read_csv
 from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
 
@@ -54,6 +56,7 @@ class Pipeline:
     # `whole`, or `split` into its input part, whose gradients are sent at once, and its weight part
     backward: str = WHOLE
     swaps: tuple[int, ...] = ()  # stages that swap saved activations to the host between forward and backward
+    extensions: Mapping[str, Any] = field(default_factory=dict, hash=False)  # that are on, with their settings
 
     @property
     def num_stages(self) -> int:
@@ -178,6 +181,11 @@ class Pipeline:
         if not SYNCS[self.sync].waits:
             return 1
         return (self.block if self.flushes else self.replicas[stage]) * self.accumulate
+
+    def hooks(self, name: str) -> dict[str, Any]:
+        """Return what the extensions that are on bring for a hook of the core, by extension; see `pipebench.hooks`."""
+        synced = SYNCS[self.sync].extension
+        return hooks(name, {**dict.fromkeys([synced] if synced else []), **self.extensions})
 
     def label(self, unit: int) -> str:
         """Return a unit's short name: `3`, or `3.1` for microbatch 1 of minibatch 3."""

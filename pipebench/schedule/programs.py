@@ -6,7 +6,7 @@ updates and weight versions are added here.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 
@@ -16,12 +16,17 @@ from pipebench.schedule.orders import order_of
 from pipebench.schedule.passes import Pass, forwards, with_copies
 from pipebench.schedule.pipeline import SPLIT, Pipeline
 from pipebench.schedule.routes import Routes
-from pipebench.schedule.syncs import SYNCS
 from pipebench.schedule.transfer_steps import TransferSteps
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
 # From all seven fields in half the time of `Instruction(...)`: a list has millions.
 _instruction = partial(tuple.__new__, Instruction)
+
+
+# Given the shape, a worker, how many minibatches there are and the list that it would have, part by part, returns the
+# list that it has: with more in between, or another one. A list that nobody reads is never made.
+Parts = Iterator[list[Instruction]]
+ProgramHook = Callable[[Pipeline, int, int, Parts], Parts]
 
 
 def programs(pipeline: Pipeline, num_minibatches: int, routes: Routes | None = None) -> list[Iterator[Instruction]]:
@@ -30,18 +35,21 @@ def programs(pipeline: Pipeline, num_minibatches: int, routes: Routes | None = N
     If layers may move meanwhile, `routes` has the edges of each unit, read when it runs.
     """
     workers = range(pipeline.num_workers)
-    if not SYNCS[pipeline.sync].waits:
-        return [chain.from_iterable(_pushing_program(pipeline, worker, num_minibatches)) for worker in workers]
     if routes is None:
-        return [chain.from_iterable(_program(pipeline, worker, num_minibatches)) for worker in workers]
-    return [chain.from_iterable(_moving_program(pipeline, worker, num_minibatches, routes)) for worker in workers]
+        parts = [_program(pipeline, worker, num_minibatches) for worker in workers]
+    else:
+        parts = [_moving_program(pipeline, worker, num_minibatches, routes) for worker in workers]
+    extended: ProgramHook
+    for extended in pipeline.hooks("program").values():
+        parts = [extended(pipeline, worker, num_minibatches, parts[worker]) for worker in workers]
+    return [*map(chain.from_iterable, parts)]
 
 
 def forward_programs(pipeline: Pipeline, num_minibatches: int) -> list[Iterator[Instruction]]:
     """Return every worker's list for an evaluation: forwards only, whole minibatches dealt round-robin."""
 
     def program(worker: int) -> Iterator[list[Instruction]]:
-        stages = {stage: _StageProgram(pipeline, stage, worker, 0) for stage in pipeline.stages_of(worker)}
+        stages = {stage: StageProgram(pipeline, stage, worker, 0) for stage in pipeline.stages_of(worker)}
         for stage, _, unit in forwards(pipeline, worker, range(num_minibatches)):
             yield stages[stage].forward(unit, -1)
 
@@ -63,10 +71,10 @@ def most_in_flight(pipeline: Pipeline) -> tuple[int, ...]:
 
 def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[Instruction]]:
     """Yield passes, with an update of a stage after the last backward of a round, or of all stages at a flush."""
-    stages = {stage: _StageProgram(p, stage, worker, num_minibatches) for stage in p.stages_of(worker)}
+    stages = {stage: StageProgram(p, stage, worker, num_minibatches) for stage in p.stages_of(worker)}
     minibatch, swaps = p.minibatch, p.swaps
     for units in _between_flushes(p, num_minibatches):
-        for stage, op, unit in _passes(p, worker, units):
+        for stage, op, unit in passes_of(p, worker, units):
             program = stages[stage]
             if op is Op.FORWARD:
                 yield program.forward(unit, *program.read(minibatch(unit)[0], unit))
@@ -86,7 +94,7 @@ def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[In
 def _moving_program(p: Pipeline, worker: int, num_minibatches: int, routes: Routes) -> Iterator[list[Instruction]]:
     """Yield passes over the edges of each unit, and the transfers of layers in between."""
     (stage,) = p.stages_of(worker)
-    program = _StageProgram(p, stage, worker, num_minibatches)
+    program = StageProgram(p, stage, worker, num_minibatches)
     transfers, minibatch, done = TransferSteps(routes.moves, stage, num_minibatches), p.minibatch, 0
     for units in _between_flushes(p, num_minibatches):
         # Decided per unit: layers may begin or cease to swap.
@@ -116,26 +124,7 @@ def _moving_program(p: Pipeline, worker: int, num_minibatches: int, routes: Rout
         yield transfers.at_end()
 
 
-def _pushing_program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[Instruction]]:
-    """Yield pull, forward, backward and push per minibatch; at the end, pull the result of all pushes.
-
-    The first pull is left out, as a drain leaves the newest weights everywhere, so there are as many pulls as pushes.
-    """
-    (stage,) = p.stages_of(worker)
-    program = _StageProgram(p, stage, worker, num_minibatches)
-    for index, (_, op, unit) in enumerate(_passes(p, worker, range(num_minibatches))):
-        if op is Op.FORWARD:
-            pull = [Instruction(Op.PULL, stage, unit)] if index > 0 else []
-            yield pull + program.forward(unit, *program.read(unit, unit))
-        elif op in COPIES:
-            yield [Instruction(op, stage, unit)]
-        else:
-            yield [Instruction(op, stage, unit), Instruction(Op.PUSH, stage, unit)]
-    if num_minibatches > 0:
-        yield [Instruction(Op.PULL, stage, num_minibatches - 1, version=num_minibatches)]
-
-
-def _passes(p: Pipeline, worker: int, units: Sequence[int]) -> Iterable[Pass]:
+def passes_of(p: Pipeline, worker: int, units: Sequence[int]) -> Iterable[Pass]:
     """Return a worker's passes between two flushes, and its copies to the host and back."""
     passes = order_of(p.order).passes(p, worker, units)
     return with_copies(passes, p.swaps) if p.swaps else passes
@@ -157,7 +146,7 @@ def _units(p: Pipeline, start: int, stop: int) -> Sequence[int]:
     return sorted(unit for minibatch in range(start, stop) for unit in p.units(minibatch))
 
 
-def _update(p: Pipeline, programs: Sequence["_StageProgram"]) -> list[Instruction]:
+def _update(p: Pipeline, programs: Sequence["StageProgram"]) -> list[Instruction]:
     instructions = [instruction for program in programs for instruction in program.wait()]
     if p.shares_norm:
         instructions.append(Instruction(Op.WAIT_NORM, programs[0].stage, programs[0].updates))
@@ -165,7 +154,7 @@ def _update(p: Pipeline, programs: Sequence["_StageProgram"]) -> list[Instructio
     return instructions
 
 
-class _StageProgram:
+class StageProgram:
     """The instructions of one stage on one of its workers."""
 
     def __init__(self, p: Pipeline, stage: int, worker: int, num_minibatches: int) -> None:

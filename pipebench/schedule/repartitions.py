@@ -8,8 +8,9 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Annotated
 
-from pipebench.typed_json import Amount, Count, Ordinal
+from pipebench.typed_json import Amount, Count, Ordinal, Within
 
 FILE_NAME = "moves.json"
 VERSION = 1
@@ -34,7 +35,7 @@ class RepartitionRecord:
 class RepartitionFile:
     """The file: its format version, and all of a run's records in order."""
 
-    pipebench_moves: int
+    pipebench_moves: Annotated[int, Within(VERSION, VERSION, str(VERSION))]
     moves: list[RepartitionRecord] = field(default_factory=list)
 
 

@@ -1,6 +1,7 @@
 """How replicas of a stage agree on gradients."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 ALL_REDUCE, PARAMETER_SERVER, ASYNCHRONOUS = "all-reduce", "parameter-server", "asynchronous"
@@ -14,10 +15,13 @@ class Sync:
     summary: str  # one line for people
     kind: str  # as which its bytes are counted
     way: str  # how a buffer is summed: ALL_REDUCE, a ring, or PARAMETER_SERVER
-    # Whether an update waits for every replica's gradient; else each gradient is an update, made by a server next to
-    # the first replica, and a replica uses the weights it pulled last
-    waits: bool = True
     overlaps: bool = True  # whether buckets are sent during a backward (wait-free backpropagation), else after it
+    extension: str = ""  # brings what workers do if they don't wait for each other
+
+    @cached_property
+    def waits(self) -> bool:
+        """Whether an update waits for a gradient of every replica; else each is an update of its own."""
+        return not self.extension
 
 
 SYNCS: Final[dict[str, Sync]] = {
@@ -40,6 +44,6 @@ SYNCS: Final[dict[str, Sync]] = {
         "a server applies every gradient as it comes, replicas pull the newest weights",
         PARAMETER_SERVER,
         PARAMETER_SERVER,
-        waits=False,
+        extension=ASYNCHRONOUS,
     ),
 }

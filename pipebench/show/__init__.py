@@ -1,1 +1,1 @@
-"""Everything a person looks at: console, progress, tables, pictures, traces."""
+"""What people look at: console, progress, tables, pictures, traces."""

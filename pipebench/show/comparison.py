@@ -1,8 +1,8 @@
-"""Runs side by side: a row per recipe, with the speed-up over data parallelism, as the console and MLflow show them.
+"""Runs side by side: a row per recipe, with the speed-up over data parallelism, for the console and MLflow.
 
-A comparison varies one thing: rows are set beside each other, and beside a dp row, only where all of their recipes but
-the way of parallelising is the same. Runs of one recipe under several seeds are one row, with median and range. The
-runs of a sweep stand together whatever it varies; where that is the number of workers, how the recipe scales is said.
+A comparison varies one thing: rows share a group, and a dp baseline, only if their recipes agree in all but the
+parallelism. Runs of one recipe under several seeds are one row, with median and range. The runs of a sweep share a
+group whatever it varies; a sweep over workers adds columns of scaling.
 """
 
 import os
@@ -15,17 +15,10 @@ from pipebench.train.result import COMPLETED, REACHED, RunResult
 
 BASELINE_MODE = "dp"
 REACHED_HEADING = "reached"
+_NAMES = ("run", "plan")
 _HEADINGS = (
-    "run",
-    "plan",
-    "time to accuracy",
-    "vs dp",
-    "epochs",
-    "epoch time",
-    "vs dp",
-    "sent per sample",
-    "peak memory",
-    "bubble",
+    *("time to accuracy", "vs dp", "epochs", "epoch time", "vs dp"),
+    *("sent per sample", "peak memory", "bubble"),
 )
 # What two recipes of a comparison may differ in: the way of parallelising, what it asks of the learning rate (samples
 # per update differ), where the model may be cut, and what changes neither the training nor its clock.
@@ -45,8 +38,6 @@ _FREE = (
 # Schedules whose rate depends on when training would end; for the others the number of epochs is only patience.
 _ENDING_SCHEDULES = ("cosine", "polynomial")
 _Format = Callable[[float], str]
-
-
 _SCALING_HEADINGS = ("workers", "speed-up", "efficiency")
 
 
@@ -55,7 +46,7 @@ class ComparedRun:
     """One row: the runs of one recipe, which differ in their seed only.
 
     Attributes:
-        name: the recipe's, in a sweep with what varies.
+        name: the recipe's; in a sweep with the varied values.
         runs: at least one.
     """
 
@@ -69,18 +60,21 @@ class ComparedRun:
 
     @property
     def varied(self) -> Mapping[str, str]:
-        """What the row has of what its sweep varies; empty without one."""
+        """The row's values of the keys that its sweep varies; empty without one."""
         return self.runs[0].varied
 
     @property
     def num_workers(self) -> float | None:
-        """Workers of the row's runs, None where nobody recorded them."""
+        """Workers of the row's runs, None if not recorded."""
         return _median(_values(self.runs, "num_workers"))
 
     @property
     def setting(self) -> Mapping[str, str]:
-        """What all rows that are compared with this one have in common."""
-        return _setting(self.runs[0].recipe)
+        """The recipe's keys that rows must share to be compared."""
+        recipe = self.runs[0].recipe
+        ends = recipe.get("train.schedule.name") in _ENDING_SCHEDULES
+        free = _FREE if ends else (*_FREE, "train.max_epochs")
+        return {k: value for k, value in recipe.items() if not any(f"{k}.".startswith(f"{each}.") for each in free)}
 
     @property
     def reached(self) -> tuple[RunResult, ...]:
@@ -88,7 +82,7 @@ class ComparedRun:
         return tuple(run for run in self.runs if run.outcome == REACHED)
 
     def has_no_trouble(self) -> bool:
-        """Return whether every run did what it was asked."""
+        """Return whether every run completed or reached its target."""
         return all(run.outcome in (REACHED, COMPLETED) for run in self.runs)
 
 
@@ -97,8 +91,7 @@ class RunGroup:
     """Rows that may be compared with each other.
 
     Attributes:
-        title: in what the group differs from others; empty where there are none.
-        entries: the rows.
+        title: the keys in which the group differs from others; empty for a single group.
     """
 
     title: str
@@ -106,7 +99,7 @@ class RunGroup:
 
 
 def groups(results: Sequence[RunResult]) -> list[RunGroup]:
-    """Return a row per recipe, those that may be compared together; each in the order of its first run."""
+    """Return a row per recipe, in groups of comparable rows, in the order of their first runs."""
     runs: dict[str, list[RunResult]] = {}
     for result in results:
         runs.setdefault(result.name, []).append(result)
@@ -121,23 +114,19 @@ def groups(results: Sequence[RunResult]) -> list[RunGroup]:
 def headings(results: Sequence[RunResult]) -> tuple[str, ...]:
     """Return the headings of `rows`.
 
-    Several seeds bring a column that says how many of them reached the target; a sweep over the number of workers
-    brings how many there are, how much faster epochs are than with the first number, and that per worker.
+    Several seeds add a column of how many reached the target; a sweep over the number of workers adds that number, the
+    speed-up of epochs over the first number, and the efficiency per worker.
     """
     counted = (REACHED_HEADING,) if _has_seeds(results) else ()
     scaling = _SCALING_HEADINGS if _scales(results) else ()
-    return (*_HEADINGS[:2], *counted, *_HEADINGS[2:], *scaling)
+    return (*_NAMES, *counted, *_HEADINGS, *scaling)
 
 
 def rows(results: Sequence[RunResult], group: RunGroup) -> list[tuple[str, ...]]:
-    """Return one row of texts per recipe of a group, under `headings`.
+    """Return one row of texts per recipe of a group of `results`, under `headings`.
 
-    A run that missed or diverged says so instead of a time. Of several seeds there are the median and, where they
-    differ, the range: of times and epochs to the target over the seeds that reached it.
-
-    Args:
-        results: of the whole comparison.
-        group: one of its groups.
+    A run that missed or diverged shows that instead of a time. Several seeds show the median and, where they differ,
+    the range: of times and epochs to the target over the seeds that reached it.
     """
     names = short_names([each.name for part in groups(results) for each in part.entries])
     counted = _has_seeds(results)
@@ -152,21 +141,24 @@ def rows(results: Sequence[RunResult], group: RunGroup) -> list[tuple[str, ...]]
 
 
 def comparison_markdown(results: Sequence[RunResult]) -> str:
-    """Return the comparison as a Markdown table per group, followed by what became of every run in a sentence each."""
+    """Return a Markdown table per group, followed by a sentence on the outcome of every run."""
     parts = []
     for group in groups(results):
-        head = headings(results)
-        lines = [head, tuple("---" for _ in head), *rows(results, group)]
-        table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+        table = markdown_table(headings(results), rows(results, group))
         parts.append(f"**{group.title}**\n\n{table}" if group.title else table)
     seeded = _has_seeds(results)
     sentences = (f"- {run.name}{f', seed {run.seed}' if seeded else ''}: {run.sentence}" for run in results)
-    told = [*sentences, *(f"- {note}" for note in notes(results))]
-    return "\n\n".join([*parts, "\n".join(told)]) + "\n"
+    return "\n\n".join([*parts, "\n".join([*sentences, *(f"- {note}" for note in notes(results))])]) + "\n"
+
+
+def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table without a newline at the end."""
+    every = (head, ["---"] * len(head), *lines)
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in every)
 
 
 def notes(results: Sequence[RunResult]) -> list[str]:
-    """Return what to know of some runs' numbers: a line per note, with the names of all runs that have it."""
+    """Return the runs' notes, a line each, with the names of all runs that have it."""
     short = short_names([each.name for part in groups(results) for each in part.entries])
     names: dict[str, list[str]] = {}
     for entry in (entry for group in groups(results) for entry in group.entries):
@@ -176,38 +168,37 @@ def notes(results: Sequence[RunResult]) -> list[str]:
 
 
 def baseline(entry: ComparedRun, others: Iterable[ComparedRun]) -> ComparedRun | None:
-    """Return the dp row that a row is measured against: of its own group and with the same seeds; None without one."""
+    """Return a row's dp baseline: of its setting and with the same seeds; None without one."""
     seeds = {run.seed for run in entry.runs}
     fitting = (other for other in others if other.runs[0].mode == BASELINE_MODE and other.setting == entry.setting)
     return next((other for other in fitting if {run.seed for run in other.runs} == seeds), None)
 
 
 def time_to_accuracy_s(result: RunResult) -> float | None:
-    """Return the time to accuracy of a run that has one: only a run that reached its target."""
+    """Return the time to accuracy of a run that reached its target, else None."""
     return result.metrics.get("time_to_accuracy_s") if result.outcome == REACHED else None
 
 
 def speed_up(entry: ComparedRun, base: ComparedRun | None) -> float | None:
-    """Return how many times sooner than the baseline a row reached the target, by medians; None if any run didn't."""
+    """Return a row's speed-up to the target over the baseline, by medians; None unless all runs reached it."""
     if base is None or any(len(each.reached) < len(each.runs) for each in (entry, base)):
         return None
     return _divided(*(_median(_values(each.runs, "time_to_accuracy_s")) for each in (base, entry)))
 
 
 def epoch_speed_up(entry: ComparedRun, base: ComparedRun | None) -> float | None:
-    """Return how many times faster than the baseline's a row's epochs are, by medians."""
+    """Return a row's speed-up of epochs over the baseline, by medians."""
     if base is None:
         return None
     return _divided(*(_median(_values(each.runs, "epoch_time_s")) for each in (base, entry)))
 
 
 def speed_ups(results: Sequence[RunResult]) -> dict[tuple[str, int | None], dict[str, float]]:
-    """Return how much faster than data parallelism runs are, under the names that they are tracked by.
+    """Return the speed-ups over data parallelism, by run and by row, under their tracked names.
 
     Returns:
-        By name and seed: `speedup_over_dp`, how many times sooner the target was reached than in the dp run of the same
-        group and seed, and `epoch_speedup_over_dp`, likewise of epochs; what isn't known is left out. With None for the
-        seed it is that of the row, by medians.
+        By name and seed: `speedup_over_dp`, to the target, and `epoch_speedup_over_dp`, of epochs, over the dp run of
+        the same group and seed; unknown ones are left out. With None for the seed the row's, by medians.
     """
     found: dict[tuple[str, int | None], dict[str, float]] = {}
     for group in groups(results):
@@ -227,9 +218,9 @@ def _speed_ups(entry: ComparedRun, base: ComparedRun | None) -> dict[str, float]
 
 
 def smallest(entry: ComparedRun, others: Iterable[ComparedRun]) -> ComparedRun:
-    """Return the row that a row's scaling is measured against: of its sweep, with the first row's number of workers.
+    """Return the baseline of a row's scaling: of its sweep, with the first row's number of workers.
 
-    Of several with so many workers it is the one that agrees with the row in most of what varies.
+    Of several it is the one that agrees with the row in most varied values.
     """
     own = [other for other in others if other.recipe_name == entry.recipe_name]
     fitting = [other for other in own if other.num_workers == own[0].num_workers]
@@ -237,7 +228,7 @@ def smallest(entry: ComparedRun, others: Iterable[ComparedRun]) -> ComparedRun:
 
 
 def scaling(entry: ComparedRun, others: Iterable[ComparedRun]) -> tuple[float | None, float | None]:
-    """Return how many times faster a row's epochs are than those of `smallest`, and that over the ratio of workers."""
+    """Return a row's speed-up of epochs over `smallest`, and that over the ratio of workers."""
     first = smallest(entry, others)
     faster, wider = epoch_speed_up(entry, first), _divided(entry.num_workers, first.num_workers)
     return faster, _divided(faster, wider)
@@ -246,7 +237,7 @@ def scaling(entry: ComparedRun, others: Iterable[ComparedRun]) -> tuple[float | 
 def _scaling(entry: ComparedRun, others: Iterable[ComparedRun]) -> tuple[str, ...]:
     faster, each = scaling(entry, others)
     workers = UNKNOWN if entry.num_workers is None else _count(entry.num_workers)
-    return workers, ratio(faster), UNKNOWN if each is None else percent(each)
+    return workers, ratio(faster), percent(each)
 
 
 def _scales(results: Sequence[RunResult]) -> bool:
@@ -259,7 +250,7 @@ def _scales(results: Sequence[RunResult]) -> bool:
 
 
 def _shared(entry: ComparedRun) -> dict[str, str]:
-    """Return what all rows of a group have in common: their setting but what a sweep varies."""
+    """Return a row's setting without the keys that its sweep varies."""
     return {key: value for key, value in entry.setting.items() if key not in entry.varied}
 
 
@@ -286,7 +277,7 @@ def _row(name: str, entry: ComparedRun, base: ComparedRun | None, counted: bool)
 
 
 def _spread(values: Sequence[float], text: _Format) -> str:
-    """Return the median and, where it says more, the range."""
+    """Return the median and, if it differs, the range."""
     if not values:
         return UNKNOWN
     middle, low, high = (text(each(values)) for each in (statistics.median, min, max))
@@ -309,23 +300,17 @@ def _has_seeds(results: Sequence[RunResult]) -> bool:
     return len({result.name for result in results}) < len(results)
 
 
-def _setting(recipe: Mapping[str, str]) -> dict[str, str]:
-    ends = recipe.get("train.schedule.name") in _ENDING_SCHEDULES
-    free = _FREE if ends else (*_FREE, "train.max_epochs")
-    return {key: value for key, value in recipe.items() if not any(f"{key}.".startswith(f"{each}.") for each in free)}
-
-
 def _titles(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return in what each setting differs from the others, as one would say it on the command line."""
+    """Return the keys and values in which each setting differs from the others, as on the command line."""
     keys = dict.fromkeys(key for setting in settings for key in setting)
     differing = [key for key in keys if len({setting.get(key) for setting in settings}) > 1]
     return [" ".join(f"{key}={setting[key]}" for key in differing if key in setting) for setting in settings]
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Drop what all names begin with, up to a dash: in a comparison only the rest tells runs apart.
+    """Drop the names' common beginning, up to a dash.
 
-    What a sweep varies stands last and begins with a key: there a dash is part of a value.
+    A sweep's varied values come last and begin with a key: a dash there is part of a value.
     """
     common = os.path.commonprefix(names) if len(names) > 1 else ""  # noqa: RUF071 # names, not paths
     common = common.partition("=")[0]

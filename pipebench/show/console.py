@@ -1,4 +1,4 @@
-"""What is printed when a run, its seeds or a comparison is done."""
+"""Prints the results of a run, its seeds or a comparison."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,14 +17,7 @@ from pipebench.show.terminal import print_plain, standard_output
 from pipebench.simulate.meter import EPOCHS, MEMORY, PLAN, PREDICTION, WORKERS_IDLE
 from pipebench.simulate.timeline import BUFFERS, EVALUATION, TRAINING_KINDS
 from pipebench.train.prediction import prediction_line
-from pipebench.train.result import (
-    COMPLETED,
-    DIVERGED,
-    INTERRUPTED,
-    MISSED,
-    REACHED,
-    RunResult,
-)
+from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
 
 _STYLES = {REACHED: "bold green", COMPLETED: "bold", MISSED: "bold yellow", DIVERGED: "bold red", INTERRUPTED: "bold"}
 # Heading, column of RunResult.stages, how to write it.
@@ -84,14 +77,7 @@ _MEMORY: tuple[_Saying, ...] = (
 
 
 def print_summary(result: RunResult, picture: str, link: str, console: Console | None = None) -> None:
-    """Print what one run came to.
-
-    Args:
-        result: the run's result.
-        picture: the start of its pipeline as text.
-        link: how to open its record.
-        console: where to write; standard output by default.
-    """
+    """Print a run's result, its pipeline as text, `picture`, and `link`, how to open its record."""
     console = console or standard_output()
     print_plain(console, "")
     print_plain(console, Text.assemble(result.name, ": ", (result.sentence, _STYLES.get(result.outcome, "bold"))))
@@ -105,13 +91,7 @@ def print_summary(result: RunResult, picture: str, link: str, console: Console |
 
 
 def print_comparison(results: Sequence[RunResult], link: str, console: Console | None = None) -> None:
-    """Print runs side by side: a row per recipe, one table for all that may be compared with each other.
-
-    Args:
-        results: at least one.
-        link: how to open their record.
-        console: where to write; standard output by default.
-    """
+    """Print runs side by side: a row per recipe, one table for each group that may be compared."""
     console = console or standard_output()
     print_plain(console, "")
     tables = []
@@ -130,13 +110,7 @@ def print_comparison(results: Sequence[RunResult], link: str, console: Console |
 def print_differences(
     results: Sequence[RunResult], differing: Sequence[tuple[str, ...]], console: Console | None = None
 ) -> None:
-    """Print in what the recipes of runs differ, a column per run.
-
-    Args:
-        results: the runs, whose names tell them apart.
-        differing: a row per key: the key, and its text in every run.
-        console: where to write; standard output by default.
-    """
+    """Print the keys in which recipes differ, a column per run; `differing` has the key and its text in every run."""
     console = console or standard_output()
     print_plain(console, "")
     if not differing:
@@ -152,14 +126,7 @@ def print_differences(
 
 
 def print_position(number: int, total: int, name: str, console: Console | None = None) -> None:
-    """Say which run of how many begins.
-
-    Args:
-        number: from 1 on.
-        total: runs in all.
-        name: the run's name.
-        console: where to write; standard output by default.
-    """
+    """Print which run begins, counted from 1."""
     console = console or standard_output()
     print_plain(console, "")
     print_plain(console, Text.assemble((f"{number} of {total}", "bold"), f"  {name}"))
@@ -168,14 +135,7 @@ def print_position(number: int, total: int, name: str, console: Console | None =
 def print_seeds(
     name: str, results: Sequence[RunResult], spread: Mapping[str, float], console: Console | None = None
 ) -> None:
-    """Print median and spread over the seeds of one recipe.
-
-    Args:
-        name: the recipe's name.
-        results: one per seed.
-        spread: as `pipebench.tracking.summarise_seeds` returns.
-        console: where to write; standard output by default.
-    """
+    """Print median and spread over the seeds of one recipe, as `pipebench.tracking.summarise_seeds` returns them."""
     console = console or standard_output()
     table = new_table("", "median", "smallest", "largest", "mean", "spread (std)")
     finals = sorted({metric for result in results for metric in result.metrics if metric.startswith("best_")})
@@ -193,7 +153,7 @@ def print_seeds(
 
 
 def print_written(path: str, console: Console | None = None) -> None:
-    """Say that a file was written."""
+    """Print that a file was written."""
     (console or standard_output()).print(Text.assemble(("  written  ", "dim"), printable(path)), soft_wrap=True)
 
 
@@ -203,7 +163,7 @@ def _print_link(console: Console, link: str) -> None:
 
 
 def _table_of(lines: Sequence[Mapping[str, Any]], columns: _Columns) -> Table:
-    """Return a table of these lines, without the columns that no line has."""
+    """Return a table of these lines, without empty columns."""
     columns = [column for column in columns if any(row.get(column[1]) is not None for row in lines)]
     table = new_table(*(heading for heading, _, _ in columns))
     for row in lines:
@@ -240,7 +200,7 @@ def _time_to_accuracy(result: RunResult) -> str:
 
 
 def _said(metrics: Mapping[str, float], *parts: _Saying) -> str:
-    """Return what there is to say of some metrics: of those that a run has."""
+    """Return the texts of those metrics that a run has."""
     return ", ".join(say(metrics[name]) for name, say in parts if name in metrics)
 
 

@@ -1,9 +1,11 @@
-"""Where the stages of a run were cut over time: a table of its moves, and a picture of which layers each stage had."""
+"""A run's cuts over time: a table of its repartitions, and a picture of the layers of each stage."""
 
 import os
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from pipebench.formats import seconds
 from pipebench.schedule.repartitions import RepartitionRecord, in_words
@@ -12,11 +14,7 @@ _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  #
 
 
 def cuts_markdown(moves: Sequence[RepartitionRecord]) -> str:
-    """Return a Markdown table of a run's moves.
-
-    Args:
-        moves: at least one, the first one first.
-    """
+    """Return a Markdown table of a run's repartitions, at least one, in order."""
     lines = [
         "| minibatch | stages begin at | before | layers that don't keep | why | how | standing still |",
         "| ---: | --- | --- | --- | --- | --- | ---: |",
@@ -32,12 +30,9 @@ def cuts_markdown(moves: Sequence[RepartitionRecord]) -> str:
 def cuts_over_time(
     moves: Sequence[RepartitionRecord], layers: Sequence[str], end: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Return from which minibatches on which cuts held, and the end; and for each where stages begin and, last, end.
+    """Return the first minibatch of each layout and the end, and each layout's stage bounds.
 
-    Args:
-        moves: at least one, the first one first.
-        layers: the model's, by name.
-        end: minibatches of the run.
+    `moves` has at least one repartition, in order; `layers` are the model's names, `end` the run's minibatches.
     """
     place = {name: index for index, name in enumerate(layers)}
     held = [moves[0].was, *(move.cuts for move in moves)]
@@ -48,10 +43,7 @@ def cuts_over_time(
 def draw_cuts(
     moves: Sequence[RepartitionRecord], layers: Sequence[str], end: int, path: str | os.PathLike[str]
 ) -> None:
-    """Write a PNG of the layers that every stage had over the minibatches of a run; arguments as `cuts_over_time`."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
+    """Write a PNG of the layers of every stage over a run's minibatches; arguments as `cuts_over_time`."""
     times, ends = cuts_over_time(moves, layers, end)
     figure = Figure(figsize=(7.0, 3.6), layout="constrained")
     axes = figure.add_subplot()

@@ -1,4 +1,4 @@
-"""Recorded runs side by side: what differs in their recipes, a row per run, and all curves in one picture."""
+"""Recorded runs side by side: the differences between their recipes, and all curves in one picture."""
 
 import os
 from collections.abc import Sequence
@@ -6,8 +6,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from pipebench.formats import UNKNOWN
-from pipebench.show.comparison import comparison_markdown
+from pipebench.show.comparison import comparison_markdown, markdown_table
 from pipebench.show.pictures import draw_metric
 from pipebench.show.profile_picture import is_picture_by
 from pipebench.tracking.results import Recorded, short_id
@@ -22,10 +24,9 @@ is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether a file is a pictur
 
 
 def labelled(runs: Sequence[Recorded]) -> list[RunResult]:
-    """Return the results under names that tell them apart: runs that differ in their seed only keep one name.
+    """Return the results under names that identify them: runs that differ in their seed only share a name.
 
-    Whatever compares runs takes those of one name as seeds of one recipe; recorded runs of one name may differ in
-    anything.
+    Comparisons take runs of one name as seeds of one recipe, but recorded runs of one name may differ in anything.
     """
     asked: dict[tuple[tuple[str, str], ...], list[Recorded]] = {}
     for run in runs:
@@ -36,27 +37,21 @@ def labelled(runs: Sequence[Recorded]) -> list[RunResult]:
         alike = asked[_but_seed(run)]
         return first.count(run.result.name) == 1 and len({each.result.seed for each in alike}) == len(alike)
 
-    return [run.result if is_one_row(run) else replace(run.result, name=_own_name(run)) for run in runs]
+    named = ((run, f"{run.result.name} {short_id(run.run_id)}") for run in runs)
+    return [run.result if is_one_row(run) else replace(run.result, name=name) for run, name in named]
 
 
 def differences(results: Sequence[RunResult]) -> list[tuple[str, ...]]:
-    """Return a row per key in which recipes differ: the key, then its text in every run; their names are left out."""
+    """Return a row per key, but the name, in which recipes differ: the key, then its text in every run."""
     keys = dict.fromkeys(key for result in results for key in result.recipe if key != _NAME)
     table = [(key, *(result.recipe.get(key, UNKNOWN) for result in results)) for key in keys]
     return [row for row in table if len({*row[1:]}) > 1]
 
 
 def markdown(results: Sequence[RunResult], picture: str | None) -> str:
-    """Return all of it as a page, which says in its first line what it is.
-
-    Args:
-        results: as `labelled` returns.
-        picture: the file of the curves, beside the page; None without curves.
-    """
-    head = ("key", *(f"{result.name}, seed {result.seed}" for result in results))
+    """Return the comparison as a page; `picture` is the curves' file beside it, None without curves."""
     rows = differences(results)
-    lines = [head, tuple("---" for _ in head), *rows]
-    table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+    table = markdown_table(("key", *(f"{result.name}, seed {result.seed}" for result in results)), rows)
     parts = [_FIRST_LINE, comparison_markdown(results).rstrip()]
     parts.append(f"What differs in the recipes:\n\n{table}" if rows else "The recipes are the same.")
     parts += [f"![curves]({picture})"] if picture else []
@@ -64,7 +59,7 @@ def markdown(results: Sequence[RunResult], picture: str | None) -> str:
 
 
 def is_our_page(path: Path) -> bool:
-    """Return whether a file is a page that `markdown` made."""
+    """Return whether a file is a page made by `markdown`."""
     with path.open("rb") as file:
         return file.read(len(_FIRST_LINE)) == _FIRST_LINE.encode()
 
@@ -76,9 +71,7 @@ def curves_of(results: Sequence[RunResult]) -> list[str]:
 
 
 def draw_all(results: Sequence[RunResult], path: str | os.PathLike[str]) -> None:
-    """Write a PNG of all curves of all runs, a part per metric."""
-    from matplotlib.figure import Figure
-
+    """Write a PNG of all curves of all runs, a panel per metric."""
     metrics = curves_of(results)
     figure = Figure(figsize=(_WIDTH_IN, _ROW_IN * len(metrics)), layout="constrained")
     for axes, metric in zip(figure.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):
@@ -88,7 +81,3 @@ def draw_all(results: Sequence[RunResult], path: str | os.PathLike[str]) -> None
 
 def _but_seed(run: Recorded) -> tuple[tuple[str, str], ...]:
     return tuple((key, value) for key, value in run.result.recipe.items() if key != _SEED)
-
-
-def _own_name(run: Recorded) -> str:
-    return f"{run.result.name} {short_id(run.run_id)}"

@@ -1,4 +1,4 @@
-"""What `pipebench largest` prints: the answer in a sentence, and every size that was tried."""
+"""Prints the answer of `pipebench largest`: a sentence, and every size that was tried."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,7 @@ from pipebench.train.largest_minibatch import Trial
 
 
 def print_largest(loaded: LoadedRecipe, found: Trial, trials: Sequence[Trial]) -> None:
-    """Print what was found.
-
-    Args:
-        loaded: the recipe.
-        found: the largest that fits.
-        trials: all sizes that were tried.
-    """
+    """Print the largest minibatch size that fits, and all that were tried."""
     cluster, console = loaded.cluster, standard_output()
     assert cluster.memory_bytes is not None
     sentence = (
@@ -30,6 +24,6 @@ def print_largest(loaded: LoadedRecipe, found: Trial, trials: Sequence[Trial]) -
     table = new_table("minibatch", "fullest worker", "of a device", "", left=0)
     for trial in sorted(trials, key=lambda each: each.minibatch_size):
         peak = trial.peak_bytes
-        told = ("no plan fits", "") if peak is None else (num_bytes(peak), percent(peak / cluster.memory_bytes))
-        table.add_row(f"{trial.minibatch_size:,}", *told, "fits" if trial.fits else "")
+        cells = ("no plan fits", "") if peak is None else (num_bytes(peak), percent(peak / cluster.memory_bytes))
+        table.add_row(f"{trial.minibatch_size:,}", *cells, "fits" if trial.fits else "")
     print_table(console, table, indent=2, left=0)

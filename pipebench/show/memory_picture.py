@@ -1,11 +1,14 @@
-"""Memory over time as an image: what every worker keeps, by kind, below what its device has."""
+"""Memory over time as an image: every worker's, by kind, below its device's limit."""
 
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from pipebench.formats import num_bytes, percent
@@ -28,10 +31,6 @@ from pipebench.simulate.memory import (
 )
 from pipebench.simulate.memory_meter import Curve, MemoryPeak, MemoryTimeline
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 _SOFTWARE = "pipebench memory"
 COLOURS: Final = {
     WEIGHTS: "#0072B2",
@@ -53,12 +52,12 @@ is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether a file is a pictur
 
 
 def draw_memory(memory: MemoryTimeline, path: str | os.PathLike[str]) -> None:
-    """Write a PNG of what workers keep over time."""
+    """Write a PNG of workers' memory over time."""
     memory_figure(memory).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
 
 
-def memory_figure(memory: MemoryTimeline) -> "Figure":
-    """Return the picture that `draw_memory` writes: a row per worker; of many, the fullest one's above a map of all."""
+def memory_figure(memory: MemoryTimeline) -> Figure:
+    """Return the picture of `draw_memory`: a row per worker; of many, the fullest one's above a map of all."""
     highest, limit = memory.fullest.num_bytes or 1, memory.limit_bytes
     scale, unit = next((scale, unit) for scale, unit in _UNITS if highest >= scale)
     is_drawn = limit is not None and limit < _ROOMY * highest
@@ -88,25 +87,17 @@ def memory_figure(memory: MemoryTimeline) -> "Figure":
 
 
 def draw_peaks(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeline, path: str | os.PathLike[str]) -> None:
-    """Write a PNG of what workers keep at most in several parts of a run."""
+    """Write a PNG of workers' peak memory in several parts of a run."""
     peaks_figure(parts, memory).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
 
 
-def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeline) -> "Figure":
-    """Return the picture that `draw_peaks` writes: a row per part of the run, in it a bar per worker.
+def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeline) -> Figure:
+    """Return the picture of `draw_peaks`: a row per part of the run, with a bar per worker.
 
-    Args:
-        parts: by name, the peak of every worker.
-        memory: of any part: it says what workers are called, and what a device has.
+    `parts` has every worker's peak, by part; `memory`, of any part, has workers' names and the limit.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    most, limit, names = (
-        max(peak.num_bytes for row in parts.values() for peak in row),
-        memory.limit_bytes,
-        memory.worker_names,
-    )
+    limit, names = memory.limit_bytes, memory.worker_names
+    most = max(peak.num_bytes for row in parts.values() for peak in row)
     scale, unit = next((scale, unit) for scale, unit in _UNITS if (most or 1) >= scale)
     figure = Figure(figsize=(_BARS_IN, 1.3 + _PART_IN * len(parts)), layout="constrained")
     every = figure.subplots(len(parts), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
@@ -117,8 +108,8 @@ def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeli
             axes.bar(range(len(peaks)), heights, bottom=bottom, color=colour, width=0.8)
             bottom += heights
         fullest = max(peaks, key=lambda peak: peak.num_bytes)
-        told = f"{part}: {num_bytes(fullest.num_bytes)} at most, on {names[fullest.worker]}"
-        axes.set_title(f"{told}, {_cause(fullest)}", loc="left", fontsize=9, pad=3)
+        peak = f"{part}: {num_bytes(fullest.num_bytes)} at most, on {names[fullest.worker]}"
+        axes.set_title(f"{peak}, {_cause(fullest)}", loc="left", fontsize=9, pad=3)
         if limit is not None and limit < _ROOMY * most:
             axes.axhline(limit / scale, color="#333333", linestyle="--", linewidth=1.0)
         axes.set_ylabel(unit)
@@ -131,8 +122,8 @@ def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeli
     return figure
 
 
-def _mark(axes: "Axes", memory: MemoryTimeline, worker: int, scale: float, limit: int | None) -> None:
-    """Draw what the device has, and where a worker first needs more."""
+def _mark(axes: Axes, memory: MemoryTimeline, worker: int, scale: float, limit: int | None) -> None:
+    """Draw the device's limit, and where a worker first exceeds it."""
     if limit is not None:
         axes.axhline(limit / scale, color="#333333", linestyle="--", linewidth=1.0)
     found = memory.overflow
@@ -141,8 +132,8 @@ def _mark(axes: "Axes", memory: MemoryTimeline, worker: int, scale: float, limit
         axes.plot(moment, found.num_bytes / scale, marker="X", color="#D55E00", markersize=9, markeredgecolor="white")
 
 
-def _draw_host(axes: "Axes", curve: Curve, end_s: float, scale: float) -> None:
-    """Draw what is on the host, where anything ever is: a line, since it is no part of what the device keeps."""
+def _draw_host(axes: Axes, curve: Curve, end_s: float, scale: float) -> None:
+    """Draw the host's memory, if any, as a line, since it isn't on the device."""
     if curve.host_bytes.any():
         lasts = np.append(np.diff(curve.times_s) > 0, True)  # of several changes at one moment only the last does
         times_s = np.append(curve.times_s[lasts], end_s) / axis_unit(end_s)[0]
@@ -154,15 +145,14 @@ def _title(memory: MemoryTimeline, *, is_drawn: bool) -> str:
     limit, peak = memory.limit_bytes, memory.fullest.num_bytes
     if limit is None:
         return f"simulated: {num_bytes(peak)} at most on a worker"
-    told = [f"simulated: {num_bytes(peak)} at most on a worker, {percent(peak / limit)} of {num_bytes(limit)}"]
-    told += ["dashed: what a device has"] * is_drawn
-    told += ["out of memory at the X"] * (memory.overflow is not None)
-    return "; ".join(told)
+    parts = [f"simulated: {num_bytes(peak)} at most on a worker, {percent(peak / limit)} of {num_bytes(limit)}"]
+    parts += ["dashed: what a device has"] * is_drawn
+    parts += ["out of memory at the X"] * (memory.overflow is not None)
+    return "; ".join(parts)
 
 
 def _note(memory: MemoryTimeline, worker: int) -> str:
-    peak = memory.peaks[worker]
-    host = memory.host_peaks[worker]
+    peak, host = memory.peaks[worker], memory.host_peaks[worker]
     swapped = f"; dotted: on its host, {num_bytes(host)} at most" if host else ""
     return f"{num_bytes(peak.num_bytes)} at most, {_cause(peak)}{swapped}"
 
@@ -172,7 +162,7 @@ def _cause(peak: MemoryPeak) -> str:
 
 
 def _stack(curve: Curve, end_s: float) -> NDArray[np.float64]:
-    """Return [kind, part]: what is kept at the moment of each part at which it is most."""
+    """Return [kind, part]: the bytes at the fullest moment of each part."""
     totals = curve.num_bytes.sum(axis=0)
     found = np.zeros((len(KINDS), NUM_PARTS))
     for part, (start, stop) in enumerate(_moments(curve, end_s)):
@@ -182,13 +172,13 @@ def _stack(curve: Curve, end_s: float) -> NDArray[np.float64]:
 
 
 def _totals(curve: Curve, end_s: float) -> NDArray[np.float64]:
-    """Return the most that is kept in every part, of all kinds together."""
+    """Return the most bytes in every part, of all kinds together."""
     totals = curve.num_bytes.sum(axis=0)
     return np.array([totals[start:stop].max() if stop > start else 0 for start, stop in _moments(curve, end_s)])
 
 
 def _moments(curve: Curve, end_s: float) -> Sequence[tuple[int, int]]:
-    """Return, for every part, the moments that last into it or begin in it: first and last, the last excluded."""
+    """Return, for every part, the range of changes that take effect in it, the last excluded."""
     edges_s = np.linspace(0.0, end_s or 1.0, NUM_PARTS + 1)
     # Of several changes at one moment only the last lasts.
     before = np.maximum(np.searchsorted(curve.times_s, edges_s[:-1], side="right") - 1, 0)

@@ -1,7 +1,9 @@
-"""What a run finishes and sends per second while its layers move: a picture, with the moves marked."""
+"""A run's throughput and traffic while layers move, as a picture with the repartitions marked."""
 
 import os
 from collections.abc import Sequence
+
+from matplotlib.figure import Figure
 
 from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.show.pictures import axis_unit
@@ -12,21 +14,16 @@ _BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#999999"
 
 
 def until_settled_s(points: Sequence[Point], moves: Sequence[RepartitionRecord]) -> float:
-    """Return up to when there is anything to see: half as long again as until the last move is through."""
+    """Return the end of the picture: 1.5 times the end of the last transfer."""
     through = [point.clock_s for point in points if point.clock_s <= moves[-1].clock_s or point.metrics[MOVED]]
     return min(points[-1].clock_s, 1.5 * max(through, default=points[-1].clock_s))
 
 
 def draw_moves(points: Sequence[Point], moves: Sequence[RepartitionRecord], path: str | os.PathLike[str]) -> None:
-    """Write samples per second as a PNG, below them bytes per second, of passes and of layers that move.
+    """Write samples per second as a PNG, below them bytes per second, of passes and of moving layers.
 
-    Args:
-        points: with these rates since the point before.
-        moves: at least one, the first one first.
-        path: of the PNG.
+    `points` have these rates since the point before; `moves` has at least one repartition, in order.
     """
-    from matplotlib.figure import Figure
-
     end_s = until_settled_s(points, moves)
     scale_s, unit = axis_unit(end_s)
     edges = [0.0, *(point.clock_s / scale_s for point in points)]

@@ -1,18 +1,16 @@
-"""Occupancy over time as an image: which share of its time every worker computes, communicates or is idle."""
+"""Occupancy over time as an image: the share of time that every worker computes, communicates or is idle."""
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from pipebench.formats import percent
 from pipebench.show.over_time import MOST_ROWS, Map, Stacks, map_figure, stacks_figure
 from pipebench.show.profile_picture import is_picture_by
 from pipebench.simulate.occupancy import COMMUNICATING, COMPUTING, IDLE, STATES, Occupancy
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _SOFTWARE = "pipebench occupancy"
 COLOURS: Final = {COMPUTING: "#56B4E9", COMMUNICATING: "#D55E00", IDLE: "#E8E8E8"}
@@ -21,17 +19,15 @@ is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether a file is a pictur
 
 
 def draw_occupancy(occupancy: Occupancy, path: str | os.PathLike[str]) -> None:
-    """Write a PNG of what workers' time goes to."""
+    """Write a PNG of workers' occupancy."""
     occupancy_figure(occupancy).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
 
 
-def occupancy_figure(occupancy: Occupancy) -> "Figure":
-    """Return the picture that `draw_occupancy` writes: a row per worker; of many, their mean above a map of all."""
+def occupancy_figure(occupancy: Occupancy) -> Figure:
+    """Return the picture of `draw_occupancy`: a row per worker; of many, their mean above a map of all."""
     assert tuple(COLOURS) == STATES
     shares, names = occupancy.shares, occupancy.worker_names
     few = len(names) <= MOST_ROWS
-    means = shares.mean(axis=2)
-    overall = shares.mean(axis=(0, 2))
     stacks = Stacks(
         worker_names=names if few else [f"mean of {len(names)}"],
         heights=shares if few else shares.mean(axis=0, keepdims=True),
@@ -39,8 +35,8 @@ def occupancy_figure(occupancy: Occupancy) -> "Figure":
         end_s=occupancy.end_s,
         top=1.0,
         unit="share of the time",
-        title=f"simulated, all workers: {_said(overall)}",
-        notes=[f"{_said(mean)}" for mean in means] if few else [""],
+        title=f"simulated, all workers: {_said(shares.mean(axis=(0, 2)))}",
+        notes=[_said(mean) for mean in shares.mean(axis=2)] if few else [""],
     )
     if few:
         return stacks_figure(stacks)[0]

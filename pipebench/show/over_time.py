@@ -1,20 +1,18 @@
-"""Something of every worker over time, as an image: stacked, a row per worker; of many workers as a map of one number.
+"""Workers' values over time as an image: stacked, a row per worker; of many workers as a map of one value.
 
-The colours are those of `pictures`: Okabe and Ito's, which colour-blind readers can tell apart.
+The colours are those of `pictures`: Okabe and Ito's, which colour-blind readers can distinguish.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from pipebench.show.pictures import axis_unit
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MOST_ROWS = 12  # workers with a row of their own; of more, one has, and all have a line in a map
 NUM_PARTS = 700  # of the time: about one per two pixels
@@ -23,16 +21,14 @@ _WIDTH_IN, _ROW_IN, _STACK_IN, _MAP_IN, _MOST_LABELS = 14.0, 0.95, 2.4, 6.0, 24
 
 @dataclass(frozen=True)
 class Stacks:
-    """What there is to draw.
+    """Stacked values of every worker over time.
 
     Attributes:
-        worker_names: one per worker.
-        heights: [worker, label, part of the time]; of a map, of the one worker that is drawn in full.
-        colours: by label, in the order in which they are stacked.
+        heights: [worker, label, part of the time]; above a map, of the one worker that has a row.
+        colours: by label, in the order of stacking.
         end_s: when the last part ends; the first begins at 0.
-        top: what the vertical axes reach to.
-        unit: what they are in.
-        title: of all of it.
+        top: upper end of the vertical axes.
+        unit: theirs.
         notes: of every worker, at the right of its row.
     """
 
@@ -48,13 +44,12 @@ class Stacks:
 
 @dataclass(frozen=True)
 class Map:
-    """One number of every worker over time.
+    """One value of every worker over time.
 
     Attributes:
-        worker_names: one per worker.
         values: [worker, part].
-        label: what the number is.
-        top: the number that has the darkest colour.
+        label: the value's name.
+        top: the value with the darkest colour.
     """
 
     worker_names: Sequence[str]
@@ -63,10 +58,8 @@ class Map:
     top: float
 
 
-def stacks_figure(stacks: Stacks) -> tuple["Figure", Sequence["Axes"]]:
-    """Return a picture of a row per worker, and its axes."""
-    from matplotlib.figure import Figure
-
+def stacks_figure(stacks: Stacks) -> tuple[Figure, Sequence[Axes]]:
+    """Return a picture with a row per worker, and its axes."""
     rows = len(stacks.worker_names)
     figure = Figure(figsize=(_WIDTH_IN, 1.3 + _ROW_IN * rows), layout="constrained")
     every = [*figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0]]
@@ -76,10 +69,8 @@ def stacks_figure(stacks: Stacks) -> tuple["Figure", Sequence["Axes"]]:
     return figure, every
 
 
-def map_figure(stacks: Stacks, values: Map) -> tuple["Figure", Sequence["Axes"]]:
-    """Return a picture of one row in full above a map of all workers, and its axes, the map's last."""
-    from matplotlib.figure import Figure
-
+def map_figure(stacks: Stacks, values: Map) -> tuple[Figure, Sequence[Axes]]:
+    """Return a picture of one row above a map of all workers, and its axes, the map's last."""
     figure = Figure(figsize=(_WIDTH_IN, 1.3 + _STACK_IN + _MAP_IN), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(_STACK_IN, _MAP_IN))
     _draw_stack(above, stacks, 0)
@@ -95,7 +86,7 @@ def map_figure(stacks: Stacks, values: Map) -> tuple["Figure", Sequence["Axes"]]
     return figure, (above, below)
 
 
-def _draw_stack(axes: "Axes", stacks: Stacks, worker: int) -> None:
+def _draw_stack(axes: Axes, stacks: Stacks, worker: int) -> None:
     scale_s, _ = axis_unit(stacks.end_s)
     edges = np.linspace(0.0, stacks.end_s / scale_s, stacks.heights.shape[2] + 1)
     bottom = np.zeros(len(edges))
@@ -113,9 +104,7 @@ def _draw_stack(axes: "Axes", stacks: Stacks, worker: int) -> None:
     axes.set_title(stacks.notes[worker], loc="right", fontsize=8, pad=2)
 
 
-def _finish(figure: "Figure", every: Sequence["Axes"], stacks: Stacks) -> None:
-    from matplotlib.patches import Patch
-
+def _finish(figure: Figure, every: Sequence[Axes], stacks: Stacks) -> None:
     _, unit = axis_unit(stacks.end_s)
     every[-1].set_xlabel(f"time since the start [{unit}]; at the right: {stacks.unit}")
     every[0].set_title(stacks.title, loc="left", fontsize=9, pad=4)

@@ -1,13 +1,18 @@
-"""Pictures of runs: the timeline as an image, accuracy over time for a comparison, and the pipeline as text.
+"""Pictures of runs: the timeline as an image, curves for a comparison, and the pipeline as text.
 
 Figures are made without pyplot, whose global state is not for a library. The colours are Okabe and Ito's, which
-colour-blind readers can tell apart.
+colour-blind readers can distinguish.
 """
 
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import PercentFormatter
 
 from pipebench.formats import is_share
 from pipebench.schedule.operations import (
@@ -37,10 +42,6 @@ from pipebench.simulate.timeline import (
     Transfer,
 )
 from pipebench.train.result import REACHED, RunResult
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -84,14 +85,12 @@ _PLOT_IN = 0.88 * _WIDTH_IN  # the rest of the width is for the workers' names
 
 
 def draw_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Write a PNG of what workers and links did: the whole timeline if it is readable, else its first part."""
+    """Write a PNG of workers' and links' activity: the whole timeline if it is readable, else its first part."""
     timeline_figure(timeline).savefig(path, dpi=110)
 
 
-def timeline_figure(timeline: Timeline) -> "Figure":
-    """Return the picture that `draw_timeline` writes; one row per worker, the first on top."""
-    from matplotlib.figure import Figure
-
+def timeline_figure(timeline: Timeline) -> Figure:
+    """Return the picture of `draw_timeline`; one row per worker, the first on top."""
     num_workers = len(timeline.worker_names)
     figure = Figure(figsize=(_WIDTH_IN, 1.35 + _ROW_IN * num_workers), layout="constrained")
     axes = figure.add_subplot()
@@ -114,9 +113,9 @@ def timeline_figure(timeline: Timeline) -> "Figure":
 
 
 def readable_end_s(timeline: Timeline) -> float:
-    """Return where the picture ends: where the run does, if most boxes can hold their numbers, else earlier.
+    """Return the picture's end: the run's, if most boxes can hold their numbers, else earlier.
 
-    It is never earlier than the first backward of the last worker to have one: a picture shows the whole fill.
+    It is never before the first backward of the last worker to have one: a picture shows the whole fill.
     """
     work = [span for span in timeline.spans if span.kind in PASSES and span.end_s > span.start_s]
     if not work:
@@ -136,19 +135,15 @@ def draw_curves(results: Sequence[RunResult], metric: str, path: str | os.PathLi
     curves_figure(results, metric).savefig(path, dpi=110)
 
 
-def curves_figure(results: Sequence[RunResult], metric: str) -> "Figure":
-    """Return the picture that `draw_curves` writes; a star marks where a run reached its target."""
-    from matplotlib.figure import Figure
-
+def curves_figure(results: Sequence[RunResult], metric: str) -> Figure:
+    """Return the picture of `draw_curves`; a star marks where a run reached its target."""
     figure = Figure(figsize=(8.0, 4.6), layout="constrained")
     draw_metric(figure.add_subplot(), results, metric)
     return figure
 
 
-def draw_metric(axes: "Axes", results: Sequence[RunResult], metric: str) -> None:
+def draw_metric(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
     """Draw a metric against each run's clock."""
-    from matplotlib.ticker import PercentFormatter
-
     clocks_s = [point.clock_s for result in results for point in result.points if metric in point.metrics]
     scale_s, unit = axis_unit(max(clocks_s, default=1.0))
     recipes = list(dict.fromkeys(result.name for result in results))
@@ -170,12 +165,9 @@ def draw_metric(axes: "Axes", results: Sequence[RunResult], metric: str) -> None
 
 
 def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 80) -> str:
-    """Draw the pipeline as text: one row per worker, one cell per unit of time, `.` where a worker waits.
+    """Draw the pipeline as text: a row per worker, a cell per `unit_s`, `.` where a worker waits.
 
-    Args:
-        timeline: what to draw, from its start.
-        unit_s: duration of one cell; by default that of a short forward or backward.
-        width: characters per line.
+    A cell by default lasts as long as a short forward or backward; lines have at most `width` characters.
 
     Returns:
         Lines like `stage 0  F0 F1 F2 F3 .  .  B0`, without a newline at the end.
@@ -195,7 +187,7 @@ def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 8
 
 
 def natural_unit_s(timeline: Timeline) -> float:
-    """Return the shortest typical duration of a forward or backward: the median of the quickest worker's."""
+    """Return the shortest typical duration of a forward or backward: the fastest worker's median."""
     durations_s: dict[tuple[int, str], list[float]] = {}
     for span in timeline.spans:
         if span.kind in PASSES and span.end_s > span.start_s:
@@ -234,7 +226,7 @@ def _cells_until(end_s: float, unit_s: float) -> int:
     return max(1, -int(-(end_s / unit_s - 1e-9) // 1))
 
 
-def _draw_spans(axes: "Axes", spans: Sequence[Span], scale_s: float) -> None:
+def _draw_spans(axes: Axes, spans: Sequence[Span], scale_s: float) -> None:
     bottom, height = _BOX_BOTTOM, _BOX_HEIGHT
     for (worker, kind), group in _grouped(spans, lambda span: (span.worker, span.kind)).items():
         bars = [(span.start_s / scale_s, (span.end_s - span.start_s) / scale_s) for span in group]
@@ -249,7 +241,7 @@ def _draw_spans(axes: "Axes", spans: Sequence[Span], scale_s: float) -> None:
         )
 
 
-def _draw_transfers(axes: "Axes", transfers: Sequence[Transfer], scale_s: float) -> None:
+def _draw_transfers(axes: Axes, transfers: Sequence[Transfer], scale_s: float) -> None:
     sent = [(worker, transfer) for transfer in transfers for worker in transfer.senders]
     for (worker, kind), group in _grouped(sent, lambda pair: (pair[0], pair[1].kind)).items():
         bars = [(t.start_s / scale_s, (t.end_s - t.start_s) / scale_s) for _, t in group]
@@ -259,7 +251,7 @@ def _draw_transfers(axes: "Axes", transfers: Sequence[Transfer], scale_s: float)
         axes.broken_barh(bars, (bottom, height), facecolors=colour, linewidth=0, label=f"{kind} {worker}")
 
 
-def _write_labels(axes: "Axes", spans: Sequence[Span], end_s: float, scale_s: float) -> None:
+def _write_labels(axes: Axes, spans: Sequence[Span], end_s: float, scale_s: float) -> None:
     inches_per_s = _PLOT_IN / end_s
     for span in spans:
         middle_s = (span.start_s + min(span.end_s, end_s)) / 2
@@ -280,9 +272,7 @@ def _box_text(span: Span) -> str:
     return "" if span.kind in (SEND, WAIT) else span.label
 
 
-def _add_legend(figure: "Figure", spans: Sequence[Span], transfers: Sequence[Transfer]) -> None:
-    from matplotlib.patches import Patch
-
+def _add_legend(figure: Figure, spans: Sequence[Span], transfers: Sequence[Transfer]) -> None:
     span_kinds, transfer_kinds = {span.kind for span in spans}, {transfer.kind for transfer in transfers}
     handles = [Patch(color=colour, label=kind) for kind, colour in _SPAN_COLOURS.items() if kind in span_kinds]
     handles += [
@@ -304,14 +294,14 @@ def _time_label(timeline: Timeline, end_s: float, unit: str) -> str:
 
 
 def _curve_label(runs: Sequence[RunResult]) -> str:
-    """Return what the legend says of a recipe's runs, which differ in their seeds only."""
+    """Return the legend's text for a recipe's runs, which differ in their seeds only."""
     first, reached = runs[0], sum(run.outcome == REACHED for run in runs)
     if len(runs) == 1:
         return f"{first.name} ({first.plan})" + ("" if reached else f", {first.outcome}")
     return f"{first.name} ({first.plan}), {reached} of {len(runs)} reached"
 
 
-def _draw_curve(axes: "Axes", result: RunResult, metric: str, scale_s: float, index: int, label: str) -> None:
+def _draw_curve(axes: Axes, result: RunResult, metric: str, scale_s: float, index: int, label: str) -> None:
     points = [(point.clock_s / scale_s, point.metrics[metric]) for point in result.points if metric in point.metrics]
     if not points:
         return

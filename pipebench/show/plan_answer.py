@@ -1,4 +1,4 @@
-"""What `pipebench plan` found, and what a plan's time per minibatch comes from."""
+"""The answer of `pipebench plan`, and the bottleneck of a plan."""
 
 from dataclasses import dataclass
 
@@ -22,16 +22,16 @@ _ALMOST = 1e-6  # relative: times closer than this are the same
 
 @dataclass(frozen=True)
 class Answer:
-    """What `pipebench plan` found.
+    """The answer of `pipebench plan`.
 
     Attributes:
-        name: what to call the model.
-        request: what the planner was asked.
-        mode: the row of the table of modes that the best plan is for.
-        comparison: what it answered.
-        says_samples: whether the size of a minibatch is known; otherwise rates are of minibatches.
+        name: of the model.
+        request: to the planner.
+        mode: of the best plan.
+        comparison: the planner's result.
+        says_samples: whether the minibatch size is known; otherwise rates are in minibatches.
         spare_s: predicted seconds per minibatch of the best plan with one more minibatch in flight; None if not asked.
-        given: the plan that the recipe names; None if it leaves it to the planner, or says where to cut.
+        given: the plan that the recipe names, if it does.
         total_s: seconds from the recipe or the file to the answer.
     """
 
@@ -46,22 +46,22 @@ class Answer:
 
     @property
     def size(self) -> int:
-        """Samples per minibatch; 1 where nobody knows."""
+        """Samples per minibatch; 1 if unknown."""
         return self.request.minibatch_size if self.says_samples else 1
 
     @property
     def unit(self) -> str:
-        """What rates and bytes are per."""
+        """The unit of work of rates and bytes."""
         return "sample" if self.says_samples else "minibatch"
 
     @property
     def units(self) -> str:
-        """What rates count."""
+        """Its plural."""
         return "samples" if self.says_samples else "minibatches"
 
     @property
     def rows(self) -> tuple[LayerProfile, ...]:
-        """The layers at the size that travels in the best plan, or whole minibatches."""
+        """The layers at the size of the best plan's microbatches, or of whole minibatches."""
         layers, whole = self.request.profile.layers, self.request.minibatch_size
         part = -(-whole // self.comparison.best.microbatches)
         return layers[part if part in layers else whole]
@@ -74,7 +74,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What a plan's time per minibatch comes from: `cause` of a worker's stages, which are one mostly, or of none."""
+    """What limits a plan: the stages of one worker, usually one, by `cause`; no stage for ports and the recurrence."""
 
     stages: tuple[int, ...]
     cause: str
@@ -88,7 +88,7 @@ class Bottleneck:
 
 
 def bottleneck_of(answer: Answer, found: PlanEstimate) -> Bottleneck:
-    """Return what a plan's bottleneck is: the largest part of the slowest stage, or the busiest port."""
+    """Return a plan's bottleneck: the largest part of the slowest stage, or the busiest port."""
     # A worker's stages count together; most plans have one per worker.
     sums_s = [sum(stage.stage_s for stage in stages) for stages in found.by_position]
     index = max(range(len(sums_s)), key=lambda position: sums_s[position])
@@ -114,7 +114,7 @@ def bottleneck_of(answer: Answer, found: PlanEstimate) -> Bottleneck:
 
 
 def depth_is_lowered(answer: Answer) -> bool:
-    """Return whether fewer minibatches are in flight than NOAM says, since more don't fit in memory."""
+    """Return whether depth is below NOAM because more minibatches in flight don't fit in memory."""
     best = answer.comparison.best
     asked = answer.request.depth is not None or answer.mode.depth is not None or answer.mode.flush
     return not asked and best.plan.depth < best.plan.noam
@@ -136,5 +136,5 @@ def ties(answer: Answer) -> list[tuple[str, list[str], int]]:
 
 
 def quotient(whole: float, part: float) -> float | None:
-    """Return how often a part is in a whole; None of a part of nothing."""
+    """Return whole over part; None for a part of 0."""
     return whole / part if part > 0 else None

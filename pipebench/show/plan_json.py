@@ -11,21 +11,16 @@ from pipebench.show.plan_answer import Answer, bottleneck_of, depth_is_lowered, 
 
 
 def plan_json(answer: Answer) -> str:
-    """Return everything as JSON, numbers unrounded; docs/planner.md says what every key is."""
-    comparison, request = answer.comparison, answer.request
-    best, dp = comparison.best, comparison.dp
-    bottleneck = bottleneck_of(answer, best)
+    """Return the answer as JSON, numbers unrounded; docs/planner.md documents the keys."""
+    comparison, request, cluster = answer.comparison, answer.request, answer.request.cluster
+    best, dp, bottleneck = comparison.best, comparison.dp, bottleneck_of(answer, comparison.best)
     report = {
         "name": answer.name,
         **_summary(answer, best),
-        "bottleneck": {
-            "stage": next(iter(bottleneck.stages), None),
-            "stages": bottleneck.stages,
-            "cause": bottleneck.cause,
-        },
+        "bottleneck": {"stage": next(iter(bottleneck.stages), None), **asdict(bottleneck)},
         "plan": form_of(best.plan, answer.layer_names).data(),
         "stages": [asdict(stage) for stage in best.stages],
-        "idle_workers": request.cluster.num_workers - len(best.plan.devices),
+        "idle_workers": cluster.num_workers - len(best.plan.devices),
         "noam": best.plan.noam,
         "depth_lowered_for_memory": depth_is_lowered(answer),
         "tied": [{"parameter": name, "layers": layers, "stage": stage} for name, layers, stage in ties(answer)],
@@ -38,12 +33,12 @@ def plan_json(answer: Answer) -> str:
         "refused": comparison.refused,
         "cost_model": request.model.name,
         "cluster": {
-            "name": request.cluster.name,
-            "device": request.cluster.device,
-            "levels": [asdict(level) for level in request.cluster.levels],
+            "name": cluster.name,
+            "device": cluster.device,
+            "levels": [asdict(level) for level in cluster.levels],
         },
-        "num_workers": request.cluster.num_workers,
-        "memory_limit_bytes": request.cluster.memory_bytes,
+        "num_workers": cluster.num_workers,
+        "memory_limit_bytes": cluster.memory_bytes,
         "minibatch_size": request.minibatch_size if answer.says_samples else None,
         "profile": {key: getattr(request.profile, key) for key in ("model", "device", "source", "note")},
         "runnable": request.runnable,
@@ -72,7 +67,7 @@ def _summary(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
 
 
 def _outcome(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
-    """Return what a plan comes to, as data parallelism is shown beside it."""
+    """Return a plan's predicted rates, bytes and memory."""
     rate, known = quotient(1.0, found.minibatch_s), answer.says_samples
     sent = {**found.num_bytes, "total": sum(found.num_bytes.values())}
     return {
@@ -88,7 +83,7 @@ def _outcome(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Return data that JSON can hold: what isn't a finite number is null."""
+    """Return data with null for numbers that aren't finite, which JSON lacks."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,12 +1,14 @@
-"""A plan as a picture: the layers with their times, coloured by stage, and what every stage spends on what.
+"""A plan as a picture: its layers with their times and cuts, above each stage's computing, gradient sum and transfers.
 
-Above, where the model is cut and what crosses; below, computing, gradient sum and transfers beside the bottleneck.
+Layers are coloured by stage, with the bytes that cross each cut; stages are compared with the bottleneck.
 """
 
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from pipebench.formats import num_bytes, seconds
 from pipebench.planner.plans import PlanEstimate
@@ -15,10 +17,6 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.show.plan_answer import Answer, bottleneck_of
 from pipebench.show.profile_picture import finish, is_picture_by, plain_text
 from pipebench.show.profile_report import shortened
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _STAGE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _PARTS = (
@@ -39,15 +37,12 @@ is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether a file is a pictur
 
 
 def draw_plan(answer: Answer, path: str | os.PathLike[str]) -> None:
-    """Write a PNG of the best plan; the file says inside that it is such a picture."""
-    figure = plan_figure(answer)
-    figure.savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
+    """Write a PNG of the best plan, with its origin in the file's metadata."""
+    plan_figure(answer).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
 
 
-def plan_figure(answer: Answer) -> "Figure":
-    """Return the picture that `draw_plan` writes."""
-    from matplotlib.figure import Figure
-
+def plan_figure(answer: Answer) -> Figure:
+    """Return the picture of `draw_plan`."""
     found = answer.comparison.best
     figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
     layers, stages = figure.subplots(2, 1, height_ratios=(3, 2))
@@ -65,20 +60,18 @@ def cut_bytes(rows: Sequence[LayerProfile], found: PlanEstimate) -> list[int]:
     starts = [stage.start for stage in found.plan.stages[1:]]
     place = {layer: position for position, layer in enumerate(found.order)}
     place[len(rows) - 1] = len(found.order)  # the loss, at the end of the last stage
-    crossing = [0] * len(starts)
     last_reader: dict[int, int] = {}
     for reader, row in enumerate(rows):
         for read in row.reads:
             if reader in place and read in place:
                 last_reader[read] = max(last_reader.get(read, 0), place[reader])
-    for index, start in enumerate(starts):
-        crossing[index] = sum(
-            rows[read].output_bytes for read, reader in last_reader.items() if place[read] < start <= reader
-        )
-    return crossing
+    return [
+        sum(rows[read].output_bytes for read, reader in last_reader.items() if place[read] < start <= reader)
+        for start in starts
+    ]
 
 
-def _draw_layers(axes: "Axes", rows: Sequence[LayerProfile], found: PlanEstimate) -> None:
+def _draw_layers(axes: Axes, rows: Sequence[LayerProfile], found: PlanEstimate) -> None:
     ordered = [rows[layer] for layer in found.order]
     bounds = [0, *(stage.stop for stage in found.plan.stages)]
     heights = [row.forward_s + row.backward_s for row in ordered]
@@ -118,7 +111,7 @@ def _draw_layers(axes: "Axes", rows: Sequence[LayerProfile], found: PlanEstimate
     )
 
 
-def _draw_stages(axes: "Axes", found: PlanEstimate) -> None:
+def _draw_stages(axes: Axes, found: PlanEstimate) -> None:
     width = 0.27
     for number, (attribute, label, colour) in enumerate(_PARTS):
         places = [index + (number - 1) * width for index in range(len(found.stages))]
@@ -139,7 +132,7 @@ def _draw_stages(axes: "Axes", found: PlanEstimate) -> None:
 
 
 def _layer_label(row: LayerProfile) -> str:
-    """Return the layer's name; where that is only a number, as in the PipeDream artifact's files, its kind as well."""
+    """Return the layer's name, with its kind if the name is only a number, as in the PipeDream artifact's files."""
     number = row.name.removeprefix("node")
     kind = row.kind.partition("(")[0].strip("_")
     return plain_text(f"{number} {kind}" if number.isdecimal() and kind else row.name, _LABEL_WIDTH)

@@ -1,4 +1,4 @@
-"""A plan as tables and sentences that say why it is the best."""
+"""A plan as tables and sentences that give the reasons for it."""
 
 from collections.abc import Iterator
 
@@ -30,30 +30,19 @@ _ROOMY_WIDTH = 100
 
 
 def print_plan(answer: Answer, console: Console | None = None) -> None:
-    """Print the best plan, and why it is the best.
-
-    Args:
-        answer: what was found.
-        console: where to write; standard output by default.
-    """
+    """Print the best plan and the reasons for it."""
     console = console or standard_output()
     best = answer.comparison.best
     print_plain(console, "")
-    print_plain(
-        console, Text.assemble(f"{printable(answer.name)}: ", (f"{best.plan} ({best.plan.mode})", "bold green"))
-    )
+    plan = (f"{best.plan} ({best.plan.mode})", "bold green")
+    print_plain(console, Text.assemble(f"{printable(answer.name)}: ", plan))
     print_facts(console, _questions(answer))
     print_table(console, _stage_table(answer, narrow=console.width < _ROOMY_WIDTH), indent=2)
     print_facts(console, _reasons(answer))
 
 
 def print_modes(answer: Answer, console: Console | None = None) -> None:
-    """Print what comes below a plan: the best of every other mode, if these were planned, and how long all of it took.
-
-    Args:
-        answer: what was found.
-        console: where to write; standard output by default.
-    """
+    """Print the best plan of every other mode, if planned, and the time that planning took."""
     console = console or standard_output()
     if answer.comparison.others and not answer.comparison.unplanned:
         print_table(console, _mode_table(answer), indent=2)
@@ -61,7 +50,7 @@ def print_modes(answer: Answer, console: Console | None = None) -> None:
 
 
 def _questions(answer: Answer) -> Iterator[tuple[str, str]]:
-    """Yield what was asked."""
+    """Yield the facts of the request."""
     request, best = answer.request, answer.comparison.best
     profile, model = request.profile, request.model
     yield "cost model", f"{model.name}: {model.summary}"
@@ -115,7 +104,7 @@ def _stage_table(answer: Answer, *, narrow: bool) -> Table:
 
 
 def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
-    """Yield why the plan is what it is, and what it comes to."""
+    """Yield the reasons for the plan, and its predicted rates, bytes and depth."""
     comparison, cluster = answer.comparison, answer.request.cluster
     best, dp = comparison.best, comparison.dp
     bottleneck = bottleneck_of(answer, best)
@@ -139,10 +128,7 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
     if idle:
         yield "workers idle", f"{idle:,} of {cluster.num_workers:,}: no plan that was found to use more is faster"
     if depth_is_lowered(answer):
-        yield (
-            "depth",
-            f"{best.plan.depth}, below NOAM's {best.plan.noam}: more in flight doesn't fit in memory",
-        )
+        yield "depth", f"{best.plan.depth}, below NOAM's {best.plan.noam}: more in flight doesn't fit in memory"
     elif answer.request.depth is None and best.plan.depth > best.plan.noam:
         yield "depth", f"{best.plan.depth}, more than NOAM's {best.plan.noam}: transfers wait less"
     yield from _activations(best) if any(stage.virtual for stage in best.stages) else _not_kept(best.plan)
@@ -151,7 +137,7 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
 
 
 def _not_kept(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield of how many layers a plan swaps activations, and of how many it recomputes them."""
+    """Yield how many layers' activations a plan swaps and recomputes."""
     for policy, word in ((SWAP, "swapped"), (RECOMPUTE, "recomputed")):
         counts = [(index, stage.memory.count(policy), len(stage.memory)) for index, stage in enumerate(plan.stages)]
         if total := sum(count for _, count, _ in counts):
@@ -160,7 +146,7 @@ def _not_kept(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _activations(best: PlanEstimate) -> Iterator[tuple[str, str]]:
-    """Yield what becomes of the activations of stages that don't keep all of them."""
+    """Yield the stages that don't keep all activations, and the costs of that."""
     heading = "activations"
     for index, stage in enumerate(best.stages):
         virtual = stage.virtual
@@ -181,9 +167,7 @@ def _activations(best: PlanEstimate) -> Iterator[tuple[str, str]]:
 
 def _mode_table(answer: Answer) -> Table:
     best = answer.comparison.best
-    rate = f"{answer.units}/s"
-    headings = ("mode", "plan", "found by", rate, "of best", "memory", f"bytes/{answer.unit}")
-    table = new_table(*headings)
+    table = new_table("mode", "plan", "found by", f"{answer.units}/s", "of best", "memory", f"bytes/{answer.unit}")
     for column in table.columns:
         column.no_wrap = column.header not in ("plan", "found by")
     table.columns[2].justify = "left"
@@ -235,7 +219,7 @@ def _prediction(found: PlanEstimate) -> str:
 
 
 def _why_it_differs(answer: Answer, found: PlanEstimate) -> str:
-    """Return why the simulator is more than a tenth away from the bottleneck; empty if it isn't."""
+    """Return why the simulated time is more than a tenth off the bottleneck; empty if it isn't."""
     if not found.is_simulated or found.minibatch_s <= found.bottleneck_s * _DIFFERS:
         faster = found.is_simulated and found.minibatch_s * _DIFFERS < found.bottleneck_s
         return "faster than the bottleneck: the cost model charges for what the simulator overlaps" if faster else ""
@@ -260,7 +244,7 @@ def _why_it_differs(answer: Answer, found: PlanEstimate) -> str:
 
 
 def _at_best(answer: Answer, best: PlanEstimate) -> str:
-    """Return how much faster than the plan the best there is can be."""
+    """Return a bound on how much faster than the plan any other can be."""
     gap = best.minibatch_s / best.at_least_s - 1
     more = f"more than {percent(gap)} faster" if gap >= _SEEN else "faster"
     if best.tried_all:

@@ -16,36 +16,21 @@ from pipebench.show.terminal import standard_output
 
 _PLAN_WIDTH = 24
 _HEADINGS = (
-    "run",
-    "plan",
-    "mode",
-    "workers",
-    "depth",
-    "samples/s",
-    "vs first",
-    "memory",
-    "sent/sample",
-    "bottleneck",
-    "of",
+    *("run", "plan", "mode", "workers", "depth"),
+    *("samples/s", "vs first", "memory", "sent/sample", "bottleneck", "of"),
 )
 _BEST_HEADINGS = ("best", "as fast")
 
 
 def print_plans(answers: Sequence[Answer], refused: Mapping[str, str], console: Console | None = None) -> None:
-    """Print a row per run: the plan that it takes, which is the recipe's if it names one, and what that comes to.
-
-    Args:
-        answers: at least one, in the order of the runs.
-        refused: runs without a plan, and why.
-        console: where to write; standard output by default.
-    """
+    """Print a row per run with its plan, the recipe's if it names one; `refused` has runs without a plan, and why."""
     console = console or standard_output()
     print_table(console, _table(answers))
     print_facts(console, refused.items())
 
 
 def plans_json(answers: Sequence[Answer], refused: Mapping[str, str]) -> str:
-    """Return a list of what `plan_json` says of every run, those without a plan last, by `name` and `refused`."""
+    """Return a list of every run's `plan_json`; those without a plan come last, with `name` and `refused`."""
     lacking = [json.dumps({"name": name, "refused": why}, indent=1) for name, why in refused.items()]
     return f"[{', '.join([*map(plan_json, answers), *lacking])}]"
 

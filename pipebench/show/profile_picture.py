@@ -1,4 +1,4 @@
-"""A profile as a picture: time, activations and parameters of every layer, one above the other along the model.
+"""A profile as a picture: time, activations and parameters of every layer, above each other.
 
 The colours are those of the timeline: forwards blue, backwards orange.
 """
@@ -7,16 +7,15 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from pipebench.errors import printable
 from pipebench.formats import num_bytes, seconds
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.show.profile_report import shortened, title, trained_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _FORWARD, _BACKWARD, _ACTIVATION, _KEPT, _PARAMETER = "#56B4E9", "#E69F00", "#0072B2", "#D55E00", "#009E73"
 _SOFTWARE = "pipebench profile"
@@ -26,13 +25,12 @@ _LABEL_WIDTH = 20
 
 
 def draw_profile(profile: Profile, num_samples: int, name: str, path: str | os.PathLike[str]) -> None:
-    """Write a PNG of the layers of one size; the file says inside that it is such a picture."""
-    figure = profile_figure(profile, num_samples, name)
-    figure.savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
+    """Write a PNG of the layers of one size, with its origin in the file's metadata."""
+    profile_figure(profile, num_samples, name).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
 
 
 def is_picture_by(software: str, path: Path) -> bool:
-    """Return whether a file is a picture that a command wrote."""
+    """Return whether a file is a picture with this origin."""
     try:
         with path.open("rb") as file:
             start = file.read(4096)
@@ -44,10 +42,8 @@ def is_picture_by(software: str, path: Path) -> bool:
 is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether it is one that `draw_profile` wrote
 
 
-def profile_figure(profile: Profile, num_samples: int, name: str) -> "Figure":
-    """Return the picture that `draw_profile` writes."""
-    from matplotlib.figure import Figure
-
+def profile_figure(profile: Profile, num_samples: int, name: str) -> Figure:
+    """Return the picture of `draw_profile`."""
     numbered = [(index, row) for index, row in enumerate(profile.layers[num_samples]) if not row.is_input]
     rows = [row for _, row in numbered]
     figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
@@ -73,17 +69,13 @@ def profile_figure(profile: Profile, num_samples: int, name: str) -> "Figure":
     return figure
 
 
-def _bars(
-    axes: "Axes", heights: Sequence[float], colour: str, label: str, bottom: Sequence[float] | None = None
-) -> None:
+def _bars(axes: Axes, heights: Sequence[float], colour: str, label: str, bottom: Sequence[float] | None = None) -> None:
     width = 0.85 if len(heights) <= 2 * _MOST_LABELS else 1.0  # gaps of less than a pixel would only flicker
     axes.bar(range(len(heights)), heights, width, bottom=bottom or 0.0, color=colour, label=label, linewidth=0)
 
 
-def finish(axes: "Axes", what: str, unit: str) -> None:
-    """Name what is drawn upwards and its unit, over a grid that stays behind the bars."""
-    from matplotlib.ticker import EngFormatter
-
+def finish(axes: Axes, what: str, unit: str) -> None:
+    """Label the vertical axis, with a grid behind the bars."""
     axes.set_ylabel(what)
     axes.yaxis.set_major_formatter(EngFormatter(unit=unit))
     axes.grid(axis="y", alpha=0.3)
@@ -91,15 +83,15 @@ def finish(axes: "Axes", what: str, unit: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _finish_panel(axes: "Axes", what: str, unit: str) -> None:
+def _finish_panel(axes: Axes, what: str, unit: str) -> None:
     finish(axes, what, unit)
     axes.set_ylim(bottom=0)
     axes.margins(x=0.01)
     axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(0, 1.12), ncols=2)
 
 
-def _label_layers(axes: "Axes", rows: Sequence[tuple[int, LayerProfile]]) -> None:
-    """Name the layers, every so many in a long model."""
+def _label_layers(axes: Axes, rows: Sequence[tuple[int, LayerProfile]]) -> None:
+    """Label the layers; of a long model, every so many."""
     step = -(-len(rows) // _MOST_LABELS)
     positions = range(0, len(rows), step)
     labels = [f"{index} {_label(row)}" for index, row in rows[::step]]
@@ -108,11 +100,11 @@ def _label_layers(axes: "Axes", rows: Sequence[tuple[int, LayerProfile]]) -> Non
 
 
 def _label(row: LayerProfile) -> str:
-    """Return the layer's name; where that is only a number, as in the PipeDream artifact's files, its kind."""
+    """Return the layer's name, or its kind if the name is only a number, as in the PipeDream artifact's files."""
     anonymous = row.name.removeprefix("node").isdecimal()
     return plain_text(row.kind.partition("(")[0].strip("_") if anonymous and row.kind else row.name, _LABEL_WIDTH)
 
 
 def plain_text(text: str, width: int) -> str:
-    """Return text that any font can show, and that isn't taken for a formula."""
+    """Return text that any font can show, escaped from formulas."""
     return shortened(printable(text).encode("ascii", "replace").decode(), width).replace("$", r"\$")

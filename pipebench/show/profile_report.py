@@ -1,4 +1,4 @@
-"""A profile as a table: where its times come from, what every layer costs, and where the cost is."""
+"""A profile as a table: the origin of its times and the costs of every layer."""
 
 from collections.abc import Sequence
 
@@ -20,14 +20,9 @@ _NAME_WIDTH, _KIND_WIDTH = 26, 22
 def print_profile(
     name: str, profile: Profile, num_samples: int, *, show_all: bool = False, console: Console | None = None
 ) -> None:
-    """Print where a profile's times come from and what every layer costs.
+    """Print the origin of a profile's times and the layers' costs at one size, in samples.
 
-    Args:
-        name: what to call it.
-        profile: the profile.
-        num_samples: the size to show.
-        show_all: show every layer; otherwise only the heaviest of a long model, in order of execution.
-        console: where to write; standard output by default.
+    `show_all` shows every layer; otherwise only the heaviest of a long model, in order of execution.
     """
     console = console or standard_output()
     print_plain(console, "")
@@ -39,10 +34,8 @@ def print_profile(
     left_out = [row for index, row in enumerate(rows) if index not in shown]
     if left_out:
         share = _share(sum(map(_work_s, left_out)), sum(map(_work_s, rows)))
-        print_plain(
-            console,
-            Text(f"  {len(left_out)} lighter layers ({share} of the time) are left out; --all shows them", style="dim"),
-        )
+        text = f"  {len(left_out)} lighter layers ({share} of the time) are left out; --all shows them"
+        print_plain(console, Text(text, style="dim"))
 
 
 def heaviest(rows: Sequence[LayerProfile], most: int) -> list[int]:
@@ -51,25 +44,17 @@ def heaviest(rows: Sequence[LayerProfile], most: int) -> list[int]:
 
 
 def profile_table(rows: Sequence[LayerProfile], shown: Sequence[int]) -> Table:
-    """Return the layers of one size as a table, with totals over all of them.
-
-    Args:
-        rows: every layer.
-        shown: indices of the layers that get a line.
-    """
+    """Return the costs of the layers whose indices are `shown`, and the totals of all `rows`."""
     table = new_table("#", "layer", "kind", "forward", "backward", "share", "output", "parameters", "kept", left=3)
     total_s = sum(map(_work_s, rows))
     for index in shown:
         row = rows[index]
+        times = (_ms(row.forward_s), _ms(row.backward_s), _share(_work_s(row), total_s))
         table.add_row(
             str(index),
             Text(shortened(row.name, _NAME_WIDTH)),
             Text(shortened(row.kind, _KIND_WIDTH), style="dim" if row.is_input else ""),
-            *(
-                ("", "", "")
-                if row.is_input
-                else (_ms(row.forward_s), _ms(row.backward_s), _share(_work_s(row), total_s))
-            ),
+            *(times if not row.is_input else ("", "", "")),
             num_bytes(row.output_bytes),
             num_bytes(row.parameter_bytes) if row.parameter_sizes else "",
             num_bytes(row.saved_bytes),
@@ -91,17 +76,17 @@ def profile_table(rows: Sequence[LayerProfile], shown: Sequence[int]) -> Table:
 
 
 def title(name: str, profile: Profile) -> str:
-    """Return what a profile is of: its name, and the model where that says more than the name of the file."""
+    """Return the profile's name, with its model's if that adds anything."""
     return profile.model if profile.model.startswith(name) else f"{name}: {profile.model}"
 
 
 def trained_bytes(rows: Sequence[LayerProfile]) -> int:
-    """Return the bytes of all parameters, those that several layers use once."""
+    """Return the bytes of all parameters, each shared one counted once."""
     return sum({name: size for row in rows for name, size in row.parameter_sizes.items()}.values())
 
 
 def shortened(text: str, width: int) -> str:
-    """Return a name that fits; of a kind with arguments the name comes first.
+    """Return the beginning of a name that is too long.
 
     >>> shortened("Conv2d(3, 64, kernel_size=(3, 3))", 12), shortened("ReLU", 12)
     ('Conv2d(3, ..', 'ReLU')

@@ -1,7 +1,7 @@
-"""Progress of a run: a live line on a terminal; elsewhere plain lines, at the start, at evaluations, and now and then.
+"""Progress of a run: a live line on a terminal; elsewhere plain lines, at the start, at evaluations, and in between.
 
-Plain lines between evaluations come ever more rarely: the log of a long run stays short, and that of a short one tells
-soon that something happens.
+Plain lines between evaluations become ever rarer: the log of a long run stays short, and a short one's shows progress
+soon.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _PREPARING_S = 3.0  # what takes no longer needs no line
 
 
 class Silent:
-    """Progress that nobody watches: of reports, and of all processes but the first."""
+    """Progress that isn't shown: of reports, and of all processes but the first."""
 
     def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
         """Ignore a minibatch."""
@@ -44,7 +44,7 @@ class Silent:
 
 
 class RunProgress:
-    """Tells how a run is getting on. Use it as a context manager around the run.
+    """Shows a run's progress, as a context manager around the run.
 
     `update` may be called for every minibatch: it costs well below a microsecond unless a redraw is due.
     """
@@ -65,14 +65,12 @@ class RunProgress:
             name: the run's name.
             total_samples: training samples until the last epoch ends.
             quiet: plain lines only.
-            samples_per_epoch: lets the live line show epochs from the start; otherwise from the first evaluation on.
-            clock: `virtual` or `wall`, as the run's result will say.
-            console: where to write; standard output by default.
+            samples_per_epoch: lets the live line show epochs from the start; otherwise from the first evaluation.
+            clock: `virtual` or `wall`, as in the run's result.
+            console: standard output by default.
         """
-        self._name = name
-        self._total_samples = total_samples
+        self._name, self._clock, self._total_samples = name, clock, total_samples
         self._samples_per_epoch = float(samples_per_epoch or 0)
-        self._clock = clock
         self._console = console or Console(highlight=False)
         self._bars = _bars(name, total_samples)
         live = Live(Group(*self._bars), console=self._console, auto_refresh=False, transient=True)
@@ -82,7 +80,7 @@ class RunProgress:
         self._next_redraw_s = self._next_plain_s() if quiet else 0.0
 
     def __enter__(self) -> Self:
-        """Start the live line, or say that training begins."""
+        """Start the live line, or print that training begins."""
         self._started_s = time.monotonic()
         if self._live is not None:
             self._live.start()
@@ -99,14 +97,7 @@ class RunProgress:
             self._live.stop()
 
     def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
-        """Tell of one minibatch.
-
-        Args:
-            samples: training samples seen so far.
-            clock_s: the run's clock.
-            loss: of this minibatch.
-            occupancy: share of the workers' time spent working, 0 to 1.
-        """
+        """Show a minibatch: samples seen so far, the run's clock, its loss, and the workers' busy share, 0 to 1."""
         now_s = time.monotonic()
         if now_s < self._next_redraw_s:
             return
@@ -128,12 +119,7 @@ class RunProgress:
             self._say(f"{self._name}  {position}  loss {measure('loss', loss)}  {clock}")
 
     def evaluation(self, point: Point, epoch: float) -> None:
-        """Tell of one evaluation, in a line that stays.
-
-        Args:
-            point: what was found.
-            epoch: epochs trained so far.
-        """
+        """Print an evaluation; `epoch` counts epochs trained so far."""
         if epoch > 0:
             self._samples_per_epoch = point.samples / epoch
         scores = "  ".join(f"{name} {measure(name, value)}" for name, value in point.metrics.items())
@@ -143,11 +129,11 @@ class RunProgress:
             self._next_redraw_s = self._next_plain_s()
 
     def note(self, text: str) -> None:
-        """Tell of anything else, in a line that stays."""
+        """Print a note."""
         self._say(f"{self._name}  {text}")
 
     def _say(self, text: str) -> None:
-        """Print a line; a process among others goes on where nobody reads it, which rich answers by SystemExit."""
+        """Print a line; among several processes a closed pipe, for which rich raises SystemExit, is ignored."""
         with contextlib.suppress(OSError, SystemExit) if self._clock == "wall" else contextlib.nullcontext():
             self._console.print(Text(printable(text)), soft_wrap=True)
 
@@ -181,10 +167,7 @@ def preparing(
 ) -> Iterator[Callable[[int, int], None]]:
     """Show that a run is being prepared; yields what takes (layers profiled, layers to profile).
 
-    Args:
-        name: the run's name.
-        console: where to write; standard output by default.
-        tells: write plain lines where that isn't a terminal, which otherwise gets nothing: it may be a file.
+    `tells` writes plain lines where the console isn't a terminal; otherwise that gets nothing, as it may be a file.
     """
     console = console or Console(highlight=False)
     if not console.is_terminal:
@@ -196,11 +179,7 @@ def preparing(
 
 @contextmanager
 def trying(name: str) -> Iterator[Callable[[int], None]]:
-    """Show how a search for a size gets on; yields what takes each size that has been tried.
-
-    Args:
-        name: of the recipe. Nothing is written where standard output isn't a terminal.
-    """
+    """Show the search for a size on a terminal; yields what takes each size that has been tried."""
     console = Console(highlight=False)
     if not console.is_terminal:
         yield lambda _size: None
@@ -211,12 +190,7 @@ def trying(name: str) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def searching(name: str, console: Console | None = None) -> Iterator[Callable[[int, int, str], None]]:
-    """Show how a search gets on once it has taken 2 s; yields what takes (parts done, parts in all, what is searched).
-
-    Args:
-        name: what is planned.
-        console: where to write; standard output by default. Nothing is written where that isn't a terminal.
-    """
+    """Show a search on a terminal once it takes 2 s; yields what takes (parts done, parts in all, what is searched)."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         yield lambda _done, _total, _search: None
@@ -244,7 +218,7 @@ def searching(name: str, console: Console | None = None) -> Iterator[Callable[[i
 
 
 class _Speed(TextColumn):
-    """Samples per second, on the wall clock, once they can be told."""
+    """Samples per second on the wall clock, once known."""
 
     def __init__(self) -> None:
         super().__init__("")
@@ -254,7 +228,7 @@ class _Speed(TextColumn):
 
 
 def _bars(name: str, total_samples: int) -> tuple[Progress, Progress]:
-    """Return the live display of a run: a line on what it has learnt, and one on how fast it goes."""
+    """Return the live display of a run: a line of its learning, and one of its speed."""
     learnt = Progress(
         TextColumn("{task.description}", style="bold", markup=False),
         BarColumn(_BAR_CELLS),
@@ -278,7 +252,7 @@ def _bars(name: str, total_samples: int) -> tuple[Progress, Progress]:
 
 
 def _plain_preparing(name: str, console: Console) -> Callable[[int, int], None]:
-    """Say that a run is being prepared; return what says how far profiling is, if it takes long."""
+    """Print that a run is being prepared; return what prints profiling's progress, if it takes long."""
     console.print(Text(f"{name}  preparing"), soft_wrap=True)
     due_s = time.monotonic() + _PREPARING_S
 

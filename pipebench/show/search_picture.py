@@ -1,7 +1,10 @@
-"""What came of an architecture search: every individual in a table, and in a picture over the run's clock."""
+"""The results of an architecture search: every individual in a table, and in a picture over the run's clock."""
 
 import os
 from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from pipebench.formats import measure, seconds
 from pipebench.recipe.search_trace import SearchFile
@@ -28,10 +31,7 @@ def search_markdown(found: SearchFile) -> str:
 
 
 def draw_search(found: SearchFile, points: Sequence[Point], end_s: float, path: str | os.PathLike[str]) -> None:
-    """Write active layers over time as a PNG, below them scores, or throughput where nothing was trained."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
+    """Write active layers over time as a PNG, below them scores, or throughput if nothing was trained."""
     scale_s, unit = axis_unit(end_s)
     figure = Figure(figsize=(9.0, 4.8), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)

@@ -1,6 +1,6 @@
-"""Tables for a terminal: no word is ever broken; columns that find no room go on below, beside their rows' names again.
+"""Tables for a terminal that never break words; columns that don't fit continue below, beside their rows' names.
 
-Widths are worked out here, because rich narrows columns until letters stand alone.
+Widths are computed here, because rich narrows columns to single letters.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ _Part = Sequence[tuple[int, int]]  # index and width of the columns that stand b
 
 
 def new_table(*headings: str, left: int = 1) -> Table:
-    """Return an empty table; numbers stand to the right, the first `left` columns and plans to the left."""
+    """Return an empty table; the first `left` columns and plans are left-aligned, numbers right-aligned."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=_PADDINGS[0], collapse_padding=True)
     for index, heading in enumerate(headings):
         is_left = index < left or heading == "plan"
@@ -36,9 +36,9 @@ def print_table(console: Console, table: Table, *, indent: int = 0, left: int = 
 
     Args:
         console: where to.
-        table: as `new_table` returns; headings wrap between words, and so do columns whose `no_wrap` is taken back.
+        table: as `new_table` returns; headings wrap between words, and so do columns whose `no_wrap` is unset.
         indent: blanks before every line.
-        left: columns that say what a row is: every part begins with them.
+        left: columns that name a row: every part begins with them.
     """
     table.padding, parts = _fitting(console, table, console.width - indent, left)
     for part in parts:
@@ -46,7 +46,7 @@ def print_table(console: Console, table: Table, *, indent: int = 0, left: int = 
 
 
 def print_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
-    """Print names and what there is to say of each, one below the other; nothing if there are none."""
+    """Print names and their texts below each other; nothing if there are none."""
     grid = Table.grid(padding=(0, 2))
     for name, text in facts:
         grid.add_row(Text(name, style="dim"), Text(printable(text)))
@@ -55,13 +55,7 @@ def print_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
 
 
 def print_groups(console: Console, groups: Sequence[tuple[str, Table]], *, left: int = 1) -> None:
-    """Print tables of the same columns below each other, each under a line that says what its rows have in common.
-
-    Args:
-        console: where to.
-        groups: the line (empty for none) and the rows.
-        left: see `print_table`.
-    """
+    """Print tables of the same columns below each other, each under its title if any; `left` as `print_table`."""
     together = copy_without_rows(groups[0][1])
     for _, table in groups:
         for row in zip(*(column.cells for column in table.columns), strict=True):
@@ -76,7 +70,7 @@ def print_groups(console: Console, groups: Sequence[tuple[str, Table]], *, left:
 
 
 def copy_without_rows(table: Table) -> Table:
-    """Return a table with the same columns and nothing in them."""
+    """Return a table with the same columns and no rows."""
     new = copy(table)
     new.rows = []
     new.columns = [column.copy() for column in table.columns]
@@ -84,7 +78,7 @@ def copy_without_rows(table: Table) -> Table:
 
 
 def _fitting(console: Console, table: Table, width: int, left: int) -> tuple[_Padding, list[_Part]]:
-    """Return the padding that needs the fewest parts, the roomy one if it can be, and the parts."""
+    """Return the padding that needs the fewest parts, preferring the wide one, and the parts."""
     choices = []
     for padding in _PADDINGS:
         table.padding = padding
@@ -93,7 +87,7 @@ def _fitting(console: Console, table: Table, width: int, left: int) -> tuple[_Pa
 
 
 def _parts(console: Console, table: Table, width: int, left: int) -> list[_Part]:
-    """Return which columns stand beside each other, and how wide each is."""
+    """Return the columns of each part, and their widths."""
     most = [max(_natural(column.header), *map(_natural, column.cells), 0) for column in table.columns]
     least = [
         max(_longest_word(column.header), *map(_natural if column.no_wrap else _longest_word, column.cells), 0)
@@ -114,7 +108,7 @@ def _parts(console: Console, table: Table, width: int, left: int) -> list[_Part]
 
 
 def _widened(chosen: Sequence[int], least: Sequence[int], most: Sequence[int], spare: int) -> _Part:
-    """Return the columns with the room that is left given out, to the first ones first."""
+    """Return the columns with spare width given to the first ones first."""
     part = []
     for index in chosen:
         more = max(0, min(spare, most[index] - least[index]))

@@ -1,4 +1,4 @@
-"""Where printing goes, and how wide it is there."""
+"""The consoles that are printed to, and their width."""
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -13,18 +13,18 @@ def is_terminal() -> bool:
 
 
 def standard_output() -> Console:
-    """Return where to print: as wide as the terminal, or as a page where there is none."""
+    """Return the console of standard output, as wide as the terminal, or as a page without one."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
 
 
 def standard_error() -> Console:
-    """Return where to say what doesn't belong to the output."""
+    """Return the console of standard error."""
     return Console(highlight=False, stderr=True)
 
 
 def print_plain(console: Console, content: RenderableType) -> None:
-    """Print, without the blanks that pad lines to the console's width where the output goes to a file."""
+    """Print; into a file, without the blanks that pad lines to the console's width."""
     if console.is_terminal:
         console.print(content)
         return

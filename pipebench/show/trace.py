@@ -23,12 +23,9 @@ _US_PER_S = 1e6
 
 
 def write_trace(timeline: Timeline, path: str | os.PathLike[str], *, memory: MemoryTimeline | None = None) -> None:
-    """Write a trace: a process per worker, a thread for its work, as many as needed for what it sends, two for copies.
+    """Write a trace: a process per worker, a thread for its work, as many as needed for its sends, two for copies.
 
-    Args:
-        timeline: what workers and links did.
-        path: where it goes.
-        memory: what workers kept, by the same clock: a counter per worker, with a series per kind.
+    `memory`, by the same clock, adds a counter per worker, with a series per kind.
     """
     events = [*trace_events(timeline), *(counter_events(timeline, memory) if memory is not None else ())]
     document = {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -53,7 +50,7 @@ def trace_events(timeline: Timeline) -> Iterable[Event]:
             yield _metadata("thread_sort_index", worker, thread, {"sort_index": thread})
     for span in timeline.spans:
         args = {"minibatch": span.minibatch} if span.minibatch >= 0 else {}
-        yield _complete(span.label, span.kind, span.worker, _COMPUTE_THREAD, span.start_s, span.end_s, args)
+        yield _complete(span.label, span.worker, _COMPUTE_THREAD, span, args)
     for sender, lane, index, transfer in sends:
         yield _send(sender, _NETWORK_THREAD + lane, transfer)
         yield from _arrows(work, sender, _NETWORK_THREAD + lane, index, transfer)
@@ -64,7 +61,7 @@ def trace_events(timeline: Timeline) -> Iterable[Event]:
 
 
 def counter_events(timeline: Timeline, memory: MemoryTimeline) -> Iterable[Event]:
-    """Yield what every worker keeps, at every moment at which that changes, as long as the timeline goes on."""
+    """Yield every worker's memory whenever it changes, until the timeline ends."""
     end_s = max((span.end_s for span in timeline.spans), default=0.0)
     for worker, curve in enumerate(memory.curves):
         kinds = [kind for kind, row in zip(KINDS, curve.num_bytes, strict=True) if row.any()]
@@ -81,7 +78,7 @@ def counter_events(timeline: Timeline, memory: MemoryTimeline) -> Iterable[Event
 
 
 def _lanes(timeline: Timeline) -> list[tuple[int, int, int, Transfer]]:
-    """Give every send (sender, lane, index, transfer) such that no two in a lane overlap: a thread can't show that."""
+    """Return every send as (sender, lane, index, transfer); no two in a lane overlap, which a thread can't show."""
     free_s: dict[int, list[float]] = {}
     sends: list[tuple[int, int, int, Transfer]] = []
     sent = ((index, each) for index, each in enumerate(timeline.transfers) if each.kind not in SWAP_KINDS)
@@ -106,12 +103,11 @@ def _thread_name(thread: int) -> str:
 
 def _send(sender: int, thread: int, transfer: Transfer) -> Event:
     args = {"bytes": transfer.num_bytes, "level": transfer.level, "receivers": list(transfer.receivers)}
-    name = f"{transfer.kind} {transfer.label}"
-    return _complete(name, transfer.kind, sender, thread, transfer.start_s, transfer.end_s, args)
+    return _complete(f"{transfer.kind} {transfer.label}", sender, thread, transfer, args)
 
 
 def _arrows(work: _Work, sender: int, thread: int, index: int, transfer: Transfer) -> Iterable[Event]:
-    """Yield an arrow from a send to the work that needed it, where the timeline holds that work."""
+    """Yield an arrow from a send to the work that needed it, if the timeline has that work."""
     if len(transfer.senders) > 1:
         return
     for receiver in transfer.receivers:
@@ -125,10 +121,10 @@ def _arrows(work: _Work, sender: int, thread: int, index: int, transfer: Transfe
             yield {**arrow, "ph": "f", "bp": "e", **end}
 
 
-def _complete(name: str, kind: str, worker: int, thread: int, start_s: float, end_s: float, args: Event) -> Event:
-    start_us = _us(start_s)
-    event = {"name": name, "cat": kind, "ph": "X", "pid": worker, "tid": thread, "ts": start_us}
-    return {**event, "dur": round(_us(end_s) - start_us, 3), "args": args}
+def _complete(name: str, worker: int, thread: int, work: Span | Transfer, args: Event) -> Event:
+    start_us = _us(work.start_s)
+    event = {"name": name, "cat": work.kind, "ph": "X", "pid": worker, "tid": thread, "ts": start_us}
+    return {**event, "dur": round(_us(work.end_s) - start_us, 3), "args": args}
 
 
 def _metadata(name: str, worker: int, thread: int, args: Event) -> Event:

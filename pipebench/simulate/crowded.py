@@ -79,7 +79,7 @@ class Crowded(Simulation):
             if self._copies is not None and self._copies.holds_up(instruction, now_s):
                 return
             if self._waits(instruction):
-                lasts_s = self._plays[instruction.op](worker, instruction, now_s)
+                lasts_s = self.plays[instruction.op](worker, instruction, now_s)
                 if lasts_s is None:
                     return
                 if lasts_s == LATER:

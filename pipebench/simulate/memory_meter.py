@@ -19,7 +19,6 @@ from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, SEND, Op, with_kind
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.schedule.syncs import SYNCS
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.memory import KINDS, ON_HOST, RECEIVED, SENT, WEIGHTS, StageMemoryCosts
 from pipebench.simulate.replica_memory import Change, ReplicaMemory
@@ -45,13 +44,35 @@ class ReplicaBytes(Protocol):
         """Yield an instruction's changes, in order."""
 
 
+# When, at which worker, of which kind, how many bytes more, and what has made them so.
+WorkerChange = tuple[float, int, str, int, Instruction | Transfer | None]
+
+
+class MemoryExtension:
+    """What an extension adds to what workers hold; it is made of a pipeline and what replicas of its stages keep."""
+
+    def replica(self, worker: int, stage: int) -> ReplicaBytes | None:
+        """Return who has a stage at a worker in place of a `ReplicaMemory`, if somebody has."""
+        return None
+
+    def event(self, event: TimelineEvent) -> Iterable[WorkerChange]:
+        """Yield what an event changes beside what its replica says, or of another's."""
+        return ()
+
+    def transfer(self, transfer: Transfer) -> Iterable[WorkerChange]:
+        """Yield what a transfer changes that is neither of values between stages nor a sum."""
+        return ()
+
+
 @dataclass(frozen=True)
 class MemoryPeak:
     """What a worker holds at one time."""
 
     worker: int
     time_s: float
+    # The instruction, or what was arriving
     during: str  # the instruction, or what was arriving
+    # Bytes
     by_kind: Mapping[str, int]  # bytes
 
     @property
@@ -70,8 +91,11 @@ def highest(*peaks: Iterable[MemoryPeak]) -> Iterator[MemoryPeak]:
 class Curve:
     """A worker's memory over time: `num_bytes[:, i]` from `times_s[i]` to the next."""
 
+    # Ascending
     times_s: NDArray[np.float64]  # ascending
+    # [kind, time], kinds as in `memory.KINDS`
     num_bytes: NDArray[np.int64]  # [kind, time], kinds as in `memory.KINDS`
+    # [time] on the host
     host_bytes: NDArray[np.int64]  # [time] on the host
 
 
@@ -80,11 +104,17 @@ class MemoryTimeline:
     """Memory of all workers over time; tuples have one entry per worker."""
 
     worker_names: tuple[str, ...]
+    # Of the recorded part
     curves: tuple[Curve, ...]  # of the recorded part
+    # Of the whole run: the first time of most bytes
     peaks: tuple[MemoryPeak, ...]  # of the whole run: the first time of most bytes
+    # Most bytes on the host
     host_peaks: tuple[int, ...]  # most bytes on the host
+    # Memory of a device, None for no limit
     limit_bytes: int | None  # memory of a device, None for no limit
+    # The first excess over the limit on any worker, if there is one
     overflow: MemoryPeak | None  # the first excess over the limit on any worker, if there is one
+    # Of the recorded part
     end_s: float  # of the recorded part
 
     @property
@@ -118,15 +148,12 @@ class MemoryMeter:
         start_s: float = 0.0,
     ) -> None:
         self._pipeline, self._costs, self._limit_bytes, self._moving = pipeline, costs, limit_bytes, moving
-        self._waits, self._memories = SYNCS[pipeline.sync].waits, memories
-        served = () if self._waits else memories
-        self._servers = {stage: ReplicaMemory(memory, serves=True) for stage, memory in enumerate(served)}
+        workers = range(pipeline.num_workers)
+        extensions = pipeline.hooks("memory").values()
+        self._extensions: list[MemoryExtension] = [make(pipeline, memories) for make in extensions]
         self._holdings: Sequence[Mapping[int, ReplicaBytes]] = holdings or [
-            {
-                stage: self._replica(stage, pipeline.replica_of(worker), memories[stage])
-                for stage in pipeline.stages_of(worker)
-            }
-            for worker in range(pipeline.num_workers)
+            {stage: self._replica(worker, stage, memories[stage]) for stage in pipeline.stages_of(worker)}
+            for worker in workers
         ]
         self._size_of: Callable[[int], Size] = lambda unit: 0
         self._times_s, self._changes = array("d"), array("q")
@@ -169,10 +196,9 @@ class MemoryMeter:
             if num_bytes:
                 connection = worker, self._pipeline.worker(peer, number), _SENDS[op]
                 self._on_their_way.setdefault(connection, deque()).append(start_s)
-        if op is Op.PUSH:
-            self._applied(worker, it, end_s)
-        elif op is Op.PULL and worker != self._pipeline.first_workers[stage]:
-            self._add(end_s, worker, RECEIVED, -self._memories[stage].weights, it)
+        for extension in self._extensions:
+            for change in extension.event(event):
+                self._add(*change)
         if op is Op.SWAP_IN:
             self._swapped.pop((worker, stage, number), None)
         if op in COPIES:  # began before the worker's later instructions
@@ -197,11 +223,9 @@ class MemoryMeter:
                 _ = waiting.pop() if transfer.kind == MIGRATION else waiting.popleft()
             self._add(transfer.end_s, sender, SENT, -transfer.num_bytes, transfer)
             self._add(transfer.start_s, receiver, RECEIVED, transfer.num_bytes, transfer)
-        elif not self._waits and transfer.kind == SYNCS[self._pipeline.sync].kind:
-            if receiver not in self._pipeline.first_workers:  # pulled weights, a copy
-                self._add(transfer.start_s, sender, SENT, transfer.num_bytes, transfer)
-                self._add(transfer.end_s, sender, SENT, -transfer.num_bytes, transfer)
-            self._add(transfer.start_s, receiver, RECEIVED, transfer.num_bytes, transfer)
+        else:
+            for change in (each for extension in self._extensions for each in extension.transfer(transfer)):
+                self._add(*change)
 
     def timeline(self) -> MemoryTimeline:
         """Return the memory over time so far."""
@@ -213,8 +237,9 @@ class MemoryMeter:
             names, tuple(self._curves), peaks, tuple(self._host_peaks), self._limit_bytes, self._overflow, float(end_s)
         )
 
-    def _replica(self, stage: int, replica_index: int, memory: StageMemoryCosts) -> ReplicaMemory:
-        return self._servers[stage] if self._servers and replica_index == 0 else ReplicaMemory(memory)
+    def _replica(self, worker: int, stage: int, memory: StageMemoryCosts) -> ReplicaBytes:
+        found = (extension.replica(worker, stage) for extension in self._extensions)
+        return next((each for each in found if each is not None), None) or ReplicaMemory(memory)
 
     def _sent_bytes(self, it: Instruction) -> int:
         """Return the bytes of a message, of a transferred unit, or of a block of layers."""
@@ -223,14 +248,6 @@ class MemoryMeter:
         if it.op is Op.SEND_GRADIENT:
             return self._costs.gradient_bytes[it.peer, it.stage][self._size_of(it.number)]
         return 0 if self._moving is None else self._moving.num_bytes(it)
-
-    def _applied(self, worker: int, push: Instruction, end_s: float) -> None:
-        """Record that a server has applied a gradient from another worker or its own replica."""
-        host = self._pipeline.first_workers[push.stage]
-        if worker != host:
-            self._add(end_s, host, RECEIVED, -self._memories[push.stage].weights, push)
-        changes = self._servers[push.stage].applied(own=worker == host)
-        self._note(host, changes, end_s, end_s, push)
 
     def _note(
         self, worker: int, changes: Iterable[Change], start_s: float, end_s: float, during: Instruction | None

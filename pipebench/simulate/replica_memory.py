@@ -4,14 +4,13 @@ It knows no clock: a change is at the start of its instruction or at the end. Wh
 its start on and what it is done with until its end, so that what lies between is never more than what is told here.
 """
 
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
+from pipebench.schedule.version_ledger import VersionLedger
 from pipebench.simulate.memory import (
     ACTIVATIONS,
     AGAIN,
@@ -41,92 +40,16 @@ class Change(NamedTuple):
     at_end: bool
 
 
-class Versions:
-    """The versions of a stage's weights that are alive: the newest, those in use and those that may be asked for.
-
-    Args:
-        in_place: whether every update overwrites the newest.
-    """
-
-    def __init__(self, *, in_place: bool) -> None:
-        self._in_place = in_place
-        self.drained()
-
-    def drained(self) -> None:
-        """Begin anew: nothing is in use, and the newest version is number 0."""
-        self.newest = 0
-        self._keep_from = 0
-        self._users: Counter[int] = Counter()
-        self._alive = {0}
-        self._held: int | None = None
-
-    @property
-    def num_older(self) -> int:
-        """Versions alive beside the newest."""
-        return len(self._alive) - 1
-
-    @property
-    def num_alive(self) -> int:
-        """Versions alive."""
-        return len(self._alive)
-
-    def use(self, version: int) -> None:
-        """A unit in flight refers to a version."""
-        self._users[version] += 1
-
-    def release(self, version: int) -> None:
-        """A unit that referred to a version has left."""
-        self._users[version] -= 1
-        self.collect()
-
-    def hold(self) -> None:
-        """Refer to the newest in place of the one held before."""
-        if self._held is not None:
-            self.release(self._held)
-        self._held = self.newest
-        self.use(self._held)
-
-    def update(self, keep_from: int) -> None:
-        """Make the next version, in place of the newest where nobody needs that; others are left to `collect`."""
-        self._keep_from = keep_from
-        self.collect()
-        if self._in_place or not self._is_needed(self.newest):
-            self._alive.discard(self.newest)
-        self.newest += 1
-        self._alive.add(self.newest)
-
-    def collect(self) -> None:
-        """Let go of versions that nobody refers to and nobody may ask for."""
-        self._alive = {version for version in self._alive if version == self.newest or self._is_needed(version)}
-
-    def copied(self) -> "Versions":
-        """Return those of a copy, which has the newest one alone."""
-        made = Versions(in_place=self._in_place)
-        made.newest, made._alive = self.newest, {self.newest}
-        return made
-
-    def retire(self) -> None:
-        """Make no more, and keep only those that units in flight refer to."""
-        self._keep_from = sys.maxsize
-        self.newest = -1
-        self.collect()
-
-    def _is_needed(self, version: int) -> bool:
-        return self._users[version] > 0 or version >= self._keep_from
-
-
 class ReplicaMemory:
     """One replica of one stage.
 
     Args:
         memory: what it keeps.
-        serves: whether a server applies the gradients of all replicas to its weights, as they come.
     """
 
-    def __init__(self, memory: StageMemoryCosts, *, serves: bool = False) -> None:
+    def __init__(self, memory: StageMemoryCosts) -> None:
         self._memory = memory
-        self._serves = serves
-        self._versions = Versions(in_place=memory.in_place)
+        self._versions = VersionLedger(in_place=memory.in_place)
         self._units: dict[int, tuple[int, int]] = {}  # in flight: the version, and what is kept
         self._gradients = 0
         self._has_state = False
@@ -168,8 +91,13 @@ class ReplicaMemory:
             yield Change(kind, held - before[kind], True)
 
     def let_go(self, unit: int) -> Iterator[Change]:
-        """Forget a unit in flight, which runs backward elsewhere."""
-        yield from self._left(unit)
+        """Forget a unit in flight: its backward is over, or runs elsewhere."""
+        alive = len(self._versions.alive)
+        version, kept = self._units.pop(unit)
+        yield Change(ACTIVATIONS, -kept, True)
+        if version >= 0:
+            self._versions.release(version)
+            yield from self._of_versions(alive, at_end=True)
 
     def give_gradients(self) -> int:
         """Return the bytes of the gradients, which somebody else keeps from here on."""
@@ -178,12 +106,10 @@ class ReplicaMemory:
 
     def drained(self) -> Iterator[Change]:
         """Begin a segment: versions are counted anew, from the newest."""
-        older = self._versions.num_older
-        self._versions.drained()
+        alive = len(self._versions.alive)
+        self._versions.restart(0)
         self._moved = None
-        yield from self._of_versions(older, at_end=False)
-        if self._serves:
-            self._versions.hold()
+        yield from self._of_versions(alive, at_end=False)
 
     def before(self) -> Iterator[Change]:
         """Yield what is there before anything runs."""
@@ -217,27 +143,6 @@ class ReplicaMemory:
             yield self._gradients_are(self._memory.weights, at_end=True)
         elif it.op is Op.UPDATE:
             yield from self._update(it)
-        elif it.op is Op.PUSH:
-            yield self._gradients_are(0, at_end=True)
-        elif it.op is Op.PULL and it.version >= 0:
-            yield from self.pulled()
-
-    def applied(self, *, own: bool) -> Iterator[Change]:
-        """The server beside this replica has applied a gradient, the replica's own or another's."""
-        older = self._versions.num_older
-        yield from self._stepped()
-        self._versions.update(self._versions.newest + 1)
-        if own:
-            self._versions.hold()
-        self._versions.collect()
-        yield from self._of_versions(older, at_end=True)
-
-    def pulled(self) -> Iterator[Change]:
-        """This replica goes on with the newest weights."""
-        if self._serves:
-            older = self._versions.num_older
-            self._versions.hold()
-            yield from self._of_versions(older, at_end=True)
 
     def _forward(self, it: Instruction, size: Size) -> Iterator[Change]:
         memory = self._memory
@@ -262,7 +167,7 @@ class ReplicaMemory:
         yield self._gradients_are(self._memory.weights, at_end=False)
         yield Change(AGAIN, -self._memory.again[size], True)
         yield Change(RECEIVED, -self._memory.returned[size], True)
-        yield from self._left(it.number)
+        yield from self.let_go(it.number)
 
     def _backward_input(self, it: Instruction, size: Size) -> Iterator[Change]:
         memory = self._memory
@@ -279,31 +184,19 @@ class ReplicaMemory:
     def _backward_weight(self, it: Instruction, size: Size) -> Iterator[Change]:
         if size != 0:
             yield self._gradients_are(self._memory.weights, at_end=False)
-            yield from self._left(it.number)
+            yield from self.let_go(it.number)
 
     def _update(self, it: Instruction) -> Iterator[Change]:
-        memory, older = self._memory, self._versions.num_older
+        memory, alive = self._memory, len(self._versions.alive)
         if self._gradients:  # they are turned into the type that the optimizer steps in
             yield self._gradients_are(memory.masters or memory.weights, at_end=False)
         yield from self._stepped()
         if memory.shares_moved and it.version <= it.number and self._moved is not None and not self._shared:
             self._shared = True
             yield Change(MOVED, memory.weights, False)
-        self._versions.update(it.version)
-        most = self._versions.num_older
-        yield from self._of_versions(older, at_end=False)
-        self._versions.collect()
-        yield from self._of_versions(most, at_end=True)
+        self._versions.step(it.version)
+        yield from self._of_versions(alive, at_end=False)
         yield self._gradients_are(0, at_end=True)
-
-    def _left(self, unit: int) -> Iterator[Change]:
-        """A unit's backward is through."""
-        older = self._versions.num_older
-        version, kept = self._units.pop(unit)
-        yield Change(ACTIVATIONS, -kept, True)
-        if version >= 0:
-            self._versions.release(version)
-            yield from self._of_versions(older, at_end=True)
 
     def _stepped(self) -> Iterator[Change]:
         """The optimizer makes a step; its first makes its state."""
@@ -313,7 +206,7 @@ class ReplicaMemory:
 
     def _by_kind(self) -> dict[str, int]:
         """Return what it holds between two instructions."""
-        memory, alive, steps = self._memory, self._versions.num_alive, not self._is_retired
+        memory, alive, steps = self._memory, len(self._versions.alive), not self._is_retired
         return {
             WEIGHTS: memory.weights * steps,
             VERSIONS: memory.weights * (alive - steps),
@@ -329,4 +222,4 @@ class ReplicaMemory:
         return change
 
     def _of_versions(self, before: int, *, at_end: bool) -> Iterator[Change]:
-        yield Change(VERSIONS, (self._versions.num_older - before) * self._memory.weights, at_end)
+        yield Change(VERSIONS, (len(self._versions.alive) - before) * self._memory.weights, at_end)

@@ -5,7 +5,7 @@ are broken by (time, priority, counter), so runs are deterministic.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heappushpop
 from typing import NamedTuple, Protocol, cast
@@ -15,13 +15,11 @@ from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import COMPUTE, Op, with_role
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.schedule.pushes import Turns
 from pipebench.simulate.agenda import WORKERS, Action, Entry
 from pipebench.simulate.copies import Copies, Copy
 from pipebench.simulate.costs import Costs, StageCosts
 from pipebench.simulate.messages import RECEIVES, SENDS, Messages, Weighing
 from pipebench.simulate.network import Network
-from pipebench.simulate.pushing import Pushing
 from pipebench.simulate.reductions import EVERY_STAGE, Reductions, Wait
 
 LATER = -1.0  # in place of a duration: the worker continues at once, and the event comes at the instruction's end
@@ -30,10 +28,14 @@ LATER = -1.0  # in place of a duration: the worker continues at once, and the ev
 class TimelineEvent(NamedTuple):
     """One executed instruction."""
 
+    # When the worker began it; of a copy, when that began
     start_s: float  # when the worker began it; of a copy, when that began
+    # When the worker could continue; of a copy, which occupies no worker, its end, when it is reported
     end_s: float  # when the worker could continue; of a copy, which occupies no worker, its end, when it is reported
     worker: int
     instruction: Instruction
+    # Part of the wait during which what it waited for was in transit (communication, not a bubble); of a copy in, how
+    # long a backward waited for it
     # Part of the wait during which what it waited for was in transit (communication, not a bubble); of a copy in, how
     # long a backward waited for it
     stall_s: float = 0.0
@@ -49,9 +51,28 @@ class Moving(Weighing, Protocol):
         """Return the seconds of a unit's repeated forward through layers that have arrived."""
 
 
+class RunPart(NamedTuple):
+    """Which part of a run it is that is played, where one is trained."""
+
+    first: int  # the minibatch of the run that it begins with
+    limit: Callable[[], float]  # tells how many minibatches of it will run, as far as is known
+
+
 # Begins an instruction of a worker at a time; returns the seconds that it keeps the worker, `LATER`, or None where that
 # isn't known yet: the worker goes on when it is woken.
-_Play = Callable[[int, Instruction, float], float | None]
+Play = Callable[[int, Instruction, float], float | None]
+
+
+class SimulationExtension:
+    """What an extension adds to a simulation, for which it is made."""
+
+    plays: Mapping[Op, Play]  # how instructions are begun: of its own, or in place of those that `Simulation.plays` has
+
+    def waiting(self) -> Iterable[tuple[int, float, Instruction]]:
+        """Return workers that wait for it, since when and in which instruction."""
+        return ()
+
+
 _COMPUTE = (Op.FORWARD, *BACKWARDS)
 _LASTS = with_role(COMPUTE)  # other workers come first, even after 0 s
 
@@ -70,28 +91,30 @@ class Simulation:
     network: Network
     size_of: Callable[[int], Size]  # a unit's size, on which its costs depend
     start_s: float = 0.0  # when every worker starts
-    turns: Turns | None = None  # order of the pushes that the server applies, if replicas don't wait for each other
+    part: RunPart | None = None  # of a run; None if none is trained
     moving: Moving | None = None  # costs of moving layers; None if they stay
 
     def __post_init__(self) -> None:
         pipeline, costs, network, start_s = self.pipeline, self.costs, self.network, self.start_s
         self._made: list[TimelineEvent] = []  # events from actions
-        self._reductions = Reductions(pipeline, costs, network, self._wake)
-        self._pushing = Pushing(pipeline, costs, network, self.turns or Turns(), self._wake, self._applied)
+        self._reductions = Reductions(pipeline, costs, network, self.wake)
         copies = bool(pipeline.swaps) or self.moving is not None  # a move may make layers swap
         swapped = [stage.swap_bytes for stage in costs.stages]
         self._copies = Copies(swapped, network, self.size_of, pipeline.label, self._copied) if copies else None
-        self._messages = Messages(pipeline, costs, network, self.size_of, self.moving, self._wake, copies=copies)
+        self._messages = Messages(pipeline, costs, network, self.size_of, self.moving, self.wake, copies=copies)
         self._durations = {op: [_durations(stage, op) for stage in costs.stages] for op in _COMPUTE}
-        self._plays = self._all_plays()
+        self.plays: dict[Op, Play] = self._all_plays()
+        self._extensions: list[SimulationExtension] = []
+        for make in pipeline.hooks("play").values():
+            self._extensions.append(make(self))
+            self.plays.update(self._extensions[-1].plays)
         self._loaders = [(start_s, start_s, start_s)] * len(self.programs)  # times: last load; the last two taken
         self._running = set(range(len(self.programs)))
         self.end_s = start_s
         for worker in range(len(self.programs)):
-            self._wake(start_s, worker, None)
+            self.wake(start_s, worker, None)
 
-    def _all_plays(self) -> Mapping[Op, _Play]:
-        """Return how every instruction is begun."""
+    def _all_plays(self) -> dict[Op, Play]:
         return {
             **dict.fromkeys(_COMPUTE, self._compute),
             **dict.fromkeys(SENDS, self._messages.send),
@@ -101,8 +124,6 @@ class Simulation:
             Op.UPDATE: self._update,
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
             Op.WAIT_NORM: self._wait_norm,
-            Op.PUSH: self._push,
-            Op.PULL: self._pull,
             Op.RECUT: lambda *_: 0.0,
             Op.FORWARD_AGAIN: self._forward_again,
         }
@@ -110,7 +131,7 @@ class Simulation:
     def __iter__(self) -> Iterator[TimelineEvent]:
         """Yield events in an order that respects every dependency."""
         # Names looked up once: this loop runs for every instruction. So does the making of events without defaults.
-        programs, made, plays, new = self.programs, self._made, self._plays, tuple.__new__
+        programs, made, plays, new = self.programs, self._made, self.plays, tuple.__new__
         heap, counter, pop, replace = self.network.agenda.heap, self.network.agenda.counter, heappop, heappushpop
         then: Entry | None = None  # what the worker at hand comes to next
         while heap or then is not None:
@@ -147,28 +168,27 @@ class Simulation:
                 self._running.discard(worker)
         self._check_ended()
 
-    def _wake(self, time_s: float, worker: int, wait: Wait | None) -> None:
+    def wake(self, time_s: float, worker: int, wait: Wait | None) -> None:
         """Let a worker go on at a time."""
         agenda = self.network.agenda
         heappush(agenda.heap, (time_s, WORKERS, next(agenda.counter), worker, wait))
 
-    def _until(self, ready_s: float, worker: int, wait: Wait) -> float | None:
+    def until(self, ready_s: float, worker: int, wait: Wait) -> float | None:
         """Return 0 where what a worker waits for is there already; else let it go on then."""
         if ready_s <= wait[0]:
             return 0.0
-        self._wake(ready_s, worker, wait)
+        self.wake(ready_s, worker, wait)
         return None
 
-    def _applied(self, now_s: float, worker: int, push: Instruction) -> None:
-        """Take note of an update that a server has made."""
-        self.end_s = max(self.end_s, now_s)
-        self._made.append(TimelineEvent(now_s, now_s, worker, push))
+    def tell(self, event: TimelineEvent) -> None:
+        """Let an event be told of that ends now, and was no worker's turn."""
+        self.end_s = max(self.end_s, event.end_s)
+        self._made.append(event)
 
     def _copied(self, copy: Copy, now_s: float) -> None:
         """Take note of a copy that has ended, and let the backward begin that has waited for it."""
         stall_s = 0.0 if copy.waiting is None else now_s - copy.waiting[1]
-        self.end_s = max(self.end_s, now_s)
-        self._made.append(TimelineEvent(copy.start_s, now_s, copy.worker, copy.instruction, stall_s))
+        self.tell(TimelineEvent(copy.start_s, now_s, copy.worker, copy.instruction, stall_s))
         if copy.waiting is not None:
             self._let_compute(copy.worker, copy.waiting[0], now_s)
 
@@ -177,7 +197,7 @@ class Simulation:
         lasts_s = self._compute(worker, instruction, now_s)
         assert lasts_s is not None  # its copy is there
         self._made.append(TimelineEvent(now_s, now_s + lasts_s, worker, instruction))
-        self._wake(now_s + lasts_s, worker, None)
+        self.wake(now_s + lasts_s, worker, None)
 
     def _compute(self, _worker: int, instruction: Instruction, now_s: float) -> float | None:
         """Run a forward or a backward, unless what it needs isn't back from the host yet; its gradients are summed."""
@@ -202,18 +222,6 @@ class Simulation:
         self._copies.begin(worker, copy, now_s)
         return LATER
 
-    def _push(self, worker: int, push: Instruction, now_s: float) -> float | None:
-        """Let gradients set out; the event is that the server has applied them."""
-        lasts_s = self._pushing.push(worker, push, now_s)
-        if lasts_s == 0:
-            return LATER
-        self._wake(now_s + lasts_s, worker, None)
-        return None
-
-    def _pull(self, worker: int, pull: Instruction, now_s: float) -> float | None:
-        pulled_s = self._pushing.pull(worker, pull, now_s)
-        return None if pulled_s is None else self._until(pulled_s, worker, (now_s, pull, now_s))
-
     def _wait_all_reduce(self, worker: int, wait: Instruction, now_s: float) -> float | None:
         _, stage, round_index, _, reduce, *_ = wait
         if reduce >= 0:  # no backward of the round ran here
@@ -229,7 +237,7 @@ class Simulation:
         if found is None:
             return None
         ready_s, joined_s = found
-        return self._until(ready_s, worker, (now_s, wait, joined_s))
+        return self.until(ready_s, worker, (now_s, wait, joined_s))
 
     def _load(self, worker: int, load: Instruction, now_s: float) -> float | None:
         """One loader and two buffers per worker: a load starts when the last one is done and a buffer was taken."""
@@ -240,7 +248,7 @@ class Simulation:
             loaded_s, taken_before_s, taken_s = self._loaders[worker]
             ready_s = max(loaded_s, taken_before_s) + load_s
             self._loaders[worker] = (ready_s, taken_s, max(now_s, ready_s))
-        return self._until(ready_s, worker, (now_s, load, math.inf))
+        return self.until(ready_s, worker, (now_s, load, math.inf))
 
     def _check_ended(self) -> None:
         """Raise if a worker still waits.
@@ -250,7 +258,8 @@ class Simulation:
         """
         if not self._running:
             return
-        waiting = (*self._messages.waiting(), *self._reductions.waiting(), *self._pushing.waiting())
+        waiting = [*self._messages.waiting(), *self._reductions.waiting()]
+        waiting += (each for extension in self._extensions for each in extension.waiting())
         stuck = [
             f"worker {worker} ({self.pipeline.worker_names[worker]}) waits in {instruction} since {since_s:g} s"
             for worker, since_s, instruction in waiting

@@ -1,4 +1,4 @@
-"""MLflow is the record of every run; a tracking failure must never lose a training result."""
+"""Records every run in MLflow; a tracking failure never loses a training result."""
 
 from pipebench.tracking.connection import default_uri
 from pipebench.tracking.entries import logged_params

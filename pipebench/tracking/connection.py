@@ -1,4 +1,4 @@
-"""Where runs are recorded, and MLflow's client on it.
+"""MLflow's client on the store where runs are recorded.
 
 MLflow is imported late (it takes a second), kept quiet, and used by one process at a time when the store is a SQLite
 file: MLflow's own migrations and transactions don't survive several writers.
@@ -39,10 +39,10 @@ _ENVIRONMENT = {
 
 
 def default_uri() -> str:
-    """Return where runs are recorded: MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory.
+    """Return the store's URI: MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory.
 
     Raises:
-        UserError: that is a file whose name no URI of MLflow can hold, and which would be another file.
+        UserError: the file's name can't be written in a URI: MLflow would use another file.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}mlflow.db"
     path = sqlite_path(uri)
@@ -71,19 +71,15 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def quiet_environment() -> dict[str, str]:
-    """Return this process's environment with MLflow's telemetry and chatter off, where the user didn't choose."""
+    """Return this process's environment with MLflow's telemetry and chatter off, unless the user set them."""
     return _ENVIRONMENT | os.environ
 
 
 class Connection:
-    """MLflow's client on one store. Not safe for several threads; every method may raise whatever MLflow raises."""
+    """MLflow's client on one store. Not thread-safe; every method may raise whatever MLflow raises."""
 
     def __init__(self, uri: str) -> None:
-        """Prepare, without touching MLflow.
-
-        Args:
-            uri: an MLflow tracking URI, as `default_uri` returns.
-        """
+        """Prepare for an MLflow tracking URI, without importing MLflow."""
         self.uri = uri
         self._path = sqlite_path(uri)
         self._lock = nullcontext() if self._path is None else FileLock(f"{self._path}.lock", timeout=_TURN_LIMIT_S)
@@ -99,12 +95,12 @@ class Connection:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is a store to be read, as far as this machine can know."""
+        """Whether the store exists, as far as this machine can know."""
         return self._path is None or (self._path.exists() and self._path.stat().st_size > 0)
 
     @contextmanager
     def turn(self) -> "Iterator[MlflowClient]":
-        """Import MLflow, make the database where there is none, and have the store alone as long as it is a file."""
+        """Import MLflow, make the database if missing, and lock a store that is a file."""
         client_of = _mlflow()  # its import takes a second, for which nobody else has to wait
         with self._lock:
             if self._client is None:
@@ -124,7 +120,7 @@ def _mlflow() -> "type[MlflowClient]":
 
 
 def _make_database(path: Path) -> None:
-    """Make a SQLite file aside: one whose making is cut short can never be used again."""
+    """Make a SQLite file under a temporary name: one that is incomplete could never be used."""
     for left_over in path.parent.glob(f".{path.name}.new-*"):
         left_over.unlink()
     # A name of its own: MLflow keeps connections to every file that this process has named to it.
@@ -134,5 +130,5 @@ def _make_database(path: Path) -> None:
 
 
 def _make_tables(path: Path) -> None:
-    """Have MLflow make its tables in a new file, which takes it a second: it migrates all its versions' one by one."""
+    """Have MLflow make its tables in a new file, which takes a second: it migrates through all its versions."""
     _mlflow()(tracking_uri=f"{_SQLITE}{path}").search_experiments(max_results=1)

@@ -1,4 +1,4 @@
-"""What is made for MLflow of what a run has logged."""
+"""Converts a run's log entries to MLflow's metrics, tags and texts."""
 
 import csv
 import io
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from urllib.parse import quote
 
-from pipebench.metrics import COLUMN, METRICS
+from pipebench.metrics import COLUMN, METRICS, known
 from pipebench.tracking.limits import MAX_TAG_CHARS
 from pipebench.tracking.record import LogEntry, Status
 from pipebench.tracking.summary import summarise_curves
@@ -27,9 +27,8 @@ _CUT = "(The artifacts hold the rest.)"
 def values_of(entry: LogEntry, *, virtual: bool) -> tuple[dict[str, float], int]:
     """Return the values of an entry, and their step.
 
-    MLflow's timestamps are whole milliseconds, and it ranks runs by them: virtual seconds, of which a run has 0.2 or
-    200,000, would have to be stretched by a factor of their own per run. They are a metric instead, which MLflow takes
-    as an axis, too.
+    MLflow's timestamps are whole milliseconds, and it ranks runs by them, so virtual seconds (a run has 0.2 or 200,000)
+    don't fit. They are a metric instead, which MLflow takes as an axis, too.
     """
     point, result = entry.point, entry.result
     if point is not None:
@@ -41,7 +40,7 @@ def values_of(entry: LogEntry, *, virtual: bool) -> tuple[dict[str, float], int]
 
 
 def tags_of(entry: LogEntry, run_id: str) -> dict[str, str]:
-    """Return the tags of an entry, those of a result among them; what they say of the run's own id is filled in."""
+    """Return an entry's tags, a result's included, with the run's id filled in."""
     if DESCRIPTION in entry.tags:
         return {**entry.tags, DESCRIPTION: entry.tags[DESCRIPTION].replace(_RUN_ID, run_id)}
     if entry.result is None:
@@ -51,27 +50,28 @@ def tags_of(entry: LogEntry, run_id: str) -> dict[str, str]:
 
 
 def outcome_status(result: RunResult | None) -> Status:
-    """Return the status a result gives its run: a run that diverged is FAILED, an interrupted one KILLED."""
+    """Return a result's status: FAILED if the run diverged, KILLED if it was interrupted."""
     if result is None or result.outcome == DIVERGED:
         return "FAILED"
     return "KILLED" if result.outcome == INTERRUPTED else "FINISHED"
 
 
 def logged_metrics(result: RunResult) -> dict[str, float]:
-    """Return the metrics of a result by which people compare runs, what decides first, as they are shown."""
+    """Return a result's metrics for comparing runs, the deciding ones first, rounded for display."""
     reached = {"target_reached": float(result.outcome == REACHED)} if result.outcome in (REACHED, MISSED) else {}
     values = {**reached, **result.metrics, **summarise_curves(result.points)}
     ordered = dict.fromkeys(name for pattern in _METRICS for name in values if fnmatchcase(name, pattern))
+    ordered |= dict.fromkeys(name for name in values if (row := known(name)) is not None and COLUMN in row.shown)
     return {name: shown_value(values[name]) for name in ordered}
 
 
 def shown_value(value: float) -> float:
-    """Return a value with as many digits as people read; a whole number stays what it is."""
+    """Return a value rounded for display; whole numbers stay exact."""
     return value if float(value).is_integer() else float(f"{value:.{_DIGITS}g}")
 
 
 def stages_csv(result: RunResult) -> str:
-    """Return what the stages came to as a table, a row per stage; "" where nothing is known of any."""
+    """Return a CSV table with a row per stage; "" without stages."""
     columns = dict.fromkeys(name for stage in result.stages for name in stage)
     text = io.StringIO()
     writer = csv.DictWriter(text, [*columns], lineterminator="\n")
@@ -81,18 +81,14 @@ def stages_csv(result: RunResult) -> str:
 
 
 def logged_params(recipe: Mapping[str, str]) -> dict[str, str]:
-    """Return the keys of a flattened recipe that say something: those that are null are not worth a column each."""
+    """Return a flattened recipe without keys that are null, which are not worth a column each."""
     return {name: value for name, value in recipe.items() if value != "null"}
 
 
 def description(markdown: str, pictures: Sequence[str]) -> str:
-    """Return what MLflow shows first of a run: a text, cut to its limit, then the pictures, which are its artifacts.
+    """Return the text that MLflow shows first of a run: `markdown`, cut to MLflow's limit, then picture artifacts.
 
-    The run's id, which MLflow gives, is filled in when it is known.
-
-    Args:
-        markdown: the text.
-        pictures: names of artifacts.
+    The run's id is filled in later, when MLflow has assigned it.
     """
     # Seen from the page's own address, so that a server below a path finds them too.
     links = [f"![{name}](get-artifact?path={quote(name)}&run_uuid={_RUN_ID})" for name in pictures]

@@ -1,4 +1,4 @@
-"""What tells whether a recorded run would come out the same today: what was asked, and the code that answered."""
+"""Identifies whether a recorded run is still current: by hashes of its recipe and of the code."""
 
 import functools
 import hashlib
@@ -19,11 +19,11 @@ _RECIPE_DIGITS, _SOURCE_DIGITS = 16, 12
 
 
 def recipe_hash(loaded: LoadedRecipe) -> str:
-    """Return 16 hexadecimal digits of all that a recipe asks for, its seed included and its name aside.
+    """Return 16 hexadecimal digits of all that a recipe asks for, its seed included, its name not.
 
-    Files count by content: the cluster with every number, plans, orders and profiles byte by byte. Expressions over the
-    environment count as they are written, so that data may lie elsewhere, and data sets by name. Of one's own code
-    every module counts that targets lead to (see `code_hashes`).
+    Files count by content: the cluster with every number, plans, orders and profiles byte by byte. Environment
+    variables count unexpanded, so that data may lie elsewhere, and data sets by name. Of the user's code every module
+    counts that targets lead to (see `code_hashes`).
     """
     asked = {key: value for key, value in loaded.flat.items() if key != _NAME}
     contents = {key: digest for key, value in asked.items() if (digest := _content(value))}
@@ -33,7 +33,7 @@ def recipe_hash(loaded: LoadedRecipe) -> str:
 
 
 def identity_tags(loaded: LoadedRecipe) -> Mapping[str, str]:
-    """Return the tags by which a run of this recipe, with today's code, is found again."""
+    """Return the tags that identify a run of this recipe with today's code."""
     return {RECIPE_TAG: recipe_hash(loaded), VERSION_TAG: source_version()}
 
 
@@ -50,5 +50,5 @@ def source_version() -> str:
 
 
 def _content(value: str) -> str | None:
-    """Return the hash of the file that a key names; None for a key that names none. `4` and `dp` are never files."""
+    """Return the hash of the file that a value names, or None. `4` and `dp` are never files."""
     return files.sha256_of(Path(value)) if Path(value).suffix and os.path.isfile(value) else None

@@ -1,4 +1,4 @@
-"""What a run takes in, as MLflow lists it beside its runs: the data set and the model."""
+"""A run's data set and model, in the form that MLflow lists beside its runs."""
 
 import hashlib
 import json
@@ -17,9 +17,8 @@ class Field:
     """One field of a data set.
 
     Attributes:
-        name: the field's.
         dtype: torch's, e.g. `float32`.
-        shape: of one sample, or of the one that stands for all where they differ in length.
+        shape: of one sample, or of the example where they differ in length.
         is_target: whether it is a target; else an input of the model.
     """
 
@@ -30,24 +29,21 @@ class Field:
 
     @property
     def spec(self) -> Mapping[str, object]:
-        """The field in MLflow's form, any number of samples."""
+        """The field in MLflow's form, for any number of samples."""
         tensor = {"dtype": self.dtype, "shape": [-1, *self.shape]}
         return {"name": self.name, "type": "tensor", "tensor-spec": tensor}
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A data set and a model, by name and by what the recipe says of them.
+    """A data set and a model, by name and options.
 
     Attributes:
         dataset: the data set's name, or the target that makes it.
-        dataset_digest: of its options and its fields, not of its bytes: reading all of them would take minutes.
-        dataset_options: as the recipe gives them.
-        fields: of a sample.
+        dataset_digest: of its options and fields, not of its bytes: reading all of them would take minutes.
         num_samples: by split.
         model: the model's name, or the target that makes it.
         model_digest: of its options.
-        model_options: as the recipe gives them.
     """
 
     dataset: str
@@ -61,7 +57,7 @@ class Inputs:
 
     @staticmethod
     def of(loaded: LoadedRecipe, data: Dataset) -> "Inputs":
-        """Return those of a recipe; what is null in it is left out."""
+        """Return a recipe's inputs; keys that are null are left out."""
         example = data.example(1)
         fields = tuple(
             Field(name, str(example[name].dtype).removeprefix("torch."), tuple(example[name].shape[1:]), targets)
@@ -79,7 +75,7 @@ class Inputs:
 
     @property
     def schema(self) -> str:
-        """The fields in the form that MLflow's page shows: `mlflow_tensorspec`."""
+        """The fields in the form of MLflow's page: `mlflow_tensorspec`."""
         sides = (("features", False), ("targets", True))
         specs = {side: [each.spec for each in self.fields if each.is_target == targets] for side, targets in sides}
         return json.dumps({"mlflow_tensorspec": {side: json.dumps(fields) for side, fields in specs.items()}})

@@ -1,4 +1,4 @@
-"""What MLflow takes at most (its `utils/validation.py`): a batch beyond it is refused as a whole."""
+"""MLflow's limits (its `utils/validation.py`): a batch beyond them is refused as a whole."""
 
 import re
 

@@ -1,10 +1,10 @@
-"""The record of a run: a folder, to which everything that is logged is appended before anything else is done with it.
+"""The record of a run: a folder to which every log entry is appended before it is sent.
 
-    record.jsonl    an entry a line, in the order they were logged
+    record.jsonl    an entry a line, in order
     mlflow.json     MLflow's id of the run, and how many of the entries it has
     ...             the artifacts, under their names
 
-Whoever wants to know what a run logged reads it back from here, whether MLflow has it or not.
+What a run logged is read back from here, whether MLflow has it or not.
 """
 
 import json
@@ -37,12 +37,11 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 @dataclass(frozen=True)
 class Start:
-    """A process that begins a run, or goes on with it.
+    """A process that begins or resumes a run.
 
     Attributes:
-        name: the run's name.
         virtual: whether the run's clock is virtual.
-        parent_id: MLflow's id of the run it belongs to, as far as it is known.
+        parent_id: MLflow's id of the run it belongs to, if known.
     """
 
     name: str
@@ -52,21 +51,17 @@ class Start:
 
 @dataclass(frozen=True)
 class LogEntry:
-    """What was logged at one moment; what wasn't is empty or None.
+    """What was logged at one moment; absent parts are empty or None.
 
     Attributes:
-        at_ms: the moment, milliseconds since the epoch.
+        at_ms: milliseconds since the epoch.
         start: begins the record of a process.
         params: of the recipe.
-        tags: what people filter by.
-        metrics: single values.
-        step: of these values.
+        metrics: single values, at `step`.
         about: MLflow's id of the run that the metrics are of; None for the run itself.
         point: of the curves.
-        inputs: what the run takes in.
-        artifact: name of a file that is whole in the record's folder; it may hold folders.
-        result: what the run came to.
-        status: how it ended: the last entry of a process that came to its end.
+        artifact: name of a complete file in the record's folder; it may include folders.
+        status: how it ended: the last entry of a process that ended normally.
     """
 
     at_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
@@ -83,13 +78,13 @@ class LogEntry:
     status: Status | None = None
 
     def to_json(self) -> str:
-        """Return it on one line, without what is empty; `typed_json.read` reads it back."""
+        """Return it on one line, without empty parts; `typed_json.read` reads it back."""
         return json.dumps({name: value for name, value in asdict(self).items() if value not in (None, {})})
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """What MLflow has: the run's id there, and how many entries."""
+    """MLflow's id of the run, and how many entries it has."""
 
     run_id: str
     num_sent: Count
@@ -97,17 +92,15 @@ class _Sent:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run has logged, put together: later values stand for earlier ones, a point is there once.
+    """A run's entries combined: later values replace earlier ones, each point is there once.
 
     Attributes:
-        name: the run's name.
         params: of the recipe.
-        tags: what people filter by.
-        metrics: single values; those of the result are in the result.
+        metrics: single values but those of the result.
         points: the curves, in time order.
         artifacts: their names.
-        result: what the run came to; None as long as the last process that began or went on with it has none.
-        status: how it ended; None likewise.
+        result: of the last process that began or resumed the run; None if it has none yet.
+        status: likewise.
     """
 
     name: str
@@ -121,7 +114,7 @@ class RunRecord:
 
     @staticmethod
     def of(entries: Sequence[LogEntry]) -> "RunRecord | None":
-        """Put entries together; None if no process says what the run is called."""
+        """Combine entries; None if none of them is a start."""
         name = next((entry.start.name for entry in entries if entry.start is not None), None)
         if name is None:
             return None
@@ -160,21 +153,17 @@ def mlflow_run_id(folder: Path) -> str | None:
 
 
 class RecordFolder:
-    """Writes a record. Safe to use from several threads.
+    """Writes a record; thread-safe.
 
     Attributes:
         earlier: the entries of earlier processes.
         num_sent: how many of all entries MLflow has.
         run_id: MLflow's id of the run, None as long as it has none.
-        path: the folder; None where the disk doesn't take it: then nothing is written.
+        path: the folder; None once it can't be written, and then nothing is.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Open a folder, made if need be, and go on after the last whole entry.
-
-        Args:
-            path: the folder; None for one that couldn't be made.
-        """
+        """Open or make a folder, or none, to append after the last complete entry."""
         self.path = path
         self.earlier: list[LogEntry] = []
         self.num_sent = 0
@@ -207,7 +196,7 @@ class RecordFolder:
                 return RecordFolder(path)
 
     def append(self, entry: LogEntry, content: bytes | None = None) -> None:
-        """Write an entry, and the content of its artifact before it. Never raises: MLflow may take it all the same."""
+        """Write an artifact's content, then its entry. Never raises: MLflow may still take it."""
         with self._writing():
             if self.path is None:
                 return
@@ -226,7 +215,7 @@ class RecordFolder:
         return None
 
     def note_sent(self, run_id: str, num_sent: int) -> None:
-        """Note what MLflow has."""
+        """Store MLflow's id and number of entries."""
         self.run_id, self.num_sent = run_id, num_sent
         with self._writing():
             if self.path is not None:
@@ -235,7 +224,7 @@ class RecordFolder:
                 beside.replace(self.path / _SENT)
 
     def move(self, path: Path) -> None:
-        """Let the record be in another folder, of the same disk, from now on."""
+        """Move the record to another folder on the same disk."""
         with self._writing():
             if self.path is not None:
                 self.path.rename(path)
@@ -243,14 +232,14 @@ class RecordFolder:
                 self.path = path
 
     def remove(self) -> None:
-        """Remove a record that MLflow has, if it isn't in a run's folder."""
+        """Remove a record that MLflow has, unless it is in a run's folder."""
         with self._lock:
             if self.path is not None and self.path.parent.name == RESULTS_FOLDER:
                 shutil.rmtree(self.path, ignore_errors=True)
                 _remove_if_empty(self.path.parent)
 
     def _mended(self) -> list[LogEntry]:
-        """Return the entries of earlier processes; a last line that a crash tore is cut off."""
+        """Return the entries of earlier processes; a torn last line is removed from the file."""
         assert self.path is not None
         content = _read(self.path / ENTRIES)
         whole = content[: content.rfind(b"\n") + 1]
@@ -264,7 +253,7 @@ class RecordFolder:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Write to the folder, if there is one; where the disk doesn't take it, there is none from now on."""
+        """Lock the folder for writing, and give it up when the disk fails."""
         with self._lock:
             try:
                 yield
@@ -274,12 +263,12 @@ class RecordFolder:
 
 
 def _read(path: Path) -> bytes:
-    """Return a file's content, nothing if it isn't there."""
+    """Return a file's content, empty if it doesn't exist."""
     return read_bytes(path, _MAX_BYTES) if path.exists() else b""
 
 
 def _entries_in(content: bytes) -> list[LogEntry]:
-    """Return the entries that are whole: a crash or a full disk may have torn one, or somebody changed it."""
+    """Return the valid entries; a crash, a full disk or an edit may have spoilt some."""
     entries = []
     for line in content.splitlines():
         with suppress(JsonError):
@@ -288,7 +277,7 @@ def _entries_in(content: bytes) -> list[LogEntry]:
 
 
 def _read_sent(folder: Path) -> tuple[str | None, int]:
-    """Return MLflow's id of the run and how many entries it has."""
+    """Return MLflow's id of the run and its number of entries."""
     try:
         sent = read(_Sent, read_text(folder / _SENT))
         return sent.run_id, sent.num_sent

@@ -1,4 +1,4 @@
-"""Results read back from where they were recorded: the only file that asks MLflow what runs came to."""
+"""Reads recorded results back from MLflow and from record folders."""
 
 import logging
 import re
@@ -30,14 +30,13 @@ _PAGE = 1000  # runs, or experiments, that one question is answered with
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run that has come to a result.
+    """A run with a result.
 
     Attributes:
         run_id: MLflow's; of a run that MLflow hasn't, its folder's name.
         experiment_id: MLflow's; "" likewise.
-        result: what it came to.
-        ended_ms: when, milliseconds since the epoch.
-        name: what the run is called in MLflow.
+        ended_ms: milliseconds since the epoch.
+        name: the run's in MLflow.
     """
 
     run_id: str
@@ -48,12 +47,12 @@ class Recorded:
 
 
 class RecordedRun(NamedTuple):
-    """A run that can be named.
+    """A run that references can name.
 
     Attributes:
         ids: MLflow's, and its folder's name.
-        names: what MLflow calls it, and its recipe's name.
-        load: returns what it came to, None if nothing is known of that.
+        names: MLflow's name, and its recipe's.
+        load: returns the run with its result, None without one.
     """
 
     ids: tuple[str, ...]
@@ -62,33 +61,24 @@ class RecordedRun(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The run as a list names it."""
+        """The run's name in lists."""
         return f"{short_id(self.ids[0])} ({self.names[0]})"
 
 
 class RecordedRuns:
-    """The runs of one MLflow store, for any number of questions. Not safe for several threads."""
+    """The runs of one MLflow store. Not thread-safe."""
 
     def __init__(self, uri: str | None = None) -> None:
-        """Prepare, without touching MLflow.
-
-        Args:
-            uri: an MLflow tracking URI; by default where runs are recorded.
-        """
+        """Prepare for an MLflow tracking URI, `default_uri` without one, without importing MLflow."""
         self._connection = Connection(uri or default_uri())
 
     def newest(self, recipe_hash: str, version: str) -> Recorded | None:
-        """Return the run that ended last of those that a recipe came to with some code; None if there is none.
+        """Return the latest run with this `recipe_hash` and `source_version` (of `identity`); None without one.
 
-        A run that was interrupted doesn't count, nor one that went on with another recipe or other code. One that
-        diverged does: it would again.
-
-        Args:
-            recipe_hash: as `identity.recipe_hash` returns.
-            version: as `identity.source_version` returns.
+        Interrupted runs don't count, nor runs resumed with another recipe or code. Diverged runs do: they would again.
 
         Raises:
-            UserError: MLflow can't be asked.
+            UserError: MLflow can't be read.
         """
         asked = {RECIPE_TAG: recipe_hash, VERSION_TAG: version}
         tagged = [f"tags.{tag} = '{value}'" for tag, value in asked.items()]
@@ -101,10 +91,10 @@ class RecordedRuns:
         return None
 
     def result_of(self, run_id: str) -> RunResult | None:
-        """Return what a run came to; None if it has no result that can be read.
+        """Return a run's result; None if it has none that can be read.
 
         Raises:
-            UserError: MLflow can't be asked.
+            UserError: MLflow can't be read.
         """
         with self._asking() as client:
             return _result(client, run_id)
@@ -113,16 +103,17 @@ class RecordedRuns:
         """Return every run of a recipe, the newest first.
 
         Raises:
-            UserError: MLflow can't be asked.
+            UserError: MLflow can't be read.
         """
-        found = []
-        for run in self._search("tags.kind = 'run'"):
-            names = (run.info.run_name, run.data.params.get("name", ""))
-            found.append(RecordedRun((run.info.run_id,), names, partial(self._recorded, run)))
-        return found
+        return [
+            RecordedRun(
+                (run.info.run_id,), (run.info.run_name, run.data.params.get("name", "")), partial(self._recorded, run)
+            )
+            for run in self._search("tags.kind = 'run'")
+        ]
 
     def _search(self, question: str) -> "Iterator[Run]":
-        """Yield the runs that answer a question, the one that ended last first."""
+        """Yield the runs that match a filter, the latest first."""
         if not self._connection.is_there:
             return
         token: str | None = ""
@@ -152,15 +143,12 @@ class RecordedRuns:
 
 
 def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Recorded]:
-    """Return the runs that a user names.
+    """Return the runs that a user names by id, beginning of an id, or unique name, MLflow's or the recipe's.
 
-    Args:
-        references: of each its id, MLflow's or its folder's name, the beginning of one, or a name that no other run
-            has: what MLflow calls it, or its recipe's.
-        folders: records on this disk, some of which MLflow may not have.
+    Ids are MLflow's or names of `folders`, records on this disk, some of which MLflow may not have.
 
     Raises:
-        UserError: none goes by a reference, several do, or one has no result; names the nearest, or all.
+        UserError: a reference matches no run or several, or the run has no result; names the nearest, or all.
     """
     stored = RecordedRuns().known()
     local = [run for folder in folders if (run := _known_of(folder)) is not None]
@@ -193,7 +181,7 @@ def _chosen(reference: str, known: Sequence[RecordedRun]) -> RecordedRun:
 
 
 def short_id(run_id: str) -> str:
-    """Return as much of MLflow's id of a run as tells it from others; the name of a folder stays what it is."""
+    """Return the first characters of MLflow's id of a run; a folder's name stays whole."""
     return run_id[:_ID_CHARS] if _MLFLOW_ID.fullmatch(run_id) else run_id
 
 
@@ -203,7 +191,7 @@ def _listed(runs: Sequence[RecordedRun]) -> str:
 
 
 def _known_of(folder: Path) -> RecordedRun | None:
-    """Return the run that is recorded in a folder; None if nothing can be read there."""
+    """Return the run recorded in a folder; None if it can't be read."""
     name = folder.parent.name if folder.name == RECORD else folder.name
     try:
         record = read_record(folder)
@@ -219,7 +207,7 @@ def _known_of(folder: Path) -> RecordedRun | None:
 
 
 def _result(client: "MlflowClient", run_id: str) -> RunResult | None:
-    """Return a run's artifact; None where it isn't there any more, or was changed."""
+    """Return a run's result artifact; None if it is gone or was changed."""
     with tempfile.TemporaryDirectory() as scratch:
         try:
             return read(RunResult, Path(client.download_artifacts(run_id, RESULT_FILE, scratch)).read_bytes())

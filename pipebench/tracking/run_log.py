@@ -1,7 +1,7 @@
-"""What a run logs, without being slowed down: it goes to the run's record, and one thread of ours tells MLflow of it.
+"""Logs a run without slowing it down: entries go to its record, and a background thread sends them to MLflow.
 
-When MLflow fails there is one warning, and the run goes on: its record keeps what isn't sent. MLflow is tried again now
-and then, at the end, and when the run goes on in another process.
+When MLflow fails there is one warning, and the run goes on: unsent entries stay in the record. MLflow is tried again
+every half minute, at the end, and when another process resumes the run.
 """
 
 import json
@@ -37,14 +37,10 @@ _log = logging.getLogger(__name__)
 
 
 class Tracking:
-    """One store and one experiment. Connecting begins at once, in the background."""
+    """One store and one experiment, connected in the background."""
 
     def __init__(self, suite: str) -> None:
-        """Begin to connect to MLFLOW_TRACKING_URI, else to `mlflow.db` in the working directory.
-
-        Args:
-            suite: name of the experiment.
-        """
+        """Begin to connect to `default_uri`, for the experiment named `suite`."""
         self.store = Store(default_uri(), suite)
         self.folder = Path.cwd()
         self.progress = 0  # grows with everything the store has taken
@@ -58,7 +54,7 @@ class Tracking:
 
     @property
     def patience_s(self) -> float:
-        """How long a store may take nothing before it isn't waited for any longer."""
+        """Seconds to wait for a store that takes nothing."""
         if self.lost:
             return _PATIENCE_LOST_S
         return _PATIENCE_LOCAL_S if self.store.local else _PATIENCE_SERVER_S
@@ -79,12 +75,12 @@ class Tracking:
         Args:
             name: the run's name.
             params: the flattened recipe.
-            tags: whatever else people filter by.
+            tags: other values that people filter by.
             parent: the comparison this run belongs to, or MLflow's id of it.
             virtual: whether the run's clock is virtual: it is then a metric, and timestamps are the wall's.
-            folder: where the run is recorded; None for a place that is removed once MLflow has everything. A run that
-                an earlier process recorded there goes on: points that MLflow has are not logged again, its start stays,
-                params and tags that changed become tags `resumed.<name>`.
+            folder: where the run is recorded; None for a folder that is removed once MLflow has everything. A run that
+                an earlier process recorded there is resumed: points that MLflow has are not logged again, its start
+                stays, params and tags that changed become tags `resumed.<name>`.
             system_metrics: whether this host's CPU, memory, disk, network and GPU are sampled.
         """
         record = RecordFolder.of_name(name, self.folder) if folder is None else RecordFolder(folder)
@@ -95,11 +91,7 @@ class Tracking:
         return run
 
     def reopen(self, folder: Path) -> "RunLog | None":
-        """Open what another process has recorded, for what it couldn't send and how it ended; None if there is nothing.
-
-        Args:
-            folder: the record's.
-        """
+        """Open another process's record to send the rest of it and its end; None if `folder` has none."""
         record = RecordFolder(folder)
         start = next((entry.start for entry in record.earlier if entry.start is not None), None)
         return None if start is None else self._open(record, start, start.parent_id, system_metrics=False)
@@ -117,7 +109,7 @@ class Tracking:
         return run
 
     def wait_until_ready(self, limit_s: float = _PATIENCE_LOCAL_S) -> bool:
-        """Wait until MLflow is imported and connected, so that neither costs time later; False if it isn't by then."""
+        """Wait until MLflow is imported and connected, so that neither costs time later; return whether it is."""
         limit_s = limit_s if self.store.local else min(limit_s, _PATIENCE_SERVER_S)
         ready = self._connected.wait(0.0 if self._waited_in_vain else limit_s)
         self._waited_in_vain = not ready
@@ -132,7 +124,7 @@ class Tracking:
         self.progress += 1
 
     def warn(self, reason: BaseException | str, folder: Path | None) -> None:
-        """Tell the user, once, that MLflow doesn't take what is logged."""
+        """Warn the user, once, that MLflow doesn't take what is logged."""
         if not self._warned:
             self._warned = True
             where = f"; everything is kept in {_shown(folder)}" if folder else ""
@@ -156,11 +148,7 @@ class Tracking:
 
 
 class RunLog:
-    """What one run logs. Every method but `finish` returns at once and never raises for MLflow's sake.
-
-    Attributes:
-        name: the run's name.
-    """
+    """The log of one run. Every method but `finish` returns at once and never raises because of MLflow."""
 
     def __init__(self, tracking: Tracking, name: str, sender: Sender) -> None:
         self.name = name
@@ -177,11 +165,11 @@ class RunLog:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the sender is done with a finished run, well or badly."""
+        """Whether the sender is done with a finished run, successfully or not."""
         return self._sender.settled.is_set()
 
     def begin(self, start: LogEntry) -> None:
-        """Log what a process begins with."""
+        """Log the start of a process."""
         self._sender.add(start)
         if any(len(value) > MAX_PARAM_CHARS or clean_name(name) != name for name, value in start.params.items()):
             self.text("params.json", json.dumps(dict(start.params), indent=1))
@@ -193,9 +181,7 @@ class RunLog:
     def metrics(self, values: Mapping[str, float], *, about: str | None = None) -> None:
         """Log single values now, e.g. the spread over seeds on a parent run.
 
-        Args:
-            values: name to value.
-            about: MLflow's id of the run that they are of, where only this one knows them; None for this run.
+        `about` is MLflow's id of the run that they are of, None for this run.
         """
         self._sender.add(LogEntry(metrics={name: shown_value(value) for name, value in values.items()}, about=about))
 
@@ -208,20 +194,15 @@ class RunLog:
         self._sender.add(LogEntry(tags={name: value}))
 
     def describe(self, markdown: str, pictures: Sequence[str] = ()) -> None:
-        """Set the text that MLflow shows first, with pictures that are artifacts.
-
-        Args:
-            markdown: the text; what is beyond MLflow's limit is left out.
-            pictures: names of artifacts.
-        """
+        """Set the text that MLflow shows first, cut to its limit, with picture artifacts."""
         self.tag(DESCRIPTION, description(markdown, pictures))
 
     def text(self, artifact: str, text: str) -> None:
-        """Keep a text as an artifact; the name may hold folders."""
+        """Store a text as an artifact; the name may include folders."""
         self._sender.add(LogEntry(artifact=artifact), text.encode())
 
     def file(self, artifact: str, path: str | os.PathLike[str]) -> None:
-        """Keep a copy of a file, as it is now, as an artifact.
+        """Store a copy of a file as an artifact.
 
         Raises:
             OSError: the file can't be read.
@@ -237,16 +218,15 @@ class RunLog:
             self.text(STAGES_FILE, table)
 
     def move(self, folder: Path) -> None:
-        """Let the run be recorded in another folder, with all that was logged before."""
+        """Move the run's record to another folder."""
         self._sender.record.move(folder)
 
     def finish(self, result: RunResult | None = None, *, status: Status | None = None) -> None:
-        """Log what the run came to and close it; waits until MLflow has everything, a few seconds at most if it hangs.
+        """Log the end, and wait until MLflow has everything, a few seconds at most if it hangs.
 
         Args:
-            result: what the run gave; None for a comparison, for a run that failed without a result, or where it is
-                logged already.
-            status: by default as the result says: a run that diverged is FAILED, an interrupted one KILLED.
+            result: the run's; None for a comparison, for a run that failed without one, or if it is logged already.
+            status: by default the result's: FAILED if the run diverged, KILLED if it was interrupted.
         """
         if result is not None:
             self.result(result)
@@ -260,7 +240,7 @@ class RunLog:
             raise
 
     def wait_for_id(self) -> str | None:
-        """Wait until MLflow has given the run an id, for another process to refer to it; None if it doesn't."""
+        """Wait for MLflow's id of the run, for another process to refer to; None if MLflow gives none in time."""
         until_s = time.monotonic() + self._tracking.patience_s
         self._tracking.wake()
         while self.run_id is None and not self._failed and time.monotonic() < until_s:
@@ -270,15 +250,15 @@ class RunLog:
     def where(self) -> str:
         """Return the line that tells the user where the run is recorded."""
         if not self._sender.is_empty:
-            kept = self._sender.record.path
-            return f"{_shown(kept)}/ (MLflow did not take it)" if kept else "not recorded: MLflow and the disk failed"
+            path = self._sender.record.path
+            return f"{_shown(path)}/ (MLflow did not take it)" if path else "not recorded: MLflow and the disk failed"
         store = self._tracking.store
         if store.uri.startswith("http"):
             return run_address(shown_uri(store.uri).rstrip("/"), str(store.experiment_id), str(self.run_id))
         return f"pipebench ui   (experiment {store.suite}, run {self.name})"
 
     def send(self) -> None:
-        """Hand what is logged to MLflow; what it doesn't take stays. For the sender's thread only."""
+        """Send what is logged to MLflow; what it doesn't take stays. For the sender's thread only."""
         ending = self._sender.ended
         if not ending and time.monotonic() < self._retry_at_s:
             return

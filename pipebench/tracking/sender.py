@@ -1,6 +1,6 @@
-"""Hands what one run has logged to MLflow, in order. Nothing leaves the queue before MLflow has taken it.
+"""Sends a run's log entries to MLflow, in order; an entry leaves the queue after MLflow has taken it.
 
-A run that another process began is gone on with under its id: what that one couldn't send is sent first.
+A resumed run continues under its id, and entries that an earlier process couldn't send go first.
 """
 
 import itertools
@@ -19,12 +19,12 @@ _RESUMES = "resumes"
 
 
 class Sender:
-    """The queue of one run. `add` is for every thread, everything else for the one that talks to MLflow.
+    """The queue of one run. `add` is thread-safe; everything else belongs to the thread that talks to MLflow.
 
     Attributes:
         record: where everything is written first.
         ended: the run's end is in the queue.
-        settled: set when MLflow has the run's end, or isn't to be waited for any longer.
+        settled: set when MLflow has the run's end, or is given up.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Sender:
 
         Args:
             record: the run's.
-            start: says what the run is called.
+            start: of the run.
             parent_id: returns MLflow's id of the run it belongs to, None as long as there is none.
             system_metrics: whether this host is sampled.
         """
@@ -57,7 +57,7 @@ class Sender:
         return not self._queue
 
     def add(self, entry: LogEntry, content: bytes | None = None) -> None:
-        """Write an entry to the record, and queue it; after the run's end nothing is taken."""
+        """Write an entry to the record, and queue it; after the run's end it is ignored."""
         with self._lock:
             if self.ended:
                 return
@@ -66,12 +66,7 @@ class Sender:
             self.ended = entry.status is not None
 
     def send(self, store: Store, on_progress: Callable[[], None]) -> None:
-        """Hand the queue to MLflow; may raise whatever MLflow raises.
-
-        Args:
-            store: where to.
-            on_progress: called whenever MLflow has taken something.
-        """
+        """Send the queue to MLflow, calling `on_progress` after each request; may raise whatever MLflow raises."""
         if self._history is None and not self._queue and not self.record.earlier:
             return  # a run that is about to log its start, with which it begins
         store.connect()
@@ -90,7 +85,7 @@ class Sender:
             self.settled.set()
 
     def _begin(self, store: Store) -> "History":
-        """Take up the run that an earlier process began, if MLflow has it, or create it."""
+        """Resume the run that an earlier process began, if MLflow has it, or create it."""
         run_id = self.record.run_id
         found = None if run_id is None else store.resume_run(run_id)
         if run_id is None or found is None:
@@ -144,7 +139,7 @@ class Sender:
         return len(leading)
 
     def _log(self, store: Store, run_id: str, history: "History", entries: Sequence[LogEntry]) -> None:
-        """Send values, params and tags of entries among which only the first may be a start."""
+        """Send values, params and tags of entries, of which only the first may be a start."""
         rows: list[Row] = []
         curves: list[Row] = []
         results: list[Row] = []
@@ -168,9 +163,9 @@ class Sender:
         history.note_result(results)
 
     def _replacing(self, store: Store, run_id: str, history: "History", values: Sequence[Row]) -> list[Row]:
-        """Return the values of a result that MLflow hasn't, and take back what earlier results of the run gave it.
+        """Return a result's values that MLflow hasn't, after removing those of the run's earlier results.
 
-        A run that was stopped, or came to its end, and went on has a result of each time: its last one stands.
+        A run that ended and was resumed has a result each time, and the last one counts.
         """
         earlier = [each.result for each in self.record.earlier if each.result is not None]
         given = {clean_name(name) for result in earlier for name in logged_metrics(result)}
@@ -182,7 +177,7 @@ class Sender:
         return [row for row in values if clean_name(row.metric) not in shown]
 
     def _rows(self, entry: LogEntry, history: "History") -> tuple[list[Row], dict[str, str]]:
-        """Return the values of an entry, and as tags those that MLflow would draw as 0 or 1.8e308."""
+        """Return an entry's values, and as tags the non-finite ones, which MLflow would draw as 0 or 1.8e308."""
         values, step = values_of(entry, virtual=self._virtual)
         timestamp_ms = entry.at_ms
         if entry.point is not None and not self._virtual:
@@ -198,25 +193,19 @@ class Sender:
 
 
 def _is_sent_alone(entry: LogEntry) -> bool:
-    """Return whether an entry is a request of its own: whatever isn't values, params or tags of the run."""
+    """Return whether an entry needs a request of its own: anything but values, params or tags of the run."""
     return any(each is not None for each in (entry.status, entry.artifact, entry.inputs, entry.about))
 
 
 class History:
-    """What a run has in MLflow, asked for as far as it is needed: nothing is logged twice, nothing overwritten.
+    """What a run has in MLflow, fetched as needed, so that nothing is logged twice or overwritten.
 
     Attributes:
         began_ms: when the run began, milliseconds since the epoch.
     """
 
     def __init__(self, store: Store, run_id: str, found: StoredRun) -> None:
-        """Begin with what MLflow says of the run.
-
-        Args:
-            store: where the run is.
-            run_id: MLflow's id.
-            found: the run as it was found, or made.
-        """
+        """Begin with the run as it was found or created."""
         self.began_ms = found.start_ms
         self._store, self._run_id = store, run_id
         self._params, self._tags = {**found.params}, {**found.tags}
@@ -224,11 +213,11 @@ class History:
         self._last_steps: dict[str, int] = {}
 
     def has(self, row: Row) -> bool:
-        """Return whether MLflow has a value of a curve's metric at this step, or after."""
+        """Return whether a curve's metric has a value at this step or later."""
         return row.step <= self.last_step(row.metric)
 
     def shows(self, row: Row) -> bool:
-        """Return whether a metric that is no curve has this value."""
+        """Return whether a single metric has this value."""
         return self._metrics.get(clean_name(row.metric)) == row.value
 
     def having(self, names: Iterable[str]) -> list[str]:
@@ -236,7 +225,7 @@ class History:
         return sorted(self._metrics.keys() & names)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Forget the values of some metrics, which MLflow hasn't any more."""
+        """Note that metrics have been removed."""
         for name in names:
             del self._metrics[name]
 
@@ -245,25 +234,25 @@ class History:
         self._metrics |= {clean_name(row.metric): row.value for row in rows}
 
     def last_step(self, metric: str) -> int:
-        """Return the largest step of a metric, -1 where it has none."""
+        """Return the largest step of a metric, -1 without any."""
         name = clean_name(metric)
         if name not in self._last_steps:
             self._last_steps[name] = self._store.last_step(self._run_id, name) if name in self._metrics else -1
         return self._last_steps[name]
 
     def next_system_step(self) -> int:
-        """Return the step that comes after all system metrics."""
+        """Return the step after those of all system metrics."""
         return 1 + max((self.last_step(name) for name in self._metrics if name.startswith(SYSTEM)), default=-1)
 
     def params(self, params: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the params that are new, and as tags `resumed.<name>` those that changed: MLflow refuses them."""
+        """Return the new params, and as tags `resumed.<name>` those that changed, which MLflow refuses."""
         new = {name: value for name, value in params.items() if clean_name(name) not in self._params}
         return new, _changed(params, self._params, MAX_PARAM_CHARS)
 
     def start_tags(self, tags: Mapping[str, str]) -> dict[str, str]:
-        """Return the tags that a process begins with as MLflow gets them.
+        """Return the tags to set for a process's start.
 
-        In a run that goes on these are the new ones, `resumed.<name>` of those that changed, and how often it resumed.
+        In a resumed run these are the new ones, `resumed.<name>` of those that changed, and how often it resumed.
         """
         known = self._tags
         if not known:

@@ -1,4 +1,4 @@
-"""One MLflow store as pipebench writes it: the only file that changes anything there; `results` reads it back."""
+"""Writes runs to one MLflow store."""
 
 import json
 import logging
@@ -27,7 +27,6 @@ class Row(NamedTuple):
     """One value of one metric.
 
     Attributes:
-        metric: its name.
         value: finite.
         timestamp_ms: milliseconds since the epoch.
         step: samples seen.
@@ -45,8 +44,7 @@ class StoredRun:
 
     Attributes:
         start_ms: when it began, milliseconds since the epoch.
-        params: what it has, under MLflow's names.
-        tags: likewise.
+        params: under MLflow's names, like tags.
         metrics: the last value of every metric that has one.
     """
 
@@ -57,9 +55,9 @@ class StoredRun:
 
 
 def require_writable() -> None:
-    """Refuse to begin what could be recorded nowhere: neither in the store nor in the folder that stands in for it.
+    """Check that runs can be recorded, in the store or in the folder that replaces it.
 
-    Whether a server takes runs only it knows; a store that fails later costs no result where the folder can be written.
+    A server is assumed to take runs; if a store fails later, the folder keeps the results.
 
     Raises:
         UserError: neither can be written.
@@ -84,9 +82,9 @@ def _takes_runs(uri: str) -> bool:
 
 
 def _takes_files(folder: Path) -> bool:
-    """Return whether a file can be made in a folder; in one that isn't there yet, in the nearest above it that is.
+    """Return whether a file can be created in a folder, or in its nearest existing parent.
 
-    It is tried: permissions say nothing of a disk that is mounted read-only, nor to the superuser.
+    It is tried: permissions don't show a read-only disk, nor apply to the superuser.
     """
     folder = folder.absolute()
     there = next(each for each in (folder, *folder.parents) if each.exists())
@@ -98,21 +96,16 @@ def _takes_files(folder: Path) -> bool:
 
 
 class Store(Connection):
-    """One experiment of a store, to be written to."""
+    """One experiment of a store, for writing."""
 
     def __init__(self, uri: str, suite: str) -> None:
-        """Prepare, without touching MLflow.
-
-        Args:
-            uri: an MLflow tracking URI, as `default_uri` returns.
-            suite: name of the experiment.
-        """
+        """Prepare for an MLflow tracking URI and the experiment named `suite`, without importing MLflow."""
         super().__init__(uri)
         self.suite = suite
         self.experiment_id: str | None = None
 
     def connect(self) -> None:
-        """Import MLflow, make the database and the experiment where they don't exist. Later calls do nothing."""
+        """Import MLflow, make the database and the experiment if missing. Later calls do nothing."""
         if self.experiment_id is not None:
             return
         if self._path is not None:
@@ -130,7 +123,7 @@ class Store(Connection):
         return str(run.info.run_id)
 
     def resume_run(self, run_id: str) -> StoredRun | None:
-        """Set a run's status to RUNNING again and return what it has; None if MLflow doesn't know it."""
+        """Set a run's status to RUNNING again and return it; None if MLflow doesn't know it."""
         from mlflow.exceptions import MlflowException
 
         with self.turn() as client:
@@ -147,7 +140,7 @@ class Store(Connection):
         return StoredRun(int(run.info.start_time), dict(data.params), dict(data.tags), dict(data.metrics))
 
     def last_step(self, run_id: str, metric: str) -> int:
-        """Return the largest step at which a metric has a value, -1 where it has none."""
+        """Return the largest step of a metric's values, -1 without any."""
         with self.turn() as client:
             return max((int(row.step) for row in client.get_metric_history(run_id, metric)), default=-1)
 
@@ -170,14 +163,10 @@ class Store(Connection):
                 del metrics[:METRICS_PER_BATCH], entries[:ENTRIES_PER_BATCH], labels[:ENTRIES_PER_BATCH]
 
     def forget(self, run_id: str, metrics: Sequence[str]) -> None:
-        """Remove all values of some metrics of a run, where this process writes to the store's database itself.
+        """Remove all values of metrics, by MLflow's names, from a run in a store that is this process's own database.
 
         MLflow's client, and so every server, only adds values: there the older ones stay in a metric's history, and the
-        newest is the one that is shown.
-
-        Args:
-            run_id: MLflow's id.
-            metrics: MLflow's names.
+        newest is shown.
         """
         if not metrics:
             return
@@ -194,7 +183,7 @@ class Store(Connection):
                     rows.delete(synchronize_session=False)
 
     def log_inputs(self, run_id: str, inputs: Inputs) -> None:
-        """Name the data set and the model of a run; one model stands for all runs of the experiment that take it."""
+        """Log the data set and the model of a run; runs of an experiment share one entry per model."""
         from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput
 
         source = json.dumps(dict(inputs.dataset_options))
@@ -208,7 +197,7 @@ class Store(Connection):
                 _log.debug("run %s has no model: %s", run_id, error)
 
     def log_artifact(self, run_id: str, name: str, content: bytes) -> None:
-        """Store a file under the run's artifacts; `name` may hold folders."""
+        """Store a file under the run's artifacts; `name` may include folders."""
         target = PurePosixPath(name)
         folder = None if target.parent == PurePosixPath(".") else str(target.parent)
         with tempfile.TemporaryDirectory() as scratch:
@@ -237,7 +226,7 @@ class Store(Connection):
         return str(found.experiment_id)
 
     def _model_id(self, client: "MlflowClient", inputs: Inputs) -> str:
-        """Return MLflow's id of a model, which is made where there is none."""
+        """Return MLflow's id of a model, created if missing."""
         name = re.sub(r"[/:.%\"']+", "-", f"{inputs.model}-{inputs.model_digest}")
         experiment_id = str(self.experiment_id)
         found = client.search_logged_models([experiment_id], f"name = '{name}'")
@@ -255,14 +244,11 @@ class Store(Connection):
 
 
 def _add_tags(client: "MlflowClient", experiment_id: str) -> None:
-    """Tell MLflow's pages how to show an experiment, except what is told: the user may have changed it.
-
-    No run is worth less without.
-    """
+    """Set the tags of an experiment's view, except those that are set: the user may have changed them."""
     try:
-        told = client.get_experiment(experiment_id).tags
+        known = client.get_experiment(experiment_id).tags
         for name, value in experiment_tags(experiment_id).items():
-            if name not in told:
+            if name not in known:
                 client.set_experiment_tag(experiment_id, name, value)
     except Exception as error:
         _log.debug("the experiment has no view: %s", error)

@@ -1,4 +1,4 @@
-"""What is made of curves and of several seeds: the numbers MLflow's own table can't work out.
+"""Summaries of curves and of several seeds, which MLflow's own table can't compute.
 
 The table shows the last value of a curve; people compare by the best one, and by mean and spread over seeds.
 """
@@ -21,16 +21,12 @@ _NOT_A_SCORE = ("virtual_time_s", "wall_time_s", "epoch", "learning_rate", "lr")
 
 
 def lower_is_better(metric: str) -> bool:
-    """Return whether a smaller value of the metric is the better one (losses, perplexity, errors)."""
+    """Return whether a smaller value of the metric is better (losses, perplexity, errors)."""
     return any(word in metric for word in _LOWER_IS_BETTER)
 
 
 def summarise_curves(points: Sequence[Point]) -> dict[str, float]:
-    """Return `best_<metric>` of every curve; values that are not finite don't count.
-
-    Args:
-        points: the curves, in time order.
-    """
+    """Return `best_<metric>` of every curve; non-finite values don't count."""
     curves: dict[str, list[float]] = {}
     for point in points:
         for metric, value in point.metrics.items():
@@ -42,15 +38,12 @@ def summarise_curves(points: Sequence[Point]) -> dict[str, float]:
 
 
 def summarise_seeds(results: Sequence[RunResult]) -> dict[str, float]:
-    """Return what several runs of one recipe came to: the best scores, and what `SPREAD_METRICS` names, with spread.
-
-    Args:
-        results: runs that differ in their seed only.
+    """Return the spread of the best scores and of `SPREAD_METRICS` over runs that differ in their seed only.
 
     Returns:
         `<metric>_mean`, `_std` (sample standard deviation, with two runs or more), `_median`, `_min`, `_max`;
-        `runs_total`, and `runs_reached` where a target was set. A run that missed its target has no time to accuracy
-        and is not part of its spread.
+        `runs_total` and `runs_reached`. A run that missed its target has no time to accuracy and is not part of its
+        spread.
     """
     summary = {"runs_total": float(len(results)), "runs_reached": float(sum(r.outcome == REACHED for r in results))}
     for metric, sample in _samples(results).items():
@@ -60,13 +53,13 @@ def summarise_seeds(results: Sequence[RunResult]) -> dict[str, float]:
 
 
 def seed_medians(results: Sequence[RunResult]) -> dict[str, float]:
-    """Return the medians of what the list of metrics says, over several runs, under the metrics' own names."""
+    """Return the medians over several runs of the metrics listed for it, under the metrics' own names."""
     samples = _samples(results)
     return {metric: statistics.median(samples[metric]) for metric in _MEDIAN if metric in samples}
 
 
 def _samples(results: Sequence[RunResult]) -> dict[str, list[float]]:
-    """Return the values of every metric; a run that missed its target has no time to it."""
+    """Return the finite values of every metric; times to target only of runs that reached it."""
     values: dict[str, list[float]] = {}
     for result in results:
         for metric, value in result.metrics.items():

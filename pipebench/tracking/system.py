@@ -1,7 +1,7 @@
-"""System metrics of this host, by MLflow's own monitors: CPU, memory, disk, network and, where there is one, the GPU.
+"""System metrics of this host, by MLflow's own monitors: CPU, memory, disk, network and the GPU, if any.
 
-MLflow would start a thread that writes to the store on its own; here its monitors are read by the tracking's sender,
-so that a SQLite file keeps one writer.
+MLflow would start a thread that writes to the store itself; here the sender reads its monitors, so that a SQLite file
+has one writer.
 """
 
 import logging
@@ -21,21 +21,17 @@ _log = logging.getLogger(__name__)
 
 
 class SystemMetrics:
-    """Samples this host every ten seconds. Made and asked in the sender's thread; never raises."""
+    """Samples this host every ten seconds. For the sender's thread only; never raises."""
 
     def __init__(self, first_step: int) -> None:
-        """Start the monitors there are.
-
-        Args:
-            first_step: the first sample's step; samples are counted.
-        """
+        """Start the available monitors; samples count steps from `first_step`."""
         self._step = first_step
         self._monitors = [monitor for path in _MONITORS if (monitor := _start(path)) is not None]
         self._monitors += [monitor for path in _GPU_MONITORS if (monitor := _start(path)) is not None][:1]
         self._due_s = time.monotonic() + SAMPLE_EVERY_S
 
     def due_entry(self) -> LogEntry | None:
-        """Return a sample if it is time for one."""
+        """Return a sample when one is due."""
         if time.monotonic() < self._due_s:
             return None
         self._due_s = time.monotonic() + SAMPLE_EVERY_S

@@ -1,4 +1,4 @@
-"""`pipebench ui`: MLflow's own pages on the store that runs are recorded in, for this machine only."""
+"""`pipebench ui`: MLflow's own pages on the store of runs, for this machine only."""
 
 import json
 import os
@@ -25,12 +25,11 @@ _START_LIMIT_S, _END_LIMIT_S = 60.0, 5.0
 def open_ui(port: int | None = None) -> int:
     """Serve the MLflow pages until the user presses Ctrl-C, and return the exit code.
 
-    Args:
-        port: the port to listen on; by default the first free one from 5000 on.
+    `port` is by default the first free one from 5000.
 
     Raises:
         UserError: the port is taken, or there are no runs to look at.
-        PipebenchError: the server doesn't come up.
+        PipebenchError: the server doesn't start.
     """
     uri = default_uri()
     if uri.startswith("http"):
@@ -44,7 +43,8 @@ def open_ui(port: int | None = None) -> int:
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
             _command(uri, chosen),
-            env=_environment(),
+            # Neither the server nor its children import from the working directory.
+            env=quiet_environment() | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONSAFEPATH": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # its own group, so that all of it can be ended
@@ -73,7 +73,7 @@ def _watch(server: "subprocess.Popen[bytes]", port: int, log: IO[bytes]) -> int:
 
 
 def newest_experiments(address: str) -> list[tuple[str, str]]:
-    """Return name and id of the newest experiments that have a view; none if the server doesn't say."""
+    """Return name and id of the newest experiments that have a view; none if the server doesn't answer."""
     question = {"max_results": _EXPERIMENTS_ASKED, "order_by": ["creation_time DESC"]}
     request = urllib.request.Request(
         f"{address}/api/2.0/mlflow/experiments/search",
@@ -121,11 +121,6 @@ def _is_free(port: int) -> bool:
         except (OSError, OverflowError):
             return False
     return True
-
-
-def _environment() -> dict[str, str]:
-    """Return the server's environment; neither it nor what it starts imports from the working directory."""
-    return quiet_environment() | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONSAFEPATH": "1"}
 
 
 def _command(uri: str, port: int) -> list[str]:

@@ -1,9 +1,8 @@
 """How MLflow's pages show an experiment: the columns by which people compare runs, curves over virtual time.
 
-MLflow keeps shared views as tags of the experiment; its page takes a view, and that runs are trained and not traced,
-from its address alone. What a tag holds is MLflow's own (3.17: `{name, createdAt, updatedAt, state}`, the state a JSON
-text; before: the state itself), documented nowhere: both forms are in one object. A page that can't read it shows its
-own columns.
+MLflow stores shared views as tags of the experiment; its page's address selects a view, and training rather than
+traces. The tag's content is MLflow's own and undocumented (3.17: `{name, createdAt, updatedAt, state}`, the state a
+JSON text; before: the state itself): both forms are in one object. A page that can't read it shows its own columns.
 """
 
 import json
@@ -39,9 +38,9 @@ _MADE_MS = 1_767_225_600_000  # any moment: the page sorts views by it
 
 
 def experiment_tags(experiment_id: str) -> Mapping[str, str]:
-    """Return what tells MLflow's pages how to show an experiment."""
-    told = f"[The runs as a table]({_runs(experiment_id)}), the first to its target on top."
-    return {VIEW_TAG: view_state(), _KIND_TAG: _KIND, DESCRIPTION: told}
+    """Return the tags by which MLflow's pages show an experiment."""
+    text = f"[The runs as a table]({_runs(experiment_id)}), the first to its target on top."
+    return {VIEW_TAG: view_state(), _KIND_TAG: _KIND, DESCRIPTION: text}
 
 
 def view_state() -> str:
@@ -54,28 +53,19 @@ def view_state() -> str:
         # The first to the target on top; in any order but MLflow's own the runs of a comparison are not folded away.
         "orderByKey": "metrics.`time_to_accuracy_s`",
         "orderByAsc": True,
-        "globalLineChartConfig": {
-            "xAxisKey": "metric",
-            "selectedXAxisMetricKey": VIRTUAL_TIME,
-            "lineSmoothness": 0,
-        },
+        "globalLineChartConfig": {"xAxisKey": "metric", "selectedXAxisMetricKey": VIRTUAL_TIME, "lineSmoothness": 0},
     }
     envelope = {"name": VIEW, "createdAt": _MADE_MS, "updatedAt": _MADE_MS, "state": json.dumps(state)}
     return json.dumps({**state, **envelope})
 
 
 def runs_address(server: str, experiment_id: str) -> str:
-    """Return the address at which MLflow shows an experiment's runs as this view.
-
-    Args:
-        server: where MLflow is, without a slash at the end.
-        experiment_id: MLflow's id.
-    """
+    """Return the address of an experiment's runs in this view; `server` has no slash at the end."""
     return f"{server}/{_runs(experiment_id)}"
 
 
 def run_address(server: str, experiment_id: str, run_id: str) -> str:
-    """Return the address of a run's page; for the arguments see `runs_address`."""
+    """Return the address of a run's page; `server` has no slash at the end."""
     return f"{server}/#/experiments/{experiment_id}/runs/{run_id}?{_TRAINS}"
 
 

@@ -8,8 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from pipebench.model.own_schedule import own_schedule
-from pipebench.model.torch_schedule import Played
+from pipebench.model.schedulers import Played, own_schedule
 from pipebench.recipe.named import KINDS, SCHEDULE
 from pipebench.recipe.schema import PeriodRecipe, TrainRecipe
 from pipebench.schedule.pipeline import Pipeline

@@ -32,6 +32,7 @@ from pipebench.train.metrics import (
     EarlierWorkers,
     describe,
     move_metrics,
+    result_fields,
     run_metrics,
     run_notes,
     stage_rows,
@@ -262,8 +263,8 @@ class TrainingLoop:
         result = RunResult(
             **describe(self._job), outcome=outcome, sentence=sentence, metrics=metrics,
             points=tuple(self._curves.points), stages=stage_rows(job, facts), workers=measured.workers,
-            notes={**run_notes(job, facts), **measured.notes}, pushes=tuple(facts["pushes"]),
-            moves=tuple(self._moves.made),
+            notes={**run_notes(job, facts), **measured.notes}, moves=tuple(self._moves.made),
+            **result_fields(job, facts),
         )  # fmt: skip
         return result, measured.timeline
 

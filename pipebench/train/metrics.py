@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipebench import formats
+from pipebench.engine.facts import facts_by_extension
 from pipebench.engine.worker import host_peaks
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.plan_file import is_plan_file
@@ -14,7 +15,6 @@ from pipebench.schedule.modes import KEEP
 from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.orders import order_of
 from pipebench.schedule.programs import most_in_flight
-from pipebench.schedule.pushes import Pushes
 from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.simulate.meter import MEMORY, PLAN, RunMeasurements, sum_by
 from pipebench.simulate.timeline import BUFFERS, EVALUATION, SWAP_KINDS, TRAINING_KINDS
@@ -120,9 +120,8 @@ def run_metrics(
         "num_workers": setup.pipeline.num_workers,
         **byte_metrics(earlier.num_bytes + facts["num_bytes"], samples),
     }
-    staleness = [updates for pushes in facts["pushes"] for updates in pushes.staleness]
-    if staleness:
-        metrics |= {"staleness_mean": sum(staleness) / len(staleness), "staleness_max": max(staleness)}
+    for extension, metrics_of in setup.pipeline.hooks("metrics").items():
+        metrics |= metrics_of(facts["extensions"][extension])
     if earlier.samples > 0:
         metrics["workers_counted_from_samples"] = earlier.samples
     if clock.lost_s > 0:
@@ -144,9 +143,19 @@ def sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for each in facts:
         num_bytes.update({(kind, level): count for kind, level, count in each["num_bytes"]})
     lists = {name: [value for each in facts for value in each[name]] for name in ("peak_bytes", "weight_versions_max")}
-    pushes = [Pushes(**segment) for each in facts for segment in each.get("pushes", ())]
+    extensions: dict[str, list[Any]] = {}
+    for name, counted in (item for each in facts for item in facts_by_extension(each).items()):
+        extensions.setdefault(name, []).extend(counted)
     on_hosts = [peak for each in facts for peak in host_peaks(each)]
-    return {"num_bytes": num_bytes, "pushes": pushes, "host_peak_bytes": on_hosts, **lists}
+    return {"num_bytes": num_bytes, "extensions": extensions, "host_peak_bytes": on_hosts, **lists}
+
+
+def result_fields(job: Job, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a result that extensions fill, of what they counted; `facts` as by `sum_facts`."""
+    fields: dict[str, Any] = {}
+    for extension, fields_of in job.setup.pipeline.hooks("result").items():
+        fields |= fields_of(facts["extensions"][extension])
+    return fields
 
 
 def byte_metrics(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict[str, float]:

@@ -6,10 +6,12 @@ Every step is a function of what the steps before it gave, so that each can be c
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
 from pipebench.errors import Fault, PlanError, RecipeError, choice
+from pipebench.hooks import hooks
 from pipebench.model.graph import LayerGraph
 from pipebench.model.optimizer import make_optimizer
 from pipebench.model.plan import Plan
@@ -17,11 +19,11 @@ from pipebench.planner.compare import compare
 from pipebench.planner.plans import Comparison
 from pipebench.planner.predict import PlannedWorkload, make_pipeline
 from pipebench.profile.model import Profile
+from pipebench.recipe.draft import turned_on
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.moves import AskedMove, asked_moves
 from pipebench.recipe.plan_file import is_plan_file
-from pipebench.recipe.push_order import load_push_order
-from pipebench.recipe.schema import LARGEST, LossScaleRecipe, ParallelismRecipe, Recipe, TrainRecipe
+from pipebench.recipe.schema import LARGEST, LossScaleRecipe, Recipe, TrainRecipe
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES
@@ -153,7 +155,6 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan) -
         seed=train.seed,
         device=known.device,
         loss_scale=(train.loss_scale or LossScaleRecipe()) if _scales(train) else None,
-        push_order=_order_of_pushes(parallelism, pipeline),
         correction_decay=parallelism.correction_decay or CORRECTION_DECAY,
         repartitions=balances or bool(_asked_moves(recipe)) or recipe.search is not None,
         balances=balances,
@@ -176,9 +177,9 @@ def _choices(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _pipeline(recipe: Recipe, profile: Profile, plan: Plan) -> Pipeline:
-    """Return the pipeline of a plan in a recipe's mode."""
+    """Return the pipeline of a plan in a recipe's mode, with the extensions that the recipe turns on."""
     mode = recipe.parallelism.row
-    return make_pipeline(
+    pipeline = make_pipeline(
         plan,
         next(iter(profile.layers.values())),
         mode,
@@ -188,6 +189,17 @@ def _pipeline(recipe: Recipe, profile: Profile, plan: Plan) -> Pipeline:
         and mode.flush
         and len(plan.stages) > 1,
     )
+    on = turned_on(partial(_value, recipe))
+    settings = hooks("settings", on)
+    given = {name: settings[name](recipe, pipeline) if name in settings else _value(recipe, name) for name in on}
+    return replace(pipeline, extensions=given)
+
+
+def _value(section: Any, key: str) -> Any:
+    """Return the value of a full key, None where there is none."""
+    for name in key.split("."):
+        section = getattr(section, name, None)
+    return section
 
 
 def _asked_moves(recipe: Recipe) -> list[AskedMove]:
@@ -224,11 +236,3 @@ def _check_scaling(train: TrainRecipe, graph: LayerGraph, plan: Plan, *, flushes
                 "train.precision fp16 scales the gradients of each stage by what those of its parameters are; "
                 "move parallelism.cuts or use fewer stages"
             )
-
-
-def _order_of_pushes(parallelism: ParallelismRecipe, pipeline: Pipeline) -> dict[int, list[int]]:
-    """Return the order of pushes to repeat, by the minibatch that a segment begins with; empty for the clock's."""
-    if parallelism.push_order is None:
-        return {}
-    segments = load_push_order(parallelism.push_order, pipeline.replicas[0])
-    return {pushes.first: pushes.minibatches for pushes in segments}

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipebench.recipe.search_trace import SearchFile
-from pipebench.schedule.pushes import Pushes
 from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.typed_json import Number
 
@@ -71,7 +70,7 @@ class RunResult:
     recipe: Mapping[str, str] = field(default_factory=dict)
     varied: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
-    pushes: tuple[Pushes, ...] = ()
+    pushes: tuple[Any, ...] = ()
     search: SearchFile | None = None
     moves: tuple[RepartitionRecord, ...] = ()
 

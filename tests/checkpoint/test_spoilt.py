@@ -301,7 +301,7 @@ DECISIONS: Mapping[str, tuple[Way, str]] = {
     "plan of another version": (plan("pipebench_plan", 2), "pipebench_plan: got 2, allowed is 1"),
     "record a folder": (lambda left: instead(Path.mkdir)(left.folder / RECORD), "can't be read: Is a directory"),
     "record a pipe": (lambda left: instead(os.mkfifo)(left.folder / RECORD), "record.jsonl: isn't a file"),
-    "mode": (plan("mode", "gpipe"), "plan.json: mode: got 'gpipe', allowed is pipedream"),
+    "mode": (plan("mode", "gpipe"), "plan.json:1: mode: got 'gpipe', allowed is pipedream"),
     "mode unknown": (plan("mode", "magic"), "mode: got 'magic', allowed is pipedream"),
     "chunks": (plan("chunks", 2), "chunks: got 2, in mode pipedream allowed is 1, the stages per worker"),
     "stages text": (plan("stages", "3"), "stages: got '3', allowed is a list"),

@@ -33,3 +33,20 @@ def test_a_command_that_builds_nothing_imports_nothing_large(words: str, tmp_pat
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert not ran.stderr.startswith(HEAVY), ran.stderr
     assert ran.stdout or "no such file" in ran.stderr
+
+
+EVERYTHING = """
+import sys
+sys.modules.update(torch=None, torchvision=None)  # importing them raises
+from pipebench.cli.group import COMMANDS
+from pipebench.cli.main import cli
+from pipebench.recipe.catalog import cluster_names, recipe_names
+for words in (["--help"], *([name, "--help"] for name in COMMANDS), ["ls"], *(["show", name] for name in NAMES)):
+    assert cli.main(words, standalone_mode=False) == 0, words
+"""
+
+
+@pytest.mark.parametrize("names", ["cluster_names()", "recipe_names()"])
+def test_help_ls_and_show_need_no_torch(names: str) -> None:
+    done = subprocess.run([sys.executable, "-c", EVERYTHING.replace("NAMES", names)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

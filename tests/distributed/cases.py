@@ -19,6 +19,7 @@ from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
+from pipebench.extensions.asynchronous.pushes import Pushes
 from pipebench.model.graph import trace
 from pipebench.model.optimizer import make_optimizer
 from pipebench.model.plan import recut
@@ -27,7 +28,6 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.moves import Repartition
 from pipebench.schedule.orders import ALL_FORWARDS, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE
 from pipebench.schedule.pipeline import SPLIT, STASH, WHOLE
-from pipebench.schedule.pushes import Pushes
 from pipebench.schedule.weights import CORRECT, DOUBLE_BUFFER, ONE, PREDICT, VERTICAL_SYNC
 from pipebench.simulate.network import Network
 from tests.engine.test_cells import leaving_out

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from pipebench.extensions.asynchronous.pushes import Pushes
 from pipebench.recipe.schema import OptimizerRecipe
-from pipebench.schedule.pushes import Pushes
 from tests.distributed.cases import Case, Outcome, compare, virtually
 from tests.processes import Processes
 

@@ -140,7 +140,7 @@ def test_sums_of_microbatches_have_the_bits_of_those_added_after_the_backward(wi
         for unit, x in enumerate(inputs):
             replica.forward(unit, (unit, 0), [x], {}, version=0, loss=lambda output: output.square().sum())
             last = overlaps and unit == num_units - 1
-            replica.backward(unit, [], reducer.add if last else None)
+            replica.backward(unit, {}, reducer.add if last else None)
         reducer.finish(replica.gradients)
         found.append([g.clone() for g in reducer.wait(lambda num_bytes, set_out_s: None) if g is not None])
     assert len(found[0]) == 8
@@ -161,6 +161,6 @@ def test_buckets_leave_while_the_backward_still_runs(wire: Wire) -> None:
 
     first.register_forward_hook(note)
     replica.forward(0, (0, 0), [x], {}, version=0, loss=lambda output: output.square().sum())
-    replica.backward(0, [], reducer.add)
+    replica.backward(0, {}, reducer.add)
     assert sent_before_the_end == [3]
     assert len(wire.sent) == 4

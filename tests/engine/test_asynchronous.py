@@ -16,15 +16,15 @@ from pipebench.engine.admission import StopRequest
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import RecipeError
+from pipebench.extensions.asynchronous.pushes import Pushes, histogram, to_text
+from pipebench.extensions.asynchronous.recipe import load_push_order
 from pipebench.planner.predict import payload
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
-from pipebench.recipe.push_order import load_push_order
 from pipebench.schedule.instructions import render
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.operations import Op
 from pipebench.schedule.programs import programs
-from pipebench.schedule.pushes import Pushes, histogram, to_text
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.steady import simulate_all, simulate_segment
 from pipebench.train.prepare import prepare

@@ -57,7 +57,7 @@ def test_binding_a_version_leaves_nothing_for_pytorch_to_flatten(monkeypatch: py
     model = Recurrent()
     weights = Weights(model, sgd)
     first = weights.newest
-    first.users += 1  # in flight, so that the update makes a new version
+    weights.use(0)  # in flight, so that the update makes a new version
     weights.update([torch.ones_like(p) for p in first.parameters], 0.1, keep_from=1)
     assert weights.newest is not first
     calls = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipebench.engine.replica import Replica
+from pipebench.engine.replica import Replica, ReplicaRules
 from pipebench.model.graph import trace
 from pipebench.model.plan import make_plan
 from pipebench.model.splitting import unsplit
@@ -159,7 +159,7 @@ def replica_of(model: nn.Module) -> Replica:
     """Return the whole model as one stage whose backwards come in two parts."""
     graph = trace(model)
     stage = cut_stage(graph, make_plan(graph, [], [1]), 0)
-    return Replica(stage, momentum, device=torch.device("cpu"), seed=0, split=True)
+    return Replica(stage, momentum, device=torch.device("cpu"), seed=0, rules=ReplicaRules(split=True))
 
 
 def test_the_second_part_keeps_what_layers_with_weights_need_and_no_more() -> None:
@@ -172,7 +172,7 @@ def test_the_second_part_keeps_what_layers_with_weights_need_and_no_more() -> No
     image, hidden, pooled, out = 5 * 3 * 64, 5 * 4 * 64, 5 * 64, 5 * 4
     # Tanh keeps its output, which pooling keeps too, with indices of 8 bytes; the square keeps the output.
     assert replica.live_bytes() - before == 4 * (image + hidden + pooled + out) + 8 * pooled
-    replica.backward_input(0, [])
+    replica.backward_input(0, {})
     assert replica.live_bytes() - before == 4 * (image + pooled + hidden + out)
     assert all(gradient is None for gradient in replica.gradients)
     replica.backward_weight(0)
@@ -205,7 +205,7 @@ def test_memory_is_freed_after_each_part() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
             replica.forward(unit, (unit, 0), [x], {}, version=0, loss=lambda output: output.square().sum())
         before = kept()
-        replica.backward_input(unit, [])
+        replica.backward_input(unit, {})
         between = kept()
         replica.backward_weight(unit)
         assert kept() == []
@@ -218,7 +218,7 @@ def test_layers_that_run_whole_have_their_gradients_after_the_first_part() -> No
     replica = replica_of(Recurrent())
     x = torch.randn(3, 6, dtype=torch.float64)
     replica.forward(0, (0, 0), [x], {}, version=0, loss=lambda output: output.square().sum())
-    replica.backward_input(0, [])
+    replica.backward_input(0, {})
     there = {n for n, g in zip(replica.weights.names, replica.gradients, strict=True) if g is not None}
     assert there == {"gain", *(name for name in replica.weights.names if name.startswith(("lstm.", "norm.")))}
     told: list[int] = []
@@ -233,7 +233,7 @@ def test_a_shared_weight_is_told_of_once_and_whole() -> None:
     replica, plain = replica_of(copy.deepcopy(model)), copy.deepcopy(model)
     x = torch.randn(3, 6, dtype=torch.float64)
     replica.forward(0, (0, 0), [x], {}, version=0, loss=lambda output: output.square().sum())
-    replica.backward_input(0, [])
+    replica.backward_input(0, {})
     told: dict[str, torch.Tensor] = {}
     calls: list[int] = []
 

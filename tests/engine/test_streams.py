@@ -184,7 +184,7 @@ def test_a_lost_state_would_show() -> None:
     engine = make_engine(text_setup(([2, 3], [1, 1, 1]), lr=0.0))
     engine._on_loss = lambda loss, *_: found.append(loss.item())
     for replica in engine.replicas:
-        replica._stateful = []
+        replica.states.modules = []
     engine.train(0, 14)
     _, losses = by_hand(singles(14), 0.0)
     assert max(abs(a - b) for a, b in zip(sorted(found), sorted(losses), strict=True)) > 1e-6

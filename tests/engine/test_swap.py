@@ -118,7 +118,7 @@ def test_what_is_swapped_is_counted_once_and_without_weights() -> None:
     assert replica.live_bytes() == before
     assert replica.swap_in(0) == values + loss
     assert (replica.live_bytes(), replica.host_bytes()) == (before + values + loss, 0)
-    replica.backward(0, [])
+    replica.backward(0, {})
     assert replica.host_bytes() == 0
 
 
@@ -132,7 +132,7 @@ def test_what_a_layer_that_is_kept_saves_too_stays_on_the_device() -> None:
     for _ in range(2):  # a second unit finds it known
         assert replica.swap_out(0) == loss
         assert replica.live_bytes() - before == kept - loss == 3 * 5 * 6 * 8
-        replica.backward(0, [])
+        replica.backward(0, {})
         before = replica.live_bytes()
         forward(replica, layer, torch.randn(5, 6, dtype=torch.float64))
 
@@ -168,7 +168,7 @@ def test_nothing_of_a_swapped_unit_is_left_on_the_device(monkeypatch: pytest.Mon
     assert num_alive() == 0
     replica.swap_in(0)
     assert num_alive() == 5
-    replica.backward(0, [])
+    replica.backward(0, {})
     assert num_alive() == 0
 
 
@@ -195,7 +195,7 @@ def test_what_is_overwritten_after_it_was_copied_is_as_it_was() -> None:
         if spoils:
             with torch.no_grad():
                 values.mul_(2.0)
-        replica.backward(0, [])
+        replica.backward(0, {})
         found.append([gradient for gradient in replica.gradients if gradient is not None])
     assert len(found[0]) == 6
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -52,8 +52,7 @@ def cut(graph: LayerGraph, plan: Plan, x: torch.Tensor, target: torch.Tensor) ->
         values.update(out)
     gradients: dict[int, list[torch.Tensor]] = {}
     for replica in reversed(replicas):
-        heads = [t for layer in replica.stage.returns for t in gradients.get(layer, [])]
-        for layer, tensors in replica.backward(0, heads).items():
+        for layer, tensors in replica.backward(0, gradients).items():
             known = gradients.get(layer)
             gradients[layer] = tensors if known is None else [a + b for a, b in zip(known, tensors, strict=True)]
     assert loss is not None

@@ -12,7 +12,7 @@ from pipebench.model.large_batch import LAMB, LARS
 from pipebench.model.optimizer import FUSED, make_optimizer, state_bytes_per_byte
 from pipebench.recipe.named import KINDS, OPTIMIZER
 from pipebench.recipe.schema import OptimizerRecipe
-from pipebench.run.optimizer_trial import try_optimizer
+from pipebench.run.trial import try_optimizer
 from tests.checkpoint.test_round_trips import check_going_on
 from tests.distributed.cases import matrices, own_optimizer
 from tests.oracles import sequential

@@ -79,7 +79,7 @@ def test_what_has_left_a_stage_is_let_go() -> None:
     del out, value
     gc.collect()
     assert left() is None
-    first.backward(0, [torch.ones(5, 8, dtype=torch.float64)])
+    first.backward(0, {0: [torch.ones(5, 8, dtype=torch.float64)]})
     assert all(gradient is not None for gradient in first.gradients)
 
 

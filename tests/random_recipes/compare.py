@@ -100,8 +100,9 @@ def disagreements(path: Path, *, in_processes: bool = False) -> list[str]:
     ran = run_in_processes(path) if in_processes else run_virtual(loaded, job)
     if not all(float(tensor.abs().max()) < LARGEST for tensor in ran.tensors.values()):
         raise RefusedError("weights grow beyond all bounds")
-    if job.setup.push_order and [*job.setup.push_order.values()] != ran.pushes:
-        return [f"pushes: {ran.pushes}, asked for were {[*job.setup.push_order.values()]}"]
+    order = job.setup.pipeline.extensions.get("asynchronous")
+    if order and [*order.values()] != ran.pushes:
+        return [f"pushes: {ran.pushes}, asked for were {[*order.values()]}"]
     expected = expected_of(job, ran.pushes)
     found = [*differences(ran, expected, job)]
     if found and not has_same_bits(job.recipe, job.setup.plan.replicas):

@@ -60,7 +60,7 @@ class Campaign:
         try:
             found = self._found(recipe, in_processes)
         except RefusedError as error:
-            self.refused[re.sub(r"\S*recipe\.yaml: |[\d'\[\]]+", "", str(error))[:60]] += 1
+            self.refused[re.sub(r"\S*recipe\.yaml(:\d+)?: |[\d'\[\]]+", "", str(error))[:60]] += 1
             return False
         if not found:
             self.agreed[recipe["parallelism"]["mode"]] += 1

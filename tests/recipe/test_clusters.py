@@ -9,6 +9,7 @@ from pipebench.errors import RecipeError
 from pipebench.recipe.catalog import cluster_names, find_cluster
 from pipebench.recipe.clusters import as_text, load_cluster, sources
 from pipebench.recipe.load import load
+from tests.lined import lined
 from tests.recipe.conftest import VALID, Write
 
 TINY = """\
@@ -161,7 +162,7 @@ def test_a_file_says_only_what_differs_from_the_one_that_it_extends(write: Write
 def test_a_wrong_extension_is_refused_where_it_stands(write: Write, text: str, message: str) -> None:
     write(TINY, "tiny.yaml")
     write(TINY.replace("1 us", "1 parsec"), "broken.yaml")
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(RecipeError, match=lined(message)):
         load_cluster(str(write(text, "own.yaml")), 1)
 
 
@@ -212,5 +213,5 @@ def test_processes_do_not_choose_how_their_groups_sum(write: Write) -> None:
     ],
 )
 def test_wrong_cluster_is_refused(write: Write, old: str, new: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(RecipeError, match=lined(message)):
         load_cluster(str(write(TINY.replace(old, new, 1), "tiny.yaml")), 1)

@@ -484,9 +484,9 @@ def test_all_faults_come_out_together(write: Write) -> None:
     with pytest.raises(RecipeError) as caught:
         load(str(path), ["cluster.servers=0"])
     assert [str(fault).split(": ")[:2] for fault in caught.value.faults] == [
-        ["base.yaml", "trian"],
-        ["r.yaml", "train.seed"],
+        ["base.yaml:1", "trian"],
+        ["r.yaml:2", "train.seed"],
         ["command line", "cluster.servers"],
-        ["base.yaml", "parallelism.microbatches"],
-        ["r.yaml", "train.target.value"],
+        ["base.yaml:2", "parallelism.microbatches"],
+        ["r.yaml:2", "train.target.value"],
     ]

@@ -10,6 +10,7 @@ from pipebench.errors import RecipeError
 from pipebench.recipe.catalog import find_recipes
 from pipebench.recipe.load import load
 from pipebench.recipe.preflight import preflight
+from tests.lined import lined
 from tests.patience import within_patience
 from tests.recipe.conftest import VALID, Write
 
@@ -68,7 +69,7 @@ FILES: list[tuple[str | bytes, str]] = [
 
 @pytest.mark.parametrize(("content", "message"), FILES)
 def test_file_is_refused_in_one_sentence(write: Write, content: str | bytes, message: str) -> None:
-    with pytest.raises(RecipeError, match=message) as caught:
+    with pytest.raises(RecipeError, match=lined(message)) as caught:
         load(str(write(content)))
     assert len(caught.value.faults) == 1, str(caught.value)
     assert "\n" not in str(caught.value)
@@ -78,7 +79,7 @@ def test_longer_circle_is_drawn(write: Write) -> None:
     write("extends: b.yaml\n", "a.yaml")
     write("extends: a.yaml\n", "b.yaml")
     with pytest.raises(
-        RecipeError, match=r"r.yaml: extends: goes round in a circle: r.yaml -> b.yaml -> a.yaml -> b.yaml"
+        RecipeError, match=r"r.yaml:1: extends: goes round in a circle: r.yaml -> b.yaml -> a.yaml -> b.yaml"
     ):
         load(str(write("extends: b.yaml\n")))
 

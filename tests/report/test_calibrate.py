@@ -11,7 +11,7 @@ from pipebench.errors import PipebenchError, RecipeError
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.report.calibrate import Calibrated, calibrate
-from pipebench.report.calibration_text import calibration_text
+from pipebench.report.calibrating import calibration_text
 from pipebench.report.constants import find_place, with_values, write_value
 from pipebench.report.definition import Constant
 from pipebench.report.load import load_report

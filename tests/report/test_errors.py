@@ -9,6 +9,7 @@ import pytest
 from pipebench.errors import RecipeError, UserError
 from pipebench.report.catalog import find_report
 from pipebench.report.load import load_report
+from tests.lined import lined
 from tests.report.conftest import Write, changed
 
 KEYS: list[tuple[dict[str, Any], str]] = [
@@ -166,7 +167,7 @@ def test_a_wrong_report_is_refused(write: Write, keys: dict[str, Any], message: 
     with pytest.raises(RecipeError) as caught:
         load_report(write(changed(**keys)))
     sentences = str(caught.value).splitlines()
-    assert any(re.search(f"^small.yaml: {message}", sentence) for sentence in sentences), "\n".join(sentences)
+    assert any(re.search(lined(f"^small.yaml: {message}"), sentence) for sentence in sentences), "\n".join(sentences)
 
 
 def test_everything_wrong_comes_out_together(write: Write) -> None:

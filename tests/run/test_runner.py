@@ -147,7 +147,7 @@ def test_a_cut_that_does_not_exist_stops_every_recipe_before_the_first_runs() ->
         "parallelism.cuts=[features.7,features.300,classifier.1]",
     )
     assert result.exit_code == 2
-    assert "recipes/quickstart/model.yaml: parallelism.cuts: the model has no layer 'features.300'" in result.output
+    assert "recipes/quickstart/model.yaml:4: parallelism.cuts: the model has no layer 'features.300'" in result.output
     assert "epoch 1" not in result.output
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from pipebench.cluster import Cluster, Level
 from pipebench.engine.replica import Replica
 from pipebench.engine.setup import Setup
+from pipebench.extensions.asynchronous.memory import ServerMemories, ServerMemory
 from pipebench.model.precision import lower
 from pipebench.model.sampling import Size
 from pipebench.planner.memory import MemoryRule
@@ -146,9 +147,10 @@ class Levels:
 
     def __init__(self, setup: Setup) -> None:
         pipeline = self.pipeline = setup.pipeline
-        asynchronous, memories = pipeline.sync == "asynchronous", memories_of(setup)
+        memories = memories_of(setup)
+        pushed = ServerMemories(pipeline, memories) if pipeline.sync == "asynchronous" else None
         self.holdings = {
-            (worker, stage): ReplicaMemory(memories[stage], serves=asynchronous and pipeline.replica_of(worker) == 0)
+            (worker, stage): pushed.replica(worker, stage) if pushed else ReplicaMemory(memories[stage])
             for worker in range(pipeline.num_workers)
             for stage in pipeline.stages_of(worker)
         }
@@ -171,7 +173,9 @@ class Levels:
             self.add((worker, it.stage), self.holdings[worker, it.stage].changes(it, size))
         if it.op is Op.PUSH:
             host = self.pipeline.first_workers[it.stage], it.stage
-            self.add(host, self.holdings[host].applied(own=host[0] == worker))
+            server = self.holdings[host]
+            assert isinstance(server, ServerMemory)
+            self.add(host, server.applied(own=host[0] == worker))
 
     def held(self, worker: int, stage: int) -> dict[str, int]:
         return {kind: self.now[worker, stage][kind] for kind in HELD}

@@ -12,7 +12,7 @@ from pipebench.engine.admission import StopRequest
 from pipebench.planner.rebalancing import RepartitionSearch
 from pipebench.recipe.load import load, load_file
 from pipebench.run.deciding import prepare_job
-from pipebench.run.recorder import record_moves
+from pipebench.run.drawings import record_moves
 from pipebench.schedule.moves import CutLayout
 from pipebench.show.progress import Silent
 from pipebench.simulate.steady import simulate_segment

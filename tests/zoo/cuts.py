@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pipebench.engine.replica import Replica, StreamSlot
+from pipebench.engine.replica import Replica
+from pipebench.engine.streams import StreamSlot
 from pipebench.errors import PlanError
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.model.plan import Plan, make_plan
@@ -130,8 +131,7 @@ def _cut(graph: LayerGraph, plan: Plan, dataset: Dataset, fields: Fields) -> dic
         values |= given
     arriving: dict[int, list[torch.Tensor]] = {}
     for replica in reversed(replicas):  # the last reader's gradients come first
-        heads = [gradient for layer in replica.stage.returns for gradient in arriving.get(layer, [])]
-        for layer, gradients in replica.backward(0, heads).items():
+        for layer, gradients in replica.backward(0, arriving).items():
             before = arriving.get(layer)
             arriving[layer] = gradients if before is None else [a + b for a, b in zip(before, gradients, strict=True)]
     assert loss is not None

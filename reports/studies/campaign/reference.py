@@ -16,9 +16,9 @@ from typing import Any
 
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.cli.references import load_all
+from pipebench.extensions.asynchronous.pushes import FILE_NAME, to_text
 from pipebench.model.device import torch_settings
 from pipebench.run.deciding import prepare_job
-from pipebench.schedule.pushes import FILE_NAME, to_text
 from pipebench.show.progress import Silent
 from pipebench.train.checkpointing import CheckpointPolicy
 from pipebench.train.loop import TrainingLoop

@@ -1,0 +1,54 @@
+"""What stateful modules carry from a stream's minibatch to its next one."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+TRAIN = "train"
+
+
+class StreamSlot(NamedTuple):
+    """Whose state stateful modules carry: of one stream, in one microbatch of it, in training or in evaluation."""
+
+    split: str
+    stream: int
+    microbatch: int
+    starts: bool
+
+
+ALONE = StreamSlot(TRAIN, 0, 0, starts=True)
+
+
+class StreamStates(dict[tuple[str, int, int], list[Any]]):
+    """The states by split, stream and microbatch, one per stateful module.
+
+    Args:
+        modules: the stateful modules of a stage.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.modules = modules
+
+    def take_up(self, place: StreamSlot) -> list[Any]:
+        """Let modules carry on where the stream's minibatch before left off; return what they carry."""
+        goes_on = self.modules and not place.starts
+        carried = self[place[:3]] if goes_on else [None] * len(self.modules)
+        self.carry(carried)
+        return carried
+
+    def carry(self, carried: Sequence[Any]) -> None:
+        """Let modules carry on from states."""
+        for module, state in zip(self.modules, carried, strict=True):
+            module.carried_state = state
+
+    def lay_down(self, place: StreamSlot) -> None:
+        """Keep what modules carry for the stream's next minibatch."""
+        if self.modules:
+            self[place[:3]] = [module.carried_state for module in self.modules]
+
+    def forget(self, split: str) -> None:
+        """Let go of the states of a split's streams."""
+        for key in [key for key in self if key[0] == split]:
+            del self[key]

@@ -1,0 +1,80 @@
+"""The order in which an asynchronous server applies pushes, the only thing that the clock decides.
+
+A worker pulls what its own push has made, so the order determines every minibatch's version. It is recorded with a run;
+a run given the same order computes the same weights.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Annotated
+
+from pipebench.typed_json import Within
+
+FILE_NAME = "push-order.json"
+VERSION = 1
+
+
+@dataclass
+class Pushes:
+    """Pushes between two drains, in the order in which they were applied: one update each."""
+
+    first: int  # the segment's first minibatch in the run
+    minibatches: list[int] = field(default_factory=list)  # numbered since the drain
+    versions: list[int] = field(default_factory=list)  # that each was computed with: updates since the drain
+
+    def add(self, minibatch: int, version: int) -> None:
+        """Record an update."""
+        self.minibatches.append(minibatch)
+        self.versions.append(version)
+
+    @property
+    def staleness(self) -> list[int]:
+        """Updates between every minibatch's pull and its push, in order of the pushes."""
+        return [made - version for made, version in enumerate(self.versions)]
+
+
+def histogram(segments: Iterable[Pushes]) -> dict[int, int]:
+    """Return the number of minibatches by staleness."""
+    counts = Counter(updates for pushes in segments for updates in pushes.staleness)
+    return dict(sorted(counts.items()))
+
+
+@dataclass
+class PushOrder:
+    """The file: its format version, and every segment between two drains."""
+
+    pipebench_push_order: Annotated[int, Within(VERSION, VERSION, str(VERSION))]
+    segments: list[Pushes]
+
+
+def to_text(segments: Sequence[Pushes]) -> str:
+    """Return the order as JSON."""
+    return json.dumps(asdict(PushOrder(VERSION, list(segments))))
+
+
+class Turns:
+    """Decides whose push is applied next: the first to arrive, or the next in a given order.
+
+    Args:
+        order: minibatches since the drain; None: as they arrive.
+        limit: number of the segment's minibatches, as far as known: later ones of a given order never come.
+    """
+
+    def __init__(self, order: Sequence[int] | None = None, limit: Callable[[], float] = lambda: math.inf) -> None:
+        self._limit = limit
+        self._order = None if order is None else list(reversed(order))
+
+    def next_of(self, there: Collection[int]) -> int | None:
+        """Return which arrived minibatch to apply, or None to wait; `there` is in order of arrival."""
+        if self._order is None:
+            return next(iter(there), None)
+        while self._order and self._order[-1] >= self._limit():
+            self._order.pop()
+        if not self._order:  # used up: this segment is longer
+            return next(iter(there), None)
+        if self._order[-1] not in there:
+            return None
+        return self._order.pop()

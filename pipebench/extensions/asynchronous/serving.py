@@ -1,0 +1,202 @@
+"""The server of asynchronous data parallelism in processes: beside the first replica, in that one's process.
+
+A thread per other replica takes what that one pushes and answers its pulls; the first replica's own pushes come from
+the training thread. They apply one at a time, in the order in which they come, or in one that is given. Everything
+travels through the hosts' memory by Gloo, a group for each pair of server and replica: nobody stands in another's way.
+
+Why nobody waits for ever. A thread waits for its replica, which after a push waits for the answer and for nothing else;
+a given order has every replica's minibatches in the order in which it runs them. The last pull of a segment waits for
+all pushes of the segment, which all replicas make before their own last pull; and a push of the next one for the server
+to have come to that.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipebench.distributed.launch_join import peers
+from pipebench.engine.ring import of_one_type
+from pipebench.extensions.asynchronous.pushes import Turns
+from pipebench.extensions.asynchronous.server import ParameterServer, Pulled
+
+_PUSH, _PULL, _ANSWER, _DONE = range(4)
+_LOOK_AGAIN_S = 0.5  # whether the segment has become shorter meanwhile
+
+
+class ServerLink:
+    """What goes to and fro between the server and one replica: words, and a tensor for every parameter or None.
+
+    Args:
+        group: the process group of the two.
+        peer: the other one's rank.
+        like: the stage's parameters.
+    """
+
+    def __init__(self, group: Any, peer: int, like: Sequence[torch.Tensor]) -> None:
+        self._group, self._peer, self._like = group, peer, like
+        self._parts = of_one_type(range(len(like)), like)
+
+    def send(self, kind: int, number: int, version: int, tensors: Sequence[torch.Tensor | None] = ()) -> None:
+        """Send; what is None travels as zeros.
+
+        Raises:
+            PeerLostError: the other one is gone.
+        """
+        there = [tensor is not None for tensor in tensors] or [False] * len(self._like)
+        with peers():
+            self._send(torch.tensor([kind, number, version, *there]))
+            for indices in self._parts if tensors else ():
+                pieces = [self._like[i].detach() * 0 if tensors[i] is None else tensors[i] for i in indices]
+                self._send(torch.cat([piece.reshape(-1) for piece in pieces]).cpu())  # type: ignore[union-attr]
+
+    def receive(self) -> tuple[int, int, int, list[torch.Tensor | None]]:
+        """Return what the other one has sent; a pull comes without tensors.
+
+        Raises:
+            PeerLostError: the other one is gone.
+        """
+        found: list[torch.Tensor | None] = [None] * len(self._like)
+        with peers():
+            kind, number, version, *there = self._receive(3 + len(self._like), torch.long).tolist()
+            for indices in self._parts if kind in (_PUSH, _ANSWER) else ():
+                sizes = [self._like[i].numel() for i in indices]
+                flat = self._receive(sum(sizes), self._like[indices[0]].dtype).to(self._like[indices[0]].device)
+                for i, piece in zip(indices, torch.split(flat, sizes), strict=True):
+                    found[i] = piece.view(self._like[i].shape) if there[i] else None
+        return kind, number, version, found
+
+    def push(self, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Send the server a gradient."""
+        self.send(_PUSH, minibatch, version, gradients)
+
+    def pull(self, at_least: int) -> Pulled:
+        """Ask the server for weights, and wait for them."""
+        self.send(_PULL, 0, at_least)
+        _, number, _, parameters = self.receive()
+        return Pulled(number, [parameter for parameter in parameters if parameter is not None])
+
+    def done(self) -> None:
+        """Tell the server that nothing else comes."""
+        self.send(_DONE, 0, -1)
+
+    def _send(self, tensor: torch.Tensor) -> None:
+        dist.send(tensor, self._peer, group=self._group)
+
+    def _receive(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        buffer = torch.empty(length, dtype=dtype)
+        dist.recv(buffer, self._peer, group=self._group)
+        return buffer
+
+
+class Serving:
+    """The server of a stage, at work for all its replicas.
+
+    Args:
+        server: what applies pushes.
+        lines: to every replica but the first.
+    """
+
+    def __init__(self, server: ParameterServer, lines: Sequence[ServerLink]) -> None:
+        self.server = server
+        self._changed = threading.Condition()
+        self._turns = Turns()
+        self._num_segments = 0
+        self._there: dict[int, None] = {}  # minibatches whose gradient is here, in the order in which they came
+        self._next: int | None = None
+        self._own: Pulled | None = None
+        self._failure: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._serve, args=(replica, line), name=f"serves replica {replica}", daemon=True)
+            for replica, line in enumerate(lines, 1)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def begin(self, first: int, order: Sequence[int] | None, limit: Callable[[], float]) -> None:
+        """Start a segment of training; see `ParameterServer.begin` and `Turns`."""
+        with self._changed:
+            self.server.begin(first)
+            self._turns = Turns(order, limit)
+            self._num_segments += 1
+            self._changed.notify_all()
+
+    def push(self, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Apply a gradient of the first replica's.
+
+        Raises:
+            PeerLostError: a replica is gone.
+        """
+        self._own = self._apply(0, minibatch, version, gradients)
+
+    def pull(self, at_least: int) -> Pulled:
+        """Return what the first replica's last push has made; or, where it is told, what so many have.
+
+        Raises:
+            PeerLostError: a replica is gone.
+        """
+        if at_least >= 0:
+            self._own = self._all_made(0, at_least)
+        assert self._own is not None
+        return self._own
+
+    def close(self) -> None:
+        """Wait until every replica has said that it is done."""
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self, replica: int, line: ServerLink) -> None:
+        """Serve a replica until it is done."""
+        try:
+            pulled: Pulled | None = None
+            num_served = 0  # segments whose last pull was answered
+            while True:
+                kind, minibatch, version, gradients = line.receive()
+                if kind == _DONE:
+                    return
+                if kind == _PUSH:
+                    self._wait_for(lambda: self._num_segments > num_served)  # noqa: B023
+                    pulled = self._apply(replica, minibatch, version, gradients)
+                    continue
+                if version >= 0:
+                    self._wait_for(lambda: self._num_segments > num_served)  # noqa: B023
+                    pulled = self._all_made(replica, version)
+                    num_served += 1
+                assert pulled is not None
+                assert pulled.parameters is not None
+                line.send(_ANSWER, pulled.number, -1, pulled.parameters)
+        except BaseException as error:  # the training thread raises it
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _apply(self, replica: int, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]) -> Pulled:
+        """Apply a gradient when it is its turn."""
+        with self._changed:
+            self._there[minibatch] = None
+            self._wait_for(lambda: self._is_next(minibatch))
+            del self._there[minibatch]
+            self._next = None
+            pulled = self.server.apply(replica, minibatch, version, gradients)
+            self._changed.notify_all()
+            return pulled
+
+    def _is_next(self, minibatch: int) -> bool:
+        if self._next is None:
+            self._next = self._turns.next_of(self._there)
+        return self._next == minibatch
+
+    def _all_made(self, replica: int, at_least: int) -> Pulled:
+        with self._changed:
+            self._wait_for(lambda: self.server.applied >= at_least)
+            return self.server.newest(replica)
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait, and raise what a thread has failed with."""
+        with self._changed:
+            while not condition():
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.wait(_LOOK_AGAIN_S)

@@ -1,0 +1,29 @@
+"""The staleness of gradients applied asynchronously by a server, as a table and a picture."""
+
+import os
+from collections.abc import Mapping
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from pipebench.formats import percent
+
+
+def staleness_markdown(counts: Mapping[int, int]) -> str:
+    """Return a Markdown table of minibatches by staleness: the updates made between their pull and their push."""
+    total = sum(counts.values())
+    lines = ["| updates made meanwhile | minibatches | share |", "| ---: | ---: | ---: |"]
+    lines += [f"| {updates} | {count:,} | {percent(count / total)} |" for updates, count in sorted(counts.items())]
+    return "\n".join(lines) + "\n"
+
+
+def draw_staleness(counts: Mapping[int, int], path: str | os.PathLike[str]) -> None:
+    """Write the same as a PNG."""
+    figure = Figure(figsize=(6.0, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.bar(list(counts), list(counts.values()), color="#0072B2", width=0.8)
+    axes.set_xlabel("staleness: updates made between a minibatch's pull and its push")
+    axes.set_ylabel("minibatches")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)

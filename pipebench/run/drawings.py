@@ -1,0 +1,116 @@
+"""The pictures and tables that a run's record has; imports matplotlib.
+
+What cannot be drawn is told in the log: a picture must never cost a result.
+"""
+
+import logging
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from pipebench.model.plan_layers import form_of
+from pipebench.schedule import repartitions
+from pipebench.search.search import FILE_NAME as SEARCH_FILE
+from pipebench.show.cuts_over_time import cuts_markdown, draw_cuts
+from pipebench.show.memory_picture import draw_memory, draw_peaks
+from pipebench.show.moves_over_time import MOVED, RATE, SENT, draw_moves
+from pipebench.show.occupancy_picture import draw_occupancy
+from pipebench.show.over_time import NUM_PARTS
+from pipebench.show.pictures import draw_curves, draw_timeline
+from pipebench.show.search_picture import draw_search, search_markdown
+from pipebench.show.trace import write_trace
+from pipebench.simulate.memory_meter import MemoryTimeline
+from pipebench.simulate.timeline import Timeline
+from pipebench.tracking import RunLog
+from pipebench.train.job import Job
+from pipebench.train.memory_forecast import MemoryForecast
+from pipebench.train.moves import under
+from pipebench.train.periods import Periods
+from pipebench.train.result import RunResult
+from pipebench.typed_json import write
+
+_LOG = logging.getLogger("pipebench.run")
+
+
+def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | None = None) -> list[str]:
+    """Keep a timeline as a picture and as a trace for Perfetto, with the memory by the same clock; return the names."""
+    drawings = {"timeline.png": partial(draw_timeline, timeline)}
+    drawings["trace.json"] = partial(write_trace, timeline, memory=memory)
+    return record_drawn(log, drawings, "the timeline")
+
+
+def record_watch(log: RunLog, watch: MemoryForecast) -> list[str]:
+    """Keep pictures of memory and occupancy over time, where layers move of memory from part to part; return names."""
+    occupancy, moved = watch.occupancy(NUM_PARTS), watch.moved
+    drawings = {"memory.png": partial(draw_memory, watch.memory), "occupancy.png": partial(draw_occupancy, occupancy)}
+    if moved is not None:
+        parts = {
+            "first cuts": watch.memory.peaks,
+            "while layers move, and between moves": moved.between,
+            "last cuts": moved.last.peaks,
+        }
+        drawings["memory-first.png"] = drawings["memory.png"]
+        drawings["memory-last.png"] = partial(draw_memory, moved.last)
+        whole = {part: peaks for part, peaks in parts.items() if peaks}
+        drawings["memory.png"] = partial(draw_peaks, whole, watch.memory)
+    return record_drawn(log, drawings, "memory and occupancy")
+
+
+def record_features(log: RunLog, result: RunResult, job: Job) -> RunResult:
+    """Keep what only some runs have, of extensions, a search, moves; return the result without it."""
+    for record in job.setup.pipeline.hooks("record").values():
+        result = record(log, result)
+    return record_moves(log, record_search(log, result), job)
+
+
+def record_search(log: RunLog, result: RunResult) -> RunResult:
+    """Keep the history of an architecture search, as a file, a table and a picture; return the result without it."""
+    found = result.search
+    if found is None:
+        return result
+    log.text(SEARCH_FILE, write(found))
+    log.text("search.md", search_markdown(found))
+    end_s = result.metrics["total_time_s"]
+    record_drawn(log, {"search.png": partial(draw_search, found, result.points, end_s)}, "the search")
+    return replace(result, search=None)
+
+
+def record_moves(log: RunLog, result: RunResult, job: Job) -> RunResult:
+    """Keep where the stages were cut anew, and the plan that came of it; return the result without it."""
+    if not result.moves:
+        return result
+    layers = [layer.name for layer in job.setup.graph.layers]
+    log.text(repartitions.FILE_NAME, repartitions.to_text(result.moves))
+    log.text("plan-last.json", form_of(under(job.setup, result.moves), layers).text())
+    log.text("cuts.md", cuts_markdown(result.moves))
+    end = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
+    drawings: dict[str, Callable[[Path], None]] = {"cuts.png": partial(draw_cuts, result.moves, layers, end)}
+    if all({RATE, SENT, MOVED} <= point.metrics.keys() for point in result.points):
+        drawings["moves.png"] = partial(draw_moves, result.points, result.moves)
+    record_drawn(log, drawings, "cuts over time")
+    return replace(result, moves=())
+
+
+def record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], what: str) -> list[str]:
+    """Keep what functions write as artifacts; return the names of those that are kept."""
+    drawn = []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for artifact, write in drawings.items():
+                path = Path(folder) / artifact
+                write(path)
+                log.file(artifact, path)
+                drawn.append(artifact)
+    except (OSError, ValueError) as error:  # a picture must never cost a result
+        _LOG.warning("%s could not be drawn: %s", what, error)
+    return drawn
+
+
+def record_curves(log: RunLog, results: Sequence[RunResult]) -> list[str]:
+    """Keep a picture of every metric's curves; return the names of the pictures."""
+    metrics = {name for result in results for point in result.points for name in point.metrics if "loss" not in name}
+    return record_drawn(
+        log, {f"{each}.png": partial(draw_curves, results, each) for each in sorted(metrics)}, "the curves"
+    )

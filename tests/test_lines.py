@@ -1,0 +1,84 @@
+"""Faults name the line besides file and key: of every file that a user writes and of its bases."""
+
+from pathlib import Path
+
+import pytest
+
+from pipebench.errors import Fault, RecipeError
+from pipebench.lines import LinedFile
+from pipebench.recipe.load import load
+
+RECIPE = """\
+extends: base.yaml
+train:
+  sede: 1
+  optimizer:
+    lr: 0.1
+    momentum: 1.5
+cluster: {name: own.yaml,
+          servers: 0}
+"""
+BASE = """\
+extends: quickstart
+train:
+  seed: '3'
+"""
+CLUSTER = """\
+extends: cluster-a
+levels:
+  - name: server
+    flow: 3
+"""
+
+
+def test_everything_wrong_says_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"r.yaml": RECIPE, "base.yaml": BASE, "own.yaml": CLUSTER}.items():
+        Path(name).write_text(text)
+    with pytest.raises(RecipeError) as refused:
+        load("r.yaml", ["train.streams=0"])
+    assert [sentence.partition(", ")[0] for sentence in str(refused.value).splitlines()] == [
+        "base.yaml:3: train.seed: got '3'",
+        "r.yaml:3: train.sede: unknown key",
+        "command line: train.streams: got 0",
+        "r.yaml:6: train.optimizer.momentum: got 1.5",
+        "r.yaml:8: cluster.servers: got 0",
+    ]
+    Path("r.yaml").write_text("extends: quickstart\ncluster: {name: own.yaml}\n")
+    with pytest.raises(RecipeError, match=r"^r.yaml:2: cluster.name: own.yaml:4: levels.0.flow: got 3, needed is"):
+        load("r.yaml")
+
+
+TEXT = b"""\
+rows:
+  - name: first.one
+    runs: {dp: x,
+      more: y}
+  - {name: second, "a.b": [1,
+      2]}
+  - name: m$size
+    at: {size: 8}
+"""
+LINES = {
+    "rows": 1, "rows.0": 2, "rows.0.runs.more": 4, "rows[1]['a.b'][1]": 6, "rows.1.a.b.0": 5, "rows.second.a.b": 5,
+    "rows.first.one.runs.dp": 3, "rows.0.runs.gone": 3, "rows.m16.at": 8, "rows.7": 1, "'rows'": 1, "gone": None,
+    "": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", LINES)
+def test_a_key_s_line_is_that_of_the_innermost_key_that_is_there(tmp_path: Path, key: str) -> None:
+    (tmp_path / "r.yaml").write_bytes(TEXT)
+    assert LinedFile("r.yaml", tmp_path / "r.yaml").line_of(key) == LINES[key]
+
+
+@pytest.mark.parametrize("text", [b"", b"a", b"- 1", b"a: [", b"\xff", b"a: *b", b"? [a]\n: 1", b"[" * 2000])
+def test_what_has_no_such_key_has_no_line(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "r.yaml").write_bytes(text)
+    assert str(Fault(LinedFile("r.yaml", tmp_path / "r.yaml"), "a.b", "is wrong")) == "r.yaml: a.b: is wrong"
+
+
+def test_a_file_that_is_gone_or_no_file_has_no_lines(tmp_path: Path) -> None:
+    assert [LinedFile("r", path).line_of("a") for path in (tmp_path / "gone", tmp_path, Path("/dev/zero"))] == 3 * [
+        None
+    ]
