@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
-from pipebench.schedule.instructions import HANDING, Instruction
+from pipebench.schedule.instructions import MOVE_OPS, Instruction
 from pipebench.schedule.operations import OPERATIONS, ROUND
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import programs
@@ -82,7 +82,7 @@ def admitted_program(
     size = pipeline.period
     admitted = 0  # minibatches before this one may begin
     for executed, instruction in enumerate(programs(pipeline, num_minibatches, routes)[worker]):
-        if instruction.op in HANDING:
+        if instruction.op in MOVE_OPS:
             yield instruction
             continue
         if instruction.op in _ROUND_OPS:

@@ -27,7 +27,7 @@ from pipebench.engine.scores import Scores
 from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup, share_of
 from pipebench.engine.updates import Updates
-from pipebench.schedule.instructions import HANDING_OVER, Instruction
+from pipebench.schedule.instructions import TRANSFER_OPS, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
 from pipebench.simulate.timeline import EVALUATION
 
@@ -79,7 +79,7 @@ class Worker:
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
             Op.WAIT_NORM: self._wait_norm,
             Op.UPDATE: self._update,
-            **dict.fromkeys(HANDING_OVER, self._hand_over),
+            **dict.fromkeys(TRANSFER_OPS, self._hand_over),
         }
         self.extensions: dict[str, WorkerExtension] = {}
         for name, make in setup.pipeline.hooks("worker").items():

@@ -1,10 +1,8 @@
-"""What stages keep of a unit where their layers do different things with it: keep, recompute and swap.
+"""Bytes of activations that a stage keeps per unit when each layer keeps, swaps or recomputes its own.
 
-What a stage keeps isn't a sum over its layers: what two of them save counts once, what a run of recomputed layers reads
-counts where the run begins, at the stage's first layer perhaps, and what swaps leaves only if no other layer keeps it.
-But a tensor counts at the first layer of the stage that holds it, and which one that is says where the stage begins: so
-many bytes for the stages that begin between two layers and hold a third. All stages from one layer on are the sums of
-those, to the byte what `simulate.memory.kept_bytes` says of each.
+They are no sum over layers: a tensor saved by two layers counts once, and a run of recomputed layers keeps its inputs,
+which depend on where the stage begins. So each tensor is charged to the first layer of the stage that holds it, for a
+range of stage starts; sums over those equal `simulate.memory.kept_bytes` to the byte.
 """
 
 import math
@@ -23,29 +21,26 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 # Of units that swap, those on the device if copies keep up: one that runs forward or leaves, one that runs backward,
 # one that comes in.
 MOST_ON_DEVICE = 3
-_MOST_STARTS = 2000  # whose sums are kept: two arrays of as many layers each
+_MOST_STARTS = 2000  # with cached sums: two arrays over layers each
 
 Floats = NDArray[np.float64]
-Amounts = TypeVar("Amounts", np.float64, Floats)  # of one stage or choice of policies, or of many at once
+Amounts = TypeVar("Amounts", np.float64, Floats)  # scalars or arrays
 
 
 def on_device(
     swapped_bytes: Amounts, forward_s: Amounts | float, pcie_bytes_per_s: float | None
 ) -> tuple[tuple[Amounts, Amounts], tuple[Amounts, Amounts]]:
-    """Return what is on the device at most of what d units swap: two lines in d, of which the lower one counts.
+    """Return the peak device bytes of swapped tensors with d units in flight: the lower of two lines in d.
 
-    All of it, or three units of it where copies keep up. While the pipeline fills, d forwards follow each other; where
-    a copy takes longer than a forward, each of those after the first leaves what isn't copied meanwhile.
+    Each line is (constant bytes, bytes per unit in flight). The first keeps all units on the device; the second has
+    three units there and, where a copy out takes longer than a forward, the uncopied rest of every later unit.
 
     Args:
-        swapped_bytes: of a unit.
-        forward_s: seconds of a forward.
-        pcie_bytes_per_s: rate of copies; None: not known, they are taken to keep up.
-
-    Returns:
-        Bytes whatever is in flight, and for each unit in flight, of both.
+        swapped_bytes: per unit.
+        forward_s: seconds of one forward.
+        pcie_bytes_per_s: copy rate; None if unknown: copies then never lag.
     """
-    swaps = np.maximum(0.0, swapped_bytes)  # less where a profile that can't tell storages apart contradicts itself
+    swaps = np.maximum(0.0, swapped_bytes)  # below 0 if a profile without storages is inconsistent
     left = 0.0 * swaps
     if pcie_bytes_per_s is not None:
         left = np.maximum(left, swapped_bytes - forward_s * pcie_bytes_per_s)
@@ -53,49 +48,34 @@ def on_device(
 
 
 def copies_s(swapped_bytes: Amounts, pcie_bytes_per_s: float | None) -> Amounts:
-    """Return the seconds of a unit's copies, to the host and back."""
+    """Return the seconds to copy one unit to the host and back."""
     return 2 * swapped_bytes / pcie_bytes_per_s if pcie_bytes_per_s else 0.0 * swapped_bytes
 
 
 class Unit(NamedTuple):
-    """What stages come to per unit, [start, stop].
+    """Bytes and seconds of stages per unit; arrays are [start, stop]."""
 
-    Attributes:
-        stays_bytes: kept from a forward to its backward, on the device.
-        swapped_bytes: kept besides, on the host in between.
-        forward_s: seconds of a forward.
-        window_s: seconds of a forward and a backward, nothing computed again: copies are hidden in them.
-    """
-
-    stays_bytes: Floats
-    swapped_bytes: Floats
+    stays_bytes: Floats  # kept on the device from the forward to the backward
+    swapped_bytes: Floats  # kept on the host meanwhile
     forward_s: Floats
-    window_s: Floats
+    window_s: Floats  # seconds of a forward and a backward without recomputation; copies overlap with these
 
 
 @dataclass(frozen=True)
 class VirtualMemory:
-    """What becomes of a stage's activations, per unit.
+    """Policies of one stage's layers and what they cost per unit."""
 
-    Attributes:
-        kept, swapped, recomputed: layers whose policy that is.
-        swapped_bytes: copied to the host and back.
-        copies_s: seconds that this takes, both ways.
-        window_s: seconds of the stage's own forward and backward, in which copies are hidden.
-        again_s: seconds of forwards that are computed again.
-    """
-
-    kept: int
+    kept: int  # number of layers
     swapped: int
     recomputed: int
     swapped_bytes: int
-    copies_s: float
-    window_s: float
-    again_s: float
+    copies_s: float  # of both directions
+    window_s: float  # the stage's forward and backward, with which copies overlap
+    again_s: float  # seconds of recomputed forwards
 
     @property
     def waits_s(self) -> float:
-        """The seconds that copies take longer than the window."""
+        """Seconds by which the copies exceed the window."""
         return max(0.0, self.copies_s - self.window_s)
 
     @property
@@ -105,7 +85,7 @@ class VirtualMemory:
 
 
 class _Hold(NamedTuple):
-    """A layer holds so many bytes, in stages that begin after a layer and not after another."""
+    """`layer` holds `num_bytes` in stages that start in (after, until]."""
 
     layer: int
     num_bytes: int
@@ -114,12 +94,12 @@ class _Hold(NamedTuple):
 
 
 class Activations:
-    """What the stages of a model keep of a unit.
+    """Activation bytes of all stages of a model.
 
     Args:
-        rows: the layers; the last is the loss, which goes with the last layer.
-        memory: policy of every layer but the loss, as they run: none that changes a buffer is recomputed.
-        pcie_bytes_per_s: rate of copies to the host and, at the same time, back; None: not known.
+        rows: layers; the last is the loss, which belongs to the last stage.
+        memory: policy per layer without the loss, as executed: layers that change buffers are never recomputed.
+        pcie_bytes_per_s: copy rate per direction, both at once; None if unknown.
     """
 
     def __init__(self, rows: Sequence[LayerProfile], memory: Sequence[str], pcie_bytes_per_s: float | None) -> None:
@@ -136,11 +116,11 @@ class Activations:
         self._window_s = self._forward_s + np.concatenate([[0.0], np.cumsum(backward_s)])
 
     def of(self, starts: Iterable[int], stops: Iterable[int]) -> Unit:
-        """Return what stages come to; nonsense where a stop is before its start.
+        """Return the costs of all stages [start, stop); meaningless where stop < start.
 
         Args:
-            starts: the first layers of stages.
-            stops: the layers after their last ones; beyond the loss for those that end with the model.
+            starts: first layers.
+            stops: layers after the last; the number of rows for stages that end with the model.
         """
         begin, end = [*map(int, starts)], np.array([*map(int, stops)], dtype=np.intp)
         kept, stays = (
@@ -150,11 +130,11 @@ class Activations:
         return Unit(stays, kept - stays, forward_s, window_s)
 
     def late_s(self, unit: Unit) -> Floats:
-        """Return the seconds that copies take longer than what hides them: vPipe (TPDS'21) equation 2."""
+        """Return the seconds by which copies exceed their window: vPipe (TPDS'21) equation 2."""
         return np.maximum(0.0, copies_s(unit.swapped_bytes, self.pcie_bytes_per_s) - unit.window_s)
 
     def virtual(self, start: int, stop: int) -> VirtualMemory:
-        """Return what becomes of the activations of one stage; arguments as in `of`."""
+        """Return the policies and costs of one stage; arguments as in `of`."""
         unit, last = self.of([start], [stop]), len(self._rows) - 1
         kept, swapped, recomputed = map(self._policies[start : min(stop, last)].count, (KEEP, SWAP, RECOMPUTE))
         return VirtualMemory(
@@ -169,12 +149,7 @@ class Activations:
 
 
 class _Totals:
-    """The bytes that all stages hold.
-
-    Args:
-        num_rows: layers, the loss included.
-        held: of every tensor, who holds it, in order of layers.
-    """
+    """Activation bytes of every stage; `held` has each tensor's holders in order of layers."""
 
     def __init__(self, num_rows: int, held: Iterable[Sequence[_Hold]]) -> None:
         ranges = np.array([each for holds in held for each in _ranges(holds)], dtype=np.intp).reshape(-1, 4)
@@ -183,7 +158,7 @@ class _Totals:
         self.from_layer = lru_cache(_MOST_STARTS)(self._totals)
 
     def _totals(self, start: int) -> Floats:
-        """Return the bytes of the stages that begin at a layer, by the layer after their last."""
+        """Return the bytes of all stages that begin at layer `start`, by the layer after their last."""
         counts = (self._from <= start) & (start <= self._to)
         each = np.bincount(self._layer[counts] + 1, self._bytes[counts], self._num_rows + 1)
         total: Floats = np.cumsum(each)
@@ -191,8 +166,8 @@ class _Totals:
 
 
 def _ranges(holds: Sequence[_Hold]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (first start, last start, layer, bytes): the stages that begin there hold a tensor from that layer on."""
-    free: list[tuple[int, float]] = [(0, math.inf)]  # starts of stages that no layer holds it in yet
+    """Yield (first start, last start, layer, bytes): stages that start in the range hold the tensor from `layer` on."""
+    free: list[tuple[int, float]] = [(0, math.inf)]  # stage starts without a holder so far
     for layer, num_bytes, after, until in holds:
         left: list[tuple[int, float]] = []
         for first, last in free:
@@ -207,7 +182,7 @@ def _ranges(holds: Sequence[_Hold]) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _holds(rows: Sequence[LayerProfile], again: set[int], swapped: set[int]) -> Iterable[list[_Hold]]:
-    """Return of every tensor which layers hold it; what swaps is gone. As `simulate.memory.kept_bytes` tells it."""
+    """Return the holders of every tensor, without what is swapped; the same rules as `simulate.memory.kept_bytes`."""
     held: dict[object, list[_Hold]] = defaultdict(list)
     tells_storages, gone, run = any(row.puts_out for row in rows), again | swapped, 0
     for index, row in enumerate(rows):
@@ -217,11 +192,11 @@ def _holds(rows: Sequence[LayerProfile], again: set[int], swapped: set[int]) -> 
             for number, num_bytes in row.takes:
                 held[number].append(_Hold(index, num_bytes))
             for source in row.reads:
-                after = -1 if source < run else source  # what the run makes itself is there where a cut parts it
+                after = -1 if source < run else source  # the run's own outputs are held only if a cut separates them
                 if not tells_storages:
                     held[run, source].append(_Hold(index, rows[source].output_bytes, after))
                     continue
-                copied = rows[source].runs_once  # but what comes from another stage is a copy already
+                copied = rows[source].runs_once  # but values from another stage are copies already
                 for number, num_bytes in rows[source].puts_out:
                     if copied:
                         held[run, number].append(_Hold(index, num_bytes, until=source))
@@ -238,7 +213,7 @@ def _holds(rows: Sequence[LayerProfile], again: set[int], swapped: set[int]) -> 
 
 
 def _first_that_keeps(rows: Sequence[LayerProfile], gone: set[int], holder: int, num_bytes: int) -> int:
-    """Return the last layer of those that save a tensor, a layer and others before it, that keeps it; or -1."""
-    while holder in gone and num_bytes > rows[holder].saved_bytes:  # it isn't one that this layer is the first to save
+    """Return the last layer at or before `holder` that saves this tensor and keeps it, or -1."""
+    while holder in gone and num_bytes > rows[holder].saved_bytes:  # some earlier layer saves it, too
         holder = next((before for before, n in rows[holder].saved_with if n >= num_bytes), -1)
     return -1 if holder in gone else holder

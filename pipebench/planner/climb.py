@@ -1,18 +1,16 @@
-"""Climbing: from the plans that searches found to better ones beside them, the simulator the judge of every step.
+"""Local search from the plans that searches found, with the simulator as the judge of every step.
 
-Searches weigh a stage by what is known of the stage alone. What several stages do to each other, waits for minibatches
-to come back, ports that they share, rounds of different widths that interlock, only the simulator knows. So the search
-goes on from the best plans found: a cut is moved, a worker changes stages, two stages merge, one splits, one more
-minibatch is in flight, workers change places. Of the plans waiting the one with the smallest floor comes next, times as
-far as the plan it comes from is above its own; it is simulated unless its floor is above the best plan's time. Around
-those nearly as good as the best the search goes on, until its budget is spent or nothing promising is left.
+Searches price each stage by itself. How stages interact, by round trips, shared ports and rounds of different widths,
+only the simulator knows. So the search continues from the best plans: a cut moves, a worker changes stages, stages
+merge or split, depth grows by one, workers change devices. Next is the plan with the smallest lower bound times its
+parent's excess over the parent's own bound; it is simulated unless its bound exceeds the best time. The search
+continues around plans nearly as good as the best until the budget is spent or nothing promising is left.
 
-On the way a plan is only glimpsed: simulated until it repeats itself, at most for so many instructions. The budget
-counts those, so that it bounds the time whatever the plans. What wins is simulated as every other plan is, and stands
-only if it is better then too.
+Steps are simulated until they repeat themselves or for a limited number of instructions, which the budget counts, so
+time is bounded. Finalists are simulated like all other plans and win only if they are still better.
 
-One minibatch more than NOAM is in flight where that is clearly faster, because transfers are hidden. It costs memory,
-which is weighed, and gradients one update staler, which is not.
+A depth of NOAM + 1 is used only if clearly faster, because transfers are hidden: its memory is counted, its staler
+gradients are not.
 """
 
 import heapq
@@ -30,34 +28,35 @@ from pipebench.planner.cost_models import ALONE
 from pipebench.planner.estimates import MOST_SIMULATED, Estimator
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.flat import FlatProblem, SearchStage, flat_bound_s
-from pipebench.planner.floor import Floors, Sketch
+from pipebench.planner.floor import Floors
 from pipebench.planner.neighbours import along_devices, neighbours
 from pipebench.planner.outlines import Outlines
+from pipebench.planner.placement_costs import Sketch
 from pipebench.planner.placements import placements
 from pipebench.planner.plans import PlanEstimate
-from pipebench.planner.predict import FILL_ROUNDS, arranged
+from pipebench.planner.predict import FILL_ROUNDS
 from pipebench.schedule.notation import streams_problem
 from pipebench.schedule.orders import ONE_F_ONE_B
 from pipebench.schedule.pipeline import MOST_BEYOND_NOAM, WHOLE, noam
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
-BUDGET = 50_000  # instructions simulated, and what takes as long: 15 to 20 microseconds each, so about a second
+BUDGET = 50_000  # simulated instructions or equivalent, 15 to 20 us each: about a second
 _GLIMPSED = 4_000  # instructions of one plan
-_FINALISTS = 3  # of those glimpsed, simulated until they are steady
-_MOST_UNITS = 2_500  # of a plan that may win, minibatches times stages: what simulating it takes until it is steady
-_BEAM = 1.05  # times the best: the search goes on around plans up to there
-_PLACED = 1.5  # times the best: plans up to there are tried on other devices once nothing else is left to try
-_CLEARLY_FASTER = 0.98  # what one more in flight, or a placement, has to win: staler gradients, prediction error
-_PRECISION = 1e-3  # relative, of floors and of what is simulated until it repeats itself
-_WORTH_A_CHANGE = 1e-3  # relative: below, the plan that was searched for stays
-_ALL_SHAPES_UP_TO = 8  # workers; beyond, only shapes of a known form are begun with
-_SHAPES_COST = 5_000_000  # of cutting them, stages times the square of the places to cut: an eighth of a second
-_ALONE_COST, _OUTLINE_COST, _PLACEMENT_COST = 0.6, 6, 4  # of the budget: what a stage takes alone, an outline, where
+_FINALISTS = 3  # of the estimated plans, simulated to steady state
+_MOST_UNITS = 2_500  # minibatches times stages to simulate a plan to steady state; above, it cannot win
+_BEAM = 1.05  # times the best: the search continues around plans up to this
+_PLACED = 1.5  # times the best: plans up to this are tried on other devices at the end
+_CLEARLY_FASTER = 0.98  # required of a larger depth (staler gradients) or another placement (prediction error)
+_PRECISION = 1e-3  # relative, of lower bounds and simulated times
+_WORTH_A_CHANGE = 1e-3  # relative: below, the searches' plan stays
+_ALL_SHAPES_UP_TO = 8  # workers; beyond, only shapes of a known form are initial plans
+_SHAPES_COST = 5_000_000  # stages times squared places to cut: an eighth of a second
+_ALONE_COST, _OUTLINE_COST, _PLACEMENT_COST = 0.6, 6, 4  # in instructions: of a stage's bound, an outline, a placement
 
 
 def climbs(of: Estimator, found: Sequence[PlanEstimate]) -> bool:
-    """Return whether the search goes on from plans found: in pipelines that `floor` knows and that are simulated."""
+    """Return whether local search applies: pipelines that `floor` models, all simulated."""
     mode, policy = of.mode, WEIGHT_POLICIES[of.mode.weights]
     rings = mode.sync == ALL_REDUCE and of.request.cluster.all_reduce == RING
     plain = rings and mode.order == ONE_F_ONE_B and mode.backward == WHOLE and not policy.accumulates
@@ -67,15 +66,10 @@ def climbs(of: Estimator, found: Sequence[PlanEstimate]) -> bool:
 
 
 def climb(of: Estimator, found: Sequence[PlanEstimate]) -> PlanEstimate:
-    """Return the best plan around some that searches found, themselves included.
-
-    Args:
-        of: what weighs plans.
-        found: at least one, simulated.
-    """
+    """Return the best plan around simulated ones, themselves included."""
     before, search = min(found, key=lambda each: each.minibatch_s), _Climb(of)
     best = search.best(found)
-    if best.minibatch_s >= (1 - _WORTH_A_CHANGE) * before.minibatch_s:  # equal where no plan takes any time
+    if best.minibatch_s >= (1 - _WORTH_A_CHANGE) * before.minibatch_s:  # equal if no plan takes any time
         best = before
     else:
         gain = percent(before.minibatch_s / best.minibatch_s - 1) if best.minibatch_s > 0 else "all its time"
@@ -91,19 +85,13 @@ class _Waiting(NamedTuple):
 
 
 class _Climb:
-    """One search."""
+    """One local search."""
 
     def __init__(self, of: Estimator) -> None:
         self._of, self._cluster = of, of.request.cluster
-        states = of.work.states
-        order = states.layers(0, len(states) - 1)
-        policies = [of.memory_policies[layer] for layer in order]
-        cost = WEIGHT_POLICIES[of.mode.weights].update_cost
-        self._floors = Floors(
-            states, arranged(of.sizes, order), self._cluster, of.unit_size, policies, cost, of.request.relay
-        )
+        self._floors = Floors(of)
         self._placements, self._fits = cache(self._listed_placements), cache(self._fits_in_memory)
-        self._places = {members.bit_count(): state for state, members in enumerate(states.members)}
+        self._places = {members.bit_count(): state for state, members in enumerate(of.work.states.members)}
         self._found: dict[Sketch, PlanEstimate] = {}
         self._queue: list[_Waiting] = []
         self._known: set[Sketch] = set()
@@ -112,7 +100,7 @@ class _Climb:
         self._best_s, self._left, self._unseen_s = math.inf, float(BUDGET), math.inf
 
     def best(self, found: Sequence[PlanEstimate]) -> PlanEstimate:
-        """Return the best plan around some; one that is as usual unless another is clearly faster."""
+        """Return the best plan around those found; an unusual placement or depth must be clearly faster."""
         self._found = {self._sketch(each): each for each in found}
         self._best_s = min(each.minibatch_s for each in found)
         begun = [*self._found, *_shapes(self._of)]
@@ -128,16 +116,16 @@ class _Climb:
 
     @property
     def at_least_s(self) -> float:
-        """Seconds per minibatch that no plan takes less than: of those tried where all were, else of any."""
+        """Lower bound on seconds per minibatch, of the plans tried if all were, else of any plan."""
         if self.tried_all:
             return (1 - _PRECISION) * min(self._unseen_s, *(each.minibatch_s for each in self._found.values()))
         fastest = max(self._cluster.levels, key=lambda level: level.sum_bytes_per_s)
         return flat_bound_s(FlatProblem(self._of.work, ALONE, fastest, self._cluster.num_workers))
 
     def _tries_all(self) -> bool:
-        """Try all plans that may be better than the best, if they are few; return whether that was done."""
+        """Try all plans that may beat the best if they are few; return whether that was completed."""
         last, count = len(self._of.work.states) - 1, self._cluster.num_workers
-        # As much budget again: what the climb leaves of its own is for other placements, where plans are many.
+        # A budget of its own: the rest of the first is for other placements if there are too many plans.
         kept, self._left = self._left, BUDGET - _ALONE_COST * last * (last + 1) / 2 * count
         if self._left > 0:
             number, outlines = Outlines(last, count, self._floors.alone_s, self._fits).below(self._best_s)
@@ -159,26 +147,26 @@ class _Climb:
             self._run()
 
     def _anywhere(self, stages: tuple[SearchStage, ...]) -> tuple[float, Sketch]:
-        """Return the seconds per minibatch that an outline takes at least, and it, at its largest depth."""
+        """Return the lower bound of an outline over depths, and the outline at its largest depth."""
         sketch = Sketch(stages, (), noam([stage.replicas for stage in stages]))
         each = [sketch._replace(depth=depth) for depth in sorted({*self._depths(sketch)})]
         return min(map(self._floors.floor_s, each)), each[-1]
 
     def _fits_in_memory(self, stage: SearchStage, behind: int) -> bool:
-        """Return whether a stage fits at NOAM with so many workers behind it."""
+        """Return whether a stage fits at NOAM with `behind` workers in later stages."""
         limit, states = self._cluster.memory_bytes, self._of.work.states
         rule = self._of.memory(limit or math.inf)
         depth = rule.depth(stage.replicas, behind)
         return limit is None or rule.num_bytes(states, stage.start, stage.stop, depth) <= limit
 
     def _listed_placements(self, replicas: tuple[int, ...]) -> list[tuple[tuple[int, ...], ...]]:
-        """Return the placements to choose from, see `placements`."""
+        """Return the candidates of `placements`, charging the budget."""
         found = [tuple(map(tuple, devices)) for devices in placements(self._cluster, replicas)]
         self._left -= _PLACEMENT_COST * len(found)
         return found
 
     def _place(self, begun: Sequence[Sketch]) -> None:
-        """Try plans on other devices: the best ones, then, where workers are few, all that the search began with."""
+        """Try other devices for the best plans, then, if workers are few, for all initial ones."""
         placed = set[Sketch]()
         few = self._cluster.num_workers <= _ALL_SHAPES_UP_TO
         while self._run():
@@ -192,7 +180,7 @@ class _Climb:
                     self._add(sketch._replace(devices=devices), 1.0)
 
     def _run(self) -> bool:
-        """Simulate what waits while there is budget; return whether there is some left."""
+        """Simulate queued plans while budget is left; return whether some is."""
         while self._queue and self._left > 0:
             _, _, floor_s, sketch = heapq.heappop(self._queue)
             if floor_s >= self._best_s and sketch not in self._found:
@@ -207,7 +195,7 @@ class _Climb:
         return self._left > 0
 
     def _add(self, sketch: Sketch, excess: float) -> None:
-        """Let a plan wait, at every depth that it may have, if it can be better than the best."""
+        """Queue a plan at every allowed depth, if it may beat the best."""
         if streams_problem(sketch.replicas, self._of.request.streams) is not None:
             return
         for depth in self._depths(sketch):
@@ -221,7 +209,7 @@ class _Climb:
                 heapq.heappush(self._queue, _Waiting(floor_s * excess, next(self._counter), floor_s, each))
 
     def _estimated_rate(self, sketch: Sketch, floor_s: float) -> PlanEstimate | None:
-        """Return about what a plan comes to, or None if it doesn't fit in memory."""
+        """Return the plan with its estimated seconds per minibatch, or None if it doesn't fit in memory."""
         limit = self._cluster.memory_bytes
         found = self._of.estimate("climbing", sketch.stages, sketch.devices, depth=sketch.depth)
         self._left -= len(self._floors.rows) / 5 + 20
@@ -235,7 +223,7 @@ class _Climb:
         return self._found[sketch]
 
     def _simulated(self, estimated: Sequence[Sketch]) -> PlanEstimate:
-        """Return the best plan of some, the most promising of them simulated until they are steady."""
+        """Return the best of some plans after simulating the most promising to steady state."""
         best = min((each for each in estimated if self._found[each].is_simulated), key=self._seconds)
         for sketch in sorted(estimated, key=self._seconds)[:_FINALISTS]:
             if self._seconds(sketch) < self._seconds(best):
@@ -250,7 +238,7 @@ class _Climb:
         return self._seconds(sketch) <= _PLACED * self._best_s
 
     def _may_win(self, sketch: Sketch) -> bool:
-        """Return whether a plan isn't too long to be simulated until it is steady."""
+        """Return whether simulating the plan to steady state is affordable."""
         rounds = FILL_ROUNDS * max(self._floors.warmups(sketch.replicas, sketch.depth))
         return math.lcm(*sketch.replicas) * rounds * len(sketch.stages) <= _MOST_UNITS
 
@@ -265,7 +253,7 @@ class _Climb:
         return (min(sketch.depth, usual), usual, usual + MOST_BEYOND_NOAM)
 
     def _is_usual(self, sketch: Sketch) -> bool:
-        """Return whether a plan is no deeper than NOAM and stands along the devices."""
+        """Return whether a plan is at most NOAM deep and in order along the devices."""
         usual = self._of.request.depth or noam(sketch.replicas)
         return sketch.depth <= usual and sketch == along_devices(sketch.stages, sketch.depth)
 
@@ -278,7 +266,7 @@ class _Climb:
 
 
 def _shapes(of: Estimator) -> Iterator[Sketch]:
-    """Yield plans to begin with besides those found, cut for the smallest bottleneck: all shapes where they are few."""
+    """Yield initial plans, cut for the smallest bottleneck: all shapes if there are few."""
     work, cluster = of.work, of.request.cluster
     last = len(work.states) - 1
     left = _SHAPES_COST
@@ -294,7 +282,7 @@ def _shapes(of: Estimator) -> Iterator[Sketch]:
 
 
 def _widths(num_workers: int) -> Iterator[tuple[int, ...]]:
-    """Yield replicas per stage: stages equally wide, two stages, and where workers are few all others."""
+    """Yield replicas per stage: equal widths, two stages, and all others if workers are few."""
     if num_workers > MOST_SIMULATED:
         return
     for width in range(1, num_workers + 1):

@@ -1,9 +1,7 @@
-"""Searches of models with very many places to cut: over few of them first, then over all near the best plan's cuts.
+"""Searches over models with very many places to cut: first over a few, then over all near the best plan's cuts.
 
-The searches' time grows with the square of the number of states, and with its cube on several levels. Beyond MOST_EXACT
-they are not exact any more: `refined` looks where the best plan of a coarser choice is cut, again and again, and
-`loosened` says how far off that can be. There, neighbouring states are one place to cut that costs no more than any of
-them, and whose layers nobody computes: no plan's slowest stage is faster than that of the best over such places.
+Search time grows with the square of the number of states, on several levels with its cube, so beyond MOST_EXACT states
+searches are inexact. `States.grouped` bounds the loss: each group of neighbouring states costs no more than any member.
 """
 
 import itertools
@@ -15,16 +13,16 @@ import numpy as np
 from pipebench.planner.states import States
 
 MOST_EXACT = 2000  # states of a chain; a search over so many takes seconds
-_MOST_EXACT_BRANCHES = 1000  # states of which neither may hold the other: bounds prune less there
+_MOST_EXACT_BRANCHES = 1000  # states that are not nested: bounds prune less there
 NUM_GROUPS = 1000  # of neighbouring states in a bound
-_COARSE, _BACKDROP, _FINE = 500, 250, 400  # states: at first; later anywhere; later near cuts
+_COARSE, _BACKDROP, _FINE = 500, 250, 400  # states: at first; later anywhere, and near cuts
 _MOST_ROUNDS, _WORTH_A_ROUND = 6, 1e-4
 
 _Plan = TypeVar("_Plan")
 
 
 def is_coarsened(states: States) -> bool:
-    """Return whether searches over these states are not exact."""
+    """Return whether searches over these states are inexact."""
     return len(states) > _MOST_EXACT_BRANCHES and (len(states) > MOST_EXACT or not states.is_chain)
 
 
@@ -34,16 +32,12 @@ def refined(
     seconds: Callable[[_Plan], float],
     cuts: Callable[[_Plan], Sequence[int]],
 ) -> _Plan | None:
-    """Return the best plan found over fewer states, ever finer around its own cuts; None if none is found.
+    """Return the best plan over a subset of states, refined around its own cuts; None if none is found.
 
-    Args:
-        states: all of them.
-        solve: returns the best plan over some of the states, None if there is none.
-        seconds: a plan's bottleneck.
-        cuts: the states where a plan is cut.
+    `solve` returns the best plan over given states, `seconds` a plan's bottleneck, `cuts` the states where it is cut.
     """
     best = solve(cheapest(states, _COARSE))
-    if best is None:  # too little memory for stages of so many layers, perhaps
+    if best is None:  # perhaps stages of so many layers don't fit in memory
         best = solve(cheapest(states, MOST_EXACT))
     if best is None:
         return None
@@ -65,18 +59,14 @@ def refined(
 
 
 def cheapest(states: States, count: int) -> list[int]:
-    """Return about `count` states, the one of each group of neighbours where least is sent, the first and the last."""
+    """Return about `count` states: of each group of neighbours the one that sends least, the first and the last."""
     carried = states.sent_bytes + states.returned_bytes + states.antichain_bytes
     bounds = _bounds(len(states), count)
     return [a + int(carried[a:b].argmin()) for a, b in itertools.pairwise([*bounds, len(states)])]
 
 
 def loosened(states: States) -> States:
-    """Return groups of neighbouring states as places to cut, over which no bottleneck is larger than over all states.
-
-    A group sends what the member sends that sends least, and a stage between two groups holds the layers between their
-    nearest members only. A plan's stages that begin and end in one group have none and are left out.
-    """
+    """Return groups of states, over which no bottleneck exceeds the one over all states."""
     return states.grouped(NUM_GROUPS)
 
 

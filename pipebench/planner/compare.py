@@ -1,6 +1,6 @@
-"""Modes side by side: the best plan of each, and how long finding it took.
+"""The best plan of every mode, and the time that planning took.
 
-The plan asked for comes first: on models of many layers the other modes take most of the time.
+The requested plan comes first: on models of many layers the other modes take most of the time.
 """
 
 import time
@@ -25,14 +25,14 @@ def compare(
     known: dict[int, States] | None = None,
     tell: Tell = lambda _done, _total, _search: None,
 ) -> Comparison:
-    """Plan every mode.
+    """Plan a mode, None for the one predicted to be fastest, and the other modes.
 
     Args:
         request: what to plan.
-        mode: whose plan is asked for; None for that of the mode predicted to be fastest.
-        others: plan the other modes, too; False plans that mode and data parallelism, `with_others` the rest later.
-        known: states by the size that travels, made before; those made here are added.
-        tell: is told of every search that begins: modes done, modes in all, what is searched.
+        mode: the requested mode.
+        others: False: plan only `mode` and data parallelism; `with_others` adds the rest.
+        known: states by unit size, made before; extended here.
+        tell: called as each search begins: modes done, modes in all, the search.
 
     Raises:
         PlanError: no plan of the mode (or of any mode) fits in memory; says by how much, and what would make it fit.
@@ -47,41 +47,20 @@ def compare(
     best = best_of[mode] if mode else fastest[0]
     boundless = replace(request, cluster=replace(request.cluster, memory_bytes=None), streams=None)
     dp = best_of.get("dp") or Planner(boundless, "dp").best()
-    asked = list(planners.values()) if mode is None else [planners[best.plan.mode]]
-    took_s = {
-        "search": sum(planner.search_s for planner in asked),
-        "simulation": sum(planner.predict_s for planner in asked),
-    }
+    planner = planners[best.plan.mode]
+    at_most = planner.at_most()
+    asked = list(planners.values()) if mode is None else [planner]
+    took_s = {"search": sum(each.search_s for each in asked), "simulation": sum(each.predict_s for each in asked)}
     took_s["other modes"] = time.perf_counter() - began_s - sum(took_s.values())
-    bounding_s = time.perf_counter()
-    at_most = planners[best.plan.mode].at_most()
-    took_s["search"] += time.perf_counter() - bounding_s
-    found = Comparison(
-        best=best,
-        others=tuple(each for each in fastest if each is not best),
-        dp=dp,
-        refused=refused,
-        took_s=took_s,
-        num_states=len(planners[best.plan.mode].work.states),
-        at_most=at_most,
-    )
+    slower = tuple(each for each in fastest if each is not best)
+    found = Comparison(best, slower, dp, refused, took_s, len(planner.work.states), at_most)
     return with_others(request, found, known, tell) if others else found
 
 
 def with_others(
-    request: Request,
-    found: Comparison,
-    known: dict[int, States],
-    tell: Tell = lambda _done, _total, _search: None,
+    request: Request, found: Comparison, known: dict[int, States], tell: Tell = lambda _done, _total, _search: None
 ) -> Comparison:
-    """Return a comparison with the modes that it lacks.
-
-    Args:
-        request: as it was for the plan asked for.
-        found: that plan.
-        known: states by the size that travels, as `compare` has left them.
-        tell: as there.
-    """
+    """Add the modes that a comparison lacks; arguments as in `compare`."""
     began_s = time.perf_counter()
     _, best_of, refused = _planned(request, found.best.plan.mode, found.unplanned, known, tell)
     all_refused = {**found.refused, **refused}
@@ -97,14 +76,9 @@ def with_others(
 def _planned(
     request: Request, mode: str | None, wanted: Sequence[str], known: dict[int, States], tell: Tell
 ) -> tuple[dict[str, Planner], dict[str, PlanEstimate], dict[str, str]]:
-    """Return the planners of some modes, their best plans, and why there is none of the others.
+    """Return the planners of some modes, their best plans, and the reasons of those without one.
 
-    Args:
-        request: what to plan; its row is that of `mode`, every other mode has the table's.
-        mode: whose plan is asked for.
-        wanted: the modes to plan.
-        known: states by the size that travels.
-        tell: see `compare`.
+    `request.row` applies to `mode` only; other modes use the table's row.
     """
     planners: dict[str, Planner] = {}
     best_of: dict[str, PlanEstimate] = {}
@@ -123,7 +97,7 @@ def _planned(
 
 
 def _by_time(found: Iterable[PlanEstimate]) -> list[PlanEstimate]:
-    """Return plans, the fastest first."""
+    """Sort plans, the fastest first."""
     return sorted(found, key=lambda each: (each.minibatch_s, list(MODES).index(each.plan.mode)))
 
 

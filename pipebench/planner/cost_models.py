@@ -1,25 +1,22 @@
-"""Cost models: what a stage costs per minibatch in the steady state, and the fewest replicas that make it cheap enough.
+"""Cost models: seconds per minibatch of a stage in steady state, and the fewest replicas for a given time.
 
-Three, by name:
+- `sosp19`, PipeDream (SOSP'19) section 3.1 as printed: T(i..j, m) = 1/m max(compute, 2 (m-1) |w| / B), and 2 a / B per
+  cut. Computing overlaps communication. (With 1/m before the maximum, summing gradients costs the same per minibatch
+  for any number of replicas.)
+- `artifact`, the published optimizer at activation compression 1: (compute + 4 (m-1) |w| / (m B)) / m, and for every
+  stage but the first 2 a_in / (B m) and, unless it is the last, 2 a_out / (B m). A cut carries the outputs of its
+  augmented antichain (`states`), so a value read in two branches counts even if no layer beyond the cut reads it. Model
+  inputs are free. On several levels only the first stage's gradient sum is divided by the components of the level
+  below.
+- `overlap`, the default, approximates this package's simulator: a replica's round (one minibatch per replica) takes
+  forward, backward, update and the minibatch's transfers to the stage and back, since NOAM leaves no other minibatch
+  to compute meanwhile; gradients are summed in a ring during the backward, the last bucket after it; the port shared by
+  activations, gradients and the ring, or loading, may be the bottleneck. Includes latencies, host copies, efficiencies
+  and limits of levels. Differs from the simulator: gradients from the middle of a stage are in time, and transfers do
+  not queue. Plans found with these terms are then judged as a whole by `loops.py`.
 
-- `sosp19`, PipeDream (SOSP'19) section 3.1, as printed: T(i..j, m) = 1/m max(compute, 2 (m-1) |w| / B), and 2 a / B for
-  a cut. Computing and sending overlap. (The 1/m stands before the maximum, so summing gradients costs as much per
-  minibatch however many replicas share it.)
-- `artifact`, the optimizer published with it, activation compression ratio 1: (compute + 4 (m-1) |w| / (m B)) / m, and
-  for every stage but the first also 2 a_in / (B m) and, unless it is the last, 2 a_out / (B m). A cut carries the
-  outputs of its augmented antichain: the state's last layers, and all before one of those with a reader that is not. So
-  a value with readers in two branches counts although nobody beyond reads it. Model inputs cost nothing. On several
-  levels the first stage's gradient sum is divided by the components of the level below, no other stage's is.
-- `overlap`, the default, what this package's simulator does in the large: a replica's round (one minibatch for each of
-  the m replicas) takes forward, backward, update, and a minibatch's way to the stage and back, since NOAM has no
-  minibatch to spare that could be computed meanwhile; gradients are summed in a ring while the backward goes on, the
-  last bucket after it; or the port that activations, gradients and the ring share is the bottleneck, or loading is.
-  Latencies, copies to the host and every level's efficiency and limits count. Differs from the simulator: gradients
-  from the middle of a stage are in time, and transfers do not queue behind each other. The searches use these terms; a
-  plan that they found is judged as a whole by `loops.py`.
-
-Every time is the largest of a few terms (base + sync (m-1)/m) / m + tail (m-1)/m. So the least m for a given time has a
-closed form, and planning for 16,384 workers costs what planning for 16 does.
+Every time is a maximum of terms (base + sync (m-1)/m) / m + tail (m-1)/m, so the least m for a given time has a closed
+form, and planning for 16,384 workers costs as much as for 16.
 """
 
 from abc import ABC, abstractmethod
@@ -36,23 +33,17 @@ from pipebench.simulate.costs import BUCKET_BYTES, Costs, SimulatedBucket, Stage
 
 # On average half of the last bucket is complete only when the backward is over.
 LAST_BUCKET_BYTES = BUCKET_BYTES / 2
-# Replicas, where the limit is not met however many there are. Finite, because arithmetic with infinities gives nan.
+# Replicas if no number of them meets the limit. Finite, because arithmetic with infinities gives nan.
 _UNREACHABLE = 1e15
 
 
 @dataclass(frozen=True)
 class Term:
-    """A lower bound of a stage's seconds per minibatch: (base + sync (m-1)/m) / m + tail (m-1)/m, m its replicas.
+    """A lower bound on a stage's seconds per minibatch with m replicas: (base + sync (m-1)/m) / m + tail (m-1)/m."""
 
-    Attributes:
-        base: seconds that every replica spends on a round.
-        sync: seconds of a round's gradient sum among very many replicas.
-        tail: seconds per minibatch, among very many replicas, that no replica shares.
-    """
-
-    base: Floats
-    sync: Floats | float = 0.0
-    tail: Floats | float = 0.0
+    base: Floats  # seconds of a round on every replica
+    sync: Floats | float = 0.0  # seconds of a round's gradient sum as m grows
+    tail: Floats | float = 0.0  # seconds per minibatch, as m grows, that replicas do not share
 
     def seconds(self, m: Floats | float) -> Floats:
         """Return the seconds per minibatch with m replicas."""
@@ -61,19 +52,19 @@ class Term:
 
     @property
     def is_shared(self) -> bool:
-        """Whether all of it is shared among the replicas: more of them never make it worse."""
+        """Whether replicas share all of it, so that more of them never hurt."""
         return isinstance(self.sync, float) and isinstance(self.tail, float)
 
     def least(self, limit_s: float, at_least: Floats | float) -> Floats:
         """Return the fewest replicas, `at_least` or more, with which the term is at most `limit_s`; or _UNREACHABLE.
 
-        Times m^2 the condition is slope m^2 - b m + sync >= 0, slope = limit - tail and b = base + sync - tail: with a
-        positive slope it holds from the larger root on (and up to the smaller), else up to a root at most. Whether it
-        holds already is asked of the term itself: in b a base is lost beside a sum that takes 1e9 times as long.
+        Times m^2 the condition is slope m^2 - b m + sync >= 0, slope = limit - tail, b = base + sync - tail: with a
+        positive slope it holds from the larger root on (and up to the smaller), else at most up to a root. Whether it
+        already holds is evaluated on the term itself: in b, a base is lost next to a sum 1e9 times as long.
         """
         with np.errstate(all="ignore"):
             if self.is_shared:
-                return np.fmax(np.ceil(self.base / limit_s), at_least)  # nan: nothing in no time
+                return np.fmax(np.ceil(self.base / limit_s), at_least)  # nan: 0 / 0, no time at all
             holds = self.seconds(at_least) <= limit_s
             slope = limit_s - self.tail
             b = self.base + self.sync - self.tail
@@ -85,25 +76,20 @@ class Term:
 
 @dataclass(frozen=True)
 class StageTerms:
-    """All that bounds the stages from some states to all others.
+    """All terms of some stages."""
 
-    Attributes:
-        terms: of arrays [state, state] or what broadcasts to them.
-        fixed_s: seconds per minibatch that no replica shares.
-    """
-
-    terms: tuple[Term, ...]
-    fixed_s: Floats | float = 0.0
+    terms: tuple[Term, ...]  # of arrays [start, stop], or broadcastable to it
+    fixed_s: Floats | float = 0.0  # seconds per minibatch that replicas do not share
 
     def seconds(self, m: Floats | float) -> Floats:
-        """Return the seconds per minibatch with m replicas each."""
+        """Return the seconds per minibatch with m replicas."""
         worst = np.asarray(self.fixed_s, dtype=float)
         for term in self.terms:
             worst = np.maximum(worst, term.seconds(m))
         return worst
 
     def least(self, limit_s: float, at_least: Floats | float = 1.0) -> Floats:
-        """Return the fewest replicas with which all terms are at most `limit_s`; or infinity."""
+        """Return the fewest replicas with which all terms are at most `limit_s`, or infinity."""
         m: Floats | float = at_least
         for term in self.terms:
             m = term.least(limit_s, m)
@@ -116,56 +102,38 @@ class StageTerms:
 
 @dataclass(frozen=True)
 class UnitWork:
-    """A model to plan, at the size that travels.
-
-    Attributes:
-        states: where it can be cut.
-        update_s_per_byte: optimizer seconds per byte of parameters.
-        update_floor_s: optimizer seconds however few the bytes.
-        load_s: seconds to load the inputs of one minibatch.
-    """
+    """A model to plan, at the size of a unit: a minibatch, or a microbatch in modes that cut them."""
 
     states: States
-    update_s_per_byte: float = 0.0
-    update_floor_s: float = 0.0
-    load_s: float = 0.0
+    update_s_per_byte: float = 0.0  # optimizer seconds per byte of parameters
+    update_floor_s: float = 0.0  # least seconds of an update
+    load_s: float = 0.0  # seconds to load one unit's inputs
 
 
 @dataclass(frozen=True)
 class Inner:
-    """Components of the level below that each hold a stage.
+    """Stages on components of the level below."""
 
-    Attributes:
-        seconds: per minibatch of one of them, [start, stop].
-        count: of the components of the level below them that each has.
-    """
-
-    seconds: Floats
-    count: int
+    seconds: Floats  # per minibatch on one component, [start, stop]
+    count: int  # subcomponents of each
 
 
 @dataclass(frozen=True)
 class StageGrid:
-    """The stages from some states to all states from `stop_from` on; its arrays are [start, stop].
-
-    Attributes:
-        work: the model.
-        starts: indices of the states before the stages.
-        stop_from: index of the first state after them.
-    """
+    """The stages from given states to all states from `stop_from` on; arrays are [start, stop]."""
 
     work: UnitWork
-    starts: NDArray[np.intp]
-    stop_from: int = 0
+    starts: NDArray[np.intp]  # indices of the states before the stages
+    stop_from: int = 0  # index of the first state after them
 
     def sums(self, values: Floats) -> Floats:
-        """Return what the stages add to sums over states; nonsense where a stop is before its start."""
+        """Return differences of cumulative sums; meaningless where stop < start."""
         if values.ndim == 2:  # groups of states: see `States.grouped`
             return np.maximum(values[:1, self.stop_from :] - values[1, self.starts, None], 0.0)
         return values[None, self.stop_from :] - values[self.starts, None]
 
     def cuts(self, values: Floats) -> tuple[Floats, Floats]:
-        """Return what cuts carry before the stages [start, 1] and after them [1, stop]; nothing at the model's ends."""
+        """Return the values of cuts before stages [start, 1] and after [1, stop]; 0 at the model's ends."""
         before = values[self.starts, None] * (self.starts[:, None] > 0)
         after = values[None, self.stop_from :].copy()
         after[0, -1] = 0.0
@@ -173,7 +141,7 @@ class StageGrid:
 
     @property
     def unit(self) -> Unit | None:
-        """What the stages keep of a unit, where every layer has a policy of its own."""
+        """The stages' activations per unit, if layers have policies of their own."""
         states = self.work.states
         if states.activations is None:
             return None
@@ -181,74 +149,67 @@ class StageGrid:
 
     @property
     def compute_s(self) -> Floats:
-        """The seconds of a forward and a backward, and those that what swaps comes back late."""
+        """Seconds of forward and backward, and of waiting for copies."""
         states, unit = self.work.states, self.unit
         own_s = self.sums(states.forward_s + states.backward_s)
         return own_s if states.activations is None or unit is None else own_s + states.activations.late_s(unit)
 
 
 class CostModel(ABC):
-    """What a stage costs.
+    """A named cost model."""
 
-    Attributes:
-        name: as on the command line.
-        summary: one line for people.
-        antichains: whether plans for a profile file may cut between any antichains, as the artifact's do.
-        has_ports: whether what workers of one component send has to share the component's port.
-    """
-
-    name: str
-    summary: str
-    antichains: bool
-    has_ports: bool = False
+    name: str  # as on the command line
+    summary: str  # one line for people
+    antichains: bool  # whether plans for a profile file may cut between any antichains, as the artifact does
+    has_ports: bool = False  # whether workers of one component share its port
 
     @abstractmethod
     def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
-        """Return what bounds the stages of a grid.
+        """Return the terms of a grid's stages.
 
         Args:
             grid: the stages.
-            level: the links between a stage's replicas, and between stages.
+            level: links between a stage's replicas, and between stages.
             first: whether the stages are the first of their pipeline, as those from state 0 always are.
-            inner: the components of the level below that hold the stages; None at the innermost level.
+            inner: the stages on components of the level below; None at the innermost level.
         """
 
     @abstractmethod
     def parts(self, work: UnitWork, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
-        """Return a stage's (compute, gradient sum, transfers) in seconds per minibatch, each on its own."""
+        """Return a stage's (compute, gradient sum, transfer) seconds per minibatch, each on its own."""
 
     def cuts_s(self, work: UnitWork, before: Level, after: Level, start: int, stop: int, m: int) -> tuple[float, float]:
-        """Return what the cuts before and after a stage cost by themselves, each over a level of its own."""
+        """Return the cost of the cuts before and after a stage by themselves, each over its own level."""
         del work, before, after, start, stop, m
         return 0.0, 0.0
 
     def round(self, grid: StageGrid, level: Level) -> Term:
-        """Return what a replica's round takes: a forward, a backward, and what must follow before the next forward."""
+        """Return a replica's round: forward, backward, and what must follow before the next forward."""
         del level
         return Term(grid.compute_s)
 
     def paces(self, grid: StageGrid, level: Level) -> tuple[Term, ...]:
-        """Return what bounds the stages of a grid, however many minibatches are in flight, besides their rounds."""
+        """Return the bounds that hold for any number of minibatches in flight, besides rounds."""
         del grid, level
         return ()
 
     def simulated(self, costs: Costs, replicas: Sequence[int]) -> Costs:
-        """Return what instructions cost in a simulation under this model."""
+        """Return the costs of instructions for a simulation under this model."""
         del replicas
         return costs
 
     def links(self, cluster: Cluster) -> Cluster:
-        """Return the cluster as this model sees it: without latencies and copies, at its full bandwidth."""
+        """Return the cluster in this model's view: by default full bandwidth without latencies and copies."""
         return replace(cluster, levels=tuple(map(_plain, cluster.levels)))
 
 
 def _plain(level: Level) -> Level:
-    """Return a level as the published formulas see it: a rate, and nothing besides."""
+    """Return a level at its full rate without latency and copies, as in the published formulas."""
     return replace(level, latency_s=0.0, efficiency=1.0, host_copy_bytes_per_s=None)
 
 
 def _summed(stage: StageCosts, factor: float, ready: float) -> StageCosts:
-    """Return a stage whose gradients are summed as one, from a point of its backward on; nothing else costs time."""
+    """Return a stage with one gradient bucket, ready at a fraction of the backward; other costs but computing are 0."""
     names = tuple(name for bucket in stage.buckets for name in bucket.parameters)
     num_bytes = round(factor * sum(bucket.num_bytes for bucket in stage.buckets))
     buckets = (SimulatedBucket(num_bytes, ready, names),) if num_bytes else ()
@@ -258,7 +219,7 @@ def _summed(stage: StageCosts, factor: float, ready: float) -> StageCosts:
 def _cuts_s(
     work: UnitWork, carried: Floats, cuts: tuple[tuple[int, Level], tuple[int, Level]], factor: float
 ) -> tuple[float, float]:
-    """Return the seconds of two cuts, each with its level; nothing at the model's ends."""
+    """Return the seconds of two cuts given as (state, level); 0 at the model's ends."""
     inside = range(1, len(work.states) - 1)
     rates = (_plain(level).message_bytes_per_s for _, level in cuts)
     before_s, after_s = (
@@ -334,12 +295,14 @@ class _Overlap(CostModel):
     has_ports = True
 
     def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
-        if inner is not None:  # its own rounds hide the sum as far as they last
+        if inner is not None:  # overlaps with the components' own rounds
             return StageTerms((Term(inner.seconds), *self._ports(grid, level, 0.0)))
         states, own = grid.work.states, self.round(grid, level)
         before, after = grid.cuts(states.sent_bytes + states.returned_bytes)
         there_and_back = before / level.message_bytes_per_s + np.where(before > 0, 2 * level.latency_s, 0.0)
-        copies_s = level.copy_s(1) * (2 * before + after)  # both ends of what comes from before, our end of the rest
+        copies_s = level.copy_s(1) * (
+            2 * before + after
+        )  # both ends of the transfers with the stage before, this end of the others
         own = replace(own, base=own.base + there_and_back + copies_s)
         return StageTerms((*self._load(grid), own, *self._ports(grid, level, self._without_sum_s(grid))))
 
@@ -351,13 +314,13 @@ class _Overlap(CostModel):
         return (Term(load_s),) if load_s.any() else ()
 
     def _without_sum_s(self, grid: StageGrid) -> Floats:
-        """Return the seconds of a round in which the ring has nothing to do."""
+        """Return the part of a round before gradients exist."""
         return grid.sums(grid.work.states.forward_s) + self._update_s(grid)
 
     def _ports(self, grid: StageGrid, level: Level, meanwhile_s: Floats | float) -> tuple[Term, ...]:
-        """Return what the port takes that transfers and the ring share, and what the ring takes at its own rate.
+        """Return the shared port's time, and the ring's at its own rate.
 
-        Both are one term where the ring may have all of the port.
+        A single term if the ring may use the whole port.
         """
         weights = grid.sums(grid.work.states.parameter_bytes)
         carried = np.maximum(*self._port_bytes(grid)) / level.goodput_bytes_per_s
@@ -394,14 +357,14 @@ class _Overlap(CostModel):
         return cluster
 
     def _port_bytes(self, grid: StageGrid) -> tuple[Floats, Floats]:
-        """Return what one minibatch makes a stage send and receive, in bytes."""
+        """Return the bytes that one minibatch makes a stage send and receive."""
         sent_before, sent_after = grid.cuts(grid.work.states.sent_bytes)
         returned_before, returned_after = grid.cuts(grid.work.states.returned_bytes)
         return sent_after + returned_before, sent_before + returned_after
 
 
 class _Alone(_Overlap):
-    """What stages take at least under `overlap`, whatever is beside them: their rounds, their gradient sums."""
+    """Lower bounds of stages under `overlap` in any plan: rounds and gradient sums."""
 
     name = "alone"
     summary = "a round without its gradient sum, or the sum without the backward"

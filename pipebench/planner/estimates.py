@@ -1,25 +1,23 @@
-"""What a plan comes to in one mode: memory, seconds by the cost model, bytes, and what the simulator predicts."""
+"""Cost of a plan in one mode: memory, seconds by the cost model, bytes sent, and the simulator's prediction."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
 
 from pipebench.errors import PlanError
 from pipebench.model.plan import Plan, as_they_run, make_plan
-from pipebench.planner.activations import Activations, VirtualMemory
+from pipebench.planner.activations import Activations
 from pipebench.planner.cost_models import UnitWork
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule, in_flight_interleaved
-from pipebench.planner.placement_costs import along, cut_levels, placed_s, spanned
+from pipebench.planner.placement_costs import Sketch, along, cut_levels, placed_s, spanned
 from pipebench.planner.plans import PlanEstimate, Request, StageEstimate
-from pipebench.planner.predict import PlannedWorkload, arrange, arranged, course_of, payload, predict
+from pipebench.planner.predict import PlannedWorkload, arrange, arranged, payload, planned_workload, predict
 from pipebench.planner.stage_problem import StageProblem, input_bytes_of
 from pipebench.planner.states import States, antichains, prefixes
-from pipebench.planner.straight import Straight
-from pipebench.profile.model import Profile, Rows
+from pipebench.profile.model import LayerProfile, Profile, Rows
 from pipebench.schedule.modes import KEEP, MODES, RECOMPUTE
 from pipebench.schedule.orders import ALL_FORWARDS, order_of
 from pipebench.schedule.pipeline import Pipeline, chain, noam
@@ -29,38 +27,29 @@ from pipebench.simulate.memory_meter import MemoryMeter
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import estimate_rate, simulate_all
 
-MOST_SIMULATED = 256  # workers; beyond, what is predicted is the cost model's bottleneck
-_LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, likewise
+MOST_SIMULATED = 256  # workers; beyond, the prediction is the cost model's bottleneck
+LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, likewise
 
 
-class _Kept(NamedTuple):
-    """What a replica of a stage keeps at most, with so many units in flight, and what becomes of activations."""
+class ModeRequest:
+    """A request in one mode: the size of a unit, places to cut, the use of memory, minibatches in flight.
 
-    num_bytes: float
-    in_flight: int
-    virtual: VirtualMemory | None = None
-
-
-class Estimator:
-    """Weighs plans of one mode."""
+    Args:
+        request: what to plan.
+        mode: the mode.
+        known: states by unit size, shared among modes; extended here.
+    """
 
     def __init__(self, request: Request, mode: str, known: dict[int, States] | None = None) -> None:
-        """Take a request.
-
-        Args:
-            request: what to plan.
-            mode: the mode.
-            known: states by the size that travels, made for other modes; those made here are added.
-        """
         self.request = request
         self.name = mode
         self.mode = request.row or MODES[mode]
+        self.weights = WEIGHT_POLICIES[self.mode.weights]
         self._known = {} if known is None else known
-        self._in_flight_of: dict[int, list[int]] = {}  # by positions, where workers have several stages
 
     @cached_property
     def unit_size(self) -> int:
-        """Samples of what travels: the largest microbatch the profile has."""
+        """Samples per unit: the largest microbatch."""
         parts = self.request.microbatches if self.mode.microbatches else 1
         size = -(-self.request.minibatch_size // parts)
         if size not in self.request.profile.layers:
@@ -72,7 +61,7 @@ class Estimator:
 
     @cached_property
     def work(self) -> UnitWork:
-        """The model at the size that travels."""
+        """The model at the size of a unit."""
         profile = self.request.profile
         rows = profile.layers[self.unit_size]
         by_antichains = self.request.model.antichains and not self.request.runnable
@@ -85,31 +74,31 @@ class Estimator:
             pcie = self.request.cluster.pcie_bytes_per_s
             states = replace(states, activations=Activations(rows, self.memory_policies, pcie))
         load_s = profile.load_s.get(self.unit_size, 0.0)
-        update_s_per_byte = profile.update_s_per_byte * WEIGHT_POLICIES[self.mode.weights].update_cost
+        update_s_per_byte = profile.update_s_per_byte * self.weights.update_cost
         return UnitWork(states, update_s_per_byte, profile.update_floor_s, load_s)
 
     @cached_property
     def memory_policies(self) -> tuple[str, ...]:
-        """What is done with the activations of every layer of the profile."""
+        """Activation policy of every layer of the profile."""
         rows = self.request.profile.layers[self.unit_size]
         recomputes = self.mode.recompute and not (self.request.chooses and self.mode.chooses)
         return as_they_run(rows[:-1], self.request.memory or (RECOMPUTE if recomputes else KEEP,) * (len(rows) - 1))
 
     @cached_property
     def sizes(self) -> Profile:
-        """The profile at the sizes that matter, of one length: the one that stands for all where it varies."""
+        """The profile at the sizes in use; of variable lengths the representative one."""
         layers = self.request.profile.layers
         wanted = {self.unit_size, self.request.minibatch_size} & {*layers}
         return replace(self.request.profile, layers={size: layers[size] for size in sorted(wanted)}, lengths=())
 
     def memory(self, limit_bytes: float) -> MemoryRule:
-        """Return how this mode fills so much memory."""
+        """Return the mode's memory rule for devices of `limit_bytes`."""
         in_flight = None
         if self.mode.order == ALL_FORWARDS:
             in_flight = self._units_per_flush
         elif self.mode.depth is not None:
             in_flight = self.mode.depth
-        elif order_of(self.mode.order).splits:  # weight parts wait: every stage has as many as the first
+        elif order_of(self.mode.order).splits:  # delayed weight parts: every stage has as many as the first
             in_flight = min(self._units_per_flush, self.request.depth or self._stages_at_most)
         return MemoryRule(
             limit_bytes,
@@ -120,151 +109,40 @@ class Estimator:
             depth_at_most=self.request.depth,
         )
 
-    def at_width(self, rule: MemoryRule, width: int | None) -> MemoryRule:
-        """Return a rule for plans of stages equally wide, which a depth beyond NOAM makes keep more.
+    def stage_memory(self, limit_bytes: float, replicas: Sequence[int], index: int, depth: int) -> MemoryRule:
+        """Return the rule of one stage of a plan, which may keep as many versions as the input stage."""
+        rule = self.memory(limit_bytes)
+        as_input_stage = self.weights.as_input_stage
+        return replace(rule, versions=-(-depth * replicas[0] // replicas[index])) if as_input_stage else rule
 
-        Args:
-            rule: the mode's.
-            width: replicas of every stage; None where that is for the search to find: how far a depth is beyond NOAM is
-                known of whole plans only, and `_fits_beyond_noam` looks at them.
+    def at_width(self, rule: MemoryRule, width: int | None) -> MemoryRule:
+        """Return the rule for stages of `width` replicas, which a depth beyond NOAM makes keep more.
+
+        None: widths are for the search to find; `_fits_beyond_noam` then checks whole plans.
         """
         if width is None or self.request.depth is None:
             return rule
         positions = min(self.request.cluster.num_workers // width, len(self.work.states) - 1)
         return replace(rule, beyond=max(0, self.request.depth - positions) * width)
 
-    def straight(self) -> Straight:
-        """Return what says whether any straight plan fits."""
-        return Straight(self.work, self.request.cluster.num_workers, self.memory(math.inf))
-
-    @property
-    def keeps_as_input_stage(self) -> bool:
-        """Whether every stage keeps as many versions as the input stage."""
-        return WEIGHT_POLICIES[self.mode.weights].as_input_stage
-
     @property
     def _units_per_flush(self) -> int:
-        """Units that each replica of a single stage, or a straight pipeline, runs between two updates."""
+        """Units per replica of a straight pipeline between two updates."""
         if not self.mode.flush:
             return 1
         if not self.mode.microbatches:
             return self.request.accumulate or 1
         parts = self.request.microbatches
-        # More minibatches than there can be stages fill nothing more.
+        # More minibatches than possible stages do not shorten the bubble.
         return parts * (self.request.accumulate or (1 if parts > 1 else self._stages_at_most))
 
     @property
     def _stages_at_most(self) -> int:
         return min(self.request.cluster.num_workers, len(self.work.states) - 1)
 
-    def estimate(
-        self,
-        found_by: str,
-        stages: Sequence[SearchStage],
-        devices: Sequence[Sequence[int]] | None = None,
-        *,
-        depth: int | None = None,
-        bottleneck_s: float | None = None,
-    ) -> PlanEstimate:
-        """Return what a plan comes to by the cost model, not yet predicted by the simulator.
-
-        Args:
-            found_by: what made it.
-            stages: its stages.
-            devices: of every stage's replicas; None: workers stand along the devices, position by position.
-            depth: minibatches in flight per input-stage replica; None for the request's, or NOAM.
-            bottleneck_s: seconds per minibatch of the slowest stage, where the search that found it knows them better.
-        """
-        chunks, work = self.mode.chunks, self.work
-        replicas = [stage.replicas for stage in stages]
-        widths = replicas[: len(replicas) // chunks]
-        if devices is None:
-            devices = along(widths) * chunks
-        units = self.request.microbatches if self.mode.microbatches else 1
-        depth = self.depth_of(widths, depth)
-        seconds, port_s = self._seconds(stages, devices, depth, bottleneck_s)
-        order, starts = arrange(work.states, stages)
-        accumulate = self._accumulated(units, depth)
-        rows = arranged(self.sizes, order).layers[self.unit_size]
-        plan = make_plan(
-            Rows.of(rows),
-            starts,
-            replicas,
-            mode=self.name,
-            devices=[device for own in devices[: len(widths)] for device in own],
-            depth=depth,
-            chunks=chunks,
-            memory=[self.memory_policies[layer] for layer in order],
-            relay=self.request.relay,
-        )
-        kept = [self._kept(plan, stages, index) for index in range(len(stages))]
-        slowest_s = max(sum(seconds[position :: len(widths)]) for position in range(len(widths)))
-        return PlanEstimate(
-            plan=plan,
-            order=order,
-            found_by=found_by,
-            stages=self._stage_estimates(stages, devices, seconds, kept, units, bottleneck_s),
-            microbatches=units,
-            accumulate=accumulate,
-            bottleneck_s=(bottleneck_s or max(slowest_s, port_s)) * units,
-            port_s=port_s * units,
-            minibatch_s=math.inf,
-            num_bytes=payload(rows, plan, self.mode, units, accumulate),
-        )
-
-    def _seconds(
-        self, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], depth: int, bottleneck_s: float | None
-    ) -> tuple[list[float], float]:
-        """Return every stage's seconds per unit, and those of the busiest port."""
-        model, cluster, relay = self.request.model, self.request.cluster, self.request.relay
-        in_loops = model.has_ports and not self.mode.flush
-        seconds, port_s = placed_s(self.work, model, cluster, stages, devices, ways=not in_loops)
-        if in_loops:
-            loops = loops_s(self.work, model, cluster, stages, devices, depth, relay=relay)
-            seconds = [max(pair) for pair in zip(seconds, loops, strict=True)]
-        if bottleneck_s is not None:  # the recurrence sums level by level, which costs no more than all at once
-            seconds = [min(each, bottleneck_s) for each in seconds]
-        return seconds, port_s
-
-    def _kept(self, plan: Plan, stages: Sequence[SearchStage], index: int) -> _Kept:
-        """Return what a replica of a stage keeps, and what its layers do where the request says that."""
-        rule, stage, replicas = self.memory(math.inf), stages[index], [stage.replicas for stage in stages]
-        in_flight = self.in_flight(replicas, index, plan.depth)
-        if self.keeps_as_input_stage:
-            rule = replace(rule, versions=-(-plan.depth * replicas[0] // stage.replicas))
-        num_bytes = rule.num_bytes(self.work.states, stage.start, stage.stop, in_flight)
-        if self.work.states.activations is None:
-            return _Kept(num_bytes, in_flight)
-        start, stop = self.work.states.bounds[[stage.start, stage.stop]]
-        return _Kept(num_bytes, in_flight, self.work.states.activations.virtual(start, stop))
-
-    def _stage_estimates(
-        self,
-        stages: Sequence[SearchStage],
-        devices: Sequence[Sequence[int]],
-        seconds: Sequence[float],
-        kept: Sequence[_Kept],
-        units: int,
-        bottleneck_s: float | None,
-    ) -> tuple[StageEstimate, ...]:
-        """Return what stages come to per minibatch, of so many units, each of which takes them these seconds."""
-        parts_s = (self._parts_s(self.work, stages, devices, index) for index in range(len(stages)))
-        return tuple(
-            StageEstimate(
-                compute_s * units,
-                min(sync_s, bottleneck_s or sync_s) * units,
-                transfer_s * units,
-                stage_s * units,
-                own.num_bytes,
-                own.in_flight,
-                own.virtual,
-            )
-            for (compute_s, sync_s, transfer_s), stage_s, own in zip(parts_s, seconds, kept, strict=True)
-        )
-
     @property
     def memory_limit_bytes(self) -> float:
-        """The memory of a device; infinite without a limit."""
+        """Memory of a device; infinite without a limit."""
         limit = self.request.cluster.memory_bytes
         return math.inf if limit is None else float(limit)
 
@@ -272,29 +150,16 @@ class Estimator:
         """Return the minibatches in flight per input-stage replica.
 
         Args:
-            widths: replicas of every position in the pipeline.
-            depth: where the mode leaves it open; None for the request's, or NOAM.
+            widths: replicas per position in the pipeline.
+            depth: used where the mode leaves it open; None for the request's, or NOAM.
         """
-        return self.mode.depth or depth or self.request.depth or self._usual_depth(widths)
-
-    def stage_problem(self, rule: MemoryRule, stage: SearchStage, in_flight: int) -> StageProblem:
-        """Return a stage of consecutive layers, whose policies can be looked at or chosen.
-
-        Args:
-            rule: how the mode fills memory.
-            stage: which layers.
-            in_flight: units in flight on one replica.
-        """
-        states, rows = self.work.states, self.request.profile.layers[self.unit_size]
-        layers = states.layers(stage.start, stage.stop)
-        constant_bytes, each_bytes = rule.beside_activations(states, stage.start, stage.stop)
-        return StageProblem(
-            rows, layers[0], layers[-1] + 1, in_flight, rule.limit_bytes, constant_bytes, each_bytes,
-            self.request.cluster.pcie_bytes_per_s, self.request.chooses, input_bytes_of(rows),
-        )  # fmt: skip
+        usual = noam(widths)
+        if self.weights.accumulates:  # an update must cover all minibatches in flight
+            usual = min(usual, self._accumulate or usual)
+        return self.mode.depth or depth or self.request.depth or usual
 
     def in_flight(self, replicas: Sequence[int], index: int, depth: int) -> int:
-        """Return the minibatches (or microbatches) in flight on one replica of a stage."""
+        """Return the units in flight on one replica of a stage."""
         if self.mode.chunks > 1:
             return self.interleaved_in_flight(len(replicas) // self.mode.chunks)[index]
         if order_of(self.mode.order).splits:
@@ -307,91 +172,170 @@ class Estimator:
         return rule.depth(replicas[index], sum(replicas[index + 1 :]))
 
     def interleaved_in_flight(self, positions: int) -> list[int]:
-        """Return the most microbatches in flight of every stage where workers have several."""
-        if positions not in self._in_flight_of:
-            # Two groups of as many microbatches as there are positions are enough for the most there can be.
-            units = self._units_per_flush
-            units = units if self.mode.order == ALL_FORWARDS else min(units, 3 * positions)
-            self._in_flight_of[positions] = in_flight_interleaved(self.mode.order, positions, self.mode.chunks, units)
-        return self._in_flight_of[positions]
+        """Return the most microbatches in flight per stage where workers have several."""
+        units = self._units_per_flush
+        if self.mode.order != ALL_FORWARDS:
+            units = min(units, 3 * positions)  # two groups of `positions` microbatches already reach the peak
+        return in_flight_interleaved(self.mode.order, positions, self.mode.chunks, units)
 
-    def _accumulated(self, units: int, depth: int) -> int:
-        """Return the minibatches of each replica per update."""
+    def accumulated(self, units: int, depth: int) -> int:
+        """Return the minibatches of each replica per update; `units` are microbatches per minibatch."""
         if self.mode.flush:
             return self._units_per_flush // units
-        if not WEIGHT_POLICIES[self.mode.weights].accumulates:
-            return 1
-        return self._asked_to_accumulate or self.mode.accumulate or depth
+        return (self._accumulate or self.mode.accumulate or depth) if self.weights.accumulates else 1
 
     @property
-    def _asked_to_accumulate(self) -> int | None:
-        """Minibatches per update of this mode, if the request says; what it says is else about another mode."""
+    def _accumulate(self) -> int | None:
+        """Requested minibatches per update; without a row of its own, the request is about another mode."""
         return self.request.accumulate if self.request.row is not None else None
 
-    def _usual_depth(self, widths: Sequence[int]) -> int:
-        """Return NOAM, or less where an update has to cover all minibatches in flight and is asked to cover fewer."""
-        limited = WEIGHT_POLICIES[self.mode.weights].accumulates and self._asked_to_accumulate
-        return min(noam(widths), limited) if limited else noam(widths)
 
-    def _parts_s(
-        self, work: UnitWork, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], index: int
-    ) -> tuple[float, float, float]:
-        """Return a stage's computing, gradient sum and transfers in seconds per unit, each on its own."""
+class Estimator(ModeRequest):
+    """Evaluates plans of one mode."""
+
+    def estimate(
+        self,
+        found_by: str,
+        stages: Sequence[SearchStage],
+        devices: Sequence[Sequence[int]] | None = None,
+        *,
+        depth: int | None = None,
+        bottleneck_s: float | None = None,
+    ) -> PlanEstimate:
+        """Return a plan's costs by the cost model, without simulating it.
+
+        Args:
+            found_by: the search's name.
+            stages: the plan's.
+            devices: of each stage's replicas; None: in order along the devices, position by position.
+            depth: minibatches in flight per input-stage replica; None for the request's, or NOAM.
+            bottleneck_s: seconds per minibatch of the slowest stage, if the search knows them better.
+        """
+        replicas = [stage.replicas for stage in stages]
+        widths = replicas[: len(replicas) // self.mode.chunks]
+        devices = along(widths) * self.mode.chunks if devices is None else devices
+        units = self.request.microbatches if self.mode.microbatches else 1
+        plan, order, rows = self._plan(stages, devices, self.depth_of(widths, depth))
+        seconds, port_s = self._seconds(stages, devices, plan.depth, bottleneck_s)
+        slowest_s = max(sum(seconds[position :: len(widths)]) for position in range(len(widths)))
+        accumulate = self.accumulated(units, plan.depth)
+        return PlanEstimate(
+            plan=plan,
+            order=order,
+            found_by=found_by,
+            stages=self._stage_estimates(stages, devices, plan.depth, seconds, units, bottleneck_s),
+            microbatches=units,
+            accumulate=accumulate,
+            bottleneck_s=(bottleneck_s or max(slowest_s, port_s)) * units,
+            port_s=port_s * units,
+            minibatch_s=math.inf,
+            num_bytes=payload(rows, plan, self.mode, units, accumulate),
+        )
+
+    def _plan(
+        self, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], depth: int
+    ) -> tuple[Plan, tuple[int, ...], Sequence[LayerProfile]]:
+        """Return the plan, the order of its layers, and the layers in that order."""
+        order, starts = arrange(self.work.states, stages)
+        rows = arranged(self.sizes, order).layers[self.unit_size]
+        positions = len(stages) // self.mode.chunks
+        plan = make_plan(
+            Rows.of(rows),
+            starts,
+            [stage.replicas for stage in stages],
+            mode=self.name,
+            devices=[device for own in devices[:positions] for device in own],
+            depth=depth,
+            chunks=self.mode.chunks,
+            memory=[self.memory_policies[layer] for layer in order],
+            relay=self.request.relay,
+        )
+        return plan, order, rows
+
+    def _seconds(
+        self, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], depth: int, bottleneck_s: float | None
+    ) -> tuple[list[float], float]:
+        """Return every stage's seconds per unit, and those of the busiest port."""
         model, cluster = self.request.model, self.request.cluster
-        level = cluster.levels[spanned(cluster, devices[index])]
-        compute_s, sync_s, transfer_s = model.parts(work, level, *stages[index])
-        if not model.has_ports:
-            transfer_s = max(model.cuts_s(work, *cut_levels(cluster, devices, index), *stages[index]))
-        return float(compute_s), float(sync_s), float(transfer_s)
+        in_loops = model.has_ports and not self.mode.flush
+        seconds, port_s = placed_s(self.work, model, cluster, stages, devices, ways=not in_loops)
+        if in_loops:
+            sketch = Sketch(tuple(stages), tuple(map(tuple, devices)), depth)
+            loops = loops_s(self.work, model, cluster, sketch, relay=self.request.relay)
+            seconds = [max(pair) for pair in zip(seconds, loops, strict=True)]
+        if bottleneck_s is not None:  # the recurrence sums gradients level by level, which is no slower
+            seconds = [min(each, bottleneck_s) for each in seconds]
+        return seconds, port_s
+
+    def _stage_estimates(
+        self,
+        stages: Sequence[SearchStage],
+        devices: Sequence[Sequence[int]],
+        depth: int,
+        seconds: Sequence[float],
+        units: int,
+        bottleneck_s: float | None,
+    ) -> tuple[StageEstimate, ...]:
+        """Return the stages' costs per minibatch of `units`, given their seconds per unit."""
+        work, model, cluster, found = self.work, self.request.model, self.request.cluster, []
+        replicas = [stage.replicas for stage in stages]
+        for index, stage in enumerate(stages):
+            level = cluster.levels[spanned(cluster, devices[index])]
+            compute_s, sync_s, transfer_s = map(float, model.parts(work, level, *stage))
+            if not model.has_ports:
+                transfer_s = float(max(model.cuts_s(work, *cut_levels(cluster, devices, index), *stage)))
+            in_flight = self.in_flight(replicas, index, depth)
+            rule = self.stage_memory(math.inf, replicas, index, depth)
+            num_bytes, virtual = rule.num_bytes(work.states, stage.start, stage.stop, in_flight), None
+            if work.states.activations is not None:
+                virtual = work.states.activations.virtual(*work.states.bounds[[stage.start, stage.stop]])
+            sync_s, stage_s = min(sync_s, bottleneck_s or sync_s) * units, seconds[index] * units
+            own_s = compute_s * units, sync_s, transfer_s * units, stage_s
+            found.append(StageEstimate(*own_s, num_bytes, in_flight, virtual))
+        return tuple(found)
+
+    def stage_problem(self, rule: MemoryRule, stage: SearchStage, in_flight: int) -> StageProblem:
+        """Return a stage of consecutive layers whose policies are to be chosen."""
+        states, rows = self.work.states, self.request.profile.layers[self.unit_size]
+        layers = states.layers(stage.start, stage.stop)
+        constant_bytes, each_bytes = rule.beside_activations(states, stage.start, stage.stop)
+        return StageProblem(
+            rows, layers[0], layers[-1] + 1, in_flight, rule.limit_bytes, constant_bytes, each_bytes,
+            self.request.cluster.pcie_bytes_per_s, self.request.chooses, input_bytes_of(rows),
+        )  # fmt: skip
 
     def with_prediction(self, found: PlanEstimate) -> PlanEstimate:
         """Return an estimate with the simulator's prediction."""
         if found.is_simulated:
             return found
         replicas = found.plan.replicas
-        if sum(replicas) > MOST_SIMULATED or math.lcm(*replicas) > _LONGEST_BLOCK:
-            one_by_one = self.mode.depth == 1
-            return replace(
-                found, minibatch_s=sum(each.stage_s for each in found.stages) if one_by_one else found.bottleneck_s
-            )
-        course, count = self._course(found)
-        return replace(found, minibatch_s=predict(course, count), is_simulated=True)
+        if sum(replicas) > MOST_SIMULATED or math.lcm(*replicas) > LONGEST_BLOCK:
+            if self.mode.depth == 1:  # one stage after the other
+                return replace(found, minibatch_s=sum(each.stage_s for each in found.stages))
+            return replace(found, minibatch_s=found.bottleneck_s)
+        workload, count = self.workload(found)
+        return replace(found, minibatch_s=predict(workload, count), is_simulated=True)
 
     def simulated_peaks(self, found: PlanEstimate) -> list[int] | None:
-        """Return the bytes that a replica of every stage keeps at most in the simulator; None if that takes long.
+        """Return the simulated peak bytes per stage's replica; None if simulating takes long.
 
-        Inputs of the model that a recomputed layer reads count as nothing: a profile doesn't know their bytes.
+        Model inputs that a recomputed layer reads count as 0: a profile doesn't know their bytes.
         """
-        if sum(found.plan.replicas) > MOST_SIMULATED or math.lcm(*found.plan.replicas) > _LONGEST_BLOCK:
+        if sum(found.plan.replicas) > MOST_SIMULATED or math.lcm(*found.plan.replicas) > LONGEST_BLOCK:
             return None
-        course, count = self._course(found)
-        memories = stage_memories(arranged(self.sizes, found.order), found.plan, course.pipeline)
-        meter = MemoryMeter(course.pipeline, memories, course.costs)
-        simulate_all(course, count, Meter(course.pipeline, meter))
+        workload, count = self.workload(found)
+        memories = stage_memories(arranged(self.sizes, found.order), found.plan, workload.pipeline)
+        meter = MemoryMeter(workload.pipeline, memories, workload.costs)
+        simulate_all(workload, count, Meter(workload.pipeline, meter))
         peaks = [peak.num_bytes for peak in meter.timeline().peaks]
-        workers = map(course.pipeline.workers_of, range(len(found.stages)))
+        workers = map(workload.pipeline.workers_of, range(len(found.stages)))
         return [max(peaks[worker] for worker in own) for own in workers]
 
-    def units_simulated(self, found: PlanEstimate) -> float:
-        """Return how many microbatches times stages a prediction simulates, infinite if it doesn't simulate."""
-        if math.lcm(*found.plan.replicas) > _LONGEST_BLOCK:
-            return math.inf
-        _, count = self._course(found)
-        return 3 * count * found.microbatches * len(found.stages)
-
     def estimate_rate(self, found: PlanEstimate, num_instructions: int) -> tuple[float, int]:
-        """Return about what `with_prediction` says a minibatch takes, and how many instructions that simulated."""
-        course, count = self._course(found)
-        return estimate_rate(course, 2 * count, num_instructions)
+        """Estimate what `with_prediction` returns, and the number of instructions simulated for it."""
+        workload, count = self.workload(found)
+        return estimate_rate(workload, 2 * count, num_instructions)
 
-    def _course(self, found: PlanEstimate) -> tuple[PlannedWorkload, int]:
-        return course_of(
-            arranged(self.sizes, found.order),
-            self.request.cluster,
-            self.request.model,
-            found.plan,
-            self.mode,
-            self.request.minibatch_size,
-            microbatches=found.microbatches,
-            accumulate=found.accumulate,
-        )
+    def workload(self, found: PlanEstimate) -> tuple[PlannedWorkload, int]:
+        """Return the plan as the simulator runs it, and the number of minibatches to its steady state."""
+        return planned_workload(found, self.mode, arranged(self.sizes, found.order), self.request)

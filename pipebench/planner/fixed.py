@@ -1,8 +1,9 @@
-"""Cuts for given replicas: the user says how many workers every stage has, the planner where the model is cut."""
+"""The best cuts for a given number of replicas per stage."""
 
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,19 +26,11 @@ def plan_fixed(
     chunks: int = 1,
     fits: Callable[[StageGrid, int], NDArray[np.bool_]] | None = None,
 ) -> tuple[SearchStage, ...]:
-    """Return the cuts with the smallest bottleneck for given replicas, workers placed along the devices.
+    """Return the cuts with the smallest bottleneck, workers placed in order along the devices.
 
-    For the cost model at the level of links that each stage's workers span, by dynamic programming over stages and
-    cuts; exact up to `coarsening.MOST_EXACT` states. Without `fits` memory is not
-    weighed: whoever names the replicas decides.
-
-    Args:
-        work: the model.
-        model: the cost model.
-        cluster: the levels of links.
-        replicas: per stage.
-        chunks: stages per worker.
-        fits: which stages may be the one of an index, [start, stop].
+    Dynamic programming over stages and cuts, each stage priced at the links that its workers span; exact up to
+    `coarsening.MOST_EXACT` states. Memory counts only through `fits`: which stages of a grid may be stage `index`,
+    [start, stop]. `chunks` are stages per worker.
 
     Raises:
         PlanError: more stages than places to cut, or no cuts whose stages fit.
@@ -46,8 +39,7 @@ def plan_fixed(
     if len(replicas) > last:
         raise PlanError(f"{len(replicas)} stages were asked for, but the model can be cut in {last} at most")
 
-    def exactly(over: UnitWork) -> tuple[float, tuple[SearchStage, ...]]:
-        return _plan_exactly(over, model, cluster, replicas, chunks, fits)
+    exactly = partial(_plan_exactly, model=model, cluster=cluster, replicas=replicas, chunks=chunks, fits=fits)
 
     def solve(kept: Sequence[int]) -> tuple[float, tuple[SearchStage, ...]] | None:
         bottleneck_s, stages = exactly(replace(work, states=states.select(kept)))
@@ -72,8 +64,7 @@ def _plan_exactly(
     states, last = work.states, len(work.states) - 1
     devices = along(replicas[: len(replicas) // chunks]) * chunks
     outside = ~states.inside
-    best = np.full(last + 1, np.inf)
-    best[0] = 0.0
+    best = np.where(np.arange(last + 1) == 0, 0.0, np.inf)
     before: list[np.ndarray] = []  # per stage: the best start for every stop
     later: dict[tuple[Level, int], Floats] = {}  # seconds of the stages after the first, by links and replicas
     for index, m in enumerate(replicas):

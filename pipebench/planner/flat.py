@@ -1,13 +1,11 @@
-"""The flat planner: on one level of links, at a cost that does not grow with the number of workers.
+"""Planner for one level of links, whose cost does not grow with the number of workers.
 
-Exact up to `coarsening.MOST_EXACT` states; beyond, it searches fewer, and `flat_bound_s` bounds what that costs.
+Given a bound T on the bottleneck, the fewest replicas per stage have a closed form, and the fewest workers from every
+cut to the end of the model are a shortest path over cuts. T is found by bisection between an infeasible bound and the
+best plan's bottleneck. Fewest is best: it leaves most workers to earlier stages, which then keep least. Paths start at
+the end because a stage's memory depends on the workers behind it.
 
-A bound T on the bottleneck decides everything: the fewest replicas of every stage have a closed form, and the fewest
-workers from every cut to the end of the model are a shortest path over cuts. T itself is found by bisection, between a
-bound that no plan meets and the bottleneck of the best plan found.
-
-Fewest is enough: the fewer workers the later stages take, the more are left, and the less the earlier ones keep in
-memory. The path is searched from the end because what a stage keeps depends on the workers behind it.
+Exact up to `coarsening.MOST_EXACT` states; beyond, `flat_bound_s` bounds the loss.
 """
 
 import itertools
@@ -32,7 +30,7 @@ BLOCK_ELEMENTS = 1 << 16  # of float64: a few arrays of it stay in a core's own 
 
 
 class SearchStage(NamedTuple):
-    """The layers between two states on so many replicas."""
+    """The layers between two states, on some replicas."""
 
     start: int
     stop: int
@@ -41,26 +39,17 @@ class SearchStage(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatProblem:
-    """What to plan.
-
-    Attributes:
-        work: the model.
-        model: the cost model.
-        level: the links.
-        num_workers: workers there are; a plan may leave some idle.
-        memory: what must fit; None for no limit.
-        width: replicas of every stage; None for any. 1 is straight only.
-    """
+    """A planning problem on one level."""
 
     work: UnitWork
     model: CostModel
     level: Level
-    num_workers: int
-    memory: MemoryRule | None = None
-    width: int | None = None
+    num_workers: int  # at most so many are used
+    memory: MemoryRule | None = None  # what must fit; None for no limit
+    width: int | None = None  # replicas of every stage; None for any
 
     def over(self, states: States) -> "FlatProblem":
-        """Return the same problem over other states."""
+        """Return the problem over other states."""
         return replace(self, work=replace(self.work, states=states))
 
 
@@ -70,14 +59,14 @@ def bottleneck_s(problem: FlatProblem, stages: Sequence[SearchStage]) -> float:
 
 
 def stage_s(problem: FlatProblem, stage: SearchStage) -> float:
-    """Return the seconds per minibatch of one stage, transfers included."""
+    """Return a stage's seconds per minibatch, transfers included."""
     grid = StageGrid(problem.work, np.array([stage.start]), stage.stop)
     terms = problem.model.terms(grid, problem.level, first=stage.start == 0)
     return float(terms.seconds(float(stage.replicas)).flat[0])
 
 
 def plan_flat(problem: FlatProblem) -> tuple[SearchStage, ...] | None:
-    """Return the plan with the smallest bottleneck, the fewest workers among those, or None if none fits in memory."""
+    """Return the plan with the smallest bottleneck, of those one with fewest workers; None if none fits in memory."""
     states = problem.work.states
     if not is_coarsened(states):
         return _plan_exactly(problem)
@@ -90,14 +79,14 @@ def plan_flat(problem: FlatProblem) -> tuple[SearchStage, ...] | None:
 
 
 def flat_bound_s(problem: FlatProblem) -> float:
-    """Return seconds per minibatch that no plan's bottleneck is below, memory not weighed."""
+    """Return a lower bound on every plan's bottleneck, in seconds per minibatch, without memory limits."""
     loose = replace(problem.over(loosened(problem.work.states)), memory=None)
     plan = _plan_exactly(loose)
     return bottleneck_s(loose, plan) if plan else 0.0
 
 
 def _plan_exactly(problem: FlatProblem) -> tuple[SearchStage, ...] | None:
-    if problem.memory is not None:  # memory is often no matter, and the search is several times faster without it
+    if problem.memory is not None:  # often without effect, and the search is several times faster without it
         boundless = _plan_exactly(replace(problem, memory=None))
         if boundless is None or problem.memory.fit_all(problem.work.states, boundless):
             return boundless
@@ -106,11 +95,11 @@ def _plan_exactly(problem: FlatProblem) -> tuple[SearchStage, ...] | None:
     if best is None:
         return None
     free = search.fewest(0.0)
-    if free is not None:  # no bound below a bottleneck of nothing: the search would never end
+    if free is not None:  # a bottleneck of 0 has no lower bound: bisection would not end
         return free
     best = min([best, *search.guesses()], key=lambda stages: bottleneck_s(problem, stages))
     high, low, step = bottleneck_s(problem, best), None, 1e-3
-    while low is None:  # downwards in growing steps, to where no plan is
+    while low is None:  # downwards in growing steps until infeasible
         middle = high * (1 - step)
         found = search.fewest(middle)
         if found is None:
@@ -119,34 +108,34 @@ def _plan_exactly(problem: FlatProblem) -> tuple[SearchStage, ...] | None:
             best, high, step = found, min(middle, bottleneck_s(problem, found)), min(0.5, 4 * step)
     just_below = False
     while high - low > 2 * _PRECISION * high:
-        # Close in, the bottleneck found is likely the smallest there is: ask just below it, every other time.
+        # Close in, the best found is likely optimal: every other step tests just below it.
         just_below = not just_below and high - low < _NEAR * high
         middle = high * (1 - _PRECISION) if just_below else (low + high) / 2
-        if not low < middle < high:  # times so small that floats are far apart
+        if not low < middle < high:  # adjacent floats
             break
         found = search.fewest(middle)
         if found is None:
             low = middle
         else:
             best, high = found, min(middle, bottleneck_s(problem, found))
-    # The best found may be a guess, or lose a tie to a rounding error: fewer workers may do.
+    # The best may be a guess, or lose a tie by rounding: fewer workers may suffice.
     return search.fewest(high * (1 + _PRECISION)) or best
 
 
 class _Search:
-    """Answers one question again and again: is there a plan with a bottleneck of at most T?"""
+    """Answers repeatedly: is there a plan with a bottleneck of at most T?"""
 
     def __init__(self, problem: FlatProblem) -> None:
         self.problem = problem
         states = problem.work.states
         self.num_states = len(states)
         rows = max(1, BLOCK_ELEMENTS // self.num_states)
-        bounds = [0, *range(1, self.num_states - 1, rows), self.num_states - 1]  # the first stage is a block of its own
+        bounds = [0, *range(1, self.num_states - 1, rows), self.num_states - 1]  # a block with the first stage only
         self._blocks = [np.arange(a, b) for a, b in itertools.pairwise(bounds) if a < b]
         self._kept: dict[tuple[int, int], _Stages] = {}  # by the first start, and how many starts
 
     def fewest(self, limit_s: float) -> tuple[SearchStage, ...] | None:
-        """Return the plan with the fewest workers whose bottleneck is at most so much, or None."""
+        """Return the plan with the fewest workers and a bottleneck of at most `limit_s`, or None."""
         problem, last = self.problem, self.num_states - 1
         workers = np.full(self.num_states, np.inf)
         workers[last] = 0
@@ -171,7 +160,7 @@ class _Search:
         return tuple(stages)
 
     def guesses(self) -> list[tuple[SearchStage, ...]]:
-        """Return good plans for a quick start: the best over coarser choices of cuts."""
+        """Return initial plans: the best over a coarser choice of cuts."""
         states = self.problem.work.states
         step = self.num_states // 64
         if step < 2:
@@ -181,7 +170,7 @@ class _Search:
         return [] if coarse is None else [tuple(SearchStage(kept[a], kept[b], m) for a, b, m in coarse)]
 
     def _least(self, grid: StageGrid, limit_s: float, at_least: Floats | float = 1.0) -> Floats:
-        """Return the fewest replicas of the stages of a grid, `at_least` or more."""
+        """Return the fewest replicas of a grid's stages, `at_least` or more."""
         width, stages = self.problem.width, self._stages_of(grid)
         if width is None:
             least = stages.terms.least(limit_s, at_least)
@@ -198,7 +187,7 @@ class _Search:
         return np.where(np.isfinite(at_least), least, np.inf)
 
     def _stages_of(self, grid: StageGrid) -> "_Stages":
-        """Return the stages of a grid: those of the question before, if there are few enough to keep."""
+        """Return a grid's stages, cached if there are few."""
         key = int(grid.starts[0]), len(grid.starts)
         if key in self._kept:
             return self._kept[key]
@@ -209,36 +198,31 @@ class _Search:
 
 
 class _Stages:
-    """The stages of a grid: what is the same for every bound on the bottleneck, computed when it is first asked for.
-
-    Args:
-        problem: what is planned.
-        grid: the stages.
-    """
+    """The stages of a grid: what does not depend on T, computed on first use."""
 
     def __init__(self, problem: FlatProblem, grid: StageGrid) -> None:
         self._problem, self._grid = problem, grid
 
     @cached_property
     def terms(self) -> StageTerms:
-        """What bounds them."""
+        """Their terms."""
         return self._bounds()
 
     @cached_property
     def seconds(self) -> Floats:
-        """Their seconds per minibatch on as many replicas as every stage has."""
+        """Their seconds per minibatch at the problem's width."""
         assert self._problem.width is not None
         return self._bounds().seconds(float(self._problem.width))
 
     @cached_property
     def memory(self) -> MemoryLine:
-        """What they keep, see `MemoryRule.parts`."""
+        """See `MemoryRule.parts`."""
         assert self._problem.memory is not None
         return self._problem.memory.parts(self._grid)
 
     @cached_property
     def outside(self) -> NDArray[np.bool_] | None:
-        """Which of them are none, since no state after is reached from the one before; None: all are stages."""
+        """Pairs of states that are no stages; None: all are."""
         states = self._problem.work.states
         return None if states.is_chain else ~states.inside[self._grid.starts, self._grid.stop_from :]
 

@@ -1,14 +1,10 @@
-"""The hierarchical planner: level by level, as in the paper, exact for its recurrence.
+"""Hierarchical planner: level by level as in the paper, exact for its recurrence up to `coarsening.MOST_EXACT` states.
 
-Up to `coarsening.MOST_EXACT` states, that is; beyond, it searches fewer of them, as the flat planner does.
+Paper: PipeDream (SOSP'19) section 3.1. At level k a stage runs on m components of the level below, each with that
+level's best plan for the stage's layers: A^k(i..j, m) from T^k(i..j, m), T^k from A^(k-1). A level's table is a matrix
+product in the (min, max) semiring; entries that cannot beat a known plan are skipped.
 
-Paper: PipeDream (SOSP'19) section 3.1. At level k a stage runs on m components of the level below, each of which runs
-the best plan of the level below for the stage's layers: A^k(i..j, m) from T^k(i..j, m), T^k from A^(k-1). The table of
-one level is a product of matrices in which a sum is a minimum and a product a maximum; entries that no plan as good as
-one already known can use are left out.
-
-What a stage keeps in memory depends on the workers behind it, so tables are made for a number of workers behind. It
-counts idle ones too.
+A stage's memory depends on the workers behind it, idle ones included, so tables are per number of workers behind.
 """
 
 import math
@@ -27,12 +23,12 @@ from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import Floats, States
 
 _THREADS, _WORTH_THREADS = 2, 500
-_THINNING, _FEW_STATES = 4, 96  # a bound comes from every fourth state, and so on down to few
+_COARSENING, _FEW_STATES = 4, 96  # bounds come from every fourth state, recursively
 
 
 @dataclass(frozen=True)
 class HierarchicalProblem:
-    """What to plan: as in `FlatProblem`, with levels of links, innermost first."""
+    """Like `FlatProblem`, with levels of links, innermost first."""
 
     work: UnitWork
     model: CostModel
@@ -40,12 +36,12 @@ class HierarchicalProblem:
     memory: MemoryRule | None = None
 
     def over(self, states: States) -> "HierarchicalProblem":
-        """Return the same problem over other states."""
+        """Return the problem over other states."""
         return replace(self, work=replace(self.work, states=states))
 
 
 class HierarchicalPlan(NamedTuple):
-    """A plan, and the recurrence's seconds per minibatch for it; replica q of stage s is on devices[s][q]."""
+    """A plan and the recurrence's seconds per minibatch; replica q of stage s is on devices[s][q]."""
 
     bottleneck_s: float
     stages: tuple[SearchStage, ...]
@@ -53,12 +49,7 @@ class HierarchicalPlan(NamedTuple):
 
 
 def plan_hierarchical(problem: HierarchicalProblem, at_most_s: float = np.inf) -> HierarchicalPlan | None:
-    """Return the plan with the smallest bottleneck, or None if none fits in memory.
-
-    Args:
-        problem: what to plan.
-        at_most_s: a slower plan is of no use: it need not be the best, or found.
-    """
+    """Return the plan with the smallest bottleneck, or None if none fits in memory or, perhaps, within `at_most_s`."""
     states = problem.work.states
     if not is_coarsened(states):
         return _plan_exactly(problem, at_most_s)
@@ -73,23 +64,23 @@ def plan_hierarchical(problem: HierarchicalProblem, at_most_s: float = np.inf) -
 
 
 def hierarchical_bound_s(problem: HierarchicalProblem) -> float:
-    """Return seconds per minibatch that no plan's bottleneck is below, memory not weighed."""
+    """Return a lower bound on every plan's bottleneck, in seconds per minibatch, without memory limits."""
     plan = _plan_exactly(replace(problem.over(loosened(problem.work.states)), memory=None), np.inf)
     return plan.bottleneck_s if plan else 0.0
 
 
 def _plan_exactly(problem: HierarchicalProblem, at_most_s: float) -> HierarchicalPlan | None:
-    if problem.memory is not None:  # as in the flat search: memory is often no matter
+    if problem.memory is not None:  # as in the flat search
         boundless = _plan_exactly(replace(problem, memory=None), at_most_s)
         if boundless is None or boundless.bottleneck_s > at_most_s:
             return boundless
         workers = math.prod(level.count for level in problem.levels)
-        idle = workers - sum(stage.replicas for stage in boundless.stages)  # they count as behind, too
+        idle = workers - sum(stage.replicas for stage in boundless.stages)  # counted as behind the last stage
         if problem.memory.fit_all(problem.work.states, boundless.stages, idle):
             return boundless
     states = problem.work.states
     if len(states) > _FEW_STATES:
-        coarse = _plan_exactly(problem.over(states.coarsened(_THINNING)), at_most_s)
+        coarse = _plan_exactly(problem.over(states.coarsened(_COARSENING)), at_most_s)
         at_most_s = min(at_most_s, coarse.bottleneck_s) if coarse else at_most_s
     return _Tables(problem, at_most_s).solve()
 
@@ -125,9 +116,9 @@ class _Tables:
         return HierarchicalPlan(choice.seconds, tuple(stage for stage, _ in placed), tuple(own for _, own in placed))
 
     def _stages_s(self, level: int, m: int, behind: int, after: int, starts: range, *, first: bool) -> Floats:
-        """Return [start, state]: the seconds of stages on m components of a level, `behind` more after them.
+        """Return [start, state]: seconds of stages on m components of a level with `behind` more after them.
 
-        `after` are the workers behind the component of the level above, counted per such component.
+        `after`: workers behind the component of the level above, per such component.
         """
         problem = self.problem
         if problem.memory is None and (not first or (level, first) in self._all_s):
@@ -147,9 +138,9 @@ class _Tables:
         return self.problem.model.terms(grid, levels[level], first=first, inner=inner)
 
     def _without_limit(self, level: int, *, first: bool) -> list[Floats]:
-        """Return [state, state] for every number of components from 1: the seconds of all stages, memory no matter.
+        """Return, per number of components from 1, the seconds of all stages [state, state] without memory limits.
 
-        Made a few rows at a time, which stay in a core's own cache.
+        Filled a few rows at a time, which stay in a core's own cache.
         """
         if (level, first) not in self._all_s:
             count, size = self.problem.levels[level].count, self.num_states
@@ -170,7 +161,7 @@ class _Tables:
         return -(-(behind * self._sizes[level] + after) // m)
 
     def _table(self, level: int, after: int) -> Floats:
-        """Return [state, state]: the best seconds of the layers between, on one component of `level + 1`."""
+        """Return [state, state]: the best seconds of the layers between on one component of `level + 1`."""
         if (level, after) not in self._tables:
             self._tables[level, after] = self._made(level, after)
         return self._tables[level, after]
@@ -178,7 +169,7 @@ class _Tables:
     def _made(self, level: int, after: int) -> Floats:
         count, limited = self.problem.levels[level].count, self.problem.memory is not None
         # A stage on all components of every level above is the whole model (and that one is made apart): any other has
-        # one component less at one of them, and a range slower than that many times the bottleneck is of no use.
+        # one component less at one of them, so a range slower than that multiple of the bottleneck is useless.
         above = max(each.count for each in self.problem.levels[level + 1 :])
         limit_s = self._at_most_s * self._sizes[-1] / self._sizes[level + 1] * max(1, above - 1) / above
         if not limited:
@@ -189,10 +180,10 @@ class _Tables:
             return self._stages_s(level, m, behind, after, everywhere, first=first)
 
         best = np.full((self.num_states, self.num_states), np.inf)
-        rest: dict[int, Floats] = {}  # components to the best that so many, none of them first, can do
+        rest: dict[int, Floats] = {}  # by number of components: best times of stages that are not the first
         for w in range(1, count + 1):
             np.minimum(best, stages_s(w, 0, True), out=best)
-            # Without a limit on memory workers behind a stage don't matter, so `rest` may leave some idle.
+            # Without a memory limit workers behind a stage have no effect, so `rest` may leave some idle.
             if limited or w == count:
                 for m in range(1, w):
                     _product(stages_s(m, w - m, True), rest[w - m], best, limit_s)
@@ -207,7 +198,7 @@ class _Tables:
         return best
 
     def _range(self, level: int, start: int, stop: int, after: int) -> _Choice | None:
-        """Return the best plan of one range of layers on the components of a level, by the same recurrence."""
+        """Return the best plan of one range of layers on a level's components, by the same recurrence."""
         count, starts = self.problem.levels[level].count, range(start, stop)
         rest: list[Floats] = [np.full(self.num_states, np.inf)]
         rest[0][stop] = 0.0
@@ -259,7 +250,7 @@ class _Tables:
 
 
 def _product(first: Floats, rest: Floats, out: Floats, limit_s: float) -> None:
-    """Lower out[i, j] to min over k of max(first[i, k], rest[k, j]), where that is at most `limit_s`."""
+    """Lower out[i, j] to the minimum over k of max(first[i, k], rest[k, j]), where that is at most `limit_s`."""
     size = len(rest)
     usable, reach = first <= limit_s, rest <= limit_s
     top = np.where(usable.any(0), usable.argmax(0), size)  # first i of every k
@@ -268,7 +259,7 @@ def _product(first: Floats, rest: Floats, out: Floats, limit_s: float) -> None:
     def lower(band: int) -> None:
         """Lower every `_THREADS`-th row: NumPy's loops let other threads run."""
         firsts, outs = first[band::_THREADS], out[band::_THREADS]
-        spare = np.empty(outs.size)  # used again and again: fresh memory costs more than the arithmetic
+        spare = np.empty(outs.size)  # reused: allocation costs more than the arithmetic
         for k in range(1, size - 1):
             i, stop, j = -((band - int(top[k])) // _THREADS), -((band - k) // _THREADS), int(end[k])
             if i < stop and j > k + 1:

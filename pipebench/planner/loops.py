@@ -1,109 +1,95 @@
-"""What the number of minibatches in flight allows at most, however wide the stages are: a bound per pair of stages.
+"""Lower bounds on a stage's time from the minibatches in flight: a minibatch's round trip over d.
 
-With d minibatches in flight a replica starts the forward of minibatch k only after minibatch k - d has come back to it
-(and, where gradients are summed, after all replicas of its stage have updated). Coming back takes a forward and a
-backward on every stage down to some later one, and the transfers there and back. So the stage finishes at most d
-minibatches in that time; of those d, the ones that wait at the later stage for their turn don't count, because another
-minibatch is served there meanwhile. The bound of a stage with itself is its own round: forward, backward, update.
-However many are in flight, a connection carries one message at a time, and a worker that copies from and to its host
-does nothing else.
+With d in flight a replica starts the forward of minibatch k only after minibatch k - d has returned (and, if gradients
+are summed, all replicas have updated). The round trip takes a forward, a backward and transfers on every stage down to
+some later one, so at most d minibatches finish in that time, less those that queue at the later stage. Connections
+carry one message at a time, and a worker that copies to or from its host does nothing else.
 
-Differs: PipeDream (SOSP'19) section 3.2 sets d to NOAM and takes that to be enough. It is where transfers take no time
-and every stage has one replica. Otherwise NOAM leaves no minibatch to compute while another is on its way, or while the
-replicas of a round pass a narrower stage one after the other. Waiting for ports comes on top; only the simulator knows
-about that.
+Differs: PipeDream (SOSP'19) section 3.2 takes NOAM for enough. That holds if transfers are free and stages have one
+replica. Contention for ports comes on top; only the simulator models it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from pipebench.cluster import Cluster
 from pipebench.planner.cost_models import CostModel, StageGrid, UnitWork
-from pipebench.planner.flat import SearchStage
-from pipebench.planner.placement_costs import LONGEST_CYCLE, spanned, stage_level
+from pipebench.planner.placement_costs import Sketch, cycle_pairs, spanned, stage_level
 from pipebench.schedule.orders import ONE_F_ONE_B
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.simulate.costs import as_values
 
 
 class _Way(NamedTuple):
-    """Messages between a stage and the next.
+    """Messages between a stage and the next."""
 
-    Attributes:
-        seconds: of a minibatch's there and back, copies at both ends included.
-        pace_s: per minibatch, of the connections that they go over in turn.
-        copy_s: of a minibatch's copies at one of its ends.
-        returns: whether something comes back.
+    seconds: float  # of one minibatch there and back, with copies at both ends
+    pace_s: float  # per minibatch, of the busiest connection
+    copy_s: float  # of one minibatch's copies at one end
+    returns: bool  # whether gradients come back
+
+
+def loops_s(work: UnitWork, model: CostModel, cluster: Cluster, sketch: Sketch, *, relay: bool = False) -> list[float]:
+    """Return, per stage, the seconds per minibatch of its slowest round trip, under 1F1B without flushes.
+
+    For a cost model that overlaps computing and communication. With `relay`, values that skip stages pass through those
+    between.
     """
-
-    seconds: float
-    pace_s: float
-    copy_s: float
-    returns: bool
-
-
-def loops_s(
-    work: UnitWork,
-    model: CostModel,
-    cluster: Cluster,
-    stages: Sequence[SearchStage],
-    devices: Sequence[Sequence[int]],
-    depth: int,
-    *,
-    relay: bool = False,
-) -> list[float]:
-    """Return the seconds per minibatch of the slowest loop from each stage on, under 1F1B without flushes.
-
-    Args:
-        work: the model.
-        model: the cost model, one that overlaps computing and communication.
-        cluster: the levels of links.
-        stages: the plan.
-        devices: of every stage's replicas.
-        depth: minibatches in flight per input-stage replica.
-        relay: whether what skips stages goes through all of those between.
-    """
-    replicas = tuple(stage.replicas for stage in stages)
-    depths = Pipeline(replicas, chain(len(stages)), ONE_F_ONE_B, False, depth).warmups
-    states = work.states
+    stages, replicas, states = sketch.stages, sketch.replicas, work.states
+    depths = warmups(replicas, sketch.depth)
     both = states.forward_s + states.backward_s
-    ways = [_way(work, cluster, stages, devices, index, relay=relay) for index in range(len(stages) - 1)]
+    ways = [_way(work, cluster, sketch, index, relay=relay) for index in range(len(stages) - 1)]
+    steps_s = [
+        way.seconds + float(both[lower.stop] - both[lower.start]) if way.returns else None
+        for way, lower in zip(ways, stages[1:], strict=True)
+    ]
     slowest = []
     for first, upper in enumerate(stages):
         grid = StageGrid(work, np.array([upper.start]), upper.stop)
-        level = stage_level(cluster, model, devices, first)
-        own = model.round(grid, level)
-        loop_s = float(own.seconds(float(upper.replicas)).flat[0]) * upper.replicas
+        own = model.round(grid, stage_level(cluster, model, sketch.devices, first))
+        round_s = float(own.seconds(float(upper.replicas)).flat[0]) * upper.replicas
         sums = upper.replicas > 1 and float(grid.sums(states.parameter_bytes).flat[0]) > 0
         around = ways[max(0, first - 1) : first + 1]
         busy_s = float(own.base.flat[0]) + sum(way.copy_s for way in around)
-        worst = max(max(loop_s, busy_s) / upper.replicas, *(way.pace_s for way in around), 0.0)
-        for last in range(first + 1, len(stages)):
-            way, lower = ways[last - 1], stages[last]
-            if not way.returns:
-                break
-            loop_s += way.seconds + float(both[lower.stop] - both[lower.start])
-            waiting = (depths[last] - 1) * lower.replicas
-            if sums:  # a round goes on when its last minibatch is back
-                waiting = -(-waiting // upper.replicas) * upper.replicas
-            worst = max(worst, loop_s / (depths[first] * upper.replicas - waiting))
-        slowest.append(worst)
+        trips_s = round_trips_s(round_s, steps_s[first:], replicas[first:], depths[first:], sums=sums)
+        slowest.append(max(max(round_s, busy_s) / upper.replicas, *(way.pace_s for way in around), 0.0, *trips_s))
     return slowest
 
 
-def _way(
-    work: UnitWork,
-    cluster: Cluster,
-    stages: Sequence[SearchStage],
-    devices: Sequence[Sequence[int]],
-    index: int,
-    *,
-    relay: bool,
-) -> _Way:
-    """Return what the messages between a stage and the next come to, over the outermost level that some cross."""
+def warmups(replicas: tuple[int, ...], depth: int) -> tuple[int, ...]:
+    """Return the minibatches in flight per replica of every stage under 1F1B without flushes."""
+    return Pipeline(replicas, chain(len(replicas)), ONE_F_ONE_B, False, depth).warmups
+
+
+def round_trips_s(
+    round_s: float, steps_s: Sequence[float | None], replicas: Sequence[int], depths: Sequence[int], *, sums: bool
+) -> Iterator[float]:
+    """Yield the seconds per minibatch of the round trips from the first of some stages to each later one.
+
+    Args:
+        round_s: seconds of a round of the first stage.
+        steps_s: per later stage, its forward and backward and the transfers to it and back; None: none come back.
+        replicas: of all the stages.
+        depths: minibatches in flight per replica of each.
+        sums: whether the first stage sums gradients, so that a round waits for its last minibatch.
+    """
+    trip_s, m = round_s, replicas[0]
+    for step_s, width, depth in zip(steps_s, replicas[1:], depths[1:], strict=True):
+        if step_s is None:
+            return
+        trip_s += step_s
+        waiting = (depth - 1) * width
+        if sums:
+            waiting = -(-waiting // m) * m
+        yield trip_s / (depths[0] * m - waiting)
+
+
+def _way(work: UnitWork, cluster: Cluster, sketch: Sketch, index: int, *, relay: bool) -> _Way:
+    """Return the messages between stage `index` and the next, at the outermost level that some of them cross."""
+    stages = sketch.stages
     states, last = work.states, len(stages) - 1
     start, stop = (0, stages[last].stop) if relay else (stages[index].start, stages[index + 1].stop)
     before, after = states.layers(start, stages[index].stop), states.layers(stages[index + 1].start, stop)
@@ -112,10 +98,9 @@ def _way(
         read.update(states.rows[-1].reads)  # the loss belongs to the last stage
     crossing = [states.rows[value] for value in before if value in read]
     sent, returned = sum(row.output_bytes for row in crossing), sum(row.gradient_bytes for row in crossing)
-    own, others = devices[index], devices[index + 1]
+    own, others = sketch.devices[index], sketch.devices[index + 1]
     cycle = math.lcm(len(own), len(others))
-    pairs = {(own[k % len(own)], others[k % len(others)]) for k in range(min(cycle, LONGEST_CYCLE))}
-    level = cluster.levels[max(spanned(cluster, pair) for pair in pairs)]
+    level = cluster.levels[max(spanned(cluster, pair) for pair in {*cycle_pairs(own, others)})]
     rate = level.message_rate(as_values([row.output_bytes for row in crossing]))
     copy_s = level.copy_s(sent + returned)
     there_and_back_s = (sent + returned) / rate + 2 * level.latency_s + 2 * copy_s

@@ -1,24 +1,23 @@
-"""What a replica of a stage keeps in memory, and the fewest replicas with which it fits.
+"""Peak memory of a stage's replica, and the fewest replicas with which a stage fits.
 
-Paper: PipeDream (SOSP'19) section 3.3. A replica with d minibatches in flight keeps d weight versions if the mode
-stashes them (one otherwise, two in PipeDream-2BW), one gradient, the optimizer's state, what d forwards keep for
-their backward, what one backward computes again, and room for two transfers each way. In mixed precision it keeps the
-masters besides, and the gradient, for the step, in their type. Its d is 1 + ceil(R / m): m replicas, R workers in the
-stages after it (1F1B-RR at NOAM); beyond NOAM R grows by what the input stage admits more, for every stage but the
-last.
+Paper: PipeDream (SOSP'19) section 3.3. With d minibatches in flight a replica keeps d weight versions if the mode
+stashes them (else 1, or 2 in PipeDream-2BW), gradients, optimizer state, activations of d forwards, what one backward
+recomputes, and buffers for two transfers in each direction; in mixed precision also master weights. In 1F1B-RR at NOAM
+d is 1 + ceil(R / m) for m replicas and R workers in later stages.
 
-So bytes are a line in d. Where layers swap, they are the lower one of two: nothing leaves in time, or all does but for
-what is on its way (`activations.on_device`).
+So bytes are linear in d or, with swapping, the minimum of two lines (`activations.on_device`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipebench.planner.activations import on_device
+from pipebench.planner.coarsening import MOST_EXACT, cheapest, is_coarsened
 from pipebench.planner.cost_models import StageGrid, UnitWork
 from pipebench.planner.states import Floats, States
 from pipebench.schedule.orders import ALL_FORWARDS
@@ -27,65 +26,50 @@ from pipebench.schedule.programs import most_in_flight
 
 
 class MemoryLine(NamedTuple):
-    """What stages keep: the lowest of some lines in the units in flight; arrays are [line, start, stop].
+    """Bytes of stages as the minimum of lines in d, the units in flight; arrays are [line, start, stop]."""
 
-    Attributes:
-        constant: bytes whatever is in flight.
-        each: bytes for each unit in flight.
-    """
-
-    constant: Floats
-    each: Floats
+    constant: Floats  # bytes at d = 0
+    each: Floats  # bytes per unit in flight
 
     def num_bytes(self, in_flight: int) -> Floats:
-        """Return the bytes with so many units in flight, [start, stop]."""
+        """Return the bytes [start, stop]."""
         lowest: Floats = (self.constant + in_flight * self.each).min(axis=0)
         return lowest
 
 
 @dataclass(frozen=True)
 class MemoryRule:
-    """How a mode fills memory.
+    """How a mode uses memory."""
 
-    Attributes:
-        limit_bytes: memory of a device.
-        versions: weight versions; None: every minibatch in flight keeps the one it ran forward with.
-        state_bytes_per_byte: optimizer state per byte of what it steps on.
-        in_flight: minibatches (or microbatches) in flight in every stage; None for 1F1B's 1 + ceil(R / m).
-        depth_at_most: a limit on what 1F1B has in flight, for straight plans with a depth below NOAM.
-        beyond: minibatches that all replicas of the input stage admit beyond NOAM.
-        masters: whether the optimizer steps on masters, beside the versions.
-    """
-
-    limit_bytes: float
-    versions: int | None = None
-    state_bytes_per_byte: float = 0.0
-    in_flight: int | None = None
-    depth_at_most: int | None = None
-    beyond: int = 0
-    masters: bool = False
+    limit_bytes: float  # memory of a device
+    versions: int | None = None  # weight versions kept; None: one per minibatch in flight
+    state_bytes_per_byte: float = 0.0  # optimizer state per byte of the parameters it updates
+    in_flight: int | None = None  # units in flight in every stage; None for 1F1B's 1 + ceil(R / m)
+    depth_at_most: int | None = None  # upper limit on 1F1B's units in flight, for straight plans shallower than NOAM
+    beyond: int = 0  # minibatches above NOAM, summed over the input stage's replicas
+    masters: bool = False  # whether the optimizer updates master weights, kept besides the versions
 
     def num_bytes(self, states: States, start: int, stop: int, in_flight: int) -> float:
-        """Return the bytes that a replica of the stage between two states keeps at most."""
+        """Return the peak bytes of one replica of the stage [start, stop)."""
         return float(self.parts(StageGrid(UnitWork(states), np.array([start]), stop)).num_bytes(in_flight)[0, 0])
 
     def beside_activations(self, states: States, start: int, stop: int) -> tuple[float, float]:
-        """Return what the stage between two states keeps but for activations: in any case, and per unit in flight."""
+        """Return (constant bytes, bytes per unit in flight) of a stage without activations."""
         grid = StageGrid(UnitWork(states), np.array([start]), stop)
         constant, each = self._beside(grid)
         return float(constant[0, 0]), float(each[0, 0])
 
     def depth(self, m: int, after: int) -> int:
-        """Return the minibatches in flight of a stage with m replicas and `after` workers behind it."""
+        """Return the units in flight of a stage with m replicas and `after` workers in later stages."""
         depth = 1 + -(-(after + self.beyond) // m) if after else 1
         return self.in_flight or min(depth, self.depth_at_most or depth)
 
     def least(self, parts: MemoryLine, after: Floats) -> Floats:
-        """Return the fewest replicas with which the stages of a grid of one start fit, or infinity [stop].
+        """Return the fewest replicas with which the stages of a one-start grid fit, or infinity [stop].
 
         Args:
-            parts: what `parts` says of the grid.
-            after: workers behind each of them [stop].
+            parts: `parts` of the grid.
+            after: workers in later stages [stop].
         """
         constant, each = (part[:, 0] for part in parts)
         with np.errstate(all="ignore"):
@@ -99,17 +83,11 @@ class MemoryRule:
         return np.where(room >= 1, np.where(after == 0, 1.0, np.where(room > 1, needed, np.inf)), np.inf)
 
     def fits(self, grid: StageGrid, m: int, after: int) -> NDArray[np.bool_]:
-        """Return whether a grid's stages on m replicas, with `after` workers behind them, fit [start, stop]."""
+        """Return whether stages of m replicas, with `after` workers in later stages, fit [start, stop]."""
         return self.parts(grid).num_bytes(self.depth(m, after)) <= self.limit_bytes
 
     def fit_all(self, states: States, stages: Sequence[tuple[int, int, int]], idle: int = 0) -> bool:
-        """Return whether every replica of a plan fits.
-
-        Args:
-            states: the model.
-            stages: start, stop and replicas of each.
-            idle: workers that count as behind the last stage.
-        """
+        """Return whether every stage (start, stop, replicas) fits; `idle` workers count as workers of later stages."""
         after = idle
         for start, stop, replicas in reversed(stages):
             if self.num_bytes(states, start, stop, self.depth(replicas, after)) > self.limit_bytes:
@@ -118,7 +96,7 @@ class MemoryRule:
         return True
 
     def parts(self, grid: StageGrid) -> MemoryLine:
-        """Return what the stages of a grid keep however many minibatches are in flight, and of each."""
+        """Return the memory lines of a grid's stages."""
         states, unit = grid.work.states, grid.unit
         constant, stashed = self._beside(grid)
         constant = constant + grid.sums(states.recomputed_bytes)
@@ -130,7 +108,7 @@ class MemoryRule:
         return MemoryLine(constant + once, stashed + unit.stays_bytes + each)
 
     def _beside(self, grid: StageGrid) -> tuple[Floats, Floats]:
-        """Return the same without activations."""
+        """Return constant and per-unit bytes without activations."""
         states = grid.work.states
         weights = grid.sums(states.parameter_bytes)
         once = grid.sums(states.stepped_bytes) * (1 + self.state_bytes_per_byte + self.masters)
@@ -139,16 +117,35 @@ class MemoryRule:
         return once + weights * (self.versions or 0) + 2 * (before + after), stashed
 
 
+class StraightPlans:
+    """The straight plans of a model; with very many places to cut, of a subset."""
+
+    def __init__(self, work: UnitWork, num_workers: int, rule: MemoryRule) -> None:
+        states = work.states
+        self._states = states.select(cheapest(states, MOST_EXACT)) if is_coarsened(states) else states
+        self._num_workers = num_workers
+        over, starts = replace(work, states=self._states), range(len(self._states) - 1)
+        self._parts = [rule.parts(StageGrid(over, np.array([start]), start + 1)) for start in starts]
+
+    def fits(self, rule: MemoryRule) -> bool:
+        """Return whether any straight plan fits under a rule that differs from the first in limit and depths only."""
+        states = self._states
+        workers = np.full(len(states), np.inf)  # the fewest from every state to the end of the model
+        workers[-1] = 0.0
+        for start in reversed(range(len(states) - 1)):
+            fits = rule.least(self._parts[start], workers[start + 1 :]) <= 1.0
+            if not states.is_chain:
+                fits &= states.inside[start, start + 1 :]
+            workers[start] = np.where(fits, 1.0 + workers[start + 1 :], np.inf).min()
+        return bool(workers[0] <= self._num_workers)
+
+
+@cache
 def in_flight_interleaved(order: str, positions: int, chunks: int, num_units: int) -> list[int]:
-    """Return the most microbatches in flight of every stage where workers have several: read off the schedule.
+    """Return the most microbatches in flight per stage of an interleaved pipeline, counted from its schedule.
 
-    A worker's stages are not at their most at the same time, so that its memory is a little less than their sum.
-
-    Args:
-        order: the order of work, a name in `schedule.orders.ORDERS`.
-        positions: workers that a microbatch passes.
-        chunks: stages per worker.
-        num_units: microbatches per update.
+    A worker's stages peak at different times, so their sum is an upper bound of the worker's memory. `positions` are
+    the workers that a microbatch passes, `chunks` stages per worker, `num_units` microbatches per update.
     """
     num_stages = positions * chunks
     if order == ALL_FORWARDS:

@@ -1,11 +1,10 @@
-"""The plans one step away from a plan: where the climb goes on from it."""
+"""Plans one step away from a plan: the moves of the local search."""
 
 import itertools
 from collections.abc import Iterator, Sequence
 
 from pipebench.planner.flat import SearchStage
-from pipebench.planner.floor import Sketch
-from pipebench.planner.placement_costs import along
+from pipebench.planner.placement_costs import Sketch, along
 
 _SPLITS = 8  # places at which a stage is split, at most
 _FEW = 8  # replicas; more are shared out in powers of two
@@ -14,7 +13,7 @@ _FEW = 8  # replicas; more are shared out in powers of two
 def neighbours(sketch: Sketch, num_workers: int) -> Iterator[Sketch]:
     """Yield the plans one step away, at the same depth.
 
-    Where replicas stay as they are workers stay where they are; else they stand along the devices.
+    Workers keep their devices if replicas do not change; else they stand in order along the devices.
     """
     replicas, starts = list(sketch.replicas), [stage.start for stage in sketch.stages]
     bounds, count = [*starts, sketch.stages[-1].stop], len(replicas)
@@ -36,7 +35,7 @@ def neighbours(sketch: Sketch, num_workers: int) -> Iterator[Sketch]:
 
 
 def along_devices(stages: tuple[SearchStage, ...], depth: int) -> Sketch:
-    """Return a plan whose workers stand along the devices."""
+    """Return a plan with its workers in order along the devices."""
     return Sketch(stages, tuple(map(tuple, along([stage.replicas for stage in stages]))), depth)
 
 
@@ -45,7 +44,7 @@ def _stages(bounds: Sequence[int], replicas: Sequence[int]) -> tuple[SearchStage
 
 
 def _moved_workers(replicas: list[int], idle: int) -> Iterator[list[int]]:
-    """Yield replicas with one worker more here, one less there, or one less somewhere."""
+    """Yield replicas with one worker moved between stages, added or removed."""
     stages = range(len(replicas))
     for more, less in itertools.permutations((*stages, None), 2):
         if (less is not None and replicas[less] == 1) or (less is None and idle == 0):
@@ -54,7 +53,7 @@ def _moved_workers(replicas: list[int], idle: int) -> Iterator[list[int]]:
 
 
 def _merged(bounds: list[int], replicas: list[int], idle: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield bounds and replicas with two neighbours made one, on as many workers as either had, both, or more."""
+    """Yield bounds and replicas with two neighbours merged, on as many workers as either had, both, or more."""
     for index in range(len(replicas) - 1):
         both = replicas[index : index + 2]
         for m in sorted({max(both), sum(both), sum(both) + idle}):
@@ -62,7 +61,7 @@ def _merged(bounds: list[int], replicas: list[int], idle: int) -> Iterator[tuple
 
 
 def _split(bounds: list[int], replicas: list[int], idle: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield bounds and replicas with one stage made two."""
+    """Yield bounds and replicas with one stage split in two."""
     for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
         m, step = replicas[index] + idle, max(1, (stop - start) // _SPLITS)
         for place in range(start + step, stop, step):
@@ -74,7 +73,7 @@ def _split(bounds: list[int], replicas: list[int], idle: int) -> Iterator[tuple[
 
 
 def _shares(m: int) -> list[int]:
-    """Return how many of some workers the first of two stages gets: any number, of many workers powers of two."""
+    """Return the first of two stages' shares of m workers: all, or powers of two if there are many."""
     if m <= _FEW:
         return list(range(1, m))
     powers = [1 << bit for bit in range(m.bit_length()) if 1 << bit < m]

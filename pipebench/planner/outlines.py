@@ -1,8 +1,7 @@
-"""Outlines, stages and their replicas, of plans that may be faster than one known: all of them where they are few.
+"""Outlines, stages and their replicas, of all plans that may beat a known one, if they are few.
 
-What one stage takes at least, wherever its replicas stand and whatever is beside it, says of most plans of a few layers
-on a few workers that they are slower than a plan already found; and what it keeps, that they don't fit. How many are
-left is counted before they are listed.
+Lower bounds per stage rule out most plans of a few layers on a few workers, and memory some more. The remaining ones
+are counted before they are listed.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +14,14 @@ from pipebench.planner.states import Floats
 
 
 class Outlines:
-    """The outlines of a model's plans."""
+    """The outlines of a model's plans.
+
+    Args:
+        last: the state after the last layer.
+        num_workers: at most so many are used.
+        alone_s: lower bound on a stage's seconds per minibatch.
+        fits: whether a stage fits in memory with a number of workers behind it; called repeatedly.
+    """
 
     def __init__(
         self,
@@ -24,14 +30,6 @@ class Outlines:
         alone_s: Callable[[SearchStage], float],
         fits: Callable[[SearchStage, int], bool],
     ) -> None:
-        """Take what stages take.
-
-        Args:
-            last: the state after the last layer.
-            num_workers: workers there are; a plan may leave some idle.
-            alone_s: seconds per minibatch that a stage takes at least.
-            fits: whether a stage fits in memory with so many workers behind it; called again and again.
-        """
         self._last, self._num_workers, self._fits = last, num_workers, fits
         self._seconds: Floats = np.full((last, last + 1, num_workers + 1), np.inf)  # [start, stop, replicas]
         for start in range(last):
@@ -40,7 +38,7 @@ class Outlines:
                     self._seconds[start, stop, replicas] = alone_s(SearchStage(start, stop, replicas))
 
     def below(self, limit_s: float) -> tuple[int, Iterator[tuple[SearchStage, ...]]]:
-        """Return how many outlines there are whose every stage alone takes less and fits, and an iterator over them."""
+        """Return the number of outlines of stages that fit, with bounds below `limit_s`, and an iterator over them."""
         fast = [
             [SearchStage(start, stop, m) for stop, m in np.argwhere(self._seconds[start] < limit_s).tolist()]
             for start in range(self._last)

@@ -1,13 +1,14 @@
-"""What a plan costs on a cluster of several levels, its workers on given devices.
+"""Costs of a plan on a cluster of several levels, with its workers on given devices.
 
-The flat planner knows one level. Its plans are placed stage by stage along the devices, which can do what the paper's
-recurrence can't: 15-1 on 4 servers of 4 (PipeDream, SOSP'19, Table 1). Here a stage sums its gradients at the slowest
-level its replicas span, and under a cost model that shares links every component's port carries what its workers send.
+Flat plans placed in order along the devices include some that the paper's recurrence can't express: 15-1 on 4 servers
+of 4 (PipeDream, SOSP'19, Table 1). A stage sums its gradients at the slowest level its replicas span; under a cost
+model with ports, every component's port carries what its workers send.
 """
 
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,16 +16,29 @@ from pipebench.cluster import Cluster, Level
 from pipebench.planner.cost_models import CostModel, StageGrid, StageTerms, UnitWork
 from pipebench.planner.flat import SearchStage
 
-LONGEST_CYCLE = 1 << 12  # minibatches followed one by one to find who sends to whom
+LONGEST_CYCLE = 1 << 12  # minibatches enumerated to pair senders and receivers
+
+
+class Sketch(NamedTuple):
+    """Stages between states, their replicas' devices, and the depth; without devices it stands for all placements."""
+
+    stages: tuple[SearchStage, ...]
+    devices: tuple[tuple[int, ...], ...]
+    depth: int
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Replicas per stage."""
+        return tuple(stage.replicas for stage in self.stages)
 
 
 def along(replicas: Sequence[int]) -> list[range]:
-    """Return the devices of every stage's replicas where workers stand stage by stage along the devices."""
+    """Return the devices of every stage's replicas, in order."""
     return [range(a, b) for a, b in itertools.pairwise([0, *itertools.accumulate(replicas)])]
 
 
 def spanned(cluster: Cluster, devices: Sequence[int]) -> int:
-    """Return the index of the innermost level whose components hold all these devices; 0 for one device."""
+    """Return the index of the innermost level with one component that holds all these devices; 0 for one device."""
     size = 1
     for index, level in enumerate(cluster.levels):
         size *= level.count
@@ -34,19 +48,22 @@ def spanned(cluster: Cluster, devices: Sequence[int]) -> int:
 
 
 def stage_level(cluster: Cluster, model: CostModel, devices: Sequence[Sequence[int]], index: int) -> Level:
-    """Return the level that a stage's costs are those of.
-
-    That of its own replicas where the model has ports, else the one that its neighbours are reached by, too.
-    """
+    """Return the level that prices a stage: its replicas' if the model has ports, else one that spans neighbours."""
     around = devices[index : index + 1] if model.has_ports else devices[max(0, index - 1) : index + 2]
     return cluster.levels[spanned(cluster, [device for group in around for device in group])]
 
 
 def cut_levels(cluster: Cluster, devices: Sequence[Sequence[int]], index: int) -> tuple[Level, Level]:
-    """Return the levels over which the stage before and the stage after are reached."""
+    """Return the levels to the stage before and to the stage after."""
     pairs = (devices[max(0, index - 1) : index + 1], devices[index : index + 2])
     before, after = (cluster.levels[spanned(cluster, [d for group in pair for d in group])] for pair in pairs)
     return before, after
+
+
+def cycle_pairs(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the devices of two stages that each minibatch of a cycle passes; LONGEST_CYCLE minibatches at most."""
+    cycle = min(math.lcm(len(own), len(others)), LONGEST_CYCLE)
+    return [(own[k % len(own)], others[k % len(others)]) for k in range(cycle)]
 
 
 def placed_s(
@@ -60,18 +77,11 @@ def placed_s(
 ) -> tuple[list[float], float]:
     """Return the seconds per minibatch of every stage, and of the busiest port between components.
 
-    Args:
-        work: the model.
-        model: the cost model.
-        cluster: its levels; the placement is `devices`.
-        stages: the plan.
-        devices: of every stage's replicas.
-        ways: whether a stage's round and its way to the one before it and back count as its own; not where `loops_s`
-            counts them.
+    `ways` includes rounds and transfers to the stage before; False where `loops_s` counts them.
     """
     seconds = []
     for index, stage in enumerate(stages):
-        # Gradients are summed where the replicas are, and values may come from further away.
+        # Gradients are summed among the replicas; values may cross outer levels.
         level = cluster.levels[spanned(cluster, devices[index])]
         grid = StageGrid(work, np.array([stage.start]), stage.stop)
         terms = model.terms(grid, level, first=stage.start == 0) if ways else StageTerms(model.paces(grid, level))
@@ -107,9 +117,8 @@ def _port_bytes(
         for sender, receiver in zip(components, [*components[1:], components[0]], strict=True):
             add(sender, receiver, around)
     for stage, own, others in zip(stages, devices, devices[1:], strict=False):
-        cycle = min(math.lcm(len(own), len(others)), LONGEST_CYCLE)
-        for k in range(cycle):
-            before, after = own[k % len(own)] // size, others[k % len(others)] // size
-            add(before, after, states.sent_bytes[stage.stop] / cycle)
-            add(after, before, states.returned_bytes[stage.stop] / cycle)
+        pairs = cycle_pairs(own, others)
+        for one, other in pairs:
+            add(one // size, other // size, states.sent_bytes[stage.stop] / len(pairs))
+            add(other // size, one // size, states.returned_bytes[stage.stop] / len(pairs))
     return load

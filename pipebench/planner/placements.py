@@ -1,11 +1,11 @@
-"""Placements: which worker of a given plan stands on which device, so that heavy neighbours share a server.
+"""Placements: which worker stands on which device, so that workers that communicate most share a server.
 
-Stage by stage along the devices is right where every stage fills whole servers. Elsewhere a server's edge may cut
-through a stage with many parameters (3-4-1 on two servers of 4), or lie between two stages that send each other more
-than their gradients (4-4 there). This module lists what else is worth weighing; the planner weighs it.
+Order along the devices is right if every stage fills whole servers. Otherwise a server's boundary may split a stage
+with many parameters (3-4-1 on two servers of 4), or separate stages that exchange more than their gradients (4-4
+there).
 
-A placement is an *order*: device i holds worker `order[i]`, workers numbered stage by stage. As many devices are taken
-as there are workers, the first ones: a run has one process per worker, and process r computes on device r.
+A placement is an *order*: device i holds worker `order[i]`, workers numbered stage by stage, on the first devices,
+since process r of a run computes on device r.
 """
 
 import itertools
@@ -21,24 +21,17 @@ Order = tuple[int, ...]
 _ALL_UP_TO = 8  # workers; beyond, only placements of a known form are listed
 _PERMUTED_UP_TO = 4  # stages; beyond, they stay in order
 _INTERLEAVED_UP_TO = 16  # stages; beyond, none are
-_MOST_SHIFTS = 16  # of the edge of the first server, and of the minibatches that two placements are compared under
-_COST_AT_MOST = 40_000  # of weighing all of them, in units of `_cost`: a quarter of a second
+_MOST_SHIFTS = 16  # of the first server's boundary, and of minibatches when placements are compared
+_COST_AT_MOST = 40_000  # of pricing all of them, in units of `_cost`: a quarter of a second
 
 
 def placements(cluster: Cluster, replicas: Sequence[int]) -> list[list[tuple[int, ...]]]:
-    """Return what to choose from: the devices of every stage's replicas, along the devices first.
+    """Return candidate placements, each the devices of every stage's replicas, in order along the devices first.
 
-    Placements that differ only in the names of equal servers, or in which minibatch comes first, are listed once: their
-    bottlenecks are equal, and where queues at ports settle otherwise for them, that is chance. Up to 8 workers all are
-    listed, as far as there is time to weigh them; beyond, shifts along the devices of: stages in order, stages in any
-    order, and neighbouring stages interleaved so that replicas that send each other minibatches meet.
-
-    Args:
-        cluster: its levels; it has a device for every worker.
-        replicas: of every stage.
-
-    Returns:
-        One placement only where no other can matter: all workers in one server, or a single stage.
+    Placements equal up to renaming of equal servers or of minibatches are listed once: their bottlenecks are equal. Up
+    to 8 workers all are listed within a time limit; beyond, shifts along the devices of: stages in order, stages
+    permuted, and neighbouring stages interleaved so that replicas that exchange minibatches meet. A single one if all
+    workers share a server or there is one stage.
     """
     count = sum(replicas)
     counts = (level.count for level in cluster.levels[:-1])
@@ -55,13 +48,13 @@ def placements(cluster: Cluster, replicas: Sequence[int]) -> list[list[tuple[int
 
 
 def _cost(replicas: Sequence[int]) -> int:
-    """Return how long the planner takes to weigh a placement, in units of about 6 microseconds."""
+    """Return the planner's time to price a placement, in units of about 6 microseconds."""
     cycles = sum(min(math.lcm(a, b), LONGEST_CYCLE) for a, b in itertools.pairwise(replicas))
     return 64 + len(replicas) ** 2 + cycles
 
 
 def _orders(replicas: Sequence[int], sizes: Sequence[int]) -> Iterator[Order]:
-    """Yield the orders to weigh, simple ones first; some come more than once."""
+    """Yield candidate orders, simple ones first, with repetitions."""
     count = sum(replicas)
     for order in _unshifted(replicas):
         for shift in range(min(sizes[0], _MOST_SHIFTS)):
@@ -84,7 +77,7 @@ def _unshifted(replicas: Sequence[int]) -> Iterator[Order]:
 
 
 def _interleaved(replicas: Sequence[int], stages: Sequence[int]) -> list[int]:
-    """Return the workers of some stages, those together that run the same minibatches."""
+    """Return the workers of some stages, those of the same minibatches together."""
     workers = along(replicas)
     classes = math.gcd(*(replicas[stage] for stage in stages))
     places = [(r % classes, stage, r) for stage in stages for r in range(replicas[stage])]
@@ -92,7 +85,7 @@ def _interleaved(replicas: Sequence[int], stages: Sequence[int]) -> list[int]:
 
 
 def _all_orders(workers: Order, sizes: Sequence[int]) -> Iterator[Order]:
-    """Yield every way to fill components of these sizes, innermost first; equal components have no names."""
+    """Yield every way to fill components of these sizes, innermost first, up to renaming of equal components."""
     if not sizes or len(workers) <= sizes[0]:
         yield workers
         return
@@ -103,7 +96,7 @@ def _all_orders(workers: Order, sizes: Sequence[int]) -> Iterator[Order]:
 
 
 def _groups(workers: Order, size: int) -> Iterator[list[Order]]:
-    """Yield the ways to make groups of `size`, the last of which holds what is left over."""
+    """Yield the ways to make groups of `size`, the last of which holds the remainder."""
     if not workers:
         yield []
         return
@@ -129,7 +122,7 @@ def _canonical(order: Order, sizes: Sequence[int]) -> Order:
 
 
 def _signature(order: Order, sizes: Sequence[int], replicas: Sequence[int]) -> Order:
-    """Return what equal placements share: the smallest of the orders they turn into with another minibatch first."""
+    """Return what equal placements share: the smallest of their orders over all shifts of minibatches."""
     stages = along(replicas)
     shifts = math.lcm(*replicas)
     if shifts > _MOST_SHIFTS:

@@ -1,9 +1,8 @@
-"""The planner: the best plan of a mode on a cluster, and why.
+"""The best plan of a mode on a cluster.
 
-Searches (`searches`) propose plans. Under `sosp19` and `artifact` the one with the smallest bottleneck is chosen, as
-published. Under `overlap`, and between modes, what the simulator predicts decides: a bottleneck says nothing about
-flushes, and little about minibatches that wait for a transfer with no other in flight to take their turn. There, in a
-pipeline without flushes, the search goes on from the plans proposed (`climb`).
+Searches (`searches`) propose plans. Under `sosp19` and `artifact` the smallest bottleneck wins, as published. Under
+`overlap`, and between modes, the simulator's prediction decides, because bottlenecks ignore flushes and most waiting
+for transfers; for pipelines without flushes a local search (`climb`) continues from the proposals.
 """
 
 import itertools
@@ -16,7 +15,7 @@ from functools import cached_property
 from pipebench.errors import PlanError
 from pipebench.model.plan import Plan, check_bounds
 from pipebench.planner.climb import climb, climbs
-from pipebench.planner.estimates import MOST_SIMULATED, Estimator
+from pipebench.planner.estimates import LONGEST_BLOCK, MOST_SIMULATED, Estimator
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.memory import MemoryRule
@@ -31,11 +30,11 @@ from pipebench.schedule.notation import streams_problem
 
 _MOST_PLACED_UNITS = 4000  # simulated to choose a placement, microbatches times stages: a quarter of a second
 _ROUNDING = 1e-9  # relative, of bottlenecks
-_CLEARLY_FASTER = 0.99  # what a placement has to win against the one along the devices; below is prediction error
+_CLEARLY_FASTER = 0.99  # required of a placement other than in order: prediction error
 
 
 class Planner(Estimator):
-    """Plans one mode."""
+    """Plans one mode; `known` as in `ModeRequest`, `tell` is called with the name of every search that begins."""
 
     def __init__(
         self,
@@ -45,14 +44,6 @@ class Planner(Estimator):
         known: dict[int, States] | None = None,
         tell: Callable[[str], None] = lambda _search: None,
     ) -> None:
-        """Take a request.
-
-        Args:
-            request: what to plan.
-            mode: the mode.
-            known: states by the size that travels, made for other modes; those made here are added.
-            tell: is told of every search that begins.
-        """
         super().__init__(request, mode, known)
         self.search_s = self.predict_s = 0.0
         self._tell = tell
@@ -85,10 +76,10 @@ class Planner(Estimator):
         return best
 
     def policies_of(self, replicas: Sequence[int], starts: Sequence[int]) -> tuple[str, ...]:
-        """Return the policy of every layer of a given plan: the recipe's and the mode's, or what its stages choose.
+        """Return the policy of every layer of a given plan: the recipe's, the mode's, or those that its stages choose.
 
         Raises:
-            PlanError: a stage that chooses doesn't fit whatever it does.
+            PlanError: a stage that chooses fits with no policies.
         """
         if not (self.request.chooses and self.mode.chooses):
             return self.memory_policies
@@ -96,7 +87,7 @@ class Planner(Estimator):
         return tuple(policy for stage in found.plan.stages for policy in stage.memory)
 
     def proposed(self) -> list[PlanEstimate]:
-        """Return the plans that searches propose, with what is predicted of them; one where bottlenecks decide.
+        """Return the plans that searches propose, with predictions; a single one if bottlenecks decide.
 
         Raises:
             PlanError: none fits in memory.
@@ -120,29 +111,25 @@ class Planner(Estimator):
         self.predict_s = time.perf_counter() - started - self.search_s
         return predicted
 
-    def candidates_without_limit(self) -> list[PlanEstimate]:
-        """Return the plans there would be to choose from on devices with any amount of memory."""
-        return list(self._searches.candidates(None))
-
     def at_most(self) -> float:
-        """Return how many times the smallest bottleneck one that `best` searched for can be; 1 if all are exact."""
-        worst = 1.0
+        """Return an upper bound on the best bottleneck found over the smallest possible; 1 if searches were exact."""
+        worst, started = 1.0, time.perf_counter()
         for found_s, bound in self._searches.coarsened:
             self._tell("bounding what a coarsened search missed")
             bound_s = bound() if found_s > 0 else math.inf
             worst = max(worst, found_s / bound_s if bound_s > 0 else math.inf)
+        self.search_s += time.perf_counter() - started
         return worst if worst > 1 + _ROUNDING else 1.0
 
     def for_replicas(self, replicas: Sequence[int], starts: Sequence[int] | None = None) -> PlanEstimate:
-        """Return a plan of which somebody else said how wide its stages are, memory not weighed.
+        """Return a plan of given replicas per position, without memory limits.
 
-        Args:
-            replicas: per position in the pipeline.
-            starts: first layers of the stages after the first; None: cut where the cost model wants it.
+        `starts` are the first layers of the stages after the first; None: cut as the cost model prefers.
 
         Raises:
             PlanError: more stages than places to cut, no place to cut before one of `starts`, or a stage that chooses
-                what its layers do, and doesn't fit.
+                its
+                policies and fits with none.
         """
         if self.request.chooses and self.mode.chooses and self.request.memory is None:
             starts = self.starts_of(replicas) if starts is None else starts
@@ -151,10 +138,10 @@ class Planner(Estimator):
         return self.with_prediction(self._on_best_devices(self._given_stages(replicas, starts)))
 
     def estimate_of(self, plan: Plan) -> PlanEstimate:
-        """Return what a plan that somebody else made comes to, memory not weighed.
+        """Return a given plan's costs and prediction, without memory limits.
 
         Raises:
-            PlanError: the cost model has no place to cut where the plan is cut.
+            PlanError: the model can't be cut where the plan is.
         """
         if plan.chunks != self.mode.chunks:
             row = replace(self.mode, chunks=plan.chunks)
@@ -162,25 +149,22 @@ class Planner(Estimator):
         memory = tuple(policy for stage in plan.stages for policy in stage.memory)
         if memory != self.memory_policies:
             return Planner(replace(self.request, memory=memory), self.name, known=self._known).estimate_of(plan)
-        stages = self._given_stages([stage.replicas for stage in plan.positions], [s.start for s in plan.stages[1:]])
-        devices = [stage.devices for stage in plan.stages]
-        return self.with_prediction(self.estimate("the plan's file", stages, devices, depth=plan.depth))
+        return self.with_prediction(self._estimate_of(plan, "the plan's file"))
 
     def bottleneck_of(self, plan: Plan) -> float:
-        """Return the seconds per minibatch of a plan's slowest stage, by the cost model alone: nothing is simulated.
+        """Return the seconds per minibatch of a plan's slowest stage by the cost model, without simulating it.
 
         Raises:
-            PlanError: the cost model has no place to cut where the plan is cut.
+            PlanError: the model can't be cut where the plan is.
         """
+        return self._estimate_of(plan, "the recipe").bottleneck_s
+
+    def _estimate_of(self, plan: Plan, found_by: str) -> PlanEstimate:
         stages = self._given_stages([stage.replicas for stage in plan.positions], [s.start for s in plan.stages[1:]])
-        devices = [stage.devices for stage in plan.stages]
-        return self.estimate("the recipe", stages, devices, depth=plan.depth).bottleneck_s
+        return self.estimate(found_by, stages, [stage.devices for stage in plan.stages], depth=plan.depth)
 
     def starts_of(self, replicas: Sequence[int]) -> list[int]:
-        """Return the first layers of the stages after the first of a plan with these replicas, cut best.
-
-        Args:
-            replicas: per position in the pipeline.
+        """Return the first layers of all stages but the first, cut best for replicas per position.
 
         Raises:
             PlanError: more stages than places to cut.
@@ -188,10 +172,10 @@ class Planner(Estimator):
         return arrange(self.work.states, self._given_stages(replicas, None))[1]
 
     def devices_of(self, replicas: Sequence[int], starts: Sequence[int]) -> tuple[int, ...]:
-        """Return the device of every worker of a given plan: those that suit it best, see `given`."""
+        """Return the best device of every worker of a given plan."""
         try:
             return self._on_best_devices(self._given_stages(replicas, starts)).plan.devices
-        except PlanError:  # it runs all the same, the cost model just has no place to cut there
+        except PlanError:  # runnable, though the cost model can't cut there
             return tuple(range(sum(replicas)))
 
     def _given_stages(self, widths: Sequence[int], starts: Sequence[int] | None) -> tuple[SearchStage, ...]:
@@ -207,11 +191,11 @@ class Planner(Estimator):
         return tuple(SearchStage(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
 
     def _on_best_devices(self, stages: Sequence[SearchStage]) -> PlanEstimate:
-        """Return the recipe's stages on the devices that suit them best.
+        """Return the recipe's stages on the best devices.
 
-        Along the devices unless another placement is predicted to be clearly faster: the simulator decides among those
-        with the smallest bottlenecks, or the bottleneck itself if simulating takes long or isn't the cost model's way.
-        A bottleneck says nothing about flushes, so that a flushing pipeline too large to simulate stays as it is.
+        In order unless another placement is predicted to be clearly faster: the simulator compares those with the
+        smallest bottlenecks, or the bottleneck decides if simulating takes long or the cost model has no ports.
+        Flushing pipelines too large to simulate stay in order, since bottlenecks ignore flushes.
         """
         request, flushes = self.request, self.mode.flush
         chosen = self.mode.chunks == 1 and sum(stage.replicas for stage in stages) <= MOST_SIMULATED
@@ -220,14 +204,17 @@ class Planner(Estimator):
         if not others:
             return in_order
         others.sort(key=lambda plan: plan.bottleneck_s)
-        num_simulated = int(_MOST_PLACED_UNITS / self.units_simulated(in_order))
+        if math.lcm(*in_order.plan.replicas) > LONGEST_BLOCK:
+            num_simulated = 0
+        else:
+            units = 3 * self.workload(in_order)[1] * in_order.microbatches * len(in_order.stages)
+            num_simulated = int(_MOST_PLACED_UNITS / units)
         if num_simulated >= 2 and (flushes or request.model.has_ports):
             in_order = self.with_prediction(in_order)
             best = min(map(self.with_prediction, others[: num_simulated - 1]), key=lambda plan: plan.minibatch_s)
             return best if best.minibatch_s < _CLEARLY_FASTER * in_order.minibatch_s else in_order
-        return (
-            others[0] if not flushes and others[0].bottleneck_s < _CLEARLY_FASTER * in_order.bottleneck_s else in_order
-        )
+        is_faster = others[0].bottleneck_s < _CLEARLY_FASTER * in_order.bottleneck_s
+        return others[0] if is_faster and not flushes else in_order
 
     @cached_property
     def _rule(self) -> MemoryRule | None:
@@ -235,7 +222,7 @@ class Planner(Estimator):
         return None if limit is None else self.memory(limit)
 
     def _fits_beyond_noam(self, found: PlanEstimate) -> bool:
-        """Return whether a plan fits of which more has to be known than a search does: its depth, the input stage."""
+        """Return whether a plan fits if searches could not tell: deeper than NOAM, or keeping as the input stage."""
         limit, plan = self.request.cluster.memory_bytes, found.plan
-        is_known = plan.depth <= plan.noam and not self.keeps_as_input_stage
+        is_known = plan.depth <= plan.noam and not self.weights.as_input_stage
         return limit is None or is_known or found.memory_bytes <= limit

@@ -1,8 +1,7 @@
-"""The search for a stage's policies: choices for the layers so far, many at once, from the first layer to the last.
+"""Search for the fastest policies of a stage: dynamic programming over its layers, all partial choices as arrays.
 
-What later layers come to depends on few things that were chosen before them (`Sums.consequences`), mostly on what the
-last layers do. So there are few different situations at a layer, and of all choices that lead to one of them only those
-are followed that none beats in time, memory and copies at once.
+Later costs depend on little of what was chosen before (`Sums.consequences`), so few distinct states exist per layer; of
+the partial choices that reach the same state only those not dominated in time, memory and copies are kept.
 """
 
 import itertools
@@ -18,88 +17,73 @@ from pipebench.planner.activations import MOST_ON_DEVICE
 from pipebench.planner.stage_problem import StageProblem, Sums
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 
-MOST_LABELS = 2048  # that are followed at once, of a plan's stage: 250 layers of AmoebaNet take a quarter of a second
-_MOST_COMPARED = 512  # every one with every other
-_FEWEST_BINS = 4  # of memory, where labels are told apart by their consequences, too
+MOST_LABELS = 2048  # per layer: 250 layers of AmoebaNet take a quarter of a second
+_MOST_COMPARED = 512  # pairwise
+_FEWEST_BINS = 4  # of memory, per state
 
 _Floats = NDArray[np.float64]
 _Indices = NDArray[np.intp]
 
 
 class _Steps(NamedTuple):
-    """What a layer adds to the sums before it.
+    """What one more layer adds."""
 
-    Attributes:
-        after: [situation, choice] the situation that it leads to.
-        added: [situation, choice, 4] as `_Labels.sums`.
-        situations: sums that lead to each situation, of which only the consequences matter.
-    """
-
-    after: _Indices
-    added: _Floats
-    situations: list[Sums]
+    after: _Indices  # [state, choice] resulting state
+    added: _Floats  # [state, choice, 4] as `_Labels.sums`
+    situations: list[Sums]  # per state, sums that lead to it; only their consequences matter
 
 
 @dataclass(frozen=True)
 class _Labels:
-    """Choices for the layers so far.
-
-    Attributes:
-        problem: the stage.
-        situation: [label] what of it later layers depend on.
-        sums: [label, 4] seconds and bytes that are computed again, bytes that are kept of a unit and that are swapped.
-        origin: [label] where it comes from: the label before the last layer, times the number of choices, plus what
-            that layer does.
-    """
+    """Partial choices, one per label."""
 
     problem: StageProblem
-    situation: _Indices
-    sums: _Floats
-    origin: _Indices
+    situation: _Indices  # [label] state, index into `_Steps.situations`
+    sums: _Floats  # [label, 4] recomputed seconds and bytes, unit bytes, swapped bytes
+    origin: _Indices  # [label] label before the last layer times the number of choices, plus that layer's choice
 
     @cached_property
     def extra_s(self) -> _Floats:
-        """[label] seconds beyond those of layers."""
+        """[label] seconds beyond those of the layers."""
         return self.problem.added_s(self.sums[:, 0], self.swapped_bytes)
 
     @cached_property
     def num_bytes(self) -> _Floats:
-        """[label] bytes that these layers keep."""
+        """[label] peak bytes of these layers."""
         return self.problem.most_bytes(self.sums[:, 2], self.swapped_bytes, self.sums[:, 1])
 
     @property
     def swapped_bytes(self) -> _Floats:
-        """[label] bytes that are copied, of a unit."""
+        """[label] bytes per unit."""
         return self.sums[:, 3]
 
     def __len__(self) -> int:
         return len(self.situation)
 
     def chosen(self, which: NDArray[np.bool_] | _Indices) -> "_Labels":
-        """Return some of them."""
         return _Labels(self.problem, self.situation[which], self.sums[which], self.origin[which])
 
     def following(self, steps: _Steps) -> "_Labels":
-        """Return all of one more layer."""
+        """Extend every label by every choice for the next layer."""
         sums = (self.sums[:, None, :] + steps.added[self.situation]).reshape(-1, 4)
         return _Labels(self.problem, steps.after[self.situation].ravel(), sums, np.arange(len(sums)))
 
     def undominated(self) -> "_Labels":
-        """Return those that no other in the same situation beats in time, memory and copies at once; of equals one."""
+        """Return labels that no other of the same state beats in time, memory and copies at once; of equals one."""
         order = np.lexsort((self.swapped_bytes, self.num_bytes, self.sums[:, 0], self.situation))
         ordered = self.chosen(order)
         worth = np.stack([ordered.sums[:, 0], ordered.num_bytes, ordered.swapped_bytes, ordered.situation])
         beaten = (worth[:3, :, None] <= worth[:3, None, :]).all(axis=0) & (worth[3][:, None] == worth[3])
-        return ordered.chosen(~np.triu(beaten, 1).any(axis=0))  # who comes before is no slower
+        return ordered.chosen(~np.triu(beaten, 1).any(axis=0))  # sorted: earlier labels are no slower
 
     def coarsened(self, most: int) -> "_Labels":
-        """Return the fastest of each situation of those that keep about equally much: no more than so many."""
+        """Return the fastest label per state and memory bin, at most `most` in all."""
         situations = np.unique(self.situation)
         num_bins, group = max(1, most // len(situations)), np.searchsorted(situations, self.situation)
         if num_bins < _FEWEST_BINS:
             num_bins, group = most, np.zeros_like(group)
         least, width = self.num_bytes.min(), np.ptp(self.num_bytes)
-        # Half a bin less than there are: what keeps most falls into the last one, however floats round.
+        # Half a bin less, so that the largest falls into the last one despite rounding.
         bins = ((self.num_bytes - least) * ((num_bins - 0.5) / width if width else 0.0)).astype(np.intp)
         place = group * num_bins + bins
         order = np.lexsort((self.num_bytes, self.extra_s, place))
@@ -107,15 +91,9 @@ class _Labels:
 
 
 def fastest_policies(problem: StageProblem, limit_s: float, most_labels: int) -> tuple[tuple[str, ...] | None, bool]:
-    """Return the fastest policies that fit, and whether the search was exact: no others that fit are faster.
+    """Return the fastest policies that fit, or None, and whether the search was exact.
 
-    Args:
-        problem: the stage.
-        limit_s: policies that add more than so many seconds aren't of interest.
-        most_labels: choices that are followed at once; the search is exact if there were never more.
-
-    Returns:
-        No policies where none were found.
+    Policies that add more than `limit_s` are skipped; more than `most_labels` per layer are pruned, which is not exact.
     """
     labels = _Labels(problem, np.zeros(1, np.intp), np.zeros((1, 4)), np.zeros(1, np.intp))
     situations, origins, is_exact = [Sums()], [], True
@@ -138,7 +116,7 @@ def fastest_policies(problem: StageProblem, limit_s: float, most_labels: int) ->
 
 
 def _policies(problem: StageProblem, origins: list[_Indices], label: int) -> tuple[str, ...]:
-    """Return what every layer does, of a label after the last."""
+    """Return the policies that led to a final label."""
     memory: list[str] = []
     for origin in reversed(origins):
         label, choice = divmod(int(origin[label]), len(problem.choices))
@@ -147,7 +125,7 @@ def _policies(problem: StageProblem, origins: list[_Indices], label: int) -> tup
 
 
 def _steps(problem: StageProblem, layer: int, situations: list[Sums]) -> _Steps:
-    """Return what a layer adds in every situation before it; the loss goes with the last layer, and does as it does."""
+    """Return what a layer adds in every state; the loss shares the last layer's policy."""
     layers = range(layer, layer + 1 + (layer == problem.stop - 1 and problem.stop in problem.own))
     after = np.zeros((len(situations), len(problem.choices)), np.intp)
     added = np.zeros((*after.shape, 4))
@@ -165,7 +143,7 @@ def _steps(problem: StageProblem, layer: int, situations: list[Sums]) -> _Steps:
 
 
 def _least_bytes_after(problem: StageProblem) -> Iterator[float]:
-    """Yield what the layers after each keep at least, whatever is done with them; the loss counts as the last one's."""
+    """Yield, per layer, a lower bound of the bytes that later layers keep; the loss counts with the last."""
     on_device = min(problem.in_flight, MOST_ON_DEVICE)
     times = {KEEP: problem.in_flight, SWAP: on_device, RECOMPUTE: 1}  # of what a layer saves: `most_bytes`
     least, own = min(times[policy] for policy in problem.choices), range(problem.start, problem.stop)

@@ -1,6 +1,6 @@
-"""What a plan comes to: its steady state in the simulator, under the cost model it was made for, and what it sends.
+"""A plan's steady state in the simulator under the cost model it was made for, and its payload.
 
-A cost model may charge for more than crosses the cuts; the bytes stay these.
+The payload does not depend on the cost model, which may charge for more than crosses the cuts.
 """
 
 import math
@@ -11,8 +11,8 @@ from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.model.plan import Plan
 from pipebench.model.sampling import Sampler
-from pipebench.planner.cost_models import CostModel
 from pipebench.planner.flat import SearchStage
+from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.planner.states import States
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import SWAP, Mode
@@ -24,13 +24,13 @@ from pipebench.simulate.costs import Costs, stage_costs
 from pipebench.simulate.steady import simulate_segment
 
 FILL_ROUNDS = 4  # updates of every stage, at least, before the steady state is read off
-_DEEP_ROUNDS = 8  # as many times more, at most: what is in flight beyond NOAM stands in queues that take long to fill
+_DEEP_ROUNDS = 8  # at most so many times more beyond NOAM, where queues take long to fill
 _SETTLED = 1e-4  # relative change of a prediction below which it isn't refined
 
 
 @dataclass(frozen=True)
 class PlannedWorkload:
-    """What the simulator needs to know of a run."""
+    """A plan as the simulator runs it."""
 
     pipeline: Pipeline
     costs: Costs
@@ -40,9 +40,9 @@ class PlannedWorkload:
 
 
 def arrange(states: States, stages: Sequence[SearchStage]) -> tuple[tuple[int, ...], list[int]]:
-    """Return the layers in the order that a plan's stages hold them, and where its later stages begin in that order.
+    """Return the layers in the order of a plan's stages, and where its later stages begin in that order.
 
-    Layers that the states leave out (model inputs, results nobody reads) are left out.
+    Layers outside all states (model inputs, unread results) are left out.
     """
     order: list[int] = []
     starts = []
@@ -53,7 +53,7 @@ def arrange(states: States, stages: Sequence[SearchStage]) -> tuple[tuple[int, .
 
 
 def arranged(profile: Profile, order: Sequence[int]) -> Profile:
-    """Return a profile whose layers stand in another order, the loss last."""
+    """Return a profile with its layers in another order, the loss last."""
     if all(len(rows) - 1 == len(order) for rows in profile.layers.values()) and list(order) == sorted(order):
         return profile
     place = {old: new for new, old in enumerate(order)}
@@ -76,15 +76,10 @@ def make_pipeline(
     accumulate: int | None = None,
     shares_norm: bool = False,
 ) -> Pipeline:
-    """Return the pipeline's shape: the plan's stages under the mode's order of work.
+    """Return the shape of a plan's pipeline in a mode; `rows` are the plan's layers, at any size.
 
-    Args:
-        plan: the plan.
-        rows: the layers the plan is of, at any size.
-        mode: the mode.
-        microbatches: units per minibatch.
-        accumulate: blocks of minibatches per update; None for the mode's.
-        shares_norm: whether all stages agree on the gradient's norm before an update.
+    `accumulate` are blocks of minibatches per update (None: the mode's), `shares_norm` makes all stages agree on the
+    gradient's norm before an update.
 
     Raises:
         PlanError: an update covers fewer minibatches than the mode needs.
@@ -103,13 +98,7 @@ def make_pipeline(
 
 
 def pipeline_under(pipeline: Pipeline, plan: Plan, rows: Sequence[LayerProfile]) -> Pipeline:
-    """Return a pipeline whose stages are cut as a plan says: what its stages exchange and read follows from the cuts.
-
-    Args:
-        pipeline: everything else.
-        plan: of as many stages and replicas.
-        rows: the layers the plan is of, at any size.
-    """
+    """Return a pipeline with what its stages exchange, load and swap under a plan; `rows` are its layers."""
     edges = tuple(
         Edge(source, target, any(rows[value].gradient_bytes for value in values))
         for (source, target), values in plan.crossings.items()
@@ -121,48 +110,32 @@ def pipeline_under(pipeline: Pipeline, plan: Plan, rows: Sequence[LayerProfile])
     return replace(pipeline, edges=edges, loads=loads, swaps=swaps)
 
 
-def course_of(
-    profile: Profile,
-    cluster: Cluster,
-    model: CostModel,
-    plan: Plan,
-    mode: Mode,
-    minibatch_size: int,
-    *,
-    microbatches: int = 1,
-    accumulate: int = 1,
+def planned_workload(
+    found: PlanEstimate, mode: Mode, profile: Profile, request: Request
 ) -> tuple[PlannedWorkload, int]:
-    """Return what the simulator runs for a plan, and after how many minibatches nothing changes any more.
+    """Return a plan as the simulator runs it, and the number of minibatches to its steady state.
 
-    Args:
-        profile: the model, its layers in the order of the plan.
-        cluster: where the plan runs.
-        model: how times add up.
-        plan: of those layers.
-        mode: order of work and weight policy.
-        minibatch_size: samples; the profile has it, or its microbatches.
-        microbatches: units per minibatch.
-        accumulate: blocks of minibatches per flush.
+    `profile` has the layers in the order of the plan.
     """
-    rows = next(iter(profile.layers.values()))
-    pipeline = make_pipeline(plan, rows, mode, microbatches=microbatches, accumulate=accumulate)
-    costs = model.simulated(stage_costs(profile, plan, WEIGHT_POLICIES[mode.weights].update_cost), plan.replicas)
-    period = pipeline.period
+    plan, rows = found.plan, next(iter(profile.layers.values()))
+    pipeline = make_pipeline(plan, rows, mode, microbatches=found.microbatches, accumulate=found.accumulate)
+    costs = stage_costs(profile, plan, WEIGHT_POLICIES[mode.weights].update_cost)
     # A flush leaves nothing behind: the period after next is like every later one.
     rounds = 2 if pipeline.flushes else FILL_ROUNDS * max(2, max(pipeline.warmups))
-    count = period * rounds
-    sampler = Sampler(2 * _DEEP_ROUNDS * count * minibatch_size, minibatch_size, 0)
-    return PlannedWorkload(pipeline, costs, model.links(cluster), plan.devices, sampler), count
+    count = pipeline.period * rounds
+    sampler = Sampler(2 * _DEEP_ROUNDS * count * request.minibatch_size, request.minibatch_size, 0)
+    costs, cluster = request.model.simulated(costs, plan.replicas), request.model.links(request.cluster)
+    return PlannedWorkload(pipeline, costs, cluster, plan.devices, sampler), count
 
 
-def predict(course: PlannedWorkload, count: int) -> float:
-    """Return the seconds per minibatch in the steady state, reached after `count` minibatches (see `course_of`)."""
-    shorter, longer = (simulate_segment(course, n).end_s for n in (count, 2 * count))
-    found, pipeline = (longer - shorter) / count, course.pipeline
+def predict(workload: PlannedWorkload, count: int) -> float:
+    """Return the seconds per minibatch in the steady state, reached after `count` minibatches."""
+    shorter, longer = (simulate_segment(workload, n).end_s for n in (count, 2 * count))
+    found, pipeline = (longer - shorter) / count, workload.pipeline
     most = _DEEP_ROUNDS * count if pipeline.depth > noam(pipeline.replicas) else count
     while count < most:
         count, shorter, before = 2 * count, longer, found
-        longer = simulate_segment(course, 2 * count).end_s
+        longer = simulate_segment(workload, 2 * count).end_s
         found = (longer - shorter) / count
         if math.isclose(found, before, rel_tol=_SETTLED):
             break
@@ -172,12 +145,8 @@ def predict(course: PlannedWorkload, count: int) -> float:
 def payload(rows: Sequence[LayerProfile], plan: Plan, mode: Mode, units: int, accumulate: int) -> dict[str, float]:
     """Return the payload per minibatch by kind, in the steady state.
 
-    Args:
-        rows: the layers in the order of the plan, the loss last, at the size that travels.
-        plan: the plan.
-        mode: how replicas agree, and whether an update waits for all stages.
-        units: microbatches per minibatch.
-        accumulate: minibatches of each replica per update; with a flush, of the replicas' least common multiple.
+    `rows` are the layers in the plan's order, the loss last, at the size of a unit; `units` microbatches per minibatch;
+    `accumulate` minibatches of each replica per update or, with a flush, of the replicas' least common multiple.
     """
     sent = [value for values in plan.crossings.values() for value in values]
     summed = 0.0

@@ -1,16 +1,14 @@
-"""The planner's part of Algorithm 1: from what stages take and hold, as measured, to better cuts and policies.
+"""The planning part of vPipe's Algorithm 1: better cuts and policies from the measured times and memory of stages.
 
-Paper: vPipe (TPDS'21) sections 4.1 and 4.2. Stages whose times differ are unbalanced; Algorithm 3 cuts anew, Algorithm
-2 chooses for the new stages what their layers do with their activations, and that goes on until stages are balanced or
-nothing better is found. What is computed again and what waits for copies counts: the cuts are those that are fastest
-with the policies that they need.
-Differs: the listing doesn't say when stages count as unbalanced: here the slowest takes `UNBALANCED` more than the
-mean. A stage that doesn't fit in its device's memory is reason enough, too.
+Paper: vPipe (TPDS'21) sections 4.1 and 4.2. If stage times are unbalanced, Algorithm 3 cuts anew and Algorithm 2
+chooses the new stages' policies, until stages are balanced or nothing improves. Recomputation and waits for copies
+count.
+Differs: the listing does not define unbalanced: here the slowest stage exceeds the mean by `UNBALANCED`, or a stage
+does not fit in memory.
 
-What was measured corrects what is predicted. A layer takes what its profile says, times what its stage takes by
-measurement over what the profile says of it. And a stage keeps what the closed form of equation 1 says, times the most
-that a stage which had some of its layers was measured to hold over what the closed form says of that; never less than
-it says, since a stage may not have met its worst yet.
+Measurements correct predictions: a layer's time is scaled by its stage's measured over profiled time. A stage's bytes
+by equation 1 are scaled by the largest measured ratio of a stage that had some of its layers, never below 1, since a
+stage may not have reached its peak yet.
 """
 
 import bisect
@@ -31,77 +29,58 @@ from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import most_in_flight
 from pipebench.schedule.weights import WEIGHT_POLICIES, delay
 
-UNBALANCED = 0.05  # the slowest stage over the mean of all, less one
-WORTHWHILE = 0.01  # by how much, at least, the slowest stage has to become faster
-_MOST_ROUNDS = 10  # of cutting for the times that policies make; the paper says 3 to 9
+UNBALANCED = 0.05  # slowest stage over mean, less 1
+WORTHWHILE = 0.01  # least relative gain of the slowest stage
+_MOST_ROUNDS = 10  # of cutting for times under new policies; the paper says 3 to 9
 _MOST_LOOKED_AT = 100  # cuts, on the way to better ones
-_SLOW = 0.999  # of what the slowest stage takes: a stage that holds training up, too
+_SLOW = 0.999  # of the slowest stage's time: also a bottleneck
 _SAME = 1e-9  # floats' own rounding, as a share
-_MOST_LABELS = 512  # in choosing a stage's policies: training waits for it
+_MOST_LABELS = 512  # of the policy search, for which training waits
 
-ProblemOf = Callable[[int, int, int], StageProblem]  # of a stage, made of the layers from one to before another
+ProblemOf = Callable[[int, int, int], StageProblem]  # from (stage, start, stop)
 
 
 class StageTimes(NamedTuple):
-    """What was measured of a stage.
+    """Measurements of one stage."""
 
-    Attributes:
-        seconds: of a unit's forward and backward together.
-        num_bytes: that it held at most; 0: not known.
-    """
-
-    seconds: float
-    num_bytes: float = 0.0
+    seconds: float  # forward and backward of a unit
+    num_bytes: float = 0.0  # peak; 0 if unknown
 
 
 class Proposal(NamedTuple):
-    """Cuts, and what the stages' layers do under them.
-
-    Attributes:
-        layout: cuts and policies.
-        stage_s: what a unit's forward and backward take, by stage, with what is computed again or waits for copies.
-        num_unfit: stages that don't fit in memory.
-    """
+    """Cuts and policies, and their cost."""
 
     layout: CutLayout
-    stage_s: tuple[float, ...]
-    num_unfit: int
+    stage_s: tuple[float, ...]  # forward and backward of a unit by stage, with recomputation and waits for copies
+    num_unfit: int  # stages that don't fit in memory
 
     @property
     def badness(self) -> tuple[int, list[float]]:
-        """What it is judged by: first that it fits, then by its slowest stage, the next one, and so on."""
+        """Sort key: stages that don't fit, then stage times from the slowest."""
         return self.num_unfit, sorted(self.stage_s, reverse=True)
 
 
 @dataclass(frozen=True)
 class RepartitionSearch:
-    """Stages that have been measured.
+    """Search for better cuts and policies of measured stages."""
 
-    Attributes:
-        rows: the profile's layers and, last, the loss, at the size that travels.
-        layout: the cuts as they are, and what layers do.
-        measured: by stage.
-        problem_of: the memory of stages, and what their layers may choose from; nothing: they do what they did.
-        may_start: layers that a stage may begin with; None: any but the first.
-        known: what was chosen already for stages of these times, by units in flight, layers and memory.
-    """
-
-    rows: Sequence[LayerProfile]
-    layout: CutLayout
-    measured: Sequence[StageTimes]
-    problem_of: ProblemOf
-    may_start: Collection[int] | None = None
+    rows: Sequence[LayerProfile]  # the profile's layers and, last, the loss, at the size of a unit
+    layout: CutLayout  # the current cuts and policies
+    measured: Sequence[StageTimes]  # by stage
+    problem_of: ProblemOf  # memory of stages and the policies to choose from; none: layers keep their policies
+    may_start: Collection[int] | None = None  # layers that a stage may begin with; None: any but the first
+    # Choices for stages of these times, by units in flight, layers and memory
     known: dict[tuple[int, int, int, float], StageOutcome] = field(default_factory=dict)
 
     @property
     def is_needed(self) -> bool:
-        """Whether stages are unbalanced, or one of them has more than fits."""
+        """Whether stages are unbalanced, or one does not fit."""
         stage_s = [each.seconds for each in self.measured]
         return max(stage_s) > (1 + UNBALANCED) * sum(stage_s) / len(stage_s) or self.now.num_unfit > 0
 
     @cached_property
     def predicted_bytes(self) -> tuple[float, ...]:
-        """What the closed form says that every stage keeps at most, as it is."""
+        """Peak bytes of every current stage by the closed form."""
         memory = self.layout.memory
         problems = (
             self.problem_of(stage, *layers) for stage, layers in enumerate(itertools.pairwise(self.layout.ends))
@@ -110,14 +89,14 @@ class RepartitionSearch:
 
     @cached_property
     def now(self) -> Proposal:
-        """What there is."""
+        """The current layout."""
         memory = self.layout.memory
         return self._proposal(self.layout.starts, lambda problem: problem.outcome(memory[problem.start : problem.stop]))
 
     def next_step(self) -> CutLayout | None:
-        """Return what to go to next, on the way to what is best; None: there is no need, or nothing better.
+        """Return the next layout towards the best, or None if none is needed or better.
 
-        No layer goes further than to the next stage, and no more stages are left without room than are now.
+        No layer moves further than to the next stage, and the number of stages that don't fit does not grow.
         """
         if not self.is_needed:
             return None
@@ -129,15 +108,15 @@ class RepartitionSearch:
         return step.layout if step.num_unfit <= self.now.num_unfit and step.layout != self.layout else None
 
     def chosen_again(self, starts: Sequence[int]) -> CutLayout | None:
-        """Return what cuts come to, with less memory than before; None: they don't fit, or aren't worth it any more."""
+        """Re-evaluate cuts with less memory than before; None: they don't fit, or are no longer worth it."""
         step = self.chosen(starts)
         is_slower = max(step.stage_s) > max(self.now.stage_s) and not self.now.num_unfit
         return None if step.num_unfit or is_slower or step.layout == self.layout else step.layout
 
     def best(self) -> Proposal | None:
-        """Return the best that is found: fewer stages that don't fit, or a clearly faster slowest stage; or None."""
+        """Return the best proposal with fewer stages that don't fit or a clearly faster slowest stage, or None."""
         found = [*self._searched(None)]
-        if any(each.num_unfit for each in found):  # to look at all stages that might be takes long
+        if any(each.num_unfit for each in found):  # expensive: evaluates all possible stages
             found += self._searched(self._can_fit)
         best = min(found, key=_badness)
         if any({*each.layout.memory} != {KEEP} for each in found):
@@ -147,11 +126,11 @@ class RepartitionSearch:
         return best if (best.num_unfit, not is_faster) < (now.num_unfit, True) else None
 
     def chosen(self, starts: Sequence[int]) -> Proposal:
-        """Return cuts with the policies that fit and take least time."""
+        """Return cuts with the fastest policies that fit."""
         return self._proposal(starts, self._chosen_of)
 
     def _chosen_of(self, problem: StageProblem) -> StageOutcome:
-        """Return what a stage's layers do: the best that they can choose, or what they did."""
+        """Return the best policies of a stage, or the current ones if it has no choice."""
         key = problem.in_flight, problem.start, problem.stop, problem.limit_bytes
         if key not in self.known:
             if problem.chooses:
@@ -161,7 +140,7 @@ class RepartitionSearch:
         return self.known[key]
 
     def _searched(self, fits: Fits | None) -> Iterator[Proposal]:
-        """Yield what Algorithm 3 finds for the times that policies make, again and again, as long as it gets better."""
+        """Yield Algorithm 3's cuts for the times under the chosen policies, repeatedly while they improve."""
         found = self.chosen(self.layout.starts)
         yield found
         for _ in range(_MOST_ROUNDS):
@@ -176,10 +155,9 @@ class RepartitionSearch:
                 break
 
     def _climbed(self, found: Proposal) -> Proposal:
-        """Return what becomes better at single boundaries of the slowest stages.
+        """Return a proposal improved at single boundaries of the slowest stages.
 
-        How much longer a layer takes because of what its stage chooses changes with the cuts, by which Algorithm 3
-        overshoots.
+        What a layer costs under its policy changes with the cuts, so Algorithm 3 overshoots.
         """
         left = _MOST_LOOKED_AT
         while left > 0:
@@ -196,10 +174,10 @@ class RepartitionSearch:
         return found
 
     def _may_be_better(self, starts: Sequence[int], found: Proposal) -> bool:
-        """Return whether cuts may be better than others.
+        """Return whether cuts may beat a proposal.
 
-        No stage takes less than its layers if these keep all; and one that has got layers computes again, or waits for
-        copies, no less than before.
+        A stage takes at least its layers' time if they keep all; one that only gained layers recomputes and waits no
+        less than before.
         """
         if found.num_unfit:
             return True
@@ -211,19 +189,19 @@ class RepartitionSearch:
         return slowest_s <= max(found.stage_s) * (1 + _SAME)
 
     def _kept_s(self, start: int, stop: int) -> float:
-        """Return what a stage takes that keeps all; the loss goes with the last."""
+        """Return the time of a stage that keeps all; the loss goes with the last."""
         return self._begun_s[stop + (stop == len(self.layout.memory))] - self._begun_s[start]
 
     @cached_property
     def _begun_s(self) -> list[float]:
-        """What the layers before each take."""
+        """Seconds of all layers before each."""
         return [0.0, *itertools.accumulate(row.forward_s + row.backward_s for row in self._scaled)]
 
     def _lighter(self, found: Proposal, stage: int) -> Iterator[Starts]:
         """Yield cuts under which a stage has fewer layers.
 
-        To a neighbour go one, as many as make the two equal, or half as many; to a stage further away goes one, and so
-        it does between all stages on the way.
+        A neighbour gets one layer, half of what equalizes the two, or all of it; a stage further away gets one, as does
+        every stage in between.
         """
         begun_s = [0.0, *itertools.accumulate(self._lasting(found))]
         ends, stage_s = found.layout.ends, found.stage_s
@@ -245,14 +223,14 @@ class RepartitionSearch:
                         yield tuple(cuts[1:-1])
 
     def _lasting(self, given: Proposal) -> Iterator[float]:
-        """Yield what every layer takes, the loss last, with its share of what its stage takes beside."""
+        """Yield every layer's seconds, the loss last, scaled to its stage's time."""
         own_s = [row.forward_s + row.backward_s for row in self._scaled]
         for layers, stage_s in zip(_with_loss(given.layout.ends), given.stage_s, strict=True):
             whole_s = sum(own_s[layer] for layer in layers)
             yield from (own_s[layer] * (stage_s / whole_s if whole_s else 1.0) for layer in layers)
 
     def _can_fit(self, stage: int, start: int, stop: int) -> bool:
-        """Return whether a stage fits if all of its layers do the same, or what they did where they can't choose."""
+        """Return whether a stage fits under a uniform policy, or under its current ones if it has no choice."""
         problem = self._problem(stage, start, stop)
         if not problem.chooses:
             return problem.outcome(self.layout.memory[start:stop]).fits
@@ -266,7 +244,7 @@ class RepartitionSearch:
         return Proposal(CutLayout(tuple(starts), memory), stage_s, sum(not outcome.fits for outcome in outcomes))
 
     def _problem(self, stage: int, start: int, stop: int) -> StageProblem:
-        """Return a stage in seconds and bytes as they were measured."""
+        """Return a stage scaled to measured seconds and bytes."""
         problem = self.problem_of(stage, start, stop)
         held = zip(itertools.pairwise(self.layout.ends), self.measured, self.predicted_bytes, strict=True)
         more = [
@@ -278,7 +256,7 @@ class RepartitionSearch:
 
     @cached_property
     def _scaled(self) -> list[LayerProfile]:
-        """The layers with the times that they take by measurement, nothing computed again."""
+        """Layers at their measured times, without recomputation."""
         return [*as_measured(self.rows, self.layout, [each.seconds for each in self.measured])]
 
 
@@ -287,12 +265,9 @@ def _badness(given: Proposal) -> tuple[int, list[float]]:
 
 
 def as_measured(rows: Sequence[LayerProfile], layout: CutLayout, stage_s: Sequence[float]) -> Iterator[LayerProfile]:
-    """Yield layers that take as long as they do by measurement; the last stage's time is the loss's, too.
+    """Yield layers scaled to measured forward and backward seconds of their stages; the last stage's include the loss.
 
-    Args:
-        rows: the profile's layers and, last, the loss.
-        layout: what was measured: the cuts, and what was computed again.
-        stage_s: seconds of a forward and a backward of every stage.
+    `rows` are the profile's layers and, last, the loss; `layout` is that of the measurement.
     """
     again = [policy == RECOMPUTE for policy in (*layout.memory, layout.memory[-1])]
     for layers, measured_s in zip(_with_loss(layout.ends), stage_s, strict=True):
@@ -301,7 +276,7 @@ def as_measured(rows: Sequence[LayerProfile], layout: CutLayout, stage_s: Sequen
             if expected_s:
                 factor = measured_s / expected_s
                 yield replace(row, forward_s=row.forward_s * factor, backward_s=row.backward_s * factor)
-            else:  # the profile says nothing of them: equal shares
+            else:  # no profiled times: equal shares
                 yield replace(row, forward_s=0.0, backward_s=measured_s / len(layers))
 
 
@@ -319,15 +294,15 @@ def problems_of(
     pcie_bytes_per_s: float | None,
     chooses: tuple[str, ...],
 ) -> ProblemOf:
-    """Return what tells the memory of stages of other layers.
+    """Return the `StageProblem` of any layers as any stage of a straight pipeline, for units of `num_samples`.
 
     Args:
         profile: layer costs.
-        pipeline: a straight plan's.
-        num_samples: of a unit.
-        limit_bytes: of a device; infinite where all fits.
-        pcie_bytes_per_s: rate of copies to a device's host; None: not known.
-        chooses: policies that layers may choose from, beside keeping; nothing: they do what they did.
+        pipeline: of the straight plan.
+        num_samples: per unit.
+        limit_bytes: of a device; infinite for no limit.
+        pcie_bytes_per_s: copy rate to a device's host; None if unknown.
+        chooses: policies besides keep; none: layers keep theirs.
     """
     policy, in_flight = WEIGHT_POLICIES[pipeline.weights], most_in_flight(pipeline)
     rows, versions = profile.by_size[num_samples], policy.versions
@@ -351,7 +326,7 @@ def problems_of(
 
 
 def one_step(starts: Sequence[int], wanted: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Return cuts as near to the wanted ones as they can be if no layer moves further than to the next stage."""
+    """Return the cuts nearest to the wanted ones such that no layer moves further than to the next stage."""
     ends = [0, *starts, num_layers]
     found: list[int] = []
     for boundary, start in enumerate(wanted, 1):

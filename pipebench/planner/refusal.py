@@ -1,4 +1,4 @@
-"""Why no plan of a mode fits in memory: by how much, and what would help."""
+"""Explains why no plan of a mode fits in memory: by how much, and what would help."""
 
 import math
 from dataclasses import replace
@@ -7,6 +7,7 @@ from typing import Any
 from pipebench.formats import num_bytes
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.flat import SearchStage
+from pipebench.planner.memory import StraightPlans
 from pipebench.planner.searches import Searches
 from pipebench.profile.model import Profile
 from pipebench.schedule.modes import SWAP
@@ -14,7 +15,7 @@ from pipebench.schedule.pipeline import SPLIT
 
 
 def why_nothing_fits(of: Estimator) -> str:
-    """Say by how much no plan of a mode fits in memory, and what would."""
+    """Return the sentence."""
     request, mode, limit = of.request, of.mode, float(of.request.cluster.memory_bytes or 0)
     needed = _least_memory(of)
     if math.isinf(needed):
@@ -52,7 +53,7 @@ def why_nothing_fits(of: Estimator) -> str:
 
 
 def _too_few_places(of: Estimator) -> str:
-    """Say that workers can't have several stages each: too few workers, or places to cut."""
+    """Say that there are too few workers, or places to cut, for several stages per worker."""
     workers, stages = of.request.cluster.num_workers, len(of.work.states) - 1
     return (
         f"no plan of mode {of.name}: {of.mode.chunks} stages on each of at least 2 workers are needed; there "
@@ -61,7 +62,7 @@ def _too_few_places(of: Estimator) -> str:
 
 
 def _without_activations(profile: Profile) -> Profile:
-    """Return a profile of layers that keep nothing for their backwards and send nothing: what no minibatch changes."""
+    """Return a profile whose layers keep and send nothing: what does not depend on the minibatch."""
     nothing: dict[str, Any] = dict.fromkeys(("saved_with", "keeps", "puts_out", "takes", "output_parts"), ())
     nothing |= dict.fromkeys(("saved_bytes", "output_bytes", "gradient_bytes"), 0)
     layers = {size: tuple(replace(row, **nothing) for row in rows) for size, rows in profile.layers.items()}
@@ -69,20 +70,21 @@ def _without_activations(profile: Profile) -> Profile:
 
 
 def _may_swap(of: Estimator) -> bool:
-    """Return whether layers that don't swap might."""
+    """Return whether layers that don't swap could."""
     several = of.mode.shape not in ("one", "one-stage") and of.mode.backward != SPLIT
     return several and of.request.cluster.pcie_bytes_per_s is not None and {*of.memory_policies} != {SWAP}
 
 
 def _least_memory(of: Estimator) -> float:
-    """Return the bytes on a worker that a mode's leanest plan needs, within one part in a thousand."""
+    """Return the bytes per worker of a mode's leanest plan, within 0.1%."""
     if of.mode.chunks > 1:
         every = Searches(of, lambda _search: None).candidates(None)
         return min((found.memory_bytes for found in every), default=math.inf)
     whole = of.estimate("", (SearchStage(0, len(of.work.states) - 1, 1),)).memory_bytes
     if of.mode.shape in ("one", "one-stage"):
         return whole
-    straight, low, high = of.straight(), 0.0, 64 * whole + 1
+    straight = StraightPlans(of.work, of.request.cluster.num_workers, of.memory(math.inf))
+    low, high = 0.0, 64 * whole + 1
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
         rule = of.memory(middle)

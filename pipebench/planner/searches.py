@@ -1,19 +1,19 @@
-"""The searches that a mode's plans come from: which shapes it asks for, and what finds the best of each.
+"""The searches behind a mode's plans: the shapes it allows, and the best plan of each.
 
-Exact for the cost model, up to very many places to cut (see `coarsening`): the flat plan at every level's links, placed
-along the devices; the paper's hierarchical plan; the best straight plan; pure data parallelism; under `overlap` also a
-few given shapes, cut best.
+Exact for the cost model up to very many places to cut (`coarsening`): flat plans at every level's links in order along
+the devices; the paper's hierarchical plan; the best straight plan; data parallelism; under `overlap` a few given
+shapes, cut best.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipebench.cluster import Cluster
+from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
 from pipebench.planner.coarsening import is_coarsened
 from pipebench.planner.cost_models import StageGrid
@@ -21,7 +21,7 @@ from pipebench.planner.estimates import Estimator
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, flat_bound_s, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, hierarchical_bound_s, plan_hierarchical
-from pipebench.planner.memory import MemoryRule
+from pipebench.planner.memory import MemoryRule, StraightPlans
 from pipebench.planner.plans import PlanEstimate
 from pipebench.planner.unpipelined import MOST_STATES, MOST_WORKERS, plans_unpipelined
 
@@ -31,7 +31,7 @@ MOST_CUTS_OF_SHAPES = 500  # beyond, straight plans and given shapes would take 
 
 
 def searches_levels(cluster: Cluster) -> bool:
-    """Return whether hierarchical plans are among the candidates; flat ones placed along the devices always are."""
+    """Return whether hierarchical plans are searched; flat ones always are."""
     return all(level.count <= MOST_COMPONENTS for level in cluster.levels)
 
 
@@ -39,54 +39,48 @@ class Searches:
     """The searches of one mode.
 
     Attributes:
-        coarsened: of every search that wasn't exact, the bottleneck found and what bounds it.
+        coarsened: per inexact search, the bottleneck found and a function that bounds it from below.
     """
 
     def __init__(self, of: Estimator, tell: Callable[[str], None]) -> None:
-        """Take what weighs plans, and who is told of every search that begins."""
         self._of, self._tell = of, tell
         self.coarsened: list[tuple[float, Callable[[], float]]] = []
 
     def candidates(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
-        """Yield the plans to choose from."""
-        cluster, work, model = self._of.request.cluster, self._of.work, self._of.request.model
-        last, count = len(work.states) - 1, cluster.num_workers
-        if self._of.mode.shape in ("one", "one-stage"):
-            whole = SearchStage(0, last, 1 if self._of.mode.shape == "one" else count)
-            plan = self._of.estimate("one stage", (whole,))
-            if rule is None or plan.memory_bytes <= rule.limit_bytes:
-                yield plan
-            return
-        if self._of.mode.chunks > 1:
+        """Yield the plans to choose from; `rule` None for no memory limit."""
+        mode, count = self._of.mode, self._of.request.cluster.num_workers
+        if mode.shape in ("one", "one-stage"):
+            yield from self._one_stage(rule, 1 if mode.shape == "one" else count)
+        elif mode.chunks > 1:
             yield from self._interleaved(rule)
-            return
-        if self._of.mode.shape == "any" and self._of.mode.depth == 1:
+        elif mode.shape == "any" and mode.depth == 1:
             yield from self._unpipelined(rule)
-            return
-        any_width = self._of.mode.shape == "any" and not self._of.mode.flush
-        replicated = self._of.estimate("one stage", (SearchStage(0, last, count),))
-        if any_width and (rule is None or replicated.memory_bytes <= rule.limit_bytes):
-            yield replicated
-        widths: list[int | None] = [None] if any_width else [*self._equal_widths]
-        if any_width and last <= MOST_CUTS_OF_SHAPES:
+        elif mode.shape == "any" and not mode.flush:
+            yield from self._one_stage(rule, count)
+            yield from self._of_any_width(rule)
+        else:
+            yield from self._flat_plans(rule, self._equal_widths)
+
+    def _one_stage(self, rule: MemoryRule | None, count: int) -> Iterator[PlanEstimate]:
+        plan = self._of.estimate("one stage", (SearchStage(0, len(self._of.work.states) - 1, count),))
+        if rule is None or plan.memory_bytes <= rule.limit_bytes:
+            yield plan
+
+    def _of_any_width(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
+        """Yield flat and hierarchical plans whose stages differ in width, and plans of known shapes."""
+        cluster, work, model = self._of.request.cluster, self._of.work, self._of.request.model
+        has_shapes, widths = len(work.states) - 1 <= MOST_CUTS_OF_SHAPES, list[int | None]([None])
+        if has_shapes:
             widths.append(1)
-        if any_width and self._of.request.streams is not None:  # equal widths do; what else is found may not
-            others = (width for width in range(1, count + 1) if self._of.request.streams % width == 0)
+        if self._of.request.streams is not None:  # equal widths divide the streams; others may not
+            others = (width for width in range(1, cluster.num_workers + 1) if self._of.request.streams % width == 0)
             widths += [width for width in others if width not in widths]
         best_s = math.inf
-        for level in cluster.levels:
-            where = f", links of level {level.name}" if len(cluster.levels) > 1 else ""
-            for width in widths:
-                shape = {None: "", 1: ", straight"}.get(width, f", stages of {width}")
-                name = f"flat{shape}{where}"
-                limit = rule and self._of.at_width(rule, width)
-                stages = self._flat(name, FlatProblem(work, model, level, count, limit, width))
-                if stages is not None:
-                    plan = self._of.estimate(name, stages)
-                    best_s = min(best_s, plan.bottleneck_s)
-                    yield plan
-        if len(cluster.levels) > 1 and any_width and searches_levels(cluster):
-            # Where loops judge a plan, the recurrence's own bottleneck bounds nothing.
+        for plan in self._flat_plans(rule, widths):
+            best_s = min(best_s, plan.bottleneck_s)
+            yield plan
+        if len(cluster.levels) > 1 and searches_levels(cluster):
+            # Plans judged by `loops_s` are not bounded by the recurrence's bottleneck.
             at_most_s = math.inf if model.has_ports else best_s
             problem = HierarchicalProblem(work, model, cluster.levels, rule)
             self._tell("hierarchical")
@@ -97,23 +91,39 @@ class Searches:
                     self.coarsened.append((found_s, partial(hierarchical_bound_s, problem)))
                 bottleneck_s = None if model.has_ports else nested.bottleneck_s
                 yield self._of.estimate("hierarchical", nested.stages, nested.devices, bottleneck_s=bottleneck_s)
-        if any_width and model.has_ports and last <= MOST_CUTS_OF_SHAPES:
+        if model.has_ports and has_shapes:
             yield from self._of_known_shapes(rule)
+
+    def _flat_plans(self, rule: MemoryRule | None, widths: Sequence[int | None]) -> Iterator[PlanEstimate]:
+        """Yield the best flat plan of each width, None for any, at every level's links."""
+        request = self._of.request
+        for level in request.cluster.levels:
+            for width in widths:
+                shape = {None: "", 1: ", straight"}.get(width, f", stages of {width}")
+                name = f"flat{shape}{self._where(level)}"
+                limit = rule and self._of.at_width(rule, width)
+                workers = request.cluster.num_workers
+                stages = self._flat(name, FlatProblem(self._of.work, request.model, level, workers, limit, width))
+                if stages is not None:
+                    yield self._of.estimate(name, stages)
+
+    def _where(self, level: Level) -> str:
+        return f", links of level {level.name}" if len(self._of.request.cluster.levels) > 1 else ""
 
     @property
     def _equal_widths(self) -> list[int]:
-        """Replicas that all stages of a plan may have alike."""
+        """Allowed replicas per stage of plans with equal widths."""
         count = self._of.request.cluster.num_workers
         if self._of.mode.shape != "equal":
             return [1]
         return [width for width in range(1, count + 1) if count % width == 0]
 
     def _interleaved(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
-        """Yield plans with several stages per worker, cut best for every number of positions in the pipeline.
+        """Yield plans with several stages per worker, cut best for every number of positions.
 
-        Stage s is on the workers of position s mod P (Narayanan et al. 2021, section 2.2). P is what all workers give,
-        or half of that, and so on: fewer positions fill sooner. Where the best cuts don't fit in memory, those are
-        tried whose every stage takes at most its share of a worker's memory.
+        Stage s is on the workers of position s mod P (Narayanan et al. 2021, section 2.2). P uses all workers, then
+        half of them, and so on: fewer positions fill sooner. If the best cuts don't fit in memory, cuts are tried whose
+        every stage takes at most its share of a worker's.
         """
         chunks, last = self._of.mode.chunks, len(self._of.work.states) - 1
         request = self._of.request
@@ -138,31 +148,28 @@ class Searches:
                 positions //= 2
 
     def _fits_its_share(self, rule: MemoryRule, positions: int, grid: StageGrid, index: int) -> NDArray[np.bool_]:
-        """Return whether stages keep at most a worker's memory over its number of stages, as the one of an index."""
+        """Return whether stages, as stage `index`, take at most a worker's memory over its number of stages."""
         in_flight = self._of.interleaved_in_flight(positions)[index]
         shared = replace(rule, limit_bytes=rule.limit_bytes / self._of.mode.chunks, in_flight=in_flight)
         return shared.fits(grid, 1, 0)
 
     def _unpipelined(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
-        """Yield plans for one minibatch at a time per replica of the input stage; of large clusters, known shapes."""
+        """Yield plans for one minibatch at a time per input-stage replica; on large clusters, known shapes."""
         work, cluster, last = self._of.work, self._of.request.cluster, len(self._of.work.states) - 1
-        whole = self._of.estimate("one stage", (SearchStage(0, last, cluster.num_workers),))
-        if rule is None or whole.memory_bytes <= rule.limit_bytes:
-            yield whole
+        yield from self._one_stage(rule, cluster.num_workers)
         for level in cluster.levels if last < MOST_STATES else ():
-            where = f", links of level {level.name}" if len(cluster.levels) > 1 else ""
+            where = self._where(level)
             self._tell(f"unpipelined{where}")
-            for stages in plans_unpipelined(
-                FlatProblem(work, self._of.request.model, level, cluster.num_workers, rule)
-            ):
+            problem = FlatProblem(work, self._of.request.model, level, cluster.num_workers, rule)
+            for stages in plans_unpipelined(problem):
                 yield self._of.estimate(f"unpipelined, input stage of {stages[0].replicas}{where}", stages)
         if cluster.num_workers > MOST_WORKERS or last >= MOST_STATES:
             yield from self._of_known_shapes(rule)
 
     def _of_known_shapes(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
-        """Yield plans of the shapes the papers' tables are full of: nearly all workers first, and two halves.
+        """Yield plans of shapes common in the papers' tables: nearly all workers first, and two halves.
 
-        The searches weigh stages one by one; where the simulator decides, these are often better than they look.
+        The searches price stages one by one; these are often better in the simulator than their bottlenecks suggest.
         """
         work, model, cluster = self._of.work, self._of.request.model, self._of.request.cluster
         count = cluster.num_workers
@@ -179,7 +186,7 @@ class Searches:
         """Yield straight plans with the largest depth that fits in memory."""
         cluster = self._of.request.cluster
         deepest = min(cluster.num_workers, len(self._of.work.states) - 1)  # a straight plan has no more stages
-        straight = self._of.straight()
+        straight = StraightPlans(self._of.work, cluster.num_workers, self._of.memory(math.inf))
         for depth in range(deepest - 1, 0, -1):
             lowered = replace(rule, depth_at_most=depth)
             if not straight.fits(self._of.at_width(lowered, 1)):
@@ -193,7 +200,7 @@ class Searches:
             return
 
     def _flat(self, name: str, problem: FlatProblem) -> tuple[SearchStage, ...] | None:
-        """Search; remember what bounds a search that isn't exact."""
+        """Run a flat search and record its bound if it is inexact."""
         self._tell(name)
         stages = plan_flat(problem)
         if stages is not None and is_coarsened(problem.work.states):

@@ -1,7 +1,7 @@
 """States: the places where a model can be cut, as downward-closed sets of layers, and what each cut carries.
 
-A state is a set of layers that contains every layer its members read. A stage is the difference of two states, one
-inside the other. Paper: PipeDream (SOSP'19) section 3.1 works on a chain; its artifact on the antichains of the graph.
+A state contains every layer that its members read; a stage is the difference of two nested states. Paper: PipeDream
+(SOSP'19) section 3.1 plans a chain; its artifact the antichains of the graph.
 """
 
 import bisect
@@ -24,46 +24,28 @@ MAX_STATES = 2000  # a graph with more antichains is cut along its order of exec
 
 @dataclass(frozen=True)
 class States:
-    """All states of a model, smallest first; the first is empty and the last holds every layer.
+    """All states of a model, smallest first, from the empty one to the whole model.
 
-    Sums run over the layers of a state, so that a stage's is the difference of two of them. Where a place to cut stands
-    for several states (see `grouped`) they have two rows, for stages that end there and for those that begin there.
-
-    Attributes:
-        rows: the layers; the last is the loss, which belongs to the last stage.
-        members: a bit per layer for every state.
-        forward_s: seconds of forwards.
-        backward_s: seconds of backwards.
-        parameter_bytes: bytes of trainable parameters, a tied one counted once.
-        stepped_bytes: likewise, of what the optimizer steps on: the same, or their masters in mixed precision.
-        saved_bytes: bytes kept for the backward.
-        parted_bytes: bytes kept for the backward on both sides of the cut, and counted before it.
-        recomputed_bytes: bytes that a backward computes again.
-        resumes: 1 where a cut parts layers that are recomputed one after the other, else 0.
-        num_loading: layers that read fields of the data set.
-        sent_bytes: bytes that cross the cut forward: every value with a reader beyond it.
-        returned_bytes: bytes that come back: the gradients of those values.
-        antichain_bytes: bytes that the artifact counts for a cut: the outputs of the state's augmented antichain.
-        next_bytes: parameter bytes of the first layer with parameters beyond the cut, in order of execution.
-        activations: what stages keep of a unit where every layer has a policy of its own; None: what the sums say.
+    Arrays hold sums over a state's layers, so a stage's sum is the difference of two entries. Grouped states
+    (`grouped`) have two rows: for stages that end there and for stages that begin there.
     """
 
-    rows: tuple[LayerProfile, ...]
-    members: tuple[int, ...]
+    rows: tuple[LayerProfile, ...]  # layers; the last is the loss, which belongs to the last stage
+    members: tuple[int, ...]  # bit set of layers per state
     forward_s: Floats
     backward_s: Floats
-    parameter_bytes: Floats
-    stepped_bytes: Floats
-    saved_bytes: Floats
-    parted_bytes: Floats
-    recomputed_bytes: Floats
-    resumes: Floats
-    num_loading: Floats
-    sent_bytes: Floats
-    returned_bytes: Floats
-    antichain_bytes: Floats
-    next_bytes: Floats
-    activations: Activations | None = field(kw_only=True)
+    parameter_bytes: Floats  # trainable parameters, a tied one counted once
+    stepped_bytes: Floats  # what the optimizer updates: the same, or master weights in mixed precision
+    saved_bytes: Floats  # kept for the backward
+    parted_bytes: Floats  # kept on both sides of the cut, and counted before it
+    recomputed_bytes: Floats  # recomputed by a backward
+    resumes: Floats  # 1 where a cut separates two adjacent recomputed layers, else 0
+    num_loading: Floats  # layers that read fields of the data set
+    sent_bytes: Floats  # cross the cut forward: every value with a reader beyond it
+    returned_bytes: Floats  # gradients of those values
+    antichain_bytes: Floats  # the artifact's bytes of a cut: outputs of the state's augmented antichain
+    next_bytes: Floats  # parameters of the first layer beyond the cut that has any
+    activations: Activations | None = field(kw_only=True)  # bytes under per-layer policies; None: the sums above hold
 
     def __len__(self) -> int:
         return len(self.members)
@@ -75,7 +57,7 @@ class States:
 
     @cached_property
     def inside(self) -> NDArray[np.bool_]:
-        """[state, state] bool: whether the first is a proper part of the second."""
+        """[state, state] bool: whether the first is a proper subset of the second."""
         if self.is_chain:
             return np.triu(np.ones((len(self), len(self)), dtype=bool), 1)
         bits = _bits(self.members, len(self.rows)).astype(np.float32)
@@ -83,10 +65,10 @@ class States:
         return np.triu(missing == 0, 1)
 
     def recomputing(self, memory: Sequence[str]) -> "States":
-        """Return the states of the model where backwards compute layers again, whose policies these are.
+        """Return the states of the model with these policies, of which only recomputation matters here.
 
-        What a run of such layers keeps is what it reads from before, counted at the first that reads it; a run that a
-        cut parts reads what crosses the cut. What other layers keep together with one of a run is theirs alone.
+        A run of recomputed layers keeps its inputs, counted at their first reader; a run separated by a cut also keeps
+        what crosses the cut. A tensor that a recomputed layer shares with another is charged to the other.
         """
         again = [policy == RECOMPUTE for policy in memory]
         again.append(again[-1])  # the loss is computed again with the last layer
@@ -112,34 +94,30 @@ class States:
 
     @cached_property
     def _beyond(self) -> list[int]:
-        """The first layer beyond each cut; -1 beyond the last."""
+        """First layer beyond each cut; -1 beyond the last."""
         missing = [self.members[-1] & ~bits for bits in self.members]
         return [(bits & -bits).bit_length() - 1 for bits in missing]
 
     @cached_property
     def bounds(self) -> NDArray[np.intp]:
-        """The first layer beyond each cut of a chain; beyond the last the number of layers, the loss included."""
+        """First layer beyond each cut of a chain; beyond the last, the number of rows."""
         return np.array([*self._beyond[:-1], len(self.rows)], dtype=np.intp)
 
     def _sums(self, values: Floats) -> Floats:
-        """Return what a value of every layer comes to over every state; the loss belongs to the last."""
-        step = max(1, _BLOCK_ELEMENTS // len(self.rows))
-        blocks = (self.members[i : i + step] for i in range(0, len(self), step))
-        found = np.concatenate([_bits(block, len(self.rows)) @ values for block in blocks])
+        """Return a per-layer value summed over every state; the loss belongs to the last."""
+        found = np.concatenate([bits @ values for bits in _blocks(self.members, len(self.rows))])
         found[-1] += values[-1]
         return found
 
     def _parted(self, again: Sequence[bool]) -> Floats:
-        """Return `parted_bytes` where some layers are computed again, and keep nothing."""
-        step = max(1, _BLOCK_ELEMENTS // len(self.rows))
-        blocks = (self.members[i : i + step] for i in range(0, len(self), step))
+        """Return `parted_bytes` given which layers are recomputed."""
         kept = _kept_twice(self.rows, again)
-        found = np.concatenate([_parted(_bits(block, len(self.rows)), kept) for block in blocks])
+        found = np.concatenate([_parted(bits, kept) for bits in _blocks(self.members, len(self.rows))])
         found[-1] = 0.0
         return found
 
     def coarsened(self, step: int) -> "States":
-        """Return every `step`-th state, the first and the last: a coarser choice of cuts."""
+        """Return every `step`-th state, the first and the last."""
         kept = sorted({0, len(self) - 1, *range(0, len(self), step)})
         return self.select(kept)
 
@@ -150,12 +128,11 @@ class States:
         return States(self.rows, members, *arrays, activations=self.activations)
 
     def grouped(self, num_groups: int) -> "States":
-        """Return groups of neighbouring states as if each was one, about so many and the first and last state.
+        """Merge neighbouring states into about `num_groups` optimistic ones, besides the first and the last.
 
-        States go by their compute time here, which puts every state behind those that it contains. Sums have two rows:
-        the least for stages that end in a group, the most for those that begin there. What cuts carry is the least. Of
-        policies nothing is known. Between a group's states lie layers of about the same time and parameters in every
-        group, so that a layer slower than that lies between two groups, where it is counted.
+        In order of compute time, so that a state follows its subsets. Sums take the least over stages that end in a
+        group and the most over those that begin there; cuts carry the least of the group; policies are dropped. Groups
+        grow by about equal time and parameters, so a layer above that lies between two groups, where it is counted.
         """
         compute_s = self.forward_s + self.backward_s
         order = np.lexsort((np.arange(len(self)), np.round(compute_s / (compute_s[-1] or 1.0), 9)))
@@ -170,7 +147,7 @@ class States:
         return States(self.rows, chain, activations=None, **arrays)
 
     def layers(self, start: int, stop: int) -> list[int]:
-        """Return the layers of the stage between two states, in order of execution; the loss is not one."""
+        """Return the layers of the stage between two states, in order of execution, without the loss."""
         bits = self.members[stop] & ~self.members[start]
         return [index for index in range(len(self.rows) - 1) if bits >> index & 1]
 
@@ -180,15 +157,15 @@ _SUMMED = ("forward_s", "backward_s", "saved_bytes", "num_loading")
 _ONCE = ("parameter_bytes", "stepped_bytes")  # summed too, but a tied parameter counts once
 _GROWING = (*_SUMMED, *_ONCE, "recomputed_bytes")
 _HALVINGS = 40  # of how much a group may grow
-_BLOCK_ELEMENTS = 1 << 22  # of [state, layer] at a time: a few MB, however many states there are
+_BLOCK_ELEMENTS = 1 << 22  # of [state, layer] at a time: a few MB for any number of states
 
 
 def _evenly(grown: list[float], num_groups: int) -> list[int]:
-    """Return the first states of groups that grow as little as can be, at most so many; the first and last are alone.
+    """Return the first states of at most `num_groups` groups with the least largest growth, and of the two ends.
 
     Args:
-        grown: how much the model has grown up to every state, ascending.
-        num_groups: beside those of the first and the last state.
+        grown: cumulative growth of the model up to every state, ascending.
+        num_groups: without those of the first and the last state.
     """
 
     def groups(limit: float) -> list[int]:
@@ -208,10 +185,10 @@ def _evenly(grown: list[float], num_groups: int) -> list[int]:
 
 
 def prefixes(rows: Sequence[LayerProfile]) -> States:
-    """Return the cuts between layers that follow each other in order of execution: what an engine can run as it is.
+    """Return the cuts along the order of execution: those that an engine can run unchanged.
 
     Raises:
-        PlanError: there is no layer.
+        PlanError: the profile has no layer.
     """
     graph = _Graph(rows)
     members, whole = [0], 0
@@ -222,13 +199,13 @@ def prefixes(rows: Sequence[LayerProfile]) -> States:
 
 
 def antichains(rows: Sequence[LayerProfile]) -> States:
-    """Return the states of the PipeDream artifact's optimizer, or the prefixes if there are more than MAX_STATES.
+    """Return the states of the PipeDream artifact's optimizer, or `prefixes` beyond MAX_STATES.
 
-    States grow from the first source along edges; another source joins together with the first layer that reads it.
-    Model inputs and `__getitem__`s that nobody reads are left out, as the artifact does.
+    States grow from the first source along edges; another source joins together with its first reader. Model inputs and
+    unread `__getitem__`s are left out, as in the artifact.
 
     Raises:
-        PlanError: there is no layer.
+        PlanError: the profile has no layer.
     """
     graph = _Graph(rows)
     anchor = graph.working[0]
@@ -240,7 +217,7 @@ def antichains(rows: Sequence[LayerProfile]) -> States:
         for index in _positions(beyond[state]):
             added = graph.closures[index] & ~state
             larger = state | added
-            if larger in beyond or added & beyond[state] != 1 << index:  # another reader is to join before this one
+            if larger in beyond or added & beyond[state] != 1 << index:  # another reader must join first
                 continue
             readers = beyond[state]
             for joined in _positions(added):
@@ -254,15 +231,21 @@ def antichains(rows: Sequence[LayerProfile]) -> States:
 
 
 def _bits(members: Sequence[int], num_rows: int) -> NDArray[np.bool_]:
-    """Return [state, layer] bool."""
+    """Return membership, [state, layer] bool."""
     num_bytes = (num_rows + 7) // 8
     packed = np.frombuffer(b"".join(m.to_bytes(num_bytes, "little") for m in members), dtype=np.uint8)
     unpacked = np.unpackbits(packed.reshape(len(members), num_bytes), axis=1, bitorder="little")
     return unpacked[:, :num_rows].astype(bool)
 
 
+def _blocks(members: Sequence[int], num_rows: int) -> Iterator[NDArray[np.bool_]]:
+    """Yield `_bits` of a few states at a time."""
+    step = max(1, _BLOCK_ELEMENTS // num_rows)
+    return (_bits(members[i : i + step], num_rows) for i in range(0, len(members), step))
+
+
 def _kept_twice(rows: Sequence[LayerProfile], again: Sequence[bool]) -> list[tuple[int, int, int]]:
-    """Return what two layers keep for their backwards: the last before that does, the layer, bytes."""
+    """Return (last earlier layer that saves it, layer, bytes) of tensors saved by two layers."""
     return [
         (holder, index, num_bytes)
         for index, row in enumerate(rows)
@@ -272,7 +255,7 @@ def _kept_twice(rows: Sequence[LayerProfile], again: Sequence[bool]) -> list[tup
 
 
 def _parted(bits: NDArray[np.bool_], kept: Sequence[tuple[int, int, int]]) -> Floats:
-    """Return what states of these layers, [state, layer] bool, keep that layers outside keep, too."""
+    """Return the bytes saved both inside and outside of states, [state, layer] bool."""
     if not kept:
         return np.zeros(len(bits))
     holders, layers, num_bytes = np.array(kept, dtype=np.intp).T
@@ -287,7 +270,7 @@ def _positions(bits: int) -> Iterator[int]:
 
 
 class _Graph:
-    """The layers that work, and who reads whom."""
+    """The layers that compute, and their readers."""
 
     def __init__(self, rows: Sequence[LayerProfile]) -> None:
         self.rows = tuple(rows)
@@ -308,7 +291,7 @@ class _Graph:
 
     @cached_property
     def closures(self) -> list[int]:
-        """Every layer together with all it depends on, as bits."""
+        """Every layer and all its ancestors, as bits."""
         found: list[int] = []
         for index, row in enumerate(self.rows):
             bits = 1 << index & self.everything
@@ -319,11 +302,11 @@ class _Graph:
 
     @cached_property
     def readers_of(self) -> list[int]:
-        """The readers of every layer, as bits; the loss is not one."""
+        """Readers of every layer, as bits, without the loss."""
         return [sum(1 << reader for reader in readers) & self.everything for readers in self.readers]
 
     def states(self, members: Sequence[int], *, are_prefixes: bool = False) -> States:
-        """Sum the layers' costs over every state, leaving out states that separate tied parameters."""
+        """Sum the layers' costs over every state, without states that separate tied parameters."""
         tied = self._tied()
         kept = [state for state in members if all(state & group in (0, group) for group in tied)]
         if kept[-1] != self.everything or len(kept) < 2:
@@ -331,8 +314,7 @@ class _Graph:
         if are_prefixes:
             arrays = self._sums_of_prefixes(np.array([state.bit_count() for state in kept]))
         else:
-            step = max(1, _BLOCK_ELEMENTS // len(self.rows))
-            blocks = [self._sums(_bits(kept[i : i + step], len(self.rows))) for i in range(0, len(kept), step)]
+            blocks = [*map(self._sums, _blocks(kept, len(self.rows)))]
             arrays = {name: np.concatenate([block[name] for block in blocks]) for name in _ARRAYS}
         loss = self.rows[-1]  # belongs to the last state
         for name in ("forward_s", "backward_s", "saved_bytes"):
@@ -342,9 +324,9 @@ class _Graph:
         return States(self.rows, tuple(kept), activations=None, **arrays)
 
     def _sums_of_prefixes(self, counts: NDArray[np.intp]) -> dict[str, Floats]:
-        """Return what `_sums` does of states that are the first so many layers, layer by layer: there are thousands."""
+        """Return `_sums` of prefixes with these numbers of layers, in linear time."""
         num_layers = len(self.working)
-        rank = np.full(len(self.rows), num_layers)  # of layers that work; the loss comes behind all of them
+        rank = np.full(len(self.rows), num_layers)  # of layers that compute; the loss ranks last
         rank[self.working] = np.arange(num_layers)
 
         def summed(values: Floats) -> Floats:
@@ -382,7 +364,7 @@ class _Graph:
 
     @cached_property
     def _next_bytes(self) -> Floats:
-        """By the number of layers before a cut: parameter bytes of the first one with parameters beyond it."""
+        """Per number of layers before a cut: parameter bytes of the first layer beyond it that has any."""
         own, _ = self._own_parameter_bytes
         found = np.zeros(len(self.working) + 1)
         for place, index in reversed([*enumerate(self.working)]):
@@ -390,7 +372,7 @@ class _Graph:
         return found
 
     def _sums(self, bits: NDArray[np.bool_]) -> dict[str, Floats]:
-        """Return the arrays of some states, [state, layer] bool, by name, as if none was the last."""
+        """Return the arrays of some states, [state, layer] bool, by name, none treated as the last."""
         own, stepped = self._own_parameter_bytes
         summed = bits.astype(float) @ np.stack([self._columns[name] for name in _SUMMED] + [own, stepped], 1)
         sources, targets, first_edge = self._edges
@@ -399,7 +381,7 @@ class _Graph:
             read = bits[:, targets]
             crosses[:, sources[first_edge]] = np.logical_or.reduceat(bits[:, sources] & ~read, first_edge, axis=1)
             is_read[:, sources[first_edge]] = np.logical_or.reduceat(read, first_edge, axis=1)
-        beyond = ~bits & (own > 0)
+        beyond, ends = ~bits & (own > 0), bits & ~is_read
         return {
             **dict(zip((*_SUMMED, *_ONCE), summed.T, strict=True)),
             "parted_bytes": _parted(bits, self._kept_twice),
@@ -407,34 +389,30 @@ class _Graph:
             "resumes": np.zeros(len(bits)),
             "sent_bytes": crosses @ self._columns["output_bytes"],
             "returned_bytes": crosses @ self._columns["gradient_bytes"],
-            "antichain_bytes": self._antichain_bytes(bits & ~is_read),
+            "antichain_bytes": ends @ self._columns["output_bytes"] + self._added_bytes(ends),
             "next_bytes": np.where(beyond.any(1), own[beyond.argmax(1)], 0.0),
         }
 
-    def _antichain_bytes(self, ends: NDArray[np.bool_]) -> Floats:
-        """Return the bytes of the augmented antichains of states with these last layers, [state, layer] bool.
-
-        The artifact adds to a state's last layers every layer before one of them, a, with a reader that is neither a
-        nor before a: whatever crosses the cut, and also what has readers in two branches, both of them in the state.
-        """
-        return np.asarray(ends @ self._columns["output_bytes"] + self._added_bytes(ends))
-
     def _added_bytes(self, ends: Iterable[NDArray[np.bool_]]) -> Floats | float:
-        """Return the bytes that augment the antichains of states with these last layers, [layer] bool each."""
+        """Return the bytes that augment the antichains, given the states' last layers, [layer] bool each.
+
+        The artifact adds to a state's last layers every ancestor a of one of them with a reader that is neither a nor
+        an ancestor of a: what crosses the cut, and also what has readers in two branches inside the state.
+        """
         layers, added = self._added
         output_bytes = self._columns["output_bytes"][layers]
         return np.array([added[state].any(0) @ output_bytes for state in ends]) if len(layers) else 0.0
 
     @cached_property
     def _added(self) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-        """Layers that the artifact adds to antichains; and, [layer, added] bool, which of them for which last layer."""
+        """Layers that the artifact may add, and [layer, added] bool: which of them for which last layer."""
         after = [0] * len(self.rows)  # every layer and all that depend on it
         adding = {}
         for index in reversed(self.working):
             shared = -1
             for reader in self.readers[index]:
                 after[index] |= after[reader]
-                shared &= after[reader]  # the loss depends on all and nothing on it: what it reads is always needed
+                shared &= after[reader]  # the loss depends on all layers, so what it reads is always needed
             if after[index] & ~shared:
                 adding[index] = after[index] & ~shared
             after[index] |= 1 << index
@@ -442,7 +420,7 @@ class _Graph:
 
     @cached_property
     def _edges(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-        """Layers that are read and their readers, the loss included, edge by edge; and every layer's first edge."""
+        """Read layers and their readers, edge by edge, the loss included; and the first edge of every layer."""
         edges = [(index, reader) for index in self.working for reader in self.readers[index]]
         sources, targets = np.array(edges, dtype=np.intp).reshape(-1, 2).T
         return sources, targets, np.flatnonzero(np.diff(sources, prepend=-1))
@@ -459,7 +437,7 @@ class _Graph:
 
     @cached_property
     def _own_parameter_bytes(self) -> tuple[Floats, Floats]:
-        """Return each layer's bytes of parameters, and of what is stepped on; a tied one counts at its first user."""
+        """Parameter bytes and updated bytes per layer; a tied parameter counts at its first user."""
         seen: set[str] = set()
         own, stepped = np.zeros((2, len(self.rows)))
         for index in self.working:

@@ -1,14 +1,12 @@
-"""Policies for a stage's layers: vPipe's Algorithm 2, and a search that finds the best.
+"""Activation policies for one stage: vPipe's Algorithm 2, and an exact search.
 
-Paper: vPipe (TPDS'21) section 4.2. The listing is garbled in places. Read here: a layer's *op* is to recompute it if
-its copy takes longer than its forward, else to swap it; its *gain* is the bytes over what that costs. Layers are taken
-in the order of their gain: those whose copies fit in the stage's window are swapped, the next ones given their op as
-long as memory is short, the rest kept.
+Paper: vPipe (TPDS'21) section 4.2, whose listing is garbled in places. As read here, a layer's *op* is recompute if its
+copy takes longer than its forward, else swap; its *gain* is bytes over the op's cost. In order of gain, layers are
+swapped while their copies fit in the stage's window; the next ones get their op while memory is short; the rest keep.
 
-Differs: `algorithm_2` asks whether memory is short of what the stage really keeps, not of equation 1. `best_policies`,
-which plans use, is a search, for the listing is plainly not the best that its model allows: it swaps though everything
-fits, swaps first what is better recomputed (the gain of an op whose copy takes longer than its forward is larger),
-counts a copy once for every unit in flight though each has a window of its own, and looks at no layer's neighbours.
+Differs: `algorithm_2` compares memory with what the stage really keeps, not with equation 1. Plans use `best_policies`
+instead, because the listing is not optimal in its own model: it swaps even if everything fits, swaps first what is
+better recomputed, counts a copy once per unit in flight though each unit has a window, and ignores adjacent layers.
 """
 
 import bisect
@@ -21,14 +19,11 @@ from pipebench.planner.policy_search import MOST_LABELS, fastest_policies
 from pipebench.planner.stage_problem import StageOutcome, StageProblem, Sums
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 
-_SAME_S = 1e-12  # floats' own rounding: what takes as long as the best that is known is still looked at
+_SAME_S = 1e-12  # rounding: candidates equal to the best known are still considered
 
 
 def algorithm_2(problem: StageProblem) -> StageOutcome:
-    """Return the policies of the paper's listing, and what they come to; perhaps they don't fit.
-
-    Paper: vPipe (TPDS'21) Algorithm 2.
-    """
+    """Return the policies of vPipe (TPDS'21) Algorithm 2; they may not fit."""
     listing = _Listing.of(problem)
     for count in range(len(listing.ops)):
         if (found := listing.outcome(count)).fits:
@@ -37,9 +32,9 @@ def algorithm_2(problem: StageProblem) -> StageOutcome:
 
 
 def _near_algorithm_2(problem: StageProblem) -> StageOutcome:
-    """Return what the listing comes to if memory only gets less with every layer that is given its op.
+    """Return Algorithm 2's policies by bisection, assuming that memory falls with every op.
 
-    That is so but where copies come too late; a stage of hundreds of layers is looked at a few times, not hundreds.
+    True unless copies lag; evaluates a stage of hundreds of layers a few times only.
     """
     listing = _Listing.of(problem)
     counts = range(len(listing.ops))
@@ -47,21 +42,14 @@ def _near_algorithm_2(problem: StageProblem) -> StageOutcome:
 
 
 class _Listing(NamedTuple):
-    """The listing as far as it doesn't look at memory.
-
-    Attributes:
-        problem: the stage.
-        memory: swapped is what fits in the window.
-        ops: the other layers, and what becomes of them as long as memory is short, in this order.
-    """
+    """The part of Algorithm 2 that does not depend on memory."""
 
     problem: StageProblem
-    memory: list[str]
-    ops: list[tuple[int, str]]
+    memory: list[str]  # policies after swapping what fits in the window
+    ops: list[tuple[int, str]]  # (layer, op) of the other layers, in order of gain
 
     @classmethod
     def of(cls, problem: StageProblem) -> "_Listing":
-        """Return a stage's."""
         rate = problem.pcie_bytes_per_s  # None: nothing can be swapped
         kept_bytes = [*_kept_alone(problem)]
         forward_s = [problem.rows[problem.start + layer].forward_s for layer in range(problem.num_layers)]
@@ -80,11 +68,11 @@ class _Listing(NamedTuple):
             memory[layer] = SWAP
             space_bytes -= problem.in_flight * kept_bytes[layer]
         ops = [(layer, RECOMPUTE if copy_s[layer] > forward_s[layer] else SWAP) for layer in ordered]
-        other = problem.choices[-1]  # what a stage has that lacks one of both
+        other = problem.choices[-1]  # if one of both is not allowed
         return cls(problem, memory, [(layer, op if op in problem.choices else other) for layer, op in ops])
 
     def outcome(self, count: int) -> StageOutcome:
-        """Return what it comes to if so many layers are given their op."""
+        """Return the outcome with the first `count` ops applied."""
         memory = [*self.memory]
         for layer, op in self.ops[:count]:
             memory[layer] = op
@@ -92,7 +80,7 @@ class _Listing(NamedTuple):
 
 
 def _kept_alone(problem: StageProblem) -> Iterator[int]:
-    """Yield what every layer keeps where all do."""
+    """Yield the bytes per layer if all layers keep."""
     sums = Sums()
     for index in problem.own[: problem.num_layers]:
         following = problem.then(sums, index, KEEP)
@@ -101,20 +89,11 @@ def _kept_alone(problem: StageProblem) -> Iterator[int]:
 
 
 def best_policies(problem: StageProblem, most_labels: int = MOST_LABELS) -> StageOutcome:
-    """Return the policies that fit and take least time; of those that swap least; of those that keep least.
+    """Return the fastest policies that fit; ties go to fewer swapped bytes, then to less memory.
 
-    Layer by layer, in order, all choices are followed that another with the same consequences for later layers doesn't
-    beat in time, memory and copies at once. If they become too many, of those that keep about equally much only the
-    fastest is: then the answer may not be the best, and `is_exact` says so.
-
-    Paper: vPipe (TPDS'21) section 4.2. Differs: see above.
-
-    Args:
-        problem: the stage.
-        most_labels: choices that are followed at once.
-
-    Returns:
-        The outcome; if nothing fits, that of what keeps least of a few ways.
+    Paper: vPipe (TPDS'21) section 4.2. Differs: see above. Dynamic programming over layers with dominance pruning;
+    exact (`is_exact`) unless more than `most_labels` partial choices remain at a layer. If nothing fits, returns the
+    smallest of a few candidates.
     """
     kept = problem.outcome((KEEP,) * problem.num_layers)
     if kept.fits:

@@ -1,12 +1,12 @@
-"""Plans for modes that pipeline nothing: every stage adds its time to a minibatch's; replicas share the minibatches.
+"""Plans for modes without pipelining: stage times add up, and replicas share the minibatches.
 
-W replicas of the input stage let W minibatches in, which pass the stages together; a minibatch's share of that is the
-sum of what the stages take per minibatch, where a pipeline's is the largest of them. Later stages have as many replicas
-as divide W: more would have nothing to do, and an update covers exactly the W minibatches that pass together.
+W replicas of the input stage admit W minibatches, which pass the stages together, so a minibatch's share is the sum of
+the stages' seconds per minibatch, where a pipeline's is the maximum. Later stages have a divisor of W replicas: more
+would idle, and an update covers exactly the W minibatches.
 
-Differs: a stage's seconds are those that the cost model gives it in a pipeline, so a stage of m replicas sums gradients
-once per m minibatches here, not once per W; and later stages in truth begin before all W have left the one before. The
-simulator, which knows, chooses among the plans found, one for every W.
+Differs: the cost model prices stages as in a pipeline, so a stage of m replicas sums gradients once per m minibatches,
+not per W; and later stages really begin before all W have left the one before. The simulator chooses among the plans,
+one per W.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,10 @@ MOST_WORKERS, MOST_STATES = 32, 500  # the searches' time grows with the square 
 
 
 def plans_unpipelined(problem: FlatProblem) -> Iterator[tuple[SearchStage, ...]]:
-    """Yield for every width of the first stage the plan with the least sum over its stages; none where none fits.
+    """Yield, for every width of the first stage, the plan with the least sum over its stages, if one fits.
 
-    Exact: no plan with that first width, and later ones that divide it, has a smaller sum of `flat.stage_s`.
-
-    Args:
-        problem: what to plan; `width` is not read, and at most `MOST_WORKERS` are used.
+    Exact: no plan with that first width, and later widths that divide it, has a smaller sum of `flat.stage_s`. Uses at
+    most `MOST_WORKERS`, and ignores `problem.width`.
     """
     count = min(problem.num_workers, MOST_WORKERS)
     seconds = _seconds(problem, count)
@@ -37,7 +35,7 @@ def plans_unpipelined(problem: FlatProblem) -> Iterator[tuple[SearchStage, ...]]
 
 
 def _seconds(problem: FlatProblem, count: int) -> Floats:
-    """Return the seconds per minibatch of every stage [replicas - 1, start, stop], infinite where there is none."""
+    """Return the seconds per minibatch of every stage [replicas - 1, start, stop], infinite if it does not exist."""
     work, last = problem.work, len(problem.work.states) - 1
     seconds = np.full((count, last, last + 1), np.inf)
     for starts in (np.arange(1), np.arange(1, last)):
@@ -52,14 +50,14 @@ def _seconds(problem: FlatProblem, count: int) -> Floats:
 
 
 def _plan(seconds: Floats, width: int, count: int) -> tuple[SearchStage, ...] | None:
-    """Return the best plan whose first stage has so many replicas, by dynamic programming from the model's end."""
+    """Return the best plan with this first width, by dynamic programming from the model's end."""
     _, last, _ = seconds.shape
     later = count - width
     widths = np.array([m for m in range(1, width + 1) if width % m == 0 and m <= later], dtype=int)
-    # Workers left after a stage, [replicas, workers there are]; where there are too few, the row of infinities.
+    # Workers left after a stage, [replicas, workers]; too few: the row of infinities.
     left = np.arange(later + 1) - widths[:, None]
     left = np.where(left < 0, later + 1, left)
-    to_go = np.full((later + 2, last + 1), np.inf)  # seconds from a state to the end with so many workers at most
+    to_go = np.full((later + 2, last + 1), np.inf)  # [workers, state] seconds from a state to the end
     to_go[: later + 1, last] = 0.0
 
     def choices(state: int) -> Floats:

@@ -1,11 +1,11 @@
-"""Plans whose layers' policies are chosen stage by stage so that all of them fit: as vPipe chooses them.
+"""Straight plans whose stages choose each layer's policy so that they fit, as in vPipe.
 
-Paper: vPipe (TPDS'21) section 4. The stages are a straight pipeline's, cut for the times of its layers as if memory had
-no end; then every stage chooses by itself what it keeps, swaps and computes again (`swap_recompute`). A plan that the
-recipe names stays so; of others, stages are cut again for the times that come of it.
+Paper: vPipe (TPDS'21) section 4. The model is cut for its layers' times without memory limits; then every stage chooses
+what to keep, swap and recompute (`swap_recompute`), and, unless the recipe fixes the cuts, stages are cut again for the
+resulting times.
 
-What a stage keeps is told by a closed form first. What is chosen is then simulated, and a stage that keeps more there,
-as transfers wait in queues, chooses again with so much less memory.
+Stage memory is first a closed form, then simulated; a stage that exceeds it there, as transfers queue, chooses again
+with that much less memory.
 """
 
 import itertools
@@ -24,24 +24,19 @@ from pipebench.planner.plans import PlanEstimate
 from pipebench.planner.stage_problem import StageProblem
 from pipebench.planner.swap_recompute import best_policies
 
-_MOST_TRIALS = 8  # of policies; two or three are enough where any do
+_MOST_TRIALS = 8  # of policies; two or three suffice if any do
 _MOST_REPARTITIONS = 10  # the paper says 3 to 9
 _GAINS = 0.999  # of the bottleneck: what is worth cutting again
-_SHARES = (1.0, 0.95, 0.9, 0.8)  # of a device's memory: the rest is for what a closed form doesn't see
+_SHARES = (1.0, 0.95, 0.9, 0.8)  # of a device's memory: the rest is for what the closed form ignores
 _AGAIN = ", repartitioned"
 
 
 class UnfitError(PlanError):
-    """A stage doesn't fit whatever its layers do."""
+    """A stage fits with no policies."""
 
 
 def virtualised(of: Estimator, stages: Sequence[SearchStage], found_by: str) -> PlanEstimate:
-    """Return a plan whose stages choose what their layers do, not yet predicted.
-
-    Args:
-        of: weighs plans, without policies of its own.
-        stages: of the plan.
-        found_by: what found them.
+    """Return a plan whose stages choose their layers' policies, without a prediction.
 
     Raises:
         UnfitError: a stage doesn't fit; says which, and by how much.
@@ -73,11 +68,10 @@ def virtualised(of: Estimator, stages: Sequence[SearchStage], found_by: str) -> 
 
 
 def best_virtualised(of: Estimator) -> PlanEstimate:
-    """Return the best straight plan found whose stages choose what their layers do, not yet predicted.
+    """Return the best straight plan found whose stages choose their layers' policies, without a prediction.
 
-    It begins with the cuts for the times of layers, or the best that can be made to fit. Then stages are cut again as
-    vPipe's Algorithm 1 does while it trains: every layer is taken to last as much longer as its stage does with what it
-    has chosen, Algorithm 3 cuts for these times, and so on until nothing is gained.
+    Starts from cuts for the layers' times, or the best that can be made to fit. Then, as in vPipe's Algorithm 1, every
+    layer's time is scaled to its stage's, Algorithm 3 cuts for these times, and so on until nothing improves.
 
     Raises:
         UnfitError: no plan was found that fits.
@@ -102,10 +96,10 @@ def best_virtualised(of: Estimator) -> PlanEstimate:
 
 
 def _repartitioned(of: Estimator, found: PlanEstimate) -> tuple[SearchStage, ...]:
-    """Return the stages that Algorithm 3 makes of layers that last as their stage says."""
+    """Return Algorithm 3's stages for layers scaled to their stages' times."""
     states, rows = of.work.states, of.request.profile.layers[of.unit_size]
     own_s = timed_graph(rows).seconds
-    lasting = [0.0] * len(rows)  # the loss has its share in the last layer
+    lasting = [0.0] * len(rows)  # the loss counts with the last layer
     for place, stage in zip(found.plan.stages, found.stages, strict=True):
         layers = range(place.start, place.stop)
         whole_s = sum(own_s[layer] for layer in layers)
@@ -118,33 +112,33 @@ def _repartitioned(of: Estimator, found: PlanEstimate) -> tuple[SearchStage, ...
 
 
 def predicted(of: Estimator, found: PlanEstimate) -> PlanEstimate:
-    """Return a plan whose layers have policies of their own, with the simulator's prediction."""
+    """Return a plan with policies per layer and the simulator's prediction."""
     return _under(of, [stage.memory for stage in found.plan.stages]).with_prediction(found)
 
 
 def _under(of: Estimator, memory: Sequence[Sequence[str]]) -> Estimator:
-    """Return what weighs plans whose layers have these policies, stage by stage."""
+    """Return the estimator for these policies, given stage by stage."""
     return Estimator(replace(of.request, memory=tuple(itertools.chain(*memory))), of.name)
 
 
 def _problems(of: Estimator, stages: Sequence[SearchStage]) -> list[StageProblem]:
     replicas = [stage.replicas for stage in stages]
-    depth, rule = of.depth_of(replicas), of.memory(of.memory_limit_bytes)
-    versions = [-(-depth * replicas[0] // own) if of.keeps_as_input_stage else rule.versions for own in replicas]
+    depth = of.depth_of(replicas)
+    rules = (of.stage_memory(of.memory_limit_bytes, replicas, index, depth) for index in range(len(stages)))
     return [
-        of.stage_problem(replace(rule, versions=kept), stage, of.in_flight(replicas, index, depth))
-        for index, (kept, stage) in enumerate(zip(versions, stages, strict=True))
+        of.stage_problem(rule, stage, of.in_flight(replicas, index, depth))
+        for index, (rule, stage) in enumerate(zip(rules, stages, strict=True))
     ]
 
 
 def _most_bytes(of: Estimator, found: PlanEstimate) -> list[float]:
-    """Return what a replica of every stage keeps at most: simulated, or by the closed form where that takes long."""
+    """Return every stage's peak bytes: simulated, or by the closed form if that takes long."""
     peaks = of.simulated_peaks(found)
     return [stage.memory_bytes for stage in found.stages] if peaks is None else [*map(float, peaks)]
 
 
 def _fastest(of: Estimator) -> tuple[SearchStage, ...]:
-    """Return the straight plan with the smallest bottleneck at any level's links, memory not weighed."""
+    """Return the straight plan with the smallest bottleneck at any level's links, without memory limits."""
     cluster, work, model = of.request.cluster, of.work, of.request.model
     problems = [FlatProblem(work, model, level, cluster.num_workers, None, 1) for level in cluster.levels]
     found = [(problem, stages) for problem in problems if (stages := plan_flat(problem)) is not None]
@@ -152,10 +146,10 @@ def _fastest(of: Estimator) -> tuple[SearchStage, ...]:
 
 
 def _best_that_fit(of: Estimator, num_stages: int, unfit: UnfitError) -> tuple[tuple[SearchStage, ...], PlanEstimate]:
-    """Return the stages of the fastest plan that can be made to fit, by a closed form and then simulated, and the plan.
+    """Return the fastest stages that can be made to fit, by the closed form and then simulated, and their plan.
 
     Raises:
-        UnfitError: none was found; what was said of the plan before.
+        UnfitError: the given one, if none was found.
     """
     for share in _SHARES:
         stages = _that_fit(of, num_stages, share)
@@ -166,13 +160,7 @@ def _best_that_fit(of: Estimator, num_stages: int, unfit: UnfitError) -> tuple[t
 
 
 def _that_fit(of: Estimator, num_stages: int, share: float) -> tuple[SearchStage, ...] | None:
-    """Return the straight plan of the fastest slowest stage of those whose stages fit if all layers do the same.
-
-    Args:
-        of: weighs plans.
-        num_stages: of the plan.
-        share: of a device's memory that a stage may take.
-    """
+    """Return the fastest straight stages that fit under uniform policies in a share of a device's memory, or None."""
     states = of.work.states
     state_of = {bits.bit_count(): state for state, bits in enumerate(states.members)}
 

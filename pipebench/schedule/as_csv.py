@@ -1,4 +1,4 @@
-"""Our schedules in the CSV form of torch.distributed.pipelining, where it can express them."""
+"""Schedules in the CSV form of torch.distributed.pipelining, as far as it can express them."""
 
 from pipebench.errors import UserError
 from pipebench.schedule.csv_form import write_csv
@@ -8,7 +8,7 @@ from pipebench.schedule.pipeline import SPLIT, Pipeline
 
 
 def as_csv(p: Pipeline) -> str:
-    """Return the passes between two flushes: a row per position, those of its first replica.
+    """Return the passes between two flushes: a row per position, for its first replica.
 
     Raises:
         UserError: the form can't express the schedule; says why.

@@ -1,8 +1,8 @@
-"""Schedules of others: the CSV form of torch.distributed.pipelining, one row per worker, one cell per pass.
+"""The CSV form of torch.distributed.pipelining: one row per worker, one cell per pass.
 
-`2F0` is the forward of microbatch 0 at stage 2, `2B0` its backward, `2I0` and `2W0` the input and weight part of one.
-Cells without anything are waits and mean nothing here, `(2F3;1B0)OVERLAP_F_B` is two passes in turn. Communication
-isn't in the form (torch calls it compute-only): it follows from what is computed where.
+`2F0` is the forward of microbatch 0 at stage 2, `2B0` its backward, `2I0` and `2W0` the latter's input and weight part.
+Empty cells are ignored, `(2F3;1B0)OVERLAP_F_B` is two passes in turn. Communication is implied by the passes (torch
+calls the form compute-only).
 """
 
 import csv
@@ -27,11 +27,11 @@ _COMMUNICATION = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD
 
 
 class CsvError(UserError, ValueError):
-    """A file that isn't a schedule in this form, or one that can't be carried out; says which row and cell."""
+    """A file that isn't a schedule in this form, or can't be executed; names row and cell."""
 
 
 class ScheduleCell(NamedTuple):
-    """One pass of a row: its number from 1 on, and what it does."""
+    """One pass: its number in the row, from 1, and what it does."""
 
     number: int
     stage: int
@@ -45,11 +45,7 @@ class ScheduleCell(NamedTuple):
 
 @dataclass(frozen=True)
 class CsvSchedule:
-    """A schedule that was read.
-
-    Attributes:
-        rows: the passes of every position in the pipeline, in order.
-    """
+    """A schedule read from a file; one row of passes per position in the pipeline."""
 
     rows: tuple[tuple[ScheduleCell, ...], ...]
 
@@ -71,17 +67,17 @@ class CsvSchedule:
 
     @cached_property
     def splits(self) -> bool:
-        """Whether the parts of backwards are told apart."""
+        """Whether backwards are split."""
         return any(cell.op is Op.BACKWARD_WEIGHT for row in self.rows for cell in row)
 
 
 def is_csv(order: str) -> bool:
-    """Return whether an order of work is the path of a file, and not a name."""
+    """Return whether an order of work is a file's path rather than a name."""
     return order.endswith(".csv")
 
 
 def read_csv(path: str) -> CsvSchedule:
-    """Return the schedule of a file; one that hasn't changed is read once.
+    """Return the schedule of a file; cached by its text.
 
     Raises:
         CsvError: it can't be read, or isn't a schedule.
@@ -93,7 +89,7 @@ def read_csv(path: str) -> CsvSchedule:
 
 
 def is_schedule(path: Path) -> bool:
-    """Return whether a file is a schedule in the form."""
+    """Return whether a file is a schedule in this form."""
     try:
         read_csv(str(path))
     except CsvError:
@@ -102,7 +98,7 @@ def is_schedule(path: Path) -> bool:
 
 
 def write_csv(rows: Iterable[Iterable[tuple[int, Op, int]]]) -> str:
-    """Return rows of (stage, op, microbatch) in the form."""
+    """Return rows of (stage, op, microbatch) as CSV text."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([str(ScheduleCell(0, *each)) for each in row] for row in rows)
     return text.getvalue()
@@ -139,7 +135,7 @@ def _cells(path: str, row: int, given: Sequence[str]) -> Iterator[ScheduleCell]:
 
 
 def _places(schedule: CsvSchedule) -> str | None:
-    """Say what is wrong with which stages stand where, or return None."""
+    """Return what is wrong with the placement of stages, or None."""
     row_of: dict[int, int] = {}
     for row, cells in enumerate(schedule.rows, 1):
         for cell in cells:
@@ -155,7 +151,7 @@ def _places(schedule: CsvSchedule) -> str | None:
 
 
 def _passes(schedule: CsvSchedule) -> str | None:
-    """Say which stage doesn't run which microbatch once there and once back, or return None."""
+    """Return which stage doesn't run which microbatch once forward and once backward, or None."""
     for row, cells in enumerate(schedule.rows, 1):
         found: dict[tuple[int, int], dict[Op, int]] = {}
         for cell in cells:
@@ -166,10 +162,7 @@ def _passes(schedule: CsvSchedule) -> str | None:
         for stage in sorted({cell.stage for cell in cells}):
             for microbatch in range(schedule.num_microbatches):
                 ops = found.get((stage, microbatch), {})
-                if {*ops} not in (
-                    {Op.FORWARD, Op.BACKWARD},
-                    {Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT},
-                ):
+                if {*ops} not in ({Op.FORWARD, Op.BACKWARD}, {Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}):
                     given = ", ".join(f"{stage}{_OPS[op]}{microbatch}" for op in ops) or "nothing"
                     where = f"of microbatch {microbatch} at stage {stage}"
                     return f"row {row}: got {given} {where}, allowed is F once, and B once or I and W once each"
@@ -177,7 +170,7 @@ def _passes(schedule: CsvSchedule) -> str | None:
 
 
 def _circle(schedule: CsvSchedule) -> str | None:
-    """Say which pass waits for one that stands behind it, here or through other rows, or return None."""
+    """Return which passes wait for later ones, in their row or through others, or None."""
     done: set[tuple[int, Op, int]] = set()
     at = [0] * len(schedule.rows)
     last = len(schedule.placement) - 1

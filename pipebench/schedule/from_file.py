@@ -1,4 +1,4 @@
-"""The order of a file: what its row says, in terms of a worker's units."""
+"""The order of work read from a file."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +8,7 @@ from pipebench.schedule.pipeline import Pipeline
 
 
 def passes(schedule: CsvSchedule, p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
-    """Yield a worker's passes between two flushes; a list that loses units can't get into a deadlock it hadn't."""
+    """Yield a worker's passes between two flushes, without units that don't exist; leaving units out can't deadlock."""
     stages = p.stages_of(worker)
     own = p.own_units(stages[0], worker, units)
     for _, stage, op, microbatch in schedule.rows[p.positions[stages[0]]]:

@@ -1,11 +1,11 @@
-"""Interleaved 1F1B: every worker has several stages, so that filling and draining take a part of the time each.
+"""Interleaved 1F1B: every worker has several stages, which shortens filling and draining.
 
 Paper: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters (SC'21) section 2.2. With P
 positions and v stages per worker, a worker at position p runs 2 (P - p - 1) + (v - 1) P forwards, then one forward and
-one backward in turn; units go through a stage in groups of P. The bubble is 1/v of that of 1F1B.
+one backward in turn; units pass a stage in groups of P. The bubble is 1/v of that of 1F1B.
 
-Differs: the paper needs a number of units that P divides. Here the last group is filled up in thought, and what is
-only thought of is left out: a list that loses units can't get into a deadlock that it hadn't.
+Differs: the paper requires P to divide the number of units. Here the last group is padded and the padding left out;
+leaving units out of a list can't deadlock.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """The table of parallelism modes: a mode is a row of data, not code.
 
-A recipe names a row, and may overwrite its columns to get a combination no paper has tried.
+A recipe names a row, and may change its columns to get combinations that no paper has tried.
 """
 
 from dataclasses import dataclass
@@ -13,67 +13,52 @@ from pipebench.schedule.weights import CORRECT, DOUBLE_BUFFER, NEWEST_PULLED, ON
 
 KEEP, RECOMPUTE, SWAP = "keep", "recompute", "swap"  # of a layer's activations
 MEMORY_POLICIES = (KEEP, RECOMPUTE, SWAP)
-AUTO = "auto"  # leaves the choice of a mode, or of a plan, to the planner
+AUTO = "auto"  # the planner chooses the mode or plan
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A point in the space of ways to parallelise training.
+    """A way to parallelise training."""
 
-    Attributes:
-        summary: one line for people.
-        shape: plans it takes: `one` (a single worker), `one-stage` (one stage on all workers), `straight` (one
-            worker per stage), `equal` (equally many workers per stage) or `any`.
-        order: the order of work, a name in `orders.ORDERS`, or the path of a file in torch's CSV form.
-        flush: whether every update empties the pipeline.
-        weights: how weight versions are numbered, a name in `weights.WEIGHT_POLICIES`.
-        sync: how replicas of a stage agree, a name in `syncs.SYNCS`.
-        accumulate: minibatches of every replica per update, unless the recipe says otherwise: a number, or None for as
-            many as are in flight.
-        chunks: stages per worker, unless the recipe says otherwise.
-        backward: how a backward runs: `whole`, in one piece, or `split` into its input part, whose gradients leave at
-            once, and its weight part.
-        depth: minibatches in flight per input-stage replica; None for NOAM.
-        microbatches: whether a minibatch may be cut into microbatches.
-        recompute: whether activations are computed again for the backward, unless the recipe says otherwise.
-    """
-
-    summary: str
+    summary: str  # one line for people
+    # Plans it takes: `one` (a single worker), `one-stage` (one stage on all workers), `straight` (one worker per
+    # stage), `equal` (equally many workers per stage) or `any`
     shape: str
-    order: str
-    flush: bool
-    weights: str
-    sync: str = ALL_REDUCE
-    accumulate: int | None = 1
-    chunks: int = 1
+    order: str  # of work: a name in `orders.ORDERS`, or the path of a file in torch's CSV form
+    flush: bool  # whether every update empties the pipeline
+    weights: str  # numbering of weight versions, a name in `weights.WEIGHT_POLICIES`
+    sync: str = ALL_REDUCE  # how replicas of a stage agree, a name in `syncs.SYNCS`
+    accumulate: int | None = 1  # default minibatches of every replica per update; None: as many as are in flight
+    chunks: int = 1  # default stages per worker
+    # `whole`, or `split` into its input part, whose gradients are sent at once, and its weight part
     backward: str = WHOLE
-    depth: int | None = None
-    microbatches: bool = False
-    recompute: bool = False
+    depth: int | None = None  # minibatches in flight per input-stage replica; None for NOAM
+    microbatches: bool = False  # whether a minibatch may be cut into microbatches
+    recompute: bool = False  # whether activations are recomputed by default
 
     def cuts(self, flush: bool | None = None, weights: str | None = None) -> bool:
-        """Return whether minibatches may be cut, with the columns that a recipe changes.
+        """Return whether minibatches may be cut, given the columns that a recipe changes.
 
-        Without a flush a round has to be the same minibatches on all stages, and its units to share their weights.
+        Without a flush a round must have the same minibatches on all stages, and its units share their weights.
         """
         flush, policy = self.flush if flush is None else flush, WEIGHT_POLICIES[weights or self.weights]
         return self.microbatches and (flush or (policy.aim is not None and self.shape == "equal"))
 
     @property
     def chooses(self) -> bool:
-        """Whether stages can choose what their layers do with their activations, as vPipe's do.
+        """Whether stages can choose their layers' activation policies, as vPipe's do.
 
-        There are several stages, one per worker, and their backwards are whole.
+        Requires several stages, one per worker, with whole backwards.
         """
         return self.shape not in ("one", "one-stage") and self.chunks == 1 and self.backward == WHOLE
 
     @property
     def weights_kept(self) -> int | None:
-        """What a replica keeps of its weights, in versions; None for one per minibatch in flight."""
+        """Sets of weights that a replica holds; None for one per minibatch in flight."""
         policy = WEIGHT_POLICIES[self.weights]
         if policy.versions is None:
             return None
-        # While an update is made between units that are to share a prediction, that is kept.
+        # A prediction shared by units is kept during an update between them.
         shares = policy.aim is not None and (self.microbatches or self.accumulate != 1)
         return policy.versions + policy.copies + shares
 

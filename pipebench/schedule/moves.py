@@ -1,21 +1,19 @@
-"""Moves: layers change stages while training goes on. Who runs them for which minibatch, and where a worker hands over.
+"""Moves: layers change stages during training. Which stage runs them for which minibatch, when they are transferred.
 
-A straight pipeline goes on with its forwards and backwards in turn; nothing is drained, nothing is left out. A move is
-told by one number, K: forwards of the minibatches from K on run under the new cuts. Between a stage a and the next one,
-backwards follow from B = K - d_a + 1 on, d_a being the depth of the left stage. That is where both of them turn over:
-the left stage runs the backward of B - 1 right before its forward of K, the right stage that of B right after its
-forward of K - 1. So every unit runs once through every layer, both ways, and each stage's list stays what it was.
+A straight pipeline goes on with its forwards and backwards; nothing is drained. A move is given by K: forwards of
+minibatches from K on run under the new cuts. Between stages a and a + 1 backwards follow from B = K - d_a + 1 on, d_a
+being the left stage's depth. Both stages switch there: the left one runs the backward of B - 1 right before its forward
+of K, the right one that of B right after its forward of K - 1. So every unit passes every layer once each way, and
+every stage's list is unchanged.
 
-Updates go with the backwards: those up to B - 1 are the old owner's, all later ones the new owner's. A forward reads
-the newest version of where it runs, and its backward the same, wherever that runs: with the units whose forward was
-here and whose backward is there, their versions travel. Where every update empties the pipeline, B = K, and nothing is
-in flight.
+Updates go with the backwards: up to B - 1 by the old owner, later ones by the new one. A forward reads the newest
+version of its stage, and its backward the same, on any stage: versions travel with units whose forward and backward are
+on different stages. If every update flushes, B = K, and nothing is in flight.
 
-What layers do with their activations may change with a move, too. A unit's policies are those of its forward, wherever
-it runs backward: so nobody has to do to a unit in flight what wasn't begun in its forward.
+Activation policies may change with a move. A unit keeps those of its forward for its backward, on any stage.
 
-Paper: vPipe (TPDS'21) section 4.3 and its eq. 4. Differs: it copies what was saved for backwards; here what the layers
-read travels, and the new owner computes them again to run backward.
+Paper: vPipe (TPDS'21) section 4.3 and eq. 4. Differs: it copies saved activations; here the layers' inputs travel, and
+the new owner recomputes the layers for the backward.
 """
 
 import itertools
@@ -34,15 +32,10 @@ Policies = tuple[str, ...]  # of every layer: what is done with its activations
 
 
 class CutLayout(NamedTuple):
-    """What a unit runs under.
+    """Cuts and policies that a unit runs under."""
 
-    Attributes:
-        starts: first layer of every stage but the first.
-        memory: what every layer does with its activations.
-    """
-
-    starts: Starts
-    memory: Policies
+    starts: Starts  # first layer of every stage but the first
+    memory: Policies  # activation policy of every layer
 
     @property
     def num_layers(self) -> int:
@@ -55,12 +48,7 @@ class CutLayout(NamedTuple):
         return (0, *self.starts, self.num_layers)
 
     def with_policies(self, memory: Policies, stages: Collection[int]) -> "CutLayout":
-        """Return the same with the policies that layers of some stages have elsewhere.
-
-        Args:
-            memory: what every layer does there.
-            stages: whose layers do so.
-        """
+        """Return the layout with the policies of `memory` in some stages."""
         given = (
             (memory if stage in stages else self.memory)[start:stop]
             for stage, (start, stop) in enumerate(itertools.pairwise(self.ends))
@@ -70,50 +58,35 @@ class CutLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Repartition:
-    """New cuts for a pipeline that trains.
+    """New cuts for a pipeline in training."""
 
-    Attributes:
-        at: K, the first minibatch, numbered since the drain, that runs forward under the new cuts.
-        starts: first layer of every stage but the first, from then on.
-        memory: what every layer does with its activations from then on; None: what it did before.
-    """
-
-    at: int
-    starts: Starts
-    memory: Policies | None = None
+    at: int  # K, the first minibatch since the drain that runs forward under them
+    starts: Starts  # first layer of every stage but the first
+    memory: Policies | None = None  # activation policy of every layer; None: unchanged
 
     def after(self, before: CutLayout) -> CutLayout:
-        """Return what this makes of what there was."""
+        """Return the layout that follows `before`."""
         return CutLayout(self.starts, before.memory if self.memory is None else self.memory)
 
 
 class BlockTransfer(NamedTuple):
-    """A block of layers that a stage gives to a neighbour.
+    """A block of layers that moves to a neighbouring stage."""
 
-    Attributes:
-        at: K of its move.
-        first: B, the first minibatch whose backward of the block runs at its new owner.
-        source: the stage that gives it.
-        target: the stage that takes it.
-        start: first layer of the block.
-        stop: the layer after its last.
-    """
-
-    at: int
-    first: int
-    source: int
-    target: int
-    start: int
-    stop: int
+    at: int  # K of its move
+    first: int  # B, the first minibatch whose backward of the block runs at its new owner
+    source: int  # old owner
+    target: int  # new owner
+    start: int  # first layer of the block
+    stop: int  # the layer after its last
 
     @property
     def goes_left(self) -> bool:
-        """Whether the stage before takes the block."""
+        """Whether it goes to the stage before."""
         return self.target < self.source
 
 
-def hand_overs(pipeline: Pipeline, before: Starts, move: Repartition) -> tuple[BlockTransfer, ...]:
-    """Return what stages give each other in a move, from the first boundary to the last."""
+def block_transfers(pipeline: Pipeline, before: Starts, move: Repartition) -> tuple[BlockTransfer, ...]:
+    """Return a move's block transfers, from the first boundary to the last."""
     found = []
     for left, (old, new) in enumerate(zip(before, move.starts, strict=True)):
         first = first_backward(pipeline, move.at, left)
@@ -132,131 +105,115 @@ def first_backward(pipeline: Pipeline, at: int, left: int) -> int:
 class RepartitionPlan:
     """The moves of one segment of training, some of which may be announced while it runs.
 
-    Any thread may ask; programs do, for every unit, and never twice with different answers: a move is announced before
-    any worker has come to where it changes anything.
+    Thread-safe. Programs query it for every unit and get consistent answers, since a move is announced before any
+    worker reaches its first change.
 
     Args:
-        pipeline: the shape that all cuts share.
+        pipeline: common to all cuts.
         layout: at the drain.
     """
 
     def __init__(self, pipeline: Pipeline, layout: CutLayout) -> None:
-        self._pipeline = pipeline
-        self._begun = 0
-        self._lock = threading.Lock()
-        self._moves: tuple[Repartition, ...] = ()
-        self._hand_overs: tuple[BlockTransfer, ...] = ()
+        self.announced: tuple[Repartition, ...] = ()
+        self.begun = 0  # minibatches, as far as known
+        self._pipeline, self._lock = pipeline, threading.Lock()
+        self._transfers: tuple[BlockTransfer, ...] = ()
         self._layouts: tuple[CutLayout, ...] = (layout,)
 
     @property
-    def announced(self) -> tuple[Repartition, ...]:
-        """All moves, the first one first."""
-        return self._moves
-
-    @property
     def last_layout(self) -> CutLayout:
-        """What there is after the last move."""
+        """The layout after the last move."""
         return self._layouts[-1]
 
-    @property
-    def hand_overs(self) -> tuple[BlockTransfer, ...]:
-        """What all moves hand over, in their order."""
-        return self._hand_overs
-
-    @property
-    def begun(self) -> int:
-        """Minibatches that have begun to run, as far as is known here."""
-        return self._begun
-
     def begin(self, minibatch: int) -> None:
-        """Take note that a minibatch begins."""
-        if minibatch >= self._begun:
-            self._begun = minibatch + 1
+        """Record that a minibatch begins."""
+        if minibatch >= self.begun:
+            self.begun = minibatch + 1
 
     def announce(self, move: Repartition) -> None:
         """Add a move.
 
         Raises:
-            PlanError: it can't be made, or not from that minibatch on.
+            PlanError: it is impossible, or too early.
         """
         with self._lock:
             for problem in self.problems(move):
                 raise PlanError(problem)
-            self._hand_overs += hand_overs(self._pipeline, self.last_layout.starts, move)
+            self._transfers += block_transfers(self._pipeline, self.last_layout.starts, move)
             self._layouts += (move.after(self.last_layout),)
-            self._moves += (move,)
+            self.announced += (move,)
 
     def problems(self, move: Repartition) -> Iterator[str]:
-        """Yield a sentence for everything that is wrong with a move."""
+        """Yield a sentence per problem of a move."""
         yield from shape_problems(self._pipeline)
         yield from layout_problems(self.last_layout, move)
-        depth, last = self._pipeline.depth, self._moves[-1].at if self._moves else 0
+        depth, last = self._pipeline.depth, self.announced[-1].at if self.announced else 0
         if self._pipeline.flushes:
             period = self._pipeline.period
-            earliest = max(-(-self._begun // period) * period, last + period)
+            earliest = max(-(-self.begun // period) * period, last + period)
             if move.at < earliest or move.at % period:
                 yield (
                     f"a move from minibatch {move.at} on: updates come every {period} minibatches, and layers move "
                     f"between two of them; from {earliest} on, a multiple of {period}"
                 )
-        elif move.at < max(self._begun, last) + 2 * depth:
+        elif move.at < max(self.begun, last) + 2 * depth:
             yield (
-                f"a move from minibatch {move.at} on comes too early: {self._begun} minibatches have begun"
+                f"a move from minibatch {move.at} on comes too early: {self.begun} minibatches have begun"
                 + (f", the move before is from minibatch {last} on" if last else "")
-                + f", and it takes twice the depth, {2 * depth} more; from {max(self._begun, last) + 2 * depth} on"
+                + f", and it takes twice the depth, {2 * depth} more; from {max(self.begun, last) + 2 * depth} on"
             )
 
     def forward_layout(self, minibatch: int) -> CutLayout:
-        """Return what a minibatch runs forward under."""
+        """Return the layout of a minibatch's forward."""
         found = self._layouts[0]
-        for move, layout in zip(self._moves, self._layouts[1:], strict=False):
+        for move, layout in zip(self.announced, self._layouts[1:], strict=False):
             if minibatch < move.at:
                 break
             found = layout
         return found
 
     def backward_layout(self, minibatch: int) -> CutLayout:
-        """Return what a minibatch runs backward under: boundaries turn over one by one, the first first."""
+        """Return the layout of a minibatch's backward: boundaries switch one by one, the first first."""
         found = self._layouts[0].starts
-        for move, (starts, _) in zip(self._moves, self._layouts[1:], strict=False):
+        for move, (starts, _) in zip(self.announced, self._layouts[1:], strict=False):
             turned = (first_backward(self._pipeline, move.at, left) <= minibatch for left in range(len(starts)))
             found = tuple(new if has else old for has, old, new in zip(turned, found, starts, strict=True))
         return CutLayout(found, self.forward_layout(minibatch).memory)
 
-    def before_forward(self, stage: int, minibatch: int) -> int:
-        """Return the minibatch whose update a stage makes right before a forward, without a flush."""
-        return minibatch - self._pipeline.warmups[stage]
-
     def new_policies(self, stage: int) -> Iterator[int]:
-        """Yield the first minibatches, K, from which on a stage's own layers have others of the policies.
+        """Yield every K at which the policies of a stage's own layers change.
 
-        Where a block joins them, they are cut anew together with it, and what they do then is new as well.
+        Not if a block joins the stage then, which rebuilds it with its new policies.
         """
-        for move, before, after in zip(self._moves, self._layouts, self._layouts[1:], strict=False):
+        for move, before, after in zip(self.announced, self._layouts, self._layouts[1:], strict=False):
             start, stop = after.ends[stage : stage + 2]
             takes = start < before.ends[stage] or stop > before.ends[stage + 1]
             if not takes and before.memory[start:stop] != after.memory[start:stop]:
                 yield move.at
 
     def handed(self, source: int, target: int, minibatch: int) -> BlockTransfer:
-        """Return the block that is on its way from a stage to another at a minibatch: from its B to its K."""
+        """Return the block in transit between two stages at a minibatch from its B to its K."""
         return next(
             each
-            for each in self._hand_overs
+            for each in self._transfers
             if (each.source, each.target) == (source, target) and each.first <= minibatch <= each.at
         )
 
+    def last_updated(self, stage: int, minibatch: int) -> int:
+        """Return the minibatch whose update a stage makes right before a forward, without a flush."""
+        return minibatch - self._pipeline.warmups[stage]
+
     def version(self, stage: int, minibatch: int) -> int:
-        """Return the version that a minibatch's forward reads at a stage: the newest there (PipeDream section 3.3)."""
-        return max(0, minibatch - self._pipeline.warmups[stage] + 1)
+        """Return the version that a minibatch's forward reads at a stage: the newest (PipeDream section 3.3)."""
+        return max(0, self.last_updated(stage, minibatch) + 1)
 
     def at_stage(self, stage: int) -> tuple[BlockTransfer, ...]:
         """Return the blocks that a stage gives or takes."""
-        return tuple(each for each in self._hand_overs if stage in (each.source, each.target))
+        return tuple(each for each in self._transfers if stage in (each.source, each.target))
 
 
 def shape_problems(pipeline: Pipeline) -> Iterator[str]:
-    """Yield a sentence for everything about a pipeline that keeps layers from moving while it trains."""
+    """Yield a sentence per property of a pipeline that prevents moving layers during training."""
     can = "layers move while training goes on only where"
     replicated = [stage for stage, r in enumerate(pipeline.replicas) if r > 1]
     if replicated:
@@ -284,7 +241,7 @@ def shape_problems(pipeline: Pipeline) -> Iterator[str]:
 
 
 def layout_problems(before: CutLayout, move: Repartition) -> Iterator[str]:
-    """Yield a sentence for everything that keeps one move from leading from what there is to something else."""
+    """Yield a sentence per reason why a move can't follow a layout."""
     after = move.after(before)
     if len(after.starts) != len(before.starts):
         yield f"a move keeps the number of stages, {len(before.starts) + 1}; got cuts for {len(after.starts) + 1}"

@@ -1,4 +1,4 @@
-"""Plans as the papers write them: `15-1`, `2-1-1`, `straight`, `16`; and back."""
+"""Plans as the papers write them: `15-1`, `2-1-1`, `straight`, `16`."""
 
 import math
 import re
@@ -19,18 +19,16 @@ _NOTATION = re.compile(r"[1-9][0-9]{0,6}(-[1-9][0-9]{0,6})*", re.ASCII)
 
 
 def parse_plan(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
-    """Return the replicas of every stage, or of every position where workers have several stages.
-
-    `auto` is the planner's to resolve where a mode takes more than one plan.
+    """Return the replicas of every stage, or of every position if workers have several stages.
 
     Args:
-        given: `auto` (single workers and single stages only), `straight`, a number of workers, or replicas per stage
-            joined by `-`.
-        mode: decides what `auto` is and which plans are taken.
-        num_workers: workers of the cluster.
+        given: `straight`, a number of workers, replicas per stage joined by `-`, or `auto` in modes with a single
+            worker or stage; the planner resolves it elsewhere.
+        mode: which plans are allowed.
+        num_workers: of the cluster.
 
     Raises:
-        PlanError: not a plan, not one this mode takes, or one that needs more workers than there are.
+        PlanError: not a plan, not one of this mode, or one that needs more workers.
     """
     replicas = _replicas(given, mode, num_workers)
     if not _has_shape(replicas, mode.shape):
@@ -41,14 +39,14 @@ def parse_plan(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
 
 
 def format_plan(replicas: Sequence[int]) -> str:
-    """Return the plan in the papers' notation; `straight` from two stages of one worker on."""
+    """Return the papers' notation; `straight` for two or more stages of one worker."""
     if len(replicas) > 1 and set(replicas) == {1}:
         return STRAIGHT
     return "-".join(str(count) for count in replicas)
 
 
 def streams_problem(replicas: Sequence[int], streams: int | None) -> str | None:
-    """Say why a plan can't serve so many streams of text, or return None: every stream stays with one replica."""
+    """Return why a plan can't serve this many streams of text, or None: every stream stays on one replica."""
     if streams is None or all(streams % r == 0 for r in replicas):
         return None
     needed = math.lcm(*replicas)
@@ -71,7 +69,7 @@ def _replicas(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
 
 
 def _shown(given: object) -> str:
-    """Return a plan as it was given: `1-1-1`, though it is `straight`."""
+    """Return a plan as it was given, shortened."""
     text = str(given).strip()
     return text if len(text) <= 40 else f"{text[:37]}..."
 

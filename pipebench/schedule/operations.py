@@ -1,8 +1,8 @@
-"""The table of operations: for everything that a worker can be told to do, what it is called, moves and waits for.
+"""The table of operations: what each instruction is called, what it sends and what it waits for.
 
-Whoever reads instructions reads this table: their text form, pictures, the simulator, memory, meters and the words in
-which a stalled worker is described. What an operation does and takes is where it is done: its handler in
-`engine/worker.py`, its seconds in `simulate/simulation.py`, its bytes in `simulate/holding.py`.
+Text forms, pictures, the simulator, memory, meters and the description of stalled workers read it. What an operation
+does is its handler in `engine/worker.py`; its seconds are in `simulate/simulation.py`, its bytes in
+`simulate/replica_memory.py`.
 """
 
 import enum
@@ -48,27 +48,16 @@ BACKWARD_INPUT, BACKWARD_WEIGHT = "backward input", "backward weight"  # the par
 
 
 class Operation(NamedTuple):
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        letters: in an instruction's text form.
-        role: whether it computes, sends, receives, waits for others, or copies.
-        words: what a worker does meanwhile, of `{unit}`, of `{round}`, with worker `{peer}` or with `{others}`.
-        about: what its number is.
-        kind: what it sends, receives or copies; of what computes, the kind of its span.
-        label: what stands before the unit in the span's label; of a wait, what is waited for.
-        cell: its letter in a drawing, where it has a cell.
-        column: the measured seconds that it counts as.
-    """
-
-    letters: str
-    role: str
-    words: str
-    about: str = UNIT
-    kind: str = ""
-    label: str = ""
-    cell: str = ""
-    column: str = ""
+    letters: str  # in the text form of instructions
+    role: str  # one of COMPUTE, SEND, RECEIVE, WAIT, COPY, OTHER
+    words: str  # what a worker is doing, with `{unit}`, `{round}`, worker `{peer}` or `{others}`
+    about: str = UNIT  # what an instruction's number is
+    kind: str = ""  # what it sends, receives or copies; of COMPUTE, the kind of its span
+    label: str = ""  # prefix of the span's label; of a wait, what is waited for
+    cell: str = ""  # letter in drawings, if it is drawn
+    column: str = ""  # measured seconds that it counts as
 
 
 OPERATIONS = {
@@ -142,5 +131,5 @@ def with_role(*roles: str) -> tuple[Op, ...]:
 
 
 def with_kind(role: str, *kinds: str) -> dict[Op, str]:
-    """Return what the operations of a role send, receive or copy; of some kinds, if any are given."""
+    """Return the kinds of a role's operations, only the given ones if there are any."""
     return {op: row.kind for op, row in OPERATIONS.items() if row.role == role and row.kind in (kinds or (row.kind,))}

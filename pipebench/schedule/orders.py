@@ -1,4 +1,4 @@
-"""The orders of work: in which order a worker runs the forwards and backwards it has. One file per order."""
+"""Orders of work: the sequence of a worker's forwards and backwards. One file per order."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,24 +15,16 @@ ALL_FORWARDS, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = "all-forwards", "1f1b", "i
 
 @dataclass(frozen=True)
 class Order:
-    """An order of work.
+    """An order of work."""
 
-    Attributes:
-        summary: one line for people.
-        passes: from (pipeline, worker, units) to the worker's passes, lazily: the units are those between two flushes
-            (without a flush, between two drains), of all replicas, ascending.
-        needs_flush: whether it has an end only where the pipeline is emptied at every update.
-        takes_chunks: whether a worker may have several stages.
-        splits: whether it tells the two parts of a backward apart, and lets the weight part wait.
-        keeps_all: whether every unit of an update has run forward before the first runs backward.
-    """
-
-    summary: str
+    summary: str  # one line for people
+    # Lazily from (pipeline, worker, units): units are those of all replicas between two flushes (without flushes: two
+    # drains), ascending
     passes: Callable[[Pipeline, int, Sequence[int]], Iterable[Pass]]
-    needs_flush: bool = False
-    takes_chunks: bool = False
-    splits: bool = False
-    keeps_all: bool = False
+    needs_flush: bool = False  # whether it requires a flush at every update
+    takes_chunks: bool = False  # whether a worker may have several stages
+    splits: bool = False  # whether backwards are split, and weight parts may wait
+    keeps_all: bool = False  # whether every unit of an update runs forward before the first runs backward
 
 
 ORDERS: Final[dict[str, Order]] = {
@@ -46,7 +38,7 @@ ORDERS: Final[dict[str, Order]] = {
 
 
 def order_of(name: str) -> Order:
-    """Return the order of a name, or of a file.
+    """Return an order by its name, or read it from a file.
 
     Raises:
         CsvError: the file can't be read, or isn't a schedule.

@@ -1,8 +1,8 @@
-"""The schedule: what every worker does, in which order, as data.
+"""The schedule: every worker's list of instructions, as data.
 
-A schedule is a pure function of the pipeline's shape and of how many minibatches run until the next drain. It knows
-no model, no time and no tensor; simulator, engines, pictures and tests all read it. Its order of work says which
-passes a worker runs; here they get what belongs to them: messages, all-reduces, updates, weight versions.
+A pure function of the pipeline's shape and the number of minibatches until the next drain, without model, time or
+tensors; simulator, engines, pictures and tests read it. The order of work gives the passes; messages, all-reduces,
+updates and weight versions are added here.
 """
 
 import math
@@ -13,14 +13,13 @@ from itertools import chain
 from pipebench.schedule.instructions import COPIES, ENDS, Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.orders import order_of
-from pipebench.schedule.passes import Pass, forwards
+from pipebench.schedule.passes import Pass, forwards, with_copies
 from pipebench.schedule.pipeline import SPLIT, Pipeline
 from pipebench.schedule.routes import Routes
-from pipebench.schedule.swaps import with_copies
 from pipebench.schedule.transfer_steps import TransferSteps
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
-# From all seven fields; half of the time of `Instruction(...)`, which also fills in defaults. A list has millions.
+# From all seven fields in half the time of `Instruction(...)`: a list has millions.
 _instruction = partial(tuple.__new__, Instruction)
 
 
@@ -31,12 +30,9 @@ ProgramHook = Callable[[Pipeline, int, int, Parts], Parts]
 
 
 def programs(pipeline: Pipeline, num_minibatches: int, routes: Routes | None = None) -> list[Iterator[Instruction]]:
-    """Return every worker's list of instructions for `num_minibatches` minibatches between two drains, lazily.
+    """Return every worker's list of instructions between two drains, lazily.
 
-    Args:
-        pipeline: the shape.
-        num_minibatches: of the segment.
-        routes: where layers may move meanwhile: which stages exchange values of a unit, read when its turn comes.
+    If layers may move meanwhile, `routes` has the edges of each unit, read when it runs.
     """
     workers = range(pipeline.num_workers)
     if routes is None:
@@ -61,7 +57,7 @@ def forward_programs(pipeline: Pipeline, num_minibatches: int) -> list[Iterator[
 
 
 def most_in_flight(pipeline: Pipeline) -> tuple[int, ...]:
-    """Return per stage how many units a replica has in flight at most: run forward, and not yet all of its backward."""
+    """Return, per stage, the most units on a replica between their forward and the end of their backward."""
     most = [0] * pipeline.num_stages
     # Without a flush the warm-up is over when every replica has had its depth.
     num_minibatches = pipeline.period if pipeline.flushes else pipeline.block * (pipeline.depth + 1)
@@ -74,7 +70,7 @@ def most_in_flight(pipeline: Pipeline) -> tuple[int, ...]:
 
 
 def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[Instruction]]:
-    """Pass after pass, with an update of a stage after the last backward of a round, or of all stages at a flush."""
+    """Yield passes, with an update of a stage after the last backward of a round, or of all stages at a flush."""
     stages = {stage: StageProgram(p, stage, worker, num_minibatches) for stage in p.stages_of(worker)}
     minibatch, swaps = p.minibatch, p.swaps
     for units in _between_flushes(p, num_minibatches):
@@ -90,18 +86,18 @@ def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[In
                     yield _update(p, [program])
         if p.flushes:
             yield _update(p, [*stages.values()])
-    for program in stages.values():  # the last round is short and had no unit for us
+    for program in stages.values():  # the last, short round had no unit for this worker
         if not p.flushes and program.updates * p.round_size(program.stage) < num_minibatches:
             yield _update(p, [program])
 
 
 def _moving_program(p: Pipeline, worker: int, num_minibatches: int, routes: Routes) -> Iterator[list[Instruction]]:
-    """Pass after pass as ever, over the edges that a unit has, and what hands layers over in between."""
+    """Yield passes over the edges of each unit, and the transfers of layers in between."""
     (stage,) = p.stages_of(worker)
     program = StageProgram(p, stage, worker, num_minibatches)
-    handing, minibatch, done = TransferSteps(routes.moves, stage, num_minibatches), p.minibatch, 0
+    transfers, minibatch, done = TransferSteps(routes.moves, stage, num_minibatches), p.minibatch, 0
     for units in _between_flushes(p, num_minibatches):
-        # Whether a unit is copied is asked when it comes: layers may begin to swap, and cease to.
+        # Decided per unit: layers may begin or cease to swap.
         for _, op, unit in with_copies(order_of(p.order).passes(p, worker, units), (stage,)):
             k = minibatch(unit)[0]
             if op is Op.FORWARD:
@@ -109,33 +105,33 @@ def _moving_program(p: Pipeline, worker: int, num_minibatches: int, routes: Rout
                     routes.moves.begin(k)
                 program.connect(routes.forward(k))
                 yield program.forward(unit, *program.read(k, unit))
-                yield handing.after_forward(k)
+                yield transfers.after_forward(k)
             elif op in COPIES:
                 yield [Instruction(op, stage, unit)] if stage in routes.forward(k).swaps else []
             else:
-                yield handing.before_backward(k)
+                yield transfers.before_backward(k)
                 program.connect(routes.backward(k))
                 yield program.backward(op, unit)
                 if program.left == 0 and not p.flushes:
-                    yield handing.before_update(k)
+                    yield transfers.before_update(k)
                     yield _update(p, [program])
-                    yield handing.after_update(k)
+                    yield transfers.after_update(k)
         if p.flushes:
             yield _update(p, [program])
             done += len(units) // p.microbatches
-            yield handing.after_flush(done)
+            yield transfers.after_flush(done)
     if not p.flushes:
-        yield handing.at_end()
+        yield transfers.at_end()
 
 
 def passes_of(p: Pipeline, worker: int, units: Sequence[int]) -> Iterable[Pass]:
-    """Return a worker's passes between two flushes, and what it copies to its host and back."""
+    """Return a worker's passes between two flushes, and its copies to the host and back."""
     passes = order_of(p.order).passes(p, worker, units)
     return with_copies(passes, p.swaps) if p.swaps else passes
 
 
 def _between_flushes(p: Pipeline, num_minibatches: int) -> Iterator[Sequence[int]]:
-    """Yield the units of every group of minibatches that ends in a flush; all of them where there is none."""
+    """Yield the units of every group of minibatches that ends in a flush; all units if there are none."""
     if not p.flushes:
         yield _units(p, 0, num_minibatches)
         return
@@ -144,7 +140,7 @@ def _between_flushes(p: Pipeline, num_minibatches: int) -> Iterator[Sequence[int
 
 
 def _units(p: Pipeline, start: int, stop: int) -> Sequence[int]:
-    """Return the units of the minibatches from a block's first on, ascending; those of a part of a block have gaps."""
+    """Return the units of minibatches from a block's first on, ascending; those of a partial block have gaps."""
     if p.microbatches == 1 or stop % p.block == 0:
         return range(start * p.microbatches, stop * p.microbatches)
     return sorted(unit for minibatch in range(start, stop) for unit in p.units(minibatch))
@@ -159,17 +155,11 @@ def _update(p: Pipeline, programs: Sequence["StageProgram"]) -> list[Instruction
 
 
 class StageProgram:
-    """The instructions of one stage on one of its workers.
-
-    Attributes:
-        stage: the stage.
-        updates: made so far.
-        left: backwards that the worker still runs in this round.
-    """
+    """The instructions of one stage on one of its workers."""
 
     def __init__(self, p: Pipeline, stage: int, worker: int, num_minibatches: int) -> None:
         self.stage = stage
-        self.updates = 0
+        self.updates = 0  # made so far
         self._pipeline = p
         self._num_minibatches = num_minibatches
         self._replica, self._replicas = p.replica_of(worker), p.replicas[stage]
@@ -179,34 +169,34 @@ class StageProgram:
         self._used: dict[int, int] = {}  # unit in flight to the version of its forward
         self._bellwether = (-1, 0)  # the last round that has begun here, and the version of its first forward
         self._to_begin = 0  # units of that round that haven't run forward
-        self._next = self._replica  # the minibatch that the worker turns to after the one it ran forward last
+        self._next = self._replica  # the worker's next minibatch to run forward
         self._connected: Pipeline | None = None
         self.connect(p)
         self._begin_round()
 
     def connect(self, p: Pipeline) -> None:
-        """Let messages go along the edges of a pipeline from here on, and load what that loads."""
+        """Use a pipeline's edges and loads from here on."""
         if p is self._connected:
             return
         stage, self._connected = self.stage, p
         self._loads = stage in p.loads
-        # Two stages of one worker hand values over by themselves.
+        # Stages of one worker exchange values without messages.
         away = [edge for edge in p.edges if p.positions[edge.source] != p.positions[edge.target]]
         self._sources = [edge.source for edge in away if edge.target == stage]
         self._targets = [edge.target for edge in away if edge.source == stage]
-        # Gradients that meet come from the last reader first.
+        # Gradients of several readers arrive from the last one first.
         self._answering = sorted((e.target for e in away if e.source == stage and e.has_gradient), reverse=True)
         self._answered = [edge.source for edge in away if edge.target == stage and edge.has_gradient]
 
     def read(self, minibatch: int, unit: int) -> tuple[int, int]:
-        """Return the version that the forward of a unit reads, and how far ahead of it its weights are predicted."""
+        """Return the version that a unit's forward reads, and by how many updates its weights are predicted ahead."""
         policy, p = self._policy, self._pipeline
         version, ahead = policy.version(p, self.stage, minibatch, self.updates), 0
         self._next = minibatch + self._replicas
         if policy.aim is not None:
             round_index = minibatch // p.round_size(self.stage)
             if self._bellwether[0] != round_index:
-                # XPipe's bellwether: the round's first unit, whose prediction the others take over.
+                # XPipe's bellwether: the round's first unit, whose prediction the others reuse.
                 self._bellwether, self._to_begin = (round_index, version), self._own_units(round_index)
             self._to_begin -= 1
             version = self._bellwether[1]
@@ -227,7 +217,7 @@ class StageProgram:
         return made
 
     def backward(self, op: Op, unit: int) -> list[Instruction]:
-        """Return a backward, or a part of one, and its messages; they leave before any wait, or some plans deadlock."""
+        """Return a backward, or a part of it, and its messages, before any wait: some plans deadlock otherwise."""
         if op is Op.BACKWARD and self._pipeline.backward == SPLIT:
             return self.backward(Op.BACKWARD_INPUT, unit) + self.backward(Op.BACKWARD_WEIGHT, unit)
         stage, ends, reduce, made = self.stage, op in ENDS, -1, []
@@ -246,7 +236,7 @@ class StageProgram:
         return made
 
     def _read_again(self, version: int) -> tuple[int, int]:
-        """Return the version that a backward reads whose forward read `version`, and how far its weights are moved."""
+        """Return the version that a backward reads after its forward read `version`, and by how much it is moved."""
         policy, newest = self._policy, self.updates
         if policy.stashed:
             return version, 0
@@ -255,7 +245,7 @@ class StageProgram:
         return newest, 0 if policy.aim is None else policy.aim(self._pipeline, self.stage, newest) - newest
 
     def wait(self) -> list[Instruction]:
-        """Return the wait for a round's all-reduce; who has no unit in the round joins it there, with zeros."""
+        """Return the wait for a round's all-reduce; a worker without a unit in the round joins it there, with zeros."""
         if self._replicas == 1:
             return []
         reduce = self.updates if self._units_of_round == 0 else -1
@@ -281,5 +271,5 @@ class StageProgram:
         return self._own(len(minibatches))
 
     def _own(self, num_minibatches: int) -> int:
-        """Return how many units of a round of so many minibatches are this worker's."""
+        """Return the worker's units of a round of `num_minibatches`."""
         return math.ceil(max(0, num_minibatches - self._replica) / self._replicas) * self._pipeline.microbatches

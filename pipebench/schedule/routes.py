@@ -1,4 +1,4 @@
-"""Which stages exchange values of a unit, where layers move between them."""
+"""The edges that each unit takes while layers move."""
 
 from collections.abc import Callable
 
@@ -12,11 +12,8 @@ class Routes:
 
     Args:
         pipeline: the shape at the drain.
-        layout: its cuts, and what layers do with their activations.
-        under: returns the shape under others; asked once for each.
-
-    Attributes:
-        moves: the moves.
+        layout: cuts and policies at the drain.
+        under: returns the shape under another layout; called once for each.
     """
 
     def __init__(self, pipeline: Pipeline, layout: CutLayout, under: Callable[[CutLayout], Pipeline]) -> None:
@@ -28,27 +25,27 @@ class Routes:
         """Add a move.
 
         Raises:
-            PlanError: it can't be made, or not from that minibatch on; or the cuts tear what layers share.
+            PlanError: it is impossible or too early, or the cuts separate layers that share parameters.
         """
         for problem in self.moves.problems(move):
             raise PlanError(problem)
         before = self.moves.last_layout
         after = move.after(before)
-        for turned in range(len(before.starts)):  # as boundaries turn over one by one
+        for turned in range(len(before.starts)):  # boundaries switch one by one
             for memory in (before.memory, after.memory):
                 self.at(CutLayout((*after.starts[: turned + 1], *before.starts[turned + 1 :]), memory))
         self.moves.announce(move)
 
     def forward(self, minibatch: int) -> Pipeline:
-        """Return the shape whose edges a minibatch takes forward."""
+        """Return the shape of a minibatch's forward."""
         return self.at(self.moves.forward_layout(minibatch))
 
     def backward(self, minibatch: int) -> Pipeline:
-        """Return the shape whose edges a minibatch takes back."""
+        """Return the shape of a minibatch's backward."""
         return self.at(self.moves.backward_layout(minibatch))
 
     def at(self, layout: CutLayout) -> Pipeline:
-        """Return the shape under cuts and policies."""
+        """Return the shape under a layout."""
         if layout not in self._known:
             self._known[layout] = self._under(layout)
         return self._known[layout]

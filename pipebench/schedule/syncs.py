@@ -1,4 +1,4 @@
-"""How the replicas of a stage agree: what they send each other of their gradients, and who waits for whom."""
+"""How replicas of a stage agree on gradients."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,22 +10,13 @@ ALL_REDUCE_AFTER, PARAMETER_SERVER_AFTER = "all-reduce-after", "parameter-server
 
 @dataclass(frozen=True)
 class Sync:
-    """A way to agree.
+    """A way to agree."""
 
-    Attributes:
-        summary: one line for people.
-        kind: what its bytes are counted as.
-        way: in which a buffer is summed: ALL_REDUCE, a ring, or PARAMETER_SERVER.
-        overlaps: whether gradients set out while a round's last backward still runs, bucket by bucket (wait-free
-            backpropagation); else all of them when it is over.
-        extension: that brings what workers do instead of waiting for each other, if they don't.
-    """
-
-    summary: str
-    kind: str
-    way: str
-    overlaps: bool = True
-    extension: str = ""
+    summary: str  # one line for people
+    kind: str  # as which its bytes are counted
+    way: str  # how a buffer is summed: ALL_REDUCE, a ring, or PARAMETER_SERVER
+    overlaps: bool = True  # whether buckets are sent during a backward (wait-free backpropagation), else after it
+    extension: str = ""  # brings what workers do if they don't wait for each other
 
     @cached_property
     def waits(self) -> bool:

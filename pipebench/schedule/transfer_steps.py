@@ -1,12 +1,11 @@
-"""Where a stage's list hands layers over: what stands before and after its forwards, backwards and updates in a move.
+"""Instructions that transfer layers between stages: their places around forwards, backwards and updates.
 
-The giver cuts the block apart (`RC`) after its last forward that runs backward there, too. What the block's layers
-read of each such unit leaves, with the version they read it with, right after the forward (`GU`); the taker has it
-(`TU`) and computes the block forward again (`FA`) right before the unit's backward. Weights and all that belongs to
-them leave (`G`) after the giver's last update of them and its last forward, which may change their buffers; they are
-there (`T`) before the taker's first update or forward that needs them. What isn't handed over when a segment ends is
-handed over then. A stage that takes nothing, but whose layers are to do something else with their activations, cuts
-itself anew (`RC`, with nobody) after the update before the first forward that does.
+The source separates the block (`RC`) after its last forward that also runs backward there. Inputs of each later unit,
+with the version it was read with, are sent right after its forward (`GU`); the target receives them (`TU`) and repeats
+the forward (`FA`) right before the unit's backward. Weights and their state are sent (`G`) after the source's last
+update of them and its last forward, which may change buffers, and received (`T`) before the target's first update or
+forward that needs them; at the latest at the end of the segment. A stage that takes no block but whose layers change
+policies rebuilds itself (`RC` without a peer) after the update before the first forward under the new ones.
 """
 
 from collections.abc import Iterable
@@ -17,13 +16,7 @@ from pipebench.schedule.operations import Op
 
 
 class TransferSteps:
-    """The instructions of moves in one stage's list.
-
-    Args:
-        moves: read whenever something is asked, so that moves may be announced while the list is made.
-        stage: the stage.
-        num_minibatches: of the segment.
-    """
+    """The transfers in one stage's list; `moves` is read at every query, since moves may be announced meanwhile."""
 
     def __init__(self, moves: RepartitionPlan, stage: int, num_minibatches: int) -> None:
         self._moves = moves
@@ -31,7 +24,7 @@ class TransferSteps:
         self._end = num_minibatches
 
     def after_forward(self, minibatch: int) -> list[Instruction]:
-        """Return what stands after a forward and its messages."""
+        """Return what follows a forward and its messages."""
         made = []
         for each in self._gives():
             if minibatch == each.first - 1 and each.first < each.at:
@@ -43,7 +36,7 @@ class TransferSteps:
         return made
 
     def before_backward(self, minibatch: int) -> list[Instruction]:
-        """Return what stands before a backward and its messages."""
+        """Return what precedes a backward and its messages."""
         made = []
         for each in self._takes():
             if each.first <= minibatch < each.at:
@@ -53,7 +46,7 @@ class TransferSteps:
         return made
 
     def before_update(self, minibatch: int) -> list[Instruction]:
-        """Return what stands before the update that a minibatch's backward leads to, without a flush."""
+        """Return what precedes the update after a minibatch's backward, without a flush."""
         return [
             self._take(each)
             for each in self._takes()
@@ -61,7 +54,7 @@ class TransferSteps:
         ]
 
     def after_update(self, minibatch: int) -> list[Instruction]:
-        """Return what stands after the update that a minibatch's backward leads to, without a flush."""
+        """Return what follows the update after a minibatch's backward, without a flush."""
         made = []
         for each in self._moves.at_stage(self._stage):
             if each.first - 1 != minibatch or not self._is_under_way(each):
@@ -73,11 +66,11 @@ class TransferSteps:
         return made + [
             Instruction(Op.RECUT, self._stage, at)
             for at in self._moves.new_policies(self._stage)
-            if minibatch == self._moves.before_forward(self._stage, at) and at <= self._end
+            if minibatch == self._moves.last_updated(self._stage, at) and at <= self._end
         ]
 
     def after_flush(self, num_minibatches: int) -> list[Instruction]:
-        """Return what stands after a flush that comes after so many minibatches."""
+        """Return what follows a flush after `num_minibatches`."""
         made = self._whole(
             each
             for each in self._moves.at_stage(self._stage)
@@ -87,15 +80,15 @@ class TransferSteps:
         return made + [Instruction(Op.RECUT, self._stage, at) for at in renewed]
 
     def at_end(self) -> list[Instruction]:
-        """Return what is left to do when a segment without a flush ends."""
+        """Return what remains at the end of a segment without a flush."""
         return self._whole(each for each in self._moves.at_stage(self._stage) if not self._is_under_way(each))
 
     def _is_under_way(self, each: BlockTransfer) -> bool:
-        """Return whether a unit of the segment runs forward at the one stage and backward at the other."""
+        """Return whether a unit of the segment runs forward at one stage and backward at the other."""
         return each.first < self._end
 
     def _whole(self, blocks: Iterable[BlockTransfer]) -> list[Instruction]:
-        """Return what hands blocks over where nothing is in flight: giving waits for nobody, so it comes first."""
+        """Return the transfers of blocks with nothing in flight; sends never wait, so they come first."""
         blocks, made = tuple(blocks), []
         for each in (block for block in blocks if block.source == self._stage):
             has_parted = each.first < each.at and each.first <= self._end

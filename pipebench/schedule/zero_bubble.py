@@ -1,8 +1,8 @@
-"""ZB-H1: 1F1B whose backwards come in two parts, the weight part in time that would be idle.
+"""ZB-H1: 1F1B with split backwards, whose weight parts fill time that would be idle.
 
-Paper: Qi et al., Zero Bubble Pipeline Parallelism (ICLR'24) section 2.1 and figure 2. The order of forwards and input
-parts is that of 1F1B. A stage of depth d_s lets its weight parts wait for depth - d_s units: then no stage has more
-units in flight than the first has in 1F1B. Of p equal stages the bubble is (p - 1) (T_F + T_B - T_W).
+Paper: Qi et al., Zero Bubble Pipeline Parallelism (ICLR'24) section 2.1 and figure 2. Forwards and input parts are in
+1F1B's order. A stage of depth d_s delays its weight parts by depth - d_s units: then no stage has more units in flight
+than 1F1B's first. With p equal stages the bubble is (p - 1) (T_F + T_B - T_W).
 """
 
 from collections import deque

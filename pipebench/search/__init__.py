@@ -1,1 +1,1 @@
-"""Architecture search: which cells of a model are trained when, and what an engine needs to train only those."""
+"""Architecture search: which cells of a model are trained when, and how an engine trains only those."""

@@ -1,7 +1,7 @@
-"""Architectures: a model with some of its cells, and what an engine needs to train it so.
+"""Architectures: a model with some of its cells, its costs and its setup.
 
-Everything follows from which cells there are: the graph, what its layers cost, and under the cuts of a plan what stages
-compute, keep and send. Cuts stay where they are, since layers that are left out keep their places.
+Cuts stay, since left-out layers keep their places; graph, costs, and what stages compute, keep and send follow from the
+cells.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,28 +20,15 @@ from pipebench.recipe.schema import OptimizerRecipe
 from zoo.registry import Dataset
 
 Cells = frozenset[int]  # positions among the cells that can be left out
-_KEPT = 64  # architectures whose costs are remembered: a child's parent comes back now and then
+_CACHED = 64  # architectures: a child's parent returns now and then
 
 
 class Architectures:
-    """All architectures of a model.
-
-    Args:
-        graph: the model with all cells.
-        profile: what it costs.
-        dataset: what it is trained on.
-        optimizer: what updates it.
-        cluster: that it is trained on.
-        patterns: of the qualified names of modules that can be left out, such as `cells.*`.
-
-    Attributes:
-        profile: see there.
-        cells: those that the patterns name, in order of execution.
-        form: returns the model with some of its cells, and what it costs.
+    """All architectures of a model: `patterns`, such as `cells.*`, are qualified names of modules that can be left out.
 
     Raises:
-        GraphError: a pattern names nothing, or what can't be left out.
-        ProfileError: a layer can't be run without data, to know its output's shape.
+        GraphError: a pattern matches nothing, or what can't be left out.
+        ProfileError: a layer's output shape can't be found without data.
     """
 
     def __init__(
@@ -54,9 +41,10 @@ class Architectures:
         patterns: Sequence[str],
     ) -> None:
         self.profile = profile
-        self.cells = find_cells(graph, patterns, output_forms(graph, dataset, max(profile.layers)))
+        forms = output_forms(graph, dataset, max(profile.layers))
+        self.cells = find_cells(graph, patterns, forms)  # in order of execution
         self._graph, self._dataset, self._optimizer, self._cluster = graph, dataset, optimizer, cluster
-        self.form = lru_cache(_KEPT)(self._form)
+        self.form = lru_cache(_CACHED)(self._form)  # an architecture's graph and profile
 
     @property
     def all(self) -> Cells:
@@ -64,10 +52,10 @@ class Architectures:
         return frozenset(range(len(self.cells)))
 
     def named(self, patterns: Iterable[str], key: str) -> Cells:
-        """Return the cells that some patterns name.
+        """Return the cells that patterns match.
 
         Raises:
-            GraphError: one names none; `key` says where it stands.
+            GraphError: a pattern matches none; names `key`.
         """
         names = [cell.name for cell in self.cells]
         found: set[int] = set()
@@ -79,15 +67,15 @@ class Architectures:
         return frozenset(found)
 
     def names(self, cells: Iterable[int]) -> list[str]:
-        """Return the names of some cells, in order of execution."""
+        """Return names of cells, in order of execution."""
         return [self.cells[index].name for index in sorted(cells)]
 
     def num_layers(self, cells: Cells) -> int:
-        """Return how many layers an architecture has."""
+        """Return an architecture's number of layers."""
         return sum(not layer.idle for layer in self.form(cells)[0].layers)
 
     def setup(self, setup: Setup, cells: Cells) -> Setup:
-        """Return a setup of the model, under the cuts it has, with these cells."""
+        """Return the setup with these cells, under its cuts."""
         graph, profile = self.form(cells)
         return replace(setup, graph=graph, profile=profile).under(setup.plan)
 

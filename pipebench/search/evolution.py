@@ -1,12 +1,12 @@
-"""Evolution: which architecture is trained next, given the fitness of those before.
+"""Evolution: the next architecture, given the fitness of those before.
 
-Everything random is a function of the seed and of the individual's number, so that a search depends on fitness alone:
-whoever knows the same scores, on any engine and after any restart, trains the same individuals in the same order.
+Random draws are functions of the seed and the individual's number, so a search depends on fitness alone: the same
+scores, on any engine and after any restart, give the same individuals in the same order.
 
 Papers: Real et al., Regularized Evolution for Image Classifier Architecture Search (AAAI'19), algorithm 1: the oldest
 of the population dies. So et al., The Evolved Transformer (ICML'19), sections 3.1 and 3.2: the worst of a tournament
-dies, and hurdles decide who is trained on. Differs: individuals share one set of weights, each trains on from what it
-finds, as in Pham et al. (ENAS, ICML'18), so that cells that two of them have in common are trained by both.
+dies, and hurdles decide which individuals train on. Differs: individuals share one set of weights and continue from its
+current state, as in Pham et al. (ENAS, ICML'18), so cells common to two of them are trained by both.
 """
 
 from collections.abc import Sequence
@@ -14,70 +14,53 @@ from dataclasses import dataclass
 
 from pipebench.model.sampling import mix, name_hash
 from pipebench.recipe.schema import OLDEST
-from pipebench.search.course import Individual, SearchStrategy
+from pipebench.search.strategy import Individual, SearchStrategy
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How a population evolves.
+    """Parameters of an evolution."""
 
-    Attributes:
-        num_cells: how many there are to choose from.
-        first: the cells of the first individual.
-        population: individuals that live together.
-        tournament: of them, how many are drawn for a parent to be the best of; an individual may be drawn twice.
-        mutations: cells that a child has and its parent has not, or the other way round.
-        smallest: the fewest cells of an individual.
-        removes: who makes room for a child: `oldest`, or the `worst` of a tournament.
-        hurdles: the most hurdles there will be; who gets over one is trained for one period more.
-        larger_is_better: of scores.
-        seed: of all draws.
-    """
-
-    num_cells: int
-    first: frozenset[int]
-    population: int
-    tournament: int
-    mutations: int
-    smallest: int
-    removes: str
-    hurdles: int
-    larger_is_better: bool
-    seed: int
+    num_cells: int  # to choose from
+    first: frozenset[int]  # cells of the first individual
+    population: int  # living individuals
+    tournament: int  # individuals drawn for each tournament, with repetition
+    mutations: int  # cells by which a child differs from its parent
+    smallest: int  # fewest cells of an individual
+    removes: str  # which individual a child replaces: the `oldest`, or the `worst` of a tournament
+    hurdles: int  # at most; each grants another training period to individuals that exceed it
+    larger_is_better: bool  # of scores
+    seed: int  # of all draws
 
 
 class Evolution(SearchStrategy):
-    """A search that goes on with every score that it is told.
-
-    Attributes:
-        population: numbers of those that live, in order of birth.
-    """
+    """A search that continues with every score."""
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules.first, larger_is_better=rules.larger_is_better)
         self._rules = rules
-        self.population: list[int] = []
+        self.population: list[int] = []  # numbers of the living, in order of birth
 
     def _go_on(self, num_minibatches: int) -> None:
-        told = self.current
-        if self._gets_over(told):
+        scored = self.current
+        if self._passes_hurdle(scored):
             return
-        self.population.append(told.number)
+        self.population.append(scored.number)
         if len(self.population) > self._rules.population:
-            self.population.remove(self._dying())
+            self.population.remove(self._replaced())
         self._raise_hurdle()
-        number = told.number + 1
+        number = scored.number + 1
         self.individuals.append(self._drawn(number) if number < self._rules.population else self._child(number))
 
-    def _gets_over(self, told: Individual) -> bool:
-        """Return whether an individual is trained for one period more."""
-        num_periods = len(told.scores)
+    def _passes_hurdle(self, scored: Individual) -> bool:
+        """Return whether an individual is trained for another period."""
+        num_periods = len(scored.scores)
         if num_periods > len(self.hurdles):
             return False
-        return self._sign * told.fitness > self._sign * self.hurdles[num_periods - 1]
+        return self._sign * scored.fitness > self._sign * self.hurdles[num_periods - 1]
 
     def _raise_hurdle(self) -> None:
-        """Add a hurdle after each population's worth of individuals: the mean of those who were trained longest."""
+        """Add a hurdle after each population's worth of individuals: the mean fitness of those trained longest."""
         num_periods = len(self.hurdles) + 1
         if len(self.individuals) % self._rules.population or num_periods > self._rules.hurdles:
             return
@@ -86,15 +69,15 @@ class Evolution(SearchStrategy):
         if reached:
             self.hurdles.append(sum(reached) / len(reached))
 
-    def _dying(self) -> int:
-        """Return who makes room, once a child has joined."""
+    def _replaced(self) -> int:
+        """Return which individual a child replaces."""
         if self._rules.removes == OLDEST:
             return self.population[0]
         drawn = self._tournament("death", len(self.individuals))
         return min(drawn, key=lambda each: (self._sign * each.fitness, each.number)).number
 
     def _drawn(self, number: int) -> Individual:
-        """Return an individual of the first population: each cell with even chances, more where that makes too few."""
+        """Return an individual of the first population: each cell with probability 1/2, more if these are too few."""
         draws, every = self._draws("cells", number), range(self._rules.num_cells)
         cells = {cell for cell in every if draws.below(2)}
         while len(cells) < self._rules.smallest:
@@ -102,14 +85,14 @@ class Evolution(SearchStrategy):
         return Individual(number, None, frozenset(cells))
 
     def _child(self, number: int) -> Individual:
-        """Return a mutation of the fittest of a tournament."""
+        """Return a mutation of a tournament's fittest."""
         parent = self._fittest(self._tournament("parent", number))
-        assert parent is not None  # everybody in the population has a score
+        assert parent is not None  # all of the population have a score
         changed = self._mutated(parent.cells, self._draws("cells", number))
         return Individual(number, parent.number, parent.cells ^ changed, changed)
 
     def _mutated(self, parent: frozenset[int], draws: "_Draws") -> frozenset[int]:
-        """Return the cells that a child has and its parent has not, or the other way round; each changes once."""
+        """Return the cells by which a child differs from its parent."""
         cells, changed = set(parent), set[int]()
         for _ in range(self._rules.mutations):
             can_go = len(cells) > self._rules.smallest
@@ -123,7 +106,7 @@ class Evolution(SearchStrategy):
         return frozenset(changed)
 
     def _tournament(self, what: str, number: int) -> list[Individual]:
-        """Return individuals drawn from the population for a purpose; one may be drawn twice."""
+        """Return individuals drawn from the population for a purpose, with repetition."""
         draws = self._draws(what, number)
         return [self.individuals[draws.one_of(self.population)] for _ in range(self._rules.tournament)]
 
@@ -132,17 +115,17 @@ class Evolution(SearchStrategy):
 
 
 class _Draws:
-    """Draws for one purpose of one individual; every call is the next."""
+    """A sequence of draws for one purpose of one individual."""
 
     def __init__(self, seed: int, what: str, number: int) -> None:
         self._key = (seed, name_hash(f"search {what}"), number)
         self._count = 0
 
     def below(self, bound: int) -> int:
-        """Return a number from 0 to below a bound."""
+        """Return a number in [0, bound)."""
         self._count += 1
         return mix(*self._key, self._count) % bound  # of 63 bits: the bias is below bound / 2^63
 
     def one_of(self, choices: Sequence[int]) -> int:
-        """Return one of some numbers."""
+        """Return one of the choices."""
         return choices[self.below(len(choices))]

@@ -1,43 +1,45 @@
-"""What a recipe's search comes to before anything is trained: its architectures, its scores, and how it begins."""
+"""A recipe's search before training: architectures, metric, and the first individual."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipebench.errors import GraphError
+from pipebench.model.plan import Plan
 from pipebench.recipe.schema import Recipe, SearchRecipe
-from pipebench.recipe.search_trace import Trace, load_trace
+from pipebench.recipe.search_trace import load_trace
 from pipebench.search.architectures import Architectures, Cells
 from pipebench.search.evolution import Evolution, Rules
 from pipebench.search.search import Search
-from pipebench.search.trace import Following, Step
+from pipebench.search.trace import Following, Step, steps_of
 
 
 @dataclass(frozen=True)
 class SearchSetup:
-    """What a search needs to know.
+    """The definition of a search."""
 
-    Attributes:
-        recipe: how architectures are found.
-        architectures: those there are.
-        first: the one to begin with.
-        metric: what scores them.
-        larger_is_better: of scores.
-        seed: of all draws.
-        steps: the changes of a trace; None: evolution decides.
-        end_second: when a trace in seconds ends; None: with the run's last epoch.
-    """
-
-    recipe: SearchRecipe
+    recipe: SearchRecipe  # how architectures are found
     architectures: Architectures
-    first: Cells
-    metric: str
-    larger_is_better: bool
-    seed: int
-    steps: tuple[Step, ...] | None = None
-    end_second: float | None = None
+    first: Cells  # the initial architecture
+    metric: str  # that scores architectures
+    larger_is_better: bool  # of scores
+    seed: int  # of all draws
+    steps: tuple[Step, ...] | None = None  # the changes of a trace; None: evolution decides
+    end_second: float | None = None  # end of a trace in seconds; None: the run's last epoch
+
+    def with_trace(self, plan: Plan) -> "SearchSetup":
+        """Return the search with the changes of its trace, if it has one, under a plan.
+
+        Raises:
+            GraphError: see `steps_of`.
+        """
+        if self.recipe.trace is None:
+            return self
+        trace = load_trace(self.recipe.trace)
+        steps = steps_of(trace.events, self.architectures, self.first, plan, str(self.recipe.trace))
+        return replace(self, steps=steps, end_second=trace.end_second)
 
     def begin(self) -> Search:
-        """Return the search, before anything is trained."""
+        """Return the search, before training."""
         given = self.recipe
         if self.steps is not None:
             following = Following(self.first, self.steps, larger_is_better=self.larger_is_better)
@@ -50,41 +52,22 @@ class SearchSetup:
         return Search(Evolution(rules), self.architectures, self.metric)
 
 
-def metric_of(recipe: Recipe, metrics: Mapping[str, str]) -> tuple[str, bool]:
-    """Return what a recipe's search is scored by, and whether more of it is better.
+def search_setup(recipe: Recipe, architectures: Architectures, metrics: Mapping[str, str]) -> SearchSetup:
+    """Return a recipe's search, without a trace's changes, which depend on the plan.
 
-    Args:
-        recipe: has a search.
-        metrics: of the data set, with their directions.
-    """
-    assert recipe.search is not None
-    target = recipe.train.target
-    name = recipe.search.metric or (target.metric if target is not None else next(iter(metrics), "eval_loss"))
-    return name, metrics.get(name, "min") == "max"
-
-
-def trace_of(search: SearchRecipe) -> Trace | None:
-    """Return a recipe's trace; None if evolution decides."""
-    return None if search.trace is None else load_trace(search.trace)
-
-
-def check_smallest(search: SearchRecipe, architectures: Architectures) -> None:
-    """Refuse a search for more cells than there are.
+    `metrics` are the data set's, with their directions.
 
     Raises:
-        GraphError: says how many there are.
+        GraphError: the first architecture has unknown cells, or there are fewer cells than `search.smallest`.
     """
+    search, target = recipe.search, recipe.train.target
+    assert search is not None
     if search.smallest > len(architectures.cells):
         raise GraphError(f"search.smallest: got {search.smallest}, and the search has {len(architectures.cells)} cells")
-
-
-def first_of(search: SearchRecipe, trace: Trace | None, architectures: Architectures) -> Cells:
-    """Return the architecture that a recipe's search begins with.
-
-    Raises:
-        GraphError: it names cells that aren't there.
-    """
-    given = None if trace is None or trace.events[0].minibatch != 0 else trace.events[0].cells
-    if given is not None:
-        return architectures.named(given, f"search.trace: {search.trace}: events[0].cells")
-    return architectures.all if search.first is None else architectures.named(search.first, "search.first")
+    change = None if search.trace is None else load_trace(search.trace).events[0]
+    if change is not None and change.minibatch == 0 and change.cells is not None:
+        first = architectures.named(change.cells, f"search.trace: {search.trace}: events[0].cells")
+    else:
+        first = architectures.all if search.first is None else architectures.named(search.first, "search.first")
+    metric = search.metric or (target.metric if target is not None else next(iter(metrics), "eval_loss"))
+    return SearchSetup(search, architectures, first, metric, metrics.get(metric, "min") == "max", recipe.train.seed)

@@ -1,4 +1,4 @@
-"""Architectures that are decided beforehand: the changes of a trace, followed one after the other."""
+"""Architectures from a trace, one after the other."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -7,11 +7,11 @@ from pipebench.errors import GraphError
 from pipebench.model.plan import Plan
 from pipebench.recipe.search_trace import ArchitectureChange
 from pipebench.search.architectures import Architectures, Cells
-from pipebench.search.course import Individual, SearchStrategy
+from pipebench.search.strategy import Individual, SearchStrategy
 
 
 class Step(NamedTuple):
-    """From when on an architecture holds: a minibatch of the run, or a second of its clock; and the architecture."""
+    """An architecture, and its start: a minibatch of the run, or a second of its clock."""
 
     minibatch: int | None
     second: float | None
@@ -21,17 +21,10 @@ class Step(NamedTuple):
 def steps_of(
     events: Sequence[ArchitectureChange], architectures: Architectures, first: Cells, plan: Plan, path: str
 ) -> tuple[Step, ...]:
-    """Return what a trace's changes come to, from the first architecture on.
-
-    Args:
-        events: the trace's, in order.
-        architectures: those there are.
-        first: the one to begin with.
-        plan: tells which layers are of which stage.
-        path: the trace's file.
+    """Return the architectures of a trace's changes, beginning with `first`; `plan` maps layers to stages.
 
     Raises:
-        GraphError: a cell or a stage isn't there, or has not so many layers to add or to delete.
+        GraphError: unknown cell or stage, or too few layers to add or to delete; names `path`.
     """
     cells, found = first, []
     for index, event in enumerate(events):
@@ -45,7 +38,7 @@ def steps_of(
 
 
 def _changed(event: ArchitectureChange, architectures: Architectures, cells: Cells, plan: Plan, where: str) -> Cells:
-    """Return an architecture with as many layers more, or fewer, in a stage: whole cells, until they are as many."""
+    """Return an architecture with more or fewer layers in a stage, changed by whole cells."""
     assert event.stage is not None
     if event.stage >= len(plan.stages):
         raise GraphError(f"{where}.stage: got {event.stage}, allowed are 0 to {len(plan.stages) - 1}")
@@ -66,13 +59,7 @@ def _changed(event: ArchitectureChange, architectures: Architectures, cells: Cel
 
 
 class Following(SearchStrategy):
-    """Follows a trace.
-
-    Args:
-        first: the architecture to begin with.
-        steps: from which minibatch on others hold, in order: where scores are told, nobody knows the second beforehand.
-        larger_is_better: of scores.
-    """
+    """Follows a trace, whose steps begin at minibatches: seconds are not known in advance where scores are."""
 
     def __init__(self, first: Cells, steps: Sequence[Step], *, larger_is_better: bool) -> None:
         super().__init__(first, larger_is_better=larger_is_better)
@@ -82,7 +69,7 @@ class Following(SearchStrategy):
     def _go_on(self, num_minibatches: int) -> None:
         for cells in self._due(num_minibatches):
             before = self.current
-            if not before.scores:  # it never had a turn
+            if not before.scores:  # it was never trained
                 self.individuals.pop()
             self.individuals.append(Individual(len(self.individuals), None, cells, cells ^ before.cells))
 

@@ -1,8 +1,8 @@
-"""How long minibatches take on average where no two are alike, and how well that is known from those simulated.
+"""Mean duration of minibatches of varying length, and its standard error, estimated from those simulated.
 
-What blocks of minibatches take is compared with the work that was drawn for them, whose mean is known: a regression
-estimator (Cochran, Sampling Techniques, chapter 7) with the means of 32 batches of blocks, so that what neighbouring
-minibatches have to do with each other stays inside a batch. Draws that happen to be long don't count as slowness.
+Durations of blocks are regressed on the computing drawn for them, whose mean is known: a regression estimator (Cochran,
+Sampling Techniques, chapter 7) over means of 32 batches of blocks, so that dependence between neighbouring minibatches
+stays within a batch and long draws don't count as slowness.
 """
 
 import itertools
@@ -24,30 +24,16 @@ _ERROR = 0.006  # relative standard error of a segment's duration that is small 
 
 @dataclass(frozen=True)
 class MeanKnown:
-    """What blocks of minibatches take on average.
+    """The mean duration of blocks of minibatches."""
 
-    Attributes:
-        period: minibatches of a block.
-        mean_s: seconds that a block takes.
-        error_s: the standard error of that.
-        left_out: blocks that need not be simulated.
-    """
-
-    period: int
-    mean_s: float
-    error_s: float
-    left_out: int
+    period: int  # minibatches per block
+    mean_s: float  # per block
+    error_s: float  # standard error of `mean_s`
+    left_out: int  # blocks that need not be simulated
 
 
 class Average:
-    """Watches a segment until the mean of what it would still simulate is known well enough.
-
-    Args:
-        pipeline: what runs.
-        costs: what it costs.
-        sampler: which lengths it has.
-        num_minibatches: of the segment.
-    """
+    """Watches a segment until the mean duration of its remaining blocks is known well enough."""
 
     def __init__(self, pipeline: Pipeline, costs: Costs, sampler: Varying, num_minibatches: int) -> None:
         self._period = pipeline.period
@@ -61,7 +47,7 @@ class Average:
         self._next = _BATCHES
 
     def known(self, end_s: float) -> MeanKnown | None:
-        """Take note of the end of a unit's backward at the input stage; return the mean, once it is known."""
+        """Record the end of a unit's backward at the input stage; return the mean once it is known."""
         self._num_ended += 1
         self._last_s = max(self._last_s, end_s)
         if self._num_ended % self._units:
@@ -73,7 +59,7 @@ class Average:
         self._next += max(1, self._next // 4)
         ends_s = self._ends_s[self._fill :]
         done = len(self._ends_s) * self._period
-        # No worker has begun anything that a segment so short would not have, nor is near its end.
+        # No worker has started anything beyond so short a segment, or is near its end.
         left_out = (self._num_minibatches - done - 2 * self._in_flight - self._period) // self._period
         if left_out < 1:
             return None
@@ -88,16 +74,10 @@ class Average:
 
 
 class _Work:
-    """Seconds of computing that were drawn: of so many minibatches that wait for each other, the most that one has.
+    """Seconds of computing drawn per round, as the maximum over the minibatches that wait for each other.
 
-    Replicas wait for each other at every update, and neighbouring stages, which have the minibatches before and after,
-    more or less. So it is counted, for every round of the input stage's replicas, over that and more rounds.
-
-    Args:
-        pipeline: what runs.
-        costs: what it costs.
-        sampler: which lengths it has.
-        num_rounds: over how many.
+    Replicas wait for each other at every update; neighbouring stages, which have the minibatches before and after, more
+    or less. So the maximum is taken over windows of one and of `num_rounds` rounds of the input stage's replicas.
     """
 
     def __init__(self, pipeline: Pipeline, costs: Costs, sampler: Varying, num_rounds: int) -> None:
@@ -110,13 +90,13 @@ class _Work:
         }
 
     def of(self, minibatches: range) -> float:
-        """Return the work of minibatches that are whole rounds."""
+        """Return the work of a range of minibatches that consists of whole rounds."""
         around = range(minibatches.start, minibatches.stop + self._together - self._round)
         drawn = [self._seconds[self._sampler.columns(k)] for k in around]
         return sum(max(drawn[i : i + self._together]) for i in range(0, len(minibatches), self._round))
 
     def mean(self, num_minibatches: int) -> float:
-        """Return the mean work of so many minibatches."""
+        """Return the expected work of so many minibatches."""
         most_s, below = 0.0, 0.0
         for seconds, share in sorted((self._seconds[columns], share) for columns, share in self._sampler.lengths):
             most_s += seconds * ((below + share) ** self._together - below**self._together)
@@ -129,23 +109,20 @@ def _seconds(costs: Costs, sizes: Sequence[Size]) -> float:
 
 
 def _batches(values: Sequence[float]) -> list[float]:
-    """Return the means of neighbouring values, equally many each; the oldest are left out."""
+    """Return the means of equally many neighbouring values each, without the oldest remainder."""
     each = len(values) // _BATCHES
     values = values[len(values) - each * _BATCHES :]
     return [statistics.fmean(values[i : i + each]) for i in range(0, len(values), each)]
 
 
 def regressed(values: Sequence[float], known: Sequence[Sequence[float]], means: Sequence[float]) -> tuple[float, float]:
-    """Return what values are on average where the means of others are known, and the standard error of that.
+    """Return the mean of `values` given the true `means` of related variables `known`, and its standard error.
 
-    Args:
-        values: more than there are others, by three at least.
-        known: others, each as many, that are related to them.
-        means: the true mean of each.
+    There are at least three more values than variables, each with as many.
     """
     others = (np.array(each) - mean for each, mean in zip(known, means, strict=True))
     design = np.column_stack([np.ones(len(values)), *others])
-    inverse = np.linalg.pinv(design.T @ design)  # others may come to the same, or not vary
+    inverse = np.linalg.pinv(design.T @ design)  # variables may be equal or constant
     found = inverse @ design.T @ np.array(values)
     left = np.array(values) - design @ found
     variance = float(left @ left) / (len(values) - np.linalg.matrix_rank(design))

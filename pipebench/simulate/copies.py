@@ -1,8 +1,8 @@
-"""Copies between devices and their hosts: what a stage saves of a unit goes out after its forward, and comes back.
+"""Copies between devices and hosts: a stage's saved activations leave after the forward and return for the backward.
 
-A device has a lane to its host each way (PCIe is full duplex). Copies of one direction of one device go one after the
-other; messages that enter or leave the device take what they need of the same lane first (`sharing`: copies give way).
-A unit that is asked for before it is out goes out first. Paper: vPipe (TPDS'21) section 4.1.
+A device has one lane per direction (PCIe is full duplex), on which copies run one after another; messages that enter or
+leave the device take precedence on the same lane (`sharing`). A unit requested before its copy out has ended is copied
+out first. Paper: vPipe (TPDS'21) section 4.1.
 """
 
 from collections import deque
@@ -22,21 +22,13 @@ _KINDS: Final = with_kind(COPY)
 
 @dataclass
 class Copy:
-    """What a stage saved of a unit, on its way to the host or back.
-
-    Attributes:
-        worker: whose device it is.
-        instruction: that asked for it.
-        num_bytes: how much is copied.
-        start_s: when it began; negative before.
-        waiting: the instruction of the worker that can't begin before it has ended, and since when.
-    """
+    """A unit's saved activations on their way to the host or back."""
 
     worker: int
-    instruction: Instruction
+    instruction: Instruction  # what requested it
     num_bytes: int
-    start_s: float = -1.0
-    waiting: tuple[Instruction, float] | None = None
+    start_s: float = -1.0  # negative before it begins
+    waiting: tuple[Instruction, float] | None = None  # the worker's instruction that needs it, and since when
 
     @property
     def unit(self) -> tuple[int, int]:
@@ -45,15 +37,7 @@ class Copy:
 
 
 class Copies:
-    """All copies of a simulation.
-
-    Args:
-        num_bytes: of a unit, per stage, by what its costs depend on.
-        network: has the lanes.
-        size_of: what a unit's costs depend on.
-        label: a unit's short name.
-        ended: is told of every copy that has ended, and when.
-    """
+    """All copies of a simulation; `num_bytes` are per stage and unit size, `ended` is called at each copy's end."""
 
     def __init__(
         self,
@@ -66,10 +50,10 @@ class Copies:
         self._num_bytes, self._network = num_bytes, network
         self._size_of, self._label, self._tell = size_of, label, ended
         self._queues: dict[tuple[int, Op], deque[Copy]] = {}
-        self._under_way: dict[tuple[Op, int, int], Copy] = {}  # and asked for: by direction, stage and unit
+        self._under_way: dict[tuple[Op, int, int], Copy] = {}  # or requested: by direction, stage and unit
 
     def begin(self, worker: int, instruction: Instruction, now_s: float) -> None:
-        """Ask for a copy; it goes when those before it are through."""
+        """Request a copy; it starts after those before it."""
         op, stage, unit, *_ = instruction
         copy = Copy(worker, instruction, self._num_bytes[stage].get(self._size_of(unit), 0))
         self._under_way[op, stage, unit] = copy
@@ -78,7 +62,7 @@ class Copies:
         self._go_on(worker, op, now_s)
 
     def holds_up(self, instruction: Instruction, now_s: float) -> bool:
-        """Return whether an instruction is a backward whose unit isn't back yet: it waits for that copy's end."""
+        """Return whether an instruction is a backward whose unit isn't back yet; it then waits for that copy."""
         op, stage, unit, *_ = instruction
         copy = self._under_way.get((Op.SWAP_IN, stage, unit)) if op in FIRST_PARTS else None
         if copy is not None:
@@ -86,7 +70,7 @@ class Copies:
         return copy is not None
 
     def _go_on(self, worker: int, op: Op, now_s: float) -> None:
-        """Let the first of a queue go, if it may."""
+        """Start the first copy of a queue if it may start."""
         queue = self._queues.get((worker, op))
         if not queue or queue[0].start_s >= 0:
             return

@@ -1,4 +1,4 @@
-"""What every instruction costs: the profile, summed over stages, in the form the simulator reads."""
+"""Costs of every instruction: a profile summed over stages, as the simulator reads it."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,74 +15,48 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DistributedDataParallel'
 
 @dataclass(frozen=True)
 class SimulatedBucket:
-    """Gradients that are all-reduced together.
-
-    Attributes:
-        num_bytes: their size.
-        ready: fraction of the stage's backward after which the last of them exists.
-        ready_in_part: likewise, of the weight part of a split backward.
-        parameters: their qualified names, in the order the backward reaches them.
-    """
+    """Gradients that are all-reduced together."""
 
     num_bytes: int
-    ready: float
-    parameters: tuple[str, ...] = ()
-    ready_in_part: float = 1.0
+    ready: float  # fraction of the stage's backward after which the last of them exists
+    parameters: tuple[str, ...] = ()  # qualified names, in the order in which the backward reaches them
+    ready_in_part: float = 1.0  # as `ready`, of the weight part of a split backward
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds of one stage on one replica; mappings go from the number of samples in a unit, or its `Shape`.
+    """Seconds and bytes of one stage on one replica, by size of a unit: its number of samples or its `UnitShape`."""
 
-    Attributes:
-        forward_s: forward of one unit.
-        backward_s: backward of one unit, recomputation included.
-        weight_s: the part of it that computes gradients of weights and can wait, where backwards are split.
-        load_s: loading one unit's inputs.
-        update_s: one optimizer step.
-        buckets: what is all-reduced per update, in order of readiness.
-        buffer_bytes: buffers (BatchNorm statistics) averaged over the replicas at a drain.
-        swap_bytes: what is copied to the host after one unit's forward, and back before its backward.
-        again_s: the part of a unit's backward that computes forwards again.
-    """
-
-    forward_s: Mapping[Size, float]
-    backward_s: Mapping[Size, float]
+    forward_s: Mapping[Size, float]  # of one unit
+    backward_s: Mapping[Size, float]  # of one unit, recomputation included
+    # Part of `backward_s` that computes gradients of weights and can wait, if backwards are split
     weight_s: Mapping[Size, float]
-    load_s: Mapping[Size, float]
-    update_s: float
-    buckets: tuple[SimulatedBucket, ...] = ()
-    buffer_bytes: int = 0
+    load_s: Mapping[Size, float]  # of one unit's inputs
+    update_s: float  # of one optimizer step
+    buckets: tuple[SimulatedBucket, ...] = ()  # all-reduced per update, in order of readiness
+    buffer_bytes: int = 0  # buffers (BatchNorm statistics) averaged over the replicas at a drain
+    # Copied to the host after one unit's forward, and back before its backward
     swap_bytes: Mapping[Size, int] = field(default_factory=dict)
-    again_s: Mapping[Size, float] = field(default_factory=dict)
+    again_s: Mapping[Size, float] = field(default_factory=dict)  # part of `backward_s` that recomputes forwards
 
 
 @dataclass(frozen=True)
 class HostCosts:
-    """What communication and loading take of a worker's own processor; nothing where a GPU computes.
+    """What communication and loading cost a worker's own processor; all 0 if a GPU computes."""
 
-    Attributes:
-        message_s: seconds of a message, at each of its two ends.
-        message_byte_s: likewise, per byte.
-        ring_byte_s: seconds per byte that the worker sends in a ring all-reduce.
-        fetches: whether the worker fetches its inputs itself, when it wants them; else they are fetched ahead.
-        cores: how many the host's workers have to share; None where every thread has one of its own.
-        threads: of each worker.
-    """
-
-    message_s: float = 0.0
-    message_byte_s: float = 0.0
-    ring_byte_s: float = 0.0
-    fetches: bool = False
-    cores: float | None = None
-    threads: int = 1
+    message_s: float = 0.0  # per message, at each end
+    message_byte_s: float = 0.0  # per byte, likewise
+    ring_byte_s: float = 0.0  # per byte that the worker sends in a ring all-reduce
+    fetches: bool = False  # whether the worker fetches its inputs itself, on demand; else they are prefetched
+    cores: float | None = None  # shared by the host's workers; None: every thread has its own
+    threads: int = 1  # per worker
 
     def message(self, num_bytes: int) -> float:
-        """Return the seconds that one end of a message takes."""
+        """Return the seconds of one end of a message."""
         return self.message_s + self.message_byte_s * num_bytes
 
     def all_reduce(self, num_bytes: int, replicas: int) -> float:
-        """Return the seconds that an all-reduce takes of each replica."""
+        """Return the seconds of an all-reduce on each replica."""
         return self.ring_byte_s * num_bytes * 2 * (replicas - 1) / replicas
 
 
@@ -91,42 +65,28 @@ NO_HOST_COSTS = HostCosts()
 
 @dataclass(frozen=True)
 class Costs:
-    """All costs of a pipeline.
-
-    Attributes:
-        stages: one per stage.
-        activation_bytes: bytes that cross forward.
-        gradient_bytes: likewise, back.
-        values: per edge, as how many values of one size its messages come, forward and back: so much faster do they go
-            where every value has a connection of its own. An edge that isn't there has one.
-        host: what communication takes of the workers' processors.
-    """
+    """All costs of a pipeline."""
 
     stages: tuple[StageCosts, ...]
-    activation_bytes: Crossing
-    gradient_bytes: Crossing
+    activation_bytes: Crossing  # bytes that cross forward
+    gradient_bytes: Crossing  # bytes that cross back
     host: HostCosts = NO_HOST_COSTS
+    # Per edge, equal values per message, forward and back (default 1): faster with one connection per value
     values: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model that are trained, as tensors."""
+        """Trained parameter tensors of the model."""
         return sum(len(bucket.parameters) for stage in self.stages for bucket in stage.buckets)
 
     @property
     def most_samples(self) -> int:
-        """The most samples of a unit."""
+        """The largest number of samples of a unit."""
         return max(size for size in self.stages[0].forward_s if isinstance(size, int))
 
 
 def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0) -> Costs:
-    """Sum a profile over the stages of a plan.
-
-    Args:
-        profile: layer costs at every size that travels.
-        plan: which layers make a stage, what crosses, and whether a backward computes the forward again first.
-        update_cost: what an update takes, in optimizer steps.
-    """
+    """Sum a profile over the stages of a plan; an update costs `update_cost` optimizer steps."""
     rows = next(iter(profile.layers.values()))
     loss = len(rows) - 1
     stages = []
@@ -136,7 +96,7 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0) -> Costs
         memory = dict(zip(range(stage.start, stage.stop), stage.memory, strict=True))
         indices = [*memory, *([loss] if stage.stop == loss else [])]
         forward: dict[Size, float] = {n: sum(at[i].forward_s for i in indices) for n, at in by_size.items()}
-        memory |= {loss: stage.memory[-1]} if stage.stop == loss else {}  # what ends with the last layer takes it in
+        memory |= {loss: stage.memory[-1]} if stage.stop == loss else {}  # the loss goes with the last layer
         again = {index for index, policy in memory.items() if policy == RECOMPUTE}
         again_s: dict[Size, float] = {n: sum(at[i].forward_s for i in again) for n, at in by_size.items()}
         swapped: dict[Size, int] = {n: swapped_bytes(at, stage) for n, at in by_size.items()}
@@ -151,31 +111,26 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0) -> Costs
         forward, backward, weight, load = (nothing | each for each in (forward, backward, weight, load))
         swapped, again_s = nothing | swapped, nothing | again_s
         stages.append(StageCosts(forward, backward, weight, load, update, buckets, buffer_bytes, swapped, again_s))
-    activation, gradient = {}, {}
+    activation, gradient, values = {}, {}, {}
     for edge, producers in plan.crossings.items():
         activation[edge] = nothing | {n: sum(at[i].output_bytes for i in producers) for n, at in by_size.items()}
         gradient[edge] = nothing | {n: sum(at[i].gradient_bytes for i in producers) for n, at in by_size.items()}
-    values = {
-        edge: (
-            as_values([rows[i].output_bytes for i in producers]),
-            as_values([rows[i].gradient_bytes for i in producers]),
-        )
-        for edge, producers in plan.crossings.items()
-    }
+        sent, returned = [rows[i].output_bytes for i in producers], [rows[i].gradient_bytes for i in producers]
+        values[edge] = as_values(sent), as_values(returned)
     return Costs(tuple(stages), activation, gradient, values=values)
 
 
 def as_values(sizes: Sequence[int]) -> float:
-    """Return how many values of the largest's size are as many bytes as these; one if they are none."""
+    """Return the total over the largest size: how many equal values are as many bytes; 1 if there are none."""
     return sum(sizes) / max(sizes) if any(sizes) else 1.0
 
 
 def _buckets(rows: tuple[LayerProfile, ...], indices: range, again: Container[int]) -> tuple[SimulatedBucket, ...]:
-    """Group a stage's parameters in the order its backward reaches them (last layer first).
+    """Group a stage's parameters in the order in which its backward reaches them, last layer first.
 
-    Layers that are recomputed run forward again before the first of their run runs backward.
+    A run of recomputed layers repeats its forwards before its first backward.
     """
-    before_s = dict.fromkeys(indices, 0.0)  # what is computed again right before a layer's backward
+    before_s = dict.fromkeys(indices, 0.0)  # recomputed right before a layer's backward
     last_of_run = None
     for index in reversed(indices):
         last_of_run = (index if last_of_run is None else last_of_run) if index in again else None

@@ -1,10 +1,9 @@
-"""The simulator where workers have to share their host's cores: the same play, with cores as a shared resource.
+"""The simulator for hosts with fewer cores than busy threads: the same event loop, with cores as a shared resource.
 
-What a worker does takes a core, or one for each of its threads: computing, updating, fetching inputs, and its end of
-messages and all-reduces. The cores are dealt out evenly among those who want one, as the kernel does over some time
-slices (`sharing`); who waits takes none. Alone each takes as long as without this file.
+Computing, updating, fetching inputs, and each end of messages and all-reduces occupy a core per thread. Cores are
+divided evenly among those that need one, as the kernel does over some time slices (`sharing`); waiting occupies none.
 
-A reduction is joined at the end of a backward, not while it runs: on crowded cores no time is won by an early start.
+A reduction is joined at the end of a backward, not during it: on crowded cores an early start gains nothing.
 """
 
 import heapq
@@ -30,7 +29,7 @@ _ALONE = 1.0  # the rate of work that has its cores to itself
 
 
 class _Done(NamedTuple):
-    """An instruction that a worker has done: since when, and what a stall is counted from."""
+    """An instruction that a worker has finished: its start, and the time from which a stall counts."""
 
     start_s: float
     instruction: Instruction
@@ -38,13 +37,13 @@ class _Done(NamedTuple):
 
 
 class Crowded(Simulation):
-    """A simulation whose workers share `costs.host.cores` cores, and whose layers stay where they are."""
+    """A simulation whose workers share `costs.host.cores` cores; layers do not move."""
 
     def __post_init__(self) -> None:
         self._host = self.costs.host
         assert self._host.cores is not None
         assert self.moving is None
-        # What the host's costs are, is work here; the simulation would wait for it.
+        # Host costs are work on cores here, not durations.
         self.costs = replace(self.costs, host=HostCosts())
         super().__post_init__()
         self._uses: Uses = ((Resource(self._host.cores), float(self._host.threads)),)
@@ -87,7 +86,7 @@ class Crowded(Simulation):
                     yield from self._made
                     self._made.clear()
                     continue
-                sent_s = math.inf if instruction.op in SENDS else now_s  # or before, which is the same to a stall
+                sent_s = math.inf if instruction.op in SENDS else now_s  # or before, with the same stall
             own_s = self._own_s(instruction)
             if own_s > 0:
                 self._work(own_s, worker, _Done(now_s, instruction, sent_s), now_s)
@@ -97,17 +96,17 @@ class Crowded(Simulation):
         self._running.discard(worker)
 
     def _let_compute(self, worker: int, instruction: Instruction, now_s: float) -> None:
-        """Let a worker that has waited run a backward now, on its cores."""
+        """Run a backward that has waited for its copy, on the worker's cores."""
         self._work(self._own_s(instruction), worker, _Done(now_s, instruction, math.inf), now_s)
 
     def _waits(self, instruction: Instruction) -> bool:
-        """Return whether there is more to an instruction than the worker's own work."""
+        """Return whether an instruction consists of more than the worker's own work."""
         if instruction.op is Op.LOAD_INPUT:
             return not self._host.fetches
         return instruction.op not in self._durations and instruction.op is not Op.UPDATE
 
     def _own_s(self, instruction: Instruction) -> float:
-        """Return the seconds that an instruction takes of the worker's own cores, if it has them to itself."""
+        """Return an instruction's seconds on the worker's own cores if they are free."""
         op, stage, number, *_ = instruction
         if op in self._durations:
             return self._durations[op][stage][self.size_of(number)]
@@ -125,13 +124,13 @@ class Crowded(Simulation):
         return self._host.message(num_bytes) if num_bytes else 0.0
 
     def _work(self, own_s: float, worker: int, done: _Done, now_s: float) -> None:
-        """Let a worker work on its cores, or its share of them."""
+        """Occupy the worker's cores, or its share of them."""
         flow = Flow(own_s, self._uses, cap=_ALONE)
         self.network.sharing.start(flow, now_s)
         self.network.sharing.tell(flow, partial(self._worked, worker, done), now_s)
 
     def _worked(self, worker: int, done: _Done, now_s: float) -> tuple[int, _Done]:
-        """Return who goes on now."""
+        """Return the worker that continues now."""
         self._end(done.instruction, now_s)
         return worker, done
 
@@ -149,6 +148,6 @@ def simulation_of(
     network: Network,
     size_of: Callable[[int], Size],
 ) -> Simulation:
-    """Return the simulation that knows what is shared: cores, or links alone."""
+    """Return a simulation that shares cores if the host's number is given, else links only."""
     made = Simulation if costs.host.cores is None else Crowded
     return made(pipeline, programs, costs, network, size_of)

@@ -16,7 +16,7 @@ _LETTERS = {op: row.cell for op, row in OPERATIONS.items() if row.cell}
 
 
 class _FreeMoves:
-    """Layers that move cost a unit of time for every forward that is made again, and nothing else."""
+    """Costs of moving layers in drawings: one unit of time per repeated forward, else nothing."""
 
     def update_s(self, stage: int, round_index: int) -> float:
         """Return 0."""
@@ -44,19 +44,12 @@ def draw_cells(
 ) -> list[list[str]]:
     """Return what every worker does in every unit of time: `F3`, `B3` or "" (idle); communication is free.
 
-    The parts of a split backward are `I3`, for the input, and `W3`, for the weights. Where workers have several stages
-    the stage stands first: `2F3`. Where layers move, passes of a stage under other cuts than the first have a mark,
-    `F3'`, and `A3` is a forward that is made again through layers that have come; it takes one unit of time.
+    Parts of a split backward are `I3` (input) and `W3` (weights). With several stages per worker the stage comes first:
+    `2F3`. If layers move by `routes`, passes under later cuts are marked, `F3'`, and `A3` is a forward repeated through
+    layers that have arrived, of one unit of time. Versions are appended, `F3@1`, with the updates they are predicted
+    ahead by, `F3@1~2`. Units are numbered from `first`.
 
-    Args:
-        pipeline: the pipeline.
-        num_minibatches: minibatches until the drain.
-        forward: units of time of a forward, per stage.
-        backward: likewise.
-        weight: units of time of a backward's weight part, where it is split; None: half of it.
-        first: number of the first unit (0, or 1 as in some papers).
-        versions: tell the weight version too: `F3@1`, and how many updates it is moved by: `F3@1~2`.
-        routes: where layers move.
+    Stages' times are in units; `weight` is that of a split backward's weight part, half of it by default.
     """
     weight = [b // 2 for b in backward] if weight is None else weight
     times = zip(forward, backward, weight, strict=True)
@@ -81,13 +74,12 @@ def draw_cells(
 
 
 def _mark(routes: Routes | None, event: TimelineEvent) -> str:
-    """Return what marks a pass under other cuts than the first."""
+    """Return the mark of passes under other cuts than the first."""
     op, stage, unit, *_ = event.instruction
     if routes is None or op is Op.FORWARD_AGAIN:
         return ""
-    moves = routes.moves
-    left = [block for block in moves.at_stage(stage) if (block.at if op is Op.FORWARD else block.first) <= unit]
-    return "'" if left else ""
+    moved = ((block.at if op is Op.FORWARD else block.first) <= unit for block in routes.moves.at_stage(stage))
+    return "'" if any(moved) else ""
 
 
 def draw(
@@ -104,16 +96,8 @@ def draw(
 ) -> str:
     """Return `draw_cells` as text, `.` for idle.
 
-    Args:
-        pipeline: the pipeline.
-        num_minibatches: minibatches until the drain.
-        forward: units of time of a forward, per stage.
-        backward: likewise.
-        weight: see `draw_cells`.
-        width: the most characters a line may have; what doesn't fit is left out at the right, by whole units.
-        versions: see `draw_cells`.
-        routes: see `draw_cells`.
-        since: units of time that are left out at the left.
+    Without the first `since` units of time, and with lines of at most `width` characters, cut off after whole units;
+    other arguments as in `draw_cells`.
     """
     cells = draw_cells(pipeline, num_minibatches, forward, backward, weight=weight, versions=versions, routes=routes)
     rows = [row[since:] for row in cells]

@@ -1,4 +1,4 @@
-"""What an evaluation runs on: a pipeline of forwards, and the bytes that cross its cuts."""
+"""The pipeline of an evaluation: forwards only, and the bytes that cross its cuts."""
 
 from dataclasses import dataclass, replace
 
@@ -15,33 +15,23 @@ from zoo.registry import Dataset
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation runs on.
+    """The pipeline of an evaluation."""
 
-    Attributes:
-        pipeline: the training's, with the edges and inputs that evaluation needs.
-        activation_bytes: bytes that cross.
-    """
-
-    pipeline: Pipeline
-    activation_bytes: Crossing
+    pipeline: Pipeline  # the training's, with the edges and inputs that evaluation needs
+    activation_bytes: Crossing  # bytes that cross
 
     def costs(self, training: Costs) -> Costs:
-        """Return the costs of evaluations, from those of training: forwards take as long as there."""
+        """Return the costs of evaluation, given those of training, whose forwards take as long."""
         return replace(training, activation_bytes=self.activation_bytes, gradient_bytes={})
 
 
 def evaluation_of(graph: LayerGraph, plan: Plan, pipeline: Pipeline, profile: Profile, dataset: Dataset) -> Evaluation:
-    """Return what an evaluation runs on.
+    """Return the pipeline of an evaluation under a training's plan and pipeline.
 
-    Args:
-        graph: the layer graph, in both modes.
-        plan: where training is cut.
-        pipeline: the training's.
-        profile: knows how large the outputs of the training's layers are.
-        dataset: gives the shapes that others follow from.
+    Output sizes are the profile's; those that only evaluation computes follow from the data set's shapes.
 
     Raises:
-        PlanError: it can't be cut there, or a value's size is unknown.
+        PlanError: evaluation can't be cut there, or a value's size is unknown.
     """
     evaluation = graph.evaluated
     planned = plan_evaluation(graph, plan)

@@ -1,6 +1,6 @@
-"""What a replica of a stage keeps in memory, in numbers: the profile, summed over stages.
+"""Bytes that a stage's replica holds, by purpose: a profile summed over stages.
 
-What of it is there when, the instructions say: see `holding`.
+When they are held follows from instructions: see `replica_memory`.
 """
 
 import itertools
@@ -15,65 +15,50 @@ from pipebench.schedule.modes import RECOMPUTE, SWAP
 from pipebench.schedule.pipeline import SPLIT, Pipeline
 from pipebench.schedule.weights import WEIGHT_POLICIES, delay
 
-# What bytes are kept for, in the order in which pictures stack them.
+# Purposes of bytes, in the order in which pictures stack them.
 WEIGHTS, VERSIONS, MOVED, MASTERS = "weights", "older versions", "moved weights", "masters"
 STATE, GRADIENTS, ACTIVATIONS, AGAIN = "optimizer state", "gradients", "activations", "computed again"
 SENT, RECEIVED = "being sent", "received"
-ON_HOST = "on the host"  # of a device's host, and no part of what the device keeps
+ON_HOST = "on the host"  # on a device's host, not part of the device's memory
 KINDS: Final = (WEIGHTS, VERSIONS, MOVED, MASTERS, STATE, GRADIENTS, ACTIVATIONS, AGAIN, SENT, RECEIVED)
-WHATEVER_SIZE: Final = KINDS[:6]  # what a replica holds of a model, however small its minibatches are
-HELD: Final = KINDS[:7]  # what a replica holds between two instructions, which engines count in live tensors
+WHATEVER_SIZE: Final = KINDS[:6]  # independent of the minibatch
+HELD: Final = KINDS[:7]  # between instructions; engines count these in live tensors
 
 Bytes = Mapping[Size, int]
 
 
 @dataclass(frozen=True)
 class StageMemoryCosts:
-    """What one replica of a stage keeps, in bytes; mappings go from the samples in a unit, or its `UnitShape`.
+    """Bytes that one replica of a stage holds; mappings are by size of a unit, samples or a `UnitShape`.
 
-    Where lengths vary, every unit is taken to be as long as the longest while it is kept: some day they all are.
-
-    Attributes:
-        weights: one version of its parameters, and as much their gradients.
-        masters: what the optimizer steps on beside the versions; 0 where that is the newest of them.
-        state: the optimizer's, once it has made a step.
-        copies: sets of weights, as large as a version, that are kept for passes with moved ones.
-        shares_moved: whether an update made between units that share moved weights keeps these for the later ones.
-        in_place: whether updates overwrite the newest version whatever is in flight.
-        unit: kept of a unit from its forward to the end of its backward.
-        swapped: the part of it that is on the host in between.
-        again: what a backward computes again of it.
-        rest: kept of it between the two parts of a split backward.
-        early_gradients: gradients that the input part of a split backward computes already.
-        received, returned: of its activations and of their gradients, what comes from other workers.
-        relayed: of what is received, what it doesn't keep and sends on when its forward is over.
+    If lengths vary, every unit held is counted as the longest.
     """
 
-    weights: int
-    masters: int
-    state: int
-    copies: int
-    shares_moved: bool
-    in_place: bool
-    unit: Bytes
-    swapped: Bytes
-    again: Bytes
-    rest: Bytes
-    early_gradients: int
-    received: Bytes
-    returned: Bytes
-    relayed: Bytes
+    weights: int  # one version of the parameters; gradients are as large
+    masters: int  # master weights besides the versions; 0 if the optimizer updates the newest version
+    state: int  # the optimizer's, after its first step
+    copies: int  # extra sets of weights, for passes with predicted ones
+    shares_moved: bool  # whether predicted weights are kept for later units that share them, if an update comes between
+    in_place: bool  # whether updates overwrite the newest version regardless of what is in flight
+    unit: Bytes  # per unit, from its forward to the end of its backward
+    swapped: Bytes  # part of `unit` that is on the host meanwhile
+    again: Bytes  # recomputed by a backward
+    rest: Bytes  # per unit, between the two parts of a split backward
+    early_gradients: int  # gradients computed already by the input part of a split backward
+    received: Bytes  # a unit's activations from other workers
+    returned: Bytes  # their gradients
+    relayed: Bytes  # part of `received` that is not kept but sent on after the forward
 
     def most_bytes(self, size: Size, in_flight: int, versions: int) -> int:
-        """Return what it keeps on its device at most, messages aside: vPipe (TPDS'21) eq. 1.
+        """Return the peak on the device without messages: vPipe (TPDS'21) eq. 1.
 
-        Differs: of what units swap, three have it on the device at once: the one that runs forward or has just done so,
-        the one that runs backward, and the one whose copy comes back.
+        Differs: of swapped units, three are on the device: one that runs forward or just has, one that runs backward,
+        and one that is copied back.
 
         Args:
             size: of every unit.
-            in_flight: how many units have run forward and not backward.
-            versions: how many versions of its weights there are then.
+            in_flight: units between forward and backward.
+            versions: weight versions held then.
         """
         once = self.masters + self.state + self.weights * (versions + 1 + self.copies)  # one more for gradients
         swapped = self.swapped[size]
@@ -86,11 +71,11 @@ def stage_memories(
     """Sum a profile over the stages of a plan.
 
     Args:
-        profile: layer costs at every size that travels.
-        plan: which layers make a stage, what crosses, and what a backward computes again.
-        pipeline: the plan's, under a mode.
-        input_bytes: size of a unit to the bytes of every model input: what layers keep that are recomputed, or
-            whose backward is split. None: nothing.
+        profile: layer costs at every size of a unit.
+        plan: stages and policies.
+        pipeline: the plan's, in a mode.
+        input_bytes: by size of a unit: bytes of each model input that recomputed layers, or layers with a split
+            backward, keep. None: 0.
     """
     inputs = input_bytes or {}
     return tuple(stage_memory(profile, plan, pipeline, index, inputs) for index in range(len(plan.stages)))
@@ -111,23 +96,14 @@ def stage_memory(
 def layers_memory(
     profile: Profile, stage: StagePlan, pipeline: Pipeline, index: int, inputs: Mapping[Size, Mapping[str, int]]
 ) -> StageMemoryCosts:
-    """Sum a profile over layers that run as a stage, or as a part of one; of messages it knows nothing.
-
-    Args:
-        profile: layer costs at every size that travels.
-        stage: the layers.
-        pipeline: that they run in.
-        index: of the stage.
-        inputs: see `stage_memories`.
-    """
+    """Sum a profile over layers that run as a stage or a part of it, without messages; see `stage_memories`."""
     policy = WEIGHT_POLICIES[pipeline.weights]
     rows = next(iter(profile.layers.values()))
     own = [*range(stage.start, stage.stop)]
     sizes = {name: size for i in own for name, size in rows[i].parameter_sizes.items()}
     masters = {name: size for i in own for name, size in rows[i].master_sizes.items()}
     split = {name: size for i in own if rows[i].weight_s > 0 for name, size in rows[i].parameter_sizes.items()}
-    weights = sum(sizes.values())
-    stepped = sum((sizes | masters).values())
+    weights, stepped = sum(sizes.values()), sum((sizes | masters).values())
     moves = policy.moves(pipeline, index) and weights > 0
     unit, swapped, again, rest = _nothing(), _nothing(), _nothing(), _nothing()
     by_size = profile.by_size
@@ -161,7 +137,7 @@ def _nothing() -> dict[Size, int]:
 
 
 def _longest(profile: Profile, size: Size) -> Size:
-    """Return the size of the longest unit of as many samples."""
+    """Return the size of the longest unit with as many samples."""
     if not profile.lengths:
         return size
     num_samples = size.num_samples if isinstance(size, UnitShape) else size
@@ -174,51 +150,42 @@ def _layers(rows: Sequence[LayerProfile], stage: StagePlan) -> list[int]:
 
 
 def swapped_bytes(rows: Sequence[LayerProfile], stage: StagePlan) -> int:
-    """Return what of a unit goes to the host: what layers save that swap, but not what others of the stage keep, too.
-
-    Args:
-        rows: the layers at the unit's size.
-        stage: which of them are its own, and what is done with the activations of each.
-    """
+    """Return a unit's bytes on the host: saved by layers that swap, and not kept by others of the stage."""
     if not _with_policy(rows, stage, SWAP):
         return 0
     return kept_bytes(rows, stage, {}) - kept_bytes(rows, stage, {}, on_host=True)
 
 
 def _with_policy(rows: Sequence[LayerProfile], stage: StagePlan, wanted: str) -> list[int]:
-    policies = (*stage.memory, stage.memory[-1])  # what ends with the model's last layer takes the loss in
+    policies = (*stage.memory, stage.memory[-1])  # the loss goes with the last layer
     own = _layers(rows, stage)
     return [i for i, policy in zip(own, policies, strict=False) if policy == wanted]
-
-
-def _recomputed(rows: Sequence[LayerProfile], stage: StagePlan) -> list[int]:
-    return _with_policy(rows, stage, RECOMPUTE)
 
 
 def kept_bytes(
     rows: Sequence[LayerProfile], stage: StagePlan, inputs: Mapping[str, int], *, on_host: bool = False
 ) -> int:
-    """Return what a stage keeps of a unit: what its layers save, and what runs of layers read that run again.
+    """Return a unit's bytes kept by a stage: what its layers save, and the inputs of recomputed runs.
 
-    A tensor that layers on both sides of a cut save is kept on both. Where a profile doesn't tell storages apart, what
-    several runs read counts for each of them, and what layers save besides that don't run again.
+    A tensor saved on both sides of a cut is kept on both. If a profile doesn't identify storages, what several runs
+    read counts for each of them, and so does what other layers save besides.
 
     Args:
         rows: the layers at the unit's size.
-        stage: which of them are its own, and what is done with the activations of each.
-        inputs: bytes of every model input, for profiles that don't tell.
-        on_host: whether what swapped layers save is gone.
+        stage: its layers and their policies.
+        inputs: bytes of every model input, for profiles that don't identify storages.
+        on_host: whether to leave out what swapped layers save.
     """
     if any(row.puts_out for row in rows):
         return sum(_held(rows, stage, on_host=on_host).values())
-    again, total = {*_recomputed(rows, stage)}, 0
+    again, total = {*_with_policy(rows, stage, RECOMPUTE)}, 0
     gone = again | {*(_with_policy(rows, stage, SWAP) if on_host else ())}
     run, read, fed = stage.start, set[int](), set[str]()
     for index in _layers(rows, stage):
         row = rows[index]
         if index not in again:
             if index not in gone:
-                # Where no layer before keeps it that saves it, too, it is this one's.
+                # A tensor that no earlier layer keeps is this layer's.
                 total += row.saved_bytes
                 total += sum(n for holder, n in row.saved_with if not _is_held(rows, stage, gone, holder, n))
             run, read, fed = index + 1, set(), set()
@@ -231,13 +198,13 @@ def kept_bytes(
 
 
 def _held(rows: Sequence[LayerProfile], stage: StagePlan, *, on_host: bool) -> dict[int | tuple[int, int], int]:
-    """Return the storages that a stage keeps of a unit, with their bytes; see `kept_bytes`.
+    """Return the storages of a unit that a stage keeps, with their bytes; see `kept_bytes`.
 
-    Every run of recomputed layers has a copy of its own of a buffer that a layer of the stage changes.
+    Every recomputed run has its own copy of a buffer that a layer of the stage changes.
     """
     again, swapped = ({*_with_policy(rows, stage, policy)} for policy in (RECOMPUTE, SWAP))
     held: dict[int | tuple[int, int], int] = {}
-    run = stage.start  # the first layer of those that are computed again together
+    run = stage.start  # first layer of a recomputed run
     for index in _layers(rows, stage):
         if index in again:
             held.update(rows[index].takes)
@@ -253,11 +220,11 @@ def _held(rows: Sequence[LayerProfile], stage: StagePlan, *, on_host: bool) -> d
 
 
 def _again_bytes(rows: Sequence[LayerProfile], stage: StagePlan) -> int:
-    """Return what a backward computes again: what recomputed layers save, but for what their runs read, which is kept.
+    """Return a backward's recomputed bytes: what recomputed layers save, without their runs' inputs, which are kept.
 
-    Where a profile doesn't tell storages apart, what a run reads counts, too, if nobody before it saves that.
+    If a profile doesn't identify storages, inputs count too unless an earlier layer saves them.
     """
-    again = _recomputed(rows, stage)
+    again = _with_policy(rows, stage, RECOMPUTE)
     if not any(row.puts_out for row in rows):
         return sum(rows[index].saved_bytes for index in again)
     total = 0
@@ -272,15 +239,15 @@ def _again_bytes(rows: Sequence[LayerProfile], stage: StagePlan) -> int:
 
 
 def _is_held(rows: Sequence[LayerProfile], stage: StagePlan, gone: Container[int], holder: int, num_bytes: int) -> bool:
-    """Return whether a tensor that a layer saves is kept by it, or by one before it in its stage that saves it, too."""
+    """Return whether a tensor that a layer saves is kept by it or an earlier layer of its stage."""
     while holder >= stage.start and holder in gone and num_bytes > rows[holder].saved_bytes:
-        # It isn't one that this layer is the first to save.
+        # Some earlier layer saves it, too.
         holder = next((before for before, n in rows[holder].saved_with if n >= num_bytes), -1)
     return holder >= stage.start and holder not in gone
 
 
 def _kept_for_weights(rows: Sequence[LayerProfile], own: Sequence[int], inputs: Mapping[str, int]) -> int:
-    """Return what is left of a unit when the input part of its backward has run: inputs, and gradients of outputs."""
+    """Return a unit's bytes after the input part of its backward: layers' inputs and gradients of their outputs."""
     split = [rows[i] for i in own if rows[i].weight_s > 0]
     read = {source for row in split for source in row.reads}
     fed = {name for row in split for name in row.inputs}
@@ -289,7 +256,7 @@ def _kept_for_weights(rows: Sequence[LayerProfile], own: Sequence[int], inputs: 
 
 
 def _crossing(profile: Profile, plan: Plan, pipeline: Pipeline, index: int, *, gradients: bool) -> dict[Size, int]:
-    """Return what comes to a stage from other workers: activations, or the gradients of those that it sent."""
+    """Return the bytes per unit that a stage receives from other workers: activations, or gradients."""
     positions, total = pipeline.positions, _nothing()
     for size, at in profile.by_size.items():
         total[size] = 0
@@ -301,7 +268,7 @@ def _crossing(profile: Profile, plan: Plan, pipeline: Pipeline, index: int, *, g
 
 
 def _relayed(profile: Profile, plan: Plan, pipeline: Pipeline, index: int) -> dict[Size, int]:
-    """Return what a stage receives from another worker, doesn't keep for its backward, and sends on."""
+    """Return the bytes per unit that a stage gets from another worker, doesn't keep for its backward, and sends on."""
     positions, stage = pipeline.positions, plan.stages[index]
     come = {
         v for (s, t), values in plan.crossings.items() for v in values if t == index and positions[s] != positions[t]
@@ -310,6 +277,6 @@ def _relayed(profile: Profile, plan: Plan, pipeline: Pipeline, index: int) -> di
     total = _nothing()
     for size, at in profile.by_size.items():
         kept = {holder for i in _layers(at, stage) for holder, _ in at[i].saved_with}
-        kept |= {source for i in _recomputed(at, stage) for source in at[i].reads}
+        kept |= {source for i in _with_policy(at, stage, RECOMPUTE) for source in at[i].reads}
         total[size] = sum(at[value].output_bytes for value in (come & on) - kept)
     return total

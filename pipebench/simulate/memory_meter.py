@@ -1,8 +1,8 @@
-"""The memory meter: turns an engine's events into what every worker keeps at every moment, and its peak.
+"""Memory over time: turns an engine's events into bytes per worker and kind, and their peaks.
 
-Changes are noted as events come and put in order of time from now and then: an event tells of moments to come (when its
-instruction ends), a transfer of moments at two workers. What has been put in order counts for the peaks and is dropped;
-only the first part is kept as curves, long enough for fill, a few periods and drain.
+Events describe changes to come (at an instruction's end), transfers changes on two workers; so changes are collected
+and sorted from time to time. Sorted ones count for the peaks and are dropped; only the first part is kept as curves,
+long enough for fill, a few periods and drain.
 """
 
 import math
@@ -25,23 +25,23 @@ from pipebench.simulate.replica_memory import Change, ReplicaMemory
 from pipebench.simulate.simulation import Moving, TimelineEvent
 from pipebench.simulate.timeline import Transfer
 
-RECORDED_CHANGES = 200_000  # that are kept as curves: some 20,000 units
+RECORDED_CHANGES = 200_000  # recorded as curves: some 20,000 units
 _NUMBER_OF: Final = {kind: number for number, kind in enumerate((*KINDS, ON_HOST))}
 _OF_A_UNIT: Final = (Op.FORWARD, *BACKWARDS, *COPIES)
 _SENDS: Final = with_kind(SEND, ACTIVATION, GRADIENT, MIGRATION)
 
 
 class ReplicaBytes(Protocol):
-    """Whoever has a stage at a worker: a replica's `ReplicaMemory`, or several of them while layers move."""
+    """The memory of a stage on a worker: a replica's `ReplicaMemory`, or several while layers move."""
 
     def before(self) -> Iterable[Change]:
-        """Yield what is there before anything runs."""
+        """Yield what is held before anything runs."""
 
     def drained(self) -> Iterable[Change]:
         """Begin a segment."""
 
     def changes(self, it: Instruction, size: Size) -> Iterable[Change]:
-        """Yield what an instruction changes, in order."""
+        """Yield an instruction's changes, in order."""
 
 
 # When, at which worker, of which kind, how many bytes more, and what has made them so.
@@ -66,19 +66,14 @@ class MemoryExtension:
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """What a worker keeps at a moment.
-
-    Attributes:
-        worker: worker index.
-        time_s: seconds since the start.
-        during: the instruction that has made it so much, or what was arriving.
-        by_kind: bytes, by kind.
-    """
+    """What a worker holds at one time."""
 
     worker: int
     time_s: float
-    during: str
-    by_kind: Mapping[str, int]
+    # The instruction, or what was arriving
+    during: str  # the instruction, or what was arriving
+    # Bytes
+    by_kind: Mapping[str, int]  # bytes
 
     @property
     def num_bytes(self) -> int:
@@ -87,51 +82,44 @@ class MemoryPeak:
 
 
 def highest(*peaks: Iterable[MemoryPeak]) -> Iterator[MemoryPeak]:
-    """Yield for every worker the highest of several peaks; of equals, the first."""
+    """Yield, for every worker, the highest of several peaks; of equals, the first."""
     for of_worker in zip(*peaks, strict=True):
         yield max(of_worker, key=lambda peak: peak.num_bytes)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What a worker keeps over time: from `times_s[i]` to the next it keeps `num_bytes[:, i]`.
+    """A worker's memory over time: `num_bytes[:, i]` from `times_s[i]` to the next."""
 
-    Attributes:
-        times_s: ascending.
-        num_bytes: [kind, moment], kinds as in `memory.KINDS`.
-        host_bytes: [moment], what of it is on the host instead.
-    """
-
-    times_s: NDArray[np.float64]
-    num_bytes: NDArray[np.int64]
-    host_bytes: NDArray[np.int64]
+    # Ascending
+    times_s: NDArray[np.float64]  # ascending
+    # [kind, time], kinds as in `memory.KINDS`
+    num_bytes: NDArray[np.int64]  # [kind, time], kinds as in `memory.KINDS`
+    # [time] on the host
+    host_bytes: NDArray[np.int64]  # [time] on the host
 
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """What all workers keep over time.
-
-    Attributes:
-        worker_names: one per worker.
-        curves: likewise, of the recorded part.
-        peaks: likewise, of the whole: the first moment of most bytes.
-        host_peaks: likewise, the most bytes that are on its host.
-        limit_bytes: memory of a device, None for no limit.
-        overflow: the first moment at which a worker keeps more than that; None if none ever does.
-        end_s: when the recorded part ends.
-    """
+    """Memory of all workers over time; tuples have one entry per worker."""
 
     worker_names: tuple[str, ...]
-    curves: tuple[Curve, ...]
-    peaks: tuple[MemoryPeak, ...]
-    host_peaks: tuple[int, ...]
-    limit_bytes: int | None
-    overflow: MemoryPeak | None
-    end_s: float
+    # Of the recorded part
+    curves: tuple[Curve, ...]  # of the recorded part
+    # Of the whole run: the first time of most bytes
+    peaks: tuple[MemoryPeak, ...]  # of the whole run: the first time of most bytes
+    # Most bytes on the host
+    host_peaks: tuple[int, ...]  # most bytes on the host
+    # Memory of a device, None for no limit
+    limit_bytes: int | None  # memory of a device, None for no limit
+    # The first excess over the limit on any worker, if there is one
+    overflow: MemoryPeak | None  # the first excess over the limit on any worker, if there is one
+    # Of the recorded part
+    end_s: float  # of the recorded part
 
     @property
     def fullest(self) -> MemoryPeak:
-        """The peak of the worker that has the highest; of equals, the first."""
+        """The highest peak of all workers; of equals, the first."""
         return max(self.peaks, key=lambda peak: peak.num_bytes)
 
 
@@ -139,12 +127,12 @@ class MemoryMeter:
     """Adds up what workers allocate and free.
 
     Args:
-        pipeline: the shape of what is run.
-        memories: what replicas keep, per stage.
-        costs: what messages are large.
+        pipeline: the pipeline.
+        memories: of a replica, per stage.
+        costs: sizes of messages.
         limit_bytes: memory of a device; None for no limit.
-        holdings: who has the stages of every worker, by stage, where layers move; None: replicas, of `memories`.
-        moving: what is given away where they do.
+        holdings: per worker, its stages' memory, where layers move; None: replicas with `memories`.
+        moving: sizes of what is transferred where they do.
         start_s: the run's clock at the start.
     """
 
@@ -171,32 +159,30 @@ class MemoryMeter:
         self._times_s, self._changes = array("d"), array("q")
         self._workers, self._kinds = array("i"), array("b")
         self._during: list[Instruction | Transfer | None] = []
-        self._levels = np.zeros((len(workers), len(_NUMBER_OF)), dtype=np.int64)
-        self._last_s = [start_s] * len(workers)
-        # Messages by sender, receiver and kind: since when they are to be told of, which is when they have arrived.
+        self._levels = np.zeros((pipeline.num_workers, len(_NUMBER_OF)), dtype=np.int64)
+        self._last_s, self._end_s = [start_s] * pipeline.num_workers, start_s
+        # Messages in transit, by sender, receiver and kind: when they were sent.
         self._on_their_way: dict[tuple[int, int, str], deque[float]] = {}
-        # Units that are or will be on a host: since when, for their copies are told of once they are over.
+        # Units that are or will be on a host: since when, because copies are reported at their end.
         self._swapped: dict[tuple[int, int, int], float] = {}
-        self._fold_at = RECORDED_CHANGES
-        self._curves: list[Curve] = []
-        self._peaks: list[MemoryPeak | None] = [None] * len(workers)
-        self._host_peaks = [0] * len(workers)
+        self._fold_at, self._curves = RECORDED_CHANGES, list[Curve]()
+        self._peaks: list[MemoryPeak | None] = [None] * pipeline.num_workers
+        self._host_peaks = [0] * pipeline.num_workers
         self._overflow: MemoryPeak | None = None
-        self._end_s = start_s
         for worker, kept in enumerate(self._holdings):
-            self._add(start_s, worker, WEIGHTS, 0, None)  # a worker all of whose layers are idle never keeps more
+            self._add(start_s, worker, WEIGHTS, 0, None)  # the only entry of a worker whose layers are all idle
             for holding in kept.values():
                 self._note(worker, holding.before(), start_s, start_s, None)
 
     def begin(self, size_of: Callable[[int], Size]) -> None:
-        """Start a segment, with nothing in flight; `size_of` tells what a unit's costs depend on."""
+        """Start a segment, with nothing in flight; `size_of` gives a unit's size."""
         self._size_of = size_of
         for worker, holdings in enumerate(self._holdings):
             for holding in holdings.values():
                 self._note(worker, holding.drained(), self._end_s, self._end_s, None)
 
     def event(self, event: TimelineEvent) -> None:
-        """Take note of one event."""
+        """Record an event."""
         start_s, end_s, worker, it, _ = event
         op, stage, number, peer, *_ = it
         if op is Op.WAIT_NORM:
@@ -215,7 +201,7 @@ class MemoryMeter:
                 self._add(*change)
         if op is Op.SWAP_IN:
             self._swapped.pop((worker, stage, number), None)
-        if op in COPIES:  # which began before what the worker did meanwhile
+        if op in COPIES:  # began before the worker's later instructions
             return
         if op is Op.FORWARD and stage in self._pipeline.swaps:
             self._swapped[worker, stage, number] = start_s
@@ -226,14 +212,14 @@ class MemoryMeter:
             self._fold_at = max(RECORDED_CHANGES, 2 * len(self._times_s))
 
     def transfer(self, transfer: Transfer) -> None:
-        """Take note of a transfer: of a message, or of an extension's; sums are made where the gradients are."""
+        """Record a message or a server's transfer; sums happen where the gradients are."""
         if len(transfer.senders) > 1:
             return
         (sender,), (receiver,) = transfer.senders, transfer.receivers
         if transfer.kind in (ACTIVATION, GRADIENT) or (transfer.kind == MIGRATION and self._moving is not None):
             if transfer.num_bytes:
                 waiting = self._on_their_way[sender, receiver, transfer.kind]
-                # Blocks and units aren't told of in the order in which they are given, so the longest wait stays.
+                # Blocks and units are reported out of order; keeping the oldest is safe.
                 _ = waiting.pop() if transfer.kind == MIGRATION else waiting.popleft()
             self._add(transfer.end_s, sender, SENT, -transfer.num_bytes, transfer)
             self._add(transfer.start_s, receiver, RECEIVED, transfer.num_bytes, transfer)
@@ -242,7 +228,7 @@ class MemoryMeter:
                 self._add(*change)
 
     def timeline(self) -> MemoryTimeline:
-        """Return what there is to tell of everything so far."""
+        """Return the memory over time so far."""
         self._fold(math.inf)
         names = self._pipeline.worker_names
         peaks = tuple(peak for peak in self._peaks if peak is not None)
@@ -256,7 +242,7 @@ class MemoryMeter:
         return next((each for each in found if each is not None), None) or ReplicaMemory(memory)
 
     def _sent_bytes(self, it: Instruction) -> int:
-        """Return the bytes of a message, of a unit that is given away, or of a block of layers."""
+        """Return the bytes of a message, of a transferred unit, or of a block of layers."""
         if it.op is Op.SEND_ACTIVATION:
             return self._costs.activation_bytes[it.stage, it.peer][self._size_of(it.number)]
         if it.op is Op.SEND_GRADIENT:
@@ -280,10 +266,10 @@ class MemoryMeter:
         self._during.append(during)
 
     def _fold(self, until_s: float) -> None:
-        """Put in order what has happened up to a moment, and count it."""
+        """Sort and count the changes up to a time."""
         times_s = np.array(self._times_s)
         workers, kinds, changes = np.array(self._workers), np.array(self._kinds), np.array(self._changes)
-        order = np.lexsort((times_s, workers))  # keeps the order of what happens at one moment on one worker
+        order = np.lexsort((times_s, workers))  # stable: keeps a worker's order at equal times
         order = order[times_s[order] <= until_s]
         bounds = np.searchsorted(workers[order], np.arange(len(self._last_s) + 1))
         curves = []
@@ -306,11 +292,11 @@ class MemoryMeter:
     def _count(
         self, worker: int, times_s: NDArray[np.float64], num_bytes: NDArray[np.int64], own: NDArray[np.intp]
     ) -> None:
-        """Let what a worker has kept meanwhile count for its peak, and for the first overflow."""
+        """Update a worker's peak and the first overflow."""
 
         def moment(index: int) -> MemoryPeak:
             by_kind = {kind: int(n) for kind, n in zip(KINDS, num_bytes[:, index], strict=True) if n}
-            return MemoryPeak(worker, float(times_s[index]), _told(self._during[own[index]]), by_kind)
+            return MemoryPeak(worker, float(times_s[index]), _in_words(self._during[own[index]]), by_kind)
 
         total = num_bytes.sum(axis=0)
         highest, peak = int(total.argmax()), self._peaks[worker]
@@ -322,7 +308,7 @@ class MemoryMeter:
                 self._overflow = moment(first)
 
 
-def _told(cause: Instruction | Transfer | None) -> str:
+def _in_words(cause: Instruction | Transfer | None) -> str:
     if isinstance(cause, Transfer):
         return f"{cause.kind} {cause.label} arrives"
     return "before anything runs" if cause is None else str(cause)

@@ -1,7 +1,7 @@
-"""Messages between stages: those that nobody has asked for yet, and who waits for one.
+"""Messages between stages: those not yet received, and the workers that wait for one.
 
-A stage sends activations to those that read them and gradients back, and, where layers move, these and what their units
-need. Both ends of a message may take some of their workers' own time.
+Stages send activations to their readers and gradients back and, if layers move, what these need. Both ends of a message
+may occupy their workers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,48 +25,33 @@ _Stages = tuple[int, int]  # the stage a message leaves, the one that reads it
 
 @dataclass
 class _Edge:
-    """Messages from one stage to another, of one kind.
+    """Messages of one kind from one stage to another."""
 
-    Attributes:
-        kind: of the bytes.
-        letter: of their labels.
-        num_bytes: by size of the unit.
-        first, replicas: workers of the stage that reads them: unit u goes to worker first + u mod replicas.
-        values: as how many values of one size they come.
-        connections: by sender and receiver.
-        arrived: by unit, messages that nobody waits for yet, with the time at which they were sent.
-        waiting: by unit, since when its receiver waits, and in which instruction.
-    """
-
-    kind: str
-    letter: str
-    num_bytes: Mapping[Size, int]
-    first: int
+    kind: str  # as which bytes are counted
+    letter: str  # of labels
+    num_bytes: Mapping[Size, int]  # by size of the unit
+    first: int  # worker of the reading stage: unit u goes to worker first + u mod replicas
     replicas: int
-    values: float = 1.0
-    connections: dict[tuple[int, int], Connection] = field(default_factory=dict)
+    values: float = 1.0  # number of equal values per message
+    connections: dict[tuple[int, int], Connection] = field(default_factory=dict)  # by sender and receiver
+    # By unit, messages not yet received, and when they were sent
     arrived: dict[int, tuple[Message, float]] = field(default_factory=dict)
+    # By unit, since when its receiver waits, and its instruction
     waiting: dict[int, tuple[float, Instruction]] = field(default_factory=dict)
 
 
 class Weighing(Protocol):
-    """Knows how large is what layers are moved with."""
+    """Sizes of what is transferred when layers move."""
 
     def num_bytes(self, it: Instruction) -> int:
-        """Return the bytes of what is given."""
+        """Return the bytes that an instruction sends."""
 
 
 class Messages:
     """All messages between the stages of a simulation.
 
-    Args:
-        pipeline: its stages.
-        costs: how large messages are, and what their ends take of a worker's time.
-        network: the links.
-        size_of: what a unit's costs depend on.
-        moving: where layers move; None where they stay.
-        copies: whether messages cross lanes to hosts that copies use, too.
-        wake: lets a worker go on.
+    `moving` gives the sizes of what is transferred when layers move; `copies` tells whether messages cross lanes to
+    hosts that copies also use; `wake` lets a worker continue at a time.
     """
 
     def __init__(
@@ -99,7 +84,7 @@ class Messages:
         self._edges = dict(zip((*SENDS, *RECEIVES), (*kinds, *kinds), strict=True))
 
     def send(self, worker: int, send: Instruction, now_s: float) -> float:
-        """Let a message set out; return the seconds that sending it keeps the worker."""
+        """Send a message; return the seconds that sending occupies the worker."""
         op, stage, unit, other, _, _, _ = send
         edge = self._edges[op][stage, other]
         peer = edge.first + unit % edge.replicas
@@ -122,7 +107,7 @@ class Messages:
         return self._end_s(message)
 
     def receive(self, worker: int, receive: Instruction, now_s: float) -> float | None:
-        """Take a message; return 0 where that keeps the worker no longer, None where it waits: it is woken then."""
+        """Receive a message; return 0 if that is over now, None if the worker waits and will be woken."""
         op, stage, unit, other, _, _, _ = receive
         edge = self._edges[op][other, stage]
         arrived = edge.arrived.pop(unit, None)
@@ -142,18 +127,18 @@ class Messages:
         return self._edges[op][(stage, other) if op in SENDS else (other, stage)].num_bytes[self._size_of(unit)]
 
     def waiting(self) -> Iterator[tuple[int, float, Instruction]]:
-        """Yield workers that wait, since when and in which instruction."""
+        """Yield waiting workers, since when, and their instructions."""
         for op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT, Op.TAKE):
             for (_, stage), edge in self._edges[op].items():
                 for unit, waiting in sorted(edge.waiting.items()):
                     yield self._pipeline.worker(stage, unit), *waiting
 
     def _tell(self, message: Message, worker: int, wait: Wait, now_s: float) -> None:
-        """Let a worker go on when a message has arrived, and its end of it is done."""
+        """Let a worker continue when a message has arrived and its end of it is done."""
         self._network.sharing.tell(message, partial(self._taken, message, worker, wait), now_s)
 
     def _taken(self, message: Message, worker: int, wait: Wait, now_s: float) -> tuple[int, Wait] | None:
-        """Return who goes on now; nobody where the receiver's end of the message takes some time."""
+        """Return the worker that continues now; None if its end of the message takes time."""
         self._network.arrived(message)
         if self._copies:
             self._network.copy_with_host(message, now_s, out=False)
@@ -164,7 +149,7 @@ class Messages:
         return None
 
     def _end_s(self, message: Message) -> float:
-        """Return what one end of a message takes of its worker's own time; there is none where nothing is sent."""
+        """Return the seconds that one end of a message occupies its worker; 0 if nothing is sent."""
         num_bytes, connection = message.num_bytes, message.connection
         if not num_bytes:
             return 0.0

@@ -8,17 +8,7 @@ from typing import Any, Protocol
 from pipebench.cluster import Cluster
 from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import COPIES, FIRST_PARTS
-from pipebench.schedule.operations import (
-    COMPUTE,
-    OPERATIONS,
-    RECEIVE,
-    SEND,
-    SWAP_IN,
-    SWAP_OUT,
-    UPDATE,
-    WAIT,
-    Op,
-)
+from pipebench.schedule.operations import COMPUTE, OPERATIONS, RECEIVE, SEND, SWAP_IN, SWAP_OUT, UPDATE, WAIT, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.simulation import TimelineEvent
@@ -37,65 +27,41 @@ PLAN, EPOCHS, PREDICTION, WORKERS_IDLE, MEMORY = "plan", "epochs", "prediction",
 
 @dataclass(frozen=True)
 class RunMeasurements:
-    """What all workers measured together.
+    """Measurements of all workers together."""
 
-    Attributes:
-        metrics: sums over all workers and fractions of the run, under their tracking names; training only.
-        workers: a row per worker, for `RunResult.workers`.
-        timeline: the recorded part, of all workers; seconds since the run began or resumed.
-        busy_s: forward, backward and update seconds over all workers, training only.
-        stall_s: seconds waited for bytes on their way, likewise; nothing to go by where a note says so.
-        num_bytes: payload by (kind, level) as the receivers saw it, training only.
-        notes: what to know of some of these numbers, see `RunResult.notes`.
-    """
-
+    # Sums over all workers and fractions of the run, under their tracking names; training only
     metrics: dict[str, float]
-    workers: tuple[dict[str, Any], ...]
-    timeline: Timeline
-    busy_s: float
-    stall_s: float
-    num_bytes: Counter[tuple[str, str]]
-    notes: Mapping[str, str] = field(default_factory=dict)
+    workers: tuple[dict[str, Any], ...]  # a row per worker, for `RunResult.workers`
+    timeline: Timeline  # the recorded part, in seconds since the run began or resumed
+    busy_s: float  # forward, backward and update seconds over all workers, training only
+    stall_s: float  # seconds waiting for bytes in transit, likewise; unreliable where a note says so
+    num_bytes: Counter[tuple[str, str]]  # payload by (kind, level) as received, training only
+    notes: Mapping[str, str] = field(default_factory=dict)  # remarks on these numbers, see `RunResult.notes`
 
 
 class Listener(Protocol):
-    """Takes note of what happens in training."""
+    """Observes the events of training."""
 
     def begin(self, size_of: Callable[[int], Size]) -> None:
-        """Start a segment, with nothing in flight; `size_of` tells what a unit's costs depend on: how many samples."""
+        """Start a segment, with nothing in flight; `size_of` gives a unit's size."""
 
     def event(self, event: TimelineEvent) -> None:
-        """Take note of one event."""
+        """Record an event."""
 
     def transfer(self, transfer: Transfer) -> None:
-        """Take note of a transfer."""
+        """Record a transfer."""
 
 
 class Meter:
-    """Adds up what workers do; training and evaluation apart.
-
-    Args:
-        pipeline: the shape of what is run.
-        listeners: are told of all that happens in training, too.
-
-    Attributes:
-        evaluating: set while an evaluation runs.
-        busy_s: seconds of forward, backward and update, over all workers.
-        again_s: the part of it that computed forwards again.
-        stall_s: seconds that workers waited for bytes on their way.
-        swap_stall_s: seconds that backwards waited for what was on the host.
-        origin_s: the clock's time at which the timeline begins.
-    """
+    """Adds up workers' time, training and evaluation apart; notifies listeners of all events in training."""
 
     def __init__(self, pipeline: Pipeline, *listeners: Listener) -> None:
         self.evaluating = False
-        self.busy_s = self.again_s = 0.0
-        self.stall_s = self.swap_stall_s = 0.0
-        self.origin_s = 0.0
+        self.busy_s = self.again_s = 0.0  # forwards, backwards and updates of all workers; recomputed forwards of these
+        self.stall_s = self.swap_stall_s = 0.0  # waits for bytes in transit; of backwards for copies from the host
+        self.origin_s = 0.0  # clock time at which the timeline begins
         self._pipeline = pipeline
-        self._seen: list[
-            tuple[TimelineEvent, bool]
-        ] = []  # and whether it was of an evaluation: spans are made at the end
+        self._seen: list[tuple[TimelineEvent, bool]] = []  # and whether in an evaluation; spans are made at the end
         self._transfers: list[Transfer] = []
         self._truncated = False
         self._listeners = listeners
@@ -104,16 +70,15 @@ class Meter:
     def begin(self, size_of: Callable[[int], Size], again_s: Callable[[int, int], float] | None = None) -> None:
         """Start a segment of training, with nothing in flight.
 
-        Args:
-            size_of: tells what a unit's costs depend on.
-            again_s: of a stage and a unit, the part of its backward that computes forwards again; None: there is none.
+        `size_of` gives a unit's size; `again_s`, of a stage and a unit, seconds of its backward that recompute
+        forwards.
         """
         self._recomputing_s = again_s
         for listener in self._listeners:
             listener.begin(size_of)
 
     def event(self, event: TimelineEvent) -> None:
-        """Take note of one event."""
+        """Record an event."""
         if not self.evaluating:
             op, stage, number, *_ = event.instruction
             if op in COMPUTED:
@@ -133,7 +98,7 @@ class Meter:
             self._truncated = len(self._seen) >= RECORDED_SPANS
 
     def transfer(self, transfer: Transfer) -> None:
-        """Take note of a transfer."""
+        """Record a transfer."""
         if not self.evaluating:
             for listener in self._listeners:
                 listener.transfer(transfer)
@@ -150,9 +115,9 @@ class Meter:
 
 
 def span_of(pipeline: Pipeline, event: TimelineEvent, evaluating: bool) -> Span:
-    """Return what a timeline shows of an event."""
+    """Return a timeline's entry for an event."""
     start_s, end_s, worker, (op, stage, number, *_), _ = event
-    own = stage if pipeline.chunks > 1 else ""  # of the worker's stages
+    own = stage if pipeline.chunks > 1 else ""  # which of the worker's stages
     if op is Op.UPDATE:
         return Span(worker, UPDATE, f"{own}U{number}", start_s, end_s, -1)
     if op in (Op.WAIT_ALL_REDUCE, Op.WAIT_NORM):
@@ -170,13 +135,13 @@ def span_of(pipeline: Pipeline, event: TimelineEvent, evaluating: bool) -> Span:
 
 
 def recomputed_s(costs: Costs) -> list[Mapping[Size, float]]:
-    """Return the seconds of every stage's backwards that compute forwards again; empty where none does."""
+    """Return every stage's recomputation seconds per backward; empty if nothing is recomputed."""
     found = [stage.again_s for stage in costs.stages]
     return found if any(any(seconds.values()) for seconds in found) else []
 
 
 def recomputing(costs: Costs, size_of: Callable[[int], Size]) -> Callable[[int, int], float] | None:
-    """Return what tells how much of a unit's backward at a stage computes forwards again; None where none does."""
+    """Return a function of stage and unit: the seconds of its backward that recompute forwards. None if none do."""
     found = recomputed_s(costs)
     return (lambda stage, unit: found[stage][size_of(unit)]) if found else None
 
@@ -190,20 +155,12 @@ def fractions(
     again_s: float | None = None,
     swap_stall_s: float | None = None,
 ) -> dict[str, float]:
-    """Return what became of a training time, fill and drain included, in shares of all workers' time.
+    """Return shares of all workers' time in training, fill and drain included.
 
-    `bubble_fraction` is the share without forward, backward or update, whatever the reason; `comm_stall_fraction` the
-    part of it spent waiting for bytes that were on their way, `swap_stall_fraction` that for what was on the host.
-    `recompute_fraction` went to computing forwards again, `effective_fraction` to all other forwards, backwards and
-    updates.
-
-    Args:
-        busy_s: of forwards, backwards and updates.
-        stall_s: of waits for bytes on their way.
-        num_workers: whose seconds these are.
-        elapsed_s: of the clock.
-        again_s: of forwards that were computed again, where they are told apart.
-        swap_stall_s: of waits for what was on the host, where anything was.
+    `bubble_fraction` is the share without forward, backward or update; `comm_stall_fraction` the part of it spent
+    waiting for bytes in transit, `swap_stall_fraction` for copies from the host. `recompute_fraction` went to
+    recomputed forwards, `effective_fraction` to all other forwards, backwards and updates. Shares of unknown seconds
+    (None) are left out.
     """
     total_s = num_workers * elapsed_s
     if total_s <= 0:
@@ -219,13 +176,9 @@ def fractions(
 def pcie_fractions(
     cluster: Cluster, num_bytes: Mapping[tuple[str, str], int], num_workers: int, elapsed_s: float
 ) -> dict[str, float]:
-    """Return how much of what devices could copy to their hosts, and back, they did: copies, and messages over PCIe.
+    """Return the used shares of the PCIe bandwidth of all devices, out and in, by copies and messages.
 
-    Args:
-        cluster: says what they could; nothing is returned where it doesn't.
-        num_bytes: of training, by (kind, level).
-        num_workers: one on each device.
-        elapsed_s: of the clock.
+    `num_bytes` are by (kind, level), in training; empty if the cluster does not give a rate.
     """
     could = num_workers * elapsed_s * (cluster.pcie_bytes_per_s or 0.0)
     if could <= 0:

@@ -1,4 +1,4 @@
-"""What workers' time goes to, over time: computing, communicating, or nothing."""
+"""What workers spend their time on, over time: computing, communicating, or idle."""
 
 from array import array
 from collections.abc import Callable
@@ -24,25 +24,15 @@ _Times = tuple["array[float]", "array[float]"]  # starts and ends
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Shares of every worker's time, by equal parts of the recorded time.
-
-    Attributes:
-        worker_names: one per worker.
-        shares: [worker, state, part], which add up to 1 over the states, those of `STATES`.
-        end_s: when the last part ends; the first begins at 0.
-    """
+    """Shares of every worker's time in equal parts of the recorded time."""
 
     worker_names: tuple[str, ...]
-    shares: NDArray[np.float64]
-    end_s: float
+    shares: NDArray[np.float64]  # [worker, state, part], states as in `STATES`; they sum to 1 over states
+    end_s: float  # of the last part; the first begins at 0
 
 
 class OccupancyMeter:
-    """Takes note of when workers compute and when they communicate.
-
-    Args:
-        pipeline: the shape of what is run.
-    """
+    """Records when workers compute and when they communicate."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._names = pipeline.worker_names
@@ -54,10 +44,10 @@ class OccupancyMeter:
         """Start a segment."""
 
     def transfer(self, transfer: Transfer) -> None:
-        """Take note of a transfer: what it means for a worker is in its events."""
+        """Ignored: its effect on a worker is in the worker's events."""
 
     def event(self, event: TimelineEvent) -> None:
-        """Take note of one event."""
+        """Record an event."""
         start_s, end_s, worker, (op, *_), stall_s = event
         if end_s <= start_s or self._num_events >= RECORDED_EVENTS:
             return
@@ -67,7 +57,7 @@ class OccupancyMeter:
             self._note(worker, 0, start_s, end_s)
         elif op in _SENDS:
             self._note(worker, 1, start_s, end_s)
-        elif stall_s > 0:  # what it waited for set out while it waited, and came at the end
+        elif stall_s > 0:  # its message was sent during the wait and arrived at its end
             self._note(worker, 1, end_s - stall_s, end_s)
 
     def _note(self, worker: int, state: int, start_s: float, end_s: float) -> None:
@@ -76,7 +66,7 @@ class OccupancyMeter:
         ends.append(end_s)
 
     def occupancy(self, num_parts: int) -> Occupancy:
-        """Return the shares in so many equal parts of the recorded time."""
+        """Return the shares in equal parts of the recorded time."""
         edges_s = np.linspace(0.0, self._end_s or 1.0, num_parts + 1)
         shares = np.zeros((len(self._names), len(STATES), num_parts))
         for worker, states in enumerate(self._busy):
@@ -88,7 +78,7 @@ class OccupancyMeter:
 
 
 def _until(moments_s: NDArray[np.float64], edges_s: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the seconds that have passed since each of the moments, summed up, at every edge."""
+    """Return, at every edge, the total seconds since those of the given times that have passed."""
     moments_s = np.sort(moments_s)
     count = np.searchsorted(moments_s, edges_s)
     passed = np.concatenate([[0.0], np.cumsum(moments_s)])

@@ -1,4 +1,4 @@
-"""Sums among the replicas of a stage, and of all workers' gradient norms: who has brought what, and who waits."""
+"""Sums among the replicas of a stage, and of all workers' gradient norms: who has joined, and who waits."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from pipebench.simulate.timeline import CONTROL
 
 EVERY_STAGE = -1
 
-Wait = tuple[float, Instruction, float]  # since when a worker waits, in which instruction, for what set out when
-Wake = Callable[[float, int, Wait], None]  # lets a worker go on at a time
+Wait = tuple[float, Instruction, float]  # waiting since, instruction, time at which what it waits for was sent
+Wake = Callable[[float, int, Wait], None]  # lets a worker continue at a time
 
 
 @dataclass
 class _Round:
-    """One sum: the gradients of one round of one stage."""
+    """The sum of one round's gradients of one stage."""
 
     ready_s: list[float]  # per bucket, when the last replica has it
     waits_left: int
@@ -31,29 +31,18 @@ class _Round:
 
 @dataclass(frozen=True)
 class _PendingReduction:
-    """What is summed among whom, in which way, as which kind of bytes, and what it takes of each one's processor.
-
-    Attributes:
-        overlaps: whether buckets set out while the backward still runs.
-    """
+    """What is summed by which group, and its cost on each member's processor."""
 
     buckets: Sequence[SimulatedBucket]
     workers: range
     way: str
     kind: str
     host_s: float = 0.0
-    overlaps: bool = True
+    overlaps: bool = True  # whether buckets are sent while the backward still runs
 
 
 class Reductions:
-    """Starts sums, bucket by bucket, when the last of their workers has its part; they end on the network.
-
-    Args:
-        pipeline: whose stages have replicas.
-        costs: their buckets.
-        network: the links.
-        wake: lets a worker go on.
-    """
+    """Starts each bucket's sum when the last worker has its part."""
 
     def __init__(self, pipeline: Pipeline, costs: Costs, network: Network, wake: Wake) -> None:
         self._network = network
@@ -71,7 +60,7 @@ class Reductions:
     def join(
         self, stage: int, round_index: int, now_s: float, duration_s: float = 0.0, *, in_part: bool = False
     ) -> None:
-        """A replica's gradients of a round become ready, bucket by bucket, while its backward (or its part) runs."""
+        """Add a replica's gradients to a round; buckets become ready during its backward, or a part of it."""
         group = self._groups[stage]
         each = self._rounds.get((stage, round_index))
         if each is None:
@@ -92,7 +81,7 @@ class Reductions:
             push(each.all_joined_s, partial(self._ended, stage, round_index, each))
 
     def wait(self, worker: int, stage: int, instruction: Instruction, now_s: float) -> tuple[float, float] | None:
-        """Return when a round's sum can be taken and when it set out; None if unknown yet: the worker is woken then."""
+        """Return when a round's sum is available and when it started; None if the worker waits and will be woken."""
         key = (stage, instruction.number)
         each = self._rounds[key]
         each.waits_left -= 1
@@ -104,7 +93,7 @@ class Reductions:
         return max(now_s, each.end_s) + self._groups[stage].host_s, each.all_joined_s
 
     def waiting(self) -> Iterator[tuple[int, float, Instruction]]:
-        """Yield workers that wait, since when and in which instruction."""
+        """Yield waiting workers, since when, and their instructions."""
         for _, waiters in sorted(self._waiting.items()):
             yield from waiters
 

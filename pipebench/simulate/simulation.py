@@ -1,7 +1,7 @@
-"""The simulator: a discrete-event loop that gives every instruction of a schedule a start and an end.
+"""The simulator: a discrete-event loop that assigns every instruction of a schedule a start and an end.
 
-It is lazy: events come out one by one, each after everything it depends on, so that an engine can execute them as
-they come. Equal times are settled by (time, priority, counter), so a run is the same run every time.
+It is lazy: events come one by one, each after all it depends on, so that an engine can execute them as they come. Ties
+are broken by (time, priority, counter), so runs are deterministic.
 """
 
 import math
@@ -22,48 +22,40 @@ from pipebench.simulate.messages import RECEIVES, SENDS, Messages, Weighing
 from pipebench.simulate.network import Network
 from pipebench.simulate.reductions import EVERY_STAGE, Reductions, Wait
 
-LATER = -1.0  # in place of the seconds that an instruction keeps a worker: none, and its event comes when it is over
+LATER = -1.0  # in place of a duration: the worker continues at once, and the event comes at the instruction's end
 
 
 class TimelineEvent(NamedTuple):
-    """One executed instruction.
+    """One executed instruction."""
 
-    Attributes:
-        start_s: when the worker turned to it; of a copy, when it began.
-        end_s: when the worker could go on; of a copy, which keeps no worker, when it was over. Only then it is told of.
-        worker: worker index.
-        instruction: what it executed.
-        stall_s: the part of the wait during which what it waited for was on its way (communication, not a bubble); of
-            a copy in, how long a backward has waited for its end.
-    """
-
-    start_s: float
-    end_s: float
+    # When the worker began it; of a copy, when that began
+    start_s: float  # when the worker began it; of a copy, when that began
+    # When the worker could continue; of a copy, which occupies no worker, its end, when it is reported
+    end_s: float  # when the worker could continue; of a copy, which occupies no worker, its end, when it is reported
     worker: int
     instruction: Instruction
+    # Part of the wait during which what it waited for was in transit (communication, not a bubble); of a copy in, how
+    # long a backward waited for it
+    # Part of the wait during which what it waited for was in transit (communication, not a bubble); of a copy in, how
+    # long a backward waited for it
     stall_s: float = 0.0
 
 
 class Moving(Weighing, Protocol):
-    """What moving layers costs, where they move while a pipeline runs."""
+    """Costs of moving layers while a pipeline runs."""
 
     def update_s(self, stage: int, round_index: int) -> float:
         """Return the seconds of an update."""
 
     def again_s(self, it: Instruction) -> float:
-        """Return the seconds in which a unit runs forward once more through layers that have come."""
+        """Return the seconds of a unit's repeated forward through layers that have arrived."""
 
 
 class RunPart(NamedTuple):
-    """Which part of a run it is that is played, where one is trained.
+    """Which part of a run it is that is played, where one is trained."""
 
-    Attributes:
-        first: the minibatch of the run that it begins with.
-        limit: tells how many minibatches of it will run, as far as is known.
-    """
-
-    first: int
-    limit: Callable[[], float]
+    first: int  # the minibatch of the run that it begins with
+    limit: Callable[[], float]  # tells how many minibatches of it will run, as far as is known
 
 
 # Begins an instruction of a worker at a time; returns the seconds that it keeps the worker, `LATER`, or None where that
@@ -72,13 +64,9 @@ Play = Callable[[int, Instruction, float], float | None]
 
 
 class SimulationExtension:
-    """What an extension adds to a simulation, for which it is made.
+    """What an extension adds to a simulation, for which it is made."""
 
-    Attributes:
-        plays: how instructions are begun: of its own, or in place of those that `Simulation.plays` has.
-    """
-
-    plays: Mapping[Op, Play]
+    plays: Mapping[Op, Play]  # how instructions are begun: of its own, or in place of those that `Simulation.plays` has
 
     def waiting(self) -> Iterable[tuple[int, float, Instruction]]:
         """Return workers that wait for it, since when and in which instruction."""
@@ -86,43 +74,31 @@ class SimulationExtension:
 
 
 _COMPUTE = (Op.FORWARD, *BACKWARDS)
-_LASTS = with_role(COMPUTE)  # others have their turn before a worker goes on, even after 0 s
+_LASTS = with_role(COMPUTE)  # other workers come first, even after 0 s
 
 
 @dataclass(eq=False, repr=False)
 class Simulation:
     """Plays programs against costs and links. Iterate over it once.
 
-    Attributes:
-        pipeline: the shape the programs belong to.
-        programs: one lazy list of instructions per worker.
-        costs: what instructions cost.
-        network: the links.
-        size_of: what the costs of a unit depend on, its number of samples.
-        start_s: time at which every worker starts.
-        part: which part of a run it is; None where none is trained.
-        moving: what it costs that layers move; None where they stay.
-        plays: how every instruction is begun.
-        end_s: when the last event so far has ended.
-
     Raises:
         ScheduleError: while iterating, if workers wait for each other in a circle.
     """
 
     pipeline: Pipeline
-    programs: Sequence[Iterator[Instruction]]
+    programs: Sequence[Iterator[Instruction]]  # one lazy list of instructions per worker
     costs: Costs
     network: Network
-    size_of: Callable[[int], Size]
-    start_s: float = 0.0
-    part: RunPart | None = None
-    moving: Moving | None = None
+    size_of: Callable[[int], Size]  # a unit's size, on which its costs depend
+    start_s: float = 0.0  # when every worker starts
+    part: RunPart | None = None  # of a run; None if none is trained
+    moving: Moving | None = None  # costs of moving layers; None if they stay
 
     def __post_init__(self) -> None:
         pipeline, costs, network, start_s = self.pipeline, self.costs, self.network, self.start_s
-        self._made: list[TimelineEvent] = []  # events that actions have come to
+        self._made: list[TimelineEvent] = []  # events from actions
         self._reductions = Reductions(pipeline, costs, network, self.wake)
-        copies = bool(pipeline.swaps) or self.moving is not None  # layers may begin to swap with a move
+        copies = bool(pipeline.swaps) or self.moving is not None  # a move may make layers swap
         swapped = [stage.swap_bytes for stage in costs.stages]
         self._copies = Copies(swapped, network, self.size_of, pipeline.label, self._copied) if copies else None
         self._messages = Messages(pipeline, costs, network, self.size_of, self.moving, self.wake, copies=copies)
@@ -132,7 +108,7 @@ class Simulation:
         for make in pipeline.hooks("play").values():
             self._extensions.append(make(self))
             self.plays.update(self._extensions[-1].plays)
-        self._loaders = [(start_s, start_s, start_s)] * len(self.programs)  # loaded; taken, the last two
+        self._loaders = [(start_s, start_s, start_s)] * len(self.programs)  # times: last load; the last two taken
         self._running = set(range(len(self.programs)))
         self.end_s = start_s
         for worker in range(len(self.programs)):
@@ -275,10 +251,10 @@ class Simulation:
         return self.until(ready_s, worker, (now_s, load, math.inf))
 
     def _check_ended(self) -> None:
-        """Refuse to end while somebody waits.
+        """Raise if a worker still waits.
 
         Raises:
-            ScheduleError: somebody does; says who, and in what.
+            ScheduleError: names the workers and their instructions.
         """
         if not self._running:
             return
@@ -292,7 +268,7 @@ class Simulation:
 
 
 def _durations(costs: StageCosts, op: Op) -> Mapping[Size, float]:
-    """Return the seconds of a forward, of a backward or of a part of one, by size of the unit."""
+    """Return the seconds of a forward, a backward or a part of one, by size of the unit."""
     if op is Op.BACKWARD_INPUT:
         return {size: seconds - costs.weight_s[size] for size, seconds in costs.backward_s.items()}
     return {Op.FORWARD: costs.forward_s, Op.BACKWARD: costs.backward_s, Op.BACKWARD_WEIGHT: costs.weight_s}[op]

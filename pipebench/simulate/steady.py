@@ -1,8 +1,8 @@
-"""The simulated engine: durations and bytes of an epoch without training, its steady state found and extrapolated.
+"""Simulated segments: durations and bytes without training, with the steady state found and extrapolated.
 
-A schedule repeats itself after a block of minibatches. Once every worker's times repeat too, shifted by one constant,
-all further periods cost that constant: only fill, a few periods and drain are simulated, however long the epoch is.
-Where minibatches vary in length nothing repeats; then enough are simulated to know the mean of the others.
+A schedule repeats after a block of minibatches. Once every worker's times repeat too, shifted by a constant, further
+periods cost that constant: only fill, a few periods and drain are simulated. If minibatches vary in length nothing
+repeats; then enough are simulated to know the mean of the others.
 """
 
 import itertools
@@ -31,17 +31,17 @@ from pipebench.simulate.simulation import TimelineEvent
 
 _BLOCKS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # lengths tried for the period
 _REPEATS = 3  # periods that must agree before the state counts as steady
-_PATIENCE = 2048  # minibatches after which the mean of the later half has to do, if they are blocks enough for it
-_BATCHES = 8  # parts of that half, whose means tell its standard error
+_PATIENCE = 2048  # minibatches after which the later half's mean is used, given enough blocks
+_BATCHES = 8  # parts of that half, for its standard error
 _TOLERANCE = 1e-9  # relative; times are sums of floats
 
 
 class Workload(Protocol):
-    """What is simulated: a `Setup` is one, and so is a plan without a model."""
+    """What is simulated: a `Setup`, or a plan without a model."""
 
     @property
     def pipeline(self) -> Pipeline:
-        """The pipeline's shape and order of work."""
+        """Shape and order of work."""
 
     @property
     def costs(self) -> Costs:
@@ -57,35 +57,24 @@ class Workload(Protocol):
 
     @property
     def sampler(self) -> Sampler:
-        """How many samples every minibatch has."""
+        """Samples of every minibatch."""
 
 
 @dataclass(frozen=True)
 class SegmentTotals:
-    """What a segment between two drains comes to.
+    """Totals of a segment between two drains, over all workers."""
 
-    Attributes:
-        end_s: its duration.
-        busy_s: forward, backward and update seconds over all workers.
-        stall_s: seconds waited for bytes on their way.
-        num_bytes: payload by (kind, level).
-        error_s: standard error of the duration, where it is estimated from a part.
-        num_simulated: minibatches of that part; 0 where nothing is estimated.
-        again_s: the part of `busy_s` that computes forwards again.
-        swap_stall_s: seconds that backwards waited for what was on the host.
-    """
-
-    end_s: float
-    busy_s: float
-    stall_s: float
-    num_bytes: Counter[tuple[str, str]]
-    error_s: float = 0.0
-    num_simulated: int = 0
-    again_s: float = 0.0
-    swap_stall_s: float = 0.0
+    end_s: float  # duration
+    busy_s: float  # of forwards, backwards and updates
+    stall_s: float  # waiting for bytes in transit
+    num_bytes: Counter[tuple[str, str]]  # payload by (kind, level)
+    error_s: float = 0.0  # standard error of the duration if it is estimated
+    num_simulated: int = 0  # minibatches that the estimate is based on; 0 if exact
+    again_s: float = 0.0  # part of `busy_s` that recomputes forwards
+    swap_stall_s: float = 0.0  # backwards waiting for copies from the host
 
     def extended(self, period: "SegmentTotals", times: int) -> "SegmentTotals":
-        """Return the totals so many periods further on, given those of one."""
+        """Add the totals of `times` periods."""
         num_bytes = Counter(self.num_bytes)
         for key, value in period.num_bytes.items():
             num_bytes[key] += value * times
@@ -101,33 +90,33 @@ class SegmentTotals:
 
 @without_collector()
 def simulate_segment(
-    course: Workload, num_minibatches: int, meter: Meter | None = None, *, ends_epoch: bool = True
+    workload: Workload, num_minibatches: int, meter: Meter | None = None, *, ends_epoch: bool = True
 ) -> SegmentTotals:
-    """Return the totals of a segment, all of whose minibatches are whole but for an epoch's last one at its end.
+    """Return the totals of a segment of whole minibatches, but for an epoch's last.
 
-    It is simulated once. Where its state is found to be steady, the workers' lists go over to those of a segment that
-    is shorter by whole periods, which begin alike, and what these periods cost is added.
+    Simulated once: when the state is steady, workers switch to the lists of a segment shorter by whole periods, which
+    begin alike, and the cost of these periods is added.
 
     Args:
-        course: what to simulate; nothing is trained.
-        num_minibatches: length of the segment, up to one epoch.
-        meter: records the timeline of the part that is really simulated.
-        ends_epoch: whether its last minibatch is the epoch's last, possibly short one.
+        workload: what to simulate.
+        num_minibatches: up to one epoch.
+        meter: records the timeline of the simulated part.
+        ends_epoch: whether the last minibatch is the epoch's last, which may be short.
     """
-    run = _Run(course, num_minibatches, meter, ends_epoch=ends_epoch)
-    if course.sampler.varies:
-        return _estimated(course, run, num_minibatches)
-    watch, found = _Watch(course.pipeline), None
+    run = _Run(workload, num_minibatches, meter, ends_epoch=ends_epoch)
+    if workload.sampler.varies:
+        return _estimated(workload, run, num_minibatches)
+    detector, found = _SteadyStateDetector(workload.pipeline), None
     for event in run:
         if found is None and event.instruction.op in ENDS:
-            found = watch.steady(event, run.spent(event.worker), num_minibatches)
+            found = detector.steady(event, run.spent(event.worker), num_minibatches)
             if found is not None:
                 run.shorten(num_minibatches - found.left_out * found.period)
     totals = run.totals()
     if found is None:
         return totals
-    # What travels doesn't depend on time; and in time, neighbouring periods need not send at the same moments.
-    num_bytes = _simulated(_Run(course, found.period, ends_epoch=False)).num_bytes
+    # Bytes per period are exact here; measured between two times they vary from period to period.
+    num_bytes = _simulated(_Run(workload, found.period, ends_epoch=False)).num_bytes
     extended = totals.extended(found.period_totals(num_bytes), found.left_out)
     if not found.error_s:
         return extended
@@ -135,11 +124,11 @@ def simulate_segment(
     return replace(extended, error_s=found.error_s * found.left_out, num_simulated=simulated)
 
 
-def _estimated(course: Workload, run: "_Run", num_minibatches: int) -> SegmentTotals:
-    """Return the totals of a segment of which enough minibatches are simulated to know the mean of the others."""
-    sampler = course.sampler
+def _estimated(workload: Workload, run: "_Run", num_minibatches: int) -> SegmentTotals:
+    """Return the totals of a segment of varying lengths, simulated until the mean of the rest is known."""
+    sampler = workload.sampler
     assert isinstance(sampler, Varying)
-    average, found = Average(course.pipeline, course.costs, sampler, num_minibatches), None
+    average, found = Average(workload.pipeline, workload.costs, sampler, num_minibatches), None
     for event in run:
         if found is None and event.instruction.op in ENDS and event.instruction.stage == 0:
             found = average.known(event.end_s)
@@ -149,11 +138,11 @@ def _estimated(course: Workload, run: "_Run", num_minibatches: int) -> SegmentTo
     if found is None:
         return totals
     left_out = found.left_out
-    # What travels and what is computed doesn't depend on time, and is exact at every length.
-    alike = [
-        (share * left_out, _simulated(_Run(course, found.period, ends_epoch=False, sampler=sampler.of_length(columns))))
-        for columns, share in sampler.lengths
-    ]
+    # Bytes and computing don't depend on time and are exact for every length.
+    alike = []
+    for columns, share in sampler.lengths:
+        period = _Run(workload, found.period, ends_epoch=False, sampler=sampler.of_length(columns))
+        alike.append((share * left_out, _simulated(period)))
     num_bytes = Counter(totals.num_bytes)
     for key in {key for _, each in alike for key in each.num_bytes}:
         num_bytes[key] += round(sum(times * each.num_bytes[key] for times, each in alike))
@@ -171,33 +160,28 @@ def _estimated(course: Workload, run: "_Run", num_minibatches: int) -> SegmentTo
 
 
 @without_collector()
-def estimate_rate(course: Workload, num_minibatches: int, num_instructions: int) -> tuple[float, int]:
-    """Return about how many seconds a minibatch takes in the steady state, and how many instructions that simulated.
+def estimate_rate(workload: Workload, num_minibatches: int, num_instructions: int) -> tuple[float, int]:
+    """Estimate the seconds per minibatch in steady state; also return the number of instructions simulated.
 
-    If no steady state is found, it is what the slowest worker takes in the later half of what was simulated; infinity
-    if that is too little to say.
-
-    Args:
-        course: what to simulate.
-        num_minibatches: longer than what so many instructions come to, up to one epoch.
-        num_instructions: to simulate at most.
+    Without a steady state: the slowest worker's rate in the later half of what was simulated, or infinity if that is
+    too short. `num_minibatches` must be more than `num_instructions` amount to, up to one epoch.
     """
-    pipeline, taken = course.pipeline, 0
-    watch = _Watch(pipeline)
-    for taken, event in enumerate(itertools.islice(_Run(course, num_minibatches), num_instructions), 1):
+    pipeline, taken = workload.pipeline, 0
+    detector = _SteadyStateDetector(pipeline)
+    for taken, event in enumerate(itertools.islice(_Run(workload, num_minibatches), num_instructions), 1):
         if event.instruction.op in ENDS:
-            found = watch.steady(event, _NOTHING, sys.maxsize)  # the segment may go on for ever
+            found = detector.steady(event, _NOTHING, sys.maxsize)  # of unlimited length
             if found is not None:
                 return found.shift_s / found.period, taken
-    return watch.later_half_s(), taken
+    return detector.later_half_s(), taken
 
 
 @without_collector()
 def simulate_all(
-    course: Workload, num_minibatches: int, meter: Meter | None = None, *, first: int = -1
+    workload: Workload, num_minibatches: int, meter: Meter | None = None, *, first: int = -1
 ) -> SegmentTotals:
-    """Simulate every instruction of a segment that ends an epoch, or of one that begins with minibatch `first`."""
-    return _simulated(_Run(course, num_minibatches, meter, ends_epoch=first < 0, first=first))
+    """Simulate a whole segment that ends an epoch, or that begins with minibatch `first`."""
+    return _simulated(_Run(workload, num_minibatches, meter, ends_epoch=first < 0, first=first))
 
 
 def _simulated(run: "_Run") -> SegmentTotals:
@@ -207,26 +191,20 @@ def _simulated(run: "_Run") -> SegmentTotals:
 
 
 class _Run:
-    """A segment as it is simulated; iterate over its events once.
+    """A segment being simulated; iterate over its events once.
 
     Args:
-        course: what to simulate.
+        workload: what to simulate.
         num_minibatches: length of the segment.
         meter: records the timeline.
-        ends_epoch: whether its last minibatch is the epoch's last, possibly short one.
-        sampler: instead of the course's.
-        first: the minibatch of the run that it begins with; where that is none, all are whole but for an epoch's last.
-
-    Attributes:
-        busy_s: forward, backward and update seconds so far, by worker.
-        again_s: the part of it that computes forwards again, likewise.
-        stall_s: seconds waited for bytes on their way, likewise.
-        swap_stall_s: seconds that backwards waited for what was on the host, likewise.
+        ends_epoch: whether the last minibatch is the epoch's last, which may be short.
+        sampler: replaces the workload's.
+        first: first minibatch in the run; negative: all minibatches are whole but for an epoch's last.
     """
 
     def __init__(
         self,
-        course: Workload,
+        workload: Workload,
         num_minibatches: int,
         meter: Meter | None = None,
         *,
@@ -234,27 +212,27 @@ class _Run:
         sampler: Sampler | None = None,
         first: int = -1,
     ) -> None:
-        pipeline, sampler = course.pipeline, sampler or course.sampler
+        pipeline, sampler = workload.pipeline, sampler or workload.sampler
         self.busy_s, self.again_s, self.stall_s, self.swap_stall_s = ([0.0] * pipeline.num_workers for _ in range(4))
         self._pipeline, self._meter = pipeline, meter
         observe = meter.transfer if meter else None
-        self._network = Network(course.cluster, course.devices, observe, copies=bool(pipeline.swaps))
+        self._network = Network(workload.cluster, workload.devices, observe, copies=bool(pipeline.swaps))
         self._sampler, self._drawn, self._first = sampler, dict[int, Size](), max(0, first)
         self._whole = sampler.sizes(0, pipeline.microbatches)
-        self._alike = self._whole[0] if len({*self._whole}) == 1 else None  # the size of every unit but the last ones
+        self._alike = self._whole[0] if len({*self._whole}) == 1 else None  # of all units but the last ones
         last = sampler.sizes(sampler.minibatches_per_epoch - 1, pipeline.microbatches)
         size_of = self._drawn_size if sampler.varies or first >= 0 else self._size
-        self._recomputed_s, self._size_of = recomputed_s(course.costs), size_of
+        self._recomputed_s, self._size_of = recomputed_s(workload.costs), size_of
         self._last = dict(zip(pipeline.units(num_minibatches - 1), last, strict=True)) if ends_epoch else {}
         self._taken = [itertools.count() for _ in range(pipeline.num_workers)]
-        # Counts without a step of Python for every instruction.
+        # Counts instructions taken without Python code per instruction.
         lists = zip(programs(pipeline, num_minibatches), self._taken, strict=True)
         self._lists: list[Iterator[Instruction]] = [
             map(operator.itemgetter(0), zip(each, taken, strict=False)) for each, taken in lists
         ]
-        self._simulation = simulation_of(pipeline, self._lists, course.costs, self._network, size_of)
+        self._simulation = simulation_of(pipeline, self._lists, workload.costs, self._network, size_of)
         if meter is not None:
-            meter.begin(size_of, recomputing(course.costs, size_of))
+            meter.begin(size_of, recomputing(workload.costs, size_of))
 
     def __iter__(self) -> Iterator[TimelineEvent]:
         busy_s, stall_s, meter, recomputed = self.busy_s, self.stall_s, self._meter, self._recomputed_s
@@ -272,18 +250,18 @@ class _Run:
             yield event
 
     def spent(self, worker: int) -> "_Spent":
-        """Return what a worker's seconds have gone to so far."""
+        """Return a worker's seconds so far."""
         return _Spent(self.busy_s[worker], self.stall_s[worker], self.again_s[worker], self.swap_stall_s[worker])
 
     def shorten(self, num_minibatches: int) -> None:
-        """Go over to the lists of a shorter segment, which begin as the others did so far."""
+        """Switch to the lists of a shorter segment, which begin like those played so far."""
         if self._last:
             self._last = dict(zip(self._pipeline.units(num_minibatches - 1), self._last.values(), strict=True))
         for worker, instructions in enumerate(programs(self._pipeline, num_minibatches)):
             self._lists[worker] = itertools.islice(instructions, next(self._taken[worker]), None)
 
     def totals(self) -> SegmentTotals:
-        """Return what it came to."""
+        """Return the totals so far."""
         end_s = self._simulation.end_s
         return SegmentTotals(
             end_s, math.fsum(self.busy_s), math.fsum(self.stall_s), self._network.num_bytes,
@@ -291,12 +269,12 @@ class _Run:
         )  # fmt: skip
 
     def _size(self, unit: int) -> Size:
-        """Return what a unit's costs depend on."""
+        """Return a unit's size."""
         size = self._last.get(unit, self._alike)
         return self._whole[self._pipeline.minibatch(unit)[1]] if size is None else size
 
     def _drawn_size(self, unit: int) -> Size:
-        """Return what a unit's costs depend on, where every minibatch is another."""
+        """Return a unit's size if minibatches vary."""
         size = self._last.get(unit, self._drawn.get(unit))
         if size is None:
             minibatch, _ = self._pipeline.minibatch(unit)
@@ -307,7 +285,7 @@ class _Run:
 
 
 class _Spent(NamedTuple):
-    """What seconds go to, named as in `SegmentTotals`."""
+    """Seconds as in `SegmentTotals`."""
 
     busy_s: float
     stall_s: float
@@ -320,32 +298,24 @@ _NOTHING = _Spent(0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class _Steady:
-    """A steady state.
+    """A steady state."""
 
-    Attributes:
-        period: minibatches after which everything repeats.
-        shift_s: how much later it does.
-        spent: of all workers in a period.
-        left_out: periods that need not be simulated.
-        error_s: standard error of a period, where it doesn't repeat itself and its mean stands for the others.
-    """
-
-    period: int
-    shift_s: float
-    spent: _Spent
-    left_out: int
-    error_s: float = 0.0
+    period: int  # minibatches after which everything repeats
+    shift_s: float  # duration of a period
+    spent: _Spent  # by all workers in a period
+    left_out: int  # periods that need not be simulated
+    error_s: float = 0.0  # standard error of `shift_s` if periods do not repeat exactly
 
     def period_totals(self, num_bytes: Counter[tuple[str, str]]) -> SegmentTotals:
-        """Return what a period comes to."""
+        """Return the totals of a period."""
         busy_s, stall_s, again_s, swap_stall_s = self.spent
         return SegmentTotals(self.shift_s, busy_s, stall_s, num_bytes, again_s=again_s, swap_stall_s=swap_stall_s)
 
 
-class _Watch:
-    """Finds out when all workers' backwards repeat, shifted by one constant.
+class _SteadyStateDetector:
+    """Detects when all workers' backwards repeat, shifted by one constant.
 
-    The period is a few blocks: links that two stages share can make blocks differ in turn.
+    A period may be several blocks: links shared by two stages can make blocks alternate.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -358,7 +328,7 @@ class _Watch:
         self._in_flight = math.ceil(max(pipeline.warmups) * pipeline.replicas[0] / self._block) * self._block
 
     def steady(self, event: TimelineEvent, spent: _Spent, num_minibatches: int) -> _Steady | None:
-        """Take note of the end of a unit; return the steady state, if that is one and the segment is long enough."""
+        """Record a unit's end; return the steady state if there is one and the segment is long enough."""
         worker, own, ends = event.worker, self._own, self._ends
         ends[worker].append(event.end_s)
         self._sums[worker].append(spent)
@@ -366,7 +336,7 @@ class _Watch:
             return None
         for blocks in _BLOCKS:
             shifts = [self._shift(each, blocks) for each in self._first_and_others(blocks)]
-            # Workers at rates of their own fill or empty a queue, which comes to its end some day.
+            # Workers at different rates fill or empty a queue, which cannot last.
             if max(shifts) - min(shifts) <= _TOLERANCE * ends[0][-1]:
                 return self._found(blocks, shifts[0], num_minibatches)
         ended = len(ends[0]) // own[0]
@@ -374,10 +344,10 @@ class _Watch:
         return self._mean(num_minibatches) if enough else None
 
     def _mean(self, num_minibatches: int) -> _Steady | None:
-        """Return the later half of what was simulated as if it repeated itself, with its standard error."""
+        """Return the later half of what was simulated as a steady state, with its standard error."""
         ended = [len(ends) // own for ends, own in zip(self._ends, self._own, strict=True)]
         if (max(ended) - min(ended) - 1) * self._block > self._in_flight:
-            return None  # at rates of their own workers come to an end one by one, and the first's says nothing of it
+            return None  # workers at different rates end one by one, so the first's rate is not the segment's
         ends, own = self._ends[0], self._own[0]
         blocks = len(ends) // own // 2 // _BATCHES * _BATCHES
         marks = ends[len(ends) - 1 - own * blocks :: own * blocks // _BATCHES]
@@ -386,7 +356,7 @@ class _Watch:
         return found and replace(found, error_s=statistics.stdev(parts) * math.sqrt(_BATCHES))
 
     def later_half_s(self) -> float:
-        """Return the seconds per minibatch of the slowest worker, over the later half of what it ended."""
+        """Return the seconds per minibatch of the slowest worker, over the later half of its units."""
         slowest_s = 0.0
         for ends, own in zip(self._ends, self._own, strict=True):
             middle = len(ends) // 2
@@ -396,7 +366,7 @@ class _Watch:
         return slowest_s
 
     def _first_and_others(self, blocks: int) -> range:
-        """Return all workers, or only the first if its last two periods already say no."""
+        """Return all workers, or only the first if its last two periods already differ."""
         ends, own = self._ends[0], self._own[0] * blocks
         if len(ends) <= 2 * own:
             return range(1)
@@ -404,7 +374,7 @@ class _Watch:
         return range(1 if differ else len(self._own))
 
     def _shift(self, worker: int, blocks: int) -> float:
-        """Return how long a worker's last periods took if equally long, backward by backward, else infinity."""
+        """Return the duration of a worker's last periods if they agree backward by backward, else infinity."""
         ends, own = self._ends[worker], self._own[worker] * blocks
         if len(ends) < (_REPEATS + 1) * own:
             return math.inf
@@ -415,7 +385,7 @@ class _Watch:
     def _found(self, blocks: int, shift_s: float, num_minibatches: int) -> _Steady | None:
         period = self._block * blocks
         done = max(math.ceil(len(ends) / own) for ends, own in zip(self._ends, self._own, strict=True)) * self._block
-        # No worker has begun anything that a segment so short would not have, nor is near its end.
+        # No worker has started anything beyond so short a segment, or is near its end.
         left_out = (num_minibatches - done - 2 * self._in_flight - period) // period
         if left_out < 1:
             return None

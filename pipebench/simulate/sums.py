@@ -1,4 +1,4 @@
-"""What the members of a group send each other when they sum a buffer: bytes by formula, in a ring or by servers."""
+"""Bytes that the members of a group send each other to sum a buffer, in a ring or by servers."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,20 +6,20 @@ from pipebench.schedule.syncs import ALL_REDUCE
 
 
 def ring_bytes(num_bytes: int, size: int) -> list[int]:
-    """Return what each member of a ring all-reduce sends, in bytes; together exactly 2 (size - 1) num_bytes.
+    """Return the bytes that each member of a ring all-reduce sends; 2 (size - 1) num_bytes in all.
 
-    The buffer is cut into `size` chunks as evenly as 4-byte elements allow. Member i passes on every chunk but chunk
-    i+1 while sums are formed, and every chunk but chunk i+2 while they are handed round.
+    The buffer is cut into `size` chunks as evenly as 4-byte elements allow. Member i passes on every chunk but i+1
+    while summing, and every chunk but i+2 while distributing.
     """
     chunks = _chunks(num_bytes, size)
     return [2 * num_bytes - chunks[(i + 1) % size] - chunks[(i + 2) % size] for i in range(size)]
 
 
 def traffic(sync: str, num_bytes: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield what the members of a group send each other when they sum a buffer: sender, receiver, bytes.
+    """Yield (sender, receiver, bytes) of a group that sums a buffer.
 
-    In a ring each sends to the next. With servers each sends every other its share, and everybody the sum of its own:
-    every member sends 2 (m-1) |w| / m and receives as much (the 2018 preprint counts both, 4 (m-1) |w| / m).
+    In a ring each member sends to the next. With servers each sends every other member its share, and all the sum of
+    its own: 2 (m-1) |w| / m sent and received per member (the 2018 preprint counts both, 4 (m-1) |w| / m).
     """
     if sync == ALL_REDUCE:
         yield from ((i, (i + 1) % size, sent) for i, sent in enumerate(ring_bytes(num_bytes, size)))
@@ -29,14 +29,10 @@ def traffic(sync: str, num_bytes: int, size: int) -> Iterator[tuple[int, int, in
 
 
 def all_reduce_traffic(num_bytes: int, servers: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield what the members of an all-reduce send each other: sender, receiver, bytes; 2 (r-1) num_bytes in all.
+    """Yield (sender, receiver, bytes) of an all-reduce over `servers`; 2 (r-1) num_bytes in all.
 
-    Every server's members form its sum in a ring and hand out the whole's, as in an all-reduce of their own; so do the
-    servers among each other. What they send there is booked with their first members.
-
-    Args:
-        num_bytes: size of the buffer.
-        servers: the members of every server; one of all members is the ring.
+    Every server's members reduce and distribute in a ring of their own, and so do the servers among each other; the
+    first members send for their servers. A single server of all members is a plain ring.
     """
     for ring in (*servers, [server[0] for server in servers]):
         if len(ring) > 1:

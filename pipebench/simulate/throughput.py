@@ -1,4 +1,4 @@
-"""Throughput over time: what a pipeline finishes and sends per second, before, while and after something changes."""
+"""Throughput over time: what a pipeline finishes and sends per second, before, during and after a change."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,29 +12,17 @@ from pipebench.simulate.timeline import Transfer
 
 
 class Finished(NamedTuple):
-    """A unit that is through: its backward on the input stage has ended.
-
-    Attributes:
-        end_s: when, on the run's clock.
-        samples: of the unit.
-    """
+    """A unit whose backward on the input stage has ended."""
 
     end_s: float
     samples: int
 
 
 class Finishes:
-    """Listens to a meter, and notes when units are through.
-
-    Args:
-        pipeline: the shape of what is run.
-
-    Attributes:
-        units: those that are through, in the order of time.
-    """
+    """A listener that records when units are finished."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.units: list[Finished] = []
+        self.units: list[Finished] = []  # in order of time
         self._pipeline = pipeline
         self._size_of: Callable[[int], Size] = lambda unit: 0
 
@@ -43,43 +31,29 @@ class Finishes:
         self._size_of = size_of
 
     def event(self, event: TimelineEvent) -> None:
-        """Take note of one event."""
+        """Record an event."""
         op, stage, number, *_ = event.instruction
         if stage == 0 and op in ENDS:
             size = self._size_of(number)
             self.units.append(Finished(event.end_s, size.num_samples if isinstance(size, UnitShape) else size))
 
     def transfer(self, transfer: Transfer) -> None:
-        """Transfers finish nothing."""
+        """Ignored."""
 
 
 class Mark(NamedTuple):
-    """What there was up to a moment.
-
-    Attributes:
-        clock_s: the moment.
-        samples: that were through.
-        num_bytes: that had arrived, by kind and level.
-    """
+    """Totals up to a time."""
 
     clock_s: float
-    samples: int
-    num_bytes: Counter[tuple[str, str]]
+    samples: int  # finished
+    num_bytes: Counter[tuple[str, str]]  # arrived, by kind and level
 
 
 class Marks:
-    """Listens to a meter, and makes a mark whenever so many more units are through.
-
-    Args:
-        pipeline: the shape of what is run.
-        every: units from mark to mark.
-
-    Attributes:
-        made: since the segment began, and counted from there.
-    """
+    """A listener that makes a mark after every `every` finished units."""
 
     def __init__(self, pipeline: Pipeline, every: int) -> None:
-        self.made: list[Mark] = []
+        self.made: list[Mark] = []  # since the segment began, counted from there
         self._every, self._finishes = every, Finishes(pipeline)
         self._num_bytes: Counter[tuple[str, str]] = Counter()
 
@@ -91,7 +65,7 @@ class Marks:
         self._num_bytes.clear()
 
     def event(self, event: TimelineEvent) -> None:
-        """Take note of one event."""
+        """Record an event."""
         units = self._finishes.units
         before = len(units)
         self._finishes.event(event)
@@ -105,13 +79,7 @@ class Marks:
 
 
 def throughput(units: Sequence[Finished], period_s: float, end_s: float) -> list[float]:
-    """Return the samples per second that were finished in each of the periods that end before a time.
-
-    Args:
-        units: that are through, in any order.
-        period_s: seconds, more than 0.
-        end_s: of the last period at most.
-    """
+    """Return the samples finished per second in each of the whole periods of `period_s` before `end_s`."""
     counts = [0] * int(end_s / period_s + 1e-9)
     for unit in units:
         index = int(unit.end_s / period_s)

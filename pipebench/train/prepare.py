@@ -28,8 +28,7 @@ from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES
 from pipebench.search.architectures import Architectures
-from pipebench.search.setup import SearchSetup, check_smallest, first_of, metric_of, trace_of
-from pipebench.search.trace import steps_of
+from pipebench.search.setup import SearchSetup, search_setup
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.evaluation import evaluation_of
 from pipebench.simulate.memory import stage_memories
@@ -88,7 +87,7 @@ def prepare(
             search = _searched(recipe, cluster, known, profile)
             profile = search.architectures.form(search.first)[1]
     if search is not None:
-        search = _with_steps(search, plan)
+        search = search.with_trace(plan)
     setup = _setup(recipe, cluster, replace(known, graph=graph, profile=profile), plan)
     moves = planned_moves(_asked_moves(recipe), setup, Periods.of(recipe.train, setup.sampler.minibatches_per_epoch))
     return Job(recipe, cluster, setup, comparison, known.left_over, search, moves)
@@ -217,19 +216,7 @@ def _searched(recipe: Recipe, cluster: Cluster, known: ProfiledModel, profile: P
     assert recipe.search is not None
     cells = recipe.search.cells
     architectures = Architectures(known.graph, profile, known.dataset, recipe.train.optimizer, cluster, cells)
-    check_smallest(recipe.search, architectures)
-    first = first_of(recipe.search, trace_of(recipe.search), architectures)
-    metric, larger_is_better = metric_of(recipe, known.dataset.metrics)
-    return SearchSetup(recipe.search, architectures, first, metric, larger_is_better, recipe.train.seed)
-
-
-def _with_steps(search: SearchSetup, plan: Plan) -> SearchSetup:
-    """Return the same with the changes of its trace, if it has one."""
-    trace = trace_of(search.recipe)
-    if trace is None:
-        return search
-    steps = steps_of(trace.events, search.architectures, search.first, plan, str(search.recipe.trace))
-    return replace(search, steps=steps, end_second=trace.end_second)
+    return search_setup(recipe, architectures, known.dataset.metrics)
 
 
 def _scales(train: TrainRecipe) -> bool:

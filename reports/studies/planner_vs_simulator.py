@@ -17,8 +17,7 @@ from pipebench.planner.flat import FlatProblem, SearchStage, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
-from pipebench.planner.predict import PlannedWorkload, arranged, course_of
-from pipebench.schedule.modes import MODES
+from pipebench.planner.predict import PlannedWorkload
 from pipebench.schedule.programs import programs
 from pipebench.simulate.agenda import Action
 from pipebench.simulate.network import Connection, Message, Network
@@ -177,19 +176,17 @@ def judge(subject: Subject, where: Cluster, model: CostModel) -> list[Row]:
         known.add(key)
         mark = "*" if key == (chosen.order, chosen.plan.stages) else ""
         plan = planner.with_prediction(unpredicted)
-        rows.append(Row(subject, where, found_by + mark, plan, _cause(subject, where, model, plan)))
+        rows.append(Row(subject, where, found_by + mark, plan, _cause(planner, plan)))
     return rows
 
 
-def _cause(subject: Subject, where: Cluster, model: CostModel, plan: PlanEstimate) -> str:
+def _cause(planner: Planner, plan: PlanEstimate) -> str:
     excess = plan.minibatch_s / plan.bottleneck_s - 1
     if abs(plan.bottleneck_s / plan.minibatch_s - 1) < _SMALL:
         return ""
     if excess < 0:
         return "charged"
-    course, count = course_of(
-        arranged(subject.profile, plan.order), where, model, plan.plan, MODES["pipedream"], subject.size
-    )
+    course, count = planner.workload(plan)
     for name, network in (("rings", _RingsApart), ("queues", _PortsApart), ("way", _Instant)):
         if steady_s(course, count, network) / plan.bottleneck_s - 1 < excess / 2:
             return name

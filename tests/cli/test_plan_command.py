@@ -319,7 +319,7 @@ def test_the_time_it_took_is_all_of_it_and_what_it_went_to(graph: str) -> None:
     assert "took" in invoke("--profile", graph, "--levels", "4@1e9").output
 
 
-def test_a_thinned_search_says_how_far_from_the_best_it_can_be(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coarsened_search_says_how_far_from_the_best_it_can_be(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ("--profile", "long.graph.txt", "--levels", "4@1e9")
     draw = random.Random(0).uniform
     lines = [_NODE.format(f"node{i}", "Linear", draw(1, 9), draw(1, 9), int(draw(1, 9e6)), 4e4) for i in range(60)]

@@ -10,8 +10,9 @@ import pytest
 from pipebench.cluster import PER_VALUE, Cluster, Level
 from pipebench.planner import climb
 from pipebench.planner.flat import SearchStage
-from pipebench.planner.floor import Floors, Sketch
+from pipebench.planner.floor import Floors
 from pipebench.planner.neighbours import along_devices, neighbours
+from pipebench.planner.placement_costs import Sketch
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.schedule.pipeline import noam
@@ -82,8 +83,7 @@ def test_of_many_plans_it_says_what_none_is_below(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("kind", "seed"), [("random", 3), ("CNN-like", 1), ("RNN-like", 7), ("random", 6)])
 def test_no_plan_is_simulated_faster_than_its_floor(kind: str, seed: int) -> None:
     made = Planner(instance(kind, seed).request, MODE)
-    states, profile = made.work.states, made.sizes
-    floors = Floors(states, profile, made.request.cluster, 1, made.memory_policies, 1.0)
+    floors = Floors(made)
     every, equal = list(every_plan(made))[::97][:60], 0
     for each in every:
         floor_s = floors.floor_s(Sketch(each.stages, each.devices, each.depth))
@@ -125,10 +125,7 @@ LIMITS: list[dict[str, Any]] = [
 def test_floors_hold_where_levels_limit_what_passes(kind: str, seed: int, limits: dict[str, Any]) -> None:
     free = instance(kind, seed).request
     made = Planner(limited(free, **limits), MODE)
-    floors, before = (
-        Floors(made.work.states, made.sizes, each.cluster, 1, made.memory_policies, 1.0)
-        for each in (made.request, free)
-    )
+    floors, before = Floors(made), Floors(Planner(free, MODE))
     all_of_them = list(every_plan(made))
     every = all_of_them[:: max(1, len(all_of_them) // 40)]
     raised = equal = 0

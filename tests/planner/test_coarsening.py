@@ -116,7 +116,7 @@ def test_given_plans_are_cut_near_the_best_cuts(replicas: tuple[int, ...], monke
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(("limit_bytes", "near"), [(1.3e9, 1.15), pytest.param(2e9, NEAR, marks=pytest.mark.slow)])
-def test_memory_limits_bind_thinned_searches_too(
+def test_memory_limits_bind_coarsened_searches_too(
     limit_bytes: float, near: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 1 GB nothing fits. Near that, few cuts are as good as the best."""
@@ -188,7 +188,7 @@ def test_10_000_layers_on_two_levels_are_planned_without_crawling() -> None:
     assert {*found.took_s} == {"search", "simulation", "other modes"}
 
 
-def test_stages_of_a_thinned_search_stay_in_bounds() -> None:
+def test_stages_of_a_coarsened_search_stay_in_bounds() -> None:
     """More cuts than the states that are looked at near each: every stage still has layers of its own."""
     work = UnitWork(prefixes(chain(2500, 4)))
     plan = plan_flat(FlatProblem(work, COST_MODELS["sosp19"], Level("level", 600, 1e12, 0.0), 600, None, 1))

@@ -12,6 +12,7 @@ from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.memory import in_flight_interleaved
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
+from pipebench.planner.searches import Searches
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import MODES
 
@@ -43,14 +44,18 @@ def planner(mode: str, asked: Request) -> Planner:
     return Planner(asked, mode)
 
 
+def unlimited(made: Planner) -> list[PlanEstimate]:
+    return list(Searches(made, lambda _search: None).candidates(None))
+
+
 def candidates(mode: str, asked: Request) -> list[PlanEstimate]:
-    return planner(mode, asked).candidates_without_limit()
+    return unlimited(planner(mode, asked))
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4, 6])
 def test_2bw_takes_equally_wide_stages_and_the_best_of_them(num_workers: int) -> None:
     made = planner("pipedream-2bw", request([0.1] * 12, num_workers))
-    found = made.candidates_without_limit()
+    found = unlimited(made)
     assert all(len({*each.plan.replicas}) == 1 for each in found)
     assert {each.plan.replicas[0] for each in found} == {w for w in range(1, num_workers + 1) if num_workers % w == 0}
     best = made.best()
@@ -62,13 +67,13 @@ def test_2bw_has_no_more_in_flight_than_an_update_covers() -> None:
     asked = replace(request([0.1] * 12), accumulate=2)
     other = planner("pipedream-2bw", asked).best()  # what is asked is about another mode
     assert other.accumulate == other.plan.depth == other.plan.noam
-    found = planner("pipedream-2bw", replace(asked, row=MODES["pipedream-2bw"])).candidates_without_limit()
+    found = unlimited(planner("pipedream-2bw", replace(asked, row=MODES["pipedream-2bw"])))
     assert all((each.accumulate, each.plan.depth) == (2, min(2, each.plan.noam)) for each in found)
 
 
 def test_2bw_keeps_two_versions_however_many_are_in_flight() -> None:
     made = planner("pipedream-2bw", request([0.1] * 4))
-    straight = next(each for each in made.candidates_without_limit() if str(each.plan) == "straight")
+    straight = next(each for each in unlimited(made) if str(each.plan) == "straight")
     stashing = planner("pipedream", request([0.1] * 4)).for_replicas([1, 1, 1, 1], [1, 2, 3])
     saved = [stashing.stages[s].memory_bytes - straight.stages[s].memory_bytes for s in range(4)]
     assert saved == [pytest.approx(versions * MB) for versions in (2, 1, 0, -1)]  # of 4, 3, 2 and 1 stashed versions

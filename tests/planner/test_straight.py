@@ -4,7 +4,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipebench.planner.straight import Straight
+from pipebench.planner.memory import StraightPlans
 from tests.planner.problems import Case, cases
 
 
@@ -29,5 +29,5 @@ def fewest(case: Case, start: int) -> float:
 def test_a_straight_plan_fits_where_any_of_all_does(case: Case, num_workers: int) -> None:
     """Also by a rule with another limit than the one that it was made for."""
     assert case.memory is not None
-    straight = Straight(case.work, num_workers, replace(case.memory, limit_bytes=0.0))
+    straight = StraightPlans(case.work, num_workers, replace(case.memory, limit_bytes=0.0))
     assert straight.fits(case.memory) == (fewest(case, 0) <= num_workers)

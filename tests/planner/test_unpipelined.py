@@ -14,7 +14,7 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.unpipelined import plans_unpipelined
 from tests.oracles import planning
 from tests.planner.problems import MODELS, Case, as_set, cases, levels, link
-from tests.planner.test_shapes import request
+from tests.planner.test_shapes import request, unlimited
 
 
 def every_sum(case: Case, where: planning.Link) -> Iterator[tuple[int, float]]:
@@ -74,7 +74,7 @@ def test_hybrid_keeps_a_heavy_end_on_one_worker() -> None:
     assert best.plan.replicas == (3, 1)
     assert best.plan.depth == 1
     assert best.accumulate == 1
-    assert best.minibatch_s == min(made.with_prediction(each).minibatch_s for each in made.candidates_without_limit())
+    assert best.minibatch_s == min(made.with_prediction(each).minibatch_s for each in unlimited(made))
 
 
 def test_nothing_overlaps_but_replicas() -> None:

@@ -10,7 +10,8 @@ from pipebench.cluster import Cluster, Level
 from pipebench.model.plan import Plan, make_plan
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.flat import SearchStage
-from pipebench.planner.floor import Floors, Sketch
+from pipebench.planner.floor import Floors
+from pipebench.planner.placement_costs import Sketch
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.profile.model import LayerProfile, Profile
@@ -157,7 +158,7 @@ def with_skips(asked: Request) -> Request:
 @pytest.mark.parametrize(("kind", "seed"), [("random", 3), ("CNN-like", 7), ("RNN-like", 7)])
 def test_floors_and_bottlenecks_know_of_relayed_values(kind: str, seed: int) -> None:
     made = Planner(with_skips(instance(kind, seed).request), MODE)
-    floors = Floors(made.work.states, made.sizes, made.request.cluster, 1, made.memory_policies, 1.0, relay=True)
+    floors = Floors(made)
     every = list(every_plan(made))
     equal = 0
     for each in every[:: max(1, len(every) // 30)]:

@@ -1,1 +1,1 @@
-"""Graphs cut in parts: Kernighan-Lin, and vPipe's Algorithm 3, which coarsens the graph first."""
+"""Graphs cut in parts: vPipe's Algorithm 3 for consecutive layers, which coarsens the graph first."""

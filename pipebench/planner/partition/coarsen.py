@@ -1,12 +1,11 @@
-"""A graph made small before it is cut: vPipe (TPDS'21) section 4.2, Algorithm 3, `coarsen`.
+"""Graph coarsening: `coarsen` of vPipe (TPDS'21) section 4.2, Algorithm 3.
 
-Layers are in the order of their time stamps. An edge is *critical* between layers that follow each other, *sparse* if
-more time than one part's lies between its ends, and else it is of a *sub-graph*, such as a residual block. Edges of
-sub-graphs are merged into the critical edges that they pass by, which then weigh what a cut there would cost. Sparse
-edges stay.
+Layers are in order of execution. An edge is *critical* between consecutive layers, *sparse* if it spans more than one
+part's time, else part of a *sub-graph*, such as a residual block. Sub-graph edges are merged into the critical edges
+that they pass, whose weight is then the cost of a cut there. Sparse edges stay.
 
-Differs: the listing doesn't say which layers become one node. Here those that critical edges join, the heaviest first,
-as long as a node holds no more than a part's time over `NODES_PER_PART`.
+Differs: the listing doesn't say which layers form a node. Here: those joined by critical edges, heaviest first, while a
+node holds at most a part's time over `NODES_PER_PART`.
 """
 
 import itertools
@@ -21,17 +20,11 @@ NODES_PER_PART = 8
 
 @dataclass(frozen=True)
 class Coarse:
-    """A small graph, and what each of its nodes holds.
+    """A small graph, and the layers of its nodes."""
 
-    Attributes:
-        graph: edges between the same two nodes are one.
-        first: the first layer of every node; a node's layers follow each other.
-        num_layers: of all nodes.
-    """
-
-    graph: TimedGraph
-    first: tuple[int, ...]
-    num_layers: int
+    graph: TimedGraph  # parallel edges merged
+    first: tuple[int, ...]  # first layer of every node; a node's layers are consecutive
+    num_layers: int  # of all nodes
 
     def layers(self, node: int) -> range:
         """Return a node's layers."""
@@ -40,20 +33,26 @@ class Coarse:
 
 
 def coarsen(graph: TimedGraph, num_parts: int) -> Coarse:
-    """Make a graph small that is to be cut in so many parts."""
+    """Coarsen a graph that is to be cut in `num_parts`."""
     part_s = sum(graph.seconds) / num_parts
-    node_s, nodes = [*graph.seconds], _Nodes(len(graph))
+    node_s, parent = [*graph.seconds], [*range(len(graph))]  # union-find: parents lead to a node's first layer
+
+    def first_of(layer: int) -> int:
+        while parent[layer] != layer:
+            parent[layer] = layer = parent[parent[layer]]
+        return layer
+
     weights = _critical_weights(graph, part_s)
-    for layer in sorted(range(1, len(graph)), key=lambda layer: -weights[layer]):  # stable: ties in order of time
-        first = nodes.first(layer - 1)
+    for layer in sorted(range(1, len(graph)), key=lambda layer: -weights[layer]):  # stable: ties in order of execution
+        first = first_of(layer - 1)
         if node_s[first] + node_s[layer] <= part_s / NODES_PER_PART:
             node_s[first] += node_s[layer]  # each is a node's first layer
-            nodes.join(first, layer)
-    return _merged(graph, nodes.firsts())
+            parent[layer] = first
+    return _merged(graph, [layer for layer, first in enumerate(parent) if first == layer])
 
 
 def _critical_weights(graph: TimedGraph, part_s: float) -> list[int]:
-    """Return for every layer what the critical edge before it weighs, sub-graphs merged into it."""
+    """Return per layer the weight of the critical edge before it, sub-graphs included."""
     begun_s = [0.0, *itertools.accumulate(graph.seconds)]
     steps = [0] * (len(graph) + 1)
     for source, target, num_bytes in graph.edges:
@@ -61,28 +60,6 @@ def _critical_weights(graph: TimedGraph, part_s: float) -> list[int]:
             steps[source + 1] += num_bytes
             steps[target + 1] -= num_bytes
     return [*itertools.accumulate(steps)]
-
-
-class _Nodes:
-    """Layers in nodes of neighbours."""
-
-    def __init__(self, num_layers: int) -> None:
-        self._parent = [*range(num_layers)]  # leads to the first layer of the node
-
-    def first(self, layer: int) -> int:
-        """Return the first layer of a layer's node."""
-        parent = self._parent
-        while parent[layer] != layer:
-            parent[layer] = layer = parent[parent[layer]]
-        return layer
-
-    def join(self, first: int, second: int) -> None:
-        """Make one node of two, each given by its first layer."""
-        self._parent[second] = first
-
-    def firsts(self) -> list[int]:
-        """Return the first layer of every node."""
-        return [layer for layer, parent in enumerate(self._parent) if parent == layer]
 
 
 def _merged(graph: TimedGraph, firsts: Sequence[int]) -> Coarse:

@@ -1,10 +1,10 @@
-"""Parts of consecutive layers, which is what a pipeline can run: Algorithm 3 under that restriction, and the best.
+"""Cuts into consecutive layers, as pipelines need them: vPipe's Algorithm 3 under that restriction, and the optimum.
 
 Paper: vPipe (TPDS'21) section 4.2.
-Differs: Algorithm 3 exchanges any two layers. A stage is of layers that follow each other, so here a boundary can only
-hand over the layer beside it, and the next. A pass of Kernighan-Lin goes on through exchanges that lose and keeps what
-gained most: of a boundary it looks at every position that the balance allows and takes the one with the fewest bytes.
-That is what is written here, with the steps of the listing: coarsen, halve, lay back, refine at each boundary.
+Differs: Algorithm 3 exchanges any two layers. Stages are consecutive, so a boundary can only pass on the layer beside
+it. Like a Kernighan-Lin pass, which continues through exchanges that lose, a boundary is tried at every position that
+the balance allows, and the one with the fewest bytes wins. Steps as in the listing: coarsen, halve, project back,
+refine at each boundary.
 """
 
 import bisect
@@ -20,38 +20,32 @@ from pipebench.planner.partition.coarsen import coarsen
 from pipebench.planner.partition.graph import TimedGraph
 
 TOLERANCE = 0.05  # of a part's time: how far a halving may be from equal shares
-Fits = Callable[[int, int, int], bool]  # whether stage i can be the layers from one to before another
+Fits = Callable[[int, int, int], bool]  # whether stage i fits as layers [start, stop)
 _MOST_SWEEPS = 100  # over all boundaries; each makes the parts better, few are needed
 _SAME = 1e-9  # relative: seconds that differ by rounding only
 
 
 @dataclass(frozen=True)
 class LayerChain:
-    """Layers in the order of execution, which is to be cut in consecutive parts.
-
-    Attributes:
-        graph: the layers.
-        may_start: layers that a part may begin with; None: any but the first.
-        fits: whether a part's memory suffices; None: it does.
-    """
+    """Layers in order of execution, to be cut into consecutive parts."""
 
     graph: TimedGraph
-    may_start: Collection[int] | None = None
-    fits: Fits | None = None
+    may_start: Collection[int] | None = None  # layers that a part may begin with; None: any but the first
+    fits: Fits | None = None  # whether a part's memory suffices; None: it does
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
-        """The layers that a part may begin with, ascending."""
+        """Layers that a part may begin with, ascending."""
         return tuple(range(1, len(self.graph)) if self.may_start is None else sorted(self.may_start))
 
     @cached_property
     def begun_s(self) -> tuple[float, ...]:
-        """The seconds that all layers before each take."""
+        """Seconds of all layers before each."""
         return (0.0, *itertools.accumulate(self.graph.seconds))
 
     @cached_property
     def passing_bytes(self) -> tuple[int, ...]:
-        """The bytes that a cut before each layer carries, every value once."""
+        """Bytes that a cut before each layer carries, every value once."""
         furthest: dict[int, tuple[int, int]] = {}
         for source, target, num_bytes in self.graph.edges:
             far, most = furthest.get(source, (0, 0))
@@ -63,7 +57,7 @@ class LayerChain:
         return tuple(itertools.accumulate(steps))
 
     def time(self, start: int, stop: int) -> float:
-        """Return the seconds that consecutive layers take, the last excluded."""
+        """Return the seconds of the layers [start, stop)."""
         return self.begun_s[stop] - self.begun_s[start]
 
     def ends(self, starts: Sequence[int]) -> tuple[int, ...]:
@@ -75,7 +69,7 @@ class LayerChain:
         return max(self.time(a, b) for a, b in itertools.pairwise(self.ends(starts)))
 
     def fit(self, starts: Sequence[int]) -> bool:
-        """Return whether every part's memory suffices."""
+        """Return whether every part fits in memory."""
         return self.num_unfit(self.ends(starts), range(len(starts) + 1)) == 0
 
     def num_unfit(self, ends: Sequence[int], parts: Sequence[int]) -> int:
@@ -86,15 +80,11 @@ class LayerChain:
 
 
 def repartition(line: LayerChain, starts: Sequence[int], tolerance: float = TOLERANCE) -> tuple[int, ...]:
-    """Return where parts begin by Algorithm 3, or where they begin now if that is no worse.
+    """Return the starts of parts by Algorithm 3, or the current ones if those are no worse.
 
-    Worse is what has more parts that don't fit, or else a slower slowest part. If what Algorithm 3 finds doesn't fit,
-    the best that does takes its place, where there is any.
-
-    Args:
-        line: what is cut.
-        starts: first layers of all parts but the first as they are now; they say how many there are.
-        tolerance: how far a halving may be from equal shares, in times of a part, so that less is sent.
+    Worse: more parts that don't fit, or else a slower slowest part. If Algorithm 3's don't fit, the optimum that does
+    replaces them, if it exists. `tolerance` is the allowed deviation of a halving from equal shares, in times of a
+    part.
 
     Raises:
         PlanError: fewer places to cut than parts need.
@@ -114,7 +104,7 @@ def repartition(line: LayerChain, starts: Sequence[int], tolerance: float = TOLE
 def algorithm_3_consecutive(line: LayerChain, num_parts: int, tolerance: float = TOLERANCE) -> tuple[int, ...]:
     """Return the first layers of all parts but the first by Algorithm 3; see `repartition`.
 
-    What doesn't fit in memory is mended at the boundaries as far as that goes; the caller looks whether all fits.
+    Boundaries move towards memory that suffices, but the result may not fit.
     """
     if len(line.positions) < num_parts - 1:
         raise PlanError(f"{num_parts} stages were asked for, but the model can be cut in {len(line.positions) + 1}")
@@ -126,13 +116,12 @@ def algorithm_3_consecutive(line: LayerChain, num_parts: int, tolerance: float =
 
 
 def best_consecutive(line: LayerChain, num_parts: int) -> tuple[int, ...]:
-    """Return the first layers of all parts but the first where the slowest part is fastest; of those, any.
+    """Return the first layers of all parts but the first with the least slowest part; of those, any.
 
-    By dynamic programming over parts and places to cut: exact. What Algorithm 3 finds bounds it from above, so that few
-    places come into question for each part.
+    Exact dynamic programming over parts and places to cut, bounded from above by Algorithm 3's result.
 
     Raises:
-        PlanError: there are no such parts.
+        PlanError: no such parts.
     """
     guess = algorithm_3_consecutive(line, num_parts)
     limit_s = line.slowest_s(guess) * (1 + _SAME) if line.fit(guess) else math.inf
@@ -169,7 +158,7 @@ def best_consecutive(line: LayerChain, num_parts: int) -> tuple[int, ...]:
 def _halved(
     line: LayerChain, ends: tuple[int, int], places: Sequence[int], num_parts: int, slack_s: float
 ) -> tuple[int, ...]:
-    """Return where all parts but the first begin of the layers between two ends, halved again and again."""
+    """Return the starts of all parts but the first between two ends, by repeated halving."""
     if num_parts == 1:
         return ()
     counts = (num_parts - num_parts // 2, num_parts // 2)
@@ -187,10 +176,10 @@ def _halved(
 
 
 def _refined(line: LayerChain, starts: Sequence[int], slack_s: float) -> tuple[int, ...]:
-    """Return where parts begin after every boundary has been moved to where it is best, until none moves.
+    """Return starts after moving every boundary to its best place until none moves.
 
-    Best is, in this order: what fits in memory, parts no slower than their share and the slack, fewer bytes, parts that
-    differ less in time. Each is a sum over the parts and boundaries, and no move makes an earlier one larger.
+    Best is, in this order: fits in memory, parts no slower than their share and the slack, fewer bytes, parts of
+    similar time. Each is a sum over parts and boundaries that no move increases.
     """
     ends = [*line.ends(starts)]
     most_s = line.begun_s[-1] / (len(ends) - 1) + slack_s

@@ -1,4 +1,4 @@
-"""A graph to be cut in parts: layers by the time they take, joined by what they send each other."""
+"""Layers as a graph to be partitioned: seconds per layer and bytes per edge."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,22 +11,17 @@ Edge = tuple[int, int, int]  # a layer, a later one that reads it, bytes
 
 @dataclass(frozen=True)
 class TimedGraph:
-    """Layers in the order of their time stamps, which is that of execution.
+    """Layers in order of execution."""
 
-    Attributes:
-        seconds: of every layer, forward and backward together.
-        edges: who reads whom, and bytes.
-    """
-
-    seconds: tuple[float, ...]
-    edges: tuple[Edge, ...]
+    seconds: tuple[float, ...]  # forward and backward of every layer
+    edges: tuple[Edge, ...]  # between a layer and its readers
 
     def __len__(self) -> int:
         return len(self.seconds)
 
     @cached_property
     def neighbours(self) -> tuple[Mapping[int, int], ...]:
-        """Of every layer, those it is joined to, and by how many bytes."""
+        """Bytes by neighbour, per layer."""
         found: list[dict[int, int]] = [{} for _ in self.seconds]
         for source, target, num_bytes in self.edges:
             found[source][target] = found[source].get(target, 0) + num_bytes
@@ -34,24 +29,18 @@ class TimedGraph:
         return tuple(found)
 
     def cut_bytes(self, part_of: Sequence[int]) -> int:
-        """Return the bytes of all edges that join different parts.
-
-        Args:
-            part_of: the part of every layer.
-        """
+        """Return the bytes of edges between parts, given the part of every layer."""
         return sum(num_bytes for source, target, num_bytes in self.edges if part_of[source] != part_of[target])
 
     def time(self, layers: Iterable[int]) -> float:
-        """Return the seconds that some layers take together."""
+        """Return the seconds of some layers together."""
         return sum(self.seconds[layer] for layer in layers)
 
 
 def timed_graph(rows: Sequence[LayerProfile], seconds: Sequence[float] | None = None) -> TimedGraph:
-    """Return a profile's layers as a graph; the loss belongs to the last of them.
+    """Return a profile's layers as a graph; the loss, last in `rows`, is part of the last layer.
 
-    Args:
-        rows: the layers and, last, the loss.
-        seconds: what each row takes, forward and backward, where something else was measured than the profile says.
+    Measured `seconds` per row, forward and backward together, replace the profile's.
     """
     each = [row.forward_s + row.backward_s for row in rows] if seconds is None else [*seconds]
     edges = [

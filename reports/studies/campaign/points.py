@@ -219,7 +219,7 @@ def _wrap_engines(watch: Watch) -> None:
     from pipebench.distributed.engine import DistributedEngine
     from pipebench.engine.virtual import VirtualEngine
     from pipebench.engine.worker import Worker
-    from pipebench.schedule.instructions import HANDING_OVER
+    from pipebench.schedule.instructions import TRANSFER_OPS
 
     place = [0, 0]  # the segment's first minibatch, and how many instructions of it are over here
 
@@ -234,7 +234,7 @@ def _wrap_engines(watch: Watch) -> None:
         if worker._scores is None:  # in training
             watch.reached("instruction", first, number)
             place[1] += 1
-            if instruction.op in HANDING_OVER:
+            if instruction.op in TRANSFER_OPS:
                 watch.reached("hand over", first)
         yield
 
