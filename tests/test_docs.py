@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,9 +25,6 @@ from tests.test_rooms import ROOMS
 from zoo import DATASETS, MODELS
 
 ROOT = Path(__file__).parents[1]
-# PyPI shows README without the files beside it, and a site has the pages of docs/ only: links there are absolute.
-REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
-RAW = REPOSITORY.replace("https://github.com/", "https://raw.githubusercontent.com/")
 MOST_WORDS = 900  # of README, code included
 
 DRAWN = [
@@ -149,9 +145,7 @@ def test_the_architecture_page_names_packages_and_files_that_are_there() -> None
 def links(page: Path) -> Iterator[tuple[str, Path]]:
     """Yield a page's links into the repository, and the files or folders that they are to."""
     for link in re.findall(r"\]\((?!mailto:|#)([^)#\s]+)", page.read_text()):
-        if inside := re.match(rf"(?:{REPOSITORY}/(?:blob|tree)|{RAW})/main/(.*)", link):
-            yield link, ROOT / inside[1]
-        elif not link.startswith("http"):
+        if not link.startswith("http"):
             yield link, page.parent / link
 
 
@@ -163,13 +157,10 @@ def test_links_between_pages_are_not_dead() -> None:
             assert file.exists(), f"{page.relative_to(ROOT)} links {link}"
 
 
-def test_readme_links_and_shows_what_pypi_can_reach() -> None:
-    linked = [*links(ROOT / "README.md")]
-    assert len(linked) > 15
-    for link, file in linked:
-        is_picture = file.suffix == ".png"
-        assert link.startswith(RAW if is_picture else REPOSITORY), link
-        assert not is_picture or file.stat().st_size > 1000
+def test_the_pictures_of_readme_show_something() -> None:
+    pictures = [file for _, file in links(ROOT / "README.md") if file.suffix == ".png"]
+    assert len(pictures) == 2
+    assert all(picture.stat().st_size > 1000 for picture in pictures)
 
 
 def test_readme_is_read_in_five_minutes() -> None:
