@@ -44,6 +44,13 @@ def test_time_is_that_of_its_three_phases() -> None:
     assert ring == pytest.approx(22 * (100 / 10 + 0.5)), "a ring pays the slow link's latency at every step"
 
 
+def test_servers_of_two_sum_inside_first() -> None:
+    """2 servers of 2, 120 bytes: a step of 60 inside, 2 steps of a half of it between servers, a step inside."""
+    inside_s, between_s = 60 / 100 + 0.125, 2 * (60 / 10 + 0.5)
+    found, _ = summed(NESTED, (0, 1, 4, 5), 120)
+    assert found == pytest.approx(inside_s + between_s + inside_s)
+
+
 def test_servers_of_different_sizes_wait_for_the_largest() -> None:
     inside_s, between_s = 2 * (40 / 100 + 0.125), 2 * (60 / 10 + 0.5)
     found, _ = summed(NESTED, (0, 1, 2, 4), 120)

@@ -69,16 +69,16 @@ class ParameterServer:
         """Pushes applied in the segment."""
         return len(self.segments[-1].minibatches)
 
-    def apply(self, replica: int, minibatch: int, version: int, gradients: Gradients) -> Pulled:
+    def apply(self, minibatch: int, version: int, gradients: Gradients, *, of_first: bool) -> Pulled:
         """Make an update of one minibatch's gradient; return the weights it has made, which the replica pulls next.
 
         The learning rate goes by the samples of the updates made before, whichever these were.
 
         Args:
-            replica: whose minibatch it was.
             minibatch: numbered since the drain.
             version: number of the weights it was computed with.
             gradients: of the mean loss, one per parameter.
+            of_first: whether the replica is the first.
         """
         pushes, weights = self.segments[-1], self._weights
         own = self._setup.sampler.size(pushes.first + minibatch)
@@ -86,7 +86,7 @@ class ParameterServer:
         weights.update(weights.as_stepped(gradients), lr, keep_from=weights.newest.number + 1)
         self._samples += own
         pushes.add(minibatch, version - self._drained)
-        return self.newest(replica)
+        return self.newest(for_first=of_first)
 
     @property
     def averages(self) -> Sequence[torch.Tensor] | None:
@@ -94,10 +94,10 @@ class ParameterServer:
         weights = self._weights
         return None if weights.evaluated is weights.newest else weights.evaluated.parameters
 
-    def newest(self, replica: int) -> Pulled:
+    def newest(self, *, for_first: bool) -> Pulled:
         """Return the newest weights for a replica: a copy, but for the first, which holds the version itself."""
         weights = self._weights
-        if replica == 0:
+        if for_first:
             return Pulled(weights.hold(), None)
         return Pulled(weights.newest.number, [parameter.detach().clone() for parameter in weights.newest.parameters])
 
@@ -212,7 +212,7 @@ class InProcessServer(Server):
 
     def push(self, replica: int, minibatch: int, version: int, gradients: Gradients) -> None:
         """Apply a gradient."""
-        self._pulled[replica] = self.here.apply(replica, minibatch, version, gradients)
+        self._pulled[replica] = self.here.apply(minibatch, version, gradients, of_first=replica == 0)
         if replica > 0:
             self._collectives.count(self._kind, replica, 0, self._num_bytes)
 
@@ -221,7 +221,7 @@ class InProcessServer(Server):
         if replica > 0:
             self._collectives.count(self._kind, 0, replica, self._num_bytes)
         own = self._pulled.pop(replica, None)
-        return own if at_least < 0 and own is not None else self.here.newest(replica)
+        return own if at_least < 0 and own is not None else self.here.newest(for_first=replica == 0)
 
     def drained(self) -> Iterator[Sent]:
         """Let replicas evaluate with the averages that the optimizer keeps, if it does; yield what sets out."""

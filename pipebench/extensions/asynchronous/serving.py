@@ -109,8 +109,7 @@ class Serving:
         self._own: Pulled | None = None
         self._failure: BaseException | None = None
         self._threads = [
-            threading.Thread(target=self._serve, args=(replica, line), name=f"serves replica {replica}", daemon=True)
-            for replica, line in enumerate(lines, 1)
+            threading.Thread(target=self._serve, args=(line,), name="serves a replica", daemon=True) for line in lines
         ]
         for thread in self._threads:
             thread.start()
@@ -129,7 +128,7 @@ class Serving:
         Raises:
             PeerLostError: a replica is gone.
         """
-        self._own = self._apply(0, minibatch, version, gradients)
+        self._own = self._apply(minibatch, version, gradients, of_first=True)
 
     def pull(self, at_least: int) -> Pulled:
         """Return what the first replica's last push has made; or, where it is told, what so many have.
@@ -138,7 +137,7 @@ class Serving:
             PeerLostError: a replica is gone.
         """
         if at_least >= 0:
-            self._own = self._all_made(0, at_least)
+            self._own = self._all_made(at_least, for_first=True)
         assert self._own is not None
         return self._own
 
@@ -147,7 +146,7 @@ class Serving:
         for thread in self._threads:
             thread.join()
 
-    def _serve(self, replica: int, line: ServerLink) -> None:
+    def _serve(self, line: ServerLink) -> None:
         """Serve a replica until it is done."""
         try:
             pulled: Pulled | None = None
@@ -158,11 +157,11 @@ class Serving:
                     return
                 if kind == _PUSH:
                     self._wait_for(lambda: self._num_segments > num_served)  # noqa: B023
-                    pulled = self._apply(replica, minibatch, version, gradients)
+                    pulled = self._apply(minibatch, version, gradients, of_first=False)
                     continue
                 if version >= 0:
                     self._wait_for(lambda: self._num_segments > num_served)  # noqa: B023
-                    pulled = self._all_made(replica, version)
+                    pulled = self._all_made(version, for_first=False)
                     num_served += 1
                 assert pulled is not None
                 assert pulled.parameters is not None
@@ -172,14 +171,16 @@ class Serving:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _apply(self, replica: int, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]) -> Pulled:
+    def _apply(
+        self, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None], *, of_first: bool
+    ) -> Pulled:
         """Apply a gradient when it is its turn."""
         with self._changed:
             self._there[minibatch] = None
             self._wait_for(lambda: self._is_next(minibatch))
             del self._there[minibatch]
             self._next = None
-            pulled = self.server.apply(replica, minibatch, version, gradients)
+            pulled = self.server.apply(minibatch, version, gradients, of_first=of_first)
             self._changed.notify_all()
             return pulled
 
@@ -188,10 +189,10 @@ class Serving:
             self._next = self._turns.next_of(self._there)
         return self._next == minibatch
 
-    def _all_made(self, replica: int, at_least: int) -> Pulled:
+    def _all_made(self, at_least: int, *, for_first: bool) -> Pulled:
         with self._changed:
             self._wait_for(lambda: self.server.applied >= at_least)
-            return self.server.newest(replica)
+            return self.server.newest(for_first=for_first)
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait, and raise what a thread has failed with."""
