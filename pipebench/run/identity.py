@@ -1,4 +1,4 @@
-"""A run's checkpoints, which say whose they are: what that is, is known once the run is prepared."""
+"""The identity that a run's checkpoints carry; known once the run is prepared."""
 
 from pipebench.checkpoint.identity import RunIdentity
 from pipebench.checkpoint.store import Checkpoints
@@ -13,9 +13,9 @@ def checkpoints_of(folder: RunFolder, loaded: LoadedRecipe, job: Job) -> Checkpo
     """Return the checkpoints of a run.
 
     Args:
-        folder: the run's.
-        loaded: its recipe, which says where the user's own code is.
-        job: the same with the run's seed, ready to run.
+        folder: of the run.
+        loaded: its recipe, for the folders of user code.
+        job: the prepared recipe.
     """
     kept = folder.checkpoints
     identity = RunIdentity(
@@ -29,7 +29,7 @@ def checkpoints_of(folder: RunFolder, loaded: LoadedRecipe, job: Job) -> Checkpo
 
 
 def _text(inputs: Inputs) -> str:
-    """Return what tells a data set from another, without a look at its bytes: that would take minutes."""
+    """Identify a data set without reading its bytes, which would take minutes."""
     options = "".join(f", {name} {value}" for name, value in sorted(inputs.dataset_options.items()))
     samples = ", ".join(f"{number:,} samples to {split}" for split, number in inputs.num_samples.items())
     fields = ", ".join(f"{field.name} {field.dtype} {[*field.shape]}" for field in inputs.fields)
