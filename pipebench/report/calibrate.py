@@ -1,7 +1,7 @@
 """Fit a report's constants to published cells and predict all others.
 
-Runs are simulated in this process in the calibration's column; plans left to the planner are made anew for each
-cluster tried. Results are cached by recipe and cluster.
+Runs are simulated in this process in the calibration's column; plans left to the planner are made anew for each cluster
+tried. Results are cached by recipe and cluster.
 """
 
 import math

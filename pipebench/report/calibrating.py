@@ -23,8 +23,8 @@ _EVERY_S = 10.0  # between plain lines
 def print_calibration(report: Report, asked: Sequence[Asked], *, writes: bool) -> int:
     """Calibrate a report, print the result and return the exit code.
 
-    `writes` puts the constants into the clusters' files. Raises a UserError if there are no constants, or they can't
-    be fitted or written.
+    `writes` puts the constants into the clusters' files. Raises a UserError if there are no constants, or they can't be
+    fitted or written.
     """
     progress = _Progress(report)
     calibrated = calibrate(report, asked, progress.run, progress.leave_out)

@@ -1,7 +1,7 @@
 """Fitted constants of clusters: where they are in a cluster's file, their bounds, and writing them.
 
-Constants are rates of links and host times of devices. A cluster's file holds one number per line
-(`ring: {value: 2.7 GB/s, calibrated: "on ..."}`), so one can be rewritten without changing any other line.
+Constants are rates of links and host times of devices. A cluster's file holds one number per line (`ring: {value: 2.7
+GB/s, calibrated: "on ..."}`), so one can be rewritten without changing any other line.
 """
 
 import json
