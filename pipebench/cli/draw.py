@@ -1,4 +1,4 @@
-"""`pipebench draw`: the pipeline that a recipe makes, drawn as text."""
+"""`pipebench draw`: a recipe's pipeline as text."""
 
 from collections.abc import Callable
 from functools import partial
@@ -75,7 +75,7 @@ def draw(
 def _over_time(
     memory: Path | None, occupancy: Path | None
 ) -> list[tuple[Output, Callable[["MemoryForecast", Path], None]]]:
-    """Return the pictures that are asked for, each with what draws it."""
+    """Return the requested pictures, each with its drawing function."""
     if memory is None and occupancy is None:
         return []
     from pipebench.show import memory_picture, occupancy_picture, over_time  # late: matplotlib

@@ -1,4 +1,4 @@
-"""`pipebench plan`: the best plan of a recipe or a profile file; its options, and which of them go together."""
+"""`pipebench plan`: its options and their allowed combinations."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -124,7 +124,7 @@ def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
 
 
 def _check_combination(given: Mapping[str, Any], *, with_recipe: bool) -> None:
-    """Check that the options go together, before any work starts."""
+    """Check that the options are compatible, before any work."""
     has = {name for name, value in given.items() if value is not None}
     if {"cluster", "levels"} <= has:
         raise UserError("--cluster and --levels both say where to run; give one of the two")
