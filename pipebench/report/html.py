@@ -45,13 +45,9 @@ footer { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: .5rem
 
 
 def html(page: Page, folder: Path, server: str, footer: str) -> str:
-    """Return a page as HTML.
+    """Return a page as HTML, embedding the SVG files in `folder`.
 
-    Args:
-        page: the page.
-        folder: of the SVG files of its pictures.
-        server: MLflow's address; "" if unknown, without links then.
-        footer: last line.
+    Links lead to `server`, MLflow's address; without one there are none.
     """
     headings = [block.text for block in page.blocks if isinstance(block, Heading)]
     places = "".join(f'<a href="#{_anchor(text)}">{_inline(text)}</a>\n' for text in headings)

@@ -29,16 +29,9 @@ RENDERED = "rendered"  # default output folder, in the working directory
 def make_report(report: Report, asked: Sequence[Asked], *, command: str, fresh: bool, keeps: bool, folder: Path) -> int:
     """Make a report; return the exit code.
 
-    Args:
-        report: the report.
-        asked: its runs.
-        command: reproduces it.
-        fresh: ignore recorded and stored results.
-        keeps: store trained results beside the report.
-        folder: for output.
-
-    Raises:
-        UserError: something that the runs use is missing, before any runs; or the folder isn't writable.
+    `command` reproduces it; `fresh` ignores recorded and stored results; `keeps` stores trained results beside the
+    report; output goes to `folder`. Raises a UserError before any runs if something they use is missing, or later if
+    the folder isn't writable.
     """
     require_writable()
     asked = sized(asked, _say)

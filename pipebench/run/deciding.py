@@ -148,12 +148,8 @@ def measures_on_gpu(recipe: Recipe, cluster: Cluster) -> bool:
 def decided_apart(recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int], None]) -> Decision:
     """Decide a run in another process, whose memory, on GPUs too, is free when this returns.
 
-    The other process ends with this call, also on Ctrl-C or if this process dies.
-
-    Args:
-        recipe: a validated recipe.
-        cluster: of the recipe.
-        on_progress: called with (layers profiled, layers to profile).
+    The other process ends with this call, also on Ctrl-C or if this process dies. `on_progress` gets (layers profiled,
+    layers to profile).
 
     Raises:
         UserError: of the same class as `prepare` raises.

@@ -42,8 +42,7 @@ def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | No
 
 
 def record_watch(log: RunLog, watch: MemoryForecast) -> list[str]:
-    """Record pictures of memory and occupancy over time, by parts of the run if stages are recut; return their names.
-    """
+    """Record pictures of memory and occupancy over time, by parts of the run if stages are recut; return names."""
     occupancy, moved = watch.occupancy(NUM_PARTS), watch.moved
     drawings = {"memory.png": partial(draw_memory, watch.memory), "occupancy.png": partial(draw_occupancy, occupancy)}
     if moved is not None:

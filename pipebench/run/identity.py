@@ -10,13 +10,7 @@ from pipebench.train.job import Job
 
 
 def checkpoints_of(folder: RunFolder, loaded: LoadedRecipe, job: Job) -> Checkpoints:
-    """Return the checkpoints of a run.
-
-    Args:
-        folder: of the run.
-        loaded: its recipe, for the folders of user code.
-        job: the prepared recipe.
-    """
+    """Return the checkpoints of a run; `loaded` gives the folders of user code, `job` is the prepared recipe."""
     kept = folder.checkpoints
     identity = RunIdentity(
         run_id=folder.run_id,

@@ -16,13 +16,9 @@ Ids = Mapping[tuple[str, int | None], str | None]
 def telling_what_is_left(
     loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | None, ids: Ids
 ) -> Iterator[None]:
-    """Print on exit, for whatever reason, how to run what is left.
+    """Print on exit, for whatever reason, how to run what is left of `loaded`, in order, each with all seeds.
 
-    Args:
-        loaded: the recipes, in order of their runs.
-        suite: how they are run.
-        seeds: of every recipe; None for the recipe's own.
-        ids: an entry by (name, seed) per finished run; a name alone is a group of seeds.
+    `ids` gets an entry by (name, seed) per finished run; a name alone is a group of seeds.
     """
     try:
         yield

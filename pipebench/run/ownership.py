@@ -28,15 +28,9 @@ def require_own(folder: Path, files: tuple[str, ...]) -> None:
 
 
 def require_own_code(loaded: LoadedRecipe, *, trusts: bool, tells: bool = True) -> None:
-    """Print the files executed for a run's recipe, and refuse those of other users.
+    """Print the files executed for a run's recipe to standard error if `tells`, and refuse those of other users.
 
-    Args:
-        loaded: the recipe; nothing of it has been executed.
-        trusts: refuse nothing.
-        tells: print to standard error.
-
-    Raises:
-        UserError: a file is another user's.
+    `loaded` must not have executed any code; `trusts` refuses nothing. Raises a UserError for another user's file.
     """
     for key, target in targets_of(asdict(loaded.recipe)):
         files = _files_of(target, [*loaded.folders, *map(Path, sys.path)])

@@ -121,10 +121,6 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Ran:
 def work(loaded: LoadedRecipe, suite: Suite) -> None:
     """Do one process's part of a run.
 
-    Args:
-        loaded: the recipe, equal in all processes.
-        suite: how the command runs it.
-
     Raises:
         UserError: the processes don't fit the plan, or don't share a folder.
         PeerLostError: another process has failed.
@@ -251,13 +247,7 @@ def _prepared(request: RunRequest, world: World, folder: RunFolder) -> Job:
 def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) -> Job:
     """Prepare a decided recipe in all its processes; measurements run in all of them at the same time.
 
-    Args:
-        loaded: the recipe.
-        decision: equal in all processes.
-        world: the processes.
-
-    Raises:
-        UserError: their number isn't the plan's number of workers.
+    Raises a UserError if the number of processes isn't the plan's number of workers.
     """
     replicas = decision.plan.replicas
     check_world_size(world.size, sum(replicas), "-".join(map(str, replicas)))

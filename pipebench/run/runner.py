@@ -40,15 +40,7 @@ _WORST_FIRST = (INTERRUPTED, DIVERGED, MISSED, COMPLETED, REACHED)
 
 
 def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int] | None) -> int:
-    """Run every recipe once per seed; print and record results.
-
-    Args:
-        loaded: validated recipes.
-        suite: how.
-        seeds: of every recipe; None for the recipe's own.
-
-    Returns:
-        The worst exit code of the runs.
+    """Run every recipe once per seed (None for the recipe's own); print and record results; return the worst exit code.
 
     Raises:
         UserError: the results can't be recorded anywhere.
@@ -94,10 +86,7 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
 def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> str:
     """Return the start of a recipe's pipeline as text, in units of a fast stage's forward time, with free links.
 
-    Args:
-        loaded: the recipe.
-        versions: with the weight version of every forward and backward.
-        cut: at the terminal's width, if that is the output.
+    `versions` adds the weight version of every forward and backward; `cut` limits lines to the terminal's width.
     """
     job = prepare_job(loaded, trains=False)
     setup = job.setup

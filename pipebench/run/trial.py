@@ -120,14 +120,9 @@ _LARGEST_SIDE, _MOST_SHAPES = 3, 8
 
 
 def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -> None:
-    """Train small parameters with the given numbers of dimensions in three ways that must agree.
+    """Train small parameters with the model's numbers of dimensions in three ways that must agree.
 
-    Args:
-        recipe: with a target, or the name of a class.
-        parameters: all trained parameters of the model.
-
-    Raises:
-        UserCodeError: it fails, or the ways disagree.
+    Raises a UserCodeError if the optimizer fails or the ways disagree.
     """
     shapes = dict.fromkeys(tuple(min(side, _LARGEST_SIDE) for side in parameter.shape) for parameter in parameters)
     generator = torch.Generator().manual_seed(0)
