@@ -4,7 +4,6 @@ Published values are grey and hollow; columns have Okabe and Ito's colours, dist
 """
 
 from collections.abc import Callable
-from functools import partial
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -51,11 +50,7 @@ def _formatter(measure: Measure) -> "Formatter":
     if measure.unit in _AXIS_UNITS:
         return EngFormatter(unit=_AXIS_UNITS[measure.unit])
     write: Callable[[float], str] = {"x": "{:g}x".format, "share": _per_cent}.get(measure.unit, "{:,g}".format)
-    return FuncFormatter(partial(_at, write))
-
-
-def _at(write: Callable[[float], str], value: float, _position: int | None) -> str:
-    return write(value)
+    return FuncFormatter(lambda value, _: write(value))
 
 
 def _per_cent(value: float) -> str:
