@@ -78,7 +78,7 @@ from pipebench.units import parse_bytes, parse_duration
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, numbers unrounded, and nothing else.")
 @tracebacks
 def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
-    """Find the best plan: which layers make a stage, how many workers run it, what it comes to, and why.
+    """Find the best plan: which layers make a stage, how many workers run it, its predicted time, and why.
 
     The planner is exact for its cost model, or says how far off it may be; the simulator then predicts throughput.
     With a RECIPE everything comes from it unless an option says otherwise, and the plan is one that `pipebench run`

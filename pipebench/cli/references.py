@@ -55,10 +55,7 @@ def load_to_plan(words: Sequence[str], *, zipped: bool) -> list[LoadedRecipe]:
 def load_all(references: Sequence[str], overrides: Sequence[str], *, zipped: bool = False) -> list[LoadedRecipe]:
     """Load every recipe, once per combination of the elements of its lists; faults are raised together.
 
-    Args:
-        references: files, folders or short names.
-        overrides: `key=value` texts.
-        zipped: combine elements of several lists by position.
+    `references` are files, folders or short names; `zipped` combines elements of several lists by position.
     """
     loaded: list[LoadedRecipe] = []
     faults: list[Fault] = []
