@@ -181,7 +181,7 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
 
 
 def _remark(world: World) -> None:
-    """Print on rank 0 how the processes reach each other, if remarkable."""
+    """Print the world's remark on its connections, if any, on rank 0."""
     if world.remark and world.rank == 0 and not _is_restart(world):
         print(f"pipebench: {world.remark}", file=sys.stderr, flush=True)
 
