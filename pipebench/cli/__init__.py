@@ -1,1 +1,1 @@
-"""The command line: one file per command; words in, words out, exit codes."""
+"""The command line, one module per command."""

@@ -1,4 +1,4 @@
-"""`pipebench calibrate`: a report's constants, fitted on the cells that it names and on no others."""
+"""`pipebench calibrate`: fit a report's constants."""
 
 import click
 

@@ -22,7 +22,7 @@ from pipebench.run.folder import records
 )
 @tracebacks
 def compare(runs: tuple[str, ...], out: Path) -> None:
-    """Print what recorded runs came to, side by side, and what differs in their recipes; draw all curves in a picture.
+    """Print the results of recorded runs side by side, and what differs in their recipes; draw all curves in a picture.
 
     RUN is MLflow's id of a run, the name of its folder under pipebench-runs/, the beginning of one of these, or a name
     that no other run has: what MLflow calls it, or its recipe's. Runs that MLflow hasn't taken are found, too.

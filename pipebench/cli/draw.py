@@ -1,4 +1,4 @@
-"""`pipebench draw`: the pipeline that a recipe makes, drawn as text."""
+"""`pipebench draw`: a recipe's pipeline as text."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,8 +40,8 @@ def draw(
     that is split; where workers have several stages the stage stands first, 2F3. With --versions, F3@1 uses the weights
     after update 1; updates count from the start. F3@1~2 has them predicted 2 updates ahead, B3@3~-2 taken back by 2.
 
-    With --memory a picture of what every worker keeps over simulated time, by kind, and whether it is too much; with
-    --occupancy one of when it computes, waits for bytes on their way, or for others.
+    --memory writes a picture of every worker's memory over simulated time, by kind, beside its capacity; --occupancy
+    one of when it computes, waits for bytes on their way, or for others.
 
     \b
     Examples:
@@ -75,7 +75,7 @@ def draw(
 def _over_time(
     memory: Path | None, occupancy: Path | None
 ) -> list[tuple[Output, Callable[["MemoryForecast", Path], None]]]:
-    """Return the pictures that are asked for, each with what draws it."""
+    """Return the requested pictures, each with its drawing function."""
     if memory is None and occupancy is None:
         return []
     from pipebench.show import memory_picture, occupancy_picture, over_time  # late: matplotlib

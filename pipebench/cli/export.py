@@ -16,7 +16,7 @@ def export(run_: str, output: str | None, step: int | None, trusts: bool) -> Non
     """Write the weights of a run's checkpoint as a plain state_dict, whatever plan it was trained under.
 
     RUN is the run's id (or the start of it), its MLflow run id, or its folder under pipebench-runs/. The code that its
-    recipe names makes the model: it is told which files that executes, and the run of another user is refused.
+    recipe names builds the model: the files executed are listed, and the run of another user is refused.
 
     \b
     Examples:

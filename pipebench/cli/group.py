@@ -1,4 +1,4 @@
-"""The group of commands: how an error ends in sentences and an exit code, whatever command it comes from."""
+"""The group of commands, which turns errors into sentences and exit codes."""
 
 import gc
 import importlib
@@ -20,7 +20,7 @@ USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
 _VERBOSE = "pipebench.verbose"  # in click's meta, which outlives the command
 
 
-# Name to what it does: the name is also that of a module here, and of the command in it, imported when it is asked for.
+# Descriptions by name: of a module here and the command in it, imported when used.
 COMMANDS: Mapping[str, str] = {
     "calibrate": "Fit a report's constants on the cells that it names.",
     "compare": "Set recorded runs side by side.",
@@ -38,18 +38,18 @@ COMMANDS: Mapping[str, str] = {
 
 
 class _ReaderGoneError(Exception):
-    """Whoever read our output has gone, as in `pipebench ls | head -1`."""
+    """The reader of our output has gone, as in `pipebench ls | head -1`."""
 
 
 class _EndOfFileError(Exception):
-    """A file ended early, of the user's data for one; not the terminal, which no command reads."""
+    """A file ended early, such as the user's data; never the terminal, which no command reads."""
 
     def __init__(self, ending: EOFError) -> None:
         self.ending = ending
 
 
 class Commands(click.Group):
-    """A group whose commands end with an exit code, and with a sentence, not a traceback, for a mistake of the user."""
+    """A group whose commands end with an exit code, and for a user's mistake with a sentence instead of a traceback."""
 
     _meta: Mapping[str, Any] = MappingProxyType({})
 
@@ -65,29 +65,29 @@ class Commands(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what every command does, importing none."""
+        """Write every command's description without importing any."""
         with formatter.section("Commands"):
             formatter.write_dl([*COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; keep from click what it would take for the terminal's: broken pipes and ends of files."""
+        """Run a command; hide broken pipes and ends of files from click, which would attribute them to the terminal."""
         self._meta = ctx.meta
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
         except BrokenPipeError as error:
-            # click would take any broken pipe for the output's and exit with 1 in silence.
+            # click would take any broken pipe for the output's and exit silently with 1.
             raise (_ReaderGoneError() if _reader_is_gone() else RuntimeError("a pipe broke inside")) from error
         except EOFError as error:
-            # click would take the end of any file for Ctrl-D at the terminal and abort in silence.
+            # click would take the end of any file for Ctrl-D at the terminal and abort silently.
             raise _EndOfFileError(error) from error
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        """Run the command line and exit with its code, or return that where the caller goes on."""
+        """Run the command line and exit with its code, or return it if not `standalone_mode`."""
         code = self._exit_code(*args, **extra)
         if standalone_mode:
-            gc.freeze()  # else Python looks for garbage among all that torch has made: seconds on a busy machine
+            gc.freeze()  # else the collector scans all of torch's objects: seconds on a busy machine
             sys.exit(code)
         return code
 
@@ -107,14 +107,14 @@ class Commands(click.Group):
         except _EndOfFileError as error:
             return self._failed(error.ending)
         except _ReaderGoneError:
-            # Give the interpreter's last flush somewhere to go.
+            # The interpreter's last flush needs a target.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return BROKEN_PIPE
         except BaseException as error:
             return self._failed(error)
 
     def _failed(self, error: BaseException) -> int:
-        """Tell an exception that nobody has caught: as a mistake of the user's code, or as ours, with its traceback."""
+        """Print an uncaught exception, with its traceback if it is a fault of ours; return the exit code."""
         theirs = as_users(error)
         if theirs is not None:
             return self._mistake(theirs)
@@ -133,12 +133,12 @@ class Commands(click.Group):
 
 
 def note_verbose(ctx: click.Context, option: click.Parameter, value: bool) -> bool:
-    """Keep whether an error in a user's code is to be shown with its traceback; a callback of an option."""
+    """Store whether to show tracebacks of errors in a user's code; an option's callback."""
     ctx.meta[_VERBOSE] = value
     return value
 
 
-# Every command that runs a user's code can show where in it an error came from.
+# For commands that run a user's code.
 tracebacks = click.option(
     "--verbose",
     is_flag=True,
@@ -147,7 +147,7 @@ tracebacks = click.option(
     help="Show the whole traceback of an error in your own code.",
 )
 
-# Every command that executes what the folder of an earlier run names.
+# For commands that execute code named in an earlier run's folder.
 trust = click.option(
     "--trust",
     "trusts",

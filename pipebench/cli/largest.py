@@ -15,8 +15,8 @@ from pipebench.recipe.preflight import preflight
 def largest(words: tuple[str, ...]) -> None:
     """Find the largest minibatch with which a recipe's plan fits in the memory of its cluster's devices.
 
-    The simulator says what the fullest worker keeps; nothing is trained. Sizes that are tried are powers of two, and
-    between two of them seven more. What the recipe leaves to the planner is planned anew for every size.
+    The simulator predicts the memory of the fullest worker; nothing is trained. Sizes tried are powers of two and seven
+    more between two of them. What the recipe leaves to the planner is planned anew for every size.
 
     \b
     Examples:

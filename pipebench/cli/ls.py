@@ -1,7 +1,4 @@
-"""`pipebench ls`: what a recipe can name, one line each.
-
-None of it needs torch, which takes seconds to be imported.
-"""
+"""`pipebench ls`: what a recipe can name, one line each, without importing torch, which takes seconds."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -36,7 +33,7 @@ def ls(what: str | None) -> None:
 
 
 def _lines(what: str, indent: str = "") -> Iterator[str]:
-    """Yield a line per thing of a kind: its name and what it is."""
+    """Yield name and description of every thing of a kind."""
     rows = _rows(what)
     width = max((len(name) for name in rows), default=0)
     for name, about in rows.items():
@@ -62,7 +59,7 @@ def _rows(what: str) -> dict[str, str]:
 
 
 def _classes(what: str) -> dict[str, str]:
-    """Return names of optimizers or schedules, and what they take: a default where there is one, `...` where not."""
+    """Return the parameters of optimizers or schedules by name, with defaults, `...` for required ones."""
     kind = KINDS[OPTIMIZER if what == "optimizers" else SCHEDULE]
     rows = {name: kind.about[name] for name in kind.ours}
     for name in (name for name in kind.names() if name not in kind.ours):

@@ -1,4 +1,4 @@
-"""The command line: run recipes, show what they resolve to, list what there is.
+"""The command line's entry point.
 
 A command's module is imported when it runs, and heavy ones (torch, mlflow) when it needs them: `--help` is immediate.
 """

@@ -1,4 +1,4 @@
-"""The files that a command writes: only where there is none, or one of the kind that it writes: no slip loses data."""
+"""Files that a command writes: new, or replacing one of the same kind, so no mistyped name loses data."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,22 +12,15 @@ from pipebench.show.console import print_written
 
 @dataclass(frozen=True)
 class Output:
-    """A file to write.
+    """A file to write."""
 
-    Attributes:
-        option: that names it.
-        path: where it goes; None for nowhere.
-        what: it is, in words.
-        is_ours: whether a file that is there is of the same kind.
-    """
-
-    option: str
-    path: Path | None
-    what: str
-    is_ours: Callable[[Path], bool]
+    option: str  # names it
+    path: Path | None  # None to write nothing
+    what: str  # in words
+    is_ours: Callable[[Path], bool]  # whether an existing file is of the same kind
 
     def write(self, write: Callable[[Path], object], console: Console | None = None) -> None:
-        """Write it, if it is to go anywhere, and say so."""
+        """Write it, unless `path` is None, and print its path."""
         if self.path is None:
             return
         try:
@@ -38,10 +31,9 @@ class Output:
 
 
 def refuse_to_overwrite(outputs: Iterable[Output]) -> None:
-    """Check every file to be written before any work starts.
+    """Check all files before any work.
 
-    Raises:
-        UserError: one can't be written, is something else, or is another one, too; names the option.
+    Raises a UserError that names the option if one isn't writable, exists as something else, or is given twice.
     """
     taken: dict[Path, str] = {}
     for option, path, what, is_ours in ((each.option, each.path, each.what, each.is_ours) for each in outputs):
@@ -50,7 +42,7 @@ def refuse_to_overwrite(outputs: Iterable[Output]) -> None:
         try:
             there = path.exists()
             other = taken.setdefault(path.resolve(), option)
-        except (OSError, RuntimeError) as error:  # RuntimeError: a symbolic link that leads to itself
+        except (OSError, RuntimeError) as error:  # RuntimeError: a symbolic link to itself
             reason = getattr(error, "strerror", None) or str(error)
             raise UserError(f"{option}: {str(path)[:80]} can't be written: {reason}") from error
         if other != option:

@@ -1,6 +1,6 @@
-"""What options take, as types of click: counts, names, quantities with units, levels of links, seeds.
+"""Types of options for click: counts, names, quantities with units, levels of links, seeds.
 
-Whatever can't be taken is refused like any other mistake: in one sentence, which names the option.
+A wrong value is refused in one sentence that names the option.
 """
 
 import re
@@ -20,7 +20,7 @@ _LEVELS_FORM = "is N@BYTES_PER_S for every level, innermost first, joined by com
 
 
 class Parameter(click.ParamType):  # type: ignore[type-arg] # in older versions of click it is no generic class
-    """What an option takes: `parse` says what a text stands for, or raises a ValueError about it."""
+    """The type of an option: `parse` returns a text's value or raises a ValueError."""
 
     name = "text"
 
@@ -28,11 +28,7 @@ class Parameter(click.ParamType):  # type: ignore[type-arg] # in older versions 
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return what a text stands for; a default is that already.
-
-        Raises:
-            UserError: the text can't be taken; names the option.
-        """
+        """Return the value of a text; a default is already one. Raises a UserError that names the option."""
         if not isinstance(value, str):
             return value
         try:
@@ -43,7 +39,7 @@ class Parameter(click.ParamType):  # type: ignore[type-arg] # in older versions 
 
 
 def count(most: int) -> Parameter:
-    """Return the type of whole numbers from 1 on."""
+    """Return the type of whole numbers from 1 to `most`."""
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,12}", text, re.ASCII) or not 1 <= int(text) <= most:
@@ -54,7 +50,7 @@ def count(most: int) -> Parameter:
 
 
 def name_of(names: Iterable[str]) -> Parameter:
-    """Return the type of names of one kind of thing."""
+    """Return the type of one of some names."""
     known = tuple(names)
 
     def parse(text: str) -> str:
@@ -66,10 +62,9 @@ def name_of(names: Iterable[str]) -> Parameter:
 
 
 def parse_levels(text: str) -> Cluster:
-    """Return the cluster that `4@1e10,4@1.25e9` stands for: levels, innermost first, of devices that aren't named.
+    """Return the cluster that `4@1e10,4@1.25e9` describes: levels, innermost first, of anonymous devices.
 
-    Raises:
-        ValueError: the text isn't that, or there would be more than MOST_WORKERS workers.
+    Raises a ValueError for other texts, or for more than MOST_WORKERS workers.
     """
     levels: list[Level] = []
     num_workers = 1
@@ -92,11 +87,7 @@ def parse_levels(text: str) -> Cluster:
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """Return the seeds that `0,1,2` stands for.
-
-    Raises:
-        ValueError: the text isn't that, or names a seed twice.
-    """
+    """Return the seeds in a text such as `0,1,2`; raises a ValueError for other texts or repeated seeds."""
     try:
         seeds = [int(part) for part in text.split(",")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""`pipebench plan`: the best plan of a recipe or a profile file; its options, and which of them go together."""
+"""`pipebench plan`: its options and their allowed combinations."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -78,7 +78,7 @@ from pipebench.units import parse_bytes, parse_duration
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, numbers unrounded, and nothing else.")
 @tracebacks
 def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
-    """Find the best plan: which layers make a stage, how many workers run it, what it comes to, and why.
+    """Find the best plan: which layers make a stage, how many workers run it, its predicted time, and why.
 
     The planner is exact for its cost model, or says how far off it may be; the simulator then predicts throughput.
     With a RECIPE everything comes from it unless an option says otherwise, and the plan is one that `pipebench run`
@@ -124,7 +124,7 @@ def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
 
 
 def _check_combination(given: Mapping[str, Any], *, with_recipe: bool) -> None:
-    """Check that the options go together, before any work starts."""
+    """Check that the options are compatible, before any work."""
     has = {name for name, value in given.items() if value is not None}
     if {"cluster", "levels"} <= has:
         raise UserError("--cluster and --levels both say where to run; give one of the two")

@@ -1,6 +1,6 @@
-"""`pipebench plan`: what is asked of the planner, put together from a recipe, a profile file and options.
+"""`pipebench plan`: build the planner's request from recipe, profile file and options.
 
-Without a recipe a plan may cut between any layers, as the papers' planners do; with one it is a plan that runs.
+Without a recipe a plan may cut between any layers, as the papers' planners do; with one it is runnable.
 """
 
 import os
@@ -40,52 +40,38 @@ from pipebench.show.terminal import standard_error, standard_output
 from pipebench.train.known import ToPlan, to_plan
 from pipebench.train.request import plan_request
 
-_DIFFERS = 1.1  # a prediction this many times the bottleneck asks for an explanation
+_DIFFERS = 1.1  # predictions above this many times the bottleneck are explained
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of `pipebench plan`; None where they weren't given.
+    """The options of `pipebench plan`; None if not given."""
 
-    Attributes:
-        profile: a profile file.
-        cluster: a cluster's name or file.
-        servers: how many components of its outermost level.
-        links: the cluster that `--levels`, `--memory` and `--latency` make; its devices aren't named.
-        cost_model: its name.
-        mode: whose plan is wanted, or `auto`.
-        minibatch_size: samples per minibatch of a profile file.
-        out: where the plan goes, as a file that a recipe can name.
-        picture: where the picture goes.
-        others: plan the other modes, too.
-        as_json: print JSON and nothing else.
-    """
-
-    profile: str | None = None
-    cluster: str | None = None
-    servers: int | None = None
-    links: Cluster | None = None
+    profile: str | None = None  # file
+    cluster: str | None = None  # name or file
+    servers: int | None = None  # components of the outermost level
+    links: Cluster | None = None  # anonymous devices of `--levels`, `--memory` and `--latency`
     cost_model: str | None = None
-    mode: str | None = None
-    minibatch_size: int | None = None
-    out: Path | None = None
+    mode: str | None = None  # or `auto`
+    minibatch_size: int | None = None  # samples per minibatch of a profile file
+    out: Path | None = None  # file of the plan, for recipes to name
     picture: Path | None = None
-    others: bool = True
-    as_json: bool = False
+    others: bool = True  # plan the other modes, too
+    as_json: bool = False  # print JSON only
 
 
 def with_options(loaded: LoadedRecipe, options: PlanOptions) -> LoadedRecipe:
-    """Return a recipe with what the options say in place of its own."""
+    """Return a recipe changed by the options."""
     recipe = loaded.recipe
     cluster, engine, parallelism = recipe.cluster, recipe.engine, recipe.parallelism
     if options.cluster is not None:
-        # A relative path on the command line is seen from here, not from the recipe.
+        # A relative path on the command line is relative to the working directory, not to the recipe.
         is_file = options.cluster.endswith((".yaml", ".yml")) and os.path.exists(options.cluster)
         cluster = replace(cluster, name=os.path.abspath(options.cluster) if is_file else options.cluster)
     if options.servers is not None:
         cluster = replace(cluster, servers=options.servers)
     if options.profile is not None:
-        # With a folder before it no file is taken for one of the words that engine.timing knows.
+        # With a folder in its path no file is mistaken for a keyword of engine.timing.
         engine = replace(
             engine, timing=options.profile if os.sep in options.profile else os.path.join(".", options.profile)
         )
@@ -98,14 +84,10 @@ def with_options(loaded: LoadedRecipe, options: PlanOptions) -> LoadedRecipe:
 
 
 def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
-    """Plan the mode asked for, print the answer, and draw it if asked to; then plan the other modes.
+    """Plan the requested mode, print and draw it, then plan the other modes.
 
-    Args:
-        loaded: the recipe, as `with_options` returns it; None for a profile file alone.
-        options: see there.
-
-    Raises:
-        UserError: the profile or cluster can't be had, or nothing fits in memory.
+    `loaded` is the recipe from `with_options`, None for a profile file alone. Raises a UserError if profile or cluster
+    is missing, or nothing fits in memory.
     """
     out = Output("--out", options.out, "a plan's file", is_our_plan)
     picture = Output("--picture", options.picture, "a picture of a plan", lambda path: _pictures().is_our_picture(path))
@@ -133,14 +115,9 @@ def _pictures() -> ModuleType:
 
 
 def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
-    """Plan every run of a sweep and print the plans side by side.
+    """Plan every run of a sweep, recipes from `with_options`, and print the plans side by side.
 
-    Args:
-        loaded: the runs, as `with_options` returns them.
-        options: see there.
-
-    Raises:
-        UserError: an option is for one plan, or there is a plan of none of the runs.
+    Raises a UserError if an option applies to one plan only, or no run has a plan.
     """
     for option, given in (("--out", options.out), ("--picture", options.picture)):
         if given is not None:
@@ -150,7 +127,7 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
         known: dict[int, States] = {}
         try:
             answer = _of_recipe(each, options, known)
-            if options.as_json:  # the table has no place for other modes
+            if options.as_json:  # the table has no room for other modes
                 answer = _with_others(answer, options, known)
             answers.append(replace(answer, name=each.varied_name))
         except RecipeError as error:
@@ -190,7 +167,7 @@ def _names_layers(parallelism: ParallelismRecipe) -> bool:
 
 
 def _given(parallelism: ParallelismRecipe, known: ToPlan, request: Request, mode: str) -> PlanEstimate | None:
-    """Return the plan that the recipe names, or None if it names none, or one of another number of workers."""
+    """Return the recipe's own plan, None if it has none or one for another number of workers."""
     planner = Planner(request, mode)
     if is_plan_file(parallelism.plan):
         from pipebench.train.plan import plan_of_file  # late: imports torch
@@ -247,7 +224,7 @@ def _answer(
     *,
     says_samples: bool,
 ) -> Answer:
-    """Return the plan of the mode asked for; the other modes are still to be planned."""
+    """Return the plan of the requested mode, without other modes."""
     if mode == AUTO and not options.others:
         raise UserError("--no-others goes with one mode: auto plans them all, to find the fastest")
     with searching(name, _progress(options)) as tell:
@@ -264,7 +241,7 @@ def _answer(
 
 
 def _with_others(answer: Answer, options: PlanOptions, known_states: dict[int, States]) -> Answer:
-    """Return an answer with the modes that it lacks, if they are asked for."""
+    """Add the other modes to an answer, if requested."""
     if not options.others:
         return answer
     with searching(answer.name, _progress(options)) as tell:

@@ -1,4 +1,4 @@
-"""`pipebench profile`: what every layer of a model costs."""
+"""`pipebench profile`: the cost of every layer of a model."""
 
 from pathlib import Path
 

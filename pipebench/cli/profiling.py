@@ -1,4 +1,4 @@
-"""`pipebench profile`: makes or reads one profile, prints it, and writes it as JSON, graph.txt and picture."""
+"""`pipebench profile`: make or read a profile, print it, write it as JSON, graph.txt and picture."""
 
 import json
 from pathlib import Path
@@ -25,18 +25,18 @@ def profile(
     num_samples: int | None,
     show_all: bool,
 ) -> None:
-    """Profile a recipe's model as the recipe says, or read a profile file; show it and write it in other forms.
+    """Profile a recipe's model, or read a profile file; print it and write it in other forms.
 
     Args:
         source: the recipe or the file.
-        json_path: where the profile goes as JSON; None: beside us if it is a recipe's, else nowhere.
-        graph_path: where it goes as the PipeDream artifact's graph.txt; None for nowhere.
-        picture_path: where its picture goes; None for beside us.
-        num_samples: the size to show, draw and write as graph.txt; None for the largest there is.
-        show_all: whether the table shows every layer of a long model.
+        json_path: JSON output; None for the default of a recipe, no output for a file.
+        graph_path: output in the PipeDream artifact's graph.txt form; None for none.
+        picture_path: picture; None for the default.
+        num_samples: size to print, draw and write as graph.txt; None for the largest available.
+        show_all: print every layer of a long model.
 
     Raises:
-        UserError: it can't be read or made, doesn't have that size, or a file would be overwritten.
+        UserError: it can't be read or made, lacks that size, or a file would be overwritten.
     """
     name = plain_name(source) if isinstance(source, Path) else source.recipe.name
     own_json = None if isinstance(source, Path) else Path(f"{name}.profile.json")
@@ -57,7 +57,7 @@ def profile(
 
 
 def _profiled(loaded: LoadedRecipe) -> Profile:
-    from pipebench.train.profiled_model import profile_model  # late: torch, which reading a profile doesn't need
+    from pipebench.train.profiled_model import profile_model  # late: torch, unneeded to read a profile
 
     recipe = loaded.recipe
     with faults_of(loaded), preparing(recipe.name) as on_progress:
@@ -72,7 +72,7 @@ def _is_our_json(path: Path) -> bool:
 
 
 def _is_our_graph_txt(path: Path) -> bool:
-    """Return whether a file is in exactly the form that is written here, which the artifact's own files aren't."""
+    """Return whether a file has exactly our form, unlike the artifact's own files."""
     try:
         text = read_text(path)
         return write_graph_txt(read_graph_txt(text, str(path)), 1) == text

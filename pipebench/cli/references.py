@@ -1,4 +1,4 @@
-"""The recipes that a command names, and the keys that it changes: `quickstart train.seed=1`."""
+"""The recipes and overrides on a command line: `quickstart train.seed=1`."""
 
 import os
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from pipebench.run.preflight_all import same_names
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return recipes and overrides: a word with `=` is an override unless it is an existing path."""
+    """Split words into recipes and overrides; `=` makes an override unless the word is an existing path."""
     overrides = [word for word in words if "=" in word and not os.path.exists(word)]
     return [word for word in words if word not in overrides], overrides
 
 
 def find_cluster_named(words: Sequence[str]) -> Path | None:
-    """Return the file of the one cluster that is named, by its short name or its file; None if none is."""
+    """Return the file of the only cluster named, by short name or path; None otherwise."""
     if len(words) != 1 or words[0] in cluster_names():
         return find_cluster(words[0]) if len(words) == 1 else None
     path = Path(words[0])
@@ -29,7 +29,7 @@ def find_cluster_named(words: Sequence[str]) -> Path | None:
 
 
 def load_one(words: Sequence[str], *, builds: bool = True) -> LoadedRecipe:
-    """Load the one recipe that is named, with its overrides; `builds` is that of `load_each`."""
+    """Load one recipe with its overrides; `builds` as in `load_each`."""
     references, overrides = split(words)
     if len(references) != 1:
         raise click.UsageError(f"one recipe is needed, got {len(references)}")
@@ -37,10 +37,10 @@ def load_one(words: Sequence[str], *, builds: bool = True) -> LoadedRecipe:
 
 
 def load_to_plan(words: Sequence[str], *, zipped: bool) -> list[LoadedRecipe]:
-    """Load the one recipe that is named, with its overrides: one per combination of the elements of its lists.
+    """Load one recipe with its overrides, once per combination of the elements of its lists.
 
-    A model is built where there are several, so that all their faults come out together; that of one is built, if it
-    has to be, when its profile is made.
+    Several combinations have their models built to raise all faults together; a single one is built with its profile,
+    if needed.
     """
     references, overrides = split(words)
     if len(references) != 1:
@@ -53,12 +53,9 @@ def load_to_plan(words: Sequence[str], *, zipped: bool) -> list[LoadedRecipe]:
 
 
 def load_all(references: Sequence[str], overrides: Sequence[str], *, zipped: bool = False) -> list[LoadedRecipe]:
-    """Load every recipe, one per combination of the elements of its lists, or raise with the faults of all together.
+    """Load every recipe, once per combination of the elements of its lists; faults are raised together.
 
-    Args:
-        references: files, folders or short names.
-        overrides: `key=value` texts.
-        zipped: take the elements of several lists together.
+    `references` are files, folders or short names; `zipped` combines elements of several lists by position.
     """
     loaded: list[LoadedRecipe] = []
     faults: list[Fault] = []

@@ -1,4 +1,4 @@
-"""`pipebench report`: a published table or figure beside what is reproduced of it, or a table of the user's own."""
+"""`pipebench report`: published tables and figures beside reproduced ones, or a user's own."""
 
 import shlex
 from pathlib import Path
@@ -15,11 +15,7 @@ from pipebench.report.load import load_report
 
 
 def parse_rows(text: str) -> tuple[str, ...]:
-    """Return the names and patterns that `vgg16-*,gnmt8-2x8-b` stands for.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the names and patterns in a text such as `vgg16-*,gnmt8-2x8-b`; raises a ValueError if there are none."""
     names = tuple(filter(None, (part.strip() for part in text.split(","))))
     if not names:
         raise ValueError(f"got {text[:60]!r}, allowed are names of rows or patterns, joined by commas")

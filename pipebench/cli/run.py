@@ -1,4 +1,4 @@
-"""`pipebench run`: train recipes, or go on with a run; as the command of a user, or as one of a run's processes."""
+"""`pipebench run`: train recipes or resume a run, as a user's command or as one of a run's processes."""
 
 import os
 from collections.abc import Sequence
@@ -82,14 +82,14 @@ def run(
 
 
 def _run(loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | None) -> int:
-    """Run recipes that were found to be right, as far as they alone tell; return the exit code."""
+    """Run recipes that passed all checks on them alone; return the exit code."""
     preflight_all(loaded)
     with without_collector():
         from pipebench.run import runner
 
     try:
         code: int = runner.run_recipes(loaded, suite, seeds=seeds)
-    except WorkersFailedError as error:  # its launcher has said why
+    except WorkersFailedError as error:  # its launcher has printed why
         return error.exit_code
     return code
 
@@ -97,7 +97,7 @@ def _run(loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | No
 def _to_run(
     words: Sequence[str], zipped: bool, resume: str | None, trusts: bool, verbose: bool
 ) -> tuple[list[LoadedRecipe], Suite]:
-    """Return the recipes to run, or the one to go on with, and how to run them."""
+    """Return the recipes to run or the one to resume, and the suite."""
     references, overrides = split(words)
     if resume is None:
         if not references:
@@ -106,14 +106,14 @@ def _to_run(
         return loaded, Suite(suite_name(loaded), tuple(overrides), verbose)
     if references:
         raise click.UsageError(f"--resume goes on with a run's own recipe: leave out {references[0]}")
-    checked = "PIPEBENCH_RUN" in os.environ and _started_as_worker()  # by the process that started this one
+    checked = "PIPEBENCH_RUN" in os.environ and _started_as_worker()  # by our parent
     tells = not checked and os.environ.get("RANK", "0") == "0"
     folder, recipe = resumed(resume, overrides, trusts=trusts or checked, tells=tells)
     return [recipe], Suite(folder.read().suite, tuple(overrides), verbose, folder)
 
 
 def _started_as_worker() -> bool:
-    """Return whether torchrun, or a parent of ours, started this process as one of several."""
+    """Return whether torchrun or our launcher started this process as one of several."""
     return "RANK" in os.environ and ("PIPEBENCH_RUN" in os.environ or int(os.environ.get("WORLD_SIZE") or 1) > 1)
 
 
@@ -126,7 +126,7 @@ def _work(
     loaded, suite = _to_run(words, zipped, resume, trusts, verbose)
     from pipebench.distributed.launch_worker import launched_by_us
 
-    # One tries for all; where `pipebench run` is the launcher, it has.
+    # One process tries for all; the launcher `pipebench run` already has.
     preflight_all(loaded, tries=not launched_by_us() and os.environ.get("RANK") == "0")
     from pipebench.run.processes import work
 

@@ -1,4 +1,4 @@
-"""`pipebench show`: a recipe, or a cluster, with everything filled in."""
+"""`pipebench show`: a recipe or cluster with everything filled in."""
 
 import click
 from omegaconf import OmegaConf

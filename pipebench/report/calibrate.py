@@ -1,7 +1,7 @@
-"""Fits a report's constants on the cells that it names, and says what that is worth on all the others.
+"""Fit a report's constants to published cells and predict all others.
 
-Runs are simulated here, in this process, as the report's column has them: plans that a recipe leaves to the planner are
-made anew on every cluster that is tried. What a recipe comes to on a cluster is computed once.
+Runs are simulated in this process in the calibration's column; plans left to the planner are made anew for each cluster
+tried. Results are cached by recipe and cluster.
 """
 
 import math
@@ -24,50 +24,28 @@ from pipebench.train.result import RunResult
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What a calibration comes to.
-
-    Attributes:
-        report: whose cells it is about.
-        places: of the constants.
-        fitted: by constant's name, what they come to [bytes/s or s].
-        values: by cell, with these constants: every cell with an exact published number.
-        left_out: by fitted cell, the value with its constants fitted without it; None where one has no other cell.
-    """
+    """The result of a calibration."""
 
     report: Report
     places: tuple[ConstantSite, ...]
-    fitted: Mapping[str, float]
-    values: Mapping[Cell, float]
+    fitted: Mapping[str, float]  # by constant's name [bytes/s or s]
+    values: Mapping[Cell, float]  # reproduced with these constants, of every cell with an exact published number
+    # Leave-one-out prediction of every fitted cell; None if its constants have no other cell
     left_out: Mapping[Cell, float | None]
 
 
 @dataclass
 class Simulations:
-    """What the cells of a column come to with other constants.
-
-    Attributes:
-        report: the report.
-        asked: the column's runs by (row, run).
-        places: of the constants.
-        on_run: told of every simulation, before it begins.
-    """
+    """Cells of a column as a function of the constants."""
 
     report: Report
-    asked: Mapping[tuple[str, str], Asked]
+    asked: Mapping[tuple[str, str], Asked]  # the column's runs by (row, run)
     places: Sequence[ConstantSite]
-    on_run: Callable[[Asked], None]
+    on_run: Callable[[Asked], None]  # called before every simulation
     _results: dict[tuple[str, Cluster], RunResult] = field(default_factory=dict)
 
     def value(self, values: Mapping[str, float], cell: Cell) -> float:
-        """Return what a cell comes to.
-
-        Args:
-            values: of the constants, by name [bytes/s or s].
-            cell: row and measure.
-
-        Raises:
-            UserError: it has no value.
-        """
+        """Return a cell's value with given constants [bytes/s or s]; raises a UserError if it has none."""
         row, measure = self.report.row(cell[0]), self.report.measure(cell[1])
         assert measure.expression is not None
 
@@ -80,7 +58,7 @@ class Simulations:
         return float(evaluate(measure.expression, look))  # type: ignore[arg-type] # validated: a number
 
     def error(self, values: Mapping[str, float], cell: Cell) -> float:
-        """Return ln(reproduced / published) of a cell; arguments as for `value`."""
+        """Return ln(reproduced / published) of a cell."""
         return math.log(self.value(values, cell) / published_of(self.report, cell))
 
     def _result(self, values: Mapping[str, float], asked: Asked) -> RunResult:
@@ -97,16 +75,9 @@ class Simulations:
 def calibrate(
     report: Report, asked: Sequence[Asked], on_run: Callable[[Asked], None], on_fit: Callable[[], None]
 ) -> Calibrated:
-    """Fit a report's constants.
+    """Fit a report's constants; raises a UserError if it has none or they can't be fitted.
 
-    Args:
-        report: the report.
-        asked: its runs.
-        on_run: told of every simulation, before it begins.
-        on_fit: told when the constants are found and are to be found again without each cell.
-
-    Raises:
-        UserError: it has no constants, or they can't be fitted.
+    `on_run` is called before every simulation, `on_fit` between the fit and the leave-one-out fits.
     """
     calibration = report.calibration
     if calibration is None:
@@ -126,7 +97,7 @@ def calibrate(
 
 
 def published_of(report: Report, cell: Cell) -> float:
-    """Return the number that is published of a cell that has one."""
+    """Return the published number of a cell that has one."""
     return float(report.row(cell[0]).published[cell[1]].value)
 
 

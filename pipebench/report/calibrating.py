@@ -1,4 +1,4 @@
-"""Calibrates a report while telling how it gets on, prints what it comes to, and writes the constants if asked."""
+"""Calibrate a report with progress, print the result and optionally write the constants."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,20 +16,15 @@ from pipebench.report.scores import geometric_mean_error, rank_correlation
 from pipebench.report.wording import published_text
 from pipebench.show.terminal import is_terminal, standard_output
 
-_ROUNDS = 6  # values of every constant that are tried, about; as many again without each cell
+_ROUNDS = 6  # values tried per constant, estimated; as many again for each cell left out
 _EVERY_S = 10.0  # between plain lines
 
 
 def print_calibration(report: Report, asked: Sequence[Asked], *, writes: bool) -> int:
-    """Calibrate a report and print what it comes to; return the exit code.
+    """Calibrate a report, print the result and return the exit code.
 
-    Args:
-        report: the report.
-        asked: its runs.
-        writes: write the constants into the clusters' files.
-
-    Raises:
-        UserError: it has no constants, or they can't be fitted; or written.
+    `writes` puts the constants into the clusters' files. Raises a UserError if there are no constants, or they can't be
+    fitted or written.
     """
     progress = _Progress(report)
     calibrated = calibrate(report, asked, progress.run, progress.leave_out)
@@ -44,7 +39,7 @@ def print_calibration(report: Report, asked: Sequence[Asked], *, writes: bool) -
 
 
 class _Progress:
-    """Tells of simulations, now and then, with a guess of what is left."""
+    """Reports simulations and the estimated time left."""
 
     def __init__(self, report: Report) -> None:
         calibration = report.calibration
@@ -58,7 +53,7 @@ class _Progress:
             self._status.start()
 
     def run(self, asked: Asked) -> None:
-        """Take note of a simulation that begins."""
+        """Report the start of a simulation."""
         self._done += 1
         now_s = time.monotonic()
         left_s = max(0.0, (now_s - self._start_s) / self._done * (self._expected - self._done))
@@ -70,11 +65,11 @@ class _Progress:
             _say(line)
 
     def leave_out(self) -> None:
-        """Go over to fits without each cell."""
+        """Enter the leave-one-out phase."""
         self._phase = "leaving each cell out"
 
     def end(self) -> None:
-        """Take the live line away."""
+        """Remove the live line."""
         if self._status is not None:
             self._status.stop()
 
@@ -84,7 +79,7 @@ def _say(text: str) -> None:
 
 
 def calibration_text(calibrated: Calibrated) -> str:
-    """Return the whole of it."""
+    """Return constants, cells and scores as Markdown tables."""
     return "\n".join(
         [
             *_table(("constant", "cluster", "key", "before", "fitted", "fitted on"), _constants(calibrated)),
@@ -126,7 +121,7 @@ def _cells(calibrated: Calibrated) -> Iterator[tuple[str, ...]]:
 
 
 def _scores(calibrated: Calibrated) -> Iterator[tuple[str, ...]]:
-    """Yield the error of fitted cells, of predictions, of all; and of all when each is predicted by the others."""
+    """Yield the scores of fitted, predicted and all cells, and of leave-one-out predictions."""
     free = [cell for cell in calibrated.values if cell not in _constructed(calibrated)]
     fitted = [cell for cell in free if cell in calibrated.left_out]
     predicted = [cell for cell in free if cell not in calibrated.left_out]

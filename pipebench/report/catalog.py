@@ -1,4 +1,4 @@
-"""Where reports are: by path, or by short name from anywhere, in a checkout and in an installed wheel alike."""
+"""Find reports by path, or by short name from anywhere, in a checkout and in an installed wheel."""
 
 import os
 from pathlib import Path
@@ -19,14 +19,7 @@ def report_names() -> list[str]:
 
 
 def find_report(reference: str) -> Path:
-    """Return the file of a report.
-
-    Args:
-        reference: its path, or the short name of a shipped one.
-
-    Raises:
-        RecipeError: nothing is there.
-    """
+    """Return the file of a report, given a path or a shipped report's short name; raises a RecipeError if missing."""
     names = report_names()
     if reference in names:
         return reports_folder() / f"{reference}.yaml"
@@ -37,11 +30,7 @@ def find_report(reference: str) -> Path:
 
 
 def require_keepable(path: Path) -> None:
-    """Refuse to keep results beside a report that is a part of the installed package.
-
-    Raises:
-        UserError: it is one.
-    """
+    """Raise a UserError if the report is part of the installed package: results can't be stored beside it."""
     package = Path(pipebench.__file__).resolve().parent
     if path.resolve().is_relative_to(package):
         raise UserError(

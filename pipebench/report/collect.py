@@ -1,7 +1,7 @@
-"""Gets what every run of a report comes to: from MLflow, from what is kept beside the report, or by running it.
+"""Collect the result of every run of a report: from MLflow, from results stored beside the report, or by running it.
 
-Runs that are the same recipe are one. All are recorded as children of the report's own run as soon as they are done, so
-that a report that was interrupted goes on where it stopped.
+Equal recipes run once. Each is recorded as a child of the report's own run as soon as it finishes, so an interrupted
+report resumes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,45 +31,30 @@ OnRun = Callable[[Asked], None]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a recipe comes to.
+    """The outcome of a recipe."""
 
-    Attributes:
-        result: None where it couldn't run.
-        problem: why it couldn't.
-        reused: MLFLOW, KEPT, or None where it ran for this.
-        run_id: MLflow's, "" where it has none here.
-        experiment_id: likewise.
-        version: of the code that it ran with.
-        ended: date and time, "" where nobody knows.
-    """
-
-    result: RunResult | None = None
-    problem: str | None = None
-    reused: str | None = None
-    run_id: str = ""
-    experiment_id: str = ""
-    version: str = ""
-    ended: str = ""
+    result: RunResult | None = None  # None if it couldn't run
+    problem: str | None = None  # why it couldn't run
+    reused: str | None = None  # MLFLOW, KEPT, or None if it ran for this report
+    run_id: str = ""  # MLflow's; "" if not recorded here
+    experiment_id: str = ""  # likewise
+    version: str = ""  # of the code that ran it
+    ended: str = ""  # date and time; "" if unknown
 
 
 @dataclass
 class Collection:
-    """What is known of the runs that a report asks for.
+    """The runs of a report and their outcomes so far."""
 
-    Attributes:
-        asked: all runs; several may be one recipe.
-        answers: by recipe, as far as they are known.
-    """
-
-    asked: Sequence[Asked]
-    answers: dict[str, Answer] = field(default_factory=dict)
+    asked: Sequence[Asked]  # may repeat a recipe
+    answers: dict[str, Answer] = field(default_factory=dict)  # by recipe, as far as known
 
     def __post_init__(self) -> None:
         self._keys = {id(each): recipe_hash(each.loaded) for each in self.asked}
 
     @property
     def recipes(self) -> dict[str, Asked]:
-        """One run per recipe, the first."""
+        """The first run of every recipe."""
         found: dict[str, Asked] = {}
         for each in self.asked:
             found.setdefault(self._keys[id(each)], each)
@@ -77,17 +62,13 @@ class Collection:
 
     @property
     def missing(self) -> dict[str, Asked]:
-        """One run per recipe whose answer isn't known."""
+        """The first run of every recipe without an outcome."""
         return {key: each for key, each in self.recipes.items() if key not in self.answers}
 
     def look_up(self, kept: Path) -> None:
-        """Find the answers that are there already: recorded with today's code, or kept.
+        """Find outcomes recorded by this version of the code, or stored beside the report in folder `kept`.
 
-        Args:
-            kept: the folder of the report.
-
-        Raises:
-            UserError: MLflow can't be asked, or a kept file is no result.
+        Raises a UserError if MLflow can't be queried or a stored file is invalid.
         """
         recorded, version = RecordedRuns(), source_version()
         for key in self.missing:
@@ -105,12 +86,9 @@ class Collection:
                 self.answers[key] = Answer(match.result, None, KEPT, version=match.version, ended=match.ended)
 
     def run_missing(self, tracking: Tracking, parent: RunLog, on_run: OnRun) -> bool:
-        """Run what has no answer; return whether everything has one now: False where a run was interrupted.
+        """Run recipes without an outcome, calling `on_run` before each; return False if interrupted.
 
-        Args:
-            tracking: where the runs are recorded.
-            parent: the report's own run.
-            on_run: told of every run before it begins.
+        Runs are recorded under `parent`, the report's own run.
         """
         for key, each in self.missing.items():
             on_run(each)
@@ -121,19 +99,11 @@ class Collection:
         return True
 
     def check(self) -> None:
-        """Check what the runs that are missing use, before the first of them begins.
-
-        Raises:
-            RecipeError: with everything that isn't there.
-        """
+        """Check what the missing runs use before any starts; raises a RecipeError with everything that is missing."""
         preflight_all([each.loaded for each in self.missing.values()])
 
     def keep_trained(self, folder: Path) -> list[Path]:
-        """Keep every result of a run that trained, for the reports in a folder; return the files.
-
-        Raises:
-            OSError: they can't be written.
-        """
+        """Store every trained result for the reports in a folder and return the files; raises an OSError."""
         written = []
         for key, each in self.recipes.items():
             answer = self.answers.get(key)
@@ -144,7 +114,7 @@ class Collection:
         return written
 
     def outcomes(self) -> dict[tuple[str, str, str], list[CellOutcome]]:
-        """Return what every run came to, by row, run and column."""
+        """Return the outcomes of every run by row, run and column."""
         found: dict[tuple[str, str, str], list[CellOutcome]] = {}
         for each in self.asked:
             answer = self.answers[self._keys[id(each)]]
@@ -154,13 +124,7 @@ class Collection:
 
 
 def run_one(asked: Asked, tracking: Tracking, parent: RunLog) -> Answer:
-    """Run a recipe as `pipebench run` would, and return what it comes to; what can't run says why.
-
-    Args:
-        asked: the run.
-        tracking: where it is recorded.
-        parent: the report's own run.
-    """
+    """Run a recipe as `pipebench run` would and return its outcome, a failure included."""
     loaded = asked.loaded
     suite = Suite(tracking.store.suite, tuple(asked.words[1:]), brief=True)
     runs: EngineRuns = RUNS[loaded.recipe.engine.kind]
@@ -178,7 +142,7 @@ def run_one(asked: Asked, tracking: Tracking, parent: RunLog) -> Answer:
 
 
 def _without_file(error: UserError, loaded: LoadedRecipe) -> str:
-    """Return what is wrong with a recipe; the table says which one it is."""
+    """Return an error's problem without the recipe's name, which the table shows."""
     return "; ".join(line.removeprefix(f"{loaded.source}: ") for line in printable_lines(str(error)))
 
 
@@ -201,7 +165,7 @@ def _origin(asked: Asked, answer: Answer) -> Origin:
 
 
 def _data(flat: Mapping[str, str]) -> str:
-    """Return what a run was trained on, with the options of its data set."""
+    """Return the data set of a run with its options."""
     section = {key.partition(".")[2]: value for key, value in flat.items() if key.startswith("dataset.")}
     name = section.pop("name", "null")
     name = section.pop("target", "its own") if name == "null" else name

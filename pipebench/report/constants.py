@@ -1,8 +1,7 @@
-"""Constants of clusters that are fitted: where they stand in a cluster's file, what they are, and how they are written.
+"""Fitted constants of clusters: where they are in a cluster's file, their bounds, and writing them.
 
-They are rates of links, and times that devices' hosts take.
-A cluster's file holds one number per line (`ring: {value: 2.7 GB/s, calibrated: "on ..."}`), so that a number and its
-source can be written anew and every other line stays as a person wrote it.
+Constants are rates of links and host times of devices. A cluster's file holds one number per line (`ring: {value: 2.7
+GB/s, calibrated: "on ..."}`), so one can be rewritten without changing any other line.
 """
 
 import json
@@ -20,7 +19,7 @@ from pipebench.recipe.clusters import load_cluster
 from pipebench.report.definition import Constant
 from pipebench.units import UnitError, parse_bandwidth, parse_duration
 
-# Keys to the attribute that they become: of a level, a rate; of the cluster itself, a time.
+# Attribute of each key: rates of a level, times of the cluster.
 _OF_LEVELS: Mapping[str, str] = {
     "bandwidth": "bandwidth_bytes_per_s",
     "host_copy": "host_copy_bytes_per_s",
@@ -35,25 +34,15 @@ _DIGITS = 3
 
 @dataclass(frozen=True)
 class ConstantSite:
-    """Where a constant stands.
-
-    Attributes:
-        constant: as the report has it.
-        path: the cluster's file.
-        level: name of the level; empty for a key of the cluster itself.
-        key: of the level, one of bandwidth, host_copy, flow, ring, p2p; of the cluster, launch or pause.
-        low: the least it may be [bytes/s or s].
-        high: the most.
-        value: what it is now.
-    """
+    """The place of a constant in a cluster's file."""
 
     constant: Constant
-    path: Path
-    level: str
-    key: str
-    low: float
-    high: float
-    value: float
+    path: Path  # the cluster's file
+    level: str  # name of the level; "" for a key of the cluster itself
+    key: str  # of the level, one of bandwidth, host_copy, flow, ring, p2p; of the cluster, launch or pause
+    low: float  # smallest allowed value [bytes/s or s]
+    high: float  # likewise, largest
+    value: float  # at present
 
     @property
     def cluster(self) -> str:
@@ -62,23 +51,18 @@ class ConstantSite:
 
     @property
     def told(self) -> str:
-        """Level and key, for people."""
+        """Level and key for display."""
         return f"{self.level}.{self.key}" if self.level else self.key
 
     def text(self, value: float) -> str:
-        """Return a value of it as a cluster's file has it."""
+        """Format a value as in a cluster's file."""
         return f"{value / 1e9:.{_DIGITS}g} GB/s" if self.level else f"{value * 1e6:.{_DIGITS}g} us"
 
 
 def find_place(constant: Constant, folder: Path) -> ConstantSite:
-    """Return where a constant stands.
+    """Locate a constant; paths of clusters are looked up in `folder`, the report's, first.
 
-    Args:
-        constant: as the report has it.
-        folder: the report's, from which a path of a cluster is seen first.
-
-    Raises:
-        UserError: nothing stands there that could be fitted; says what is wrong.
+    Raises a UserError if there is nothing to fit.
     """
     path = find_cluster(constant.cluster, folder)
     cluster = load_cluster(str(path), 1)
@@ -100,7 +84,7 @@ def find_place(constant: Constant, folder: Path) -> ConstantSite:
 
 
 def _level_and_key(constant: Constant, cluster: Cluster) -> tuple[str, str]:
-    """Return the level that a constant's key names, empty where it is of the cluster itself, and the key there."""
+    """Return the level ("" for the cluster itself) and the key within it that a constant names."""
     if constant.key in _OF_CLUSTERS:
         return "", constant.key
     parts = constant.key.split(".")
@@ -122,13 +106,7 @@ def _value(cluster: Cluster, level: str, key: str) -> float:
 
 
 def with_values(cluster: Cluster, places: Sequence[ConstantSite], values: Mapping[str, float]) -> Cluster:
-    """Return a cluster with other constants, those of other clusters left aside.
-
-    Args:
-        cluster: the cluster.
-        places: of the constants.
-        values: by constant's name [bytes/s or s].
-    """
+    """Return a cluster with its constants set to `values`, by constant's name [bytes/s or s]."""
     levels, own = {level.name: level for level in cluster.levels}, dict[str, Any]()
     for place in places:
         if place.cluster != cluster.name:
@@ -143,21 +121,15 @@ def with_values(cluster: Cluster, places: Sequence[ConstantSite], values: Mappin
 
 
 def write_value(place: ConstantSite, value: float, report: str) -> None:
-    """Write a constant into its cluster's file, with the cells that it was fitted on; nothing else changes.
+    """Write a constant [bytes/s or s] and its fitted cells into its cluster's file; every other line stays.
 
-    Args:
-        place: where it stands.
-        value: what it is now [bytes/s or s].
-        report: name of the report.
-
-    Raises:
-        UserError: the file can't be written.
+    Raises a UserError if the file can't be written.
     """
     lines = place.path.read_text(encoding="utf-8").splitlines(keepends=True)
     found = _line(lines, place.level, place.key)
     assert found is not None  # `find_place` has found it
     index, match = found
-    what = re.search(r'"[^"]*?: (.*)"\}', match["rest"])  # what comes after the first colon says what it is
+    what = re.search(r'"[^"]*?: (.*)"\}', match["rest"])  # the description follows the first colon
     cells = ", ".join(f"{row}.{measure}" for row, measure in place.constant.fitted_on)
     source = json.dumps(f"on {cells} of {report}" + (f": {what[1]}" if what else ""), ensure_ascii=False)
     lines[index] = f"{match['head']}{{value: {place.text(value)}, calibrated: {source}}}\n"
@@ -168,7 +140,7 @@ def write_value(place: ConstantSite, value: float, report: str) -> None:
 
 
 def _line(lines: Sequence[str], level: str, key: str) -> tuple[int, re.Match[str]] | None:
-    """Return the line of a level's key, or of the cluster's own, which stands before the levels; with its index."""
+    """Return index and match of a key's line in a level, or before all levels if `level` is ""."""
     inside = not level
     for index, line in enumerate(lines):
         name = re.match(r"\s*- name: (\S+)", line)

@@ -1,4 +1,4 @@
-"""What the page of a report says, in order: tables, pictures, scores, claims, and how every cell was obtained."""
+"""Contents of a report's page in order: tables, pictures, scores, claims, and the origin of every cell."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,12 +13,7 @@ PICTURES = "Pictures"  # the heading above them
 
 
 def page_of(evaluated: Evaluated, drawn: Mapping[Picture, Image]) -> Page:
-    """Return the page of a report.
-
-    Args:
-        evaluated: the report and its results.
-        drawn: what was drawn of the report's pictures.
-    """
+    """Return the page of a report; `drawn` are its plots."""
     report = evaluated.report
     blocks: list[Block] = [*_head(evaluated), *tables(evaluated)]
     pictures = [block for picture in report.pictures for block in _picture(evaluated, picture, drawn)]
@@ -49,7 +44,7 @@ _ABOUT_SCORES = (
 
 
 def scores(evaluated: Evaluated) -> list[Block]:
-    """Return how near every column comes, by measure and by which cells are counted."""
+    """Return the scores of every column, by measure and set of cells."""
     report = evaluated.report
     columns = {column.name: column.title for column in report.columns}
     rows = tuple(
@@ -70,7 +65,7 @@ def scores(evaluated: Evaluated) -> list[Block]:
 
 
 def claims(evaluated: Evaluated) -> list[Block]:
-    """Return which claims hold: a row per claim, an answer per column, and why."""
+    """Return a row per claim with a verdict per column and its reason."""
     columns = evaluated.report.columns
     wheres = any(claim.where for claim in evaluated.report.claims)
     rows = []
@@ -91,7 +86,7 @@ def claims(evaluated: Evaluated) -> list[Block]:
 
 
 def _why(verdict: Verdict | None, title: str, answers: Sequence[Verdict | None]) -> str:
-    """Return why an answer is what it is, with its column where the columns' reasons differ."""
+    """Return a verdict's reason, prefixed with the column if reasons differ between columns."""
     if verdict is None or not verdict.reason:
         return ""
     same = len({each.reason for each in answers if each is not None}) == 1

@@ -1,6 +1,6 @@
-"""What a report asks: its rows, the runs that answer them, what is measured of these, and what was published.
+"""Definition of a report: rows, their runs, measures of these, and published values.
 
-One YAML file per published table or figure says all of it (`pipebench.report.load` reads it); nothing here runs.
+One YAML file per published table or figure, read by `pipebench.report.load`; nothing runs here.
 """
 
 from collections.abc import Mapping
@@ -21,58 +21,39 @@ PICTURES: Mapping[str, tuple[str, ...]] = {
     "phases": ("runs", "metric", "bound"),
     "stages": ("runs", "metric", "row"),
     "schedule": ("run", "row"),
-}  # kinds of pictures, and the keys that each takes
+}  # keys of each kind of picture
 OVER = ("epochs", "samples", "virtual_time_s")
-# What everybody who doesn't say otherwise gets: recipes as they are.
+# The default column: recipes unchanged.
 REPRODUCED = "reproduced"
 
 
 @dataclass(frozen=True)
 class Column:
-    """One way of answering every row.
-
-    Attributes:
-        name: as the file has it.
-        title: for people.
-        clusters: a recipe's cluster to the one that takes its place.
-        words: `key=value`, as on the command line, for every run.
-        optional: likewise, left out where a recipe's model or data set has no such option.
-    """
+    """A variant of all rows' recipes."""
 
     name: str
     title: str
-    clusters: Mapping[str, str] = field(default_factory=dict)
-    words: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
+    clusters: Mapping[str, str] = field(default_factory=dict)  # replacement of a recipe's cluster
+    words: tuple[str, ...] = ()  # `key=value` as on the command line, for every run
+    optional: tuple[str, ...] = ()  # likewise, skipped if a recipe's model or data set has no such option
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What a cell shows: a number computed from metrics of the row's runs, or the plan of one of them.
-
-    Attributes:
-        name: as the file has it.
-        title: for people.
-        unit: one of UNITS; plans have `none`.
-        expression: over `run.metric` of the row's runs; None for a plan.
-        plan_of: the run whose plan it is; None for a number.
-        against: the run that has the published plan: where another one is chosen, the two are compared.
-        better: `higher` or `lower`, where that can be said.
-        shown: whether tables have it; what only serves pictures, claims and text needn't stand there.
-    """
+    """The content of a cell: a number computed from metrics of the row's runs, or the plan of one of them."""
 
     name: str
     title: str
-    unit: str = "none"
-    expression: Expression | None = None
-    plan_of: str | None = None
-    against: str | None = None
-    better: str | None = None
-    shown: bool = True
+    unit: str = "none"  # one of UNITS; `none` for plans
+    expression: Expression | None = None  # over `run.metric`; None for a plan
+    plan_of: str | None = None  # the run whose plan is shown; None for a number
+    against: str | None = None  # the run of the published plan, compared with if the chosen plan differs
+    better: str | None = None  # `higher`, `lower` or None
+    shown: bool = True  # in tables; False if used only in pictures, claims or text
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """The names of the runs it takes."""
+        """Names of the runs it uses."""
         if self.expression is not None:
             return tuple(dict.fromkeys(run for run, _ in self.expression.metrics))
         return (self.plan_of,) if self.plan_of is not None else ()
@@ -80,202 +61,123 @@ class Measure:
 
 @dataclass(frozen=True)
 class RunReference:
-    """A run of a row.
+    """A run of a row."""
 
-    Attributes:
-        words: as on the command line: a recipe, then `key=value`.
-        engine: the kind of engine.
-        seeds: one run per seed; None for the recipe's own.
-        same: whether columns change nothing of it.
-        largest: whether its minibatch is to be the largest that fits on its cluster.
-    """
-
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # a recipe, then `key=value`, as on the command line
     engine: str = "simulated"
-    seeds: tuple[int, ...] | None = None
-    same: bool = False
-    largest: bool = False
+    seeds: tuple[int, ...] | None = None  # one run per seed; None for the recipe's own
+    same: bool = False  # columns change nothing
+    largest: bool = False  # at the largest minibatch that fits on its cluster
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published value: a number, or a plan in the papers' notation.
+    """A published value."""
 
-    Attributes:
-        value: the number or the plan.
-        bound: whether it is the value itself or a bound of it.
-    """
-
-    value: float | str
+    value: float | str  # a number, or a plan in the papers' notation
     bound: Bound = "exact"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table.
-
-    Attributes:
-        name: unique in the report.
-        title: for people.
-        runs: by name.
-        published: by measure.
-        where: in the source, if not where the report says.
-        by_construction: by measure, why the cell can't come out otherwise.
-        hypothesis: by measure, what the cell rests on.
-        note: one sentence, or "".
-        at: where the row stands: keys of its `for` or `at`, such as gpus: 4.
-    """
+    """One line of a table."""
 
     name: str
     title: str
-    runs: Mapping[str, RunReference]
-    published: Mapping[str, Published] = field(default_factory=dict)
-    where: str = ""
-    by_construction: Mapping[str, str] = field(default_factory=dict)
-    hypothesis: Mapping[str, str] = field(default_factory=dict)
-    note: str = ""
-    at: Mapping[str, str | float] = field(default_factory=dict)
+    runs: Mapping[str, RunReference]  # by name
+    published: Mapping[str, Published] = field(default_factory=dict)  # by measure
+    where: str = ""  # place in the source if it differs from the report's
+    by_construction: Mapping[str, str] = field(default_factory=dict)  # by measure, why no other value is possible
+    hypothesis: Mapping[str, str] = field(default_factory=dict)  # by measure, the assumption behind the cell
+    note: str = ""  # one sentence, or ""
+    at: Mapping[str, str | float] = field(default_factory=dict)  # keys of its `for` or `at`, such as gpus: 4
 
 
 @dataclass(frozen=True)
 class PublishedClaim:
-    """A sentence of the source that the cells confirm or don't.
-
-    Attributes:
-        text: the claim.
-        where: in the source, if not where the report says.
-        holds: over the cells of one column; None where it can't be tested here.
-        untestable: why not; None where it can.
-    """
+    """A claim of the source, to be tested on the cells."""
 
     text: str
-    where: str = ""
-    holds: Expression | None = None
-    untestable: str | None = None
+    where: str = ""  # place in the source if it differs from the report's
+    holds: Expression | None = None  # over the cells of one column; None if untestable
+    untestable: str | None = None  # the reason; None if testable
 
 
 @dataclass(frozen=True)
 class Quoted:
-    """A number that the report's text takes from its cells.
+    """A number in the report's text computed from its cells."""
 
-    Attributes:
-        expression: over the cells of one column.
-        column: which.
-        unit: one of UNITS, in which it is written.
-    """
-
-    expression: Expression
+    expression: Expression  # over the cells of one column
     column: str
-    unit: str
+    unit: str  # one of UNITS
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture; which attributes count depends on the kind, see PICTURES.
+    """One picture; PICTURES lists the fields of each kind."""
 
-    Attributes:
-        kind: one of PICTURES.
-        measures: of bars and scatter; of lines the one.
-        bound: of bars and lines, the measure that none of them can exceed, of phases the metric; black; "" for none.
-        x: of lines, the key of the rows' `at` along the axis.
-        group: of lines, the key of the rows' `at` that has a line per value; "" for one line.
-        runs: of curves, stages and a schedule; of phases, those of every row.
-        metric: of curves and phases; of stages, what each stage has.
-        over: of curves, what they are drawn over, one picture each.
-        row: of curves, stages and a schedule, the row whose runs they are.
-    """
-
-    kind: str
-    measures: tuple[str, ...] = ()
-    bound: str = ""
-    x: str = ""
-    group: str = ""
-    runs: tuple[str, ...] = ()
-    metric: str = ""
-    over: tuple[str, ...] = ()
+    kind: str  # one of PICTURES
+    measures: tuple[str, ...] = ()  # one for lines
+    bound: str = ""  # upper bound, drawn black: a measure (bars, lines) or a metric (phases); "" for none
+    x: str = ""  # key of the rows' `at` on the horizontal axis
+    group: str = ""  # key of the rows' `at` with a panel per value; "" for one panel
+    runs: tuple[str, ...] = ()  # of every row (phases) or of `row`
+    metric: str = ""  # of a run (curves, phases) or of each stage (stages)
+    over: tuple[str, ...] = ()  # horizontal axes of curves, one panel each
     row: str = ""
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A number of a cluster that is sought.
-
-    Attributes:
-        name: as the file has it.
-        cluster: short name, or path of the file.
-        key: full key in that file, levels by name: `levels.server.ring`.
-        low: the least it may be, as the file writes it: `0.5 GB/s`.
-        high: the most.
-        fitted_on: (row, measure) of the cells that it is fitted on.
-    """
+    """A number of a cluster to be fitted."""
 
     name: str
-    cluster: str
-    key: str
-    low: str
-    high: str
-    fitted_on: tuple[tuple[str, str], ...]
+    cluster: str  # short name, or path of the file
+    key: str  # in that file, levels by name: `levels.server.ring`
+    low: str  # smallest allowed, as in the file: `0.5 GB/s`
+    high: str  # likewise, largest
+    fitted_on: tuple[tuple[str, str], ...]  # (row, measure) of cells
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Which constants are fitted on which cells; every other cell is a prediction.
+    """Constants and the cells they are fitted on; every other cell is a prediction."""
 
-    Attributes:
-        column: in which they are used.
-        constants: each with its cells.
-    """
-
-    column: str
+    column: str  # where the constants are used
     constants: tuple[Constant, ...]
 
     @property
     def cells(self) -> frozenset[tuple[str, str]]:
-        """(row, measure) of all cells that something is fitted on."""
+        """(row, measure) of all fitted cells."""
         return frozenset(cell for constant in self.constants for cell in constant.fitted_on)
 
 
 @dataclass(frozen=True)
 class Report:
-    """A report that has passed validation.
+    """A valid report."""
 
-    Attributes:
-        name: the file's, without ending.
-        path: the file.
-        title: one line.
-        paper: whose table it is; "" for a user's own.
-        where: place in the paper.
-        about: Markdown that stands before the tables, in pieces: as written, or quoted from the cells.
-        columns: at least one.
-        measures: in order, at least one.
-        rows: in order, at least one.
-        claims: in order.
-        pictures: in order.
-        calibration: None where nothing is fitted.
-    """
-
-    name: str
+    name: str  # of the file, without suffix
     path: Path
-    title: str
-    columns: tuple[Column, ...]
+    title: str  # one line
+    columns: tuple[Column, ...]  # at least one, like measures and rows
     measures: tuple[Measure, ...]
     rows: tuple[Row, ...]
-    paper: str = ""
-    where: str = ""
-    about: tuple[str | Quoted, ...] = ()
+    paper: str = ""  # "" for a user's own report
+    where: str = ""  # place in the paper
+    about: tuple[str | Quoted, ...] = ()  # Markdown before the tables, with quoted numbers
     claims: tuple[PublishedClaim, ...] = ()
     pictures: tuple[Picture, ...] = ()
-    calibration: Calibration | None = None
+    calibration: Calibration | None = None  # None if nothing is fitted
 
     def row(self, name: str) -> Row:
-        """Return the row of a name."""
+        """Return a row by name."""
         return next(row for row in self.rows if row.name == name)
 
     def measure(self, name: str) -> Measure:
-        """Return the measure of a name."""
+        """Return a measure by name."""
         return next(measure for measure in self.measures if measure.name == name)
 
     def columns_of(self, measure: Measure) -> tuple[Column, ...]:
-        """Return the columns in which a measure can differ: the first alone, where columns change none of its runs."""
+        """Return the columns in which a measure can differ: only the first if columns change none of its runs."""
         own = [row.runs[run] for row in self.rows for run in measure.runs if run in row.runs]
         return self.columns[:1] if own and all(run.same for run in own) else self.columns

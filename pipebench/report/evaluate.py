@@ -1,4 +1,4 @@
-"""From what the runs came to, to what a report says: cells, scores and verdicts. Pure: nothing runs here."""
+"""Evaluate a report: cells, scores and verdicts from the outcomes of its runs. Pure: nothing runs here."""
 
 import itertools
 import statistics
@@ -34,22 +34,16 @@ _NOT_RUN = "no run answers it"
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """What one run of a row came to.
-
-    Attributes:
-        origin: how it was obtained.
-        result: None where it couldn't run.
-        problem: why it couldn't.
-    """
+    """The outcome of one run of a row."""
 
     origin: Origin
-    result: RunResult | None = None
-    problem: str | None = None
+    result: RunResult | None = None  # None if it couldn't run
+    problem: str | None = None  # why it couldn't run
 
 
 Outcomes = Mapping[
     tuple[str, str, str], Sequence[CellOutcome]
-]  # by row, run and column, SAME for all of them; per seed
+]  # by row, run and column (SAME for all of them); one per seed
 
 
 def evaluate_report(
@@ -60,14 +54,14 @@ def evaluate_report(
     server: str = "",
     drawings: Mapping[tuple[str, str], str] = MappingProxyType({}),
 ) -> Evaluated:
-    """Return what a report comes to.
+    """Evaluate a report.
 
     Args:
-        report: what was asked.
-        outcomes: what every run came to.
-        command: that makes the report again.
-        server: where MLflow shows the runs.
-        drawings: by (row, run), the pipelines that its pictures show as text.
+        report: the report.
+        outcomes: of every run.
+        command: reproduces the report.
+        server: MLflow's address, "" if unknown.
+        drawings: by (row, run), pipelines drawn as text.
     """
     table = _ResultTable(report, outcomes)
     cells = tuple(
@@ -91,7 +85,7 @@ def evaluate_report(
 
 
 class _ResultTable:
-    """Makes cells of outcomes."""
+    """Makes cells from outcomes."""
 
     def __init__(self, report: Report, outcomes: Outcomes) -> None:
         self._report, self._outcomes = report, outcomes
@@ -109,7 +103,7 @@ class _ResultTable:
         }
 
     def cell(self, row: Row, measure: Measure, column: str) -> TableCell | None:
-        """Return a cell; None where the row hasn't the runs for it, and nothing is published either."""
+        """Return a cell; None if the row lacks its runs and nothing is published."""
         published = row.published.get(measure.name)
         missing = any(run not in row.runs for run in measure.runs)
         if missing and published is None:
@@ -135,7 +129,7 @@ class _ResultTable:
         return self._outcomes.get((row.name, run, SAME if row.runs[run].same else column), ())
 
     def _plan(self, row: Row, measure: Measure, column: str) -> dict[str, Any]:
-        """Return the plan of a run, and why it isn't the published one."""
+        """Return the plan of a run and why it differs from the published one."""
         chosen = self._of(row, str(measure.plan_of), column)[0]
         if chosen.result is None:
             return {"problem": chosen.problem}
@@ -148,7 +142,7 @@ class _ResultTable:
 
 
 def _number(measure: Measure, runs: Sequence[Sequence[CellOutcome]]) -> dict[str, Any]:
-    """Return what a number comes to: over every combination of seeds, the median and the range."""
+    """Return median and range over every combination of seeds."""
     values: list[float] = []
     problems: dict[str, None] = {}
     used: dict[int, CellOutcome] = {}
@@ -174,11 +168,7 @@ def _number(measure: Measure, runs: Sequence[Sequence[CellOutcome]]) -> dict[str
 
 
 def _value(measure: Measure, chosen: Mapping[str, CellOutcome]) -> float:
-    """Return the value for one result of every run.
-
-    Raises:
-        NoValueError: there is none; says why.
-    """
+    """Return the value for one outcome of every run; raises a NoValueError with the reason if there is none."""
 
     def look(run: str, metric: str) -> Value:
         outcome = chosen[run]
@@ -202,7 +192,7 @@ def _remarks(outcomes: Iterable[CellOutcome]) -> Iterator[str]:
 
 
 def _quoted(report: Report, quoted: Quoted, cells: Sequence[TableCell]) -> str:
-    """Return what a text quotes as it is written there; where it comes to nothing, the sign of what isn't known."""
+    """Return a quoted number as text, UNKNOWN if it has no value."""
     try:
         value = evaluate(quoted.expression, _look_in(report, cells, quoted.column))
     except NoValueError:
@@ -225,7 +215,7 @@ def _verdicts(report: Report, claim: PublishedClaim, cells: Sequence[TableCell])
 
 
 def _look_in(report: Report, cells: Sequence[TableCell], column: str) -> Look:
-    """Return what looks up a measure's value in a row of a column, or its values in all rows of a pattern."""
+    """Return a function to look up a measure in a row of a column, or in all rows that match a pattern."""
     rows = [row.name for row in report.rows]
     own = [cell for cell in cells if cell.column == column]
 

@@ -1,8 +1,8 @@
-"""Expressions of a report: what a cell shows, over metrics of runs, and what a claim says, over cells.
+"""Expressions of reports: values of cells over metrics of runs, and claims over cells.
 
-They are read with Python's `ast` and only what is listed here is taken: nothing of a file is ever executed. A name that
-stands for the cells of several rows gives several values; arithmetic and comparisons go element by element, over the
-rows that both sides have, and functions such as `min` make one value of them.
+Parsed with Python's `ast`, limited to the operations listed here; nothing is executed. A name of several rows' cells
+has several values: arithmetic and comparisons apply to the rows that both sides share, functions such as `min` reduce
+them to one.
 """
 
 import ast
@@ -45,48 +45,38 @@ Look = Callable[[str, str], "Value"]
 
 
 class Cells(dict[str, float]):
-    """Values of several rows, by the row's name."""
+    """Values by row."""
 
 
 Value = float | Cells
 
 
 class NoValueError(PipebenchError):
-    """An expression that has no value for these cells; the message says why."""
+    """An expression has no value for these cells; the message says why."""
 
 
 @dataclass(frozen=True)
 class Expression:
-    """An expression that has passed validation.
-
-    Attributes:
-        text: as written.
-        tree: its root.
-        metrics: (run, metric) of all it reads of runs, names of measures spelled out.
-    """
+    """A valid expression."""
 
     text: str
     tree: ast.expr = field(compare=False, repr=False)
-    metrics: tuple[tuple[str, str], ...] = ()
+    metrics: tuple[tuple[str, str], ...] = ()  # (run, metric) of all that it reads of runs, measures expanded
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What an expression gives: a number or a truth, of one row or of several."""
+    """The type of an expression's value: number or truth, of one row or several."""
 
     is_truth: bool = False
     is_several: bool = False
 
 
 def value_expression(text: str, measures: Mapping[str, Expression]) -> Expression:
-    """Read what a cell shows: one number, over `run.metric` and the measures above.
-
-    Args:
-        text: the expression.
-        measures: what stands above it, by name: it may be built on them.
+    """Parse the value of a cell: one number over `run.metric` and the `measures` defined above it.
 
     Raises:
-        ValueError: it can't be read; the message is the end of a sentence.
+        ValueError: it is invalid; the message is the end of a sentence.
     """
     tree = _Spelled(measures).visit(_parsed(text))
 
@@ -102,15 +92,10 @@ def value_expression(text: str, measures: Mapping[str, Expression]) -> Expressio
 
 
 def claim_expression(text: str, measures: Collection[str], rows: Collection[str]) -> Expression:
-    """Read what a claim says: yes or no, over measures of all rows, or of those that `measure["row"]` names.
-
-    Args:
-        text: the expression.
-        measures: names of the report's measures.
-        rows: names of the report's rows; patterns such as `vgg16-*` are taken for them, too.
+    """Parse a claim: a truth over measures of all rows, or of those that `measure["row"]` names (a name or a pattern).
 
     Raises:
-        ValueError: it can't be read; the message is the end of a sentence.
+        ValueError: it is invalid; the message is the end of a sentence.
     """
     expression, is_truth = _over_cells(text, measures, rows)
     if not is_truth:
@@ -119,11 +104,7 @@ def claim_expression(text: str, measures: Collection[str], rows: Collection[str]
 
 
 def quoted_expression(text: str, measures: Collection[str], rows: Collection[str]) -> Expression:
-    """Read what a text quotes: one number over the cells; for the arguments see `claim_expression`.
-
-    Raises:
-        ValueError: it can't be read; the message is the end of a sentence.
-    """
+    """Parse a number over the cells, as quoted in a text; raises like `claim_expression`."""
     expression, is_truth = _over_cells(text, measures, rows)
     if is_truth:
         raise ValueError("gives yes or no, allowed is what gives a number")
@@ -131,40 +112,34 @@ def quoted_expression(text: str, measures: Collection[str], rows: Collection[str
 
 
 def unit_of(expression: Expression, units: Mapping[str, str]) -> str:
-    """Return the unit of what a text quotes, as its measures' units make it: two of a kind over each other are `x`.
-
-    Args:
-        expression: what is quoted.
-        units: of the measures, by name.
-    """
+    """Return the unit of an expression over measures with `units`; a quotient of equal units is `x`."""
     return _unit(expression.tree, units) or "none"
 
 
 def evaluate(expression: Expression, look: Look) -> Value:
-    """Return what an expression comes to.
+    """Evaluate an expression.
 
     Args:
         expression: the expression.
-        look: returns the value of (run, metric) in a cell's expression, of (measure, row, pattern or "") in a
+        look: returns the value of (run, metric) in a cell's expression, of (measure, row or pattern or "") in a
             claim's.
 
     Raises:
-        NoValueError: it comes to nothing, as a quotient by 0 does; whatever `look` raises comes through.
+        NoValueError: it has no value, such as a quotient by 0; errors of `look` pass through.
     """
     return _value(expression.tree, look)
 
 
 def told(expression: Expression, look: Look) -> str:
-    """Return what decided a claim in a few words: the sides of its comparisons with their values, the rows that differ.
+    """Return what decided a claim: the sides of its comparisons with their values and the rows that differ.
 
-    Raises:
-        NoValueError: see `evaluate`.
+    Raises a NoValueError like `evaluate`.
     """
     return "; ".join(dict.fromkeys(_told(expression.tree, look)))
 
 
 def _over_cells(text: str, measures: Collection[str], rows: Collection[str]) -> tuple[Expression, bool]:
-    """Read an expression that gives one answer over the cells; say whether that is yes or no."""
+    """Parse an expression with one value over the cells; also return whether it is a truth."""
     tree = _parsed(text)
 
     def kind_of_leaf(name: str, inside: str) -> _Kind:
@@ -186,7 +161,7 @@ def _over_cells(text: str, measures: Collection[str], rows: Collection[str]) -> 
 
 
 def _unit(node: ast.expr, units: Mapping[str, str]) -> str | None:
-    """Return the unit of a part of an expression; None where it is a mere number."""
+    """Return the unit of a subexpression; None for a plain number."""
     leaf = _leaf(node)
     if leaf is not None:
         return units[leaf[0]]
@@ -201,7 +176,7 @@ def _unit(node: ast.expr, units: Mapping[str, str]) -> str | None:
 
 
 def _common(units: Sequence[str | None]) -> str | None:
-    """Return the unit that all share, mere numbers apart; `none` where they don't."""
+    """Return the unit that all share, plain numbers aside; `none` if they differ."""
     found = {unit for unit in units if unit is not None}
     return None if not found else found.pop() if len(found) == 1 else "none"
 
@@ -217,7 +192,7 @@ def _parsed(text: str) -> ast.expr:
 
 
 class _Spelled(ast.NodeTransformer):
-    """Puts what a measure is in the place of its name."""
+    """Replaces names of measures by their expressions."""
 
     def __init__(self, measures: Mapping[str, Expression]) -> None:
         self._measures = measures
@@ -226,7 +201,7 @@ class _Spelled(ast.NodeTransformer):
         found = self._measures.get(node.id)
         return node if found is None else found.tree
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:  # its name is a run's, no measure's
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:  # its name is a run's
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:  # its name is a function's
@@ -241,7 +216,7 @@ def _leaves(tree: ast.expr) -> Iterator[tuple[str, str]]:
 
 
 def _leaf(node: ast.expr) -> tuple[str, str] | None:
-    """Return the two names of a leaf: of `run.metric`, `measure["row"]`, or one name and ""; None if it is none."""
+    """Return the two names of a leaf, `run.metric` or `measure["row"]`, or one name and ""; None if it is no leaf."""
     if isinstance(node, ast.Name):
         return node.id, ""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -252,7 +227,7 @@ def _leaf(node: ast.expr) -> tuple[str, str] | None:
 
 
 def _kind(node: ast.expr, kind_of_leaf: Callable[[str, str], _Kind]) -> _Kind:
-    """Return what an expression gives, or raise a ValueError about what isn't taken in it."""
+    """Return the type of an expression's value; raises a ValueError for unsupported syntax."""
     leaf = _leaf(node)
     if leaf is not None:
         return kind_of_leaf(*leaf)
@@ -271,7 +246,7 @@ def _kind(node: ast.expr, kind_of_leaf: Callable[[str, str], _Kind]) -> _Kind:
 
 
 def _operands(node: ast.expr) -> list[ast.expr]:
-    """Return the operands of a node that is taken; raise a ValueError about any other."""
+    """Return a node's operands; raises a ValueError for unsupported syntax."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool) and math.isfinite(number):
             return []
@@ -339,7 +314,7 @@ def _joined(op: ast.boolop, values: Sequence[Value]) -> Value:
 
 
 def _each(function: Callable[..., float], *values: Value) -> Value:
-    """Apply a function to numbers, or row by row to what has values of several rows."""
+    """Apply a function to numbers, or per row to values of several rows."""
     several = [value for value in values if isinstance(value, Cells)]
     if not several:
         return _applied(function, values)
@@ -386,7 +361,7 @@ def _told(node: ast.expr, look: Look) -> Iterator[str]:
 
 
 def _where(node: ast.expr, look: Look) -> str:
-    """Return the row that a least or greatest value is of."""
+    """Return the row of a minimum or maximum."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
         value = _value(node.args[0], look)
         if isinstance(value, Cells):

@@ -1,8 +1,7 @@
-"""Finds constants that make computed cells what was published: least squares of logarithms, one constant at a time.
+"""Fit constants so that computed cells match published ones: least squares of log ratios, one constant at a time.
 
-Pure: what a cell comes to is asked of a function. Constants are few and cells depend on them smoothly, so each is found
-by Gauss-Newton steps whose slopes are those between the last two values that were tried, and by golden section where
-steps don't settle, as beside a value beyond which nothing changes. Several constants take turns until none moves.
+Constants are few and cells smooth in them, so each is found by Gauss-Newton steps with secant slopes, and by golden
+section if these don't settle, as next to a value beyond which nothing changes. Constants take turns until none moves.
 """
 
 import math
@@ -21,29 +20,16 @@ Error = Callable[[Mapping[str, float], Cell], float]  # ln(reproduced / publishe
 
 @dataclass(frozen=True)
 class Sought:
-    """A constant that is sought.
-
-    Attributes:
-        name: of the constant.
-        low: the least it may be, above 0.
-        high: the most.
-        cells: that it is fitted on.
-    """
+    """A constant to be fitted."""
 
     name: str
-    low: float
-    high: float
-    cells: tuple[Cell, ...]
+    low: float  # smallest allowed, above 0
+    high: float  # largest allowed
+    cells: tuple[Cell, ...]  # it is fitted on
 
 
 def fit(sought: Sequence[Sought], error: Error, start: Mapping[str, float]) -> dict[str, float]:
-    """Return the constants with which their cells come nearest to what was published.
-
-    Args:
-        sought: the constants; one without cells stays as it is.
-        error: of a cell.
-        start: what all constants are at first.
-    """
+    """Return the constants that minimise the errors of their cells, from `start`; one without cells stays as it is."""
     values = dict(start)
     several = sum(bool(each.cells) for each in sought) > 1
     for _ in range(_ROUNDS if several else 1):
@@ -57,14 +43,9 @@ def fit(sought: Sequence[Sought], error: Error, start: Mapping[str, float]) -> d
 
 
 def left_out(sought: Sequence[Sought], error: Error, fitted: Mapping[str, float]) -> dict[Cell, float | None]:
-    """Return the error of every fitted cell with its constants fitted without it; None where one has no other cell.
+    """Return the leave-one-out error of every fitted cell; None if its constants have no other cell.
 
-    Constants that weren't fitted on the cell stay as they are.
-
-    Args:
-        sought: the constants.
-        error: of a cell.
-        fitted: what they are with all cells.
+    Constants not fitted on the cell keep their fitted value.
     """
     found: dict[Cell, float | None] = {}
     for cell in dict.fromkeys(cell for each in sought for cell in each.cells):
@@ -75,7 +56,7 @@ def left_out(sought: Sequence[Sought], error: Error, fitted: Mapping[str, float]
 
 
 def _best(sought: Sought, error: Error, values: Mapping[str, float]) -> float:
-    """Return the best value of one constant, the others as they are."""
+    """Return the best value of one constant, all others fixed."""
     low, high = math.log(sought.low), math.log(sought.high)
 
     def errors(x: float) -> list[float]:
@@ -99,7 +80,7 @@ def _best(sought: Sought, error: Error, values: Mapping[str, float]) -> float:
 
 
 def _by_golden_section(function: Callable[[float], float], low: float, high: float) -> float:
-    """Return where a function that falls and then rises is least."""
+    """Return the minimum of a unimodal function."""
     a, b = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_a, at_b = function(a), function(b)
     while high - low > _SETTLED:

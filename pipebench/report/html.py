@@ -1,4 +1,4 @@
-"""A page as one HTML file that needs nothing else: its style and its pictures are inside, and every text is escaped."""
+"""Render a page as one self-contained HTML file; every text is escaped."""
 
 import base64
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from markdown_it import MarkdownIt
 from pipebench.report.page import Block, Heading, Image, Page, PageEntry, PageLink, RenderedTable, Text, Verbatim
 from pipebench.tracking.view import run_address
 
-# No HTML of the texts' own goes through, and no picture that is somewhere else.
+# No raw HTML and no external images.
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table").disable(["image", "html_block", "html_inline"])
 _STYLE = """
 :root { color-scheme: light; --ink: #1b1f24; --pale: #667; --line: #dde; --link: #0b5cad; }
@@ -45,13 +45,9 @@ footer { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: .5rem
 
 
 def html(page: Page, folder: Path, server: str, footer: str) -> str:
-    """Return a page as HTML.
+    """Return a page as HTML, embedding the SVG files in `folder`.
 
-    Args:
-        page: the page.
-        folder: where the SVG files of its pictures are.
-        server: where MLflow shows the runs; "" where nobody knows: then nothing leads there.
-        footer: a line at the end.
+    Links lead to `server`, MLflow's address; without one there are none.
     """
     headings = [block.text for block in page.blocks if isinstance(block, Heading)]
     places = "".join(f'<a href="#{_anchor(text)}">{_inline(text)}</a>\n' for text in headings)
@@ -113,7 +109,7 @@ def _entry(entry: PageEntry, server: str) -> str:
 
 
 def _known(links: Sequence[PageLink], server: str) -> list[str]:
-    """Return links to the runs' records, those that nobody recorded here as plain words."""
+    """Return links to recorded runs; others as plain text."""
     written = []
     for link in links:
         title, text = escape(link.told), escape(link.text)

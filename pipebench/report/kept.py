@@ -1,7 +1,7 @@
-"""Results of runs that trained, kept beside the report: a fresh clone renders it without training for hours.
+"""Trained results stored beside a report, so that a fresh clone renders it without hours of training.
 
-A kept result answers a recipe that asks for the same, whatever the code has become since; what renders it says so.
-Keys that recipes and clusters didn't have when it was kept may be there now, with their defaults.
+A stored result answers an equal recipe regardless of the code's version, which the report shows. Keys added to recipes
+or clusters since must have their defaults.
 """
 
 from collections.abc import Mapping
@@ -18,31 +18,23 @@ from pipebench.train.result import RunResult
 from pipebench.typed_json import JsonError, read, write
 
 FOLDER = "kept"
-_NAME = "name"  # of the recipe: the one key that changes nothing
-# Of a cluster: how copies to hosts go. What was kept before clusters said so made none.
+_NAME = "name"  # of the recipe: the only key without effect
+# Keys of a cluster about copies to hosts. Results older than these keys made no copies.
 _OF_COPIES = ("pcie_bytes_per_s", "host_memory_bytes", "over_pcie")
 
 
 @dataclass(frozen=True)
 class KeptResult:
-    """A result, with what it answers.
+    """A stored result and what it answers."""
 
-    Attributes:
-        words: the command line that repeats it, from the recipe on.
-        version: of the code that it ran with.
-        ended: date and time.
-        cluster: full key to text, of the cluster's file.
-        result: with its curves and its recipe.
-    """
-
-    words: tuple[str, ...]
-    version: str
-    ended: str
-    cluster: Mapping[str, str]
-    result: RunResult
+    words: tuple[str, ...]  # command line that repeats it, from the recipe on
+    version: str  # of the code that ran it
+    ended: str  # date and time
+    cluster: Mapping[str, str]  # of the cluster's file, full key to text
+    result: RunResult  # with curves and recipe
 
     def answers(self, loaded: LoadedRecipe) -> bool:
-        """Return whether a recipe would ask for the same."""
+        """Return whether a recipe is equivalent to the stored one."""
         asked = {key: value for key, value in loaded.flat.items() if key != _NAME}
         kept = {key: value for key, value in self.result.recipe.items() if key != _NAME}
         return _same(kept, asked, dict(flattened(defaults()))) and _same(
@@ -50,22 +42,18 @@ class KeptResult:
         )
 
     def _known_of(self, cluster: Mapping[str, str]) -> dict[str, str]:
-        """Return a cluster without what is said of copies, where nothing was when the result was kept."""
+        """Return a cluster without keys about copies that the stored one lacks."""
         return {k: v for k, v in cluster.items() if k in self.cluster or k.rpartition(".")[2] not in _OF_COPIES}
 
 
 def cluster_of(loaded: LoadedRecipe) -> dict[str, str]:
-    """Return a recipe's cluster, full key to text, its name and what is null aside."""
+    """Return a recipe's cluster, full key to text, without its name and null values."""
     flat = dict(flattened({**asdict(loaded.cluster), "levels": dict(enumerate(map(asdict, loaded.cluster.levels)))}))
     return {key: value for key, value in flat.items() if value != "null" and key != _NAME}
 
 
 def kept_results(folder: Path) -> list[KeptResult]:
-    """Return all results that are kept for the reports in a folder.
-
-    Raises:
-        UserError: a file isn't what `keep` wrote.
-    """
+    """Return all results stored for the reports in a folder; raises a UserError for an invalid file."""
     found = []
     for path in sorted((folder / FOLDER).glob("*.json")):
         try:
@@ -76,11 +64,7 @@ def kept_results(folder: Path) -> list[KeptResult]:
 
 
 def keep(folder: Path, kept: KeptResult, loaded: LoadedRecipe) -> Path:
-    """Write a result for the reports in a folder; return its file.
-
-    Raises:
-        OSError: it can't be written.
-    """
+    """Store a result for the reports in a folder and return its file; raises an OSError if it can't be written."""
     path = folder / FOLDER / f"{recipe_hash(loaded)}.json"
     path.parent.mkdir(exist_ok=True)
     files.replace(path, (write(kept) + "\n").encode())
@@ -88,7 +72,7 @@ def keep(folder: Path, kept: KeptResult, loaded: LoadedRecipe) -> Path:
 
 
 def _same(kept: Mapping[str, str], asked: Mapping[str, str], usual: Mapping[str, str]) -> bool:
-    """Return whether two flat mappings say the same; what is new in `asked` has to be as usual, or null."""
+    """Return whether two flat mappings are equal; keys new in `asked` must have their default or be null."""
     new = {key: value for key, value in asked.items() if key not in kept}
     return all(asked.get(key, "null") == value for key, value in kept.items()) and all(
         value in ("null", usual.get(key)) for key, value in new.items()

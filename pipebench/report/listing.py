@@ -1,4 +1,4 @@
-"""`pipebench report --list`: every shipped report; of one that is named, how much of it is there and what is left."""
+"""`pipebench report --list`: all shipped reports, or the state of one."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,7 @@ from pipebench.report.progress import guess
 
 
 def listed() -> Iterator[str]:
-    """Yield a line per report; recipes are not looked at, of which there are hundreds.
-
-    Raises:
-        RecipeError: a report's file is wrong.
-    """
+    """Yield a line per report, without loading its recipes; raises a RecipeError for an invalid report."""
     names = report_names()
     width = max(map(len, names), default=0)
     for name in names:
@@ -25,13 +21,9 @@ def listed() -> Iterator[str]:
 
 
 def what_is_there(name: str) -> Iterator[str]:
-    """Yield a report's title, how many of its results are there already, and how long the rest takes.
+    """Yield title, available results and time left of a report, given by short name or path.
 
-    Args:
-        name: of a shipped report, or the path of a file.
-
-    Raises:
-        UserError: the report is wrong, or MLflow can't be asked.
+    Raises a UserError if the report is invalid or MLflow can't be queried.
     """
     path = find_report(name)
     report, asked = load_report(path)

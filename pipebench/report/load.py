@@ -1,4 +1,4 @@
-"""From a YAML file to a report: read, check; everything wrong with it comes out together, before anything runs."""
+"""Load a report from YAML; all its faults are raised together, before anything runs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,19 +21,16 @@ _TOP = ("title", "source", "about", "columns", "measures", "runs", "rows", "clai
 
 
 def load_report(path: Path, only: Sequence[str] = (), engine: str | None = None) -> tuple[Report, list[Asked]]:
-    """Load and validate a report, with the recipe of every run.
+    """Load and validate a report with the recipe of every run.
 
     Args:
         path: its file.
-        only: names of the rows that are asked for, or patterns of names; none: all.
-        engine: takes the place of the engine of every run that columns may change; None: as the report says.
-
-    Returns:
-        The report with these rows, and their runs.
+        only: names or patterns of rows; empty for all.
+        engine: replaces the engine of every run that columns may change; None for the report's.
 
     Raises:
-        RecipeError: with every fault found.
-        UserError: no row is named like this.
+        RecipeError: with all faults.
+        UserError: a pattern matches no row.
     """
     report, reading = read_report(path)
     report = with_rows(report, only)
@@ -44,14 +41,9 @@ def load_report(path: Path, only: Sequence[str] = (), engine: str | None = None)
 
 
 def with_rows(report: Report, only: Sequence[str]) -> Report:
-    """Return a report with the rows that are asked for, and the pictures that are of these.
+    """Return a report with the rows that match a pattern (all if empty) and their pictures.
 
-    Args:
-        report: the report.
-        only: names or patterns of names; none: all.
-
-    Raises:
-        UserError: no row is named like this.
+    Raises a UserError if a pattern matches no row.
     """
     names = [row.name for row in report.rows]
     for pattern in only:
@@ -66,16 +58,9 @@ def with_rows(report: Report, only: Sequence[str]) -> Report:
 
 
 def read_report(path: Path) -> tuple[Report, Reading]:
-    """Read a report's file.
+    """Read a report's file; return what is valid of it, and its faults, recipes not loaded.
 
-    Args:
-        path: the file.
-
-    Returns:
-        The report, without what is wrong with it; and what is wrong with it, recipes not looked at.
-
-    Raises:
-        RecipeError: the file can't be read as a mapping.
+    Raises a RecipeError if the file isn't a mapping.
     """
     reading = Reading(display(path))
     data = reading.mapping(read_mapping(path), "", _TOP)

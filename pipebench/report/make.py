@@ -1,4 +1,4 @@
-"""Makes a report: collects what its runs come to, evaluates, renders, and records it all as one run of MLflow."""
+"""Make a report: run what is missing, evaluate, render, and record it as one MLflow run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,22 +23,15 @@ from pipebench.tracking.ui import DEFAULT_PORT, HOST
 from pipebench.train.largest_minibatch import largest_minibatch
 
 INTERRUPTED = 130
-RENDERED = "rendered"  # the folder in the working directory that holds what becomes of reports
+RENDERED = "rendered"  # default output folder, in the working directory
 
 
 def make_report(report: Report, asked: Sequence[Asked], *, command: str, fresh: bool, keeps: bool, folder: Path) -> int:
     """Make a report; return the exit code.
 
-    Args:
-        report: the report.
-        asked: its runs.
-        command: that makes it again.
-        fresh: run everything, whatever is recorded or kept.
-        keeps: keep the results of runs that trained beside the report.
-        folder: where to write what it becomes.
-
-    Raises:
-        UserError: something that the runs use isn't here; nothing has run then. Or the folder takes no file.
+    `command` reproduces it; `fresh` ignores recorded and stored results; `keeps` stores trained results beside the
+    report; output goes to `folder`. Raises a UserError before any runs if something they use is missing, or later if
+    the folder isn't writable.
     """
     require_writable()
     asked = sized(asked, _say)
@@ -70,7 +63,7 @@ def make_report(report: Report, asked: Sequence[Asked], *, command: str, fresh: 
 
 
 def _run(collection: Collection, tracking: Tracking, parent: RunLog) -> bool:
-    """Run what is missing; say how to go on where that is interrupted."""
+    """Run what is missing; return False after an interrupt."""
     missing = collection.missing
     if not missing:
         return True
@@ -86,7 +79,7 @@ def _run(collection: Collection, tracking: Tracking, parent: RunLog) -> bool:
 
 
 def _drawings(report: Report, asked: Sequence[Asked]) -> dict[tuple[str, str], str]:
-    """Return the pipelines that the report's pictures show as text, as its first column has them."""
+    """Return the pipelines drawn as text in the report, as in its first column."""
     wanted = {(picture.row, run) for picture in report.pictures if picture.kind == "schedule" for run in picture.runs}
     first: dict[tuple[str, str], Asked] = {}
     for each in asked:
@@ -95,7 +88,7 @@ def _drawings(report: Report, asked: Sequence[Asked]) -> dict[tuple[str, str], s
 
 
 def _found(collection: Collection) -> str:
-    """Return what is there already, and what isn't."""
+    """Return how many results are available and how many runs are left."""
     reused = [answer.reused for answer in collection.answers.values()]
     sources = {MLFLOW: "recorded in MLflow with this version", KEPT: "kept beside the report"}
     parts = [f"{reused.count(source)} {text}" for source, text in sources.items() if source in reused]
@@ -105,14 +98,14 @@ def _found(collection: Collection) -> str:
 
 
 def _record(parent: RunLog, rendered: Rendered) -> None:
-    """Keep what was rendered, and show the tables and the first picture first."""
+    """Record the rendered files; tables and the first picture become the run's description."""
     for path in rendered.files:
         parent.file(path.name, path)
     parent.describe(rendered.summary, [path.name for path in rendered.pictures[:1]])
 
 
 def _tell(evaluated: Evaluated, rendered: Rendered, kept: Sequence[Path], parent: RunLog) -> None:
-    """Print what it came to, in short, and where to look."""
+    """Print a summary and the files written."""
     for score in evaluated.scores:
         rank = "" if score.rank_correlation is None else f", rank correlation {score.rank_correlation:.2f}"
         over = f"{score.cells} cells, {score.over}"
@@ -135,7 +128,7 @@ def _tell(evaluated: Evaluated, rendered: Rendered, kept: Sequence[Path], parent
 
 
 def _server() -> str:
-    """Return where MLflow shows runs: its server, or where `pipebench ui` puts one."""
+    """Return MLflow's address: its server, or the default of `pipebench ui`."""
     uri = default_uri()
     return shown_uri(uri).rstrip("/") if uri.startswith("http") else f"http://{HOST}:{DEFAULT_PORT}"
 
@@ -148,16 +141,9 @@ _KEY = "train.minibatch_size"
 
 
 def sized(asked: Sequence[Asked], tell: Callable[[str], None]) -> list[Asked]:
-    """Return the runs with the size that was found of each that asks for the largest.
+    """Return the runs with the largest minibatch that fits filled in for those that ask for it; 1 if none fits.
 
-    Where nothing fits the size is 1, and what that comes to says why.
-
-    Args:
-        asked: all runs.
-        tell: is told in a sentence of every size that was found.
-
-    Raises:
-        UserError: a recipe turns out to be wrong, whatever the size.
+    `tell` receives a sentence per size found. Raises a UserError if a recipe is wrong at any size.
     """
     found: dict[tuple[str, ...], int] = {}
     for each in asked:

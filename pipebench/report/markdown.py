@@ -1,4 +1,4 @@
-"""A page as Markdown, to keep beside the YAML that it answers: only what is the same whenever it is made again."""
+"""Render a page as Markdown, to be stored beside the report's YAML: only what is reproducible."""
 
 from collections.abc import Iterable
 
@@ -6,13 +6,13 @@ from pipebench.report.page import Block, Heading, Image, Page, RenderedTable, Te
 
 
 def markdown(page: Page) -> str:
-    """Return a page as Markdown; the command that makes it comes first."""
+    """Return a page as Markdown, starting with its command."""
     parts = [f"`{page.command}`", f"# {page.title}", blocks_markdown(page.blocks)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def blocks_markdown(blocks: Iterable[Block]) -> str:
-    """Return parts of a page as Markdown, without a newline at the end."""
+    """Return blocks as Markdown, without a final newline."""
     return "\n\n".join(_block(block) for block in blocks)
 
 

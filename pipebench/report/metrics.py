@@ -1,4 +1,4 @@
-"""Which metrics a run of each kind of engine has: an expression that names another is refused before anything runs."""
+"""Metrics available from runs of each engine; expressions with others are refused before anything runs."""
 
 import re
 from collections.abc import Mapping
@@ -10,19 +10,14 @@ from pipebench.recipe.engines import ENGINES
 from pipebench.tracking.summary import summarise_curves
 from pipebench.train.result import DIVERGED, MISSED, RunResult
 
-# What a report knows of a run besides what the run has logged.
+# From the recipe, besides logged metrics.
 _OF_THE_RECIPE = ("minibatch_size", "num_layers")
 _STAGE = re.compile(r"stage_(\d+)_(\w+)")
 STAGE_METRICS = tuple(names(metrics.STAGE_METRICS))
 
 
 def metric_problem(metric: str, engine: str) -> str | None:
-    """Return what is wrong with a metric of a run, as the end of a sentence, or None.
-
-    Args:
-        metric: its name.
-        engine: kind of the run's engine.
-    """
+    """Return why runs of an engine lack a metric, as the end of a sentence, or None."""
     kind = ENGINES[engine]
     stage, row = _STAGE.fullmatch(metric), known(metric)
     if metric in _OF_THE_RECIPE or (stage and stage[2] in STAGE_METRICS):
@@ -44,7 +39,7 @@ def metric_problem(metric: str, engine: str) -> str | None:
 
 
 def metrics_of(result: RunResult) -> Mapping[str, float]:
-    """Return all numbers of a run, those of its stages, the best of its curves and its minibatch size among them."""
+    """Return all numbers of a run: minibatch size, stages, best of curves, logged metrics."""
     size = result.recipe.get("train.minibatch_size")
     sizes = {} if size is None else {"minibatch_size": float(size)}
     sizes["num_layers"] = float(sum(stage_values(result, "num_layers")))
@@ -58,15 +53,14 @@ def metrics_of(result: RunResult) -> Mapping[str, float]:
 
 
 def stage_values(result: RunResult, metric: str) -> list[float]:
-    """Return one of `STAGE_METRICS` of every stage of a run; nothing where it hasn't got it."""
+    """Return one of `STAGE_METRICS` per stage; empty if the run lacks it."""
     return [float(row[metric]) for row in result.stages if metric in row]
 
 
 def value_of(result: RunResult, metric: str) -> float | str:
-    """Return a metric of a run, or why it has none, in a few words.
+    """Return a metric of a run, or in a few words why it has none.
 
-    Bytes of a kind or level that nothing was sent over are 0, and so is what a run that neither swaps nor moves has of
-    that.
+    Bytes of a kind or level without traffic are 0, as are metrics of swaps or moves in a run without any.
     """
     row = known(metric)
     if row is not None and row.of == TARGET and result.outcome in (MISSED, DIVERGED):

@@ -1,4 +1,4 @@
-"""How every cell was obtained: the runs behind it, and where each had its durations and its data from."""
+"""Origins of all cells: their runs with the source of durations and data."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -14,7 +14,7 @@ _SEED = "train.seed="
 
 @dataclass(frozen=True)
 class _Way:
-    """What a line says: runs that differ in their row, column and seed only share it."""
+    """One line of the table: runs that differ only in row, column and seed share it."""
 
     run: str
     words: tuple[str, ...]
@@ -25,7 +25,7 @@ class _Way:
 
 @dataclass
 class _Found:
-    """Where a way was gone, in order and once."""
+    """Rows, columns, seeds and origins of a line, in order and unique."""
 
     rows: dict[str, None] = field(default_factory=dict)
     columns: dict[str, None] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class _Found:
 
 
 def links(origins: Iterable[Origin]) -> tuple[PageLink, ...]:
-    """Return the records of some results, with their seeds where a run has several, and which were kept from before."""
+    """Return links to results' records, with seeds if a run has several, marked if stored earlier."""
     known = list(dict.fromkeys(origins))
     seeds = Counter(name for name, _ in {(each.name, each.seed) for each in known})
     names = (f"{each.name} {each.seed}" if seeds[each.name] > 1 else each.name for each in known)
@@ -45,7 +45,7 @@ def links(origins: Iterable[Origin]) -> tuple[PageLink, ...]:
 
 
 def origins(evaluated: Evaluated) -> list[Block]:
-    """Return a line per run and what rows share it; what is said of many runs is said once, under a number."""
+    """Return a table with a line per run and the rows that share it; texts of many runs become numbered notes."""
     report, ways = evaluated.report, _ways(evaluated)
     if not ways:
         return []
@@ -85,21 +85,21 @@ def _ways(evaluated: Evaluated) -> dict[_Way, _Found]:
 
 
 def _among(names: Collection[str], titles: Mapping[str, str]) -> str:
-    """Return the titles of some of several, in few words where they are many."""
+    """Return the titles of some rows or columns, abbreviated if many."""
     if len(names) == len(titles) > 1:
         return "all"
     return several([titles[name] for name in names])
 
 
 def _command(way: _Way, found: _Found) -> str:
-    """Return the command that repeats the runs, all seeds of them at once."""
+    """Return the command that repeats the runs with all seeds."""
     given = [word for each in found.origins for word in each.words if word.startswith(_SEED)]
     seeds = f" --seeds {','.join(f'{seed}' for seed in found.seeds)}" if given else ""
     return f"`pipebench run {' '.join(way.words)}{seeds}`"
 
 
 def _numbered(texts: Iterable[str]) -> dict[str, str]:
-    """Return a number for every text that says something, in the order of their first use."""
+    """Number all non-empty texts in order of first use."""
     return {text: f"{number}" for number, text in enumerate(dict.fromkeys(filter(None, texts)), 1)}
 
 

@@ -1,6 +1,6 @@
-"""A page as data: what `contents` says of a report, and what `markdown` and `html` write in their own ways.
+"""A page as data, made by `contents` and rendered by `markdown` and `html`.
 
-All texts are Markdown: of one line in tables and headings, of several paragraphs in `Text`.
+All texts are Markdown: one line in tables and headings, paragraphs in `Text`.
 """
 
 from dataclasses import dataclass
@@ -8,32 +8,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PageLink:
-    """The record of a run.
-
-    Attributes:
-        text: what to click on.
-        told: more about it, for who asks.
-        experiment_id: MLflow's; "" where the run isn't known there.
-        run_id: likewise.
-    """
+    """A link to a run's record."""
 
     text: str
-    told: str
-    experiment_id: str
-    run_id: str
+    told: str  # tooltip
+    experiment_id: str  # MLflow's; "" if not recorded
+    run_id: str  # likewise
 
 
 @dataclass(frozen=True)
 class PageEntry:
-    """One cell of a table.
-
-    Attributes:
-        text: what it says.
-        links: the runs it rests on; only a page that can be clicked through shows them.
-    """
+    """One cell of a table."""
 
     text: str
-    links: tuple[PageLink, ...] = ()
+    links: tuple[PageLink, ...] = ()  # the runs behind it, in HTML only
 
 
 @dataclass(frozen=True)
@@ -52,37 +40,25 @@ class Text:
 
 @dataclass(frozen=True)
 class RenderedTable:
-    """A table.
-
-    Attributes:
-        headings: of its columns.
-        rows: as many entries as there are headings in each.
-        left: how many columns, from the first on, hold words and not numbers.
-        long: whether it is for looking up; a page may fold it away.
-    """
+    """A table."""
 
     headings: tuple[str, ...]
-    rows: tuple[tuple[PageEntry, ...], ...]
-    left: int = 1
-    long: bool = False
+    rows: tuple[tuple[PageEntry, ...], ...]  # an entry per heading in each
+    left: int = 1  # number of first columns with text instead of numbers
+    long: bool = False  # for reference; HTML folds it
 
 
 @dataclass(frozen=True)
 class Image:
-    """A picture.
+    """A picture."""
 
-    Attributes:
-        name: of its files, without their suffix.
-        told: what it shows, for who can't see it.
-    """
-
-    name: str
-    told: str
+    name: str  # of its files, without suffix
+    told: str  # description for readers who can't see it
 
 
 @dataclass(frozen=True)
 class Verbatim:
-    """Text whose lines and blanks count, such as a drawn pipeline."""
+    """Preformatted text, such as a drawn pipeline."""
 
     text: str
 
@@ -92,13 +68,7 @@ Block = Heading | Text | RenderedTable | Image | Verbatim
 
 @dataclass(frozen=True)
 class Page:
-    """A page.
-
-    Attributes:
-        command: the command line that makes it.
-        title: of all of it.
-        blocks: what it says, in order.
-    """
+    """A page: the command that makes it, a title and its content in order."""
 
     command: str
     title: str

@@ -1,4 +1,4 @@
-"""Bars: every row's published value above what each column reproduces of it, a panel per measure."""
+"""Bars: published and reproduced values of every row, a panel per measure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,14 +12,14 @@ from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, finish, lab
 from pipebench.report.wording import published_text, reproduced_text
 
 _BAR_IN, _GAP_IN, _FRAME_IN = 0.155, 0.12, 1.1
-_NAMES_IN, _PANEL_IN, _MOST_IN = 2.0, 4.4, 12.0  # the last is of all together
-_MOST_TICKS = 6  # that have room beside each other
-_FULL = 0.86  # of a bar's place
-_ROOM, _ROOM_FOR_RANGES = 0.3, 0.6  # of the longest bar, for the values behind the bars
+_NAMES_IN, _PANEL_IN, _MOST_IN = 2.0, 4.4, 12.0  # widths; the last of the whole figure
+_MOST_TICKS = 6
+_FULL = 0.86  # of a bar's slot
+_ROOM, _ROOM_FOR_RANGES = 0.3, 0.6  # of the longest bar, for values written behind the bars
 
 
 def bars_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
-    """Return the picture; None if no row has anything to draw."""
+    """Return the picture; None if no row has a value."""
     report = evaluated.report
     measures = [report.measure(name) for name in picture.measures]
     rows = [row for row in report.rows if any(_has(evaluated, row, measure) for measure in measures)]
@@ -48,7 +48,7 @@ def bars_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
 
 
 def _share_scales(panels: Sequence[Axes], measures: Sequence[Measure]) -> None:
-    """Give panels of one unit one scale: bars of two panels are compared by their lengths."""
+    """Give panels of the same unit the same scale."""
     for unit in {measure.unit for measure in measures}:
         alike = [axes for axes, measure in zip(panels, measures, strict=True) if measure.unit == unit]
         for axes in alike:
@@ -56,7 +56,7 @@ def _share_scales(panels: Sequence[Axes], measures: Sequence[Measure]) -> None:
 
 
 def _step_aside(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Move values that a bound's line would cross to behind it; how wide they are is known once they are laid out."""
+    """Move values that a bound's line would cross behind it, after layout."""
     figure.draw_without_rendering()
     for axes in panels:
         for text in axes.texts:
@@ -103,7 +103,7 @@ def _draw(
 
 
 def _draw_published(axes: Axes, rows: Sequence[Row], measure: Measure, first: float, thick: float) -> Iterator[float]:
-    """Draw what was published, bounds dotted, and yield where the bars end."""
+    """Draw published values, bounds dotted; yield the ends of the bars."""
     values = [_published(row, measure) for row in rows]
     bars = axes.barh(
         [row + first for row in range(len(rows))], [value or 0.0 for value in values], thick, color="white",
@@ -126,7 +126,7 @@ def _draw_bound(
     places: Sequence[float],
     thick: float,
 ) -> Iterator[float]:
-    """Draw what no bar of a column can exceed as a line across each, and yield where it is."""
+    """Draw a column's upper bounds as a line across each bar; yield their positions."""
     for row, place in zip(rows, places, strict=True):
         value = _number(evaluated.cell(row.name, bound.name, column.name))
         if value is not None:
@@ -136,7 +136,7 @@ def _draw_bound(
 
 
 def _draw_range(axes: Axes, cell: TableCell, place: float, value: float) -> float:
-    """Draw the range over seeds, if there is one, and return where bar and range end."""
+    """Draw the range over seeds, if any; return the end of bar and range."""
     if cell.low is None or cell.high is None or cell.low == cell.high:
         return value
     axes.plot([cell.low, cell.high], [place, place], color="black", linewidth=0.9)

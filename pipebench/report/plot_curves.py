@@ -1,4 +1,4 @@
-"""Curves: a metric of trained runs against epochs, samples or time, a panel each; a star is where the target is met."""
+"""Curves: a metric of trained runs against epochs, samples or time, a panel each; stars mark the target."""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,7 +19,7 @@ _STYLES = ("-", "--", "-.", ":")  # of the columns
 
 
 def curves_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
-    """Return the picture; None if none of the runs has a curve."""
+    """Return the picture; None if no run has a curve."""
     drawn = list(_curves(evaluated, picture))
     if not drawn:
         return None
@@ -47,9 +47,9 @@ def curves_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
 
 
 def _curves(evaluated: Evaluated, picture: Picture) -> Iterator[tuple[int, int, str, list[RunResult]]]:
-    """Yield what has curves: the position of its run and of its column, its name, and a result per seed.
+    """Yield run index, column index, label and results per seed of everything with curves.
 
-    Results that all columns share are drawn once. Runs go by their modes, or by their own names where modes are alike.
+    Results shared by all columns are drawn once. Labels are modes, or run names if modes repeat.
     """
     columns = evaluated.report.columns
     modes = {
@@ -97,7 +97,7 @@ def _place(point: Point, result: RunResult, over: str) -> float:
     if over == "virtual_time_s":
         return point.clock_s
     metrics = result.metrics
-    # An epoch's time is its samples over the throughput: together they say how many samples an epoch has.
+    # Epoch time is samples over throughput, hence the samples per epoch.
     samples = metrics["throughput_samples_per_s"] * metrics["epoch_time_s"] if over == "epochs" else 1.0
     return point.samples / samples
 

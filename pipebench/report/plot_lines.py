@@ -1,4 +1,4 @@
-"""Lines: a measure along a key of the rows, such as the number of GPUs; a panel per group, a line per column."""
+"""Lines: a measure over a key of the rows, such as the number of GPUs; a panel per group, a line per column."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, finish, lab
 
 _WIDTH_IN, _HEIGHT_IN, _FRAME_IN = 2.4, 2.3, 0.6
 _MOST_BESIDE = 5
-_WIDE = 8.0  # from here on, in greatest over least, the horizontal axis is logarithmic
+_WIDE = 8.0  # maximum over minimum from which the horizontal axis is logarithmic
 _PUBLISHED = {
     "exact": ("o", "published"),
     "about": ("o", "published"),
@@ -22,7 +22,7 @@ _Place = str | float
 
 
 def lines_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
-    """Return the picture; None if no row has a place along the axis."""
+    """Return the picture; None if no row has a position."""
     report = evaluated.report
     measure = report.measure(picture.measures[0])
     rows = [row for row in report.rows if picture.x in row.at and _has(evaluated, row, measure)]
@@ -60,7 +60,7 @@ def _has(evaluated: Evaluated, row: Row, measure: Measure) -> bool:
 
 
 def _places(rows: Sequence[Row], key: str) -> dict[_Place, float]:
-    """Return where every value of the key stands: numbers where they are, texts one after the other."""
+    """Return the position of every value of the key: numbers as they are, texts enumerated."""
     values = list(dict.fromkeys(row.at[key] for row in rows))
     if all(not isinstance(value, str) for value in values):
         return {value: float(value) for value in values}
@@ -96,7 +96,7 @@ def _draw(axes: Axes, evaluated: Evaluated, rows: Sequence[Row], measure: Measur
 
 
 def _draw_bound(axes: Axes, evaluated: Evaluated, rows: Sequence[Row], bound: Measure, places: Sequence[float]) -> None:
-    """Draw what no line can exceed, as each column has it; columns that share it share the line."""
+    """Draw the upper bound of each column; equal bounds share a line."""
     lines: dict[tuple[tuple[float, float], ...], None] = {}
     for column in evaluated.report.columns:
         cells = [evaluated.cell(row.name, bound.name, column.name) for row in rows]

@@ -1,6 +1,6 @@
-"""Phases: a metric as steps over a run's time, a panel per row, with lines where what is run changes.
+"""Phases: a metric as steps over time, a panel per row, vertical lines where the running layers change.
 
-A run that is made of phases has a point at the end of each. Panels are drawn to one scale, so that rows compare.
+Runs made of phases have a point at the end of each. Panels share one scale.
 """
 
 import itertools
@@ -17,11 +17,11 @@ from pipebench.train.result import Point, RunResult
 
 _WIDTH_IN, _PANEL_IN, _FRAME_IN = 8.0, 2.5, 0.8
 _STYLES = ("-", "--", "-.", ":")  # of the columns
-_LAYERS = "active_layers"  # where this changes, what is run does
+_LAYERS = "active_layers"  # a change starts a new phase
 
 
 def phases_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
-    """Return the picture; None if none of the runs has points with the metric."""
+    """Return the picture; None if no run has points of the metric."""
     drawn = [(row, lines) for row in evaluated.report.rows if (lines := [*_lines(evaluated, picture, row)])]
     if not drawn:
         return None
@@ -37,7 +37,7 @@ def phases_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
         axes.set_title(plain(row.title), fontsize=NORMAL, loc="left")
         axes.yaxis.set_major_formatter(EngFormatter())
         finish(axes)
-    panels[0].set_ylim(bottom=0)  # of all, which share it: once everything is drawn
+    panels[0].set_ylim(bottom=0)  # shared by all, so after drawing
     panels[0].set_xlim(left=0)
     panels[-1].set_xlabel("time of the run [s]", fontsize=NORMAL)
     figure.supylabel(plain(picture.metric.replace("_per_s", " per second").replace("_", " ")), fontsize=NORMAL)
@@ -49,9 +49,9 @@ def phases_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
 
 
 def _lines(evaluated: Evaluated, picture: Picture, row: Row) -> Iterator[tuple[str, int, str, RunResult]]:
-    """Yield what a row has of the runs: its name, its column's position, what it is called, and what it came to.
+    """Yield run name, column index, label and result of a row's runs.
 
-    Of several seeds the first is drawn, since phases depend on none; what columns share is drawn once.
+    Only the first of several seeds, since phases don't depend on them; results shared by columns once.
     """
     for run in picture.runs:
         seen: list[RunResult] = []
@@ -71,7 +71,7 @@ def _draw(axes: Axes, result: RunResult, metric: str, label: str, look: Mapping[
 
 
 def _draw_bound(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
-    """Draw what nothing can exceed, of the run that has the highest."""
+    """Draw the upper bound of the run with the highest."""
     bounded = [result for result in results if metric in result.points[-1].metrics]
     if bounded:
         highest = max(bounded, key=lambda result: result.points[-1].metrics[metric])
@@ -80,7 +80,7 @@ def _draw_bound(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
 
 
 def _draw_changes(axes: Axes, results: Sequence[RunResult]) -> None:
-    """Mark where layers come and go, once where several runs agree but for the end of a minibatch."""
+    """Mark where layers change, once for runs that agree up to a minibatch."""
     times_s = sorted(time_s for result in results for time_s in _changes(result.points))
     end_s = max(result.points[-1].clock_s for result in results)
     last_s = -end_s

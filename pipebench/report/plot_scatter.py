@@ -1,6 +1,6 @@
-"""Scatter: reproduced against published on logarithmic axes, a point per row, measure and column.
+"""Scatter: reproduced against published values on logarithmic axes, a point per row, measure and column.
 
-On the line both are the same; the band is 20 % wide each way. Names stand where there is room for them.
+The line is equality, the band 20 % either way. Points are labelled where there is room.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from pipebench.report.plot_style import GREY, SMALL, colour, finish, marker, pla
 _SIDE_IN = 6.4
 _BAND = 1.2
 _NAME_POINTS = 6.5
-# Where a name may stand about its point, best first: offset in points, horizontal and vertical alignment.
+# Positions of labels, best first: offset in points, horizontal and vertical alignment.
 _PLACES = (
     (6, 0, "left", "center"), (-6, 0, "right", "center"), (0, 6, "center", "bottom"), (0, -6, "center", "top"),
     (5, 5, "left", "bottom"), (-5, 5, "right", "bottom"), (5, -5, "left", "top"), (-5, -5, "right", "top"),
@@ -28,7 +28,7 @@ _PLACES = (
 
 @dataclass(frozen=True)
 class _Point:
-    """A cell with a published value that is no bound, by the positions of its column and measure."""
+    """A cell with an exact published value; indices of column and measure."""
 
     title: str
     column: int
@@ -38,7 +38,7 @@ class _Point:
 
 
 def scatter_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
-    """Return the picture; None if no cell has two values above 0 to set against each other."""
+    """Return the picture; None if no cell has both values above 0."""
     report, points = evaluated.report, list(_points(evaluated, picture))
     if not points:
         return None
@@ -96,8 +96,8 @@ def _scale(axes: Axes, low: float, high: float) -> None:
 
 
 def _name(figure: Figure, axes: Axes, points: list[_Point], column: int) -> None:
-    """Write the names of the last column's points, the farthest from the line first, where they hide nothing."""
-    figure.draw_without_rendering()  # places and sizes are known from now on
+    """Label the last column's points without overlaps, farthest from the line first."""
+    figure.draw_without_rendering()  # computes positions and sizes
     to_pixels = axes.transData.transform
     taken = []
     for point in points:

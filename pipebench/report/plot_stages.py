@@ -1,4 +1,4 @@
-"""Stages: what every stage of some runs has, side by side, such as the memory of its fullest worker."""
+"""Stages: a metric of every stage side by side, such as memory of its fullest worker."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ from pipebench.report.plot_style import NORMAL, SMALL, colour, finish, plain, wr
 from pipebench.train.result import RunResult
 
 _STAGE_IN, _LEAST_IN, _HEIGHT_IN = 0.62, 4.6, 2.9
-_FULL = 0.84  # of a stage's place
-_UNITS = {"_bytes": "bytes", "_s": "s", "_fraction": "share"}  # by what a metric's name ends with
+_FULL = 0.84  # of a stage's width
+_UNITS = {"_bytes": "bytes", "_s": "s", "_fraction": "share"}  # by suffix of a metric's name
 
 
 def stages_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
-    """Return the picture, of the first column; None if none of the runs has the metric."""
+    """Return the picture of the first column; None if no run has the metric."""
     drawn = [(run, values) for run in picture.runs if (values := _values(evaluated, picture, run))]
     if not drawn:
         return None

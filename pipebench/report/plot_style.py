@@ -1,11 +1,9 @@
-"""What all plots of reports share: colours, how values are written along an axis, and titles.
+"""Common style of plots: colours, units along axes, titles.
 
-What was published is grey and hollow; every column has a colour of Okabe and Ito's, which colour-blind readers can
-tell apart.
+Published values are grey and hollow; columns have Okabe and Ito's colours, distinct for colour-blind readers.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -24,27 +22,27 @@ _AXIS_UNITS = {"s": "s", "bytes": "B", "samples/s": ""}
 
 
 def colour(index: int) -> str:
-    """Return the colour of a column, or of whatever else is told apart."""
+    """Return a series' colour."""
     return COLOURS[index % len(COLOURS)]
 
 
 def marker(index: int) -> str:
-    """Return the marker, likewise."""
+    """Return a series' marker."""
     return MARKERS[index % len(MARKERS)]
 
 
 def plain(text: str, width: int = _TITLE_WIDTH) -> str:
-    """Return text that is not taken for a formula, and no longer than this."""
+    """Return text safe from math mode, shortened to `width` characters."""
     return shortened(printable(text), width).replace("$", r"\$")
 
 
 def label_of(measure: Measure) -> str:
-    """Return what stands along an axis of a measure."""
+    """Return the axis label of a measure."""
     return f"{measure.title} [samples/s]" if measure.unit == "samples/s" else measure.title
 
 
 def write_values(axis: "Axis", measure: Measure) -> None:
-    """Write the values along an axis in the measure's unit, on a logarithmic axis between powers of ten as well."""
+    """Format tick labels of an axis in the measure's unit."""
     axis.set_major_formatter(_formatter(measure))
 
 
@@ -52,11 +50,7 @@ def _formatter(measure: Measure) -> "Formatter":
     if measure.unit in _AXIS_UNITS:
         return EngFormatter(unit=_AXIS_UNITS[measure.unit])
     write: Callable[[float], str] = {"x": "{:g}x".format, "share": _per_cent}.get(measure.unit, "{:,g}".format)
-    return FuncFormatter(partial(_at, write))
-
-
-def _at(write: Callable[[float], str], value: float, _position: int | None) -> str:
-    return write(value)
+    return FuncFormatter(lambda value, _: write(value))
 
 
 def _per_cent(value: float) -> str:
@@ -64,7 +58,7 @@ def _per_cent(value: float) -> str:
 
 
 def finish(axes: Axes, *, grid: str = "both") -> None:
-    """Leave out what isn't needed, and put a pale grid behind what is drawn."""
+    """Remove spines and add a pale grid."""
     axes.grid(axis=grid, alpha=0.3)  # type: ignore[arg-type] # matplotlib's stubs want a literal
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""A report's plots as files: PNG to keep beside the text, SVG for pages; the same numbers give the same bytes."""
+"""Write a report's plots: PNG to keep beside the text, SVG for pages; equal numbers give equal bytes."""
 
 from collections.abc import Callable, Mapping
 from io import BytesIO
@@ -40,7 +40,7 @@ _PALETTE = 128
 
 
 def draw_plots(evaluated: Evaluated, folder: Path) -> dict[Picture, Image]:
-    """Write the plots of a report; return those that have anything to show."""
+    """Write the plots of a report; return the non-empty ones."""
     drawn: dict[Picture, Image] = {}
     names: set[str] = set()
     for picture in evaluated.report.pictures:
@@ -56,7 +56,7 @@ def draw_plots(evaluated: Evaluated, folder: Path) -> dict[Picture, Image]:
 
 
 def _name(picture: Picture, taken: set[str]) -> str:
-    """Return a name that says what is drawn and that no other picture of the report has."""
+    """Return a unique, descriptive name."""
     parts = (picture.kind, *picture.measures, picture.metric, picture.row)
     name = "-".join(part for part in parts if part)
     return next(each for each in (name, *(f"{name}-{n}" for n in range(2, len(taken) + 3))) if each not in taken)
@@ -70,10 +70,10 @@ def _told(evaluated: Evaluated, picture: Picture) -> str:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG and SVG, whole or not at all, without dates and versions."""
+    """Write a figure as PNG and SVG atomically, without dates and versions."""
     for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
         written = BytesIO()
-        # Names inside an SVG are drawn by chance without a salt.
+        # Without a salt, names inside an SVG are random.
         with mpl.rc_context({"svg.hashsalt": "pipebench"}):
             figure.savefig(written, format=kind, dpi=_DOTS_PER_INCH, metadata=metadata)
         content = _smaller(written) if kind == "png" else written.getvalue()
@@ -81,7 +81,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def _smaller(png: BytesIO) -> bytes:
-    """Return a picture with a palette: plots have few colours, and a third of the bytes will do."""
+    """Return a picture with a palette, a third of the bytes."""
     written = BytesIO()
     with Pixels.open(png) as picture:
         picture.convert("RGB").quantize(_PALETTE, dither=Pixels.Dither.NONE).save(written, "PNG", optimize=True)

@@ -1,4 +1,4 @@
-"""Tells how the runs of a report are getting on: a live line on a terminal, plain lines now and then elsewhere."""
+"""Show progress of a report's runs: a live line on a terminal, else a plain line now and then."""
 
 import time
 from collections.abc import Mapping
@@ -14,17 +14,15 @@ from pipebench.recipe.engines import engine_kind
 from pipebench.report.recipes import Asked
 from pipebench.show.terminal import is_terminal, standard_output
 
-SIMULATION_S = 1.5  # about; what a first guess is made of
-_WEIGHT = 4  # the first guess counts as so many runs: the first one is slow, since all has to be imported
+SIMULATION_S = 1.5  # first estimate
+_WEIGHT = 4  # runs that the first estimate counts as: the first run is slow because of imports
 _EVERY_S = 10.0  # between plain lines
 
 
 def guess(missing: Mapping[str, Asked], simulation_s: float = SIMULATION_S) -> str:
-    """Return in a few words how long runs take; nobody knows of trainings before they have run.
+    """Return the estimated time of runs as text; trainings are only counted.
 
-    Args:
-        missing: the runs.
-        simulation_s: how long one takes that trains nothing.
+    `simulation_s` is the time of one simulation.
     """
     trained = sum(engine_kind(each.loaded.recipe).trains for each in missing.values())
     simulated = len(missing) - trained
@@ -33,14 +31,10 @@ def guess(missing: Mapping[str, Asked], simulation_s: float = SIMULATION_S) -> s
 
 
 class RunsProgress:
-    """Tells of runs, one after the other. Use it as a context manager around them."""
+    """Shows progress of consecutive runs; a context manager."""
 
     def __init__(self, missing: Mapping[str, Asked]) -> None:
-        """Prepare, without writing anything.
-
-        Args:
-            missing: the runs, by recipe, in their order.
-        """
+        """Create without output; `missing` are the runs by recipe, in order."""
         self._left = dict(missing)
         self._total = len(missing)
         self._simulated: list[float] = []  # seconds that each took
@@ -66,7 +60,7 @@ class RunsProgress:
             self._bar.stop()
 
     def begin(self, asked: Asked) -> None:
-        """Tell of a run that begins now, when the one before has ended."""
+        """Report the start of a run and the end of the previous one."""
         now_s = time.monotonic()
         if self._running is not None:
             before, began_s = self._running

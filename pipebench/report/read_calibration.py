@@ -1,4 +1,4 @@
-"""Reads what of a report's clusters is fitted, and on which of its cells."""
+"""Read a report's calibration."""
 
 from collections.abc import Sequence
 
@@ -14,15 +14,7 @@ def read_calibration(
     rows: Sequence[Row],
     reading: Reading,
 ) -> Calibration | None:
-    """Return which constants are fitted on which cells, None where the report fits nothing.
-
-    Args:
-        given: as the file has it.
-        columns: in one of which the constants are used.
-        measures: what the cells show.
-        rows: where the cells are.
-        reading: takes the faults.
-    """
+    """Return the constants and their cells, None if the report fits nothing; faults go to `reading`."""
     if given is None:
         return None
     data = reading.mapping(given, "calibration", ("column", "constants", "fitted_on"))
@@ -54,7 +46,7 @@ def read_calibration(
 def _cell(
     text: str, measures: Sequence[Measure], rows: Sequence[Row], key: str, reading: Reading
 ) -> tuple[str, str] | None:
-    """Return row and measure of `row.measure`; names of rows may hold dots."""
+    """Return (row, measure) of `row.measure`; names of rows may contain dots."""
     row, _, measure = text.rpartition(".")
     cells = {f"{each.name}.{one.name}": (each, one) for each in rows for one in measures if one.expression is not None}
     if text not in cells:

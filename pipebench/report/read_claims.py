@@ -1,4 +1,4 @@
-"""Reads the claims and the pictures of a report."""
+"""Read the claims and pictures of a report."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,7 @@ from pipebench.report.reading import Reading
 def read_claims(
     given: object, measures: Sequence[Measure], rows: Sequence[Row], reading: Reading
 ) -> tuple[PublishedClaim, ...]:
-    """Return the claims of a report.
-
-    Args:
-        given: as the file has them.
-        measures: what they can be about.
-        rows: likewise.
-        reading: takes the faults.
-    """
+    """Return the claims of a report; faults go to `reading`."""
     claims = []
     numbers = [measure.name for measure in measures if measure.expression is not None]
     for index, entry in enumerate(reading.items(given, "claims", "claims, each a mapping")):
@@ -42,7 +35,7 @@ def read_claims(
 def read_pictures(
     given: object, measures: Sequence[Measure], rows: Sequence[Row], reading: Reading
 ) -> tuple[Picture, ...]:
-    """Return the pictures of a report; for the arguments see `read_claims`."""
+    """Return the pictures of a report; faults go to `reading`."""
     pictures = []
     numbers = [measure.name for measure in measures if measure.expression is not None]
     for index, entry in enumerate(reading.items(given, "pictures", "pictures, each a mapping")):
@@ -72,7 +65,7 @@ def read_pictures(
 
 
 def _check_picture(picture: Picture, measures: list[str], rows: Sequence[Row], key: str, reading: Reading) -> None:
-    """Refuse a picture that lacks what its kind takes, or names what the report hasn't."""
+    """Report missing keys of a picture's kind and unknown names."""
     wanted = PICTURES[picture.kind]
     row = next((each for each in rows if each.name == picture.row), None)
     at = dict.fromkeys(name for each in rows for name in each.at)

@@ -1,4 +1,4 @@
-"""Reads the columns and the measures of a report, and what rows say of the cells that these make."""
+"""Read the columns and measures of a report, and check rows' statements about their cells."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ _MEASURE = ("title", "unit", "value", "plan_of", "against", "better", "shown")
 
 
 def read_columns(given: object, reading: Reading) -> tuple[Column, ...]:
-    """Return the columns of a report; where it has none, one with every recipe as it is."""
+    """Return the columns of a report; by default one with unchanged recipes."""
     columns = []
     for name, entry in reading.named(given, "columns").items():
         key = f"columns.{name}"
@@ -36,13 +36,7 @@ def read_columns(given: object, reading: Reading) -> tuple[Column, ...]:
 
 
 def read_measures(given: object, rows: Sequence[Row], reading: Reading) -> tuple[Measure, ...]:
-    """Return the measures of a report.
-
-    Args:
-        given: as the file has them.
-        rows: whose runs they are of.
-        reading: takes the faults.
-    """
+    """Return the measures of a report; faults go to `reading`."""
     measures: list[Measure] = []
     spelled: dict[str, Expression] = {}
     entries = reading.named(given, "measures")
@@ -80,7 +74,7 @@ def read_measures(given: object, rows: Sequence[Row], reading: Reading) -> tuple
 
 
 def _check_runs(measure: Measure, rows: Sequence[Row], key: str, reading: Reading) -> None:
-    """Refuse a measure of runs that no row has, or of metrics that these can't have."""
+    """Report runs that no row has and metrics that the runs lack."""
     known = list(dict.fromkeys(run for row in rows for run in row.runs))
     for run in dict.fromkeys((*measure.runs, *([measure.against] if measure.against else []))):
         if run not in known and not any(fault.key.startswith(("rows", "runs")) for fault in reading.faults):
@@ -98,7 +92,7 @@ def _check_runs(measure: Measure, rows: Sequence[Row], key: str, reading: Readin
 
 
 def check_cells(rows: Sequence[Row], measures: tuple[Measure, ...], reading: Reading) -> None:
-    """Refuse published values, and what else rows say of cells, that no measure is there for, or not like this."""
+    """Report statements about cells, published values among them, that no measure fits."""
     names = {measure.name: measure for measure in measures}
     failed = any(fault.key.startswith("measures") for fault in reading.faults)
     for row in rows:

@@ -1,4 +1,4 @@
-"""Reads the rows of a report: the runs of each, what was published of it, and what its cells rest on."""
+"""Read the rows of a report: their runs, published values, and assumptions about cells."""
 
 import re
 import shlex
@@ -20,12 +20,7 @@ _LARGEST = "largest"
 
 
 def read_rows(data: Mapping[str, Any], reading: Reading) -> tuple[Row, ...]:
-    """Return the rows of a report, with the runs that all of them share.
-
-    Args:
-        data: the whole report.
-        reading: takes the faults.
-    """
+    """Return the rows of a report, shared runs included; faults go to `reading`."""
     entries = reading.items(data.get("rows"), "rows", "rows, each a mapping")
     if not entries and not reading.faults:
         reading.fault("rows", "is missing or empty, needed is a list of rows")
@@ -104,7 +99,7 @@ def _run(name: str, key: str, given: object, reading: Reading) -> RunReference:
 
 
 def _split(text: str, key: str, reading: Reading) -> tuple[str, ...]:
-    """Return the words of a command line as a shell has them."""
+    """Split a command line as a shell does."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
@@ -130,6 +125,6 @@ def _published(given: object, key: str, reading: Reading) -> Published:
 
 
 def _texts(data: Mapping[str, Any], key: str, name: str, reading: Reading) -> dict[str, str]:
-    """Return a mapping of texts."""
+    """Return a mapping to texts."""
     given = reading.mapping(data.get(name), f"{key}.{name}")
     return {each: reading.plain(given, f"{key}.{name}", each, str) for each in given}

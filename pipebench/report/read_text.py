@@ -1,4 +1,4 @@
-"""Reads a report's text: `{planned: max(share)}` in it is what that comes to over the cells of the column."""
+"""Read a report's text; `{planned: max(share)}` quotes an expression over the cells of a column."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -15,15 +15,9 @@ _COLUMN = re.compile(r"(?s)\s*(\w+):(.*)")
 def read_text(
     given: str, key: str, columns: Sequence[Column], measures: Sequence[Measure], rows: Sequence[Row], reading: Reading
 ) -> tuple[str | Quoted, ...]:
-    """Return a text in pieces: as it is written, and what it quotes.
+    """Return a text as pieces of Markdown and quoted expressions; the column's name is optional if there is only one.
 
-    Args:
-        given: Markdown; what stands in braces is quoted.
-        key: full key of the text.
-        columns: that it can quote from, by name where there are several.
-        measures: what it can quote.
-        rows: of which.
-        reading: takes the faults.
+    `key` is the text's full key; faults go to `reading`.
     """
     return tuple(piece for piece in _pieces(given, key, columns, measures, rows, reading) if piece)
 

@@ -1,4 +1,4 @@
-"""Reads keys of a YAML file and collects what is wrong with them, each with its full key."""
+"""Read keys of a YAML file and collect faults with their full keys."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -9,33 +9,25 @@ from pipebench.errors import Fault, choice, nearest
 from pipebench.recipe.typecheck import problem_with, shown
 
 _T = TypeVar("_T")
-WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # what an expression can name
+WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # a name in an expression
 NO_WORD = "is no name that an expression can have (letters, digits and _)"
 
 
 @dataclass
 class Reading:
-    """What was found wrong with a file so far.
+    """The faults of a file, in the order found."""
 
-    Attributes:
-        file: as people know it.
-        faults: in the order they were found.
-    """
-
-    file: str
+    file: str  # as displayed
     faults: list[Fault] = field(default_factory=list)
 
     def fault(self, key: str, problem: str) -> None:
-        """Note something wrong with a key."""
+        """Record a fault."""
         self.faults.append(Fault(self.file, key, problem))
 
     def mapping(self, given: object, key: str, allowed: Collection[str] = ()) -> dict[str, Any]:
-        """Return a mapping without the keys it can't have, empty if it is none or null.
+        """Return a mapping's allowed keys (any text if `allowed` is empty), {} if it is null or no mapping.
 
-        Args:
-            given: as it was read.
-            key: full key, "" for the file.
-            allowed: its keys; none: any that are text.
+        `key` is its full key, "" for the file.
         """
         if given is None:
             return {}
@@ -56,7 +48,7 @@ class Reading:
         return found
 
     def named(self, given: object, key: str) -> dict[str, Any]:
-        """Return a mapping whose keys are names that an expression can have."""
+        """Return a mapping whose keys are valid names in expressions."""
         found = self.mapping(given, key)
         for name in list(found):
             if not WORD.fullmatch(name):
@@ -65,7 +57,7 @@ class Reading:
         return found
 
     def items(self, given: object, key: str, what: str) -> list[Any]:
-        """Return a list, empty if it is none or null; `what` says what it holds."""
+        """Return a list, [] if it is null or no list; `what` describes its elements."""
         if given is None:
             return []
         if not isinstance(given, list):
@@ -74,14 +66,14 @@ class Reading:
         return given
 
     def plain(self, data: Mapping[str, Any], key: str, name: str, kind: type[_T], default: _T | None = None) -> _T:
-        """Return a plain value of a type; its default, or nothing much, where it is missing or wrong.
+        """Return a value of a plain type; if missing or wrong the default, or an empty value of the type.
 
         Args:
-            data: the mapping that it is in.
-            key: full key of that mapping.
-            name: its own key.
-            kind: its type.
-            default: stands for a missing one; None: it has to be there.
+            data: the mapping with the value.
+            key: full key of `data`.
+            name: key in `data`.
+            kind: type of the value.
+            default: of a missing value; None if required.
         """
         given = data.get(name)
         if given is None and default is not None:
@@ -95,7 +87,7 @@ class Reading:
         return cast("_T", given)
 
     def one_of(self, data: Mapping[str, Any], key: str, name: str, allowed: Collection[str], default: str) -> str:
-        """Return one of some words."""
+        """Return one of the allowed words."""
         given = data.get(name)
         if given is None:
             return default
@@ -105,7 +97,7 @@ class Reading:
         return str(given)
 
     def words(self, data: Mapping[str, Any], key: str, name: str) -> tuple[str, ...]:
-        """Return a list of texts, empty where it is missing or wrong."""
+        """Return a list of texts, empty if missing or wrong."""
         given = data.get(name)
         if given is None:
             return ()
@@ -117,7 +109,7 @@ class Reading:
 
     @staticmethod
     def inside(key: str, name: str | int) -> str:
-        """Return the full key of what is inside a mapping or list."""
+        """Return the full key of an element of a mapping or list."""
         return f"{key}.{name}" if key else str(name)
 
     @staticmethod
@@ -126,5 +118,5 @@ class Reading:
 
 
 def as_title(name: str) -> str:
-    """Return what a name is called in a table that has no title for it."""
+    """Return the default title of a name."""
     return name.replace("_", " ")

@@ -1,4 +1,4 @@
-"""Why the plan that is chosen here isn't the published one: both were run, and their time goes to different things."""
+"""Why a chosen plan differs from the published one, from runs of both."""
 
 from pipebench.formats import num_bytes, percent, seconds
 from pipebench.report.metrics import metrics_of
@@ -7,16 +7,11 @@ from pipebench.simulate.meter import MEMORY
 from pipebench.train.result import RunResult
 
 _SUMS = ("comm_bytes_per_sample_all_reduce", "comm_bytes_per_sample_parameter_server")
-_NOTHING = 0.005  # a difference in epoch time below this isn't one
+_NOTHING = 0.005  # relative difference in epoch time that counts as none
 
 
 def reason_for_plan(chosen: RunResult, published: RunResult | str) -> str:
-    """Return in a few sentences what speaks for a plan, against another.
-
-    Args:
-        chosen: what the plan that was chosen comes to.
-        published: likewise the published one, or why it has no result.
-    """
+    """Return in a few sentences why a plan was chosen; `published` is the other's result or why it has none."""
     if isinstance(published, str):
         return f"the published plan doesn't run here: {published}"
     if MEMORY in published.notes and MEMORY not in chosen.notes:
@@ -32,7 +27,7 @@ def reason_for_plan(chosen: RunResult, published: RunResult | str) -> str:
 
 
 def same_plan(one: str, other: str) -> bool:
-    """Return whether two texts stand for the same plan: `Straight` and `1-1-1` are one.
+    """Return whether two texts denote the same plan, such as `Straight` and `1-1-1`.
 
     >>> same_plan("1-1-1", "Straight"), same_plan("15-1", "16")
     (True, False)
@@ -46,7 +41,7 @@ def _written_one_way(plan: str) -> str:
 
 
 def _spent(result: RunResult) -> str:
-    """Return what a run's time goes to: the stage that computes most, waiting for bytes, and what is sent."""
+    """Return where a run's time goes: the slowest stage, waiting for bytes, bytes sent."""
     metrics = metrics_of(result)
     minibatch_s = int(result.recipe["train.minibatch_size"]) / metrics["throughput_samples_per_s"]
     shares = [_computing_s(result, index) / minibatch_s for index in range(len(result.stages))]
@@ -66,7 +61,7 @@ def _spent(result: RunResult) -> str:
 
 
 def _computing_s(result: RunResult, index: int) -> float:
-    """Return the seconds that a stage computes per minibatch of the run, its replicas taking turns."""
+    """Return a stage's compute seconds per minibatch of the run, divided over its replicas."""
     stage = result.stages[index]
     parts = int(result.recipe.get("parallelism.microbatches") or 1)
     whole_s: float = parts * (stage["forward_s"] + stage["backward_s"]) / stage["replicas"]

@@ -1,4 +1,4 @@
-"""The recipes behind a report's cells: every run of every row, as each column has it, loaded and validated."""
+"""The recipe of every run of a report, per row and column, loaded and validated."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -10,36 +10,25 @@ from pipebench.recipe.catalog import display, find, find_cluster, recipe_names
 from pipebench.recipe.load import LoadedRecipe, load_file
 from pipebench.report.definition import Column, Report, Row, RunReference
 
-SAME = ""  # stands for the column of runs that are the same in all of them
+SAME = ""  # column of runs that are equal in all columns
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One run that a report asks for; several may be the same recipe.
-
-    Attributes:
-        row: name of the row.
-        run: the run's name in it.
-        column: name of the column, SAME where columns change nothing.
-        words: the command line that repeats it, from the recipe on.
-        loaded: its recipe, with the seed.
-        largest: whether the largest minibatch that fits is still to be found for it.
-    """
+    """One run of a report; several may share a recipe."""
 
     row: str
     run: str
-    column: str
-    words: tuple[str, ...]
-    loaded: LoadedRecipe
-    largest: bool = False
+    column: str  # SAME if columns change nothing
+    words: tuple[str, ...]  # command line that repeats it, from the recipe on
+    loaded: LoadedRecipe  # with the seed
+    largest: bool = False  # whether the largest minibatch that fits is still to be found
 
 
 def asked_runs(report: Report, engine: str | None = None) -> tuple[list[Asked], list[Fault]]:
-    """Return every run of a report's rows, row by row, and all that is wrong with their recipes.
+    """Return every run of a report, row by row, and all faults of their recipes.
 
-    Args:
-        report: what is asked for.
-        engine: takes the place of the engine of every run that columns may change; None: as the report says.
+    `engine` replaces the engine of every run that columns may change.
     """
     loader = _Loader(report)
     asked: list[Asked] = []
@@ -55,26 +44,22 @@ def _columns_of(run: RunReference, report: Report) -> Sequence[Column]:
 
 
 class _Loader:
-    """Loads recipes, each with the same words once; collects what is wrong with them.
-
-    Attributes:
-        faults: each told once, under the row where it was found first.
-    """
+    """Loads each command line once and collects faults, each under the first row with it."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
         self._folder = report.path.absolute().parent
         self._loaded: dict[tuple[str, ...], LoadedRecipe | RecipeError] = {}
         self._told: dict[str, Fault] = {}
-        self._clusters: set[str] = set()  # that the recipes are on, before columns change them
-        self._taken: dict[tuple[str, str], bool] = {}  # whether any recipe takes an optional word, by (column, word)
+        self._clusters: set[str] = set()  # of the recipes before columns change them
+        self._taken: dict[tuple[str, str], bool] = {}  # by (column, optional word), whether any recipe accepts it
 
     @property
     def faults(self) -> list[Fault]:
         return [*self._told.values()]
 
     def runs(self, row: Row, name: str, run: RunReference, column: Column, engine: str | None) -> Iterator[Asked]:
-        """Yield a run of a row as a column has it, once per seed."""
+        """Yield a run of a row in a column, once per seed."""
         kind = run.engine if engine is None or run.same else engine
         key = f"rows.{row.name}.runs.{name}"
         try:
@@ -93,14 +78,14 @@ class _Loader:
                 self._told.setdefault(str(fault), Fault(display(self._report.path), key, f"{fault}{where}"))
 
     def _in_column(self, path: Path, words: tuple[str, ...], column: Column) -> tuple[str, ...]:
-        """Return a recipe's words as a column has them."""
+        """Return a recipe's command line in a column."""
         given = self._load(path, words).recipe.cluster.name
         cluster = Path(given).stem if given.endswith((".yaml", ".yml")) else given
         self._clusters.add(cluster)
         words += column.words
         if cluster in column.clusters:
             words += (f"cluster.name={self._anchored(column.clusters[cluster])}",)
-        self._load(path, words)  # what is wrong without the optional words isn't theirs
+        self._load(path, words)  # faults without the optional words aren't theirs
         for word in column.optional:
             self._taken.setdefault((column.name, word), False)
             try:
@@ -126,12 +111,12 @@ class _Loader:
         return found
 
     def _anchored(self, cluster: str) -> str:
-        """Return a cluster's name, or the path of its file where that lies beside the report."""
+        """Return a cluster's name, or its file's path if it is beside the report."""
         beside = self._folder / cluster
         return display(beside) if os.path.isfile(beside) else cluster
 
     def column_faults(self) -> Iterator[Fault]:
-        """Yield what is wrong with columns: clusters that aren't there or no run is on, words that no recipe takes."""
+        """Yield faults of columns: unknown or unused clusters, words that no recipe accepts."""
         file = display(self._report.path)
         for column in self._report.columns:
             for cluster, other in column.clusters.items():

@@ -1,4 +1,4 @@
-"""A report as files: Markdown and PNG to keep, one HTML page and SVG to look at."""
+"""Render a report: Markdown and PNG to keep, an HTML page and SVG to view."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -23,31 +23,16 @@ MARKDOWN, HTML = "report.md", "report.html"
 
 @dataclass(frozen=True)
 class Rendered:
-    """What became of a report.
+    """The files of a rendered report."""
 
-    Attributes:
-        files: all that was written.
-        pictures: of these the PNGs, in the report's order.
-        removed: pictures of an earlier rendering that the page doesn't show any more.
-        summary: Markdown of the tables alone, as a description of the report.
-    """
-
-    files: tuple[Path, ...]
-    pictures: tuple[Path, ...]
-    removed: tuple[Path, ...]
-    summary: str
+    files: tuple[Path, ...]  # all that were written
+    pictures: tuple[Path, ...]  # the PNGs among them, in order
+    removed: tuple[Path, ...]  # pictures of an earlier rendering that are no longer shown
+    summary: str  # Markdown of the tables alone
 
 
 def render(evaluated: Evaluated, folder: Path) -> Rendered:
-    """Write a report into a folder, which is made if it isn't there.
-
-    Args:
-        evaluated: the report and its results.
-        folder: what it has of an earlier rendering is replaced, and removed where nothing takes its place.
-
-    Raises:
-        OSError: the folder takes no file.
-    """
+    """Write a report into a folder, replacing an earlier rendering; raises an OSError on failure."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = draw_plots(evaluated, folder)
     removed = tuple(leftovers(evaluated.report.name, folder / MARKDOWN, {image.name for image in drawn.values()}))
@@ -68,20 +53,17 @@ def _footer() -> str:
     return f"Rendered {made} by pipebench {pipebench.__version__}, torch {version('torch')}."
 
 
-# An earlier page's pictures would stay in a folder that may be anybody's (`--out`). One counts as the report's only
-# if the page that is about to be replaced is the report's, too, and shows it, under a name that `plots` gives.
-# A report's page begins with the command that made it; of what that takes, the report's name or file comes first.
+# Pictures of an earlier page are removed, but the folder may hold other files (`--out`): only those count that the
+# page to be replaced shows, if it is this report's, under names that `plots` gives.
+# A page begins with its command, whose first argument is the report's name or file.
 _COMMAND = re.compile(r"`pipebench report '?(.+?)'?(?: --.*)?`")
 _PICTURE = re.compile(rf"^!\[.*\]\(((?:{'|'.join(PICTURES)})(?:-[^/()]+)?)\.png\)$", re.MULTILINE)
 
 
 def leftovers(name: str, page: Path, shown: Collection[str]) -> Iterator[Path]:
-    """Yield the files of pictures that a page shows and that aren't shown any more.
+    """Yield picture files that the existing Markdown `page`, if any, shows and the new one doesn't.
 
-    Args:
-        name: the report's.
-        page: the page before it is written again, as Markdown; need not exist.
-        shown: names of pictures, without their suffix, that it will show.
+    `name` is the report's; `shown` are the names of pictures, without suffix, on the new page.
     """
     try:
         text = read_text(page)

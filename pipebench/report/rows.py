@@ -1,6 +1,6 @@
-"""Rows that a list generates: `for: {gpus: [1, 2, 4]}` makes a row of each element, `$gpus` in it stands for that.
+"""Rows generated from lists: `for: {gpus: [1, 2, 4]}` makes a row per element, `$gpus` stands for it.
 
-Several lists are taken together, element by element, as `pipebench run --zip` does.
+Several lists are zipped, as by `pipebench run --zip`.
 """
 
 import re
@@ -11,19 +11,13 @@ from pipebench.errors import nearest
 from pipebench.recipe.typecheck import problem_with, shown
 from pipebench.report.reading import Reading
 
-MOST_ROWS = 500  # of one report; more are a mistake
+MOST_ROWS = 500  # per report; more must be a mistake
 _NAME = re.compile(r"\$([A-Za-z_]\w*)", re.ASCII)
 _Plain = str | int | float | bool | None
 
 
 def generated(data: Mapping[str, Any], key: str, reading: Reading) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the rows that an entry of `rows` stands for, each with where it stands; one unless it has a `for`.
-
-    Args:
-        data: the entry, its keys known.
-        key: its full key.
-        reading: takes the faults.
-    """
+    """Yield each row of an entry of `rows` with its values; one row without a `for`. Faults go to `reading`."""
     fixed = reading.mapping(data.get("at"), f"{key}.at")
     for name, value in list(fixed.items()):
         problem = problem_with(value, str | int | float)
@@ -45,14 +39,7 @@ def generated(data: Mapping[str, Any], key: str, reading: Reading) -> Iterator[t
 
 
 def substituted(given: Any, at: Mapping[str, Any], key: str, reading: Reading) -> Any:
-    """Return plain data with the names that stand for something replaced; a text that is one name keeps its type.
-
-    Args:
-        given: plain data.
-        at: what stands for what.
-        key: full key of the data.
-        reading: takes the faults.
-    """
+    """Return data with `$name` replaced by its value, whose type stays if it is the whole text."""
     if isinstance(given, dict):
         return {name: substituted(value, at, f"{key}.{name}", reading) for name, value in given.items()}
     if isinstance(given, list):
@@ -71,7 +58,7 @@ def substituted(given: Any, at: Mapping[str, Any], key: str, reading: Reading) -
 
 
 def _list_problem(lists: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the lists of a `for`, or None."""
+    """Return a fault of the lists of a `for`, or None."""
     for name, values in lists.items():
         if not isinstance(values, list) or not values or not all(isinstance(each, _Plain) for each in values):
             return f"got {shown(values)} for {name}, allowed is a list of plain values, one per row"

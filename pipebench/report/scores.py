@@ -1,7 +1,7 @@
-"""How near a column comes to what was published: two numbers, over cells that have a published number.
+"""Scores of a column over cells with a published number.
 
-The geometric-mean error says how far off a typical cell is, up or down alike; Spearman's rank correlation whether the
-larger published value is the larger one here, too.
+The geometric-mean error is a typical cell's relative error, up or down alike; Spearman's rank correlation compares the
+order of cells.
 """
 
 import math
@@ -14,7 +14,7 @@ _FEWEST = 3  # ranks of two are always right or always wrong
 
 
 def scores_of(report: Report, cells: Sequence[TableCell]) -> Iterator[Score]:
-    """Yield the scores of every column and measure: of all cells, then of those that say more, where they are fewer."""
+    """Yield the scores of every column and measure: over all cells, then over informative subsets if smaller."""
     for measure in report.measures:
         for column in report.columns:
             mine = [cell for cell in cells if (cell.measure, cell.column) == (measure.name, column.name)]
@@ -29,21 +29,12 @@ def scores_of(report: Report, cells: Sequence[TableCell]) -> Iterator[Score]:
 
 
 def geometric_mean_error(ratios: Sequence[float]) -> float:
-    """Return exp(mean |ln ratio|) - 1.
-
-    Args:
-        ratios: reproduced over published, above 0; at least one.
-    """
+    """Return exp(mean |ln ratio|) - 1 of at least one reproduced / published ratio above 0."""
     return math.exp(math.fsum(abs(math.log(ratio)) for ratio in ratios) / len(ratios)) - 1
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Return Spearman's rank correlation, equal values sharing their ranks' mean; None where there is no order.
-
-    Args:
-        one: values.
-        other: values of the same things.
-    """
+    """Return Spearman's rank correlation, ties averaged; None if undefined."""
     if len(one) < _FEWEST or len({*one}) == 1 or len({*other}) == 1:
         return None
     mean = (len(one) + 1) / 2

@@ -1,4 +1,4 @@
-"""Tables: what was published beside what was reproduced, values and plans, and what is to be known of single cells."""
+"""Tables of published beside reproduced values and plans, and remarks on single cells."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ _BETTER = {"higher": ", higher is better", "lower": ", lower is better"}
 
 
 def tables(evaluated: Evaluated) -> list[Block]:
-    """Return what was published beside what was reproduced: a table per measure that anybody has published."""
+    """Return a table per published measure, one for all others, and legends."""
     report, grid = evaluated.report, _Grid(evaluated)
     shown = [measure for measure in report.measures if measure.shown]
     compared = [measure for measure in shown if any(measure.name in row.published for row in report.rows)]
@@ -37,7 +37,7 @@ def tables(evaluated: Evaluated) -> list[Block]:
 
 
 class _Grid:
-    """The cells of a report by their places, the columns that have any, and the remarks that were made."""
+    """Cells by place, columns, and remarks made so far."""
 
     def __init__(self, evaluated: Evaluated) -> None:
         self.evaluated, self.rows = evaluated, evaluated.report.rows
@@ -46,7 +46,7 @@ class _Grid:
         self._cells = {(cell.row, cell.measure, cell.column): cell for cell in evaluated.cells}
 
     def cell(self, row: Row, measure: Measure, column: str) -> TableCell | None:
-        """Return a cell, None if the row lacks what it takes."""
+        """Return a cell, None if the row lacks its runs."""
         return self._cells.get((row.name, measure.name, column))
 
     def cells(self, row: Row, measure: Measure) -> list[TableCell | None]:
@@ -54,7 +54,7 @@ class _Grid:
         return [self.cell(row, measure, column.name) for column in self.columns]
 
     def rows_of(self, measures: Sequence[Measure]) -> list[Row]:
-        """Return the rows that have anything of some measures."""
+        """Return the rows with any cell of some measures."""
         return [
             row
             for row in self.rows
@@ -63,7 +63,7 @@ class _Grid:
 
 
 def _compared(grid: _Grid, measure: Measure) -> list[Block]:
-    """Return a measure's published values beside the reproduced ones and their ratios."""
+    """Return a measure's published and reproduced values and their ratios."""
     rows = grid.rows_of([measure])
     wheres = any(row.where for row in rows)
     headings = [each for column in grid.columns for each in (column.title, "÷ published")]
@@ -88,7 +88,7 @@ def _compared(grid: _Grid, measure: Measure) -> list[Block]:
 
 
 def _own(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
-    """Return what nobody has published, all measures side by side."""
+    """Return the rows without a published value, one column per metric."""
     rows = grid.rows_of(measures)
     if not rows:
         return []
@@ -116,7 +116,7 @@ def _own(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
 
 
 def _plans(grid: _Grid, measure: Measure) -> list[Block]:
-    """Return the plans that were chosen beside the published ones, by class, and why they differ."""
+    """Return chosen and published plans by class, and why they differ."""
     rows = grid.rows_of([measure])
     headings = ["", "published", "class"]
     for column in grid.columns:
@@ -148,7 +148,7 @@ def _plan(cell: TableCell | None, measure: Measure) -> tuple[PageEntry, PageEntr
 
 
 def _agrees_in(cell: TableCell | None) -> str | None:
-    """Return in what a plan agrees with the published one, None where there are not two."""
+    """Return in what a plan agrees with the published one, None if either is missing."""
     published = cell.published.value if cell is not None and cell.published is not None else None
     if cell is None or not isinstance(cell.value, str) or not isinstance(published, str):
         return None
@@ -158,7 +158,7 @@ def _agrees_in(cell: TableCell | None) -> str | None:
 
 
 def _agreement(grid: _Grid, measure: Measure, rows: Sequence[Row]) -> list[Block]:
-    """Return how many plans agree with the published ones, in a sentence per column."""
+    """Return how many plans agree with the published ones, a sentence per column."""
     told = []
     for column in grid.columns:
         found = [_agrees_in(grid.cell(row, measure, column.name)) for row in rows]
@@ -179,10 +179,7 @@ def _value(cell: TableCell | None, measure: Measure) -> PageEntry:
 
 
 def _remarks(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
-    """Return what is to be known of single cells: a line per remark, for all rows and columns that share it.
-
-    What an earlier table has said of the same rows isn't said again.
-    """
+    """Return a line per remark for all rows and columns that share it, without repeating those below earlier tables."""
     columns_of: dict[tuple[str, str], dict[str, None]] = {}
     for row in grid.rows:
         for measure in measures:
@@ -212,7 +209,7 @@ def _remarks_on(cell: TableCell | None) -> list[str]:
 
 
 def _legend(evaluated: Evaluated) -> list[Block]:
-    """Return what the marks mean that are there, and which constants were fitted on which cells."""
+    """Return the meaning of the marks in use, and the cells of each fitted constant."""
     report = evaluated.report
     used = {mark for cell in evaluated.cells for mark in marks(cell)}
     lines = [f"- `{mark}` {meaning}" for mark, meaning in MARKS.items() if mark in used]

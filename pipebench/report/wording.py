@@ -1,4 +1,4 @@
-"""How a report writes what it has: published and reproduced values in their unit, and the marks beside them."""
+"""Text of published and reproduced values in their unit, and marks beside them."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,7 @@ MARKS = {
     REMARKED: "stands under a remark below its first table: it wouldn't fit in memory, or some seeds missed",
 }
 _MOST_TITLES = 4
-_LEAST_SHARE = 0.0001  # below, a share is as good as nothing
+_LEAST_SHARE = 0.0001  # smaller shares are shown as below this
 _BOUNDS = {"exact": "", "about": "about ", "at_least": "≥ ", "at_most": "≤ "}
 
 
@@ -44,17 +44,17 @@ _REPRODUCED: dict[str, _Format] = {
     "count": _count,
     "none": number,
 }
-# A published figure keeps the digits that were printed.
+# Published figures keep their printed digits.
 _PUBLISHED = _REPRODUCED | {"x": "{:.6g}x".format, "none": "{:.6g}".format, "share": _printed_share}
 
 
 def number_text(value: float, unit: str) -> str:
-    """Return a number that was reproduced in one of `UNITS`."""
+    """Return a reproduced number in one of `UNITS`."""
     return _REPRODUCED[unit](value)
 
 
 def reproduced_text(cell: TableCell | None, measure: Measure) -> str:
-    """Return what was reproduced: the value, of several seeds the median with the range; or why there is none."""
+    """Return a reproduced value, with the range of several seeds, or the problem."""
     if cell is None:
         return UNKNOWN
     if cell.value is None:
@@ -67,7 +67,7 @@ def reproduced_text(cell: TableCell | None, measure: Measure) -> str:
 
 
 def published_text(published: Published | None, measure: Measure) -> str:
-    """Return what was published, a bound with its sign."""
+    """Return a published value, a bound with its sign."""
     if published is None:
         return UNKNOWN
     if isinstance(published.value, str):
@@ -76,7 +76,7 @@ def published_text(published: Published | None, measure: Measure) -> str:
 
 
 def compared_text(cell: TableCell | None) -> str:
-    """Return reproduced / published, or whether a published bound is kept."""
+    """Return reproduced / published, or whether a published bound holds."""
     if cell is None or cell.published is None or isinstance(cell.value, str | None):
         return UNKNOWN
     published, bound = cell.published.value, cell.published.bound
@@ -97,7 +97,7 @@ def marks(cell: TableCell | None) -> str:
 
 
 def plan_class(plan: str) -> str:
-    """Return which kind of plan it is, as it is written in the papers: `16`, `15-1`, `straight` or `1-1-1-1`.
+    """Return the class of a plan in the papers' notation.
 
     >>> plan_class("16"), plan_class("15-1"), plan_class("Straight"), plan_class("1-1-1")
     ('data parallel', 'replicated', 'straight', 'straight')
@@ -109,5 +109,5 @@ def plan_class(plan: str) -> str:
 
 
 def several(titles: Sequence[str]) -> str:
-    """Return the titles of rows in a line; many by the first of them, and how many more there are."""
+    """Return titles of rows in a line, abbreviated if many."""
     return "; ".join(titles) if len(titles) <= _MOST_TITLES else f"{titles[0]} and {len(titles) - 1} more"

@@ -1,11 +1,11 @@
-"""Decides a run: its profile and plan, which all its processes must agree on, and keeps them in the run's folder.
+"""Decide a run's profile and plan, on which all its processes must agree, and store them in the run's folder.
 
-plan.json and profile.json are what they are anywhere else; overrides.json says for which changes of a run that goes on
-they were made. It is written last and removed first, so that it is never there for another plan.
+plan.json and profile.json are the usual files; overrides.json holds the changes of a resumed run that they were made
+for. It is written last and removed first, so it never belongs to another plan.
 
-A process that has computed on a GPU keeps memory there until it ends, some hundreds of megabytes of CUDA's own. What
-starts a run's workers lives as long as they do and needs no GPU: so it has the profile measured by another process,
-`pipebench.run.deciding PARENT DESCRIPTOR`, which ends.
+A process that has computed on a GPU holds memory there until it ends, hundreds of megabytes of CUDA's own. The launcher
+needs no GPU but lives as long as the workers, so another process measures the profile and exits:
+`pipebench.run.deciding PARENT DESCRIPTOR`.
 """
 
 import json
@@ -50,7 +50,7 @@ _KINDS = (
     errors.PlanError,
     errors.ProfileError,
     UserError,
-)  # made of one sentence
+)  # constructed from one sentence
 
 
 def prepare_job(
@@ -60,14 +60,14 @@ def prepare_job(
 
     Args:
         loaded: the recipe.
-        apart: this process isn't to touch a GPU: where the profile is measured on one, another process decides.
-        tells: say so in plain lines where there is no terminal.
-        silent: say nothing anywhere.
+        apart: leave the GPU alone: another process decides if the profile is measured on one.
+        tells: print plain lines without a terminal.
+        silent: print nothing.
         how: see `prepare`.
 
     Raises:
         RecipeError: the model doesn't allow it.
-        WorkersFailedError: the process that decides ended without an answer.
+        WorkersFailedError: the deciding process ended without an answer.
     """
     recipe, cluster = loaded.recipe, loaded.cluster
     showing = nullcontext(_unseen) if silent else preparing(recipe.name, tells=tells)
@@ -78,26 +78,22 @@ def prepare_job(
 
 
 def _unseen(done: int, total: int) -> None:
-    """Take what nobody is shown of layers that are profiled."""
+    """Ignore profiling progress."""
 
 
 def decision_of(job: Job) -> Decision:
-    """Return what was decided for a prepared recipe."""
+    """Return the decision of a prepared recipe."""
     return Decision(plan_form(job), job.whole_profile, "the plan")
 
 
 def plan_form(job: Job) -> PlanForm:
-    """Return a prepared recipe's plan as a file has it."""
+    """Return a prepared recipe's plan in file form."""
     setup = job.setup
     return form_of(setup.plan, [layer.name for layer in setup.graph.layers])
 
 
 def keep_decision(folder: RunFolder, decision: Decision, overrides: Sequence[str]) -> None:
-    """Write a decision into a run's folder.
-
-    Raises:
-        OSError: it can't be written.
-    """
+    """Write a decision into a run's folder; raises an OSError."""
     (folder.path / _OVERRIDES).unlink(missing_ok=True)
     texts = {
         _PLAN: decision.plan.text(),
@@ -109,10 +105,9 @@ def keep_decision(folder: RunFolder, decision: Decision, overrides: Sequence[str
 
 
 def kept_decision(folder: RunFolder | None, overrides: Sequence[str]) -> Decision | None:
-    """Return what was decided for a run under these overrides; None if nothing was, or for others.
+    """Return the decision stored for these overrides; None if there is none or it is for others.
 
-    Raises:
-        UserError: a file of it can't be read, or isn't what it should be.
+    Raises a UserError if a file is unreadable or invalid.
     """
     if folder is None or not all((folder.path / name).exists() for name in (_PLAN, _PROFILE, _OVERRIDES)):
         return None
@@ -124,22 +119,14 @@ def kept_decision(folder: RunFolder | None, overrides: Sequence[str]) -> Decisio
 
 
 def read_decision(folder: RunFolder) -> Decision:
-    """Return what was decided for a run.
-
-    Raises:
-        UserError: a file of it can't be read, or isn't what it should be.
-    """
+    """Return a run's stored decision; raises a UserError if a file is unreadable or invalid."""
     plan = parse_decided_plan(folder.read_bytes(_PLAN), str(folder.path / _PLAN))
     profile = _profile(folder.read_bytes(_PROFILE), folder.path / _PROFILE)
     return Decision(plan, profile, str(folder.path / _PLAN))
 
 
 def parse_decided_plan(text: bytes | str, source: str) -> PlanForm:
-    """Read a kept plan.
-
-    Raises:
-        RecipeError: it isn't one; says where it isn't, and what to do.
-    """
+    """Read a stored plan; raises a RecipeError that locates the fault and says what to do."""
     try:
         return parse_plan_file(text, source)
     except RecipeError as error:
@@ -154,29 +141,25 @@ def _profile(text: bytes, path: Path) -> Profile:
 
 
 def measures_on_gpu(recipe: Recipe, cluster: Cluster) -> bool:
-    """Return whether deciding a run takes GPU memory. Asking doesn't: torch counts the devices and starts none."""
+    """Return whether deciding a run takes GPU memory. The check doesn't: torch counts devices without starting one."""
     return is_measured(recipe, cluster) and choose_device(recipe.engine.device).type == "cuda"
 
 
 def decided_apart(recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int], None]) -> Decision:
-    """Decide a run in a process of its own: its memory, on GPUs too, is free again when this returns.
+    """Decide a run in another process, whose memory, on GPUs too, is free when this returns.
 
-    Whatever ends this call, Ctrl-C or the end of this process included, ends that process.
-
-    Args:
-        recipe: a validated recipe.
-        cluster: the cluster it names.
-        on_progress: told of (layers profiled, layers to profile).
+    The other process ends with this call, also on Ctrl-C or if this process dies. `on_progress` gets (layers profiled,
+    layers to profile).
 
     Raises:
-        UserError: what `prepare` raises, of the same class.
-        WorkersFailedError: the process ended without an answer; why has been printed.
+        UserError: of the same class as `prepare` raises.
+        WorkersFailedError: the process ended without an answer; the reason has been printed.
     """
     reads, writes = os.pipe()
     with open(reads, encoding="utf-8") as answers:
         try:
             command = [*python_module("pipebench.run.deciding"), str(os.getpid()), str(writes)]
-            # Of a process group of its own, it doesn't hear the terminal's Ctrl-C: this process does, and ends it.
+            # In a process group of its own it doesn't get the terminal's Ctrl-C; this process does, and ends it.
             process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(writes,), process_group=0)
         finally:
             os.close(writes)
@@ -193,12 +176,12 @@ def _ask(process: "subprocess.Popen[bytes]", recipe: Recipe, cluster: Cluster) -
     try:
         with process.stdin as questions:
             pickle.dump((recipe, cluster), questions)
-    except BrokenPipeError:  # it has ended already: its exit code says more
+    except BrokenPipeError:  # it has ended; its exit code says more
         pass
 
 
 def _answer(answers: TextIO, process: "subprocess.Popen[bytes]", on_progress: Callable[[int, int], None]) -> Decision:
-    """Read what the process says until it has decided."""
+    """Read the process's messages up to its decision."""
     for line in answers:
         kind, *values = json.loads(line)
         if kind == "progress":
@@ -216,14 +199,14 @@ def _answer(answers: TextIO, process: "subprocess.Popen[bytes]", on_progress: Ca
 
 
 def main(words: Sequence[str]) -> None:
-    """Decide the run that standard input tells of; `words` are the parent's process id and where to answer."""
+    """Decide the run pickled on standard input; `words` are the parent's process id and the answer's descriptor."""
     end_with(int(words[0]))
     with open(int(words[1]), "w", encoding="utf-8") as answers:
 
         def say(*answer: Any) -> None:
             print(json.dumps(answer), file=answers, flush=True)
 
-        recipe, cluster = pickle.load(sys.stdin.buffer)  # our parent's own words
+        recipe, cluster = pickle.load(sys.stdin.buffer)  # written by our parent
         try:
             decision = decision_of(prepare(recipe, cluster, lambda *done: say("progress", *done), trains=False))
         except UserError as error:

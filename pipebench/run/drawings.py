@@ -1,6 +1,6 @@
-"""The pictures and tables that a run's record has; imports matplotlib.
+"""Pictures and tables of a run's record; imports matplotlib.
 
-What cannot be drawn is told in the log: a picture must never cost a result.
+Failures are logged: a picture must never cost a result.
 """
 
 import logging
@@ -35,14 +35,14 @@ _LOG = logging.getLogger("pipebench.run")
 
 
 def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | None = None) -> list[str]:
-    """Keep a timeline as a picture and as a trace for Perfetto, with the memory by the same clock; return the names."""
+    """Record a timeline as a picture and a Perfetto trace, with memory on the same clock; return their names."""
     drawings = {"timeline.png": partial(draw_timeline, timeline)}
     drawings["trace.json"] = partial(write_trace, timeline, memory=memory)
     return record_drawn(log, drawings, "the timeline")
 
 
 def record_watch(log: RunLog, watch: MemoryForecast) -> list[str]:
-    """Keep pictures of memory and occupancy over time, where layers move of memory from part to part; return names."""
+    """Record pictures of memory and occupancy over time, by parts of the run if stages are recut; return names."""
     occupancy, moved = watch.occupancy(NUM_PARTS), watch.moved
     drawings = {"memory.png": partial(draw_memory, watch.memory), "occupancy.png": partial(draw_occupancy, occupancy)}
     if moved is not None:
@@ -59,14 +59,14 @@ def record_watch(log: RunLog, watch: MemoryForecast) -> list[str]:
 
 
 def record_features(log: RunLog, result: RunResult, job: Job) -> RunResult:
-    """Keep what only some runs have, of extensions, a search, moves; return the result without it."""
+    """Record the results of extensions, a search and migrations; return the result without them."""
     for record in job.setup.pipeline.hooks("record").values():
         result = record(log, result)
     return record_moves(log, record_search(log, result), job)
 
 
 def record_search(log: RunLog, result: RunResult) -> RunResult:
-    """Keep the history of an architecture search, as a file, a table and a picture; return the result without it."""
+    """Record an architecture search's history as file, table and picture; return the result without it."""
     found = result.search
     if found is None:
         return result
@@ -78,7 +78,7 @@ def record_search(log: RunLog, result: RunResult) -> RunResult:
 
 
 def record_moves(log: RunLog, result: RunResult, job: Job) -> RunResult:
-    """Keep where the stages were cut anew, and the plan that came of it; return the result without it."""
+    """Record when stages were recut, and the resulting plan; return the result without them."""
     if not result.moves:
         return result
     layers = [layer.name for layer in job.setup.graph.layers]
@@ -94,7 +94,7 @@ def record_moves(log: RunLog, result: RunResult, job: Job) -> RunResult:
 
 
 def record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], what: str) -> list[str]:
-    """Keep what functions write as artifacts; return the names of those that are kept."""
+    """Record artifacts written by functions; return the names of those that succeed."""
     drawn = []
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ def record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], wh
 
 
 def record_curves(log: RunLog, results: Sequence[RunResult]) -> list[str]:
-    """Keep a picture of every metric's curves; return the names of the pictures."""
+    """Record a picture per metric of all curves; return their names."""
     metrics = {name for result in results for point in result.points for name in point.metrics if "loss" not in name}
     return record_drawn(
         log, {f"{each}.png": partial(draw_curves, results, each) for each in sorted(metrics)}, "the curves"

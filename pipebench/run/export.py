@@ -1,4 +1,4 @@
-"""Export: the weights of a run's checkpoint as a plain `state_dict`, for any program that has the model."""
+"""Export a checkpoint's weights as a plain `state_dict`."""
 
 import os
 from dataclasses import replace
@@ -30,14 +30,14 @@ def export(run: str, output: str | None, step: int | None, *, trusts: bool = Fal
     Args:
         run: see `run_folder.find`.
         output: the file; None for `<run id>.pt` in the working directory. Replaced if it is a `state_dict`.
-        step: which checkpoint; None for the newest.
-        trusts: execute the code that the run names whoever's it is.
+        step: of the checkpoint; None for the newest.
+        trusts: execute the run's code even if another user owns it.
 
     Returns:
-        A sentence on what was written, and one for each newer checkpoint that isn't whole.
+        A sentence on the file written, and one per newer checkpoint that isn't whole.
 
     Raises:
-        UserError: there is no such run, no whole checkpoint of it, or the file is something else.
+        UserError: the run, a whole checkpoint of it, or a writable file is missing.
     """
     folder = find_trusted(run, trusts=trusts)
     path = Path(output or f"{folder.run_id}.pt")
@@ -50,17 +50,16 @@ def export(run: str, output: str | None, step: int | None, *, trusts: bool = Fal
     except OSError as error:
         raise UserError(f"{path}: can't be written: {error.strerror}") from error
     epoch = checkpoint.progress.get("epoch")
-    known = isinstance(epoch, int | float)  # a checkpoint is exported whatever else of it was changed
+    known = isinstance(epoch, int | float)  # changes outside the weights don't prevent an export
     when = f"step {checkpoint.step}, epoch {epoch:g}," if known else f"step {checkpoint.step}"
     return f"wrote {path}: the weights of {folder.run_id} at {when} for {_LOADS}", skipped
 
 
 class _Graph:
-    """A recipe's model, made when the first checkpoint is compared with it.
+    """A recipe's layer graph, built when first needed.
 
     Attributes:
-        fitting: what the last checkpoint holds that was found to fit: its files are open, even if a run that goes on
-            removes them.
+        fitting: contents of the last checkpoint that fit; its files stay open even if a resumed run removes them.
     """
 
     def __init__(self, recipe: Recipe, run_id: str) -> None:
@@ -73,10 +72,10 @@ class _Graph:
         return trace(initial_model(self._recipe), list(self._recipe.model.get("leaves") or ()))
 
     def fits(self, checkpoint: Checkpoint) -> None:
-        """Refuse the checkpoint of another model, or one whose tensors were spoilt.
+        """Check that a checkpoint has this model's tensors, undamaged.
 
         Raises:
-            CheckpointError: names the checkpoint and the tensor, what was found and what is expected.
+            CheckpointError: names checkpoint and tensor, found and expected.
         """
         try:
             if checkpoint.run is not None and checkpoint.run.run_id != self._run_id:
@@ -89,7 +88,7 @@ class _Graph:
 
 
 def _filled(model: nn.Module, state: ModelState) -> nn.Module:
-    """Give a model the parameters and buffers of a state that fits, as evaluations see them."""
+    """Give a model the parameters and buffers of a matching state, as used in evaluations."""
     mine = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     averages = {name: average_in(kept) for name, kept in state.optimizer.items()}
     averaged = {name: average for name, average in averages.items() if average is not None}
@@ -101,7 +100,7 @@ def _filled(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def _check_output(path: Path) -> None:
-    """Refuse a file that can't be written, or that isn't an exported one, before any work is done."""
+    """Refuse a file that isn't writable or not an exported one, before any work."""
     if not os.path.isdir(path.parent):
         raise UserError(f"--output: got {str(path)[:80]}, but there is no folder {str(path.parent)[:80]}")
     if os.path.isdir(path):
@@ -113,7 +112,7 @@ def _check_output(path: Path) -> None:
 def _is_state_dict(path: Path) -> bool:
     try:
         data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # whatever torch finds wrong with a file of any kind
+    except Exception:  # torch raises many types for foreign files
         return False
     return isinstance(data, dict) and all(isinstance(value, torch.Tensor) for value in data.values())
 
@@ -129,7 +128,7 @@ def _checkpoint(folder: RunFolder, step: int | None, graph: _Graph) -> tuple[Che
         graph.fits(chosen)
         return chosen, []
     found, skipped = store.latest(fits=graph.fits)
-    while found is None and steps != (steps := store.steps()):  # a run that goes on has removed what was being read
+    while found is None and steps != (steps := store.steps()):  # a running run removed what was being read
         found, skipped = store.latest(fits=graph.fits)
     if found is None:
         whole = "whole " if skipped else ""

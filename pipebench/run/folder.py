@@ -1,11 +1,11 @@
-"""The folder of a distributed run: what its processes and later commands need to know of it.
+"""The folder of a distributed run, with all that its processes and later commands need.
 
 pipebench-runs/quickstart-1f0c9a7e/
-    run.json        who the run is
-    recipe.yaml     the recipe with everything filled in that doesn't follow from the plan, a recipe of its own
+    run.json        the run's facts
+    recipe.yaml     the recipe with all keys filled in that don't follow from the plan
     lock            held by the process that trains it
     checkpoints/
-    record/         what it has logged, its result among it
+    record/         logged data, results included
 """
 
 import os
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 RUNS = Path("pipebench-runs")
 _RUN, _RECIPE = "run.json", "recipe.yaml"
-_DIGITS = re.compile(r"-[0-9a-f]{8}", re.ASCII)  # what makes a run's id of its recipe's name
+_DIGITS = re.compile(r"-[0-9a-f]{8}", re.ASCII)  # follows the recipe's name in a run's id
 
-# What a checkpoint's weights, position in the data and clock depend on: the same in a run that goes on.
+# A checkpoint's weights, position in the data and clock depend on these: fixed in a resumed run.
 _FIXED = (
     "model", "dataset", "train.seed", "train.minibatch_size", "train.streams", "train.optimizer.name",
     "train.optimizer.target", "engine.kind",
@@ -46,35 +46,24 @@ _FIXED = (
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Who a run is.
+    """The identity of a run."""
 
-    Attributes:
-        run_id: the recipe's name and eight hexadecimal digits: the folder's name.
-        name: what the run is called in MLflow.
-        suite: the MLflow experiment.
-        seed: the run's, whatever the recipe says.
-        words: the command line's recipe and overrides.
-        parent_mlflow_run_id: of the comparison or the group of seeds it belongs to.
-        verbose: whether workers log every instruction.
-        started_at_s: seconds since the epoch when its first processes were ready; None before.
-        code_folders: where the modules of the recipe's targets were found first; those in the working directory as they
-            are seen from the run's folder, so that a copy of all of it finds its own.
-    """
-
-    run_id: str
-    name: str
-    suite: str
-    seed: Annotated[int, Within(0, 2**63 - 1, f"a whole number from 0 to {2**63 - 1}")]
-    words: tuple[str, ...]
-    parent_mlflow_run_id: str | None
-    verbose: bool
-    started_at_s: Finite | None
-    code_folders: tuple[str, ...] = ()  # a run before recipes could name code by folder has none
+    run_id: str  # the recipe's name and eight hexadecimal digits: the folder's name
+    name: str  # in MLflow
+    suite: str  # the MLflow experiment
+    seed: Annotated[int, Within(0, 2**63 - 1, f"a whole number from 0 to {2**63 - 1}")]  # overrides the recipe's
+    words: tuple[str, ...]  # the command line's recipe and overrides
+    parent_mlflow_run_id: str | None  # of its comparison or group of seeds
+    verbose: bool  # workers log every instruction
+    started_at_s: Finite | None  # seconds since the epoch when its first processes were ready; None before
+    # Where targets' modules are found first; relative to the run's folder if below the working directory, so that a
+    # copy of it all is self-contained. Empty in older runs
+    code_folders: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run; it exists."""
+    """The existing folder of one run."""
 
     path: Path
 
@@ -85,34 +74,26 @@ class RunFolder:
 
     @property
     def recipe_path(self) -> Path:
-        """Return the recipe file, a recipe of its own."""
+        """Return the recipe's file."""
         return self.path / _RECIPE
 
     @property
     def record_path(self) -> Path:
-        """Return where everything that the run logs is recorded."""
+        """Return the folder of everything that the run logs."""
         return self.path / RECORD
 
     @property
     def mlflow_run_id(self) -> str | None:
-        """MLflow's id of the run, None if it has none."""
+        """MLflow's id of the run, or None."""
         return mlflow_run_id(self.record_path)
 
     def result(self) -> RunResult | None:
-        """Return what the run came to; None if it hasn't ended, or has gone on since.
-
-        Raises:
-            UserError: the record can't be read.
-        """
+        """Return the run's result, None if it hasn't ended or was resumed; raises a UserError if unreadable."""
         record = read_record(self.record_path)
         return None if record is None else record.result
 
     def recipe(self, overrides: Sequence[str] = ()) -> LoadedRecipe:
-        """Return the recipe, which finds the code it names where the run did.
-
-        Raises:
-            UserError: the folder isn't whole, or an override is wrong.
-        """
+        """Return the recipe, with the run's code folders; raises a UserError for a missing file or bad override."""
         self.read_bytes(_RECIPE)
         loaded = load(str(self.recipe_path), overrides)
         own = (Path(os.path.normpath(self.path / folder)) for folder in self.read().code_folders)
@@ -127,11 +108,7 @@ class RunFolder:
         return Checkpoints(self.path / "checkpoints")
 
     def read(self) -> RunFacts:
-        """Return who the run is.
-
-        Raises:
-            UserError: run.json can't be read.
-        """
+        """Return the run's facts; raises a UserError if run.json is unreadable."""
         path = self.path / _RUN
         try:
             facts = read(RunFacts, self.read_bytes(_RUN))
@@ -142,63 +119,41 @@ class RunFolder:
         return facts
 
     def read_bytes(self, name: str) -> bytes:
-        """Return what is in one of the run's files.
-
-        Raises:
-            UserError: it can't be read.
-        """
+        """Return the content of one of the run's files; raises a UserError if unreadable."""
         return read_bytes(self.path / name)
 
     def update(self, **changes: Any) -> RunFacts:
-        """Change some facts and return all; readers find the old or the new ones, never half of them.
+        """Change facts atomically and return all.
 
-        Raises:
-            UserError: run.json can't be read.
-            OSError: it can't be written.
+        Raises a UserError if run.json is unreadable, an OSError if it can't be written.
         """
         facts = replace(self.read(), **changes)
         self.write(facts)
         return facts
 
     def say_how_to_go_on(self, changes: Sequence[str]) -> None:
-        """Print the command that goes on with the run, if there is a checkpoint of it.
-
-        Args:
-            changes: the overrides that it went on with before, beside its recipe.
-        """
+        """Print the command that resumes the run if it has a checkpoint; `changes` are its previous overrides."""
         if self.checkpoints.steps():
             command = shlex.join(["pipebench", "run", "--resume", self.run_id, *changes])
             print(f"pipebench: its checkpoints are kept: {command}", file=sys.stderr, flush=True)
 
     def write(self, facts: RunFacts) -> None:
-        """Write who the run is; it is there whole, or not at all.
-
-        Raises:
-            OSError: it can't be written.
-        """
+        """Write the run's facts atomically; raises an OSError."""
         replace_file(self.path / _RUN, f"{write(facts)}\n".encode())
 
 
 def records() -> list[Path]:
-    """Return the folders in the working directory that may hold the record of a run."""
+    """Return the folders in the working directory that may hold a run's record."""
     return [*sorted(RUNS.glob(f"*/{RECORD}")), *sorted(Path(RESULTS_FOLDER).glob("*"))]
 
 
 def new_run_id(recipe: str) -> str:
-    """Return an id for a run of the recipe of this name."""
+    """Return an id for a run of a recipe, given its name."""
     return f"{recipe}-{secrets.token_hex(4)}"
 
 
 def create(facts: RunFacts, recipe_yaml: str) -> RunFolder:
-    """Make the folder of a new run in the working directory.
-
-    Args:
-        facts: who it is.
-        recipe_yaml: the recipe with everything filled in.
-
-    Raises:
-        UserError: nothing can be written to the working directory.
-    """
+    """Create a run's folder in the working directory; raises a UserError if that isn't writable."""
     folder = RunFolder(RUNS.absolute() / facts.run_id)
     facts = replace(facts, code_folders=tuple(_seen_from(folder.path, each) for each in facts.code_folders))
     try:
@@ -211,21 +166,20 @@ def create(facts: RunFacts, recipe_yaml: str) -> RunFolder:
 
 
 def _seen_from(run: Path, folder: str) -> str:
-    """Return a folder of the working directory as it is seen from a run's, another as it is."""
+    """Return a folder relative to a run's if it is below the working directory, else unchanged."""
     found = os.path.realpath(folder)
     near = Path(found).is_relative_to(Path.cwd()) and os.path.realpath(run) == str(run)
     return os.path.relpath(found, run) if near else found
 
 
 def find(run: str) -> RunFolder:
-    """Return the folder of a run in the working directory.
+    """Find a run's folder in the working directory.
 
     Args:
-        run: its id, the name of its recipe if no other run is of that, the start of an id that no other run has, its
-            MLflow run id, or the folder's path.
+        run: its id or MLflow run id, an unambiguous recipe name or start of an id, or the folder's path.
 
     Raises:
-        UserError: there is none, or there are several; names the nearest or all.
+        UserError: none or several match; names the nearest or all.
     """
     if "/" in run and os.path.isfile(os.path.join(run, _RUN)):
         return RunFolder(Path(run).absolute())
@@ -236,7 +190,7 @@ def find(run: str) -> RunFolder:
     if of_mlflow:
         return of_mlflow[0]
     named = [run_id for run_id in known if run_id.startswith(run) and _DIGITS.fullmatch(run_id[len(run) :])]
-    # A recipe's own name means its runs, whatever other recipes' names begin with it.
+    # A recipe's full name wins over longer names that begin with it.
     starting = named or [run_id for run_id in known if run and run_id.startswith(run)]
     if len(starting) == 1:
         return known[starting[0]]
@@ -249,15 +203,7 @@ def find(run: str) -> RunFolder:
 
 
 def find_trusted(run: str, *, trusts: bool) -> RunFolder:
-    """Return the folder of a run whose code may be executed; see `find`.
-
-    Args:
-        run: see there.
-        trusts: take it whoever's it is.
-
-    Raises:
-        UserError: there is none, or it belongs to another user.
-    """
+    """Find a run's folder like `find`; raises a UserError if another user owns it, unless `trusts`."""
     folder = find(run)
     if not trusts:
         require_own(folder.path, (_RUN, _RECIPE))
@@ -267,17 +213,16 @@ def find_trusted(run: str, *, trusts: bool) -> RunFolder:
 def resumed(
     run: str, overrides: Sequence[str], *, trusts: bool = False, tells: bool = True
 ) -> tuple[RunFolder, LoadedRecipe]:
-    """Return a run's folder and its recipe with some keys changed, to go on from its last checkpoint.
+    """Return a run's folder and its recipe with overrides, to resume from its last checkpoint.
 
     Args:
         run: see `find`.
         overrides: `key=value` texts.
-        trusts: execute what it names whoever's it is.
-        tells: say what is executed.
+        trusts: execute the run's code even if another user owns it.
+        tells: print which code is executed.
 
     Raises:
-        UserError: there is no such run, it is another user's, it has no checkpoint, or a key was changed that its
-            weights depend on.
+        UserError: no such run, another user's, without checkpoint, or an override of a key that its weights depend on.
     """
     folder = find_trusted(run, trusts=trusts)
     if not folder.checkpoints.steps():

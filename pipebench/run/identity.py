@@ -1,4 +1,4 @@
-"""A run's checkpoints, which say whose they are: what that is, is known once the run is prepared."""
+"""The identity that a run's checkpoints carry; known once the run is prepared."""
 
 from pipebench.checkpoint.identity import RunIdentity
 from pipebench.checkpoint.store import Checkpoints
@@ -10,13 +10,7 @@ from pipebench.train.job import Job
 
 
 def checkpoints_of(folder: RunFolder, loaded: LoadedRecipe, job: Job) -> Checkpoints:
-    """Return the checkpoints of a run.
-
-    Args:
-        folder: the run's.
-        loaded: its recipe, which says where the user's own code is.
-        job: the same with the run's seed, ready to run.
-    """
+    """Return the checkpoints of a run; `loaded` gives the folders of user code, `job` is the prepared recipe."""
     kept = folder.checkpoints
     identity = RunIdentity(
         run_id=folder.run_id,
@@ -29,7 +23,7 @@ def checkpoints_of(folder: RunFolder, loaded: LoadedRecipe, job: Job) -> Checkpo
 
 
 def _text(inputs: Inputs) -> str:
-    """Return what tells a data set from another, without a look at its bytes: that would take minutes."""
+    """Identify a data set without reading its bytes, which would take minutes."""
     options = "".join(f", {name} {value}" for name, value in sorted(inputs.dataset_options.items()))
     samples = ", ".join(f"{number:,} samples to {split}" for split, number in inputs.num_samples.items())
     fields = ", ".join(f"{field.name} {field.dtype} {[*field.shape]}" for field in inputs.fields)

@@ -1,4 +1,4 @@
-"""What is left of several runs where a command ends before all of them: how many, and how to run those."""
+"""The runs left when a command ends early: how many, and the commands to run them."""
 
 import shlex
 import sys
@@ -16,13 +16,9 @@ Ids = Mapping[tuple[str, int | None], str | None]
 def telling_what_is_left(
     loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | None, ids: Ids
 ) -> Iterator[None]:
-    """Print, however the block ends, how to run what hasn't been run.
+    """Print on exit, for whatever reason, how to run what is left of `loaded`, in order, each with all seeds.
 
-    Args:
-        loaded: the recipes, in the order of their runs.
-        suite: how they are run.
-        seeds: seeds that each is run with; None for the recipe's own.
-        ids: grows by a name and a seed with every run; a name alone is a group of seeds.
+    `ids` gets an entry by (name, seed) per finished run; a name alone is a group of seeds.
     """
     try:
         yield
@@ -35,12 +31,12 @@ def telling_what_is_left(
 
 
 def left(loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | None, done: int) -> list[str]:
-    """Return the commands that run what is left once the first `done` runs, recipe by recipe, have been made."""
+    """Return the commands for all runs after the first `done`, counted recipe by recipe."""
     per_recipe = len(seeds or [0])
     first, begun = divmod(done, per_recipe)
     parts = [(each, tuple(seeds or ())[begun if index == 0 else 0 :]) for index, each in enumerate(loaded[first:])]
     commands = []
-    # Those of a sweep have words of their own; others share a command.
+    # Each run of a sweep has its own overrides; others share a command.
     for (words, some), group in groupby(parts, key=lambda part: (part[0].words, part[1])):
         recipes = [str(each.path) for each, _ in group]
         options = ["--seeds", ",".join(map(str, some))] if some else []

@@ -1,8 +1,8 @@
 """A lock on a run's folder: one command trains a run at a time.
 
-The lock is `flock`'s on the file `lock` in the folder. The system frees it with the process that holds it, however that
-ends, so that the file itself says nothing. The filelock package isn't used here: its older versions take a file system
-without locks for one where somebody holds the lock, and empty the file that says who.
+`flock` on the file `lock` in the folder; the system releases it when the holder ends, so the file's content doesn't
+matter. Not the filelock package: older versions treat a file system without locks as locked, and empty the file that
+names the holder.
 """
 
 import errno
@@ -21,25 +21,18 @@ _NAME = "lock"
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _POLL_S = 0.2
-TRAINS, CLOSES = "trains it", "closes its record"  # what a holder does with the run
-_CLOSING_S = 120.0  # that is waited for who closes a record: MLflow's import takes long on a busy machine
-_LONGEST = 120  # characters of what the holder says of itself
+TRAINS, CLOSES = "trains it", "closes its record"  # a holder's activity
+_CLOSING_S = 120.0  # patience while a record is closed: importing MLflow is slow on a busy machine
+_LONGEST = 120  # characters of a holder's description
 _held: dict[Path, int] = {}  # file descriptors, by folder
 
 
 @contextmanager
 def locked(folder: Path, *, patience_s: float = 0.0, doing: str = TRAINS) -> Iterator[None]:
-    """Hold a run's folder; what this process holds already it may hold again.
+    """Hold a run's folder; reentrant within a process. Waits while another process closes the run's record.
 
-    Who closes the record of a run that was ended is waited for: that takes seconds.
-
-    Args:
-        folder: the run's.
-        patience_s: how long to wait for another process to let go.
-        doing: what this process does with the run, for others.
-
-    Raises:
-        UserError: another process holds it, or its file can't be written.
+    `patience_s` is the longest wait for another process, `doing` the activity shown to others. Raises a UserError if
+    another process holds it, or the file isn't writable.
     """
     folder = folder.resolve()
     if folder in _held:
@@ -60,7 +53,7 @@ def locked(folder: Path, *, patience_s: float = 0.0, doing: str = TRAINS) -> Ite
 
 
 def _lock(descriptor: int, path: Path, patience_s: float, doing: str) -> None:
-    """Take the lock and say in its file who has it."""
+    """Take the lock and name the holder in its file."""
     began_s = time.monotonic()
     while True:
         try:
@@ -88,7 +81,7 @@ def _lock(descriptor: int, path: Path, patience_s: float, doing: str) -> None:
 
 
 def _let_go_in_child() -> None:
-    """Close in a forked process what its parent holds: a loader's process may outlive that for seconds."""
+    """Close inherited locks in a forked process: a data loader's may outlive its parent for seconds."""
     for descriptor in _held.values():
         os.close(descriptor)
     _held.clear()

@@ -1,4 +1,4 @@
-"""Runs whose workers all live in this process: simulated, or trained on a virtual clock."""
+"""Runs with all workers in this process: simulated, or trained on a virtual clock."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -32,30 +32,20 @@ from pipebench.train.searching import loop_for
 
 
 class Ran(NamedTuple):
-    """What a run came to.
-
-    Attributes:
-        result: that.
-        mlflow_run_id: MLflow's id of the run; None where it has none.
-    """
+    """A finished run."""
 
     result: RunResult
-    mlflow_run_id: str | None
+    mlflow_run_id: str | None  # None if not recorded
 
 
 class EngineRuns(ABC):
-    """How runs with one kind of engine are made."""
+    """Makes runs with one kind of engine."""
 
     def decide(self, loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision | None:
-        """Refuse, before any recipe runs, what only the traced model shows to be wrong.
+        """Decide a run for all its processes and seeds; None if one process runs it.
 
-        Args:
-            loaded: a recipe.
-            suite: how it runs.
-            alone: no other recipe runs before it: then nothing is lost by finding out later.
-
-        Returns:
-            What is decided for all processes of a run, with every seed; None where one process runs it.
+        Also refuses, before any recipe runs, faults visible only in the traced model; skipped if the recipe is `alone`,
+        as nothing is lost by finding them later.
         """
         if not alone:
             prepare_job(loaded, trains=False)
@@ -63,10 +53,9 @@ class EngineRuns(ABC):
 
     @abstractmethod
     def run(self, request: RunRequest, tracking: Tracking | None) -> Ran:
-        """Run, record and print; `tracking` is None where another process records.
+        """Run, record and print; `tracking` is None if another process records.
 
-        Raises:
-            WorkersFailedError: there is no result.
+        Raises a WorkersFailedError if there is no result.
         """
 
 
@@ -118,15 +107,15 @@ class VirtualRuns(EngineRuns):
 
 
 class _LateFolder:
-    """The folder of a virtual run: made at the start if the recipe asks for checkpoints, else once it is stopped.
+    """The folder of a virtual run: created at the start if the recipe asks for checkpoints, else when it is stopped.
 
     Args:
         request: the run.
-        held: what the run holds until its end: the lock on its folder.
+        held: holds the lock on the folder until the run's end.
 
     Attributes:
-        made: the folder, once there is one.
-        log: what the run logs; it moves into the folder when that is made.
+        made: the folder, None before it exists.
+        log: what the run logs; moved into the folder when that is created.
     """
 
     def __init__(self, request: RunRequest, held: ExitStack) -> None:
@@ -136,15 +125,11 @@ class _LateFolder:
 
     @property
     def record_path(self) -> Path | None:
-        """Where the run is recorded, if there is a folder yet."""
+        """Folder of the run's record, None before it exists."""
         return None if self.made is None else self.made.record_path
 
     def policy(self, job: Job) -> CheckpointPolicy:
-        """Return where the run's checkpoints go, and where it goes on.
-
-        Raises:
-            UserError: it is to go on, and has no checkpoint that can be used.
-        """
+        """Return where checkpoints go and where to resume; raises a UserError without a usable checkpoint to resume."""
         if self.made is not None:
             self._held.enter_context(locked(self.made.path))
             checkpoints = self._checkpoints(self.made, job)
@@ -159,7 +144,7 @@ class _LateFolder:
         return CheckpointPolicy(self._checkpoints(self._make(), job))
 
     def _make(self) -> RunFolder:
-        """Make the run's folder, and hold it."""
+        """Create and lock the run's folder."""
         self.made = self._request.make_folder()
         self._held.enter_context(locked(self.made.path))
         return self.made
@@ -168,7 +153,7 @@ class _LateFolder:
         return checkpoints_of(folder, self._request.loaded, job)
 
     def _make_late(self, job: Job) -> Checkpoints | None:
-        """Make the folder of a run that is being stopped; what was trained is worth more than that."""
+        """Create the folder of a run being stopped; a failure doesn't lose what was trained."""
         try:
             made = self._make()
         except UserError as error:

@@ -1,7 +1,7 @@
-"""Whose a run's folder is, and whose code a run that goes on or is exported executes: what its recipe names by target.
+"""Ownership of a run's folder and of the code that resuming or exporting it executes: the targets in its recipe.
 
-A recipe's targets may be any function of any module, and a run's folder says where to look for them first. So a folder
-of somebody else's is a program of theirs.
+Targets may be any function of any module, and the folder lists where to look for them first. So another user's folder
+is another user's program.
 """
 
 import os
@@ -15,33 +15,22 @@ from pipebench.errors import UserError, printable
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.targets import targets_of
 
-_ROOT = 0  # may do as it likes anyway
+_ROOT = 0  # trusted anyway
 
 
 def require_own(folder: Path, files: tuple[str, ...]) -> None:
-    """Refuse the folder of a run that belongs to another user, or in which a file does.
+    """Refuse a run's folder if it or one of `files`, which name code, belongs to another user.
 
-    Args:
-        folder: the run's.
-        files: names of files in it that say what is executed.
-
-    Raises:
-        UserError: it is another user's; says whose, and what to do.
+    Raises a UserError that names the owner and what to do.
     """
     for path in (folder, *(folder / name for name in files)):
         _require_own(path, "the run")
 
 
 def require_own_code(loaded: LoadedRecipe, *, trusts: bool, tells: bool = True) -> None:
-    """Tell which files are executed for a run's recipe, and refuse those of other users.
+    """Print the files executed for a run's recipe to standard error if `tells`, and refuse those of other users.
 
-    Args:
-        loaded: the recipe; nothing of it has been executed.
-        trusts: refuse nothing.
-        tells: say it on standard error.
-
-    Raises:
-        UserError: a file is another user's.
+    `loaded` must not have executed any code; `trusts` refuses nothing. Raises a UserError for another user's file.
     """
     for key, target in targets_of(asdict(loaded.recipe)):
         files = _files_of(target, [*loaded.folders, *map(Path, sys.path)])
@@ -66,7 +55,7 @@ def _files_of(target: str, folders: Sequence[Path]) -> list[Path]:
 def _require_own(path: Path, what: str) -> None:
     try:
         owner = path.stat().st_uid
-    except OSError:  # whoever reads it says so
+    except OSError:  # reported by its reader
         return
     if owner not in (os.geteuid(), _ROOT):
         raise UserError(

@@ -1,4 +1,4 @@
-"""All recipes of a command are checked before the first of them runs: what they use, and what they name by target."""
+"""Check all recipes of a command before the first runs: what they use and their targets."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,9 @@ from pipebench.recipe.preflight import preflight
 
 
 def preflight_all(loaded: Sequence[LoadedRecipe], *, tries: bool = True) -> None:
-    """Check what the runs use.
+    """Check everything that recipes use; raises a RecipeError with all faults.
 
-    Args:
-        loaded: the recipes.
-        tries: try out what they name by target, too, where they train; that takes a model.
-
-    Raises:
-        RecipeError: with the faults of all of them.
+    `tries` also tries out targets of recipes that train, which takes a model.
     """
     faults: list[Fault] = []
     cause: RecipeError | None = None
@@ -24,7 +19,7 @@ def preflight_all(loaded: Sequence[LoadedRecipe], *, tries: bool = True) -> None
         try:
             preflight(each)
             if tries and engine_kind(each.recipe).trains and each.has_targets:
-                from pipebench.run.trial import try_out  # it takes torch, which most refusals don't need
+                from pipebench.run.trial import try_out  # late: torch, which most refusals don't need
 
                 try_out(each)
         except RecipeError as error:
@@ -35,7 +30,7 @@ def preflight_all(loaded: Sequence[LoadedRecipe], *, tries: bool = True) -> None
 
 
 def same_names(loaded: Sequence[LoadedRecipe]) -> list[Fault]:
-    """Return a fault for every recipe whose name another one has already."""
+    """Return a fault per recipe with the name of an earlier one."""
     first: dict[str, str] = {}
     faults = []
     for each in loaded:

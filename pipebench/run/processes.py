@@ -1,8 +1,8 @@
-"""A run in processes: what the command line does to start it, and what every process does.
+"""Distributed runs: the command that starts one, and the work of each process.
 
-`pipebench run` is the parent: it plans, makes the run's folder, and starts a process per worker, which run the same
-command and find themselves to be workers. Under torchrun every process is a worker from the start, and rank 0 does what
-is to be done once. What all must agree on (plan, profile) is written into the run's folder.
+`pipebench run` plans, creates the run's folder and starts a process per worker; these run the same command as workers.
+Under torchrun every process is a worker from the start, and rank 0 does what is done once. What all must agree on
+(plan, profile) is in the run's folder.
 """
 
 import os
@@ -60,34 +60,27 @@ _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
 _USER_ERROR = 2
 _SEGMENTS = 3  # of in-situ profiling
-_LOCK_PATIENCE_S = 120.0  # NFS frees what a dead host held after 90 s, its lease
+_LOCK_PATIENCE_S = 120.0  # NFS releases a dead host's locks after its lease of 90 s
 
 
 class DistributedRuns(EngineRuns):
-    """A process per worker; this one starts them."""
+    """A process per worker, started by this one."""
 
     def decide(self, loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision:
-        """Decide for all processes of a run, with every seed."""
+        """Decide for all processes and seeds of a run."""
         kept = kept_decision(suite.resumed, suite.overrides)
         return kept or decision_of(prepare_job(loaded, trains=False, apart=True))
 
     def run(self, request: RunRequest, tracking: Tracking | None) -> Ran:
-        """Run in processes, which record; `tracking` is that of the command, which records a comparison at most."""
+        """Run in processes, which record; `tracking` records a comparison at most."""
         job = prepare_job(request.loaded, tells=True, trains=False, kept=request.decision)
         return run_in_processes(request, job)
 
 
 def run_in_processes(request: RunRequest, job: Job) -> Ran:
-    """Start a process per worker on this host, restart them when one dies, and return what the run came to.
+    """Start a process per worker on this host, restart them if one dies, and return the result.
 
-    This process holds the run's folder for all of them.
-
-    Args:
-        request: the run.
-        job: the same, planned.
-
-    Raises:
-        WorkersFailedError: there is no result.
+    This process holds the run's folder for all of them. Raises a WorkersFailedError if there is no result.
     """
     parent_id = request.parent.wait_for_id() if isinstance(request.parent, RunLog) else request.parent
     folder = request.suite.resumed or request.make_folder(parent_mlflow_run_id=parent_id)
@@ -96,12 +89,12 @@ def run_in_processes(request: RunRequest, job: Job) -> Ran:
 
 
 def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Ran:
-    """Start the workers of a run whose folder is there; see `run_in_processes`."""
+    """Start the workers of a run whose folder exists; see `run_in_processes`."""
     suite = request.suite
     if kept_decision(folder, suite.changes) is None:
         keep_decision(folder, decision_of(job), suite.changes)
     if suite.resumed is not None:
-        folder.result()  # what can't be read now couldn't be read at the end
+        folder.result()  # raises now what would be unreadable at the end
         folder.update(verbose=suite.verbose)
     resume = ["--resume", str(folder.path)] if suite.resumed else []
     command = [*python_module("pipebench"), "run", *resume, *request.words]
@@ -116,7 +109,7 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Ran:
     if result is None:
         if code == 0:
             print(f"pipebench: error: {folder.record_path} has no result: was the disk full?", file=sys.stderr)
-        elif code != _USER_ERROR:  # else nothing has run: the record of what ran before stands
+        elif code != _USER_ERROR:  # else nothing has run and the earlier record stands
             folder.say_how_to_go_on(suite.changes)
             close_record(folder, code)
         raise WorkersFailedError(code or 3)
@@ -128,13 +121,9 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Ran:
 def work(loaded: LoadedRecipe, suite: Suite) -> None:
     """Do one process's part of a run.
 
-    Args:
-        loaded: the recipe; the same in all processes.
-        suite: how the command runs it.
-
     Raises:
         UserError: the processes don't fit the plan, or don't share a folder.
-        PeerLostError: another process is gone.
+        PeerLostError: another process has failed.
     """
     engine = loaded.recipe.engine
     world = join(engine.device, limit_s=engine.join_limit_s, operation_limit_s=max(1800.0, 2 * engine.stall_limit_s))
@@ -145,23 +134,23 @@ def work(loaded: LoadedRecipe, suite: Suite) -> None:
 
 
 def _heartbeat(world: World, limit_s: float) -> AbstractContextManager[object]:
-    """Hear, until the end, whether the other hosts are there; on one host the system tells."""
+    """Monitor other hosts; on a single host the system reports failures."""
     if world.place.one_host:
         return nullcontext()
     return Heartbeat(world.store, world.place, limit_s=limit_s, on_silence=fail_silent)
 
 
 def _take_part(loaded: LoadedRecipe, suite: Suite, world: World) -> None:
-    """Do one process's part of a run, when all have met."""
+    """Do one process's part of a run after rendezvous."""
     folder = _folder(world, RunRequest(loaded, loaded.recipe.name, suite))
     with _held_by_first(world, folder):
         _record_and_train(loaded, suite, world, folder)
 
 
 def _held_by_first(world: World, folder: RunFolder) -> AbstractContextManager[None]:
-    """Hold a run's folder in rank 0 for all of its processes, where there is no launcher of ours that does.
+    """Hold a run's folder in rank 0 for all processes if there is no launcher of ours.
 
-    After a restart the host of the last rank 0 may be gone: a file server then frees its lock after some time.
+    After a restart the host of the previous rank 0 may be gone: a file server releases its lock only after a while.
     """
     if world.rank > 0 or launched_by_us():
         return nullcontext()
@@ -169,7 +158,7 @@ def _held_by_first(world: World, folder: RunFolder) -> AbstractContextManager[No
 
 
 def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: RunFolder) -> None:
-    """Do one process's part of a run whose folder is there."""
+    """Do one process's part of a run whose folder exists."""
     shared_folder_check(world, folder.path)
     facts = folder.read()
     suite = replace(suite, name=facts.suite, verbose=facts.verbose)
@@ -187,12 +176,12 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
                 folder.update(started_at_s=time.time())
             recorder = RunRecorder(request, job, Tracking(request.suite.name), log_text, folder.record_path)
             result = recorder.record(train)
-            if result.outcome == STOPPED and not launched_by_us():  # else the launcher says it
+            if result.outcome == STOPPED and not launched_by_us():  # else the launcher prints it
                 folder.say_how_to_go_on(suite.changes)
 
 
 def _remark(world: World) -> None:
-    """Tell once, on rank 0, what is to be known of how the processes reach each other."""
+    """Print the world's remark on its connections, if any, on rank 0."""
     if world.remark and world.rank == 0 and not _is_restart(world):
         print(f"pipebench: {world.remark}", file=sys.stderr, flush=True)
 
@@ -200,7 +189,7 @@ def _remark(world: World) -> None:
 def _train(
     world: World, job: Job, policy: CheckpointPolicy, progress: ProgressSink, on_point: OnPoint
 ) -> tuple[RunResult, Timeline]:
-    """Train this process's worker to the target, watched."""
+    """Train this process's worker to the target, under the watchdog."""
     setup = job.setup
     control = Control(
         world.store, ranks_of(setup).index(world.rank), world.size, setup.pipeline,
@@ -219,17 +208,17 @@ def _train(
         found = loop_for(job, make, progress, on_point, policy).run()
     finally:
         control.close()
-    engines[0].close()  # waits for all: the store may end with rank 0's process
+    engines[0].close()  # a barrier: the store may end with rank 0's process
     return found
 
 
 def _closed(world: World) -> str:
-    """Return what is told where the store ends the connection; on one host its launcher has been killed."""
+    """Return the message for a connection closed by the store; on one host its launcher was killed."""
     return f"{store_text(world.place)} has closed the connection: torchrun, or rank 0, has ended there"
 
 
 def _folder(world: World, request: RunRequest) -> RunFolder:
-    """Return the run's folder: the launcher's, or, under torchrun, one that rank 0 makes and all restarts keep."""
+    """Return the run's folder: the launcher's, or under torchrun one that rank 0 creates and restarts reuse."""
     if launched_by_us():
         return RunFolder(Path(os.environ[RUN]))
     path = ""
@@ -247,7 +236,7 @@ def _folder(world: World, request: RunRequest) -> RunFolder:
 
 
 def _prepared(request: RunRequest, world: World, folder: RunFolder) -> Job:
-    """Prepare the recipe by what was decided; rank 0 decides where nobody has."""
+    """Prepare the recipe by its decision; rank 0 decides if there is none."""
     loaded, changes = request.loaded, request.suite.changes
     if world.rank == 0 and kept_decision(folder, changes) is None:
         keep_decision(folder, decision_of(prepare_job(loaded, trains=False)), changes)
@@ -256,15 +245,9 @@ def _prepared(request: RunRequest, world: World, folder: RunFolder) -> Job:
 
 
 def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) -> Job:
-    """Prepare a recipe that was decided, in all its processes; what is measured here, all measure at the same time.
+    """Prepare a decided recipe in all its processes; measurements run in all of them at the same time.
 
-    Args:
-        loaded: the recipe.
-        decision: the same in all processes.
-        world: the processes.
-
-    Raises:
-        UserError: they aren't as many as the plan has workers.
+    Raises a UserError if the number of processes isn't the plan's number of workers.
     """
     replicas = decision.plan.replicas
     check_world_size(world.size, sum(replicas), "-".join(map(str, replicas)))
@@ -272,7 +255,7 @@ def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) ->
     def measure(known: ProfiledModel, profile: Profile) -> Profile:
         return _measured_together(loaded.recipe, known, profile, world)
 
-    # A profile that the recipe names is taken as it is, wherever it was measured.
+    # A profile named by the recipe is used unchanged.
     together = is_measured(loaded.recipe, loaded.cluster) and world.size > 1
     job = prepare_job(loaded, kept=decision, measure_again=measure if together else None)
     job = replace(job, setup=replace(job.setup, device=world.device))
@@ -280,7 +263,7 @@ def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) ->
 
 
 def _measured_together(recipe: Recipe, known: ProfiledModel, profile: Profile, world: World) -> Profile:
-    """Measure the profile again, in all processes at the same time, or in as many as have cores of their own."""
+    """Profile again in all processes at once, or in as many at once as have their own cores."""
     sizes = travelling_sizes(recipe, known.dataset)
     mine = in_turns(
         world,
@@ -292,7 +275,7 @@ def _measured_together(recipe: Recipe, known: ProfiledModel, profile: Profile, w
 
 
 def _in_use(job: Job, world: World) -> Job:
-    """Let costs be what the engine's worker finds in all processes at the same time, and communication beside it."""
+    """Return a job with costs measured while all workers compute and communicate at once."""
     setup = job.setup
     (mine,) = profile_in_situ([setup], _SEGMENTS, world.barrier, clock_of(world))
     profile = in_use(job.profile, setup, mean(world.exchange(entries(mine))))
@@ -303,7 +286,7 @@ def _in_use(job: Job, world: World) -> Job:
 def _checkpoint_policy(
     world: World, folder: RunFolder, checkpoints: Checkpoints, job: Job, *, goes_on: bool
 ) -> CheckpointPolicy:
-    """Return where checkpoints go and the one to begin with: the newest that is whole and fits, as rank 0 sees it."""
+    """Return where checkpoints go and the one to resume from: rank 0's newest whole one that fits."""
     restarted = _is_restart(world)
     found = None
     if world.rank == 0 and (restarted or goes_on):
@@ -324,5 +307,5 @@ def _checkpoint_policy(
 
 
 def _is_restart(world: World) -> bool:
-    """Return whether a launcher has started these processes again by itself."""
+    """Return whether a launcher restarted these processes automatically."""
     return (world.place.attempt or int(os.environ.get(_RESTARTS, "0"))) > 0

@@ -1,4 +1,4 @@
-"""Records one run, whatever engine trains it: what it takes to run it again, its curves, its answer, its timeline."""
+"""Record one run of any engine: inputs to repeat it, curves, result, timeline."""
 
 import contextlib
 import io
@@ -47,9 +47,9 @@ Train = Callable[[ProgressSink, OnPoint], tuple[RunResult, Timeline]]
 
 
 def run_title(request: RunRequest, job: Job) -> str:
-    """Return what MLflow calls a run: `pipedream straight, seed 0`, in a sweep with what varies.
+    """Return a run's name in MLflow: `pipedream straight, seed 0`, in a sweep with the swept values.
 
-    Of the many runs that are made for something else it says first which one of them it is.
+    Runs made for another purpose, such as a report, begin with which one it is.
     """
     recipe, varied = job.recipe, request.loaded.varied_name
     told = filter(None, (f"{recipe.parallelism.mode} {job.setup.plan}", varied, f"seed {recipe.train.seed}"))
@@ -57,7 +57,7 @@ def run_title(request: RunRequest, job: Job) -> str:
 
 
 def run_tags(job: Job, facts: Mapping[str, str]) -> dict[str, str]:
-    """Return what people filter runs by."""
+    """Return the tags to filter runs by."""
     recipe = job.recipe
     return {
         "kind": "run",
@@ -72,7 +72,7 @@ def run_tags(job: Job, facts: Mapping[str, str]) -> dict[str, str]:
 
 
 def record_inputs(log: RunLog, loaded: LoadedRecipe, job: Job, facts: Mapping[str, str]) -> None:
-    """Keep all it takes to run this again: recipe, profile, plan, an order's file, environment, uncommitted changes."""
+    """Record all that repeats the run: recipe, profile, plan, order file, environment, uncommitted changes."""
     log.text("recipe.yaml", recipe_yaml(loaded))
     log.text("profile.json", write_profile(job.whole_profile))
     log.text("plan.json", plan_form(job).text())
@@ -88,7 +88,7 @@ def record_inputs(log: RunLog, loaded: LoadedRecipe, job: Job, facts: Mapping[st
 
 
 def _modes_json(comparison: Comparison) -> str:
-    """Return what the planner made of every mode, where the recipe left the choice to it."""
+    """Return the planner's result for every mode, if the recipe left the choice to it."""
     compared = [
         {
             "mode": each.plan.mode,
@@ -103,7 +103,7 @@ def _modes_json(comparison: Comparison) -> str:
 
 @contextmanager
 def collected_log(verbose: bool) -> Iterator[io.StringIO]:
-    """Collect pipebench's log (and torch's warnings) for the artifact; show it too when verbose."""
+    """Collect pipebench's log and torch's warnings for an artifact; show them too if verbose."""
     text = io.StringIO()
     root = logging.getLogger("pipebench")
     handler = logging.StreamHandler(text)
@@ -127,14 +127,14 @@ def collected_log(verbose: bool) -> Iterator[io.StringIO]:
 
 
 class RunRecorder:
-    """The record of a run, opened with everything it takes to run it again; `record` does the rest.
+    """The record of a run, opened with all inputs; `record` does the rest.
 
     Args:
         request: the run.
-        job: the same, ready to run.
+        job: the prepared recipe.
         tracking: where to record it.
         log_text: collects the log.
-        folder: where the record is kept; None for a place that is removed once MLflow has everything.
+        folder: of the record; None for a temporary one, removed once MLflow has everything.
 
     Attributes:
         log: what the run logs.
@@ -160,13 +160,13 @@ class RunRecorder:
         record_inputs(self.log, request.loaded, job, facts)
 
     def record(self, train: Train, watch: MemoryForecast | None = None) -> RunResult:
-        """Train, record the answer and print it.
+        """Train, record the result and print it.
 
         Args:
-            train: does the work; takes what is told of minibatches and evaluations, and what takes points.
-            watch: has watched the run when that is done; None: what there is to see is simulated then.
+            train: trains; takes the progress display and the receiver of points.
+            watch: filled by `train` with memory over time; None to simulate that afterwards.
         """
-        # Late: matplotlib, which worker processes that record nothing can do without.
+        # Late: matplotlib, unneeded in worker processes that record nothing.
         from pipebench.run import drawings
         from pipebench.show.pictures import text_picture
 
@@ -206,8 +206,7 @@ class RunRecorder:
         if self._request.suite.brief:
             return result
         shown = timeline.warmed_up() if measures else timeline
-        # A worker process ends well although nobody reads what it says any more; rich answers a broken pipe by
-        # SystemExit.
+        # A worker must end normally even if its output's reader is gone; rich raises SystemExit for a broken pipe.
         with contextlib.suppress(OSError, SystemExit) if self._kind.in_processes else contextlib.nullcontext():
             width = min(_PICTURE_WIDTH, standard_output().width - 2)
             console.print_summary(result, text_picture(shown, width=width), log.where())
@@ -229,15 +228,15 @@ class RunRecorder:
             return train(progress, self.log.point)
 
     def _watched(self, result: RunResult) -> MemoryForecast | None:
-        """Return what the simulator says of memory and occupancy over time, if it can."""
+        """Return simulated memory and occupancy over time, if available."""
         try:
             return watch_of(self._job, result.moves)
-        except Exception as error:  # what was trained is worth more than what is predicted
+        except Exception as error:  # a failed prediction must not lose the training's result
             _LOG.warning("memory over time could not be simulated: %s", error)
             return None
 
     def _with_prediction(self, result: RunResult) -> RunResult:
-        """Return a result with what the simulator says beside it, where that is about the device it ran on."""
+        """Return a result with the simulator's prediction, if that is about the device it ran on."""
         job, note = self._job, result.notes.get(PREDICTION, "")
         unpredicted = replace(result, notes={fact: text for fact, text in result.notes.items() if fact != PREDICTION})
         if job.profile.source != "measured" and job.cluster.device not in self._device:
@@ -248,7 +247,7 @@ class RunRecorder:
         try:
             metrics |= compare(metrics, predicted_metrics(job.setup, longest))
             self.log.text("prediction.md", prediction_markdown(metrics, note))
-        except Exception as error:  # what was measured is worth more than what was predicted
+        except Exception as error:  # likewise
             _LOG.warning("the run could not be predicted: %s", error)
             return unpredicted
         return replace(result, metrics=metrics)

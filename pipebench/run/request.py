@@ -1,4 +1,4 @@
-"""One run that a command asks for: which recipe, under which name, as a part of what."""
+"""One run requested by a command: recipe, name and group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,34 +15,22 @@ from pipebench.train.job import Decision
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One run.
+    """One run."""
 
-    Attributes:
-        loaded: the recipe, with the run's seed.
-        name: what the run is called.
-        suite: how the command runs its recipes.
-        parent: the comparison or the group of seeds it belongs to, or MLflow's id of that.
-        decision: what was decided for the run before; None where one process runs it.
-    """
-
-    loaded: LoadedRecipe
+    loaded: LoadedRecipe  # with the run's seed
     name: str
     suite: Suite
-    parent: RunLog | str | None = None
-    decision: Decision | None = None
+    parent: RunLog | str | None = None  # the comparison or group of seeds, or its MLflow id
+    decision: Decision | None = None  # None if one process runs it
 
     @property
     def words(self) -> Sequence[str]:
-        """The recipe and its overrides, or only these in a run that goes on, for another process's command line."""
+        """Command line for another process: recipe and overrides, or only these in a resumed run."""
         reference = () if self.suite.resumed is not None else (str(self.loaded.path),)
         return (*reference, *self.suite.overrides, *self.loaded.words)
 
     def make_folder(self, *, parent_mlflow_run_id: str | None = None) -> RunFolder:
-        """Make the folder of a new run.
-
-        Raises:
-            UserError: nothing can be written to the working directory.
-        """
+        """Create the folder of a new run; raises a UserError if the working directory isn't writable."""
         facts = RunFacts(
             run_id=run_folder.new_run_id(self.loaded.recipe.name),
             name=self.name,
@@ -58,15 +46,15 @@ class RunRequest:
 
 
 def with_seed(loaded: LoadedRecipe, seed: int) -> LoadedRecipe:
-    """Return a recipe with a run's seed; its `config` stays that of the recipe."""
+    """Return a recipe with a run's seed; `config` stays the recipe's."""
     recipe = replace(loaded.recipe, train=replace(loaded.recipe.train, seed=seed))
     return replace(loaded, recipe=recipe, flat={**loaded.flat, "train.seed": str(seed)})
 
 
 def recipe_yaml(loaded: LoadedRecipe) -> str:
-    """Return a recipe of its own with everything filled in, and the run's seed.
+    """Return a self-contained recipe with the run's seed.
 
-    Microbatches that the recipe doesn't give follow from the plan, and still do when the run goes on under another.
+    Microbatches not given by the recipe follow from the plan, so they stay open for a resumed run under another.
     """
     train = {**loaded.plain["train"], "seed": loaded.recipe.train.seed}
     parallelism = {**loaded.plain["parallelism"]}

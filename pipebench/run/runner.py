@@ -1,4 +1,4 @@
-"""Runs recipes: prepares each, trains or simulates it, records it, and prints the answer.
+"""Prepare recipes, train or simulate, record and print.
 
 Experiment = suite, parent run = comparison (or the seeds of one recipe), child = one run of one recipe.
 """
@@ -33,33 +33,25 @@ RUNS: Mapping[str, EngineRuns] = {
     "virtual": VirtualRuns(),
     "simulated": SimulatedRuns(),
     "distributed": DistributedRuns(),
-}  # by kind of engine, how runs with it are made
-_MOST_NAMED = 6  # runs in the name of a comparison
+}  # by kind of engine
+_MOST_NAMED = 6  # runs in a comparison's name
 _Ids = dict[tuple[str, int | None], str | None]
 _WORST_FIRST = (INTERRUPTED, DIVERGED, MISSED, COMPLETED, REACHED)
 
 
 def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int] | None) -> int:
-    """Run every recipe, once per seed; print and record the answers.
-
-    Args:
-        loaded: validated recipes.
-        suite: how.
-        seeds: seeds to run each with; None for the recipe's own.
-
-    Returns:
-        The worst exit code of the runs.
+    """Run every recipe once per seed (None for the recipe's own); print and record results; return the worst exit code.
 
     Raises:
-        UserError: what the runs come to could be recorded nowhere.
+        UserError: the results can't be recorded anywhere.
         WorkersFailedError: processes ended without a result.
     """
     require_writable()
     several = len(loaded) > 1
-    # What only the traced model shows to be wrong must come out before the first recipe runs.
+    # Faults visible only in the traced model must be raised before the first recipe runs.
     decisions = [RUNS[each.recipe.engine.kind].decide(each, suite, alone=not several) for each in loaded]
     processes_only = all(engine_kind(each.recipe).in_processes for each in loaded)
-    # Where all there is to record is recorded by the processes, this one has no use for MLflow.
+    # If the processes record everything, this one needs no MLflow.
     tracking = None if processes_only and not several and len(seeds or [0]) == 1 else Tracking(suite.name)
     comparison = {"kind": "comparison"}
     total, numbers = len(loaded) * len(seeds or [0]), itertools.count(1)
@@ -71,7 +63,7 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     title = comparison_title([each.run_name for each in loaded], datetime.now())
     parent = tracking.start(title, params={}, tags=comparison, virtual=False) if several and tracking else None
     results: list[RunResult] = []
-    ids: _Ids = {}  # MLflow's, by name and seed; without one, of a group of seeds
+    ids: _Ids = {}  # MLflow's, by name and seed (None for a group of seeds)
     try:
         with telling_what_is_left(loaded, suite, seeds, ids):
             for each, decision in zip(loaded, decisions, strict=True):
@@ -92,12 +84,9 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
 
 
 def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> str:
-    """Return the start of a recipe's pipeline as text, in units of a fast stage's forward time, links free.
+    """Return the start of a recipe's pipeline as text, in units of a fast stage's forward time, with free links.
 
-    Args:
-        loaded: the recipe.
-        versions: tell the weight version of every forward and backward.
-        cut: no wider than the terminal, if that is where it goes.
+    `versions` adds the weight version of every forward and backward; `cut` limits lines to the terminal's width.
     """
     job = prepare_job(loaded, trains=False)
     setup = job.setup
@@ -112,7 +101,7 @@ def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> s
     cells = [[max(1, round(value / unit_s)) for value in row] for row in (forward, backward, weight)]
     if pipeline.backward == SPLIT:
         cells[1] = [sum(parts) for parts in zip(*cells[1:], strict=True)]
-    # Two flushes; or, where there is none, the pipeline full for as long again, and a few updates.
+    # Two flushes; without flushes the fill time again in steady state, and a few updates.
     count = 2 * pipeline.period if pipeline.flushes else max(3 * pipeline.period, 2 * pipeline.block * pipeline.depth)
     title = f"{loaded.recipe.parallelism.mode}, plan {setup.plan}, one column = {unit_s:.3g} s, links free"
     width = standard_output().width if cut and is_terminal() else None
@@ -120,23 +109,19 @@ def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> s
 
 
 def watch(loaded: LoadedRecipe) -> MemoryForecast:
-    """Return what there is to see of a recipe over simulated time: memory and occupancy."""
+    """Return a recipe's simulated memory and occupancy over time."""
     return MemoryForecast.over(prepare_job(loaded, trains=False))
 
 
 def schedule_csv(loaded: LoadedRecipe) -> str:
-    """Return one update's passes of a recipe in torch's CSV form.
-
-    Raises:
-        UserError: the form can't express them.
-    """
+    """Return one update's passes of a recipe in torch's CSV form; raises a UserError if that can't express them."""
     return as_csv(prepare_job(loaded, trains=False).setup.pipeline)
 
 
 def _run_with_seeds(
     given: RunRequest, seeds: Sequence[int] | None, tracking: Tracking | None, begin: Callable[[str], None], ids: _Ids
 ) -> list[RunResult]:
-    """Run a recipe once per seed, in a group where there are several; note MLflow's ids."""
+    """Run a recipe once per seed, grouped if several; record MLflow's ids in `ids`."""
     loaded, name = given.loaded, given.name
     run = RUNS[loaded.recipe.engine.kind].run
     if seeds is None or len(seeds) == 1:
@@ -172,7 +157,7 @@ def _run_with_seeds(
 
 
 def _finish_comparison(parent: RunLog, results: Sequence[RunResult], *, complete: bool) -> None:
-    """Keep table and curves of a comparison, or of a recipe's seeds, where people look first, and close its record."""
+    """Record table and curves of a comparison or group of seeds, and close its record."""
     if results:
         parent.tag("outcome", _outcomes(results))
         markdown = comparison_markdown(results)
@@ -184,7 +169,7 @@ def _finish_comparison(parent: RunLog, results: Sequence[RunResult], *, complete
 
 
 def comparison_title(names: Sequence[str], begun: datetime) -> str:
-    """Return what MLflow calls a comparison: what is compared, and when it began.
+    """Return a comparison's name in MLflow: what is compared and its start.
 
     >>> comparison_title(["quickstart-dp", "quickstart-gpipe"], datetime(2026, 1, 31, 9, 5))
     'dp, gpipe, 2026-01-31 09:05'
@@ -195,7 +180,7 @@ def comparison_title(names: Sequence[str], begun: datetime) -> str:
 
 
 def _tell_speed_ups(parent: RunLog, results: Sequence[RunResult], ids: _Ids) -> None:
-    """Tell every run of a comparison how much faster than data parallelism it was: only the comparison knows."""
+    """Record in every run of a comparison its speed-up over data parallelism."""
     for key, values in speed_ups(results).items():
         run_id = ids.get(key)
         if run_id is not None and values:
@@ -203,6 +188,6 @@ def _tell_speed_ups(parent: RunLog, results: Sequence[RunResult], ids: _Ids) -> 
 
 
 def _outcomes(results: Sequence[RunResult]) -> str:
-    """Return how many runs came to what: `3 reached, 1 missed`."""
+    """Count outcomes as text: `3 reached, 1 missed`."""
     counts = Counter(result.outcome for result in results)
     return ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common())

@@ -1,10 +1,9 @@
-"""A trial of what the user has brought or chosen, before anything runs: samples through model, loss and metrics.
+"""Try the user's code before anything runs: samples through model, loss and metrics, and the optimizer.
 
-What doesn't go together is then told in one sentence, instead of somewhere in the run, by a worker among others.
-
-An optimizer is tried on small parameters: a stage's sees the stage's parameters only, steps without a closure, and
-finds its parameters in another buffer after every update that minibatches in flight keep from happening in place.
-Whatever comes of that must be what a plain loop over the whole model comes to.
+A mismatch is then reported in one sentence instead of by one worker during the run. An optimizer is tried on small
+parameters: a stage's has only the stage's parameters, steps without a closure, and finds its parameters in another
+buffer after each update that can't be in place because of minibatches in flight. It must agree with a plain loop over
+the whole model.
 """
 
 import copy
@@ -34,16 +33,12 @@ _SAMPLES = 16
 
 
 def try_out(loaded: LoadedRecipe) -> None:
-    """Try what a recipe names by target, and optimizers that not every model suits.
-
-    Raises:
-        RecipeError: in one sentence, what doesn't work.
-    """
+    """Try a recipe's targets, and optimizers that don't suit every model; raises a RecipeError in one sentence."""
     recipe = loaded.recipe
     with faults_of(loaded), seeded(0):
         _try_schedule(recipe)
         own = [section for section in (recipe.model, recipe.dataset) if section.get("target") is not None]
-        tries_optimizer = recipe.train.optimizer.name not in FUSED  # those are tested under every plan
+        tries_optimizer = recipe.train.optimizer.name not in FUSED  # fused ones are tested under every plan
         if not own and not tries_optimizer:
             return
         model = initial_model(recipe, "cpu" if own else "meta")
@@ -55,7 +50,7 @@ def try_out(loaded: LoadedRecipe) -> None:
 
 
 def _try_schedule(recipe: Recipe) -> None:
-    """Ask for the rate at the end of training: a scheduler of torch's gets there step by step."""
+    """Compute the learning rate at the end of training; torch's schedulers step through all of it."""
     if recipe.train.schedule.name in KINDS[SCHEDULE].ours:
         return
     train, num_train = recipe.train, make_dataset(recipe.dataset).num_train
@@ -99,7 +94,7 @@ def _check_sum(
     total: torch.Tensor,
     key: str,
 ) -> None:
-    """Refuse what grows with the number of samples twice: a sum over samples where their mean is asked for."""
+    """Refuse a sum over samples where a mean is required: it would count the number of samples twice."""
     count = next(iter(targets.values())).shape[0]
 
     def sample(value: Any, index: int) -> Any:
@@ -108,7 +103,7 @@ def _check_sum(
     try:
         with torch.no_grad():
             singles = sum(float(measure(sample(output, i), sample(dict(targets), i))) for i in range(count))
-    except Exception:  # not every loss can do with a single sample
+    except Exception:  # not every loss accepts a single sample
         return
     whole = float(total.detach())
     if count > 1 and whole and math.isclose(whole, count * singles, rel_tol=1e-4):
@@ -120,19 +115,14 @@ def _check_sum(
 
 
 _STEPS = 5
-_RESTORED_AT = 3  # after so many, the moving one goes on from its state in another, as from a checkpoint
+_RESTORED_AT = 3  # updates after which the moving optimizer's state is loaded into a new one, as from a checkpoint
 _LARGEST_SIDE, _MOST_SHAPES = 3, 8
 
 
 def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -> None:
-    """Train small parameters of the same numbers of dimensions in three ways that must agree.
+    """Train small parameters with the model's numbers of dimensions in three ways that must agree.
 
-    Args:
-        recipe: with a target, or the name of a class.
-        parameters: those of the whole model that are trained.
-
-    Raises:
-        UserCodeError: it fails, or the ways disagree.
+    Raises a UserCodeError if the optimizer fails or the ways disagree.
     """
     shapes = dict.fromkeys(tuple(min(side, _LARGEST_SIDE) for side in parameter.shape) for parameter in parameters)
     generator = torch.Generator().manual_seed(0)
@@ -166,7 +156,7 @@ def _trained(
     *,
     moving: bool = False,
 ) -> list[torch.Tensor]:
-    """Train in place; or moving, with two minibatches in flight, so that every update writes into another buffer."""
+    """Train in place, or `moving`: two minibatches in flight, so that every update writes into another buffer."""
     weights = Weights(_module(start), partial(make_optimizer, recipe))
     held: list[int] = []
     for num_done, (step, lr) in enumerate(zip(gradients, rates, strict=True), 1):
