@@ -31,8 +31,8 @@ class Mode:
         accumulate: minibatches of every replica per update, unless the recipe says otherwise: a number, or None for as
             many as are in flight.
         chunks: stages per worker, unless the recipe says otherwise.
-        backward: how a backward runs: `whole`, in one piece, or `split` into its input part, whose gradients are sent at
-            once, and its weight part.
+        backward: how a backward runs: `whole`, in one piece, or `split` into its input part, whose gradients are sent
+            at once, and its weight part.
         depth: minibatches in flight per input-stage replica; None for NOAM.
         microbatches: whether a minibatch may be cut into microbatches.
         recompute: whether activations are recomputed for the backward, unless the recipe says otherwise.
