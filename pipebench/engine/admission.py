@@ -201,12 +201,7 @@ def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
 class StoppableAdmission:
     """Admission control for all workers of one process; a cut is at their current position.
 
-    Args:
-        stop: the stop request.
-        pipeline: the pipeline.
-        num_minibatches: of the segment.
-        multiple_of: segments end early at multiples of this many minibatches, see `Control`.
-        on_cut: called with the new length if the segment is cut short.
+    Segments end early at multiples of `multiple_of` minibatches, see `Control`; `on_cut` is called with the new length.
     """
 
     def __init__(

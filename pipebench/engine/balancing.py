@@ -155,12 +155,8 @@ class RepartitionController:
         """Return the next layout and the one right after it so that all fits while layers move; None: no way found.
 
         A stage may exceed its memory under the current layout with layers in transfer, or under the wanted one. So in
-        turn it first makes room by temporary policies, then takes less for good.
-
-        Args:
-            stages: as measured.
-            tight: the same, with less memory under `wanted`.
-            wanted: the final layout.
+        turn it first makes room by temporary policies, then takes less for good: `stages` are as measured, `tight` the
+        same with less memory.
         """
         now = self._layout
         room, first, roomy = _Tight(stages), now, set[int]()

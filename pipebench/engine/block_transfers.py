@@ -18,13 +18,8 @@ from pipebench.schedule.operations import MIGRATION, Op
 class BlockTransfers:
     """Executes the moves of one segment of training on one worker.
 
-    Args:
-        replicas: the worker's replicas by stage; updated when a replica takes over a stage as now cut.
-        running: what runs every stage, see `MigratingReplica`; updated likewise.
-        shares: the stages' shares of the model's state.
-        feed: the segment's data.
-        phases: the segment's cuts.
-        note_memory: see `MigratingReplica`.
+    `replicas` and `running` (see `MigratingReplica`) are updated as layers move; `shares` are the stages' shares of the
+    model's state, `phases` the segment's cuts.
     """
 
     def __init__(

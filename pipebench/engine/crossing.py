@@ -22,12 +22,8 @@ _Key = tuple[int, int]  # stage, unit
 class BoundaryValues:
     """Values and gradients in transit in one segment of training, or in one evaluation.
 
-    Args:
-        graph: the layers.
-        pipeline: maps units to minibatches.
-        stages: the worker's, as cut when the segment begins.
-        scales: of the stages whose gradients are scaled.
-        phases: the segment's cuts, if layers may move.
+    `stages` are the worker's, as cut when the segment begins; `scales` are of stages whose gradients are scaled;
+    `phases` are the segment's cuts, if layers may move.
     """
 
     def __init__(

@@ -28,7 +28,6 @@ class FeasibilityCheck:
         self._setup, self.layout = setup, layout_of(setup.plan)  # `layout`: at that drain
         self._inputs = {size: input_bytes_of(rows) for size, rows in setup.profile.by_size.items()}
         self._multiple = math.lcm(pipeline.period, setup.sampler.streams or 1)
-        # Of a device
         self.limit_bytes = math.inf if cluster.memory_bytes is None else float(cluster.memory_bytes)
         # Minibatches from the last stage's current backward to the first that no stage has reached
         self.ahead = 3 * pipeline.depth + 1  # of the last stage's backward; the first stage is a depth further

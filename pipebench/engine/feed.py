@@ -26,11 +26,7 @@ _SIZES_KEPT = 1024  # more than there are units in flight
 class Feed:
     """The data of one segment of training, or of one evaluation.
 
-    Args:
-        setup: what is run.
-        split: `train` or `eval`.
-        first: the minibatch of unit 0.
-        num_minibatches: minibatches of the segment.
+    `split` is `train` or `eval`, `first` the minibatch of unit 0.
     """
 
     def __init__(self, setup: Setup, split: str, first: int, num_minibatches: int) -> None:

@@ -58,11 +58,7 @@ class HeldBytes:
 class SegmentBytes:
     """Tracks each worker's bytes in a straight pipeline's segment whose layers stay.
 
-    Args:
-        setup: what is run.
-        size_of: the size of a unit.
-        inputs: of the model.
-        start_s: the run's clock at the segment's start; above 0 there have been updates.
+    `inputs` are the model's; there have been updates if `start_s`, the run's clock at the segment's start, is above 0.
     """
 
     def __init__(self, setup: Setup, size_of: Callable[[int], Size], inputs: Inputs, start_s: float) -> None:

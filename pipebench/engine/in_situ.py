@@ -94,14 +94,9 @@ def mean(found: Sequence[Sequence[Sequence[Any]]]) -> InSituTimes:
 
 
 def in_use(profile: Profile, setup: Setup, profiled_in_situ: InSituTimes) -> Profile:
-    """Return a profile whose layers add up, stage by stage, to the in-situ measurements.
+    """Return a profile whose layers add up, stage by stage, to the in-situ measurements of a setup.
 
     Sizes without a measurement change like the nearest measured one.
-
-    Args:
-        profile: layer costs at every size that travels.
-        setup: the measured setup; its plan's stages are used.
-        profiled_in_situ: of `profile_in_situ`.
     """
     sizes = sorted({key.num_samples for key in profiled_in_situ if key.op is Op.FORWARD})
     bounds = [range(stage.start, stage.stop) for stage in setup.plan.stages]

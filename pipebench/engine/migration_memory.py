@@ -30,12 +30,7 @@ _RECEIVES: Final = with_kind(RECEIVE, ACTIVATION, GRADIENT)
 class MigrationMemory:
     """Tracks each worker's memory in a segment.
 
-    Args:
-        phases: the segment's cuts.
-        costs: bytes that cross stages or are transferred.
-        size_of: the size of a unit.
-        inputs: of the model.
-        start_s: the run's clock at the segment's start; above 0 there have been updates.
+    `inputs` are the model's; there have been updates if `start_s`, the run's clock at the segment's start, is above 0.
     """
 
     def __init__(

@@ -54,11 +54,9 @@ DIRECTIONS: Final[dict[type, Callable[[Mapping[str, Any], Group], torch.Tensor |
 
 
 class MovedWeights:
-    """The weights that all passes of a stage replica compute with.
+    """The weights that all passes of a stage replica compute with, displaced from the newest of `weights`.
 
-    Args:
-        weights: the versions; only the newest is stored.
-        gamma: decay of the mean change per update; None keeps no mean change.
+    `gamma` is the decay of the mean change per update; None keeps no mean change.
     """
 
     def __init__(self, weights: Weights, gamma: float | None) -> None:

@@ -15,15 +15,9 @@ SizeOf = Callable[[int], Size]
 
 
 class Segment:
-    """A segment between two drains.
+    """A segment between two drains, with its cuts if layers may move.
 
-    Args:
-        setup: what is run.
-        phases: the segment's cuts, if layers may move.
-        first: its first minibatch in the run.
-        num_minibatches: its length.
-        stop: the stop request.
-        on_cut: called with the new length if the segment is cut short.
+    `first` is its first minibatch in the run; `on_cut` is called with the new length if the segment is cut short.
     """
 
     def __init__(

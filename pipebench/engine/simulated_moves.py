@@ -42,12 +42,7 @@ def simulate_moves(
 ) -> SegmentTotals:
     """Simulate a whole segment in which layers move; return its totals.
 
-    Args:
-        setup: what is run, with the cuts at the drain.
-        moves: numbered from the segment's start, ascending.
-        first: the segment's first minibatch in the run.
-        num_minibatches: its length.
-        meter: records every event and transfer.
+    `moves` are numbered from the segment's start, ascending; `first` is its first minibatch in the run.
 
     Raises:
         PlanError: a move can't be made.

@@ -22,15 +22,10 @@ _SIZES_KEPT = 1024  # more than there are units in flight
 
 
 class SimulatedSegment(Segment):
-    """A simulated segment.
+    """A simulated segment, with its cuts if layers may move.
 
-    Args:
-        setup: what is run.
-        phases: the segment's cuts, if layers may move.
-        first: its first minibatch in the run.
-        num_minibatches: its length.
-        start_s: the run's clock at its start.
-        inputs: bytes of the model's inputs, by size of the unit.
+    It begins with minibatch `first` of the run at `start_s` on the run's clock; `inputs` are bytes of the model's
+    inputs by size of the unit.
     """
 
     def __init__(

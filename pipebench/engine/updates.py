@@ -20,20 +20,15 @@ _Gradients = Sequence[torch.Tensor | None]
 
 
 class Updates:
-    """The updates of one segment of training.
+    """The updates of one segment of training, from minibatch `first` of the run on.
 
-    Args:
-        setup: what is run.
-        first: the segment's first minibatch in the run.
-        num_minibatches: its length.
-        divisors: of every minibatch's loss; None: every stage divides at its own update.
+    `divisors` are of every minibatch's loss; None: every stage divides at its own update.
     """
 
     def __init__(self, setup: Setup, first: int, num_minibatches: int, divisors: Sequence[float] | None) -> None:
         self._setup = setup
         self._first = first
-        # May be lowered by whole rounds that have not started
-        self.num_minibatches = num_minibatches
+        self.num_minibatches = num_minibatches  # may be lowered by whole rounds that have not started
         self._divisors = divisors
 
     def loss_function(self, targets: Mapping[str, torch.Tensor], minibatch: int) -> LossFunction:
@@ -64,7 +59,7 @@ class Updates:
 
         Args:
             replica: runs the stage.
-            gradients: of the round, summed over replicas, in the stage's order.
+            gradients: summed over replicas, in the stage's order.
             stage: the stage.
             round_index: the round.
             shared_norm: of all stages' gradients, if they clip or skip together.

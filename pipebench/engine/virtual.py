@@ -32,16 +32,10 @@ _LOG = logging.getLogger("pipebench.engine")
 
 
 class VirtualEngine(TrainingEngine):
-    """Trains on a virtual clock. `train` and `evaluate` leave the pipeline drained.
+    """Trains on a virtual clock; training and evaluation leave the pipeline drained.
 
-    Args:
-        setup: what to run.
-        network: the links, which also count predicted bytes.
-        observe: called with every event after its execution.
-        on_loss: see `TrainingEngine`.
-        on_unit: see `TrainingEngine`.
-        meter: records every event, too.
-        stop: the stop request.
+    `network` also counts predicted bytes; `observe` is called with every event after its execution; `meter` records
+    events too; for `on_loss` and `on_unit` see `TrainingEngine`.
     """
 
     meter: Meter

@@ -230,10 +230,8 @@ class Weights:
     def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
         """Make the next version by an optimizer step from the newest.
 
-        Args:
-            gradients: one per parameter; None leaves it unchanged.
-            lr: learning rate.
-            keep_from: the oldest version that a forward may still request, see `VersionLedger`.
+        A gradient of None leaves its parameter unchanged; `keep_from` is the oldest version that a forward may still
+        request, see `VersionLedger`.
         """
         self._averages = None
         target = self._next(keep_from)

@@ -94,14 +94,10 @@ class Worker:
         divisors: list[float] | None,
         phases: SegmentCuts | None = None,
     ) -> None:
-        """Start a segment of training, with nothing in flight.
+        """Start a segment of training at minibatch `first`, with nothing in flight.
 
-        Args:
-            feed: the segment's data.
-            first: the segment's first minibatch.
-            num_minibatches: its length; `end_early` may lower it.
-            divisors: of `loss_divisors`.
-            phases: the segment's cuts, if layers may move.
+        `end_early` may lower `num_minibatches`; `divisors` are of `loss_divisors`; `phases` are the segment's cuts, if
+        layers may move.
         """
         scales = {stage: replica.scale for stage, replica in self.replicas.items() if replica.scale is not None}
         self._stages = {stage: replica.stage for stage, replica in self.replicas.items()}

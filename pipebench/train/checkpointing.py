@@ -35,12 +35,7 @@ class ResumePoint:
 
 
 def resume_point(checkpoint: Checkpoint, job: Job, run: RunIdentity | None = None) -> ResumePoint:
-    """Return a checkpoint's content after checking that all of it fits.
-
-    Args:
-        checkpoint: a complete one.
-        job: the job to resume.
-        run: the run's identity; None without a folder.
+    """Return a complete checkpoint's content after checking that all of it fits a job and, with a folder, its run.
 
     Raises:
         CheckpointError: names the checkpoint, what in it does not fit, found and expected.
@@ -159,14 +154,10 @@ NO_CHECKPOINTS = CheckpointPolicy()
 def write_checkpoint(
     store: Checkpoints, step: int, engine: TrainingEngine, progress: ProgressSink, training_state: ProgressOf
 ) -> None:
-    """Write a checkpoint; all processes call it. A failure is reported and the previous one stays.
+    """Write a checkpoint after `step` minibatches, drained; all processes call it.
 
-    Args:
-        store: the checkpoints.
-        step: minibatches done.
-        engine: drained.
-        progress: for the report of a failure.
-        training_state: returns the training loop's state from all processes' counters.
+    A failure is reported to `progress` and the previous checkpoint stays. `training_state` returns the training loop's
+    state from all processes' counters.
     """
     parts, problem = [], None
     engine.set_activity("checkpoint")

@@ -26,11 +26,8 @@ _UPDATES: Final = 2  # the first creates the optimizer's state, present in the s
 def with_largest_update(course: PlannedWorkload, memories: tuple[StageMemoryCosts, ...]) -> Pipeline:
     """Return a workload's pipeline with the most minibatches per update that fit in memory, at most an epoch's.
 
-    More minibatches never need less memory if all run forward before the first runs backward.
-
-    Args:
-        course: the workload with one minibatch of every replica per update.
-        memories: of its stages, independent of the number of minibatches.
+    More minibatches never need less memory if all run forward before the first runs backward. `course` has one
+    minibatch of every replica per update.
 
     Raises:
         PlanError: not even one fits.

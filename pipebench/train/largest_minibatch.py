@@ -34,11 +34,7 @@ class Trial:
 def largest_minibatch(loaded: LoadedRecipe, on_trial: Callable[[Trial], None] = lambda _trial: None) -> Trial:
     """Return the largest tried size that fits, a multiple of the recipe's microbatches.
 
-    A smaller size than one that fits is assumed to fit, too.
-
-    Args:
-        loaded: a recipe; the search starts at its minibatch size.
-        on_trial: called with every trial.
+    The search starts at the recipe's minibatch size; a smaller size than one that fits is assumed to fit, too.
 
     Raises:
         PlanError: not even the smallest fits, or the cluster has no limit of memory.

@@ -102,14 +102,7 @@ def rate_of_samples(train: TrainRecipe, num_train: int) -> Callable[[int], float
 
 
 def steps_before(before: int, every: PeriodRecipe, minibatch_size: int, num_train: int) -> int:
-    """Return the scheduler's steps before a sample.
-
-    Args:
-        before: samples seen, in whole minibatches.
-        every: the period, in epochs or minibatches.
-        minibatch_size: samples of a minibatch, except an epoch's last.
-        num_train: samples of an epoch.
-    """
+    """Return the scheduler's steps `before` so many samples, in whole minibatches; `num_train` are an epoch's."""
     epochs, within = divmod(before, num_train)
     if every.epochs is not None:
         return epochs // every.epochs

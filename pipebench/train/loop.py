@@ -53,12 +53,7 @@ class _StoppedError(Exception):
 class TrainingLoop:
     """Trains a job until its target, its last epoch, divergence or Ctrl-C; `run` may be called once.
 
-    Args:
-        job: what to train.
-        make_engine: makes the engine, with callbacks for losses and finished units.
-        progress: receives every minibatch and evaluation.
-        on_point: called with every point of the curves.
-        policy: checkpoints.
+    `progress` receives every minibatch and evaluation; `on_point` is called with every point of the curves.
     """
 
     def __init__(
@@ -128,7 +123,7 @@ class TrainingLoop:
         for data, training_s in zip(saved.points, saved.training_s_at, strict=True):
             point = Point(**data)
             self._curves.add(point, training_s)
-            # Again: the process that took it first may have died before it was recorded. No record takes it twice.
+            # Reported again, since the first process may have died before recording it; records ignore duplicates.
             self._on_point(point)
 
     def _train_to_target(self) -> None:

@@ -93,17 +93,7 @@ def run_metrics(
     measured: RunMeasurements,
     earlier: EarlierWorkers,
 ) -> dict[str, float]:
-    """Return the metrics of a run that trained.
-
-    Args:
-        job: what was trained.
-        samples: trained on.
-        clock: the run's clock.
-        curves: its evaluations.
-        facts: its workers' counters, by `sum_facts`.
-        measured: their measurements.
-        earlier: work of earlier workers.
-    """
+    """Return the metrics of a run that trained `samples`; `facts` as by `sum_facts`."""
     setup, training_s = job.setup, clock.training_s
     metrics: dict[str, float] = {
         "evaluation_time_s": clock.evaluation_s,

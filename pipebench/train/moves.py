@@ -29,11 +29,6 @@ class PlannedMove:
 def planned_moves(asked: Sequence[AskedMove], setup: Setup, periods: Periods) -> tuple[PlannedMove, ...]:
     """Return the plans that a recipe asks for, the first one first.
 
-    Args:
-        asked: the recipe's moves.
-        setup: what is run, and how layers move.
-        periods: the run's drains.
-
     Raises:
         PlanError: layers can't move, or an impossible plan or minibatch; names the move.
     """
@@ -111,17 +106,12 @@ def _check_live(planned: Sequence[PlannedMove], setup: Setup, periods: Periods) 
 def plan_after(
     graph: LayerGraph, plan: Plan, cuts: Sequence[str], memory: dict[str, str] | None, where: str = _KEY
 ) -> Plan:
-    """Return a plan under other cuts.
+    """Return a plan under other cuts, the first layer of every stage but the first.
 
-    Args:
-        graph: the model.
-        plan: before.
-        cuts: first layer of every stage but the first.
-        memory: policies by layer name, others save; None leaves all unchanged.
-        where: the key that asks for it.
+    `memory` has policies by layer name, others save; None leaves all unchanged.
 
     Raises:
-        PlanError: no such layer, or an empty stage; names `where`.
+        PlanError: no such layer, or an empty stage; names `where`, the key that asks for it.
     """
     policies = None if memory is None else _policies(graph, memory, where)
     try:

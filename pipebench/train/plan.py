@@ -73,15 +73,9 @@ def kept_plan(
     graph: LayerGraph,
     streams: int | None,
 ) -> Plan:
-    """Return a recorded plan, if the recipe allows it.
+    """Return a recorded plan from the file `source`, if the recipe, its mode resolved, allows it.
 
-    Args:
-        form: the plan.
-        source: its file.
-        parallelism: of the recipe, its mode resolved.
-        num_workers: devices of the cluster.
-        graph: the model.
-        streams: of a text, shared out among replicas.
+    `streams` are of a text, shared out among replicas.
 
     Raises:
         RecipeError: lists all problems.

@@ -115,13 +115,7 @@ def _with_mode(
 
 
 def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan) -> Setup:
-    """Return the engine's setup.
-
-    Args:
-        recipe: a recipe with a resolved mode.
-        cluster: where it runs.
-        known: the initial model, and the profile for costs.
-        plan: the plan.
+    """Return the engine's setup for a recipe with a resolved mode.
 
     Raises:
         PlanError: impossible with this plan, cluster or precision.

@@ -160,10 +160,7 @@ def initial_model(recipe: Recipe, device: str = "cpu") -> nn.Module:
 def _layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str]) -> LayerGraph:
     """Return a model as layers; as a single one if it can't be traced and needs no cuts.
 
-    Args:
-        recipe: its layers and mode.
-        model: its model.
-        fed: number or names of the arguments that the data set feeds.
+    `fed` is the number or names of the arguments that the data set feeds.
 
     Raises:
         GraphError: it can't be traced, and needs cuts.

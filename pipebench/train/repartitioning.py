@@ -27,12 +27,8 @@ class Repartitioning:
     def train(self, done: int, drain: int) -> int:
         """Train up to the next drain, and record the moves before it; `replan` makes those at the drain.
 
-        Args:
-            done: minibatches of the run so far.
-            drain: minibatches before the next regular drain.
-
-        Returns:
-            Minibatches of the run at the end: fewer than `drain` if it drains for a move, or is stopped.
+        `done` and `drain` are minibatches of the run so far, and before the next regular drain. Returns those at the
+        end: fewer than `drain` if it drains for a move, or is stopped.
         """
         live = self._engine.setup.live
         drain = min([drain, *(move.minibatch for move in self._planned if move.minibatch > done and not live)])

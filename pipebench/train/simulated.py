@@ -74,10 +74,7 @@ def planned_metrics(job: Job) -> dict[str, float]:
 def predicted_metrics(setup: Setup, num_minibatches: int, meter: Meter | None = None) -> dict[str, float]:
     """Return a simulated segment's metrics, under the names of a trained run's.
 
-    Args:
-        setup: what is run.
-        num_minibatches: of the segment, which ends an epoch and is at most one; `epoch_time_s` is scaled to one.
-        meter: records the timeline.
+    The segment ends an epoch and is at most one; `epoch_time_s` is scaled to one.
     """
     return _metrics(setup, num_minibatches, simulate_segment(setup, num_minibatches, meter))
 

@@ -105,11 +105,7 @@ def watch_of(job: Job, moves: Sequence[RepartitionRecord]) -> MemoryForecast:
 def _with_peaks(job: Job, watch: MemoryForecast, result: RunResult, moving: Sequence[MemoryPeak]) -> RunResult:
     """Return a result with predicted peaks, under all cuts of a run and between them.
 
-    Args:
-        job: what is simulated.
-        watch: records a segment under the initial cuts; its `moved` is set.
-        result: of the run.
-        moving: workers' peaks while layers move; empty if none do.
+    `watch` records a segment under the initial cuts; `moving` are workers' peaks while layers move, if any do.
     """
     per_epoch, found = job.setup.sampler.minibatches_per_epoch, [watch]
     simulate_segment(job.setup, per_epoch, Meter(job.setup.pipeline, *watch.listeners))

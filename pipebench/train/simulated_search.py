@@ -196,13 +196,9 @@ def _ideal_samples_per_s(setup: Setup) -> float:
 
 
 def _points(phase: ArchitecturePeriod, seen: int, rate: float, known: Mapping[str, float]) -> Iterator[Point]:
-    """Yield points of a period's throughput, while layers may move and afterwards.
+    """Yield points of a period's throughput while layers may move and afterwards, with `known` other metrics.
 
-    Args:
-        phase: the period.
-        seen: samples of the run before it.
-        rate: its mean samples per second.
-        known: other metrics of its points.
+    `seen` are samples of the run before it; `rate` is its mean samples per second.
     """
     samples, clock_s = float(seen), phase.begins_s
     for window in phase.windows:

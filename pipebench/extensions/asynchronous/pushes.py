@@ -67,11 +67,9 @@ def fields(counted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Turns:
-    """Decides whose push is applied next: the first to arrive, or the next in a given order.
+    """Decides whose push is applied next: the first to arrive, or the next in a given order (minibatches since the drain).
 
-    Args:
-        order: minibatches since the drain; None: as they arrive.
-        limit: number of the segment's minibatches, as far as known: later ones of a given order never come.
+    `limit` is the known number of the segment's minibatches: later ones of a given order never come.
     """
 
     def __init__(self, order: Sequence[int] | None = None, limit: Callable[[], float] = lambda: math.inf) -> None:

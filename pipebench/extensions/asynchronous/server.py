@@ -57,15 +57,10 @@ class ParameterServer:
         return len(self.segments[-1].minibatches)
 
     def apply(self, replica: int, minibatch: int, version: int, gradients: Gradients) -> Pulled:
-        """Update with one minibatch's gradient; return the new weights, which the replica pulls next.
+        """Update with a minibatch's gradient of the mean loss; return the new weights, which the replica pulls next.
 
-        The learning rate depends on the samples of all earlier updates.
-
-        Args:
-            replica: the minibatch's.
-            minibatch: numbered since the drain.
-            version: number of the weights it was computed with.
-            gradients: of the mean loss, one per parameter.
+        `minibatch` is numbered since the drain; `version` is of the weights that computed the gradient. The learning
+        rate depends on the samples of all earlier updates.
         """
         pushes, weights = self.segments[-1], self._weights
         own = self._setup.sampler.size(pushes.first + minibatch)

@@ -28,10 +28,7 @@ _LOOK_AGAIN_S = 0.5  # to notice a shortened segment
 class ServerLink:
     """Messages between the server and one replica: integers, and a tensor or None per parameter.
 
-    Args:
-        group: the process group of the two.
-        peer: the other rank.
-        like: the stage's parameters.
+    `group` is the process group of the two, `peer` the other rank, `like` the stage's parameters.
     """
 
     def __init__(self, group: Any, peer: int, like: Sequence[torch.Tensor]) -> None:
