@@ -31,7 +31,7 @@ class InProcessCollectives:
         self._sums: dict[tuple[int, int], tuple[list[torch.Tensor | None], int]] = {}  # and reads left
         self._norms: dict[int, torch.Tensor] = {}
         hooks = setup.pipeline.hooks("in_process")
-        # What those that are on add
+        # Of the enabled extensions
         self.extensions: dict[str, EngineExtension] = {name: make(self) for name, make in hooks.items()}
 
     def begin(self, first: int, limit: Callable[[], float]) -> None:

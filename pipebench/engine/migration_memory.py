@@ -90,7 +90,7 @@ class _MigratingMemory:
         whole = self._make(stage.start, stage.stop, 0)
         self._parts = StageParts(StagePart(whole.trained() if trained else whole, stage.start, stage.stop))
         self._pending_transfers: dict[tuple[int, int], int] = {}  # bytes by unit and target stage
-        self._gradients = 0  # of layers whose replica is retired
+        self._gradients = 0  # of layers whose replica makes no updates
         self._arrived = {op: Counter[int]() for op in _RECEIVES}  # bytes per unit, freed by its pass
         self.held = HeldBytes()  # as engines count
 

@@ -67,9 +67,9 @@ def fields(counted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Turns:
-    """Decides whose push is applied next: the first to arrive, or the next in a given order (minibatches since the drain).
+    """Decides whose push is applied next: the first to arrive, or the next in a given order of minibatches.
 
-    `limit` is the known number of the segment's minibatches: later ones of a given order never come.
+    `order` and `limit`, the known number of the segment's minibatches, count from the drain; later ones never come.
     """
 
     def __init__(self, order: Sequence[int] | None = None, limit: Callable[[], float] = lambda: math.inf) -> None:
