@@ -182,7 +182,7 @@ class _Tight:
     """Stages with less memory than their devices have."""
 
     def __init__(self, stages: RepartitionSearch) -> None:
-        self.stages, self._all = stages, stages.problem_of  # with less memory; as measured
+        self.stages, self._all = stages, stages.problem_of  # `stages`: with less memory
         self._less_bytes, self._late = [0.0] * len(stages.measured), Counter[int]()
 
     def tighten(self, excess: Sequence[float]) -> None:

@@ -28,7 +28,7 @@ from pipebench.simulate.simulation import TimelineEvent
 
 Inputs = Mapping[Size, Mapping[str, int]]  # by size of the unit, bytes of every model input
 
-# Kinds as in `replica.LiveBytes`: values for other stages are a stage's until they are sent.
+# Kinds as in `replica.LiveBytes`: units waiting to be transferred count at their stage until sent.
 _COUNTED: Final = {
     WEIGHTS: 0, VERSIONS: 0, MOVED: 1, MASTERS: 2, STATE: 2, GRADIENTS: 3, ACTIVATIONS: 4, SENT: 4, AGAIN: 5,
 }  # fmt: skip

@@ -66,7 +66,7 @@ class MovedWeights:
         self._mean_change = None if gamma is None else weights.new_version()
         self._content: tuple[int, Displacement] | None = None  # version and displacement of `_working`
         self._forward: tuple[int, Displacement] | None = None  # of the last forward
-        self._held: list[torch.Tensor] | None = None  # that forward's weights, once updated
+        self._held: list[torch.Tensor] | None = None  # copy of that forward's weights, after an update
 
     @property
     def num_bytes(self) -> int:

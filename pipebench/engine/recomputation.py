@@ -19,7 +19,7 @@ class Recomputation:
         parts = [part for each in recomputed for part in each.run.modules()]
         norms = [part for part in parts if isinstance(part, nn.modules.batchnorm._NormBase)]
         self._norms = [(norm, {n: b if b is None else b.clone() for n, b in norm._buffers.items()}) for norm in norms]
-        others = [part for part in parts if part not in norms]  # which may change any buffer
+        others = [part for part in parts if part not in norms]  # whose buffers may change in any way
         self._own_buffers = [buffer for part in others for buffer in part.buffers(recurse=False)]
         # Bytes that a backward recomputes, by the shapes of its forward's arguments; freed with the backward
         self.num_bytes: dict[tuple[torch.Size, ...], int] = {}

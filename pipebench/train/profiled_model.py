@@ -179,7 +179,7 @@ def _check_fed(model: nn.Module, graph: LayerGraph, dataset: Dataset, name: str)
     """Raise an error if a data set doesn't fit the model.
 
     Raises:
-        PlanError: other inputs, ids out of an embedding's range, or scores that don't fit the output.
+        PlanError: other inputs, ids out of an embedding's range, or scores of text that the model can't generate.
     """
     if len(graph.inputs) != len(dataset.inputs):
         raise PlanError(

@@ -127,7 +127,7 @@ def _phases(
 
 
 def _train(job: Job, moves: Repartitioning, done: int, stop: int) -> int:
-    """Run from drain to drain up to one at `stop` minibatches or later; return that."""
+    """Run from drain to drain until `stop` minibatches are done; return that number."""
     periods = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
     while done < stop:
         done = moves.train(done, min(stop, periods.next_drain(done)))
