@@ -1,4 +1,4 @@
-"""Gradients of a stage's parameters while backwards compute them: added up, and told of as soon as they are whole."""
+"""Sums of parameter gradients over backwards; each is passed on as soon as it is complete."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,19 +13,14 @@ OnGradient = Callable[[int, torch.Tensor], None]  # position of a parameter in t
 
 
 class Accumulation:
-    """Adds the gradients of a stage's units.
+    """Adds the gradients of a stage's units; `num_parameters` is the stage's.
 
-    Autograd's own accumulation adds in place and takes over a gradient that nobody else holds; parameters have a `grad`
-    only while a backward runs.
-
-    Args:
-        num_parameters: of the stage.
-
-    Attributes:
-        gradients: the sums so far, in the order of the parameters; None of those that have none.
+    Autograd's own accumulation adds in place and takes over a gradient with no other reference; parameters have a
+    `grad` only while a backward runs.
     """
 
     def __init__(self, num_parameters: int) -> None:
+        # Sums in the order of the parameters; None without a gradient
         self.gradients: list[torch.Tensor | None] = [None] * num_parameters
         self._tellers: WeakKeyDictionary[Version, _Teller] = WeakKeyDictionary()
 
@@ -35,16 +30,14 @@ class Accumulation:
         return sum(g.nbytes for g in self.gradients if g is not None)
 
     def clear(self) -> None:
-        """Forget the sums."""
+        """Drop the sums."""
         self.gradients = [None] * len(self.gradients)
 
     @contextmanager
     def add(self, version: Version, on_gradient: OnGradient | None) -> Iterator[None]:
-        """Add the gradients that a backward computes meanwhile to the sums, or tell of them.
+        """Add the gradients of a backward inside to the sums of `version`'s parameters.
 
-        Args:
-            version: whose parameters it computes them for.
-            on_gradient: takes every sum in place of `gradients`, as soon as nothing more is added to it.
+        `on_gradient` takes every sum in place of `gradients`, as soon as it is complete.
         """
         parameters = version.parameters
         for parameter, total in zip(parameters, self.gradients, strict=True):
@@ -64,14 +57,10 @@ class Accumulation:
 
 
 class _Teller:
-    """Hooks on a version's parameters, which stay: to make them anew at every backward takes as long as to call them.
-
-    Attributes:
-        on_gradient: what is told; None for nobody.
-    """
+    """Hooks on a version's parameters, kept because creating them for every backward takes as long as calling them."""
 
     def __init__(self, version: Version) -> None:
-        self.on_gradient: OnGradient | None = None
+        self.on_gradient: OnGradient | None = None  # the receiver, or None
         for index, parameter in enumerate(version.parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._tell, index))  # type: ignore[no-untyped-call]
 

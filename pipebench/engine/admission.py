@@ -1,22 +1,18 @@
-"""The gate every minibatch passes before its first forward, and where a run that is asked to stop ends.
+"""Admission control before each minibatch's first forward, and the agreement on where an interrupted run ends.
 
-A stop may be asked for at any moment, and workers are at different minibatches then. They must all end at the same
-one. Each worker closes its gate and says its *position*: the segment it is in and the first minibatch it has not
-let in, rounded up to a whole grain. The greatest position of all workers, by segment and then by minibatch, is
-the *cut*; every gate opens up to it and no further.
+A stop may be requested while workers are at different minibatches; all must end at the same one. Each worker stops
+admitting and reports its *position*: its segment and the first minibatch it has not admitted, rounded up to a whole
+grain. The greatest position of all workers is the *cut*; every worker admits minibatches up to it.
 
-Why all workers find the same cut. A position is taken under the gate's lock, once, and never changes; the cut is a
-function of all positions, and known only when all are. A closed gate lets nothing beyond its position in until the
-cut is known, and a worker that turns to a later segment meanwhile waits at that segment's minibatch 0. So no
-minibatch beyond the cut was ever begun, by anybody, and every minibatch before it still can be.
+Agreement: a position is taken once, under a lock, and never changes, and the cut is a function of all positions. A
+closed admission control admits nothing beyond its position until the cut is known, and a worker that enters a later
+segment waits at minibatch 0. So no worker has started a minibatch beyond the cut, and all before it can still run.
 
-Why nobody waits for ever. Positions are taken and exchanged by control threads, which never wait for a training
-thread; so the cut becomes known however the training threads wait for each other. Afterwards no gate blocks, and what
-the workers have left to do is the rest of one and the same schedule.
+No deadlock: control threads take and exchange positions and never wait for a training thread, so the cut becomes known.
+Afterwards nothing blocks, and the workers run the rest of one schedule.
 
-Where it is served. A worker between two segments answers for the one it has ended, with all its minibatches. If
-that is true of all of them (a stop asked for during an evaluation), the cut is the end of that segment and later
-segments have no minibatches; if one of them has begun the next segment, the cut is in that one for everybody.
+A worker between two segments reports the end of the last one. If all do (a stop during an evaluation), the cut is that
+end and later segments are empty; if one has started the next segment, the cut is in that one.
 """
 
 import contextlib
@@ -41,46 +37,41 @@ _ROUND_OPS = tuple(op for op, row in OPERATIONS.items() if row.about == ROUND)
 
 
 class Position(NamedTuple):
-    """A place in a run; greater means later.
+    """A place in a run; greater means later."""
 
-    Attributes:
-        segment: index of the segment, -1 before the first.
-        bound: the first minibatch of the segment, numbered since the drain, that is not let in.
-    """
-
-    segment: int
-    bound: int
+    segment: int  # index of the segment, -1 before the first
+    bound: int  # first minibatch of the segment, numbered since the drain, that is not admitted
 
 
 class Admission(Protocol):
-    """What a program asks as it goes: a `AdmissionControl`, or a `Control`, which has one."""
+    """What a program asks: an `AdmissionControl`, or a `Control`, which has one."""
 
     @property
     def limit(self) -> int:
         """Minibatches of the segment that will run."""
 
     def admit(self, minibatch: int) -> bool:
-        """Return whether a minibatch may begin."""
+        """Return whether a minibatch may start."""
 
 
 def admitted_program(
     pipeline: Pipeline, worker: int, num_minibatches: int, admission: Admission, routes: Routes | None = None
 ) -> Iterator[Instruction]:
-    """Yield a worker's instructions for a segment, going over to a shorter segment's as soon as one is agreed on.
+    """Yield a worker's instructions for a segment, which may be shortened meanwhile.
 
-    A segment is cut at a multiple of the pipeline's period, the grain. Cut there, every worker's list is the beginning
-    of its list for more minibatches, but for the backwards that empty the pipeline: every update averages over as many
-    minibatches as it would have without the cut.
+    A segment is cut at a multiple of the pipeline's period, the grain. Up to there every worker's list is a prefix of
+    its list for more minibatches, except for the backwards that empty the pipeline: updates average over as many
+    minibatches as without the cut.
 
-    Asks before the first instruction of every grain: that is a forward's (or its load's or receive's), or, on a replica
-    that has no unit in the last, short round, its wait or update in that round. So a worker at the end of its list
-    has asked for the last grain, and the segment can't be shortened behind its back. What moves layers begins nothing.
+    Asks before the first instruction of every grain: a forward (or its load or receive) or, on a replica without a unit
+    in the last, short round, its wait or update. So a worker at the end of its list has asked for the last grain, and
+    the segment cannot be shortened afterwards. Instructions that move layers ask nothing.
 
     Yields:
-        What `programs(pipeline, admission.limit)[worker]` holds, with the limit as it is at the end.
+        `programs(pipeline, admission.limit)[worker]`, with the final limit.
     """
     size = pipeline.period
-    admitted = 0  # minibatches before this one may begin
+    admitted = 0  # minibatches before this one may start
     for executed, instruction in enumerate(programs(pipeline, num_minibatches, routes)[worker]):
         if instruction.op in MOVE_OPS:
             yield instruction
@@ -98,12 +89,9 @@ def admitted_program(
 
 
 class AdmissionControl:
-    """What one worker asks before it begins a minibatch.
+    """Admits the minibatches of one worker, in grains of `size`.
 
     The training thread calls `begin` and `admit`, the control thread the others; any thread reads `limit`.
-
-    Args:
-        size: minibatches per grain.
     """
 
     def __init__(self, size: int) -> None:
@@ -111,17 +99,17 @@ class AdmissionControl:
         self._changed = threading.Condition()
         self._segment = -1
         self._num_minibatches = 0
-        self._begun = 0  # minibatches of the segment that were let in, up to a whole grain
+        self._begun = 0  # admitted minibatches of the segment, rounded up to a grain
         self._position: Position | None = None
         self._cut: Position | None = None
 
     def begin(self, segment: int, num_minibatches: int) -> None:
-        """Turn to a segment. All workers turn to the same segments, of the same lengths, in ascending order."""
+        """Enter a segment; all workers enter the same segments, of the same lengths, in ascending order."""
         with self._changed:
             self._segment, self._num_minibatches, self._begun = segment, num_minibatches, 0
 
     def admit(self, minibatch: int) -> bool:
-        """Return whether a minibatch of this segment may begin; waits while that is being agreed on."""
+        """Return whether a minibatch of this segment may start; waits while a cut is being agreed on."""
         with self._changed:
             while self._undecided(minibatch):
                 self._changed.wait()
@@ -141,26 +129,26 @@ class AdmissionControl:
         return minibatch >= (self._position.bound if self._segment == self._position.segment else 0)
 
     def end_at(self, minibatch: int) -> None:
-        """Let the segment be shorter; nobody has begun that minibatch, and all gates are told the same."""
+        """Shorten the segment to end before `minibatch`, which no worker may have started; all workers do the same."""
         with self._changed:
             self._num_minibatches = min(self._num_minibatches, minibatch)
 
     def close(self) -> Position:
-        """Let nothing in beyond what has begun, until `settle`; return where that is, the same every time."""
+        """Stop admitting until `settle`; return the position, the same at every call."""
         with self._changed:
             if self._position is None:
                 self._position = Position(self._segment, min(self._begun, self._num_minibatches))
             return self._position
 
     def settle(self, cut: Position) -> None:
-        """Take the greatest position of all workers: open the gate up to it, for good."""
+        """Set the cut, the greatest position of all workers, and admit up to it from now on."""
         with self._changed:
             self._cut = cut
             self._changed.notify_all()
 
     @property
     def segment(self) -> int:
-        """The segment this worker is in, or has ended last; -1 before the first."""
+        """The worker's current or last segment; -1 before the first."""
         return self._segment
 
     @property
@@ -170,7 +158,7 @@ class AdmissionControl:
 
     @property
     def limit(self) -> int:
-        """Minibatches of the segment that will run, as far as is known; final once all that may begin have begun."""
+        """Minibatches of the segment that will run, as far as known; final once all of them have started."""
         cut = self._cut
         if cut is None or self._segment < cut.segment:
             return self._num_minibatches
@@ -179,20 +167,16 @@ class AdmissionControl:
 
 @dataclass
 class StopRequest:
-    """Asks a run whose workers share one process to end early.
+    """A request that a run whose workers share one process ends early."""
 
-    Attributes:
-        reason: why, once it is asked to; a signal handler may set it at any moment.
-    """
-
-    reason: str | None = None
+    reason: str | None = None  # set once requested, possibly by a signal handler
 
 
 @contextlib.contextmanager
 def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
-    """Let the first SIGINT or SIGTERM ask for a stop, and the next one raise KeyboardInterrupt.
+    """Request a stop at the first SIGINT or SIGTERM; raise KeyboardInterrupt at the next.
 
-    Signals are heard only in the main thread; one that whoever started this process wants ignored stays so.
+    Only the main thread handles signals; one that the parent process had ignored stays ignored.
     """
 
     def hear(number: int, frame: FrameType | None) -> None:
@@ -215,14 +199,9 @@ def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
 
 
 class StoppableAdmission:
-    """What admits minibatches where all workers share one process: one gate for all, closed where they are.
+    """Admission control for all workers of one process; a cut is at their current position.
 
-    Args:
-        stop: may ask for an end.
-        pipeline: the pipeline.
-        num_minibatches: of the segment.
-        multiple_of: segments end early at multiples of so many minibatches, see `Control`.
-        on_cut: told of the new length where a segment is cut short.
+    Segments end early at multiples of `multiple_of` minibatches, see `Control`; `on_cut` is called with the new length.
     """
 
     def __init__(
@@ -244,12 +223,12 @@ class StoppableAdmission:
         return self._gate.limit
 
     def end_at(self, minibatch: int) -> None:
-        """Let the segment end before a minibatch that nobody has begun."""
+        """Shorten the segment to end before `minibatch`, which no worker may have started."""
         self._gate.end_at(minibatch)
         self._on_cut(self._gate.limit)
 
     def admit(self, minibatch: int) -> bool:
-        """Return whether a minibatch may begin."""
+        """Return whether a minibatch may start."""
         if self._open and self._stop.reason is not None:
             self._open = False
             self._gate.settle(self._gate.close())

@@ -1,8 +1,8 @@
-"""The last stage's part of Algorithm 1 (vPipe, TPDS'21, section 4.2): from all stages' reports to a decision.
+"""Algorithm 1 at the last stage (vPipe, TPDS'21, section 4.2): from all stages' reports to a decision.
 
-What it decides fits in the devices' memory: by the closed form of equation 1 first, then in the simulator, which sees
-what messages keep while they wait, too, and what stages hold while layers move (`feasibility`). A stage that has more
-there is planned again with so much less memory, as plans are before a run (`planner/virtualised.py`).
+A decision must fit in the devices' memory: by the closed form of equation 1, then by simulation, which includes waiting
+messages and what stages hold while layers move (`feasibility`). A stage over its limit is planned again with less
+memory, as before a run (`planner/virtualised.py`).
 """
 
 import logging
@@ -21,46 +21,33 @@ from pipebench.schedule.moves import CutLayout, Repartition, Starts
 
 _LOG = logging.getLogger("pipebench.engine.balancing")
 
-ENOUGH = 4  # backwards of a stage that its mean is of, at least
-_MOST_TRIALS = 8  # of what doesn't fit in the simulator; two or three are enough where any are
+ENOUGH = 4  # fewest backwards per stage in a mean
+_MOST_TRIALS = 8  # of decisions that don't fit in simulation; two or three usually suffice
 
 
 class StageReport(NamedTuple):
-    """What a stage takes.
-
-    Attributes:
-        stage: which one.
-        moves: how many moves it has heard of.
-        units: that it has measured since the last of them.
-        forward_s: mean seconds of a unit's forward.
-        backward_s: likewise, backward.
-        peak_bytes: the most that it has held meanwhile; 0: not known.
-    """
+    """Measurements of a stage."""
 
     stage: int
-    moves: int
-    units: int
-    forward_s: float
-    backward_s: float
-    peak_bytes: float = 0.0
+    moves: int  # decisions it knows of
+    units: int  # measured since the last decision
+    forward_s: float  # mean seconds of a unit's forward
+    backward_s: float  # the same, backward
+    peak_bytes: float = 0.0  # since the last decision; 0: unknown
 
     @property
     def measured(self) -> StageTimes:
-        """What the planner makes of it."""
+        """The report as the planner's input."""
         return StageTimes(self.forward_s + self.backward_s, self.peak_bytes)
 
 
-Known = dict[
-    Hashable, tuple[CutLayout | None, CutLayout | None]
-]  # what was decided, by what was measured under which cuts
+Known = dict[Hashable, tuple[CutLayout | None, CutLayout | None]]  # decisions by measurements and cuts
 
 
 class RepartitionController:
-    """Decides what to go to next.
+    """Decides on moves of layers.
 
-    Args:
-        setup: what runs, with the cuts at the drain before.
-        known: decisions for this setup that were made before, and will be here.
+    `setup` has the cuts at the previous drain; `known` caches decisions for this setup, across runs.
     """
 
     def __init__(self, setup: Setup, known: Known | None = None) -> None:
@@ -71,14 +58,14 @@ class RepartitionController:
         self._check = FeasibilityCheck(setup)
         self._layout = self._check.layout
         self._known: Known = {} if known is None else known
-        self._next: CutLayout | None = None  # where there is to be room first
-        self._before: Sequence[StageTimes] | None = None  # what was measured when nothing better was found
+        self._next: CutLayout | None = None  # decided to follow the last one, which makes room for it
+        self._before: Sequence[StageTimes] | None = None  # the measurements when nothing better was found
         self._problem_of = problems_of(
             setup.profile, pipeline, size, self._check.limit_bytes, setup.cluster.pcie_bytes_per_s, setup.chooses
         )
 
     def decide(self, minibatch: int, reports: Sequence[StageReport]) -> Repartition | None:
-        """Return what to go to next, and from which minibatch on; None: all is well, or not known yet."""
+        """Return the next layout and its first minibatch; None: no change, or too few measurements."""
         if len(reports) < self._num_stages or min(report.units for report in reports) < ENOUGH:
             return None
         if len({report.moves for report in reports}) > 1:
@@ -86,7 +73,7 @@ class RepartitionController:
         measured = [report.measured for report in sorted(reports)]
         if self._next is None and self._is_as_before(measured):
             return None
-        if self._check.after(self._layout) is None:  # last: cutting a large model takes a while
+        if self._check.after(self._layout) is None:  # last: cutting a large model is slow
             return None
         layout, self._next = self._next, None
         if layout is None:
@@ -110,23 +97,23 @@ class RepartitionController:
             )  # fmt: skip
 
     def _is_as_before(self, measured: Sequence[StageTimes]) -> bool:
-        """Return whether stages take and hold what they did when nothing better was found: to look again takes long."""
+        """Return whether measurements match those for which no better layout was found, since a search is slow."""
         return self._before is not None and all(
             abs(now.seconds - before.seconds) <= WORTHWHILE * before.seconds and now.num_bytes <= before.num_bytes
             for now, before in zip(measured, self._before, strict=True)
         )
 
     def _next_layouts(self, measured: Sequence[StageTimes]) -> tuple[CutLayout | None, CutLayout | None]:
-        """Return what to go to next, and right after it; None: nothing, or nothing that fits as well as what there is.
+        """Return the next layout and the one right after it; None: no change, or nothing that fits as well as now.
 
-        Where what is wanted doesn't fit while layers move, stages choose other policies for then or before; those that
-        can't, or for which that isn't enough, take fewer layers.
+        If the wanted layout does not fit while layers move, stages change policies before or during the move; where
+        that is not enough they take fewer layers.
         """
         layout = self._layout
         stages = RepartitionSearch(self._rows, layout, measured, self._problem_of, self._may_start)
         tight = _Tight(stages)
         wanted = self._fitting(tight)
-        if wanted is None or self._num_unfit(layout):  # what doesn't fit now can't wait
+        if wanted is None or self._num_unfit(layout):  # if the current layout doesn't fit, move at once
             return wanted, None
         while wanted is not None:
             found = self._on_the_way(stages, tight, wanted)
@@ -137,14 +124,11 @@ class RepartitionController:
         return None, None
 
     def _fitting(self, tight: "_Tight", starts: Starts | None = None) -> CutLayout | None:
-        """Return what to go to that fits in the simulator; None: nothing that does, or that does as well as what is.
+        """Return the next layout that fits in simulation, or None if none does as well as now.
 
-        A stage that has more there than fits chooses again with so much less memory, under the same cuts: under others
-        it is other stages' turn to have too much. Only if that makes stages slow are cuts sought again.
-
-        Args:
-            tight: the stages, which have less memory afterwards.
-            starts: cuts that aren't to be sought.
+        A stage over its limit chooses policies again with less memory under the same cuts, since other cuts would
+        overload other stages; only if that makes stages slow are cuts searched again. `tight` stages have less memory
+        afterwards; `starts`, if given, are fixed cuts.
         """
         seeks, layout, unfit = starts is None, None, self._num_stages
         for _ in range(_MOST_TRIALS):
@@ -162,21 +146,17 @@ class RepartitionController:
         return layout if unfit <= self._num_unfit(self._layout) else None
 
     def _num_unfit(self, layout: CutLayout) -> int:
-        """Return how many stages have more than fits."""
+        """Return how many stages exceed their memory."""
         return sum(more > 0 for more in self._check.excess(layout) or ())
 
     def _on_the_way(
         self, stages: RepartitionSearch, tight: "_Tight", wanted: CutLayout
     ) -> tuple[CutLayout, CutLayout | None] | None:
-        """Return what to go to next, and right after it, so that all fits while layers move; None: no way was found.
+        """Return the next layout and the one right after it so that all fits while layers move; None: no way found.
 
-        A stage may have too much under what there is, with what comes and goes, or already under what is wanted. So in
-        turn it makes room before, by policies that hold for a while, and then takes less for good.
-
-        Args:
-            stages: as they were measured.
-            tight: the same, which have less memory for what is wanted.
-            wanted: what to go to in the end.
+        A stage may exceed its memory under the current layout with layers in transfer, or under the wanted one. So in
+        turn it first makes room by temporary policies, then takes less for good: `stages` are as measured, `tight` the
+        same with less memory.
         """
         now = self._layout
         room, first, roomy = _Tight(stages), now, set[int]()
@@ -199,21 +179,14 @@ class RepartitionController:
 
 
 class _Tight:
-    """Stages that have to do with less memory than their devices have.
-
-    Args:
-        stages: as they were measured.
-
-    Attributes:
-        stages: the same, with less memory.
-    """
+    """Stages with less memory than their devices have."""
 
     def __init__(self, stages: RepartitionSearch) -> None:
-        self.stages, self._all = stages, stages.problem_of
+        self.stages, self._all = stages, stages.problem_of  # `stages`: with less memory
         self._less_bytes, self._late = [0.0] * len(stages.measured), Counter[int]()
 
     def tighten(self, excess: Sequence[float]) -> None:
-        """Take memory from stages: as much as they have too much, and more every time."""
+        """Take memory from stages: their excess, and more every time."""
         self._late.update(stage for stage, more in enumerate(excess) if more)
         less = [
             before + self._late[k] * more for k, (before, more) in enumerate(zip(self._less_bytes, excess, strict=True))

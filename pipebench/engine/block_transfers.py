@@ -1,4 +1,4 @@
-"""How a worker hands layers over: it executes the instructions that let layers leave its stages, or join them."""
+"""A worker's instructions that let layers leave or join its stages."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,15 +16,10 @@ from pipebench.schedule.operations import MIGRATION, Op
 
 
 class BlockTransfers:
-    """What a worker does for the moves of one segment of training.
+    """Executes the moves of one segment of training on one worker.
 
-    Args:
-        replicas: the worker's replica of every stage it has; one that has taken over a stage as it is now is put in.
-        running: what runs every stage, see `MigratingReplica`; changed likewise.
-        shares: the shares of the stages in the model's state.
-        feed: the segment's data.
-        phases: the cuts that it goes through.
-        note_memory: see `MigratingReplica`.
+    `replicas` and `running` (see `MigratingReplica`) are updated as layers move; `shares` are the stages' shares of the
+    model's state, `phases` the segment's cuts.
     """
 
     def __init__(
@@ -44,7 +39,7 @@ class BlockTransfers:
         self._note_memory = note_memory
         stages = phases.setup.plan.stages
         self._bounds = {stage: (stages[stage].start, stages[stage].stop) for stage in replicas}
-        self._given_units: dict[tuple[int, int, int], TransferredUnit] = {}  # by stage, unit and where it comes from
+        self._given_units: dict[tuple[int, int, int], TransferredUnit] = {}  # by stage, unit and source stage
         self._handlers: dict[Op, Callable[[Instruction, Transport], None]] = {
             Op.RECUT: self._recut,
             Op.GIVE_UNIT: self._give_unit,
@@ -55,11 +50,11 @@ class BlockTransfers:
         }
 
     def execute(self, instruction: Instruction, transport: Transport) -> None:
-        """Execute an instruction that hands layers over, or units of them."""
+        """Execute an instruction that transfers layers or units."""
         self._handlers[instruction.op](instruction, transport)
 
     def gather(self, stage: int) -> None:
-        """Let one replica run a stage again, if nothing more is handed over or in flight in others, which go."""
+        """Let one replica run a stage again once no transfer and no unit in another replica is left."""
         migrating = self._running[stage]
         if isinstance(migrating, MigratingReplica) and (whole := migrating.whole) is not None:
             self._replicas[stage] = self._running[stage] = whole.replica
@@ -99,7 +94,7 @@ class BlockTransfers:
         self._migrating(it.stage).take(self._phases.handed(it.peer, it.stage, it.number), state)
 
     def _migrating(self, stage: int) -> MigratingReplica:
-        """Return a stage some of whose layers move; the first to ask makes it of its replica."""
+        """Return the `MigratingReplica` of a stage, made of its replica at the first call."""
         running = self._running[stage]
         if isinstance(running, MigratingReplica):
             return running

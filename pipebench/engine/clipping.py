@@ -1,7 +1,7 @@
-"""The norm of a gradient, and gradients scaled down to a norm.
+"""Gradient norms and clipping.
 
-Squares are float64, which holds that of any fp32 number, and are added in the order of their sizes: which stage or
-process has which parameter changes no bit of their sum.
+Squares are float64, which holds the square of any fp32 number, and are added in ascending order: how parameters are
+distributed over stages and processes changes no bit of the sum.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,7 @@ _FEW, _ROW = 1 << 14, 512
 
 
 def squared_norms(gradients: Sequence[torch.Tensor | None], device: torch.device) -> list[torch.Tensor]:
-    """Return the squared norm of every gradient, one float64 each; 0 of one that isn't there.
-
-    Args:
-        gradients: one per parameter.
-        device: where they are.
-    """
+    """Return the squared norm of every gradient on `device`, one float64 per parameter; 0 for None."""
     if device.type == "cpu":
         squares = iter([_squared_norm(gradient) for gradient in gradients if gradient is not None])
     else:
@@ -35,7 +30,7 @@ def norm_of(squares: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_norm(gradients: Sequence[torch.Tensor | None], device: torch.device, scale: float = 1.0) -> torch.Tensor:
-    """Return the norm of all gradients together, a float64; they are `scale` times too large."""
+    """Return the norm of all gradients together, a float64; the gradients are `scale` times too large."""
     squares = squared_norms(gradients, device)
     return norm_of(torch.stack(squares) / scale**2) if squares else torch.zeros((), dtype=torch.float64, device=device)
 
@@ -47,9 +42,9 @@ def clipped(gradients: Sequence[torch.Tensor | None], norm: torch.Tensor, larges
 
 
 def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient's squared norm on a CPU: of a large one, rows are summed in its own type, and they in float64.
+    """Return a gradient's squared norm on a CPU; large ones are summed by rows in their own type, then in float64.
 
-    A sum of a million squares in fp32 is wrong in its fifth digit; those of rows together are as good as float64's.
+    An fp32 sum of a million squares is wrong in its fifth digit; sums of rows are as exact as float64's.
     """
     flat = gradient.reshape(-1)
     if len(flat) > _FEW:

@@ -1,6 +1,6 @@
 """The collectives of workers that share a process.
 
-Sums are added in the order in which processes on the same devices add them: both engines end with the same weights.
+Sums are added in the same order as by processes on the same devices, so both engines end with the same weights.
 """
 
 from collections import Counter
@@ -18,46 +18,39 @@ from pipebench.simulate.timeline import CONTROL
 
 
 class InProcessCollectives:
-    """What the replicas of a stage, or all stages, do together.
+    """Collectives of the replicas of a stage, or of all stages.
 
-    Args:
-        setup: what is run.
-        workers: all of them.
-        num_bytes: what has been sent, by kind and level; added to.
-
-    Attributes:
-        setup: what is run.
-        workers: all of them.
-        extensions: what those that are on add.
+    `num_bytes` counts sent bytes by kind and level.
     """
 
     def __init__(self, setup: Setup, workers: Sequence[Worker], num_bytes: Counter[tuple[str, str]]) -> None:
         self.setup = setup
-        self.workers = workers
+        self.workers = workers  # all
         self._num_bytes = num_bytes
         self._given: dict[tuple[int, int], dict[int, Sequence[torch.Tensor | None]]] = {}  # by replica
-        self._sums: dict[tuple[int, int], tuple[list[torch.Tensor | None], int]] = {}  # and how many still ask for it
+        self._sums: dict[tuple[int, int], tuple[list[torch.Tensor | None], int]] = {}  # and reads left
         self._norms: dict[int, torch.Tensor] = {}
         hooks = setup.pipeline.hooks("in_process")
+        # Of the enabled extensions
         self.extensions: dict[str, EngineExtension] = {name: make(self) for name, make in hooks.items()}
 
     def begin(self, first: int, limit: Callable[[], float]) -> None:
-        """Start a segment of training, in which rounds are numbered anew; see `EngineExtension.begin`."""
+        """Start a segment of training, in which rounds are numbered from 0; see `EngineExtension.begin`."""
         for of_round in (self._given, self._sums, self._norms):
             of_round.clear()
         for extension in self.extensions.values():
             extension.begin(first, limit)
 
     def on_gradient(self, stage: int) -> None:
-        """Gradients are given all at once: in this process nothing travels while a backward runs."""
+        """Return None: gradients are contributed all at once, since nothing is sent while a backward runs."""
 
     def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Keep a replica's gradients of a round; one that had no unit in it may come when the sum is made."""
+        """Store a replica's gradients of a round; one without a unit in it may come after the sum is made."""
         if (stage, round_index) not in self._sums:
             self._given.setdefault((stage, round_index), {})[replica] = gradients
 
     def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
-        """Return the sum of the gradients that all replicas gave; the clock has seen to it that they have."""
+        """Return the sum of all replicas' gradients; the virtual clock guarantees that they are there."""
         key = (stage, round_index)
         if key not in self._sums:
             self._sums[key] = self._reduced(stage, self._given.pop(key)), self.setup.pipeline.replicas[stage]
@@ -67,7 +60,7 @@ class InProcessCollectives:
         return list(total)
 
     def norm(self, round_index: int) -> torch.Tensor:
-        """Return the norm of all stages' gradients; every stage's replicas hold the same gradients by now."""
+        """Return the norm of all stages' gradients, after replicas have summed theirs."""
         if round_index not in self._norms:
             ring = self.setup.ring(range(self.setup.pipeline.num_workers))
             squares = [self.workers[worker].squared_norms() for worker in ring]
@@ -79,15 +72,15 @@ class InProcessCollectives:
         self._num_bytes[kind, self.setup.level_between(sender, receiver).name] += num_bytes
 
     def of_stage(self, stage: int) -> list[int]:
-        """Return a stage's workers in the order of their ring."""
+        """Return a stage's workers in ring order."""
         return self.setup.ring(self.setup.pipeline.workers_of(stage))
 
     def all_reduce(self, kind: str, ring: Sequence[int], buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of what the workers of a ring have, and count its bytes."""
+        """Return the sum of a ring's buffers, and count its bytes."""
         return all_reduce(buffers, self.setup.servers(ring), self._counter(kind, ring))
 
     def _counter(self, kind: str, ring: Sequence[int]) -> Callable[[int, int, int], None]:
-        """Return what counts the bytes that one member of a ring sends to another."""
+        """Return a function that counts the bytes one member of a ring sends another."""
 
         def count(sender: int, receiver: int, num_bytes: int) -> None:
             self.count(kind, ring[sender], ring[receiver], num_bytes)
@@ -95,7 +88,7 @@ class InProcessCollectives:
         return count
 
     def _reduced(self, stage: int, given: Mapping[int, Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        """Sum a round's gradients bucket by bucket; a member without a gradient brings zeros."""
+        """Sum a round's gradients bucket by bucket; a member without a gradient contributes zeros."""
         ring, sync = self.of_stage(stage), SYNCS[self.setup.pipeline.sync]
         weights = self.workers[ring[0]].replicas[stage].weights
         names, like = weights.names, weights.newest.parameters

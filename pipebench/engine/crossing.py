@@ -1,7 +1,6 @@
-"""What crosses between one worker's stages and others: values on their way forward, gradients on their way back.
+"""Values on their way forward, and gradients on their way back, between one worker's stages and others.
 
-Between two stages of one worker nothing travels: the other stage has it at once. What goes to another worker lies here
-until it is asked for.
+Values between two stages of one worker are available at once; those for other workers are stored until requested.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,19 +15,15 @@ from pipebench.model.stage import Stage
 from pipebench.schedule.pipeline import Pipeline
 
 Gradients = dict[int, list[Any]]  # layer index to the gradients of its output's tensors
-_SCALE = -1  # in the place of a layer: the one number that these gradients are multiplied by, if they are
+_SCALE = -1  # key for the factor that these gradients are scaled by, if any
 _Key = tuple[int, int]  # stage, unit
 
 
 class BoundaryValues:
-    """What is on its way in one segment of training, or in one evaluation.
+    """Values and gradients in transit in one segment of training, or in one evaluation.
 
-    Args:
-        graph: the layers that are run.
-        pipeline: which minibatch a unit belongs to.
-        stages: the worker's, as they are cut when the segment begins.
-        scales: of the stages whose gradients are scaled.
-        phases: the cuts that the segment goes through, where layers may move.
+    `stages` are the worker's, as cut when the segment begins; `scales` are of stages whose gradients are scaled;
+    `phases` are the segment's cuts, if layers may move.
     """
 
     def __init__(
@@ -47,35 +42,35 @@ class BoundaryValues:
         self._received: dict[_Key, Values] = {}
         self._outgoing: dict[_Key, Values] = {}
         self._can_cross: set[tuple[int, int]] = set()
-        self._arriving: dict[_Key, dict[int, Gradients]] = {}  # by the stage that sends them
+        self._arriving: dict[_Key, dict[int, Gradients]] = {}  # by sending stage
         self._returning: dict[_Key, Gradients] = {}
 
     # Forward.
 
     def take_values(self, stage: int, unit: int, values: Values) -> None:
-        """Take values of a unit that another stage has sent to one of this worker's."""
+        """Store values of a unit sent by another stage."""
         self._received.setdefault((stage, unit), {}).update(values)
 
     def received(self, stage: int, unit: int) -> Values:
-        """Return all values of a unit that other stages have sent; asked for once."""
+        """Return all values of a unit from other stages; called once."""
         return self._received.pop((stage, unit), {})
 
     def leave(self, stage: int, unit: int, values: Values) -> None:
-        """Keep what a forward put out until it is asked for; stages of this worker have it at once."""
-        if self._sends(stage, unit):  # else nobody asks for it
+        """Store a forward's outputs until requested; stages of this worker have them at once."""
+        if self._sends(stage, unit):  # else nothing reads it
             self._outgoing[stage, unit] = values
         for target in self._within_worker(self._stages[stage].sends, stage):
             self.take_values(target, unit, self.values_for(stage, unit, target))
 
     def values_for(self, stage: int, unit: int, target: int) -> Values:
-        """Return the values of a unit that stage `target` reads; it asks once, the last one to ask takes the rest.
+        """Return the values of a unit that stage `target` reads; called once per target, the last takes the rest.
 
         Raises:
-            CrossingError: a value can't be handed to another stage, in processes or not; names its layer.
+            CrossingError: a value can't be sent to another stage; names its layer.
         """
         outgoing, sends = self._outgoing.get((stage, unit), {}), self._sends(stage, unit)
         values = {layer: outgoing[layer] for layer in sends[target] if layer in outgoing}
-        if values and (stage, target) not in self._can_cross:  # the first unit shows what the others will be
+        if values and (stage, target) not in self._can_cross:  # checked for the first unit only
             self._check(values)
             self._can_cross.add((stage, target))
         if target == self._asks_last(sends):
@@ -85,13 +80,13 @@ class BoundaryValues:
     # Back.
 
     def take_gradients(self, stage: int, unit: int, source: int, gradients: Gradients) -> None:
-        """Take gradients of values of a unit that one of this worker's stages sent to stage `source`."""
+        """Store gradients returned by stage `source` for values that one of this worker's stages sent."""
         self._arriving.setdefault((stage, unit), {})[source] = gradients
 
     def arrived(self, stage: int, unit: int) -> Gradients:
-        """Return the gradients of a unit that came from other stages; asked for once.
+        """Return a unit's gradients from other stages; called once.
 
-        Those that meet are added in one order whatever the plan, last reader first; all in this stage's scale.
+        Gradients of one value are added in one order under every plan, last reader first, in this stage's scale.
         """
         arriving = self._arriving.pop((stage, unit), {})
         total: Gradients = {}
@@ -102,7 +97,7 @@ class BoundaryValues:
         return total
 
     def leave_back(self, stage: int, unit: int, returning: Gradients) -> None:
-        """Keep the gradients that a backward gave until they are asked for; stages of this worker have them at once."""
+        """Store a backward's gradients until requested; stages of this worker have them at once."""
         if gradients := {layer: found for layer, found in returning.items() if found}:
             self._returning[stage, unit] = gradients
         for source in self._within_worker(self._stages[stage].receives, stage):
@@ -110,7 +105,7 @@ class BoundaryValues:
                 self.take_gradients(source, unit, stage, own)
 
     def gradients_for(self, stage: int, unit: int, source: int) -> Gradients:
-        """Return the gradients of the values that came from stage `source`; asked for once."""
+        """Return the gradients of the values from stage `source`; called once."""
         returning = self._returning.get((stage, unit), {})
         layers = self._returns(stage, unit)[source]
         gradients = {layer: returning.pop(layer) for layer in layers if layer in returning}
@@ -121,7 +116,7 @@ class BoundaryValues:
         return gradients
 
     def _within_worker(self, others: Iterable[int], stage: int) -> list[int]:
-        """Return those stages that this worker has, too: what goes from one of its stages to another doesn't travel."""
+        """Return the stages that this worker has, too."""
         return [other for other in others if other in self._stages and other != stage]
 
     def _sends(self, stage: int, unit: int) -> Mapping[int, tuple[int, ...]]:
@@ -137,7 +132,7 @@ class BoundaryValues:
         return self._phases.returns(stage, self._pipeline.minibatch(unit)[0])
 
     def _asks_last(self, sends: Iterable[int]) -> int:
-        """Return the last stage to be given a unit's values: those of this worker are served before all others."""
+        """Return the last stage to receive a unit's values: stages of this worker come first."""
         away = [target for target in sends if target not in self._stages]
         return max(away or sends)
 

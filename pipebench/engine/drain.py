@@ -1,4 +1,4 @@
-"""What workers of one process exchange at a drain, while the pipeline is empty: averages, and layers that move."""
+"""Exchanges at a drain among workers of one process, with an empty pipeline: averages, and layers that move."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,26 +16,18 @@ from pipebench.simulate.timeline import BUFFERS
 
 @dataclass(frozen=True)
 class DrainExchange:
-    """A drain: what is exchanged starts when the pipeline is empty, and the run goes on when all of it has arrived.
-
-    Attributes:
-        setup: what is run.
-        workers: all workers.
-        rings: their collectives, which count what is sent.
-        network: the links.
-        clock_s: when the pipeline is empty.
-    """
+    """A drain's exchange: starts when the pipeline is empty; the run resumes when all messages have arrived."""
 
     setup: Setup
-    workers: Sequence[Worker]
-    rings: InProcessCollectives
+    workers: Sequence[Worker]  # all
+    rings: InProcessCollectives  # the collectives, which count sent bytes
     network: Network
-    clock_s: float
+    clock_s: float  # when the pipeline is empty
 
     def average(self) -> float:
-        """Average running statistics over the replicas of every stage; return when that has ended.
+        """Average running statistics over the replicas of every stage; return the end time.
 
-        What extensions exchange at a drain sets out at the same time.
+        Extensions' exchanges start at the same time.
         """
         pipeline, network = self.setup.pipeline, self.network
         ends = [self.clock_s]
@@ -55,11 +47,7 @@ class DrainExchange:
         return max([*ends, self._arrive(sent)])
 
     def hand_over(self, before: Sequence[Worker]) -> float:
-        """Let the workers, whose stages are cut anew, go on from the state that they had; return when all has arrived.
-
-        Args:
-            before: they, as they were.
-        """
+        """Transfer state from the workers `before` to those cut anew; return the end time."""
         given = [ModelState.merge(part for _, part in worker.parts()) for worker in before]
         offers = [keys_of(state) for state in given]
         messages = []
@@ -75,12 +63,12 @@ class DrainExchange:
         return self._arrive(messages)
 
     def _send(self, kind: str, sender: int, receiver: int, num_bytes: int, what: str) -> Message:
-        """Let bytes of the model's state set out from a worker to another."""
+        """Send bytes of the model's state from one worker to another."""
         self.rings.count(kind, sender, receiver, num_bytes)
         connection = self.network.connection(kind, sender, receiver)
         return self.network.send(connection, num_bytes, self.clock_s, what)
 
     def _arrive(self, messages: Sequence[Message]) -> float:
-        """Let what was sent arrive, before anything else goes on; return when it has."""
+        """Complete the transfers before anything else runs; return the end time."""
         self.network.deliver(messages)
         return max([self.clock_s, *(message.arrival_s for message in messages)])

@@ -1,7 +1,7 @@
-"""What engines share: a run goes from drain to drain, and its layers may move at drains, or between them.
+"""What engines share: a run goes from drain to drain; layers may move at drains or between them.
 
-Moves are announced from outside, or decided on inside, where stages balance. Engines that train also evaluate, count
-what their workers do, and go on from checkpoints.
+Moves are announced from outside, or decided inside if stages balance. Training engines also evaluate, count, and resume
+from checkpoints.
 """
 
 from abc import ABC, abstractmethod
@@ -30,68 +30,63 @@ OnUnit = Callable[[int, float, float], None]
 
 
 class Engine(ABC):
-    """Plays a run: trains or simulates it.
-
-    Attributes:
-        setup: what is run, under the cuts there are now.
-        clock_s: the run's clock at the last drain.
-    """
+    """Executes a run: trains or simulates it."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        self.clock_s = 0.0
-        self._phases: SegmentCuts | None = None  # of the segment that runs, or of the next one where it has moves
+        self.setup = setup  # under the current cuts
+        self.clock_s = 0.0  # the run's clock at the last drain
+        self._phases: SegmentCuts | None = None  # of the running segment, or of the next one if it has moves
         self._decisions: list[Repartition] = []
 
     @abstractmethod
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
-        """Train on minibatches `first_minibatch` and after, then drain.
+        """Train on minibatches from `first_minibatch` on, then drain.
 
         Returns:
-            How many were trained on: fewer than asked for if a stop was asked for, or to move layers.
+            How many were trained: fewer than requested if a stop or a move of layers ends the segment.
         """
 
     @abstractmethod
     def switch_setup(self, setup: Setup) -> None:
-        """Go on with another setup of the same model, at a drain: other cuts, or other cells left out; see `replan`."""
+        """Continue at a drain with another setup of the same model: other cuts, or other cells; see `replan`."""
 
     def replan(self, plan: Plan) -> None:
-        """Go on under a plan with other cuts or memory policies, at a drain; what moves takes the links' time.
+        """Continue at a drain under a plan with other cuts or memory policies; transfers take link time.
 
         Raises:
-            PlanError: stages, replicas, devices or depth are others.
+            PlanError: stages, replicas, devices or depth differ.
         """
         self.switch_setup(self.setup.under(plan))
 
     def announce(self, move: Repartition) -> None:
-        """Let layers move in the next segment, or in the one that runs now, while it goes on.
+        """Schedule a move of layers in the running segment, or in the next one.
 
-        In processes all workers announce the same, before any has come to that place.
+        Every process announces the same before any worker has reached that minibatch.
 
         Raises:
-            PlanError: layers can't move so, or not from that minibatch on.
+            PlanError: the layers can't move so, or not from that minibatch on.
         """
         self._phases = self._phases or SegmentCuts(self.setup)
         self._phases.announce(move)
 
     def take_decisions(self) -> list[Repartition]:
-        """Return what was decided to balance the stages since this was last asked, numbered since the drain before."""
+        """Return the balancing decisions since the last call, numbered since the previous drain."""
         taken, self._decisions = self._decisions, []
         return taken
 
     def _begin_segment(self) -> SegmentCuts | None:
-        """Return the cuts that the segment goes through that begins now, where layers may move meanwhile."""
+        """Return the cuts of the segment that begins now, if layers may move in it."""
         self._phases = self._phases or phases_of(self.setup)
         return self._phases
 
     def _end_segment(self) -> None:
-        """Go on under the last cuts of the segment that has ended."""
+        """Continue under the last cuts of the segment that has ended."""
         phases, self._phases = self._phases, None
         if phases is not None:
             self.setup = phases.last
 
     def _decided(self, move: Repartition) -> None:
-        """A stage hears of a decision, those of one process one after the other: the first of them tells all."""
+        """Handle a decision; called by every stage of a process, the first call counts."""
         if move in self._decisions:
             return
         self._decisions.append(move)
@@ -102,11 +97,11 @@ class Engine(ABC):
 
     @abstractmethod
     def _end_at(self, minibatch: int) -> None:
-        """Let the segment that runs end before a minibatch that nobody has begun."""
+        """Shorten the running segment to end before `minibatch`, which no worker may have started."""
 
 
 class WorkersMeter(Protocol):
-    """Adds up what the workers of this process do, training and evaluation apart."""
+    """Measures the workers of this process, training and evaluation apart."""
 
     evaluating: bool
 
@@ -116,28 +111,24 @@ class WorkersMeter(Protocol):
 
 
 class TrainingEngine(Engine):
-    """Trains all workers, in one process, or one of several. It also tells the time, virtual or of the wall.
+    """Trains all workers, in one process or as one of several, on a virtual or wall clock.
 
-    What is asked of it here has the answer of a single process; it leaves the pipeline drained.
+    Methods here have the answers of a single process. Training and evaluation leave the pipeline drained.
 
     Args:
         setup: what to run.
-        on_loss: told of every unit's summed loss (a scalar on the engine's device, not divided by its weight), number
-            of samples, weight and the time; it may raise to end the run.
-        on_unit: told of every unit that is done with: its samples, the latest mean loss that is known (NaN if none: a
-            GPU isn't waited for), the time.
-
-    Attributes:
-        workers: those of this process.
-        meter: adds up what they do.
-        num_bytes: payload that this process's workers have sent, by kind and level.
+        on_loss: called with every unit's summed loss (a scalar on the engine's device, not divided by its weight),
+            number of samples, weight and the time; may raise to end the run.
+        on_unit: called for every finished unit with its samples, the latest known mean loss (NaN if none; does not wait
+            for a GPU) and the time.
     """
 
-    workers: list[Worker]
+    workers: list[Worker]  # of this process
     meter: WorkersMeter
 
     def __init__(self, setup: Setup, on_loss: OnLoss, on_unit: OnUnit) -> None:
         super().__init__(setup)
+        # Payload sent by this process's workers, by kind and level
         self.num_bytes: Counter[tuple[str, str]] = Counter()
         self._on_loss = on_loss
         self._on_unit = on_unit
@@ -146,7 +137,7 @@ class TrainingEngine(Engine):
     @property
     @abstractmethod
     def now_s(self) -> float:
-        """The time, also between two drains."""
+        """The time, also between drains."""
 
     @property
     @abstractmethod
@@ -156,19 +147,19 @@ class TrainingEngine(Engine):
     @property
     @abstractmethod
     def _extensions(self) -> Mapping[str, EngineExtension]:
-        """What the extensions that are on add to this process."""
+        """The enabled extensions' parts in this process."""
 
     @abstractmethod
     def start_clock(self, clock_s: float = 0.0) -> None:
-        """Let the run's clock start, or go on from `clock_s`; at the same moment on all workers."""
+        """Start the run's clock at `clock_s`, at the same moment on all workers."""
 
     @abstractmethod
     def measured(self, training_s: float) -> RunMeasurements:
-        """Return what all workers measured; all processes call it."""
+        """Return the measurements of all workers; all processes call it."""
 
     @abstractmethod
     def _cut_stages(self, setup: Setup) -> None:
-        """Cut this process's stages anew, with their initial weights and nothing in flight."""
+        """Cut this process's stages, with initial weights and nothing in flight."""
 
     @abstractmethod
     def _run_evaluation(self, feed: Feed) -> None:
@@ -176,42 +167,42 @@ class TrainingEngine(Engine):
 
     @abstractmethod
     def _meter_facts(self) -> dict[str, Any]:
-        """Return what the meter has added up, in a form that JSON holds."""
+        """Return the meter's sums as JSON values."""
 
     @abstractmethod
     def _recall_meter(self, facts: Mapping[str, Any]) -> None:
-        """Let the meter go on from there."""
+        """Restore the meter's sums."""
 
     @property
     def busy_fraction(self) -> float:
-        """Share of the workers' time in training that they spent computing."""
+        """Computing share of the workers' training time."""
         elapsed_s = (self.now_s - self._not_training_s) * len(self.workers)
         return min(1.0, self.meter.busy_s / elapsed_s) if elapsed_s > 0 else 0.0
 
     @property
     def position(self) -> int:
-        """This process's place in what `exchange` returns."""
+        """This process's index in the result of `exchange`."""
         return 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this process keeps the run's records."""
+        """Whether this process writes the run's records."""
         return True
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return what every process gives, in the order of workers; JSON."""
+        """Return every process's value (JSON), in the order of workers."""
         return [value]
 
     def set_activity(self, work: str) -> None:
-        """Name what this process does now, for those who wait for it."""
+        """Name this process's current work, for processes that wait for it."""
 
     def sync_clock(self) -> None:
-        """Let `clock_s` be the time now: what came since the drain belongs to neither training nor evaluation."""
+        """Set `clock_s` to now: time since the drain counts neither as training nor as evaluation."""
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the newest weights on every held-out sample; return `eval_loss` and every metric of the dataset.
+        """Evaluate the newest weights on every held-out sample; return `eval_loss` and the dataset's metrics.
 
-        The workers run forward in a pipeline, and all processes return the same.
+        Workers run forward in a pipeline; all processes return the same.
         """
         setup, before_s, scores = self.setup, self.clock_s, Scores(self.setup.dataset)
         feed = Feed(setup, "eval", 0, setup.held_out.minibatches_per_epoch)
@@ -241,23 +232,23 @@ class TrainingEngine(Engine):
         return WholeModel(self.setup)
 
     def _whole_model_metrics(self) -> dict[str, float]:
-        """Return what only the whole model can give."""
+        """Return the metrics that need the whole model."""
         return self.setup.dataset.whole_model_metrics(self._whole.filled(worker.tensors() for worker in self.workers))
 
     def parts(self) -> list[tuple[str, ModelState]]:
-        """Return what this process contributes to a checkpoint, by name."""
+        """Return this process's parts of a checkpoint, by name."""
         return [part for worker in self.workers for part in worker.parts()]
 
     def restore(
         self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float, plan: Plan | None = None
     ) -> None:
-        """Go on from a checkpoint.
+        """Resume from a checkpoint.
 
         Args:
             state: of the whole model.
-            facts: what `facts` returned in this process when it was taken; None if engine or plan was another.
+            facts: what `facts` returned in this process then; None if engine or plan differed.
             clock_s: the run's clock then.
-            plan: to go on under; None for the one there is.
+            plan: the plan to resume under; None for the current one.
         """
         if plan is not None:
             self._cut_stages(self.setup.under(plan))
@@ -274,7 +265,7 @@ class TrainingEngine(Engine):
         restore_extensions(self._extensions, facts)
 
     def facts(self) -> dict[str, Any]:
-        """Return what was counted here so far, in a form that JSON holds; lists are by worker of this process."""
+        """Return this process's counters as JSON values; lists are by worker of this process."""
         return {
             "num_bytes": [[kind, level, count] for (kind, level), count in self.num_bytes.items()],
             "peak_bytes": [worker.peak_bytes for worker in self.workers],

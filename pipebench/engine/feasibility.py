@@ -1,7 +1,7 @@
-"""What a decision of Algorithm 1 would come to in memory, found by simulating it: afterwards, and while layers move.
+"""Memory of an Algorithm 1 decision, found by simulation: after the move, and while layers move.
 
-The closed form of equation 1, by which cuts and policies are found, knows no messages that wait, nor what a stage holds
-of layers that come or go while units are in flight.
+Equation 1's closed form, which finds cuts and policies, ignores waiting messages and layers in transfer with units in
+flight.
 """
 
 import math
@@ -21,33 +21,26 @@ from pipebench.simulate.steady import simulate_segment
 
 
 class FeasibilityCheck:
-    """Looks ahead of a pipeline that trains.
-
-    Args:
-        setup: what runs, with the cuts at the drain before.
-
-    Attributes:
-        layout: what there is at that drain.
-        limit_bytes: memory of a device; infinite where all fits.
-        ahead: minibatches from one that the last stage runs backward to the first that no stage has come to.
-    """
+    """Predicts memory for a running pipeline; `setup` has the cuts at the previous drain."""
 
     def __init__(self, setup: Setup) -> None:
         pipeline, cluster = setup.pipeline, setup.cluster
-        self._setup, self.layout = setup, layout_of(setup.plan)
+        self._setup, self.layout = setup, layout_of(setup.plan)  # `layout`: at that drain
         self._inputs = {size: input_bytes_of(rows) for size, rows in setup.profile.by_size.items()}
         self._multiple = math.lcm(pipeline.period, setup.sampler.streams or 1)
         self.limit_bytes = math.inf if cluster.memory_bytes is None else float(cluster.memory_bytes)
+        # Minibatches from the last stage's current backward to the first that no stage has reached
         self.ahead = 3 * pipeline.depth + 1  # of the last stage's backward; the first stage is a depth further
 
     def earliest(self, minibatch: int) -> int:
-        """Return from which minibatch on layers can move by a decision made with the backward of one."""
+        """Return the first minibatch that may run under a decision made in `minibatch`'s backward."""
         return math.ceil((minibatch + self.ahead) / self._multiple) * self._multiple
 
     def after(self, layout: CutLayout) -> Setup | None:
-        """Return what runs under other cuts; None: some stage would hear of nothing, or a layer can't be there.
+        """Return the setup under other cuts; None: a stage would get no decisions, or a layer can't be there.
 
-        All stages have to wait for gradients: who gets none runs ahead. Layers that share something stay together.
+        All stages must wait for gradients, since one that gets none runs ahead. Layers that share tensors stay
+        together.
         """
         try:
             setup = self._setup.under(recut(self._setup.graph, self._setup.plan, *layout))
@@ -57,7 +50,7 @@ class FeasibilityCheck:
         return setup if heard == {*range(setup.pipeline.num_stages - 1)} else None
 
     def excess(self, layout: CutLayout) -> list[float] | None:
-        """Return by how many bytes every stage has more than fits once a layout holds; None: it can't."""
+        """Return each stage's bytes over its limit under a layout; None: impossible layout."""
         setup = self.after(layout)
         if setup is None:
             return None
@@ -72,9 +65,9 @@ class FeasibilityCheck:
         return [max(0.0, most - self.limit_bytes) for most in held]
 
     def excess_on_the_way(self, layouts: Sequence[CutLayout]) -> list[float]:
-        """Return by how many bytes every stage has more than fits at any time from one layout to the last.
+        """Return each stage's most bytes over its limit from the first layout to the last.
 
-        Where layers move at drains nothing is in flight, and a stage never has more than before or afterwards.
+        If layers move at drains nothing is in flight, and a stage never holds more than before or afterwards.
         """
         now = self.after(layouts[0])
         if now is None or math.isinf(self.limit_bytes) or not self._setup.live:
@@ -90,5 +83,5 @@ class FeasibilityCheck:
 
 
 def halfway(starts: Starts, wanted: Starts) -> Starts:
-    """Return cuts half as far from some as others, or a layer less."""
+    """Return cuts halfway from `starts` to `wanted`, rounded towards `starts`."""
     return tuple(start + int((other - start) / 2) for start, other in zip(starts, wanted, strict=True))

@@ -1,7 +1,7 @@
-"""What an engine reads of the data between two drains: which samples a unit is, its inputs and its targets.
+"""An engine's data between two drains: each unit's samples, inputs and targets.
 
-Inputs are fetched ahead, in other processes if the dataset says in how many (`loader_processes`), while stages compute.
-The order is fixed beforehand: what is fetched, and when it arrives, changes no result.
+Inputs are prefetched, in `loader_processes` other processes if the dataset has any, while stages compute. The order is
+fixed beforehand, so prefetching changes no result.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -19,18 +19,14 @@ from pipebench.model.sampling import microbatch_sizes, mix, name_hash
 from pipebench.recipe.users_code import as_users
 from zoo.registry import Dataset
 
-_AHEAD = 2  # minibatches that every loader process has ready
+_AHEAD = 2  # minibatches prefetched per loader process
 _SIZES_KEPT = 1024  # more than there are units in flight
 
 
 class Feed:
     """The data of one segment of training, or of one evaluation.
 
-    Args:
-        setup: what is run.
-        split: `train` or `eval`.
-        first: the minibatch that unit 0 belongs to.
-        num_minibatches: minibatches of the segment.
+    `split` is `train` or `eval`, `first` the minibatch of unit 0.
     """
 
     def __init__(self, setup: Setup, split: str, first: int, num_minibatches: int) -> None:
@@ -44,10 +40,10 @@ class Feed:
         self._fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
         self._ahead: dict[tuple[int, int], _Ahead] = {}
         self._parts = setup.pipeline.microbatches if self._trains else 1
-        self._size = lru_cache(maxsize=_SIZES_KEPT)(self._size_of)  # asked for by every instruction of a unit
+        self._size = lru_cache(maxsize=_SIZES_KEPT)(self._size_of)  # read by every instruction of a unit
 
     def minibatch(self, unit: int) -> tuple[int, int]:
-        """Return the minibatch of the whole run, and the microbatch, that a unit is; evaluations cut none."""
+        """Return a unit's minibatch of the whole run and microbatch; evaluations have no microbatches."""
         minibatch, microbatch = self._pipeline.minibatch(unit) if self._trains else (unit, 0)
         return self._first + minibatch, microbatch
 
@@ -73,19 +69,19 @@ class Feed:
         return StreamSlot(self.split, stream.number, microbatch, stream.starts)
 
     def inputs(self, stage: int, worker: int, unit: int, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return the model inputs of those names; a stage asks for its units in ascending order, and misses none."""
+        """Return the named model inputs; a stage requests its units in ascending order without gaps."""
         if not names or self.size(unit) == 0:
             return []
         fields = [self._fields[name] for name in names]
         found, fetched = next(self._fetching(stage, worker, fields, unit))
-        if found != unit and self._setup.repartitions:  # for a while, no layer here read inputs
+        if found != unit and self._setup.repartitions:  # layers that read inputs have moved here
             self._ahead.pop((stage, worker)).units.close()
             found, fetched = next(self._fetching(stage, worker, fields, unit))
         assert found == unit, f"stage {stage} of worker {worker} asked for unit {unit}, next is {found}"
         return [self._onto_device(fetched[field]) for field in fields]
 
     def _fetching(self, stage: int, worker: int, fields: list[str], unit: int) -> "_Fetched":
-        """Return what fetches a worker's inputs; it begins with a unit where it is the first, or reads other fields."""
+        """Return a worker's prefetcher, restarted at `unit` if it is the first or reads other fields."""
         ahead = self._ahead.get((stage, worker))
         if ahead is None or ahead.fields != fields:
             if ahead is not None:
@@ -100,14 +96,14 @@ class Feed:
         return {name: self._onto_device(value) for name, value in fetched.items()}
 
     def close(self) -> None:
-        """End the processes that fetch ahead: left to garbage collection, each would be waited for for seconds."""
+        """End the loader processes; garbage collection would wait seconds for each."""
         for ahead in self._ahead.values():
             ahead.units.close()
 
     def _onto_device(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a value on the device; a GPU copies it when its turn comes, and the host doesn't wait for that.
+        """Return a value on the device; copies to a GPU are asynchronous.
 
-        Only from pinned memory: a copy from any other ends after everything that the GPU was given before it.
+        Only pinned memory is copied so: any other copy ends after all earlier work of the GPU.
         """
         device = self._setup.device
         if device.type == "cuda" and not value.is_pinned():
@@ -115,7 +111,7 @@ class Feed:
         return value.to(device, non_blocking=True)
 
     def _fetch_ahead(self, stage: int, worker: int, fields: Sequence[str], first: int) -> "_Fetched":
-        """Yield the units of a worker's stage from one on in order with their fields."""
+        """Yield a stage's units from `first` on, in order, with their fields."""
         tasks = _Tasks(self._setup.dataset, self.split, fields)
         if self._processes == 0:
             for unit in self._units(stage, worker, first):
@@ -136,12 +132,12 @@ class Feed:
 
     @property
     def _processes(self) -> int:
-        """Processes for each worker that reads inputs: the dataset's number is shared out among them."""
+        """Loader processes per worker that reads inputs: the dataset's number divided among them."""
         pipeline, total = self._pipeline, self._setup.dataset.loader_processes
         return min(total, max(1, total // sum(pipeline.replicas[stage] for stage in pipeline.loads)))
 
     def _units(self, stage: int, worker: int, first: int) -> Iterator[int]:
-        """Yield the units of a worker's stage from one on that aren't empty, ascending."""
+        """Yield a stage's non-empty units from `first` on, ascending."""
         pipeline = self._pipeline
         blocks = -(-self._num_minibatches // pipeline.block)
         for unit in pipeline.own_units(stage, worker, range(blocks * pipeline.block * self._parts)):
@@ -163,7 +159,7 @@ class Feed:
 
 
 def training_feed(setup: Setup, first: int, num_minibatches: int) -> tuple[Feed, list[float] | None]:
-    """Return the data of a segment of training, and what its losses are divided by."""
+    """Return a training segment's data and the divisors of its losses."""
     return Feed(setup, "train", first, num_minibatches), loss_divisors(setup, first, num_minibatches)
 
 
@@ -172,7 +168,7 @@ _Fetched = Generator[tuple[int, dict[str, torch.Tensor]], None, None]
 
 
 class _Ahead(NamedTuple):
-    """The fields that a worker's stage reads, and its units with them."""
+    """The fields that a worker's stage reads, and its prefetched units."""
 
     fields: list[str]
     units: _Fetched
@@ -180,13 +176,13 @@ class _Ahead(NamedTuple):
 
 @dataclass(frozen=True)
 class _Mistake:
-    """What a user's data set raised in another process: torch would bring it back with a traceback for a message."""
+    """A user's error in a loader process; torch would return it with a traceback in its message."""
 
     sentence: str
 
 
 class _Tasks(data.Dataset[Any]):
-    """A dataset as torch's loader takes it: what it calls an index is a whole fetch."""
+    """A dataset for torch's loader, whose index is a whole fetch."""
 
     def __init__(self, dataset: Dataset, split: str, fields: Sequence[str]) -> None:
         self._dataset, self._split, self._fields = dataset, split, fields

@@ -1,7 +1,7 @@
-"""What a worker holds within an instruction, predicted: what engines count in live tensors, and Algorithm 1 is told.
+"""A worker's predicted bytes within an instruction, as engines count live tensors and report them to Algorithm 1.
 
-Live tensors can be counted between two instructions. Within one, what it makes is there from its start on and what it
-is done with until its end, so that every kind counts at its most (docs/memory.md); messages aren't counted.
+Live tensors are counted between instructions. Within one, its results count from its start and its inputs until its
+end, so every kind counts at its peak (docs/memory.md); messages are not counted.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ from pipebench.simulate.simulation import TimelineEvent
 
 Inputs = Mapping[Size, Mapping[str, int]]  # by size of the unit, bytes of every model input
 
-# Kinds as live tensors are counted, `replica.LiveBytes`: what is set aside to be given is a stage's until it sets out.
+# Kinds as in `replica.LiveBytes`: units waiting to be transferred count at their stage until sent.
 _COUNTED: Final = {
     WEIGHTS: 0, VERSIONS: 0, MOVED: 1, MASTERS: 2, STATE: 2, GRADIENTS: 3, ACTIVATIONS: 4, SENT: 4, AGAIN: 5,
 }  # fmt: skip
@@ -36,19 +36,14 @@ _OF_A_UNIT: Final = (Op.FORWARD, *BACKWARDS, *COPIES)
 
 
 class HeldBytes:
-    """Adds up what one worker holds.
-
-    Attributes:
-        now: the most bytes within the latest instruction.
-        most: the most of these.
-    """
+    """Adds up one worker's bytes."""
 
     def __init__(self) -> None:
-        self.now = self.most = 0
+        self.now = self.most = 0  # peak within the latest instruction, and over all
         self._live = [0] * (1 + max(_COUNTED.values()))
 
     def noted(self, changes: Iterable[Change]) -> Iterator[Change]:
-        """Yield the changes of an instruction, and take note of them."""
+        """Yield an instruction's changes, and count them."""
         most = [*self._live]
         for change in changes:
             kind = _COUNTED.get(change.kind)
@@ -61,13 +56,9 @@ class HeldBytes:
 
 
 class SegmentBytes:
-    """Follows what every worker of a straight pipeline holds in a segment in which layers stay.
+    """Tracks each worker's bytes in a straight pipeline's segment whose layers stay.
 
-    Args:
-        setup: what is run.
-        size_of: the size of a unit.
-        inputs: of the model.
-        start_s: the run's clock when the segment begins; there have been updates before, but at 0.
+    `inputs` are the model's; there have been updates if `start_s`, the run's clock at the segment's start, is above 0.
     """
 
     def __init__(self, setup: Setup, size_of: Callable[[int], Size], inputs: Inputs, start_s: float) -> None:
@@ -79,7 +70,7 @@ class SegmentBytes:
             _all(held.noted([*holding.before(), *(change for change in holding.come() if change.kind == STATE)]))
 
     def event(self, event: TimelineEvent) -> int:
-        """Take note of one event; return the most bytes that its worker held within it."""
+        """Process an event; return its worker's peak bytes within it."""
         it, held = event.instruction, self._held[event.worker]
         if it.op is not Op.WAIT_NORM:
             size = self._size_of(it.number) if it.op in _OF_A_UNIT else 0

@@ -1,4 +1,4 @@
-"""A unit between its forward and the end of its backward: what a replica keeps of it, and how much memory that is."""
+"""A unit between its forward and the end of its backward: what a replica stores for it, and how many bytes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,35 +18,20 @@ from pipebench.model.stage import LossFunction
 
 @dataclass
 class InFlight:
-    """A unit that has run forward.
+    """A unit that has run forward."""
 
-    Attributes:
-        number: of the version that it uses.
-        version: the weights that it ran forward with, which may be moved from that version.
-        received: values from other stages by layer, gradients wanted for their leaves.
-        draw: what its random layers depended on.
-        loss: what mapped the model's output to the loss.
-        carried: what stateful modules carried into the forward, to recompute it.
-        results: where gradients come in: the values themselves have left.
-        loss_type: of the loss.
-        kept_bytes: what is kept for the backward, and never swapped.
-        shapes: of what the forward read.
-        rests: what the input part of its backward has left.
-        swap: what swapped layers save; None in a stage without.
-    """
-
-    number: int
-    version: Version
-    received: dict[int, Any]
-    draw: tuple[int, ...]
-    loss: LossFunction | None
-    carried: list[Any]
-    results: list[GradientEdge] = field(default_factory=list)
-    loss_type: torch.dtype | None = None
-    kept_bytes: int = 0
-    shapes: tuple[torch.Size, ...] = ()
-    rests: list[Rest] = field(default_factory=list)
-    swap: Swap | None = None
+    number: int  # of its weight version
+    version: Version  # the forward's weights, possibly displaced from that version
+    received: dict[int, Any]  # values from other stages by layer, as leaves
+    draw: tuple[int, ...]  # key of random layers' draws
+    loss: LossFunction | None  # maps the model's output to the loss
+    carried: list[Any]  # stateful modules' states before the forward, for recomputation
+    results: list[GradientEdge] = field(default_factory=list)  # of the outputs, whose values have left
+    loss_type: torch.dtype | None = None  # of the loss
+    kept_bytes: int = 0  # saved for the backward and never swapped
+    shapes: tuple[torch.Size, ...] = ()  # of the forward's arguments
+    rests: list[Rest] = field(default_factory=list)  # left by the input part of its backward
+    swap: Swap | None = None  # saved by swapped layers; None without such
 
     @property
     def num_bytes(self) -> int:
@@ -60,19 +45,19 @@ class InFlight:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a pytree, in its order; most values are one, and pytrees take their time."""
+    """Return the tensors of a pytree in order; a fast path serves single tensors, the common case."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def differentiable(value: Any) -> list[torch.Tensor]:
-    """Return those tensors of a pytree that require a gradient."""
+    """Return the tensors of a pytree that require a gradient."""
     return [leaf for leaf in tensors_in(value) if leaf.requires_grad]
 
 
 def detached(value: Any) -> Any:
-    """Detach the tensors of a pytree that leaves; whether one has a gradient travels along as its `requires_grad`."""
+    """Detach the tensors of a pytree for sending, with their `requires_grad`."""
     return _detached(value) if isinstance(value, torch.Tensor) else pytree.tree_map(_detached, value)
 
 
@@ -83,11 +68,9 @@ def num_bytes(value: Any) -> int:
 
 @contextmanager
 def record_saved(saved: Storages, recomputed: Sequence[Recomputed]) -> Iterator[None]:
-    """Note every storage that autograd saves, or that layers need which are recomputed, once each.
+    """Record once each storage that autograd saves, or that recomputed layers need.
 
-    Args:
-        saved: takes the storages by address: as long as it holds them, no other gets theirs.
-        recomputed: the runs of layers that a backward computes again.
+    `saved` takes storages by address and holds them, so that no other reuses an address.
     """
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -105,7 +88,7 @@ def record_saved(saved: Storages, recomputed: Sequence[Recomputed]) -> Iterator[
 
 @contextmanager
 def record_again(again: Storages, recomputed: Sequence[Recomputed]) -> Iterator[None]:
-    """Note every storage that a backward computes again for itself; arguments as for `record_saved`."""
+    """Record each storage that a backward recomputes for itself; arguments as for `record_saved`."""
     for each in recomputed:
         each.again = again
     yield

@@ -1,13 +1,12 @@
-"""In-situ profiling: every worker plays its list alone, so that a profile knows what layers cost in use.
+"""In-situ profiling: each worker runs its instruction list alone to measure layer costs in use.
 
-A profile times layers one by one, and the optimizer again and again. In use the engine is around them (its own Python,
-gradients that are added up, a stage's graph instead of a user's module), minibatches are in flight, forwards find other
-things in the caches than backwards, and an update neither its parameters nor its gradients: on CPUs that one takes
-twice as long as steps that follow each other. So workers play their own lists for a few minibatches, one after the
-other, and wait for nobody: what others would send is copied from what their own list sent, gradients are zeros.
-What their instructions take is what the layers of a stage come to; the profile says how that is shared out among them.
+A profile times layers one by one, and optimizer steps back to back. In use there is the engine's own Python, gradient
+accumulation and a stage's graph, several minibatches are in flight, and caches are cold: on CPUs an update takes twice
+as long as consecutive steps. So workers run their own lists for a few minibatches, one after the other, without
+waiting: messages from others are copies of what their own list sent, gradients are zeros. Measured instruction times
+are the sums for a stage's layers; the profile divides them among its layers.
 
-Nothing of it is kept: workers compute on copies.
+Workers compute on copies, which are discarded.
 """
 
 import statistics
@@ -29,12 +28,12 @@ from pipebench.schedule.modes import KEEP
 from pipebench.schedule.operations import GRADIENT, Op
 from pipebench.schedule.programs import programs
 
-_PERIODS = 2  # of a segment, after as many minibatches as are in flight
+_PERIODS = 2  # of a segment, after the minibatches that fill the pipeline
 _TIMED = (Op.LOAD_INPUT, Op.FORWARD, *BACKWARDS, Op.UPDATE)
 
 
 class Key(NamedTuple):
-    """What is timed: an instruction of a stage, with so many samples (0 for an update)."""
+    """A timed instruction: of a stage, with a number of samples (0 for an update)."""
 
     op: Op
     stage: int
@@ -46,7 +45,7 @@ InSituTimes = Mapping[Key, float]  # seconds
 
 @dataclass(frozen=True)
 class Stepped:
-    """What an optimizer step of a stage updates, and what that takes."""
+    """A stage's optimizer step: bytes updated, and seconds."""
 
     num_bytes: int
     seconds: float
@@ -58,14 +57,14 @@ def profile_in_situ(
     wait_for_others: Callable[[], object],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[InSituTimes]:
-    """Play training on copies of the model; return the seconds of every setup's instructions.
+    """Run training on copies of the model; return seconds per instruction of every setup.
 
-    Of each the mean in a segment, since a run's seconds are a sum, and the median of the segments.
+    Each is the median over segments of the mean within a segment, since a run's time is a sum.
 
     Args:
-        setups: what to play, in turns; every stage by its first replica.
-        segments: of each setup, that are timed, after one that isn't.
-        wait_for_others: called before every segment, so that processes that measure at once all compute all the time.
+        setups: run in turns, every stage by its first replica.
+        segments: timed ones per setup, after an untimed one.
+        wait_for_others: called before every segment, so that processes compute at the same time.
         clock: seconds.
     """
     taken: list[dict[Key, list[float]]] = [defaultdict(list) for _ in setups]
@@ -81,12 +80,12 @@ def profile_in_situ(
 
 
 def entries(profiled_in_situ: InSituTimes) -> list[list[Any]]:
-    """Return what was measured as JSON holds it, for `mean`."""
+    """Return measurements as JSON values, for `mean`."""
     return [[key.op.name, key.stage, key.num_samples, seconds] for key, seconds in profiled_in_situ.items()]
 
 
 def mean(found: Sequence[Sequence[Sequence[Any]]]) -> InSituTimes:
-    """Return the mean of what several processes found at the same time: each is as slow as the others make it."""
+    """Return the mean of measurements that several processes made at the same time, slowing each other alike."""
     seconds: dict[Key, list[float]] = defaultdict(list)
     for process in found:
         for op, stage, num_samples, taken_s in process:
@@ -95,14 +94,9 @@ def mean(found: Sequence[Sequence[Sequence[Any]]]) -> InSituTimes:
 
 
 def in_use(profile: Profile, setup: Setup, profiled_in_situ: InSituTimes) -> Profile:
-    """Return a profile whose layers, stage by stage, add up to what was measured in situ.
+    """Return a profile whose layers add up, stage by stage, to the in-situ measurements of a setup.
 
-    Sizes that were not measured change like the nearest that was.
-
-    Args:
-        profile: layer costs at every size that travels.
-        setup: what was measured; its plan's stages are.
-        profiled_in_situ: what `profile_in_situ` returned of it.
+    Sizes without a measurement change like the nearest measured one.
     """
     sizes = sorted({key.num_samples for key in profiled_in_situ if key.op is Op.FORWARD})
     bounds = [range(stage.start, stage.stop) for stage in setup.plan.stages]
@@ -119,7 +113,7 @@ def in_use(profile: Profile, setup: Setup, profiled_in_situ: InSituTimes) -> Pro
 
     layers = {size: scaled(size) for size in profile.layers}
     loads = {key.num_samples: seconds for key, seconds in profiled_in_situ.items() if key.op is Op.LOAD_INPUT}
-    loads = loads if fetches_itself(setup) else {}  # else it is a wait for what is fetched ahead
+    loads = loads if fetches_itself(setup) else {}  # else it is a wait for prefetched data
     rows = profile.layers[sizes[0]]
     stages = [(_trained_bytes(rows, indices), Key(Op.UPDATE, stage, 0)) for stage, indices in enumerate(bounds)]
     steps = [
@@ -138,14 +132,14 @@ def in_use(profile: Profile, setup: Setup, profiled_in_situ: InSituTimes) -> Pro
 
 
 def fetches_itself(setup: Setup) -> bool:
-    """Return whether a worker fetches its inputs when it wants them, since no other process fetches them ahead."""
+    """Return whether a worker loads its inputs itself, without loader processes."""
     return setup.dataset.loader_processes == 0
 
 
 def update_costs(steps: Sequence[Stepped]) -> tuple[float, float]:
-    """Return the seconds of an update that it takes at least, and those per byte, as stages of different size show.
+    """Return an update's fixed seconds and its seconds per byte, from stages of different size.
 
-    The line through what they took, by least squares; through 0 where it would begin below, level where it would fall.
+    A least-squares line, through 0 if it would start below, level if it would fall.
     """
     if not steps:
         return 0.0, 0.0
@@ -162,11 +156,7 @@ def update_costs(steps: Sequence[Stepped]) -> tuple[float, float]:
 
 
 class _ListPlayer:
-    """The workers of a setup, those of every stage's first replica, and what they would send each other.
-
-    Args:
-        setup: what they practise.
-    """
+    """The workers of a setup, every stage's first replica, and the messages between them."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -180,9 +170,9 @@ class _ListPlayer:
         self._num_minibatches = min(wanted, len(whole))
 
     def play(self, clock: Callable[[], float]) -> dict[Key, float]:
-        """Play the first minibatches through; return what instructions took, the mean.
+        """Run the first minibatches; return mean seconds per instruction.
 
-        A worker plays its list to the end, but for the first time: then it may have to wait for what to copy.
+        A worker runs its list to the end, except in the first pass, where it may have to wait for a message to copy.
         """
         count, others = self._num_minibatches, self._others
         feed, divisors = training_feed(self._setup, 0, count)
@@ -209,16 +199,16 @@ class _ListPlayer:
 
 
 class AloneCollectives:
-    """The collectives of a worker that waits for nobody: sums are of its own gradients."""
+    """The collectives of a worker that waits for no other: sums are its own gradients."""
 
     def __init__(self) -> None:
         self._gradients: list[torch.Tensor | None] = []
 
     def on_gradient(self, stage: int) -> None:
-        """Nobody takes gradients one by one."""
+        """Return None: gradients are contributed all at once."""
 
     def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Keep a round's gradients."""
+        """Store a round's gradients."""
         self._gradients = list(gradients)
 
     def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
@@ -231,31 +221,27 @@ class AloneCollectives:
 
 
 class _Others(AloneCollectives):
-    """What a worker would hear of others: activations as they were sent last, gradients of zeros, sums of its own.
+    """Stand-in for other workers: the activations sent last, zero gradients, the worker's own sums."""
 
-    Attributes:
-        feed: says how large units are.
-    """
-
-    feed: Feed
+    feed: Feed  # for the sizes of units
 
     def __init__(self) -> None:
         super().__init__()
         self._sent: dict[tuple[int, int, int], Any] = {}
 
     def can_hear(self, it: Instruction) -> bool:
-        """Return whether there is something to copy for an instruction that receives."""
+        """Return whether a message for a receive instruction can be copied."""
         size = self.feed.size(it.number) if it.op is Op.RECEIVE_ACTIVATION else 0
         return size == 0 or (it.peer, it.stage, size) in self._sent
 
     def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
-        """Keep a copy of what a stage reads; gradients are of no use."""
+        """Store a copy of activations; gradients are ignored."""
         key = (source, target, self.feed.size(unit))
         if kind != GRADIENT and key not in self._sent:
             self._sent[key] = pytree.tree_map(_copied, values)
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
-        """Return what the other stage sent, or a gradient of zeros for what this one did."""
+        """Return the activations that the other stage sent, or zero gradients for this one's."""
         size = self.feed.size(unit)
         if kind != GRADIENT:
             return pytree.tree_map(_copied, self._sent[source, target, size])
@@ -266,7 +252,7 @@ class _Others(AloneCollectives):
 
 
 class _Ratios(NamedTuple):
-    """Seconds in use over seconds in the profile, of a stage's layers."""
+    """Seconds in use over seconds in the profile, for a stage's layers."""
 
     forward: float
     backward: float
@@ -299,7 +285,7 @@ def _trained_bytes(rows: Sequence[LayerProfile], indices: range) -> int:
 
 
 def _keeping(setup: Setup) -> Setup:
-    """Return a setup that recomputes nothing: what that takes is known from the forwards; and that swaps nothing."""
+    """Return a setup without recomputation, whose cost is known from forwards, and without swapping."""
     stages = tuple(replace(stage, memory=(KEEP,) * len(stage.memory)) for stage in setup.plan.stages)
     return replace(setup, plan=replace(setup.plan, stages=stages), pipeline=replace(setup.pipeline, swaps=()))
 
@@ -309,7 +295,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def zero_gradients(values: Mapping[int, Any]) -> dict[int, list[torch.Tensor]]:
-    """Return a gradient of zeros for everything that one comes back for."""
+    """Return zero gradients for all tensors that get one."""
     leaves = {layer: pytree.tree_leaves(value) for layer, value in values.items()}
     return {
         layer: [torch.zeros_like(leaf) for leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

@@ -1,8 +1,8 @@
-"""Dynamic loss scaling: gradients of fp16 times a scale, so that small ones don't vanish, which follows overflows.
+"""Dynamic loss scaling: fp16 gradients are multiplied by a scale, against underflow, that adapts to overflows.
 
-Paper: Micikevicius et al. (2018) section 3.2; the rule and its defaults are torch.amp.GradScaler's. Differs: every
-stage has a scale of its own. Gradients travel with the scale that they have, and a stage brings those that arrive to
-its own. Where all stages update together they share every decision, so that their scales stay equal.
+Paper: Micikevicius et al. (2018) section 3.2; rule and defaults are those of torch.amp.GradScaler. Differs: every stage
+has its own scale. Gradients are sent with their scale, and a stage converts those that arrive. If all stages update
+together they share every decision, so their scales stay equal.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,24 +13,16 @@ from pipebench.recipe.schema import LossScaleRecipe
 
 
 class LossScale:
-    """The scale of the gradients of one stage replica.
-
-    Args:
-        options: how it changes.
-
-    Attributes:
-        value: the scale.
-        num_skipped: updates skipped since the start of the run, since their gradients were not finite.
-    """
+    """The scale of one stage replica's gradients."""
 
     def __init__(self, options: LossScaleRecipe) -> None:
         self._options = options
-        self.value = options.initial
-        self.num_skipped = 0
+        self.value = options.initial  # the scale
+        self.num_skipped = 0  # updates skipped in the run for gradients that were not finite
         self._num_finite = 0  # updates since the scale last changed
 
     def update(self, *, finite: bool) -> None:
-        """Take note of an update's gradients."""
+        """Adapt to an update's gradients."""
         options = self._options
         if not finite:
             self.value *= options.backoff
@@ -43,11 +35,11 @@ class LossScale:
             self._num_finite = 0
 
     def state(self) -> torch.Tensor:
-        """Return what a checkpoint holds of it: the scale, finite updates since it changed, skipped ones."""
+        """Return a checkpoint's entry: the scale, finite updates since it changed, skipped updates."""
         return torch.tensor([self.value, self._num_finite, self.num_skipped], dtype=torch.float64)
 
     def restore(self, states: Sequence[torch.Tensor]) -> None:
-        """Go on from the states of one stage or, cut otherwise, of several: with the most careful of them."""
+        """Restore from the states of one stage or, if cut otherwise, of several: the most conservative of them."""
         if states:
             rows = [state.tolist() for state in states]
             self.value = min(value for value, _, _ in rows)
@@ -56,7 +48,7 @@ class LossScale:
 
 
 def scale_metrics(scales: Iterable[Sequence[float]]) -> dict[str, float]:
-    """Return metrics of all workers' `loss_scales`: the smallest scale, and the most updates that a stage skipped."""
+    """Return metrics of all workers' `loss_scales`: the smallest scale, and the most updates skipped by a stage."""
     found = list(scales)
     if not found:
         return {}

@@ -1,4 +1,4 @@
-"""The transport of workers that share a process: what one sends lies here until another asks for it."""
+"""The transport of workers that share a process: values are stored until requested."""
 
 from collections import Counter
 from typing import Any
@@ -11,12 +11,7 @@ from pipebench.simulate.timeline import PCIE
 
 
 class InProcessTransport:
-    """Hands values from stage to stage, and counts their bytes.
-
-    Args:
-        setup: what is run.
-        num_bytes: what has been sent, by kind and level; added to.
-    """
+    """Transfers values between stages and counts bytes; `num_bytes` counts them by kind and level."""
 
     def __init__(self, setup: Setup, num_bytes: Counter[tuple[str, str]]) -> None:
         self._setup = setup
@@ -24,23 +19,23 @@ class InProcessTransport:
         self._mail: dict[tuple[str, int, int, int], Any] = {}
 
     def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
-        """Keep a unit's values until they are asked for."""
+        """Store a unit's values until requested."""
         pipeline = self._setup.pipeline
         level = self._setup.level_between(pipeline.worker(source, unit), pipeline.worker(target, unit)).name
         self._num_bytes[kind, level] += sum(map(_bytes_of, values.values()))
         self._mail[kind, unit, source, target] = values
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
-        """Return what was sent; the clock has seen to it that it has arrived."""
+        """Return the sent values; the virtual clock guarantees that they have arrived."""
         return self._mail.pop((kind, unit, source, target))
 
     def copied(self, kind: str, num_bytes: int) -> None:
-        """Count bytes between a device and its host."""
+        """Count bytes copied between a device and its host."""
         self._num_bytes[kind, PCIE] += num_bytes
 
 
 def _bytes_of(value: Any) -> int:
-    """Return the bytes of a value's tensors; most values are one, or a list of them, and pytrees take their time."""
+    """Return the bytes of a value's tensors; a fast path serves single tensors and lists of them."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
     if isinstance(value, list):

@@ -1,11 +1,10 @@
-"""A stage while layers leave or join it. To its worker it is a replica like any other; inside it is several.
+"""A stage while layers leave or join it: to its worker one replica, inside several (see `stage_parts`).
 
-Which they are, `stage_parts` says. Gradients are told apart by the model's own names: whoever computed one, it is the
-new owner's update that takes it.
+Gradients are keyed by the model's own names: whichever replica computed one, the new owner's update applies it.
 
-The forwards of a block that is about to leave keep nothing for a backward. What their layers read, and the weights,
-buffers and states they read it with, are handed to the new owner, who computes them again before its backward. That
-happens in a replica of the block's own, a guest, whose running statistics nobody reads.
+Forwards of a block that is about to leave save nothing for a backward. Their inputs, with weights, buffers and states,
+are sent to the new owner, which recomputes them before its backward in a separate replica of the block, a guest, whose
+running statistics are discarded.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,27 +31,20 @@ from pipebench.schedule.moves import BlockTransfer
 
 @dataclass(frozen=True)
 class TransferredUnit:
-    """A unit that ran forward through a block at its old owner and runs backward at its new one.
+    """A unit that runs forward through a block at its old owner and backward at its new one."""
 
-    Attributes:
-        version: of the block's weights: updates since the run began.
-        state: what the block's layers had before the forward: parameters of that version, buffers, carried states.
-        inputs: model inputs that they read, in their stage's order.
-        received: values that they read of other layers, by layer.
-    """
-
-    version: int
-    state: ModelState
-    inputs: list[torch.Tensor]
-    received: Values
+    version: int  # of the block's weights: updates since the run began
+    state: ModelState  # before the forward: parameters of that version, buffers, carried states
+    inputs: list[torch.Tensor]  # model inputs read by the block, in its stage's order
+    received: Values  # values read from other layers, by layer
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as dictionaries and lists of tensors and numbers, which travel."""
+        """Return dictionaries and lists of tensors and numbers, for sending."""
         return {**vars(self), "state": vars(self.state)}
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> "TransferredUnit":
-        """Return what `to_plain` was called on."""
+        """Inverse of `to_plain`."""
         return cls(**{**data, "state": ModelState(**data["state"])})
 
 
@@ -60,19 +52,15 @@ class MigratingReplica:
     """A stage some of whose layers move.
 
     Args:
-        replica: what has run it up to now.
+        replica: runs the stage so far.
         bounds: its first layer, and the one after its last.
         share: its share of the model's state.
-        phases: the cuts.
-        make_replica: makes a replica of layers that are cut out.
-        note_memory: is called where more is held than before or after what is done.
-
-    Attributes:
-        scale: none: losses aren't scaled where layers move.
-        again_bytes: see `Replica`.
+        phases: the segment's cuts.
+        make_replica: makes a replica of layers.
+        note_memory: called at moments of peak memory within an operation.
     """
 
-    scale: LossScale | None = None
+    scale: LossScale | None = None  # losses aren't scaled if layers move
 
     def __init__(
         self,
@@ -84,18 +72,18 @@ class MigratingReplica:
         note_memory: Callable[[], None],
     ) -> None:
         self._share, self._note_memory = share, note_memory
-        self.again_bytes = 0
+        self.again_bytes = 0  # see `Replica`
         self._retiring: Replica | None = None
         self._phases = phases
         self._make_replica = make_replica
         self._parts = StageParts(StagePart(replica, *bounds), replica.in_flight)
-        self._pending_transfers: dict[tuple[int, int], TransferredUnit] = {}  # by unit and the stage that takes it
-        self._gradients: dict[str, torch.Tensor] = {}  # by the model's own name, until they are applied
+        self._pending_transfers: dict[tuple[int, int], TransferredUnit] = {}  # by unit and target stage
+        self._gradients: dict[str, torch.Tensor] = {}  # by the model's own name, until applied
         self._collect_gradients(replica)
         self._most_alive = 0
         self._note_versions()
 
-    # What its worker asks of every replica.
+    # Methods of every replica.
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -104,7 +92,7 @@ class MigratingReplica:
 
     @property
     def is_last(self) -> bool:
-        """Whether the model's output is computed here."""
+        """Whether the stage computes the model's output."""
         return any(part.replica.stage.is_last for part in self._parts)
 
     def forward(
@@ -119,7 +107,7 @@ class MigratingReplica:
         move: Displacement = AS_IT_IS,
         loss: LossFunction | None = None,
     ) -> tuple[Values, torch.Tensor | None]:
-        """Run a unit forward; see `Replica.forward`. Returned are all values that are known by then, of others, too."""
+        """Run a unit forward; see `Replica.forward`. Returns all known values, those of other stages too."""
         fields, values, result = dict(zip(self.inputs, inputs, strict=True)), dict(received), None
         for part in self._parts.begin(unit):
             replica, stage = part.replica, part.replica.stage
@@ -143,10 +131,10 @@ class MigratingReplica:
         on_gradient: OnGradient | None = None,
         move: Displacement = AS_IT_IS,
     ) -> dict[int, list[torch.Tensor]]:
-        """Run a unit backward through all that it ran forward through here; see `Replica.backward`.
+        """Run a unit backward through all parts that ran it forward here; see `Replica.backward`.
 
-        Returned are also gradients that came for layers of others. Those of parameters nobody takes one by one, and no
-        weights are moved: a stage whose layers move has one replica, which stashes its versions.
+        Returns gradients for other stages' layers too. `on_gradient` and `move` are unused: a stage whose layers move
+        has one replica, which stashes its versions.
         """
         total, self.again_bytes = {layer: list(found) for layer, found in arrived.items()}, 0
         for replica in self._parts.end(unit):
@@ -155,11 +143,11 @@ class MigratingReplica:
                 known = total.get(layer)
                 total[layer] = [a + b for a, b in zip(known, found, strict=True)] if known else found
             self._collect_gradients(replica)
-            self.again_bytes = max(self.again_bytes, replica.again_bytes)  # one after the other they compute again
+            self.again_bytes = max(self.again_bytes, replica.again_bytes)  # replicas recompute one after the other
         return total
 
     def stepped(self) -> list[torch.Tensor | None]:
-        """Return the gradients of the layers that are the stage's now, in the types of what the optimizer steps on."""
+        """Return the gradients of the stage's current layers, in the types the optimizer steps on."""
         found: list[torch.Tensor | None] = []
         for part in self._parts:
             weights = part.replica.weights
@@ -169,7 +157,7 @@ class MigratingReplica:
         return found
 
     def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
-        """Apply one update to the layers that are the stage's now."""
+        """Apply one update to the stage's current layers."""
         given = iter(gradients)
         for part in self._parts:
             own = [next(given) for _ in part.replica.weights.names]
@@ -177,25 +165,25 @@ class MigratingReplica:
         self._note_versions()
 
     def skip_update(self, *, keep_from: int) -> None:
-        """Forget the gradients instead of applying them."""
+        """Drop the gradients instead of applying them."""
         for part in self._parts:
             part.replica.skip_update(keep_from=keep_from)
         self._note_versions()
 
     def swap_out(self, unit: int) -> int:
-        """Copy what swapped layers saved of a unit to the host; return the bytes."""
+        """Copy a unit's saved activations of swapped layers to the host; return the bytes."""
         return sum(replica.swap_out(unit) for replica in self._parts.ran_here(unit))
 
     def swap_in(self, unit: int) -> int:
-        """Begin to copy that back; return the bytes."""
+        """Begin to copy them back; return the bytes."""
         return sum(replica.swap_in(unit) for replica in self._parts.ran_here(unit))
 
     def host_bytes(self) -> int:
-        """Return the bytes of minibatches in flight that are on the host."""
+        """Return the host bytes of minibatches in flight."""
         return sum(each.host_bytes() for each in self._everybody())
 
     def live_by_kind(self) -> LiveBytes:
-        """Return the bytes that all that run here hold, and what waits to be handed over."""
+        """Return the bytes of all replicas here and of units waiting to be transferred."""
         waiting = sum(
             num_bytes([vars(each.state), each.inputs, each.received]) for each in self._pending_transfers.values()
         )
@@ -203,89 +191,89 @@ class MigratingReplica:
         rows = zip(own, *(each.live_by_kind() for each in self._everybody()), strict=True)
         return LiveBytes(*map(sum, rows))
 
-    # Handing over.
+    # State transfer.
 
     def part(self, block: BlockTransfer) -> None:
-        """Cut a block apart that is about to leave: its next forwards run backward elsewhere."""
+        """Cut off a block that is about to leave: its next forwards run backward elsewhere."""
         self._retire(self._parts.part(block, self._copy)[0])
 
     def renew(self, at: int) -> None:
-        """Cut what there is anew, for layers that do something else with the activations of forwards from `at` on."""
+        """Cut the stage anew for layers whose memory policies change with minibatch `at`."""
         self._retire(self._parts.renew(at, self._copy)[0])
 
     def give_unit(self, unit: int, target: int) -> TransferredUnit:
-        """Return what another stage needs to run a unit backward through a block that it takes."""
+        """Return what stage `target` needs to run a unit backward through a block that it takes."""
         return self._pending_transfers.pop((unit, target))
 
     def give(self, target: int) -> ModelState:
-        """Return a block's state; it is not here any more."""
+        """Remove a block; return its state."""
         return state_of(self._parts.leave(target), self._share)
 
     def forward_again(
         self, block: BlockTransfer, unit: int, given: TransferredUnit, draw: tuple[int, ...], place: StreamSlot
     ) -> None:
-        """Run a unit forward through a block that ran it at its old owner, so that it can run backward here."""
+        """Recompute a unit's forward through a block from its old owner, for its backward here."""
         guest = self._parts.guest(block, unit, self._make)
         restore(guest, given.state, self._share)
         guest.weights.renumber(given.version)
         guest.forward(unit, draw, given.inputs, given.received, place, version=given.version)
 
     def take(self, block: BlockTransfer, state: ModelState) -> None:
-        """Take a block over: from the next forward on it runs with the layers beside it as one."""
+        """Add a block: from the next forward on it runs as one with the adjacent layers."""
         self._retire(self._parts.join(block, partial(self._copy, came=state))[0])
 
     @property
     def whole(self) -> StagePart[Replica] | None:
-        """The one replica that runs all of the stage again, when everything is handed over and nobody is retired."""
+        """The only replica left once all transfers and all backwards of retired replicas are over, or None."""
         last = self._parts.whole
         if last is None:
             return None
         weights = last.replica.weights
         names = [self._share.names[name] for name in weights.names]
-        if not self._gradients.keys() <= {*names}:  # of layers that are still to come
+        if not self._gradients.keys() <= {*names}:  # of layers that have yet to arrive
             return None
         last.replica.gradients = [self._gradients.get(name) for name in names]
         weights.versions.most_alive = max(weights.most_alive, self._most_alive)
         return last
 
     def _retire(self, replica: Replica) -> None:
-        """Let a replica retire, in whose place others are, with copies of its weights."""
+        """Retire a replica that others with copies of its weights have replaced."""
         self._retiring = replica
         self._note_memory()
         self._retiring = None
         replica.retire()
 
     def _collect_gradients(self, replica: Replica) -> None:
-        """Take over what a replica has computed, one gradient for every update."""
+        """Take a replica's gradients, at most one per parameter and update."""
         names, computed = replica.weights.names, replica.gradients
         self._gradients |= {self._share.names[n]: g for n, g in zip(names, computed, strict=True) if g is not None}
         replica.gradients = [None] * len(names)
 
     def _make(self, start: int, stop: int, minibatch: int) -> Replica:
-        """Return a replica of layers, with the policies of a minibatch."""
+        """Return a replica of layers, with a minibatch's policies."""
         return self._make_replica(self._phases.cut(start, stop, self._phases.policies(minibatch)))
 
     def _copy(self, old: Replica, start: int, stop: int, minibatch: int, came: ModelState | None = None) -> Replica:
-        """Return one that goes on from what another has of these layers, and from what has come of them."""
+        """Return a replica of some layers with the state of `old`, and that of arrived layers."""
         made, state = self._make(start, stop, minibatch), state_of(old, self._share)
         restore(made, state if came is None else ModelState.merge([state, came]), self._share)
         made.weights.renumber(old.weights.newest.number)
         return made
 
     def _state_before(self, replica: Replica, place: StreamSlot) -> ModelState:
-        """Return what a forward of a unit reads besides values, in copies: others write there before they are read."""
+        """Return copies of the state that a unit's forward reads, which may be overwritten before they are sent."""
         state, at = state_of(replica, self._share), f"{place.stream}/{place.microbatch}/"
         carried = {key: value for key, value in state.carried.items() if key.startswith(at)}
         read = replace(state, optimizer={}, carried=carried)
         return ModelState(**same_type_map(vars(read), lambda tensor: tensor.detach().clone()))
 
     def _everybody(self) -> Iterator[Replica]:
-        """Yield everyone who holds something here, once."""
+        """Yield every replica that holds memory here, once."""
         guests = (guest.replica for guest in self._parts.guests.values())
         retiring = [] if self._retiring is None else [self._retiring]
         yield from dict.fromkeys([*self._parts.owners(), *guests, *retiring])
 
     def _note_versions(self) -> None:
-        """Count the versions of the stage's own layers that are alive, whoever holds them."""
+        """Count the live versions of the stage's own layers over all replicas."""
         alive = {number for replica in self._parts.owners() for number in replica.weights.versions.alive}
         self._most_alive = max(self._most_alive, len(alive))

@@ -1,7 +1,7 @@
-"""What the simulator charges while layers move: every pass what its unit's cuts make of it, and what travels for them.
+"""Simulated costs while layers move: passes under their units' cuts, and the transfers.
 
-A unit's size, which costs are looked up by, says here under which cuts it runs forward and backward, too. So the
-simulator asks as ever, and tables answer that are filled as moves come to be.
+A unit's size, the key of cost tables, includes the cuts of its forward and backward here, so the simulator needs no
+change; tables are filled on demand.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,21 +24,15 @@ _SIZES_KEPT = 1024  # more than there are units in flight
 
 
 class PhasedSize(NamedTuple):
-    """What the costs of a unit depend on where layers move.
-
-    Attributes:
-        size: of the unit.
-        forward: what it runs forward under: cuts, and what layers do with their activations.
-        backward: likewise, backward.
-    """
+    """The size of a unit with its cuts, the key of costs while layers move."""
 
     size: Size
-    forward: CutLayout
-    backward: CutLayout
+    forward: CutLayout  # cuts and memory policies of its forward
+    backward: CutLayout  # of its backward
 
 
 class _CostTable(dict[Any, N], Generic[N]):
-    """Costs by `PhasedSize`, looked up when they are first asked for."""
+    """Costs by `PhasedSize`, computed on demand."""
 
     def __init__(self, find: Callable[[PhasedSize], N]) -> None:
         self._find: Callable[[PhasedSize], N] = find
@@ -49,18 +43,12 @@ class _CostTable(dict[Any, N], Generic[N]):
         return found
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return what the table has for a size, as it has for each."""
+        """Return a size's cost; every size has one."""
         return self[key]
 
 
 class PhaseCosts:
-    """The costs of a segment in which layers may move.
-
-    Args:
-        phases: the cuts.
-        size_of: the size of a unit.
-        minibatch_of: the minibatch of a unit.
-    """
+    """The costs of a segment in which layers may move; the arguments map units to sizes and minibatches."""
 
     def __init__(self, phases: SegmentCuts, size_of: Callable[[int], Size], minibatch_of: Callable[[int], int]) -> None:
         self._phases = phases
@@ -70,7 +58,7 @@ class PhaseCosts:
 
     @cached_property
     def costs(self) -> Costs:
-        """What instructions cost, by `PhasedSize`."""
+        """Instruction costs by `PhasedSize`."""
         num_stages = self._phases.setup.pipeline.num_stages
         edges = [(a, b) for b in range(num_stages) for a in range(b)]
         return replace(
@@ -81,25 +69,25 @@ class PhaseCosts:
         )
 
     def update_s(self, stage: int, round_index: int) -> float:
-        """Return the seconds of an update: of the layers whose backwards led to it."""
+        """Return the seconds of an update, for the layers of its last backward's cuts."""
         pipeline, moves = self._phases.setup.pipeline, self._phases.routes.moves
         last = (round_index + 1) * pipeline.round_size(stage) - 1
         return self._phases.at(moves.backward_layout(last)).costs.stages[stage].update_s
 
     def recomputing_s(self, stage: int, unit: int) -> float:
-        """Return the part of a unit's backward that computes forwards again, of layers that are recomputed."""
+        """Return the seconds of a unit's backward that recompute forwards."""
         size = self.size_of(unit)
         return float(self._phases.at(size.backward).costs.stages[stage].again_s.get(size.size, 0.0))
 
     def again_s(self, it: Instruction) -> float:
-        """Return the seconds in which a unit runs forward once more through a block."""
+        """Return the seconds to recompute a unit's forward through a block."""
         block, size = self._phases.handed(it.peer, it.stage, it.number), self._plain_size(it.number)
         if not size:
             return 0.0
         return sum(self._phases.setup.profile.by_size[size][i].forward_s for i in range(block.start, block.stop))
 
     def num_bytes(self, it: Instruction) -> int:
-        """Return the bytes of what is given: a unit's share of it, or the block itself."""
+        """Return the bytes of a transfer: a unit's data for a block, or the block itself."""
         setup, block = self._phases.setup, self._phases.handed(it.stage, it.peer, self._minibatch(it))
         parameters, buffers = _held_bytes(setup, block)
         if it.op is Op.GIVE:
@@ -107,7 +95,7 @@ class PhaseCosts:
         return (buffers + parameters + self.read_bytes(it)) if self._plain_size(it.number) else 0
 
     def read_bytes(self, it: Instruction) -> int:
-        """Return what of a given unit a block reads; the rest is what it reads that with."""
+        """Return the bytes of a transferred unit's activations and inputs; the rest is weights, buffers and states."""
         block = self._phases.handed(it.stage, it.peer, self._minibatch(it))
         return _read_bytes(self._phases.setup, block, self._plain_size(it.number))
 
@@ -134,7 +122,7 @@ class PhaseCosts:
         )
 
     def _swapped(self, index: int, key: PhasedSize) -> int:
-        """Return what a stage copies of a unit: nothing of layers that it only runs one way."""
+        """Return the bytes of a unit that a stage swaps: only of layers that it runs both forward and backward."""
         one, other = (self._phases.at(layout).plan.stages[index] for layout in (key.forward, key.backward))
         start, stop = max(one.start, other.start), min(one.stop, other.stop)
         own = replace(one, start=start, stop=stop, memory=one.memory[start - one.start : stop - one.start])
@@ -159,7 +147,7 @@ def _bytes_of(setup: Setup, names: Iterable[str]) -> int:
 
 
 def _read_bytes(setup: Setup, block: BlockTransfer, size: Size) -> int:
-    """Return the bytes of what a block's layers read of a unit: of others' outputs, and of the model's inputs."""
+    """Return the bytes that a block's layers read in a unit: other layers' outputs and model inputs."""
     layers = setup.graph.layers[block.start : block.stop]
     values = {read for layer in layers for read in layer.reads if not block.start <= read < block.stop}
     fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))

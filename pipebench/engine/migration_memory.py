@@ -1,8 +1,8 @@
-"""What workers hold while layers move, predicted: the bytes of `migration`, from the profile and the events alone.
+"""Predicted memory while layers move: the bytes of `migration`, from the profile and the events alone.
 
-Every replica that a stage consists of meanwhile (its parts, those that have retired and serve their units in flight,
-and the part that computes given units again) is a `ReplicaMemory` of its layers. A `MemoryMeter` puts their changes in
-order of time, and adds what is on its way between stages: messages, given units and blocks of layers.
+Each replica of a stage (its parts, retired ones that still run backwards, and guests that recompute transferred units)
+is a `ReplicaMemory` of its layers. A `MemoryMeter` orders their changes in time and adds what is in transit: messages,
+units and blocks of layers.
 """
 
 import itertools
@@ -28,14 +28,9 @@ _RECEIVES: Final = with_kind(RECEIVE, ACTIVATION, GRADIENT)
 
 
 class MigrationMemory:
-    """Follows what every worker of a segment holds.
+    """Tracks each worker's memory in a segment.
 
-    Args:
-        phases: the cuts.
-        costs: what crosses and what is given away, in bytes.
-        size_of: the size of a unit.
-        inputs: of the model.
-        start_s: the run's clock when the segment begins; there have been updates before, but at 0.
+    `inputs` are the model's; there have been updates if `start_s`, the run's clock at the segment's start, is above 0.
     """
 
     def __init__(
@@ -53,35 +48,31 @@ class MigrationMemory:
         self._meter.begin(costs.size_of)
 
     def event(self, event: TimelineEvent) -> int:
-        """Take note of one event; return the most bytes that its worker held within it, messages aside."""
+        """Process an event; return its worker's peak bytes within it, without messages."""
         self._meter.event(event)
         return self._stages[event.worker].held.now
 
     def transfer(self, transfer: Transfer) -> None:
-        """Take note of a transfer: what arrives is there from its first byte on, what leaves until its last."""
+        """Process a transfer: its bytes are at the receiver from the first byte on, at the sender until the last."""
         self._meter.transfer(transfer)
 
     @property
     def held(self) -> list[int]:
-        """The most bytes that every worker has held, messages aside: when, and what, engines count."""
+        """Each worker's peak bytes without messages, as engines count them."""
         return [stage.held.most for stage in self._stages]
 
     @property
     def peaks(self) -> list[int]:
-        """The most bytes that every worker has held at any moment, with what is on its way."""
+        """Each worker's peak bytes at any moment, messages in transit included."""
         return [peak.num_bytes for peak in self.timeline().peaks]
 
     def timeline(self) -> MemoryTimeline:
-        """Return what every worker has held over time."""
+        """Return each worker's memory over time."""
         return self._meter.timeline()
 
 
 class _MigratingMemory:
-    """What one stage holds, as `MigratingReplica` does.
-
-    Attributes:
-        held: what engines count of it.
-    """
+    """The memory of one stage, as `MigratingReplica` holds it."""
 
     def __init__(
         self,
@@ -98,18 +89,18 @@ class _MigratingMemory:
         stage = phases.setup.plan.stages[index]
         whole = self._make(stage.start, stage.stop, 0)
         self._parts = StageParts(StagePart(whole.trained() if trained else whole, stage.start, stage.stop))
-        self._pending_transfers: dict[tuple[int, int], int] = {}  # bytes, by unit that is to be given, and to whom
-        self._gradients = 0  # of layers whose replica makes no update
-        self._arrived = {op: Counter[int]() for op in _RECEIVES}  # bytes that a unit's pass will be done with
-        self.held = HeldBytes()
+        self._pending_transfers: dict[tuple[int, int], int] = {}  # bytes by unit and target stage
+        self._gradients = 0  # of layers whose replica makes no updates
+        self._arrived = {op: Counter[int]() for op in _RECEIVES}  # bytes per unit, freed by its pass
+        self.held = HeldBytes()  # as engines count
 
     def before(self) -> Iterator[Change]:
-        """Yield what is there before anything runs."""
+        """Yield the memory before anything runs."""
         for part in self._parts:
             yield from self.held.noted(part.replica.come())
 
     def drained(self) -> Iterator[Change]:
-        """Begin the one segment there is."""
+        """Begin the only segment."""
         return iter(())
 
     def changes(self, it: Instruction, _: Size) -> Iterator[Change]:
@@ -151,10 +142,10 @@ class _MigratingMemory:
             yield Change(RECEIVED, -self._costs.num_bytes(Instruction(Op.GIVE, it.peer, it.number, it.stage)), True)
 
     def _gathered(self) -> Iterator[Change]:
-        """Forget those who aren't needed any more, if one replica runs the stage again."""
+        """Drop replicas no longer needed, if one replica runs the stage again."""
         guests = self._parts.guests
         whole = self._parts.whole if guests else None
-        # Gradients may be of layers that are still to come.
+        # Gradients may be of layers that have yet to arrive.
         if whole and all(whole.start <= guest.start and guest.stop <= whole.stop for guest in guests.values()):
             for guest in guests.values():
                 yield from guest.replica.go(at_end=True)
@@ -179,7 +170,7 @@ class _MigratingMemory:
             changes += replica.changes(it, size)
             if all(replica is not part.replica for part in self._parts):
                 self._gradients += replica.give_gradients()
-        # One after the other they compute again.
+        # Replicas recompute one after the other.
         again = max([0, *(change.num_bytes for change in changes if change.kind == AGAIN)])
         yield Change(AGAIN, again, False)
         yield from (change for change in changes if change.kind != AGAIN)
@@ -187,7 +178,7 @@ class _MigratingMemory:
         yield Change(RECEIVED, -self._arrived[Op.RECEIVE_GRADIENT].pop(it.number, 0), True)
 
     def _replaced(self, old: ReplicaMemory, made: list[ReplicaMemory]) -> Iterator[Change]:
-        """Let others go on in place of a replica, which makes no more updates."""
+        """Replace a replica, which then makes no more updates, by others."""
         for replica in made:
             yield from replica.come()
         self._gradients += old.give_gradients()
@@ -199,7 +190,7 @@ class _MigratingMemory:
         block = self._phases.handed(it.peer, it.stage, it.number)
         given = Instruction(Op.GIVE_UNIT, it.peer, it.number, it.stage)
         read = self._costs.read_bytes(given)
-        yield Change(RECEIVED, -read, False)  # what it keeps of that are activations from now on
+        yield Change(RECEIVED, -read, False)  # counted as activations from now on
         is_new = block.source not in self._parts.guests
         guest = self._parts.guest(block, it.number, self._make)
         if is_new:
@@ -208,7 +199,7 @@ class _MigratingMemory:
         yield Change(RECEIVED, read - self._costs.num_bytes(given), True)
 
     def _crossing_bytes(self, it: Instruction) -> int:
-        """Return the bytes of a message that this stage takes."""
+        """Return the bytes of a message to this stage."""
         costs, size = self._costs.costs, self._costs.size_of(it.number)
         if it.op is Op.RECEIVE_ACTIVATION:
             return costs.activation_bytes[it.peer, it.stage][size]
@@ -221,7 +212,7 @@ class _MigratingMemory:
         return old.copied(self._memory(start, stop, minibatch))
 
     def _memory(self, start: int, stop: int, minibatch: int) -> StageMemoryCosts:
-        """Return what consecutive layers keep, with the policies of a minibatch's forward."""
+        """Return the memory costs of consecutive layers, with the policies of a minibatch's forward."""
         setup = self._phases.setup
         cut = StagePlan(start, stop, 1, (0,), self._phases.policies(minibatch)[start:stop])
         return layers_memory(setup.profile, cut, setup.pipeline, self._index, self._inputs)

@@ -1,13 +1,13 @@
-"""Algorithm 1 of vPipe (TPDS'21, section 4.2): every stage measures itself, the last one plans, all hear of the plan.
+"""Algorithm 1 of vPipe (TPDS'21, section 4.2): every stage measures itself, the last one decides for all.
 
-What a stage takes goes along with its activations, so that the last stage knows what all take; what it decides goes
-back along with gradients. So nobody waits for anybody because of it, and when the unit whose backward carried a
-decision has ended at the first stage, all stages know it. New cuts hold from a minibatch on that no stage has come to.
+Measurements are sent with activations, so the last stage has everyone's; its decisions return with gradients. So no
+stage waits because of them, and when the unit whose backward carried a decision ends at the first stage, all stages
+know it. New cuts apply from a minibatch that no stage has reached.
 
-A stage reports what it holds, too: the most bytes of live tensors, or on a GPU of its own those of the allocator.
+A stage also reports its peak memory: bytes of live tensors, or the allocator's on a GPU of its own.
 
-Differs: reports travel with every `EVERY`-th unit, not with each; and stages are measured anew after a move, by units
-that ran under the new cuts alone, before anything else is decided.
+Differs: reports travel with every `EVERY`-th unit, not with each; and after a move, decisions wait for measurements of
+units that ran under the new cuts alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,36 +24,36 @@ from pipebench.schedule.operations import Op
 from pipebench.simulate.timeline import CONTROL
 
 EVERY = 4  # units
-_UNITS_KEPT = 64  # with which decisions may travel at once; a pipeline has fewer in flight
+_UNITS_KEPT = 64  # more than units in flight with a decision
 
 Decide = Callable[[int, Sequence[StageReport]], Repartition | None]
 
 
 class AllocatorPeak:
-    """The most bytes that torch's allocator has given out of a GPU since it was told to forget what was before."""
+    """Peak bytes of torch's allocator on a GPU since the last `forget`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def forget(self) -> None:
-        """Count from what is given out now."""
+        """Reset the peak to the bytes now allocated."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     @property
     def num_bytes(self) -> int:
-        """The most bytes since."""
+        """The peak."""
         return torch.cuda.max_memory_allocated(self._device)
 
 
 class StageMonitor:
-    """One stage's part.
+    """Measures one stage.
 
     Args:
         setup: what runs.
         stage: the stage.
-        decide: of the last stage, what makes a decision of a minibatch and everybody's reports; None of the others.
-        on_move: takes every decision, once, as soon as this stage hears of it.
-        allocator: the peak of a device that is this stage's alone; None where there is none.
+        decide: for the last stage, makes a decision from a minibatch and all reports; None for the others.
+        on_move: called once with every decision, as soon as it arrives.
+        allocator: the allocator's peak if no other stage shares the device.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class StageMonitor:
         self._seconds = {Op.FORWARD: 0.0, Op.BACKWARD: 0.0}
         self._units = dict.fromkeys(self._seconds, 0)
         self._reports: dict[int, StageReport] = {}
-        self._heard: dict[int, Repartition | None] = {}  # with a unit's gradients, until they are sent on
+        self._heard: dict[int, Repartition | None] = {}  # decisions by unit, to be sent on
 
     def begin(self) -> None:
-        """Start a segment of training: minibatches are numbered anew."""
+        """Start a segment of training, in which minibatches are numbered from 0."""
         self._since = 0
         self._heard.clear()
 
     def note(self, instruction: Instruction, seconds: float) -> None:
-        """Take note of a pass, or of whatever else this stage did."""
+        """Record an instruction's time."""
         op = instruction.op
         if op in self._seconds and self._minibatch(instruction.number)[0] >= self._since:
             self._seconds[op] += seconds
@@ -90,12 +90,12 @@ class StageMonitor:
                 self._allocator.forget()
 
     def hold(self, held_bytes: int) -> None:
-        """Take note of what this stage holds: from its first backward on that counts, what was before has gone."""
+        """Record the stage's memory, from its first counted backward on, when earlier activations are gone."""
         if self._units[Op.BACKWARD] > 0:
             self._peak_bytes = max(self._peak_bytes, held_bytes)
 
     def sent(self, it: Instruction, transport: Transport) -> None:
-        """Send after a unit's activation what is known here, and after its gradient what is decided."""
+        """Send reports after a unit's activation, or the decision after its gradient."""
         if not _is_reported(it.number):
             return
         if it.op is Op.SEND_ACTIVATION:
@@ -106,7 +106,7 @@ class StageMonitor:
         transport.send(CONTROL, it.number, it.stage, it.peer, {0: words})
 
     def received(self, it: Instruction, transport: Transport) -> None:
-        """Receive what was sent after a unit's activation or gradient."""
+        """Receive reports after a unit's activation, or the decision after its gradient."""
         if not _is_reported(it.number):
             return
         words = transport.receive(CONTROL, it.number, it.peer, it.stage)[0].tolist()
@@ -117,7 +117,7 @@ class StageMonitor:
 
     @property
     def reports(self) -> list[StageReport]:
-        """What is known here of this stage and of those before it."""
+        """The known reports, of this stage and those before it."""
         units = self._units
         forward_s, backward_s = (self._seconds[op] / max(1, units[op]) for op in (Op.FORWARD, Op.BACKWARD))
         held_bytes = self._peak_bytes if self._allocator is None else self._allocator.num_bytes
@@ -126,19 +126,19 @@ class StageMonitor:
         return [*self._reports.values(), own]
 
     def take(self, reports: Sequence[Sequence[float]]) -> None:
-        """Take what a stage before knows."""
+        """Store the reports of an earlier stage."""
         for stage, moves, units, *measured in reports:
             self._reports[int(stage)] = StageReport(int(stage), int(moves), int(units), *measured)
 
     def decision(self, unit: int) -> Repartition | None:
-        """Return what travels back with a unit's gradients: what this stage decides, or has heard with that unit."""
+        """Return the decision to send with a unit's gradients: this stage's own, or the one received with that unit."""
         if self._decide is not None and unit not in self._heard:
             minibatch = self._minibatch(unit)[0]
             self.hear(unit, self._decide(minibatch, self.reports) if minibatch >= self._since else None)
         return self._heard.get(unit)
 
     def hear(self, unit: int, move: Repartition | None) -> None:
-        """Take a decision that has come with a unit's gradients, from one stage or several."""
+        """Process a decision received with a unit's gradients, from one stage or several."""
         if move is not None and self._heard.get(unit) is None:
             self._moves += 1
             self._since = move.at
@@ -151,14 +151,14 @@ class StageMonitor:
 
 
 def _words_of(move: Repartition | None) -> list[int]:
-    """Return a decision as numbers, which travel."""
+    """Return a decision as numbers, for sending."""
     if move is None:
         return [0]
     return [move.at, *move.starts, *(MEMORY_POLICIES.index(policy) for policy in move.memory or ())]
 
 
 def _move_of(words: Sequence[int], num_stages: int) -> Repartition | None:
-    """Return what `_words_of` was called on."""
+    """Inverse of `_words_of`."""
     at, *rest = words
     if at == 0:
         return None
@@ -179,11 +179,8 @@ def monitors(
 ) -> list[StageMonitor]:
     """Return a monitor for every stage of a straight pipeline.
 
-    Args:
-        setup: what runs.
-        on_move: see `StageMonitor`.
-        allocator: likewise, where stages don't share a device.
-        known: see `RepartitionController`.
+    `known` is for the `RepartitionController`; the others are for `StageMonitor`, `allocator` only if stages don't
+    share a device.
     """
     last = setup.pipeline.num_stages - 1
     deciding = {last: RepartitionController(setup, known).decide}

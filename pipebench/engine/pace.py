@@ -1,24 +1,20 @@
-"""How far a host runs ahead of its GPU: far enough to keep it busy and to ask for what comes next, no further.
+"""Limits how far a host runs ahead of its GPU: enough to keep it busy.
 
-A host that gives work to a GPU is done at once. Left alone it would run a whole segment ahead: hold the memory of all
-that it has asked for, hear of a stop or of a lost peer long after, and tell a progress that isn't one.
+Launches on a GPU are asynchronous. Without a limit the host would run a whole segment ahead: it would allocate for all
+of it, notice a stop or a lost peer late, and report false progress.
 """
 
 from collections import deque
 
 import torch
 
-_AHEAD = 2  # forwards and backwards that a GPU has been given and not begun to end: one that runs, one that follows
+_AHEAD = 2  # launched and unfinished forwards or backwards: one running, one queued
 
 
 class Pace:
-    """Keeps the host at most two forwards or backwards ahead of the device; on a CPU it never is.
+    """Keeps the host at most two forwards or backwards ahead of `device`; does nothing on a CPU.
 
-    No circle can come of it: what is waited for is an earlier piece of work of the same list, and all before it. On
-    a CPU it does nothing; the tests make a GPU up.
-
-    Args:
-        device: where the worker computes.
+    It cannot deadlock, since it waits only for earlier work of the same list.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +22,7 @@ class Pace:
         self._ends: deque[torch.cuda.Event] = deque()
 
     def step(self) -> None:
-        """A forward or backward has been given to the device; wait for the one two before it."""
+        """Record the launch of a forward or backward; wait for the one two before it."""
         if self._device.type != "cuda":
             return
         end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # sleeps: a waiting host may share a core

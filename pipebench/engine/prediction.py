@@ -1,12 +1,12 @@
-"""Weights that are no version: predicted some updates ahead, or taken back by some, for one pass at a time.
+"""Displaced weights for single passes: predicted some updates ahead, or taken back by some.
 
 Papers: SpecTrain (Chen et al. 2018) predicts with momentum SGD's smoothed gradient, XPipe (Guan et al. 2019) with
-Adam's: w(t + s) = w(t) - s lr d, where d is what the optimizer's averages, as they are, would make of the next step.
-PipeMare (Yang et al., MLSys'21) takes a backward's weights back along the mean change of the last updates:
-w(t) - tau delta, delta(t + 1) = gamma delta(t) + (1 - gamma) (w(t + 1) - w(t)).
+Adam's: w(t + s) = w(t) - s lr d, where d is the optimizer's step direction from its current averages. PipeMare (Yang et
+al., MLSys'21) takes a backward's weights back along the mean change of the last updates: w(t) - tau delta, delta(t + 1)
+= gamma delta(t) + (1 - gamma) (w(t + 1) - w(t)).
 
-Nothing is stashed: all minibatches in flight share one set of buffers, their graphs refer to it, and every pass has it
-filled with what the schedule says before it begins.
+Nothing is stashed: all minibatches in flight share one set of buffers, to which their graphs refer and which is filled
+before each pass as the schedule says.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,19 +18,14 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from pipebench.engine.weights import Version, Weights
 
-Group = Mapping[str, Any]  # of an optimizer's parameters: its settings
+Group = Mapping[str, Any]  # settings of an optimizer's parameter group
 
 
 class Displacement(NamedTuple):
-    """How far from a version the weights of a pass are.
+    """How far a pass's weights are from a version."""
 
-    Attributes:
-        ahead: updates; negative where they are taken back.
-        lr: learning rate of the first of them.
-    """
-
-    ahead: int
-    lr: float
+    ahead: int  # updates; negative if taken back
+    lr: float  # learning rate of the first of them
 
 
 AS_IT_IS = Displacement(0, 0.0)
@@ -42,15 +37,15 @@ def _momentum(state: Mapping[str, Any], group: Group) -> torch.Tensor | None:
 
 
 def _adam(state: Mapping[str, Any], group: Group) -> torch.Tensor:
-    """Return m_hat / (sqrt(v_hat) + eps); the decay that AdamW takes off the weights isn't part of it."""
-    (b1, b2), steps = group["betas"], state["step"].double()  # it counts in float32, too coarse for 1 - b2^steps
+    """Return m_hat / (sqrt(v_hat) + eps), without AdamW's weight decay."""
+    (b1, b2), steps = group["betas"], state["step"].double()  # the float32 counter is too coarse for 1 - b2^steps
     mean = state["exp_avg"] / (1 - b1**steps)
     squares = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
     direction: torch.Tensor = mean.div_((squares / (1 - b2**steps)).sqrt_().add_(group["eps"]))
     return direction
 
 
-# By torch.optim class, to what its state says of the next step; `recipe.rules_training` names those with a name.
+# Step directions by torch.optim class; `recipe.rules_training` has their names.
 DIRECTIONS: Final[dict[type, Callable[[Mapping[str, Any], Group], torch.Tensor | None]]] = {
     torch.optim.SGD: _momentum,
     torch.optim.Adam: _adam,
@@ -59,11 +54,9 @@ DIRECTIONS: Final[dict[type, Callable[[Mapping[str, Any], Group], torch.Tensor |
 
 
 class MovedWeights:
-    """The weights that all passes of a stage replica compute with.
+    """The weights that all passes of a stage replica compute with, displaced from the newest of `weights`.
 
-    Args:
-        weights: the versions that they are moved from, of which the newest is all there is.
-        gamma: share of the mean change that an update leaves as it is; None keeps no mean change.
+    `gamma` is the decay of the mean change per update; None keeps no mean change.
     """
 
     def __init__(self, weights: Weights, gamma: float | None) -> None:
@@ -71,32 +64,32 @@ class MovedWeights:
         self._working = weights.new_version()
         self._gamma = gamma
         self._mean_change = None if gamma is None else weights.new_version()
-        self._content: tuple[int, Displacement] | None = None  # the version in `_working`, moved how
-        self._forward: tuple[int, Displacement] | None = None  # likewise, of the last forward
-        self._held: list[torch.Tensor] | None = None  # what that forward had, once an update has been made
+        self._content: tuple[int, Displacement] | None = None  # version and displacement of `_working`
+        self._forward: tuple[int, Displacement] | None = None  # of the last forward
+        self._held: list[torch.Tensor] | None = None  # copy of that forward's weights, after an update
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what is kept here."""
+        """Bytes of these buffers."""
         copies = 1 + (self._mean_change is not None) + (self._held is not None)
         return copies * self._weights.version_bytes
 
     @property
     def mean_change(self) -> dict[str, torch.Tensor]:
-        """What parameters change by per update, by name, if that is kept: references, not copies."""
+        """Mean changes per update by parameter name, if kept: references, not copies."""
         if self._mean_change is None:
             return {}
         return {n: t.detach() for n, t in zip(self._weights.names, self._mean_change.parameters, strict=True)}
 
     def restore(self, mean_change: Mapping[str, torch.Tensor]) -> None:
-        """Take over the mean change, by name; nothing may be in flight. What has none hasn't changed."""
+        """Restore mean changes by name, 0 for those without; nothing may be in flight."""
         self._content = self._forward = self._held = None
         with torch.no_grad():
             for name, mine in self.mean_change.items():
                 mine.copy_(mean_change[name]) if name in mean_change else mine.zero_()
 
     def for_forward(self, number: int, move: Displacement) -> Version:
-        """Return the weights of a forward: of the newest version moved, or the same as the last forward's."""
+        """Return a forward's weights: the newest version displaced, or the same as the last forward's."""
         asked = number, move
         if asked != self._forward:
             self._forward, self._held = asked, None
@@ -109,17 +102,11 @@ class MovedWeights:
         return self._working
 
     def for_backward(self, move: Displacement) -> None:
-        """Let graphs in flight refer to the newest version, moved."""
+        """Fill the buffers of graphs in flight with the newest version, displaced."""
         self._fill(self._weights.newest.number, move)
 
     def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
-        """Make the next version in place of the newest.
-
-        Args:
-            gradients: see `Weights.update`.
-            lr: learning rate.
-            keep_from: the oldest version that a forward may still ask for.
-        """
+        """Make the next version in place of the newest; see `Weights.update`."""
         newest = self._weights.newest
         if keep_from <= newest.number and self._forward is not None and self._held is None:
             self._fill(*self._forward)
@@ -135,7 +122,7 @@ class MovedWeights:
                     mean.lerp_(old.neg_().add_(new), 1 - self._gamma)
 
     def _fill(self, number: int, move: Displacement) -> None:
-        """Compute weights from the newest version, unless they are there already."""
+        """Compute weights from the newest version, unless the buffers hold them."""
         if self._content == (number, move):
             return
         assert number == self._weights.newest.number, f"version {number} is gone"
@@ -163,7 +150,7 @@ class MovedWeights:
 
     @contextmanager
     def _unnoticed(self) -> Iterator[None]:
-        """Write into buffers that graphs in flight refer to: they are meant to go on with what is there then."""
+        """Write into buffers of graphs in flight without autograd's error: they are meant to use the new contents."""
         buffers = (*self._working.flats, *self._working.parameters)
         with torch.no_grad(), _unsafe_preserve_version_counter(buffers):
             yield

@@ -1,6 +1,6 @@
-"""What a worker needs: what runs its stages, a transport, collectives, and the losses it hands back.
+"""A worker's interfaces: stage runners, transport, collectives, and the losses it returns.
 
-Transport and collectives the virtual engine has in one process, the distributed engine between processes.
+The virtual engine implements transport and collectives in one process, the distributed engine between processes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,37 +20,26 @@ from pipebench.schedule.operations import Op
 
 
 class UnitLoss(NamedTuple):
-    """The loss of one unit.
+    """The loss of one unit."""
 
-    Attributes:
-        total: summed over its samples, a scalar on the worker's device.
-        samples: how many.
-        weight: what a mean loss divides it by.
-    """
-
-    total: torch.Tensor
+    total: torch.Tensor  # sum over samples, a scalar on the worker's device
     samples: int
-    weight: float
+    weight: float  # divisor of a mean loss
 
 
 class StageRunner(Protocol):
-    """Runs a stage: a `Replica`, or a `MigratingReplica` while layers leave or join it.
+    """Runs a stage: a `Replica`, or a `MigratingReplica` while layers leave or join it."""
 
-    Attributes:
-        scale: of its gradients; None scales nothing.
-        again_bytes: see `Replica`.
-    """
-
-    scale: LossScale | None
-    again_bytes: int
+    scale: LossScale | None  # of its gradients; None: no scaling
+    again_bytes: int  # see `Replica`
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The model inputs that the next forward reads."""
+        """The model inputs of the next forward."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the model's output is computed here."""
+        """Whether it computes the model's output."""
 
     def forward(
         self,
@@ -76,106 +65,92 @@ class StageRunner(Protocol):
         """Run a unit backward; see `Replica.backward`."""
 
     def stepped(self) -> list[torch.Tensor | None]:
-        """Return the round's gradients in the types of what the optimizer steps on, in the stage's order."""
+        """Return the round's gradients in the types the optimizer steps on, in the stage's order."""
 
     def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
-        """Apply one update and forget the round's gradients."""
+        """Apply one update and drop the round's gradients."""
 
     def skip_update(self, *, keep_from: int) -> None:
-        """Forget the round's gradients instead of applying them; the version counts all the same."""
+        """Drop the round's gradients instead of applying them; counts as a version all the same."""
 
     def swap_out(self, unit: int) -> int:
-        """Copy what swapped layers saved of a unit to the host; return the bytes."""
+        """Copy a unit's saved activations of swapped layers to the host; return the bytes."""
 
     def swap_in(self, unit: int) -> int:
-        """Begin to copy that back; return the bytes."""
+        """Begin to copy them back; return the bytes."""
 
     def live_by_kind(self) -> LiveBytes:
-        """Return the bytes that it holds on the device, kind by kind."""
+        """Return its bytes on the device, by kind."""
 
     def host_bytes(self) -> int:
-        """Return the bytes that it holds on the host."""
+        """Return its bytes on the host."""
 
 
 class Transport(Protocol):
-    """Takes what a worker's stages send to those of other workers, and gives what they receive."""
+    """Sends and receives values between a worker's stages and those of other workers."""
 
     def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
-        """Send a unit's values from one stage to another; returns at once.
+        """Send a unit's values from one stage of this worker to another's; returns at once.
 
-        Args:
-            kind: `activation`, `gradient`, or `evaluation` for the activations of one.
-            unit: the unit.
-            source: the stage that sends, one of this worker's.
-            target: the stage that receives.
-            values: activations or gradients by layer.
+        `kind` is `activation`, `gradient`, or `evaluation` for an evaluation's activations; `values` are by layer.
         """
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
-        """Return a unit's values that a stage of another worker sent; waits for them."""
+        """Return a unit's values from a stage of another worker; waits for them."""
 
     def copied(self, kind: str, num_bytes: int) -> None:
-        """Count what this worker's device has copied to its host (kind `swap-out`), or back (`swap-in`)."""
+        """Count bytes copied from the device to its host (kind `swap-out`) or back (`swap-in`)."""
 
 
 class Collectives(Protocol):
-    """What a stage's replicas, or all stages, do together."""
+    """Collectives of a stage's replicas, or of all stages."""
 
     def on_gradient(self, stage: int) -> OnGradient | None:
-        """Return what takes every gradient of a round's last backward as soon as it is whole, if anything does."""
+        """Return a function to call with each gradient of a round's last backward when it is complete, or None."""
 
     def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Give a replica's gradients of a round, as far as they weren't taken one by one."""
+        """Contribute a replica's gradients of a round, except those taken by `on_gradient`."""
 
     def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
-        """Return the sum of what all replicas of the stage gave for a round; waits for them."""
+        """Return the sum of a round's gradients over the stage's replicas; waits for them."""
 
     def norm(self, round_index: int) -> torch.Tensor:
         """Return the norm of a round's gradients of all stages; waits for them."""
 
 
 Handler = Callable[[Instruction, Transport, Collectives], UnitLoss | None]
-Sent = tuple[str, int, int, int, str]  # kind of bytes, sender, receiver, how many, what they are
+Sent = tuple[str, int, int, int, str]  # kind of bytes, sender, receiver, bytes, label
 
 
 class WorkerExtension:
-    """What an extension adds to a worker, for which it is made.
+    """An extension's part in one worker."""
 
-    Attributes:
-        handlers: how instructions are executed: of its own, or in place of those that `Worker.handlers` has.
-    """
-
-    handlers: Mapping[Op, Handler]
+    handlers: Mapping[Op, Handler]  # added to `Worker.handlers`, or in place of some
 
     def begin(self) -> None:
         """Start a segment of training, with nothing in flight."""
 
 
 class EngineExtension:
-    """What an extension adds to the workers of a process together; made of their collectives when stages are cut."""
+    """An extension's part in a process's workers together; made with their collectives when stages are cut."""
 
     def begin(self, first: int, limit: Callable[[], float]) -> None:
-        """Start a segment of training.
-
-        Args:
-            first: the minibatch of the run that it begins with.
-            limit: tells how many minibatches of it will run, as far as is known.
-        """
+        """Start a segment at minibatch `first` of the run; `limit` returns its known number of minibatches."""
 
     def drained(self) -> Iterable[Sent]:
-        """Exchange what a drain exchanges; yield what that lets set out where the links' clock is virtual."""
+        """Run a drain's exchange; yield what it sends if the links' clock is virtual."""
         return ()
 
     def facts(self) -> list[Any]:
-        """Return what it has counted here, in a form that JSON holds."""
+        """Return its counters as JSON values."""
         return []
 
     def restore(self, facts: list[Any]) -> None:
-        """Go on from what `facts` returned when a checkpoint was taken.
+        """Restore the result of `facts` from a checkpoint.
 
         Raises:
-            CheckpointError: they aren't what it returns.
+            CheckpointError: it has another form.
         """
 
     def close(self) -> None:
-        """End: nothing else comes, in any process."""
+        """End the run; all processes call it."""

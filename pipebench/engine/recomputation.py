@@ -1,4 +1,4 @@
-"""Forwards that a backward computes again, as if for the first time: running statistics don't move twice."""
+"""Recomputation of forwards in a backward, without updating running statistics twice."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,38 +12,29 @@ from pipebench.model.recompute import Recomputed
 
 
 class Recomputation:
-    """What a stage computes again in its backwards.
-
-    Args:
-        recomputed: the layers that it computes again.
-
-    Attributes:
-        num_bytes: what a backward has computed again for itself, by the shapes of what its forward read; it is gone
-            with that.
-    """
+    """Recomputes the given layers of a stage in its backwards."""
 
     def __init__(self, recomputed: Sequence[Recomputed]) -> None:
         self._recomputed = recomputed
         parts = [part for each in recomputed for part in each.run.modules()]
         norms = [part for part in parts if isinstance(part, nn.modules.batchnorm._NormBase)]
         self._norms = [(norm, {n: b if b is None else b.clone() for n, b in norm._buffers.items()}) for norm in norms]
-        others = [part for part in parts if part not in norms]  # which change buffers as only the model knows
+        others = [part for part in parts if part not in norms]  # whose buffers may change in any way
         self._own_buffers = [buffer for part in others for buffer in part.buffers(recurse=False)]
+        # Bytes that a backward recomputes, by the shapes of its forward's arguments; freed with the backward
         self.num_bytes: dict[tuple[torch.Size, ...], int] = {}
 
     @property
     def storages(self) -> set[int]:
-        """The addresses of the buffers that are held for it."""
+        """Addresses of the buffers held for recomputation."""
         copies = (buffer for _, table in self._norms for buffer in table.values() if buffer is not None)
         return {buffer.untyped_storage().data_ptr() for buffer in copies}
 
     @contextmanager
     def run(self, shapes: tuple[torch.Size, ...], own_storages: Callable[[], set[int]]) -> Iterator[None]:
-        """Let a backward compute again; measure what that takes the first time that shapes come by.
+        """Recompute within a backward; measure the bytes the first time for each of the `shapes` its forward read.
 
-        Args:
-            shapes: of what its forward read.
-            own_storages: returns the addresses of what the stage holds anyway.
+        `own_storages` returns the addresses of the stage's other tensors.
         """
         with self._kept_statistics():
             if shapes in self.num_bytes:
@@ -57,10 +48,10 @@ class Recomputation:
 
     @contextmanager
     def _kept_statistics(self) -> Iterator[None]:
-        """Recompute forwards without touching running statistics a second time, BatchNorm's or a model's own."""
+        """Recompute without a second update of running statistics, BatchNorm's or a model's own."""
         kept = [norm._buffers for norm, _ in self._norms]
         own = [(buffer, buffer.clone()) for buffer in self._own_buffers]
-        for norm, others in self._norms:  # with some, or autograd would save fewer tensors than before
+        for norm, others in self._norms:  # never none, or autograd would save fewer tensors than before
             norm._buffers = others
         try:
             yield

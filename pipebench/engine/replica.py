@@ -1,7 +1,6 @@
-"""One replica of one stage: forward, backward and update of the minibatches it is given.
+"""One replica of one stage: forward, backward and update of its minibatches.
 
-It knows no schedule, no clock and no transport, and no mode: which version a minibatch uses is told to it, and what
-it holds can be asked of it.
+It knows no schedule, clock, transport or mode: callers choose the version of each minibatch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,73 +33,47 @@ from pipebench.model.sampling import name_hash
 from pipebench.model.stage import LossFunction, Stage
 from pipebench.recipe.schema import LossScaleRecipe
 
-Values = dict[int, Any]  # layer index to the value (a pytree of tensors) it put out
+Values = dict[int, Any]  # layer index to its output, a pytree of tensors
 
 
-_EVALUATION = name_hash("evaluation")  # what an evaluation draws is nothing that training draws
+_EVALUATION = name_hash("evaluation")  # evaluations draw other numbers than training
 
 
 class LiveBytes(NamedTuple):
-    """What is held, in bytes.
+    """Live bytes by kind."""
 
-    Attributes:
-        weights: in all their versions.
-        moved: copies of weights for passes with moved ones.
-        stepped: what the optimizer steps on beside the versions, and its state.
-        gradients: of updates that are still to come.
-        in_flight: minibatches, what streams carry on, and what waits to be handed over.
-    """
-
-    weights: int
-    moved: int
-    stepped: int
-    gradients: int
-    in_flight: int
+    weights: int  # all versions
+    moved: int  # displaced copies of weights
+    stepped: int  # masters and the optimizer's state
+    gradients: int  # of updates to come
+    in_flight: int  # minibatches, streams' states, and units waiting to be transferred
 
 
 class _Saves(NamedTuple):
-    """What a forward leaves for its backward: bytes that stay on the device, and which saved tensors do; see `Swap`."""
+    """A forward's saved bytes that stay on the device, and the indices of saved tensors that do; see `Swap`."""
 
     kept_bytes: int
     staying: frozenset[int]
 
 
 class ReplicaRules(NamedTuple):
-    """What the ways of training ask of a replica.
+    """What a training mode requires of a replica."""
 
-    Attributes:
-        split: whether backwards come in two parts.
-        overwrite: weight policies that stash nothing, see `Weights`.
-        moves: whether passes compute with weights that are moved from the newest version.
-        gamma: see `MovedWeights`.
-        loss_scale: how the scale of its gradients changes; None scales nothing.
-    """
-
-    split: bool = False
-    overwrite: bool = False
-    moves: bool = False
-    gamma: float | None = None
-    loss_scale: LossScaleRecipe | None = None
+    split: bool = False  # whether backwards come in two parts
+    overwrite: bool = False  # for weight policies without stash, see `Weights`
+    moves: bool = False  # whether passes use weights displaced from the newest version
+    gamma: float | None = None  # see `MovedWeights`
+    loss_scale: LossScaleRecipe | None = None  # None: no scaling
 
 
 _PLAIN = ReplicaRules()
 
 
 class Replica:
-    """Runs one stage.
+    """Runs one stage on `device`.
 
-    Args:
-        stage: the stage; its module is this replica's alone.
-        make_optimizer: makes the optimizer for the stage's parameters.
-        device: where it computes.
-        seed: the run's seed, for random layers.
-        rules: what the way of training asks of it.
-
-    Attributes:
-        scale: of its gradients; None scales nothing.
-        shelf: the state of the stage's layers that are left out for now, by the model's own names, on the host; None
-            as long as they are as the stage was cut.
-        again_bytes: what the last backward has computed again for itself; it is gone with that.
+    The module of `stage` must be this replica's alone. `make_optimizer` makes the optimizer for its parameters; `seed`,
+    the run's, is for random layers; `rules` are the training mode's.
     """
 
     def __init__(
@@ -115,7 +88,7 @@ class Replica:
         self.stage = stage
         self.module = stage.module.to(device)
         self._evaluation = _evaluation_of(stage, device)
-        # In mixed precision, what has been rounded: of parameters that are trained the weights hold the masters.
+        # In mixed precision, the rounded parameters; the weights hold the masters of trained ones.
         self.exact = lower([self.module, self._evaluation.module], stage.rounding)
         self.weights = Weights(
             self.module, make_optimizer, overwrite=rules.overwrite, also=[self._evaluation.module],
@@ -125,14 +98,16 @@ class Replica:
             self.exact.pop(name, None)
         moves = rules.moves and self.weights.optimizer is not None
         self.moved = MovedWeights(self.weights, rules.gamma) if moves else None
+        # Of its gradients; None: no scaling
         self.scale = None if rules.loss_scale is None else LossScale(rules.loss_scale)
+        # Host copies of the state of layers left out for now, by the model's own names; None: initial
         self.shelf: ModelState | None = None
         self._split = SplitBackward(self.stage, device) if rules.split else None
         self.device = device
         self._in_flight: dict[int, InFlight] = {}
         self._saves: dict[tuple[torch.Size, ...], _Saves] = {}
         self._recomputation = Recomputation(stage.recomputed)
-        self.again_bytes = 0
+        self.again_bytes = 0  # bytes that the last backward recomputed, freed with it
         frozen = (parameter for parameter in self.module.parameters() if not parameter.requires_grad)
         fixed = {tensor.untyped_storage().data_ptr() for tensor in (*frozen, *self.module.buffers())}
         self._fixed = fixed | self._recomputation.storages
@@ -153,20 +128,20 @@ class Replica:
         move: Displacement = AS_IT_IS,
         loss: LossFunction | None = None,
     ) -> tuple[Values, torch.Tensor | None]:
-        """Run a unit forward and keep what its backward needs.
+        """Run a unit forward and save what its backward needs.
 
         Args:
-            unit: the unit's number; at most one forward before its backward.
-            draw: what random layers depend on: (minibatch, microbatch).
+            unit: the unit; at most one forward before its backward.
+            draw: key of random layers: (minibatch, microbatch).
             inputs: the model inputs the stage reads, in its order.
             received: values from other stages, by layer.
             place: whose state stateful modules carry.
             version: number of the weight version to use.
-            move: how far from that version the weights are to be.
-            loss: in the last stage, maps the model's output to the loss whose gradient is taken.
+            move: displacement of the weights from that version.
+            loss: in the last stage, maps the model's output to the loss to differentiate.
 
         Returns:
-            The values that leave the stage, detached, by layer; and the loss in the last stage.
+            The detached values that leave the stage, by layer; and the loss in the last stage.
         """
         weights = self.weights.use(version) if self.moved is None else self.moved.for_forward(version, move)
         received = {layer: detached(received[layer]) for layer in self.stage.reads}
@@ -191,17 +166,17 @@ class Replica:
         on_gradient: OnGradient | None = None,
         move: Displacement = AS_IT_IS,
     ) -> dict[int, list[torch.Tensor]]:
-        """Run a unit backward, all of it, and add to `gradients` of the parameters.
+        """Run a unit's whole backward and add to `gradients` of the parameters.
 
         Args:
             unit: a unit that has run forward.
-            arrived: by layer whose value left, one gradient per tensor of it that requires grad; the loss needs none.
-            on_gradient: takes every parameter's gradient, the sum with those of earlier units, in place of `gradients`
-                and as soon as this backward has computed it, while the rest of it still runs.
-            move: how far from the newest version its weights are to be, where those of passes are moved.
+            arrived: by layer whose value left, one gradient per tensor of it that requires grad; none for the loss.
+            on_gradient: called with every parameter's gradient, summed with those of earlier units, as soon as it is
+                complete, instead of adding it to `gradients`.
+            move: displacement of the weights from the newest version.
 
         Returns:
-            Per received layer the gradients of those of its tensors that required grad.
+            Per received layer the gradients of its tensors that required grad.
         """
         returning = self._backward(self._in_flight[unit], arrived, on_gradient, move)
         self.let_go(unit)
@@ -217,9 +192,9 @@ class Replica:
         return returning
 
     def backward_weight(self, unit: int, on_gradient: OnGradient | None = None) -> None:
-        """Run the weight part of a unit's backward, whose input part has run; see `backward`.
+        """Run the weight part of a unit's backward, after the input part; see `backward`.
 
-        `on_gradient` is told of the parameters whose gradients this part computes. It reads no weights.
+        It reads no weights; `on_gradient` is called for the parameters of this part only.
         """
         item = self._in_flight[unit]
         with self._accumulation.add(item.version, on_gradient):
@@ -227,29 +202,29 @@ class Replica:
         self.let_go(unit)
 
     def stepped(self) -> list[torch.Tensor | None]:
-        """Return the gradients in the types of what the optimizer steps on."""
+        """Return the gradients in the types the optimizer steps on."""
         self.gradients = self.weights.as_stepped(self.gradients)
         return self.gradients
 
     def swap_out(self, unit: int) -> int:
-        """Copy what a unit's swapped layers saved to the host, and let go of it; return the bytes, 0 without any."""
+        """Copy a unit's saved activations of swapped layers to the host and free them; return the bytes, maybe 0."""
         swap = self._in_flight[unit].swap
         return 0 if swap is None else swap.copy_out()
 
     def swap_in(self, unit: int) -> int:
-        """Begin to copy that back, which a backward else does when it needs it; return the bytes."""
+        """Begin to copy them back, which a backward otherwise does on demand; return the bytes."""
         swap = self._in_flight[unit].swap
         return 0 if swap is None else swap.copy_back()
 
     def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
-        """Apply one update and forget the accumulated gradients; see `Weights.update`."""
+        """Apply one update and drop the accumulated gradients; see `Weights.update`."""
         (self.moved or self.weights).update(gradients, lr, keep_from=keep_from)
         self._accumulation.clear()
 
     def skip_update(self, *, keep_from: int) -> None:
-        """Forget the accumulated gradients instead of applying them; see `Weights.skip`.
+        """Drop the accumulated gradients instead of applying them; see `Weights.skip`.
 
-        Losses are scaled in fp16 only, where no weights are moved (`recipe.suited`): a copy of them need not follow.
+        Losses are scaled in fp16 only, where weights are not displaced (`recipe.suited`), so `moved` needs no update.
         """
         self.weights.skip(keep_from=keep_from)
         self._accumulation.clear()
@@ -257,10 +232,10 @@ class Replica:
     def evaluate(
         self, draw: tuple[int, ...], inputs: Sequence[torch.Tensor], received: Values, place: StreamSlot
     ) -> tuple[Values, Any]:
-        """Run forward only, as the model evaluates, with the newest weights or their averages.
+        """Run forward only, in evaluation mode, with the newest weights or their averages.
 
         Args:
-            draw: what layers that draw even now depend on.
+            draw: key of layers that are random even in evaluation.
             inputs: the model inputs that the stage's evaluation reads, in its order.
             received: values from other stages, by layer of the evaluation.
             place: whose state stateful modules carry.
@@ -281,31 +256,31 @@ class Replica:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """The units that have run forward and not all of their backward."""
+        """The units whose backward is not complete."""
         return tuple(self._in_flight)
 
     def let_go(self, unit: int) -> None:
-        """Forget a unit that has run forward: its backward is over, or runs elsewhere."""
+        """Drop a unit's saved state: its backward is over, or runs elsewhere."""
         item = self._in_flight.pop(unit)
-        if self.moved is None:  # else all use the same buffers, which stay
+        if self.moved is None:  # else all units share the same buffers
             self.weights.release(item.number)
 
     def retire(self) -> None:
-        """Make no more updates, and keep nothing but what the backwards of units in flight need."""
+        """Make no more updates, and keep only what backwards of units in flight need."""
         self.weights.retire()
         self.states.clear()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the parameters that evaluations see and the buffers by qualified name: references, not copies."""
+        """Return the parameters and buffers of evaluations by qualified name: references, not copies."""
         parameters = dict(zip(self.weights.names, self.weights.evaluated.parameters, strict=True))
         return {**parameters, **dict(self.module.named_buffers())}
 
     def live_bytes(self) -> int:
-        """Return the bytes that this replica holds."""
+        """Return this replica's bytes."""
         return sum(self.live_by_kind())
 
     def live_by_kind(self) -> LiveBytes:
-        """Return the bytes that this replica holds, kind by kind."""
+        """Return this replica's bytes by kind."""
         in_flight = sum(item.num_bytes for item in self._in_flight.values())
         carried = num_bytes(list(self.states.values())) if self.states else 0
         versions = self.weights.num_alive * self.weights.version_bytes
@@ -314,7 +289,7 @@ class Replica:
         return LiveBytes(versions, moved, once, self._accumulation.num_bytes, in_flight + carried)
 
     def host_bytes(self) -> int:
-        """Return the bytes of its minibatches in flight that are on the host."""
+        """Return the host bytes of its minibatches in flight."""
         return sum(item.host_bytes for item in self._in_flight.values())
 
     @property
@@ -324,12 +299,12 @@ class Replica:
 
     @property
     def is_last(self) -> bool:
-        """Whether the model's output is computed here."""
+        """Whether the stage computes the model's output."""
         return self.stage.is_last
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
-        """What backwards have added up, or their replicas together, in the stage's order."""
+        """Accumulated gradients, or their sum over replicas, in the stage's order."""
         return self._accumulation.gradients
 
     @gradients.setter
@@ -337,7 +312,7 @@ class Replica:
         self._accumulation.gradients = found
 
     def _run(self, item: InFlight, arguments: Sequence[Any]) -> Any:
-        """Run the module; measure what is kept of it for its backward the first time a shape comes by."""
+        """Run the module; measure its saved bytes the first time for each shape."""
         shapes = item.shapes = tuple([tensor.shape for argument in arguments for tensor in tensors_in(argument)])
         if self.stage.swapped:
             item.swap = Swap(self.device)
@@ -358,7 +333,7 @@ class Replica:
         return outputs
 
     def _own_storages(self, item: InFlight) -> set[int]:
-        """Return the addresses of the weights of a unit, and of what the stage has besides."""
+        """Return the addresses of a unit's weights and the stage's other tensors."""
         return self._fixed.union(flat.untyped_storage().data_ptr() for flat in item.version.flats)
 
     def _backward(
@@ -368,7 +343,7 @@ class Replica:
         on_gradient: OnGradient | None,
         move: Displacement,
     ) -> dict[int, list[torch.Tensor]]:
-        """Run a backward, or the input part of one, and let go of the stage's graph; see `backward`."""
+        """Run a backward, or its input part, and free the stage's graph; see `backward`."""
         gradients = [tensor for layer in self.stage.returns for tensor in arrived.get(layer, ())]
         if self.moved is not None:
             self.moved.for_backward(move)
@@ -397,7 +372,7 @@ class Replica:
         given: Sequence[torch.Tensor],
         on_gradient: OnGradient | None,
     ) -> None:
-        """Leave gradients in the leaves' `grad`, and add those of the parameters to `gradients` or tell of them."""
+        """Set the leaves' `grad`, and pass parameters' gradients on to `gradients` or `on_gradient`."""
         heads = [*given, *[self._loss_head(item.loss_type)] * (len(item.results) - len(given))]
         parameters = item.version.parameters
         if not item.results or not (leaves or parameters):
@@ -409,12 +384,12 @@ class Replica:
                 item.rests = self._split.backward_input(item.results, heads, [*leaves, *parameters])
 
     def _loss_head(self, loss_type: torch.dtype | None) -> torch.Tensor | None:
-        """Return the gradient of the scaled loss by the loss; None stands for 1."""
+        """Return the gradient of the scaled loss with respect to the loss; None stands for 1."""
         return None if self.scale is None else torch.full((), self.scale.value, dtype=loss_type, device=self.device)
 
 
 def _evaluation_of(stage: Stage, device: torch.device) -> Stage:
-    """Return the stage as it evaluates, with the very parameters and buffers that it trains with."""
+    """Return the stage in evaluation mode, sharing its training parameters and buffers."""
     evaluation = stage.evaluation
     assert evaluation is not None
     evaluation.module.to(device)

@@ -1,4 +1,4 @@
-"""A replica's share of a checkpoint: what it gives, and how it goes on from one."""
+"""A replica's share of a checkpoint, written and restored."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +14,7 @@ from pipebench.engine.streams import TRAIN
 
 
 def state_of(replica: Replica, share: Share) -> ModelState:
-    """Return what this replica answers for of the model's state at a drain: references, not copies."""
+    """Return the state at a drain that this replica writes to a checkpoint: references, not copies."""
     held = held_by(replica, share)
     if share.replica == 0:
         return held
@@ -23,7 +23,7 @@ def state_of(replica: Replica, share: Share) -> ModelState:
 
 
 def held_by(replica: Replica, share: Share) -> ModelState:
-    """Return all that this replica holds of the model's state at a drain, whoever answers for it; references."""
+    """Return all state at a drain that this replica holds, whichever replica writes it: references, not copies."""
     carried = {
         f"{stream}/{microbatch}/{path}": carried
         for (split, stream, microbatch), state in replica.states.items()
@@ -45,16 +45,15 @@ def held_by(replica: Replica, share: Share) -> ModelState:
 
 
 def restore(replica: Replica, state: ModelState, share: Share) -> None:
-    """Take over this replica's share of a model's state, by name, as if it had trained up to there.
+    """Restore this replica's share of a model's state, by name.
 
     Args:
         replica: the replica.
-        state: of the whole model, taken under any plan; not changed, and not kept.
+        state: of the whole model, under any plan; neither changed nor referenced.
         share: this replica's.
 
     Raises:
-        CheckpointError: the state lacks something that this stage holds, or has it in another shape; nothing of
-            the replica has changed then.
+        CheckpointError: a tensor of this stage is missing or has another shape; the replica is unchanged then.
     """
     own = {name: share.names[name] for name in names_in(replica)}
     given = {**state.buffers, **state.parameters}
@@ -87,22 +86,22 @@ def restore(replica: Replica, state: ModelState, share: Share) -> None:
 
 
 def names_in(replica: Replica) -> set[str]:
-    """Return the names, in its stage, of the parameters and buffers that a replica holds."""
+    """Return the stage's names of a replica's parameters and buffers."""
     return {*_parameters(replica), *dict(replica.module.named_buffers()), *replica.stage.idle}
 
 
 def _as_cut(replica: Replica, share: Share) -> ModelState:
-    """Return the state of the layers that are left out, as they began."""
+    """Return the initial state of the layers that are left out."""
     idle = {share.names[name]: tensor for name, tensor in replica.stage.idle.items()}
     parameters = {name: tensor.detach() for name, tensor in idle.items() if isinstance(tensor, nn.Parameter)}
     return ModelState(parameters=parameters, buffers={n: t for n, t in idle.items() if n not in parameters})
 
 
 def _shelved(replica: Replica, state: ModelState, given: Mapping[str, torch.Tensor], share: Share) -> ModelState:
-    """Return copies of what a state holds of the layers that are left out.
+    """Return copies of a state's tensors of the layers that are left out.
 
     Raises:
-        CheckpointError: it lacks something of them, or has it in another shape.
+        CheckpointError: one is missing or has another shape.
     """
     found = _as_cut(replica, share)
     for section in (found.parameters, found.buffers):
@@ -121,7 +120,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parameters(replica: Replica) -> dict[str, torch.Tensor]:
-    """Return the newest parameters, and those that aren't trained, all as exact as they are known."""
+    """Return the newest and the untrained parameters, in full precision."""
     fixed = {name: replica.exact.get(name, p) for name, p in replica.module.named_parameters()}
     return {**fixed, **replica.weights.trained()}
 
@@ -131,7 +130,7 @@ def _mean_change(replica: Replica) -> dict[str, torch.Tensor]:
 
 
 def _check_fits(name: str, tensor: torch.Tensor, given: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a state that lacks a parameter or buffer, or has another shape of it."""
+    """Raise an error if a parameter or buffer is missing or has another shape."""
     if name not in given:
         raise CheckpointError(f"the checkpoint has no {name}, which the model has")
     if given[name].shape != tensor.shape:

@@ -1,4 +1,4 @@
-"""Replicas of a run's stages, as its schedule and its recipe want them."""
+"""Makes replicas of a run's stages for its schedule and recipe."""
 
 from pipebench.engine.replica import Replica, ReplicaRules
 from pipebench.engine.setup import Setup
@@ -13,7 +13,7 @@ def replica_of_stage(setup: Setup, stage: int) -> Replica:
 
 
 def make_replica(setup: Setup, stage: int, cut: Stage) -> Replica:
-    """Return a replica of layers that were cut out for a stage, with their initial weights."""
+    """Return a replica of a stage's layers, with their initial weights."""
     policy = WEIGHT_POLICIES[setup.pipeline.weights]
     rules = ReplicaRules(
         split=setup.pipeline.backward == SPLIT,

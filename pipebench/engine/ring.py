@@ -1,4 +1,4 @@
-"""Sums among the replicas of a stage, in a ring or by servers, carried out chunk by chunk in one process."""
+"""Sums over the replicas of a stage, in a ring or by servers, chunk by chunk in one process."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,14 +8,10 @@ Count = Callable[[int, int, int], None]  # sender index, receiver index, bytes
 
 
 def ring_all_reduce(buffers: Sequence[torch.Tensor], count: Count) -> torch.Tensor:
-    """Return the sum of one-dimensional buffers, added in the order a ring adds.
+    """Return the sum of one-dimensional buffers of one size, in a ring's order of addition.
 
-    Chunk c starts at member c and collects a summand at every step; its sum is then handed round. With two members
-    the order can't matter, so the result has the same bits as any other all-reduce.
-
-    Args:
-        buffers: one per member, all of one size; not changed.
-        count: told of every chunk handed from one member to the next.
+    Chunk c starts at member c and is added to at every step; then its sum is passed round. With two members the order
+    does not matter, so the result has the same bits as any other all-reduce. `count` is called for every chunk sent.
     """
     size = len(buffers)
     if size == 1:
@@ -35,12 +31,9 @@ def ring_all_reduce(buffers: Sequence[torch.Tensor], count: Count) -> torch.Tens
 
 
 def all_reduce(buffers: Sequence[torch.Tensor], servers: Sequence[Sequence[int]], count: Count) -> torch.Tensor:
-    """Return the sum of one-dimensional buffers: every server's in a ring inside it, and theirs in a ring among them.
+    """Return the sum of one-dimensional buffers of one size: in a ring inside every server, then in a ring among them.
 
-    Args:
-        buffers: one per member, all of one size; not changed.
-        servers: the members of every server; one of all members is the ring.
-        count: told of every chunk handed from one member to the next.
+    `servers` lists the members of each; with a single server this is the ring. `count` is called for every chunk sent.
     """
 
     def told(ring: Sequence[int]) -> Count:
@@ -51,16 +44,11 @@ def all_reduce(buffers: Sequence[torch.Tensor], servers: Sequence[Sequence[int]]
 
 
 def server_sum(buffers: Sequence[torch.Tensor], count: Count) -> torch.Tensor:
-    """Return the sum of one-dimensional buffers, added in the order of the members.
+    """Return the sum of one-dimensional buffers of one size, added in the order of the members.
 
-    Member c is the server of chunk c: all others send it theirs, and get the sum. Paper: PipeDream's preprint of 2018.
-
-    Differs: a server hands back sums, and every replica updates its own weights with them; in the paper it updates, and
-    hands back weights. The bytes are the same, and so are the weights.
-
-    Args:
-        buffers: one per member, all of one size; not changed.
-        count: told of every chunk that one member sends another.
+    Member c is the server of chunk c: all others send it theirs and receive the sum. Paper: PipeDream's preprint of
+    2018. Differs: servers return sums and every replica updates its own weights; in the paper they update and return
+    weights. Bytes and weights are the same. `count` is called for every chunk sent.
     """
     size = len(buffers)
     chunks = [buffer.tensor_split(size) for buffer in buffers]
@@ -77,12 +65,7 @@ def server_sum(buffers: Sequence[torch.Tensor], count: Count) -> torch.Tensor:
 
 
 def of_one_type(bucket: Sequence[int], like: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Split a bucket into one per type of its parameters, in order: numbers of one type travel together.
-
-    Args:
-        bucket: positions of parameters.
-        like: all parameters.
-    """
+    """Split a bucket, positions in the parameters `like`, into one per dtype, in order: messages have one dtype."""
     by_type: dict[torch.dtype, list[int]] = {}
     for index in bucket:
         by_type.setdefault(like[index].dtype, []).append(index)

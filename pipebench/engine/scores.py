@@ -1,4 +1,4 @@
-"""What an evaluation adds up over held-out samples, and the model in one piece, for what no single stage can give."""
+"""Sums of an evaluation over held-out samples, and the whole model for metrics that no single stage can compute."""
 
 import copy
 from collections import defaultdict
@@ -16,14 +16,11 @@ _LOSS, _WEIGHT = "eval_loss", "weight of all samples"
 
 
 class Scores:
-    """Sums of the loss and of a dataset's scores over samples.
-
-    Attributes:
-        sums: by name; plain numbers, so that sums of several workers can be put together with `merge`.
-    """
+    """Sums of the loss and of a dataset's scores over samples."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
+        # By name; plain numbers, so that `merge` can add those of several workers
         self.sums: dict[str, float] = defaultdict(float)
 
     def add(self, output: Any, targets: Mapping[str, torch.Tensor], weight: float) -> None:
@@ -34,7 +31,7 @@ class Scores:
             self.sums[name] += float(value)
 
     def merge(self, others: Iterable[Mapping[str, float]]) -> None:
-        """Replace the sums by those of several workers, this one's among them, in their order."""
+        """Replace the sums by the total over workers, this one included, in their order."""
         total: dict[str, float] = defaultdict(float)
         for sums in others:
             for name, value in sums.items():
@@ -49,10 +46,9 @@ class Scores:
 
 
 class WholeModel:
-    """A copy of the whole model, in evaluation mode, that takes its weights from the stages.
+    """A copy of the whole model, in evaluation mode, filled with the stages' weights.
 
-    Args:
-        setup: whose model; it must still hold its initial weights, for what no stage trains.
+    The model of `setup` must still hold its initial weights, for those that no stage trains.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -61,11 +57,11 @@ class WholeModel:
         self._own_names = own_names(setup.graph)
 
     def filled(self, stages: Iterable[Mapping[str, torch.Tensor]]) -> nn.Module:
-        """Return the model with the stages' parameters and buffers, given by qualified name."""
+        """Return the model with the stages' parameters and buffers by qualified name."""
         with torch.no_grad():
             for tensors in stages:
                 for stages_name, tensor in tensors.items():
                     name = self._own_names[stages_name]
-                    if name in self._tensors:  # tensors made in forward are buffers after tracing only
+                    if name in self._tensors:  # tracing adds buffers for tensors made in forward
                         self._tensors[name].copy_(tensor)
         return self._model

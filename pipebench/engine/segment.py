@@ -1,4 +1,4 @@
-"""A segment of training on the virtual clock, as it is simulated: the lists, costs and links of every engine on it."""
+"""A segment of training on the virtual clock: the lists, costs and links of every engine that uses it."""
 
 from collections.abc import Callable
 
@@ -15,18 +15,9 @@ SizeOf = Callable[[int], Size]
 
 
 class Segment:
-    """A segment between two drains.
+    """A segment between two drains, with its cuts if layers may move.
 
-    Args:
-        setup: what is run.
-        phases: the cuts, where layers may move meanwhile.
-        first: the minibatch of the run that it begins with.
-        num_minibatches: its length.
-        stop: may ask for an early end.
-        on_cut: told of the new length where the segment is cut short.
-
-    Attributes:
-        moving: what it costs that layers move, once it is simulated; None where they can't.
+    `first` is its first minibatch in the run; `on_cut` is called with the new length if the segment is cut short.
     """
 
     def __init__(
@@ -39,6 +30,7 @@ class Segment:
         on_cut: Callable[[int], None] = lambda num_minibatches: None,
     ) -> None:
         self._setup, self._phases, self._first, self._num_minibatches = setup, phases, first, num_minibatches
+        # Costs of moving layers, once simulated; None if they can't move
         self.moving: PhaseCosts | None = None
         streams = setup.sampler.streams or 1
         self._admission = StoppableAdmission(stop or StopRequest(), setup.pipeline, num_minibatches, streams, on_cut)
@@ -49,17 +41,13 @@ class Segment:
         return self._admission.limit
 
     def end_at(self, minibatch: int) -> None:
-        """End before a minibatch that nobody has begun, to move there."""
+        """Shorten the segment to end before `minibatch`, which no worker may have started."""
         self._admission.end_at(minibatch)
 
     def simulation(self, network: Network, size_of: SizeOf, start_s: float, meter: Meter) -> Simulation:
-        """Return what gives every instruction a start and an end; it ends early where the segment does.
+        """Return the simulation, which yields timed instructions and ends early if the segment does.
 
-        Args:
-            network: the links.
-            size_of: the size of a unit.
-            start_s: the clock when the segment begins.
-            meter: told that it begins, not of its events.
+        `start_s` is the clock at the segment's start; `meter` is notified of the start, not of events.
         """
         setup, pipeline, phases, routes = self._setup, self._setup.pipeline, self._phases, None
         costs, sizes, recomputing_s = setup.costs, size_of, recomputing(setup.costs, size_of)

@@ -1,4 +1,4 @@
-"""What a run is under each of the cuts that it goes through while layers move, minibatch by minibatch."""
+"""The setup under each of the cuts of a segment in which layers move."""
 
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
@@ -7,24 +7,16 @@ from pipebench.model.stage import Stage, cut_stage
 from pipebench.schedule.moves import BlockTransfer, CutLayout, Policies, Repartition, shape_problems
 from pipebench.schedule.routes import Routes
 
-_Values = dict[int, tuple[int, ...]]  # the other stage, and the layers whose values go there or come from there
+_Values = dict[int, tuple[int, ...]]  # layers whose values are exchanged, by the other stage
 
 
 def phases_of(setup: Setup) -> "SegmentCuts | None":
-    """Return the cuts of a segment in which layers may move; None where they can't, or only at drains."""
+    """Return the cuts of a segment in which layers may move; None if they can't, or only at drains."""
     return SegmentCuts(setup) if setup.repartitions and not [*shape_problems(setup.pipeline)] else None
 
 
 class SegmentCuts:
-    """A segment of training in which layers may move.
-
-    Args:
-        setup: what is run, with the cuts at the drain.
-
-    Attributes:
-        setup: that setup.
-        routes: which stages exchange values of a unit, and the moves.
-    """
+    """A segment of training in which layers may move; `setup` has the cuts at the drain."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -32,13 +24,14 @@ class SegmentCuts:
         self._known = {layout: setup}
         self._sends: dict[tuple[int, CutLayout], _Values] = {}
         self._receives: dict[tuple[int, CutLayout], _Values] = {}
+        # Which stages exchange a unit's values, and the moves
         self.routes = Routes(setup.pipeline, layout, lambda under: self.at(under).pipeline)
 
     def announce(self, move: Repartition) -> None:
         """Add a move.
 
         Raises:
-            PlanError: it can't be made, or not from that minibatch on.
+            PlanError: the layers can't move so, or not from that minibatch on.
         """
         if self.setup.plan.relay:
             raise PlanError(
@@ -52,17 +45,17 @@ class SegmentCuts:
 
     @property
     def last(self) -> Setup:
-        """What the run is after the last move."""
+        """The setup after the last move."""
         return self.at(self.routes.moves.last_layout)
 
     def at(self, layout: CutLayout) -> Setup:
-        """Return what the run is under cuts and policies."""
+        """Return the setup under cuts and policies."""
         if layout not in self._known:
             self._known[layout] = self.setup.under(recut(self.setup.graph, self.setup.plan, *layout))
         return self._known[layout]
 
     def sends(self, stage: int, minibatch: int) -> _Values:
-        """Return the layers whose values a stage sends to others, forward, by stage that reads them, ascending."""
+        """Return the layers whose values a stage sends forward, by reading stage, ascending."""
         layout = self.routes.moves.forward_layout(minibatch)
         if (stage, layout) not in self._sends:
             crossings = self.at(layout).plan.crossings
@@ -70,7 +63,7 @@ class SegmentCuts:
         return self._sends[stage, layout]
 
     def returns(self, stage: int, minibatch: int) -> _Values:
-        """Return the layers whose gradients a stage sends back, by stage that computed the layers."""
+        """Return the layers whose gradients a stage sends back, by stage of the layers."""
         layout = self.routes.moves.backward_layout(minibatch)
         if (stage, layout) not in self._receives:
             crossings = self.at(layout).plan.crossings
@@ -78,21 +71,15 @@ class SegmentCuts:
         return self._receives[stage, layout]
 
     def handed(self, source: int, target: int, minibatch: int) -> BlockTransfer:
-        """Return the block on its way from a stage to another, at a minibatch from its B to its K."""
+        """Return the block in transfer from a stage to another, at a minibatch from its B to its K."""
         return self.routes.moves.handed(source, target, minibatch)
 
     def policies(self, minibatch: int) -> Policies:
-        """Return what every layer does with its activations of a minibatch."""
+        """Return the memory policies of all layers for a minibatch."""
         return self.routes.moves.forward_layout(minibatch).memory
 
     def cut(self, start: int, stop: int, memory: Policies) -> Stage:
-        """Return consecutive layers as a stage of their own.
-
-        Args:
-            start: the first of them.
-            stop: the layer after the last.
-            memory: what every layer of the model does with its activations.
-        """
+        """Return layers [start, stop) as a stage of their own; `memory` has the policies of all layers of the model."""
         graph = self.setup.graph
         bounds = [each for each in (start, stop) if 0 < each < len(graph.layers)]
         return cut_stage(graph, make_plan(graph, bounds, [1] * (len(bounds) + 1), memory=memory), int(start > 0))

@@ -1,4 +1,4 @@
-"""What an engine needs to run a recipe, and what follows from it alone."""
+"""A recipe's setup: everything an engine needs, and what follows from it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -24,55 +24,29 @@ from zoo.registry import Dataset
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything an engine needs to run a recipe.
+    """Everything an engine needs to run a recipe."""
 
-    Attributes:
-        graph: the layer graph; its parameters are the initial weights.
-        plan: stages, where their replicas stand, and what crosses between them.
-        pipeline: the pipeline's shape and order of work.
-        profile: layer costs at every size that travels.
-        costs: seconds and bytes of every instruction, which follow from it.
-        evaluation: how evaluations are cut.
-        cluster: where it runs.
-        dataset: the data.
-        sampler: which samples make up minibatch k.
-        held_out: which held-out samples make up minibatch k of an evaluation.
-        make_optimizer: makes a stage's optimizer.
-        lr: learning rate of a stage's update from (stage, samples seen before it, its own samples).
-        clip_norm: largest norm of an update's gradient: of all stages where they share it, else of each; or None.
-        seed: for random layers.
-        device: where arithmetic happens.
-        loss_scale: how the scale of the loss changes; None for no scaling.
-        correction_decay: PipeMare's D, see `gamma`.
-        repartitions: whether layers may move from stage to stage between two drains or at one: processes then keep the
-            model that stages are cut from, and connections between all stages.
-        balances: whether stages are measured, and layers move to balance them.
-        live: whether layers move while training goes on, else at a drain.
-        chooses: what layers may do with their activations once they have moved, beside what they do; where stages are
-            balanced they choose from it, and from nothing nobody does.
-    """
-
-    graph: LayerGraph
+    graph: LayerGraph  # its parameters are the initial weights
     plan: Plan
-    pipeline: Pipeline
-    profile: Profile
-    costs: Costs
-    evaluation: Evaluation
+    pipeline: Pipeline  # shape and order of work
+    profile: Profile  # layer costs at every size of a unit
+    costs: Costs  # seconds and bytes of every instruction, from the profile
+    evaluation: Evaluation  # how evaluations are cut
     cluster: Cluster
     dataset: Dataset
-    sampler: Sampler
-    held_out: Sampler
-    make_optimizer: MakeOptimizer
-    lr: Callable[[int, int, int], float]
-    clip_norm: float | None
-    seed: int
-    device: torch.device
-    loss_scale: LossScaleRecipe | None = None
-    correction_decay: float = CORRECTION_DECAY
-    repartitions: bool = False
-    balances: bool = False
-    live: bool = True
-    chooses: tuple[str, ...] = ()
+    sampler: Sampler  # of training minibatches
+    held_out: Sampler  # of evaluation minibatches
+    make_optimizer: MakeOptimizer  # makes a stage's optimizer
+    lr: Callable[[int, int, int], float]  # of an update, from (stage, samples before it, its own samples)
+    clip_norm: float | None  # largest gradient norm per update, of all stages if they share it, else of each
+    seed: int  # for random layers
+    device: torch.device  # of the arithmetic
+    loss_scale: LossScaleRecipe | None = None  # None: no scaling
+    correction_decay: float = CORRECTION_DECAY  # PipeMare's D, see `gamma`
+    repartitions: bool = False  # whether layers may move: processes then keep the model and connect all stages
+    balances: bool = False  # whether stages are measured and layers move to balance them
+    live: bool = True  # whether layers move during training, else at drains
+    chooses: tuple[str, ...] = ()  # memory policies to choose from, beside a layer's own, when layers move
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -81,14 +55,14 @@ class Setup:
 
     @property
     def copies(self) -> bool:
-        """Whether devices copy to their hosts and back, now or once layers have moved, which may begin to swap then."""
+        """Whether devices swap to their hosts, or may once layers have moved."""
         return bool(self.pipeline.swaps) or self.repartitions
 
     def under(self, plan: Plan) -> "Setup":
-        """Return the same run under a plan with other cuts or memory policies; all that follows from them follows.
+        """Return the same run under a plan with other cuts or memory policies, with all that follows.
 
         Raises:
-            PlanError: stages, replicas, devices or depth are others: those stay.
+            PlanError: stages, replicas, devices or depth differ.
         """
         kept, given = ((p.replicas, p.devices, p.depth, p.chunks) for p in (self.plan, plan))
         if kept != given:
@@ -110,7 +84,7 @@ class Setup:
         )
 
     def gamma(self, stage: int) -> float | None:
-        """Return the share of a parameter's mean change that an update leaves as it is, D^(1 / tau); None keeps none.
+        """Return the decay of a parameter's mean change per update, D^(1 / tau); None: not kept.
 
         PipeMare's tau is the delay of the stage's forwards, since its backwards have none.
         """
@@ -124,18 +98,18 @@ class Setup:
         return self.cluster.levels[self.cluster.level_between(self.devices[sender], self.devices[receiver])]
 
     def ring(self, workers: Iterable[int]) -> list[int]:
-        """Return workers in the order of their devices: as a ring, they leave and enter every component once."""
+        """Return workers in the order of their devices: such a ring leaves and enters every component once."""
         return sorted(workers, key=self.devices.__getitem__)
 
     def servers(self, ring: Sequence[int]) -> list[list[int]]:
-        """Return which members of a ring of workers sum together first, by their positions in it."""
+        """Return the groups of a ring's workers that sum first, by position in the ring."""
         return self.cluster.servers([self.devices[worker] for worker in ring])
 
 
 def ranks_of(setup: Setup) -> list[int]:
-    """Return the process that every worker runs in: they stand in the order of the workers' devices.
+    """Return every worker's process rank, in the order of devices.
 
-    A plan may leave devices out; processes are only started for those it uses.
+    Processes are started only for devices that the plan uses.
     """
     return [sorted(setup.devices).index(device) for device in setup.devices]
 
@@ -146,10 +120,10 @@ def minibatch_weight(setup: Setup, k: int) -> float:
 
 
 def loss_divisors(setup: Setup, first: int, num_minibatches: int) -> list[float] | None:
-    """Return what the loss of every minibatch of a segment is divided by, before its backward.
+    """Return the divisor of every minibatch's loss in a segment, before its backward.
 
-    The weight of its update, where all stages' updates average over the same minibatches (flushing modes, straight
-    pipelines). Otherwise None: every stage then divides at its own update. Either way a gradient is divided once.
+    This is the update's weight if all stages' updates average over the same minibatches (flushing modes, straight
+    pipelines). Otherwise None: every stage divides at its own update. Either way a gradient is divided once.
     """
     pipeline = setup.pipeline
     sizes = {pipeline.round_size(stage) for stage in range(pipeline.num_stages)}
@@ -164,6 +138,6 @@ def loss_divisors(setup: Setup, first: int, num_minibatches: int) -> list[float]
 
 
 def share_of(setup: Setup, stage: int, replica: int) -> Share:
-    """Return the share of a replica of a stage in the state of a setup's model."""
+    """Return a stage replica's share of the model's state."""
     sizes = microbatch_sizes(setup.sampler.size(0), setup.pipeline.microbatches) if setup.sampler.streams else ()
     return Share(own_names(setup.graph), replica, setup.pipeline.replicas[stage], tuple(sizes))

@@ -1,8 +1,8 @@
-"""A run whose layers move, from durations alone: what the virtual engine's clock says, without training.
+"""Simulation of a run whose layers move: the virtual engine's clock without training.
 
-Segment by segment it plays what the virtual engine plays: the same lists, costs and links, and the same Algorithm 1,
-whose reports are made from the events. Only as much is played as anything may change in: once nothing has moved for
-long enough, what is left of a segment costs what such a segment costs under the last cuts (`simulate.steady`).
+Each segment has the virtual engine's lists, costs, links and Algorithm 1, with reports made from events. Simulation
+stops once nothing has moved for long enough: the rest of a segment costs what it costs under the last cuts
+(`simulate.steady`).
 """
 
 import math
@@ -40,14 +40,9 @@ NOTHING = SegmentTotals(0.0, 0.0, 0.0, Counter())
 def simulate_moves(
     setup: Setup, moves: Sequence[Repartition], first: int, num_minibatches: int, meter: Meter | None = None
 ) -> SegmentTotals:
-    """Return the totals of a segment in which layers move. All of it is simulated.
+    """Simulate a whole segment in which layers move; return its totals.
 
-    Args:
-        setup: what is run, with the cuts at the drain.
-        moves: counted from the segment's start, ascending.
-        first: the minibatch of the run that the segment begins with.
-        num_minibatches: its length.
-        meter: takes note of every event and transfer.
+    `moves` are numbered from the segment's start, ascending; `first` is its first minibatch in the run.
 
     Raises:
         PlanError: a move can't be made.
@@ -59,21 +54,9 @@ def simulate_moves(
 
 
 class SimulatedEngine(Engine):
-    """Plays a run, segment by segment; what it offers to a training loop is what it is called there.
+    """Simulates a run, segment by segment, with the training engine's interface where it applies.
 
-    Args:
-        setup: what is run.
-        listeners: take note of every event and transfer that is played.
-        inputs: bytes of the model's inputs, by size of the unit.
-        known: decisions of Algorithm 1 that another run of the setup has made, and that this one will make.
-
-    Attributes:
-        known: decisions of Algorithm 1, this run's included.
-        totals: of all segments.
-        marks: what there was when, in the last segment as far as it was played, and at its end; counted from its start.
-        began_s: the minibatches at which layers have moved meanwhile, and when those began.
-        peaks: when every worker has held most in segments in which layers moved; none before the first.
-        held: the most bytes that it has held in these between two instructions, messages aside.
+    `listeners` record simulated events and transfers; `inputs` are bytes of the model's inputs by size of the unit.
     """
 
     def __init__(
@@ -83,25 +66,25 @@ class SimulatedEngine(Engine):
         pipeline = setup.pipeline
         self._listening = Marks(pipeline, max(pipeline.depth, pipeline.period) * pipeline.microbatches)
         self._meter = Meter(pipeline, self._listening, *listeners)
-        self.marks: list[Mark] = []
-        self.began_s: dict[int, float] = {}
+        self.marks: list[Mark] = []  # progress within the last segment, from its start
+        self.began_s: dict[int, float] = {}  # start times of minibatches at which layers moved
         self._inputs = inputs or {}
-        self.peaks: list[MemoryPeak] = []
-        self.held = [0] * pipeline.num_stages
-        self.totals = NOTHING
-        self._shown = False  # whether the meter has seen anything
+        self.peaks: list[MemoryPeak] = []  # per worker, over segments in which layers moved
+        self.held = [0] * pipeline.num_stages  # the same between instructions, without messages
+        self.totals = NOTHING  # of all segments
+        self._shown = False  # whether the meter has any events
         self._begin_under(setup, {} if known is None else known)
 
     def _begin_under(self, setup: Setup, known: Known) -> None:
-        """Go on with a setup, whose stages are measured anew."""
-        self.setup, self.known = setup, known
+        """Continue with a setup, whose stages are measured anew."""
+        self.setup, self.known = setup, known  # `known`: Algorithm 1's decisions, also another run's
         self._phases = None
         self._monitors = monitors(setup, self._decided, known=known) if setup.balances else []
-        self._quiet = 0  # minibatches since which nothing has been decided
+        self._quiet = 0  # minibatches since the last decision
         self._totals_of: dict[tuple[int, int], SegmentTotals] = {}
 
     def train(self, first: int, num_minibatches: int) -> int:
-        """Play a segment; return how many minibatches it had: fewer than asked for where it was drained to move."""
+        """Simulate a segment; return its minibatches: fewer than requested if it was drained for a move."""
         self.marks = []
         if self._phases is None and not self._monitors:
             return self._took(self._steady(first, num_minibatches), num_minibatches, first)
@@ -121,7 +104,7 @@ class SimulatedEngine(Engine):
             found = segment.memory.timeline().peaks
             self.peaks = [*highest(self.peaks or found, found)]
             self.held = [*map(max, self.held, segment.memory.held)]
-        if segment.changed_at:  # what empties the pipeline where it only is as if it were emptied is left out
+        if segment.changed_at:  # without the drain that only the shortened simulation has
             last = done - 2 * before.pipeline.depth if segment.is_quiet else done
             samples = before.sampler.samples_before(first + last) - before.sampler.samples_before(first)
             self.marks = [mark for mark in self._listening.made if mark.samples <= samples]
@@ -135,16 +118,11 @@ class SimulatedEngine(Engine):
         return self._took(played, done, first)
 
     def replan(self, plan: Plan) -> None:
-        """See `Engine`; decisions that are known stay known."""
+        """See `Engine`; known decisions stay known."""
         self.switch_setup(self.setup.under(plan), self.known)
 
     def switch_setup(self, setup: Setup, known: Known | None = None) -> None:
-        """Go on with another setup of the same model, at a drain: other cuts, or other cells left out; see `replan`.
-
-        Args:
-            setup: that.
-            known: decisions of Algorithm 1 for what there is; none for other cells.
-        """
+        """See `Engine`; `known` are Algorithm 1's decisions for the new setup."""
         before = self.setup
         self._begin_under(setup, {} if known is None else known)
         network = Network(before.cluster, before.devices, self._meter.transfer)
@@ -157,11 +135,11 @@ class SimulatedEngine(Engine):
         self._took(replace(NOTHING, end_s=took_s, num_bytes=network.num_bytes), 0, 0)
 
     def timeline(self) -> Timeline:
-        """Return the first part of what was played."""
+        """Return the recorded part."""
         return self._meter.timeline()
 
     def _took(self, totals: SegmentTotals, num_minibatches: int, first: int) -> int:
-        """Let a segment have taken what it has; return its length."""
+        """Add a segment's totals; return its length."""
         self.totals = self.totals.extended(totals, 1)
         self.clock_s += totals.end_s
         sampler = self.setup.sampler
@@ -171,7 +149,7 @@ class SimulatedEngine(Engine):
         return num_minibatches
 
     def _measure(self, event: TimelineEvent, size_of: SizeOf) -> None:
-        """Let a stage take note of what it did, and of what others say: as a worker does that trains."""
+        """Measure an event at its stage and exchange reports, as a training worker does."""
         it, monitor = event.instruction, self._monitors[event.worker]
         monitor.note(it, event.end_s - event.start_s)
         if it.op in _SENDS and size_of(it.number):
@@ -180,24 +158,24 @@ class SimulatedEngine(Engine):
             monitor.received(it, self._mailbox)
 
     def _hold(self, event: TimelineEvent, num_bytes: int) -> None:
-        """Let a stage take note of what it holds, likewise."""
+        """Record a stage's memory."""
         self._monitors[event.worker].hold(num_bytes)
 
     def _enough(self) -> int:
-        """Return after how many minibatches more nothing will be decided any more, if nothing is.
+        """Return the minibatches after which, without a decision, none will follow.
 
-        Decisions are made of means, and where units take equally long, these don't change. By then every stage has run
-        as many units as it takes, and what it says of them has come to the last one.
+        Decisions depend on means, which stay the same if units take equally long. By then every stage has run enough
+        units and its reports have reached the last one.
         """
         pipeline = self.setup.pipeline
         units = ENOUGH + 2 * EVERY
         enough = 4 * pipeline.period + 4 * pipeline.depth + units
         if self.setup.sampler.varies:
-            enough *= 8  # then they do, if little
+            enough *= 8  # then means change a little
         return max(1, enough - self._quiet) if self._monitors else 8 * pipeline.depth
 
     def _decided(self, move: Repartition) -> None:
-        """A stage hears of a decision: after it the next one takes a while."""
+        """See `Engine`; resets the count of minibatches since the last decision."""
         super()._decided(move)
         self._quiet = 0
 
@@ -205,7 +183,7 @@ class SimulatedEngine(Engine):
         self._segment.end_at(minibatch)
 
     def _steady(self, first: int, num_minibatches: int) -> SegmentTotals:
-        """Return what a segment comes to under the cuts there are, if nothing moves in it."""
+        """Return a segment's totals under the current cuts, without moves."""
         sampler = self.setup.sampler
         per_epoch = sampler.minibatches_per_epoch
         key = first % per_epoch, num_minibatches
@@ -221,27 +199,23 @@ class SimulatedEngine(Engine):
         return self._totals_of[key]
 
     def _short(self) -> SegmentTotals:
-        """Return what an epoch's last minibatch adds in the middle of a segment, where it isn't whole: less than 0."""
+        """Return what an epoch's last, short minibatch adds in the middle of a segment: less than 0."""
         middle = self.setup.sampler.minibatches_per_epoch - self._window
         with_it, without = (simulate_all(self.setup, 2 * self._window, first=first) for first in (middle, 0))
         return with_it.extended(without, -1)
 
     @property
     def _window(self) -> int:
-        """Minibatches in which a pipeline is filled, and emptied, with some to spare."""
+        """Minibatches that fill and empty a pipeline, with a margin."""
         pipeline = self.setup.pipeline
         return math.ceil(8 * pipeline.depth / pipeline.period) * pipeline.period
 
 
 def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[int, int], int]:
-    """Return the bytes that workers give each other at a drain, by giver and taker; see `checkpoint.handover`.
+    """Return the bytes moved between workers at a drain, by (giver, taker); see `checkpoint.handover`.
 
-    What modules carry from minibatch to minibatch isn't counted.
-
-    Args:
-        before: the stages there were.
-        after: the stages there are to be.
-        trained: whether there has been an update, which makes the optimizer's state.
+    Stateful modules' carried states are not counted. `trained`: whether there has been an update, which creates the
+    optimizer's state.
     """
     pipeline = before.pipeline
     given = [_pieces(before, worker, trained=trained, answers=True) for worker in range(pipeline.num_workers)]
@@ -258,7 +232,7 @@ def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[in
 
 
 def _pieces(setup: Setup, worker: int, *, trained: bool, answers: bool) -> dict[Key, int]:
-    """Return the pieces of the model's state that a worker holds, or answers for, with their bytes."""
+    """Return the pieces of the model's state that a worker holds or, with `answers`, gives, with their bytes."""
     (stage,), replica = setup.pipeline.stages_of(worker), setup.pipeline.replica_of(worker)
     layers = setup.graph.layers[setup.plan.stages[stage].start : setup.plan.stages[stage].stop]
     buffers = {name for layer in layers for name in layer.buffers}

@@ -1,4 +1,4 @@
-"""A segment that is played and not trained: what it takes, and what workers hold where layers move meanwhile."""
+"""A simulated segment: its totals, and workers' memory if layers move in it."""
 
 import math
 from collections.abc import Callable
@@ -22,20 +22,10 @@ _SIZES_KEPT = 1024  # more than there are units in flight
 
 
 class SimulatedSegment(Segment):
-    """A segment that is played.
+    """A simulated segment, with its cuts if layers may move.
 
-    Args:
-        setup: what is run.
-        phases: the cuts, where layers may move meanwhile.
-        first: the minibatch of the run that it begins with.
-        num_minibatches: its length.
-        start_s: the run's clock when it begins.
-        inputs: bytes of the model's inputs, by size of the unit.
-
-    Attributes:
-        memory: what every worker holds, where layers may move meanwhile.
-        is_quiet: whether as many minibatches as are enough have run without a move.
-        began_s: when the minibatches began at which layers move, numbered from the run's first.
+    It begins with minibatch `first` of the run at `start_s` on the run's clock; `inputs` are bytes of the model's
+    inputs by size of the unit.
     """
 
     def __init__(
@@ -50,13 +40,13 @@ class SimulatedSegment(Segment):
         super().__init__(setup, phases, first, num_minibatches)
         self._start_s, self._inputs = start_s, inputs or {}
         self._drains_at = self._enough = 0
-        self.is_quiet = False
-        self.began_s: dict[int, float] = {}
-        self.memory: MigrationMemory | None = None
+        self.is_quiet = False  # whether `enough` minibatches have run without a move
+        self.began_s: dict[int, float] = {}  # start times of the run's minibatches at which layers move
+        self.memory: MigrationMemory | None = None  # of every worker, if layers may move
 
     @property
     def changed_at(self) -> int:
-        """The first minibatch under the last cuts, those after the segment included; 0: there are no others."""
+        """The first minibatch under the last cuts, possibly after the segment; 0: no move."""
         return self._announced[-1].at if self._announced else self._drains_at
 
     @property
@@ -64,7 +54,7 @@ class SimulatedSegment(Segment):
         return () if self._phases is None else self._phases.routes.moves.announced
 
     def end_at(self, minibatch: int) -> None:
-        """End before a minibatch, to move there."""
+        """End before a minibatch, for a move there."""
         self._drains_at = minibatch
         super().end_at(minibatch)
 
@@ -75,13 +65,13 @@ class SimulatedSegment(Segment):
         held: Callable[[TimelineEvent, int], None] | None = None,
         enough: int = 0,
     ) -> SegmentTotals:
-        """Play it, and return its totals.
+        """Simulate it; return its totals.
 
         Args:
-            meter: takes note of every event and transfer.
-            told: is told of every event as it comes, with what tells a unit's size.
-            held: is told afterwards what the event's worker held within it at most, messages aside.
-            enough: minibatches without a move after which the rest needn't be played; 0: all is.
+            meter: records every event and transfer.
+            told: called with every event and the function from units to sizes.
+            held: called afterwards with the worker's peak bytes within the event, without messages.
+            enough: minibatches without a move after which simulation may stop; 0: never.
         """
         setup, pipeline, self._enough = self._setup, self._setup.pipeline, enough
         meter = meter or Meter(pipeline)
@@ -107,7 +97,7 @@ class SimulatedSegment(Segment):
         return SegmentTotals(took_s, busy_s, stall_s, num_bytes, again_s=again_s, swap_stall_s=swap_s)
 
     def _transferred(self, meter: Meter, transfer: Transfer) -> None:
-        """Tell who takes note of transfers."""
+        """Record a transfer."""
         meter.transfer(transfer)
         if self.memory is not None:
             self.memory.transfer(transfer)
@@ -117,7 +107,7 @@ class SimulatedSegment(Segment):
         return self._setup.sampler.sizes(self._first + minibatch, self._setup.pipeline.microbatches)[microbatch]
 
     def _begun(self, minibatch: int, start_s: float) -> None:
-        """End as soon as enough has run since the last change, and let the pipeline become steady before that."""
+        """Shorten the segment once `enough` minibatches have run since the last change, after reaching steady state."""
         since = minibatch - self.changed_at
         if any(move.at == minibatch for move in self._announced):
             self.began_s.setdefault(self._first + minibatch, start_s)

@@ -1,10 +1,10 @@
-"""Backwards in two parts: gradients of a stage's inputs first, so that they can leave, those of its weights later.
+"""Backwards in two parts: gradients of a stage's inputs first, to send them early, those of its weights later.
 
-Every layer whose backward can be split has a small graph of its own. The stage's graph runs through it only for the
-gradient of its input, and is gone afterwards; what stays for the second part is the layer's own graph and the gradient
-that arrived at its output. The first part gives all gradients of the other layers, whose backwards run whole.
+Every splittable layer has a small graph of its own. The stage's graph runs through it only for its input's gradient,
+and is then freed; the layer's own graph and its output's gradient remain for the second part. Other layers run their
+whole backward in the first part.
 
-A layer that is recomputed has its own graph only once it runs again, right before the first part.
+A recomputed layer has its own graph only after recomputation, right before the first part.
 """
 
 import itertools
@@ -23,7 +23,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Own(NamedTuple):
-    """A layer's own graph: where gradients come in, where that of its input comes out, and the input it keeps."""
+    """A layer's own graph: where gradients enter, where its input's gradient leaves, and its saved input."""
 
     edge: GradientEdge
     input: GradientEdge | None
@@ -31,7 +31,7 @@ class _Own(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What a layer still has to do, with the gradient of its output and the input it keeps."""
+    """A layer's weight part, with its output's gradient and its saved input."""
 
     edge: GradientEdge
     gradient: torch.Tensor
@@ -39,27 +39,20 @@ class Rest(NamedTuple):
 
 
 class SplitBackward:
-    """Gives the layers of a stage that can be split graphs of their own, and collects what is left to do of each.
+    """Gives splittable layers of a stage graphs of their own, and collects their weight parts.
 
-    Args:
-        stage: the stage; the modules it calls are changed.
-        device: where it computes.
-
-    Attributes:
-        rests: what the input part that runs has put off.
-        recomputed: own graphs of layers that have run again, by a number.
-        numbers: for them.
+    The modules of `stage` are changed.
     """
 
     def __init__(self, stage: Stage, device: torch.device) -> None:
-        self.rests: list[Rest] = []
-        self.recomputed: dict[int, _Own] = {}
-        self.numbers = itertools.count()
-        # Without it autograd would pass by a first layer, whose input has no gradient.
+        self.rests: list[Rest] = []  # deferred by the current input part
+        self.recomputed: dict[int, _Own] = {}  # own graphs of recomputed layers, by number
+        self.numbers = itertools.count()  # of recomputed layers
+        # Without it autograd would skip a first layer, whose input has no gradient.
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         graphs = (stage.module, *(each.run for each in stage.recomputed))
         parts = (module.get_submodule(name) for module in graphs for name in splittable(module, module.graph))
-        for part in dict.fromkeys(parts):  # one may be called here and there
+        for part in dict.fromkeys(parts):  # some are called repeatedly
             part.forward = partial(self._forward, part.forward)
 
     def backward_input(
@@ -68,12 +61,10 @@ class SplitBackward:
         heads: Sequence[torch.Tensor | None],
         wanted: Sequence[torch.Tensor],
     ) -> list[Rest]:
-        """Run a backward without the weights of the layers that are split; return what is left to do.
+        """Run a backward without the split layers' weights; return their weight parts.
 
-        Args:
-            results: what is differentiated.
-            heads: their gradients.
-            wanted: leaves in whose `grad` gradients are added, as far as they are known after this part.
+        `heads` are the gradients of `results`; gradients are added to the `grad` of `wanted` leaves, as far as this
+        part computes them.
         """
         torch.autograd.backward(results, heads, inputs=[*wanted, self._anchor])
         rests, self.rests = self.rests, []
@@ -87,34 +78,34 @@ class SplitBackward:
 
 
 def backward_weight(rests: Sequence[Rest], parameters: Sequence[torch.Tensor]) -> None:
-    """Run what an input part has left; gradients are added in the parameters' `grad`, and the layers' graphs freed."""
+    """Run the weight parts, add gradients to the parameters' `grad`, and free the layers' graphs."""
     if rests:
         edges, gradients = [rest.edge for rest in rests], [rest.gradient for rest in rests]
         torch.autograd.backward(edges, gradients, inputs=list(parameters))
 
 
 def kept_bytes(rests: Sequence[Rest]) -> int:
-    """Return the bytes of what layers keep for their weight parts, what several of them share counted once."""
+    """Return the bytes saved for weight parts; shared storages count once."""
     storages = (tensor.untyped_storage() for rest in rests for tensor in (rest.gradient, rest.kept))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class _Split(torch.autograd.Function):
-    """A layer in the stage's graph, of which its backward computes the gradient of the input only."""
+    """A layer in the stage's graph, whose backward computes only its input's gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, anchor: torch.Tensor, value: torch.Tensor, split: SplitBackward, forward: Forward
     ) -> torch.Tensor:
-        """Run a layer on a value apart from the stage's graph; `anchor` lets autograd come here in any case.
+        """Run a layer outside the stage's graph; `anchor` makes autograd always reach this node.
 
-        A layer that is recomputed runs twice, and what the second time keeps is found by a number: autograd takes from
-        the second run only what was saved.
+        A recomputed layer runs twice; its second run's own graph is found by number, since autograd takes only saved
+        tensors from that run.
         """
         ctx.split, ctx.own = split, None
         time = running.get()
         if time == FIRST:
-            ctx.save_for_backward(torch.tensor(-1))  # its number will be known when it runs again
+            ctx.save_for_backward(torch.tensor(-1))  # the second run replaces it by a number
             return forward(value)
         own, result = _run(forward, value.detach().requires_grad_(ctx.needs_input_grad[1]), time)
         if time == ONCE:
@@ -127,7 +118,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Return the gradient of the value, and leave for the weight part what it needs."""
+        """Return the input's gradient, and store the weight part."""
         split, (gradient,) = ctx.split, gradients
         own = split.recomputed.pop(int(ctx.saved_tensors[0])) if ctx.own is None else ctx.own
         split.rests.append(Rest(own.edge, gradient, own.kept))
@@ -138,7 +129,7 @@ class _Split(torch.autograd.Function):
 
 
 def _run(forward: Forward, value: torch.Tensor, time: str) -> tuple[_Own, torch.Tensor]:
-    """Run a layer forward with a graph of its own; one that runs again keeps what it keeps, whatever was left out."""
+    """Run a layer with a graph of its own; a recomputation saves its tensors despite outer hooks."""
     with torch.enable_grad():
         if time == AGAIN:
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):

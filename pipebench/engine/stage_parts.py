@@ -1,9 +1,9 @@
-"""What a stage consists of while layers leave or join it, whatever runs them: tensors, or bytes that are predicted.
+"""The parts of a stage while layers leave or join it, for replicas of tensors or of predicted bytes.
 
-A unit that ran forward through a replica runs backward through it. What is cut anew, because a block of layers is to
-leave or has come, starts as a copy of the newest weights and of all that belongs to them; who was there before retires:
-it serves the backwards of its units in flight, makes no update any more, and goes with the last of them. Units that
-ran forward through a block at its old owner run backward in a replica of the block's own, a guest.
+A unit runs backward through the replica that ran it forward. A part that is cut anew starts as a copy of the newest
+weights and their state; the replica before it retires: it runs the backwards of its units in flight, makes no updates,
+and is freed after the last. Units that ran forward through a block at its old owner run backward in a separate replica
+of the block, a guest.
 """
 
 import itertools
@@ -14,25 +14,18 @@ from typing import Generic, TypeVar
 from pipebench.schedule.moves import BlockTransfer
 
 R = TypeVar("R")
-Make = Callable[[int, int, int], R]  # of layers from one to before another, with the policies of a minibatch's forward
-Copy = Callable[[R, int, int, int], R]  # likewise, which goes on from what a replica has
+Make = Callable[[int, int, int], R]  # from layers [start, stop) and the minibatch whose policies apply
+Copy = Callable[[R, int, int, int], R]  # the same, with the state of a replica
 
 
 @dataclass
 class StagePart(Generic[R]):
-    """Layers of the stage that run as one.
-
-    Attributes:
-        replica: runs them.
-        start: the first of them.
-        stop: the layer after the last.
-        leaves_to: the stage that takes them, where they are about to leave.
-    """
+    """Adjacent layers of a stage that run as one."""
 
     replica: R
-    start: int
-    stop: int
-    leaves_to: int | None = None
+    start: int  # first layer
+    stop: int  # the layer after the last
+    leaves_to: int | None = None  # the next owner, if they are about to leave
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -41,53 +34,48 @@ class StagePart(Generic[R]):
 
 
 class StageParts(Generic[R]):
-    """The parts of one stage, in the order of their layers, and who runs which unit backward.
+    """The parts of one stage in layer order, and the replicas of each unit's backward.
 
-    Args:
-        whole: all of the stage, before any layer moves.
-        units: that it has in flight.
-
-    Attributes:
-        guests: by the stage that their layers come from.
+    `whole` is the stage before any move, `units` those in flight.
     """
 
     def __init__(self, whole: StagePart[R], units: Iterable[int] = ()) -> None:
         self._parts = [whole]
-        self._units = {unit: [whole.replica] for unit in units}  # who runs them backward, in forward order
-        self.guests: dict[int, StagePart[R]] = {}
+        self._units = {unit: [whole.replica] for unit in units}  # backward replicas, in forward order
+        self.guests: dict[int, StagePart[R]] = {}  # by the layers' previous stage
 
     def __iter__(self) -> Iterator[StagePart[R]]:
         return iter(self._parts)
 
     @property
     def whole(self) -> StagePart[R] | None:
-        """The one part there is, if it stays and has run all units in flight forward."""
+        """The only part, if it stays and has run all units in flight forward."""
         (*others, last) = self._parts
         if others or last.leaves_to is not None or any(ran != [last.replica] for ran in self._units.values()):
             return None
         return last
 
     def begin(self, unit: int) -> Sequence[StagePart[R]]:
-        """Return the parts that run a unit forward, in order; of those that are about to leave none runs it back."""
+        """Return a unit's forward parts in order; those about to leave do not run it backward."""
         self._units[unit] = [part.replica for part in self._parts if part.leaves_to is None]
         return self._parts
 
     def end(self, unit: int) -> Iterator[R]:
-        """Return who runs a unit backward, in order."""
+        """Return a unit's backward replicas, in order."""
         return reversed(self._units.pop(unit, []))
 
     def ran_here(self, unit: int) -> list[R]:
-        """Return who ran a unit forward here at first; a guest does so right before the backward, and swaps nothing."""
+        """Return the replicas of a unit's original forward, without guests, which swap nothing."""
         guests = [guest.replica for guest in self.guests.values()]
         return [replica for replica in self._units.get(unit, []) if replica not in guests]
 
     def owners(self) -> Iterable[R]:
-        """Return who runs the stage's own layers, and those who have retired and have units in flight, once."""
+        """Return the replicas of the stage's own layers, and retired ones with units in flight, once each."""
         units = (replica for unit in self._units for replica in self.ran_here(unit))
         return dict.fromkeys([*(part.replica for part in self._parts), *units])
 
     def part(self, block: BlockTransfer, copy: Copy[R]) -> tuple[R, list[R]]:
-        """Cut a block apart that is about to leave; return who retires, and who goes on."""
+        """Cut off a block that is about to leave; return the retired replica and its successors."""
         (old,) = (part for part in self._parts if part.start <= block.start and block.stop <= part.stop)
         made = []
         for start, stop in itertools.pairwise(sorted({*old.bounds, block.start, block.stop})):
@@ -96,25 +84,25 @@ class StageParts(Generic[R]):
         return self._replaced(old, made)
 
     def renew(self, at: int, copy: Copy[R]) -> tuple[R, list[R]]:
-        """Cut the one part there is anew, for layers whose policies change with minibatch `at`; see `part`."""
+        """Cut the only part anew, for layers whose policies change with minibatch `at`; see `part`."""
         (old,) = self._parts
         return self._replaced(old, [StagePart(copy(old.replica, *old.bounds, at), *old.bounds)])
 
     def join(self, block: BlockTransfer, copy: Copy[R]) -> tuple[R, list[R]]:
-        """Let a block that has come run with the layers beside it as one; see `part`."""
+        """Merge an arrived block with the adjacent part; see `part`."""
         beside = [part for part in self._parts if part.leaves_to is None]
         (old,) = (part for part in beside if block.start == part.stop or block.stop == part.start)
         start, stop = min(block.start, old.start), max(block.stop, old.stop)
         return self._replaced(old, [StagePart(copy(old.replica, start, stop, block.at), start, stop)])
 
     def leave(self, target: int) -> R:
-        """Return who has run a block that a stage takes now; it is not here any more."""
+        """Remove the block that stage `target` takes; return its replica."""
         (part,) = (part for part in self._parts if part.leaves_to == target)
         self._parts.remove(part)
         return part.replica
 
     def guest(self, block: BlockTransfer, unit: int, make: Make[R]) -> R:
-        """Return who runs a unit backward through a block that ran it forward at its old owner."""
+        """Return the replica for a unit's backward through a block that ran it forward at its old owner."""
         if block.source not in self.guests:
             made = make(block.start, block.stop, block.at - 1)
             self.guests[block.source] = StagePart(made, block.start, block.stop)

@@ -1,4 +1,4 @@
-"""What stateful modules carry from a stream's minibatch to its next one."""
+"""States that stateful modules carry from a stream's minibatch to its next one."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ TRAIN = "train"
 
 
 class StreamSlot(NamedTuple):
-    """Whose state stateful modules carry: of one stream, in one microbatch of it, in training or in evaluation."""
+    """The key of a carried state: a stream's microbatch, in training or evaluation; `starts`: with no state yet."""
 
     split: str
     stream: int
@@ -21,34 +21,30 @@ ALONE = StreamSlot(TRAIN, 0, 0, starts=True)
 
 
 class StreamStates(dict[tuple[str, int, int], list[Any]]):
-    """The states by split, stream and microbatch, one per stateful module.
-
-    Args:
-        modules: the stateful modules of a stage.
-    """
+    """States by split, stream and microbatch, one per stateful module of a stage."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
         self.modules = modules
 
     def take_up(self, place: StreamSlot) -> list[Any]:
-        """Let modules carry on where the stream's minibatch before left off; return what they carry."""
+        """Load the state after the stream's previous minibatch into the modules; return it."""
         goes_on = self.modules and not place.starts
         carried = self[place[:3]] if goes_on else [None] * len(self.modules)
         self.carry(carried)
         return carried
 
     def carry(self, carried: Sequence[Any]) -> None:
-        """Let modules carry on from states."""
+        """Load states into the modules."""
         for module, state in zip(self.modules, carried, strict=True):
             module.carried_state = state
 
     def lay_down(self, place: StreamSlot) -> None:
-        """Keep what modules carry for the stream's next minibatch."""
+        """Store the modules' states for the stream's next minibatch."""
         if self.modules:
             self[place[:3]] = [module.carried_state for module in self.modules]
 
     def forget(self, split: str) -> None:
-        """Let go of the states of a split's streams."""
+        """Drop the states of a split's streams."""
         for key in [key for key in self if key[0] == split]:
             del self[key]

@@ -1,10 +1,10 @@
-"""Structures: tuples, lists, dictionaries and named tuples around tensors, under names that both ends of a link know.
+"""Structures of tuples, lists, dictionaries and named tuples around tensors, with names that sender and receiver share.
 
-torch's pytree can write structures down too, but which classes it has a name for differs from release to release:
-`torch.return_types.max` has none in 2.11 and 2.14. Names here are pipebench's own, and those of classes `module:class`.
+torch's pytree can also serialise structures, but its names depend on the release: `torch.return_types.max` has none in
+2.11 and 2.14. Names here are pipebench's own, and `module:class` for classes.
 
-What arrives is looked up, never imported or called: a class is found among the modules that this process has imported
-already, without asking them (a module's `__getattr__` may import), and has to be a named tuple.
+Received names are looked up, never imported or called: a class must be a named tuple in a module that this process has
+imported, found without triggering imports (a module's `__getattr__` may).
 """
 
 import sys
@@ -24,39 +24,34 @@ _MAPPINGS = {"dict": dict, "OrderedDict": OrderedDict, "immutable_dict": immutab
 _KINDS: dict[str, type] = {**_SEQUENCES, **_MAPPINGS}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _IS_SEQUENCE, _IS_MAPPING = frozenset(_SEQUENCES.values()), frozenset(_MAPPINGS.values())
-# Numbers, text and None, exactly: an enumeration's member or NumPy's float64 would arrive as something else.
+# Exact types: an enumeration's member or NumPy's float64 would arrive as another type.
 _IS_PLAIN = frozenset((type(None), bool, int, float, str))
-# What is asked of a tensor to make another one like it: `torch.arange(n, device=x.device)`.
+# Attributes used to make similar tensors: `torch.arange(n, device=x.device)`.
 _OF_A_TENSOR = frozenset((torch.device, torch.dtype))
 _CAN = "tensors, their devices and types, numbers, text and None can, in tuples, lists, dictionaries and named tuples"
 
 
 class CrossingError(UserError, TypeError):
-    """A value that can't be handed to another stage; says what it is and what can."""
+    """A value can't be sent to another stage; says what it is and what can."""
 
 
 class Node(NamedTuple):
-    """Something that holds values.
-
-    Attributes:
-        kind: its class.
-        keys: of a dictionary, in its order, each with its type: 1, 1.0 and True are equal, and not the same.
-        parts: the structure of each value, in order.
-    """
+    """A container."""
 
     kind: type
+    # Of a dictionary, in order, with types, since 1, 1.0 and True are equal
     keys: tuple[tuple[type, Any], ...]
-    parts: "tuple[Structure, ...]"
+    parts: "tuple[Structure, ...]"  # the values' structures, in order
 
 
 Structure = Union[Node, None]  # noqa: UP007 # None is a leaf; a name in quotes can't be joined by |
 
 
 def flatten(values: Any) -> tuple[list[Any], Structure]:
-    """Return the leaves of some values (tensors, devices, types, numbers, text, None) in order, and what holds them.
+    """Return a value's leaves (tensors, devices, types, numbers, text, None) in order, and its structure.
 
     Raises:
-        CrossingError: something else is among them.
+        CrossingError: another type of leaf.
     """
     leaves: list[Any] = []
     return leaves, _flatten(values, leaves)
@@ -86,7 +81,7 @@ def _flatten(value: Any, leaves: list[Any]) -> Structure:
 
 
 def unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
-    """Put values together again: a structure, and its leaves in order."""
+    """Rebuild a value from its structure and leaves."""
     if structure is None:
         return next(leaves)
     kind, keys, parts = structure
@@ -95,7 +90,7 @@ def unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
         return kind(zip((key for _, key in keys), items, strict=True))
     if kind in _IS_SEQUENCE or _is_struct_sequence(kind):
         return kind(items)
-    # As it was sent, and without running what the class may do when one is made.
+    # As sent, without running the class's own constructor.
     return tuple.__new__(kind, items)
 
 
@@ -108,10 +103,10 @@ def to_words(structure: Structure) -> Any:
 
 
 def from_words(words: Any) -> Structure:
-    """Read what `to_words` wrote.
+    """Read the output of `to_words`.
 
     Raises:
-        CrossingError: it names a class that isn't known here.
+        CrossingError: it names a class unknown here.
     """
     if words is None:
         return None
@@ -126,7 +121,7 @@ def from_words(words: Any) -> Structure:
 
 @cache
 def _name_of(kind: type) -> str:
-    """Return the name of a class that holds values; `_class_of` finds it by that in every process."""
+    """Return a container class's name, for `_class_of` in another process."""
     if kind in _NAMES:
         return _NAMES[kind]
     if not _is_named_tuple(kind):
@@ -151,12 +146,12 @@ def _class_of(name: str) -> type:
 
 
 def _found(name: str) -> object:
-    """Return what stands under `module:a.b`, looked up in namespaces alone; None if nothing does."""
+    """Return the object named `module:a.b`, looked up in namespaces alone, or None."""
     module, _, path = name.partition(":")
     found: object = sys.modules.get(module)
     for part in path.split("."):
         owner = next((owner for owner in (ModuleType, type) if isinstance(found, owner)), None)
-        # Some modules import when they are asked for anything: the plain look-up asks them for nothing.
+        # A plain look-up, since attribute access makes some modules import.
         found = owner.__getattribute__(found, "__dict__").get(part) if owner is not None else None
     return found
 
@@ -169,7 +164,7 @@ def _is_named_tuple(kind: type) -> bool:
 
 
 def _is_struct_sequence(kind: type) -> bool:
-    """Say whether it is what an operator of torch with several results returns, such as `torch.return_types.max`."""
+    """Return whether a class is the result of a torch operator with several, such as `torch.return_types.max`."""
     return vars(torch.return_types).get(kind.__name__) is kind and hasattr(kind, "n_sequence_fields")
 
 

@@ -1,11 +1,11 @@
-"""What swapped layers save of a unit: kept on the device, copied to the host, and back before its backward.
+"""A unit's saved activations of swapped layers: copied to the host after the forward, and back before the backward.
 
-Every storage is copied once, whole, however many tensors are views of it; then whoever held it here lets go of it: what
-stands for saved tensors in the graph, and the stage's own inputs. What others keep anyway stays: weights, buffers,
-what a layer that isn't swapped saves, too.
+Every storage is copied once, whole, however many tensors view it; then its references here are dropped: saved tensors
+in the graph, and the stage's inputs. Storages that others keep stay: weights, buffers, and tensors that other layers
+save too.
 
-On a GPU, copies run on a stream of their own for each direction, from and to pinned memory. torch keeps that memory for
-the next copies, and gives it out again only when what was queued on a stream has been done with it.
+On a GPU, copies in each direction have their own stream and use pinned memory, which torch reuses for later copies only
+after the work queued on a stream has finished with it.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -20,28 +20,24 @@ _NOWHERE = 0  # address of storages without bytes
 
 
 class _Streams(NamedTuple):
-    """Of a GPU, for all copies that go one way."""
+    """A GPU's streams for copies in each direction."""
 
     out: torch.cuda.Stream
     back: torch.cuda.Stream
 
 
 class Saved:
-    """Stands for a tensor that a swapped layer has saved.
-
-    Attributes:
-        tensor: the tensor; None while it is on the host.
-        version: how often it had been written to when it was saved, or since it is back.
-    """
+    """Stands for a tensor saved by a swapped layer."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor: torch.Tensor | None = tensor.detach()  # a result itself would keep the graph that saves it
-        self.version = tensor._version
+        # None while on the host; detached, since a result itself would keep the graph alive that saves it
+        self.tensor: torch.Tensor | None = tensor.detach()
+        self.version = tensor._version  # autograd's, when saved or copied back
 
     def checked(self) -> torch.Tensor:
-        """Return the tensor as it was saved; autograd looks itself where no hooks save for it.
+        """Return the tensor as saved; with saved-tensor hooks autograd does not check this itself.
 
         Raises:
             GraphError: it has been overwritten since.
@@ -56,13 +52,13 @@ class Saved:
         return self.tensor
 
     def take(self, tensor: torch.Tensor | None) -> None:
-        """Let go of the tensor, or take it back."""
+        """Drop the tensor, or set it again."""
         self.tensor = tensor
         self.version = 0 if tensor is None else tensor._version
 
 
 class _View(NamedTuple):
-    """A tensor that a storage on the host is of: who takes it back, and what it looks like."""
+    """A tensor view of a storage on the host, and the function that takes it back."""
 
     take: Callable[[torch.Tensor], None]
     dtype: torch.dtype
@@ -71,7 +67,7 @@ class _View(NamedTuple):
     offset: int
 
     def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return it as a view of a storage with the same bytes, on any device."""
+        """Return the view of a storage with the same bytes, on any device."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.strides)
 
@@ -84,47 +80,40 @@ class _Copied(NamedTuple):
 
 
 class Swap:
-    """What the swapped layers of a stage save of one unit.
-
-    Args:
-        device: where the stage computes.
-
-    Attributes:
-        device_bytes: of it on the device: storages that nothing else keeps.
-        host_bytes: of it on the host.
-    """
+    """The saved activations of a stage's swapped layers for one unit; the stage computes on `device`."""
 
     def __init__(self, device: torch.device) -> None:
+        # Bytes on the device, of storages that nothing else keeps, and on the host
         self.device_bytes = self.host_bytes = 0
         self._device = device
         self._saved: list[Saved] = []
-        self._going: dict[int, list[Saved]] = {}  # by storage
+        self._going: dict[int, list[Saved]] = {}  # by storage address
         self._inputs: Sequence[torch.Tensor] = ()
         self._copied: list[_Copied] = []
         self._left: torch.cuda.Event | None = None
         self._arrives: torch.cuda.Event | None = None
 
     def pack(self, tensor: torch.Tensor) -> Saved:
-        """Take a tensor that autograd saves."""
+        """Save a tensor for autograd."""
         saved = Saved(tensor)
         self._saved.append(saved)
         return saved
 
     def unpack(self, saved: Saved) -> torch.Tensor:
-        """Return it for its backward."""
+        """Return a saved tensor for its backward."""
         return saved.checked()
 
     def saved_with(self, kept: Container[int]) -> frozenset[int]:
-        """Return which of the tensors, by the order of saving, are of storages that something else keeps, too."""
+        """Return the indices, in saving order, of tensors whose storages something else keeps."""
         return frozenset(index for index, each in enumerate(self._saved) if _address(each.tensor, self._device) in kept)
 
     def settle(self, staying: Container[int], own: Container[int], inputs: Sequence[torch.Tensor]) -> None:
-        """Decide what is copied, when the forward is over.
+        """Decide which storages to copy, after the forward.
 
         Args:
-            staying: tensors that aren't, by the order of saving; see `saved_with`.
-            own: addresses of storages that aren't: weights and buffers.
-            inputs: what the stage has received, and keeps as the graph's leaves.
+            staying: indices of tensors that stay on the device; see `saved_with`.
+            own: addresses of storages that stay: weights and buffers.
+            inputs: the stage's received values, which are the graph's leaves.
         """
         for index, saved in enumerate(self._saved):
             address = _address(saved.tensor, self._device)
@@ -137,7 +126,7 @@ class Swap:
         self._inputs = [tensor for tensor in inputs if _address(tensor, self._device) in self._going]
 
     def copy_out(self) -> int:
-        """Copy all of it to the host and let go of it here; return the bytes."""
+        """Copy all to the host and free it here; return the bytes."""
         streams = _streams(self._device)
         if streams is not None:
             streams.out.wait_stream(torch.cuda.current_stream(self._device))
@@ -156,7 +145,7 @@ class Swap:
         return self.host_bytes
 
     def copy_back(self) -> int:
-        """Begin to copy all of it back; return the bytes. The room for it is taken now."""
+        """Begin to copy all back, into memory allocated now; return the bytes."""
         num_bytes, streams = self.host_bytes, _streams(self._device)
         storages = [torch.empty_like(host, device=self._device, pin_memory=False) for host, _ in self._copied]
         if streams is None:
@@ -164,7 +153,7 @@ class Swap:
                 storage.copy_(host)
         else:
             assert self._left is not None
-            # The room may have been another tensor's, which what is queued still reads; and the copy out may run yet.
+            # Queued work may still read the memory's previous tensor, and the copy out may still run.
             streams.back.wait_stream(torch.cuda.current_stream(self._device))
             streams.back.wait_event(self._left)
             with torch.cuda.stream(streams.back):
@@ -179,8 +168,8 @@ class Swap:
         return num_bytes
 
     def wait(self) -> None:
-        """Let what is queued from now on find all of it on the device; then only the graph refers to it."""
-        if self._copied:  # nobody has asked for it
+        """Make later work wait for the copies; afterwards only the graph refers to the tensors."""
+        if self._copied:  # nothing has begun to copy back
             self.copy_back()
         if self._arrives is not None:
             torch.cuda.current_stream(self._device).wait_event(self._arrives)
@@ -189,14 +178,14 @@ class Swap:
 
 @cache
 def _streams(device: torch.device) -> _Streams | None:
-    """Return the streams for a device's copies; None on a CPU, which copies in line."""
+    """Return a device's copy streams; None for a CPU, which copies synchronously."""
     if device.type != "cuda":
         return None
     return _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def _host_copy(tensor: torch.Tensor, streams: _Streams | None) -> torch.Tensor:
-    """Return the bytes of a tensor's storage on the host, now or once the stream for it gets there."""
+    """Return a host copy of a tensor's storage, complete once its stream gets there."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
     host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=streams is not None)
@@ -204,7 +193,7 @@ def _host_copy(tensor: torch.Tensor, streams: _Streams | None) -> torch.Tensor:
         return host.copy_(flat)
     with torch.cuda.stream(streams.out):
         host.copy_(flat, non_blocking=True)
-    flat.record_stream(streams.out)  # its room isn't given out again before
+    flat.record_stream(streams.out)  # delays reuse of its memory
     return host
 
 
@@ -213,7 +202,7 @@ def _view(tensor: torch.Tensor, take: Callable[[torch.Tensor], None]) -> _View:
 
 
 def _into(leaf: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """Return what gives a leaf of a graph its values back; the graph refers to the leaf itself."""
+    """Return a function that sets a graph leaf's values, since the graph refers to the leaf itself."""
 
     def take(values: torch.Tensor) -> None:
         leaf.data = values
@@ -222,7 +211,7 @@ def _into(leaf: torch.Tensor) -> Callable[[torch.Tensor], None]:
 
 
 def _address(tensor: torch.Tensor | None, device: torch.device) -> int:
-    """Return where on the device the bytes lie that a tensor is a view of, and no more than that."""
+    """Return the address of a tensor's storage on the device; `_NOWHERE` if elsewhere or not a plain view."""
     if tensor is None or tensor.layout is not torch.strided or tensor.device.type != device.type:
         return _NOWHERE
     return _NOWHERE if tensor.is_conj() or tensor.is_neg() else tensor.untyped_storage().data_ptr()

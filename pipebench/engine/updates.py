@@ -1,6 +1,6 @@
-"""How the gradients of a round become an update of a stage: their mean, at most so long, at the rate of its samples.
+"""Updates from a round's gradients: mean, clipping, and the learning rate of its samples.
 
-A gradient is divided once, by the weight of its update: in the loss, where all stages' updates average over the same
+A gradient is divided once, by its update's weight: in the loss if all stages' updates average over the same
 minibatches, else at every stage's own update.
 """
 
@@ -20,26 +20,19 @@ _Gradients = Sequence[torch.Tensor | None]
 
 
 class Updates:
-    """The updates of one segment of training.
+    """The updates of one segment of training, from minibatch `first` of the run on.
 
-    Args:
-        setup: what is run.
-        first: the minibatch of the run that the segment begins with.
-        num_minibatches: its length.
-        divisors: what every minibatch's loss is divided by; None where every stage divides at its own update.
-
-    Attributes:
-        num_minibatches: its length; whole rounds of minibatches that haven't begun may be taken off.
+    `divisors` are of every minibatch's loss; None: every stage divides at its own update.
     """
 
     def __init__(self, setup: Setup, first: int, num_minibatches: int, divisors: Sequence[float] | None) -> None:
         self._setup = setup
         self._first = first
-        self.num_minibatches = num_minibatches
+        self.num_minibatches = num_minibatches  # may be lowered by whole rounds that have not started
         self._divisors = divisors
 
     def loss_function(self, targets: Mapping[str, torch.Tensor], minibatch: int) -> LossFunction:
-        """Return what maps the model's output to the loss whose gradient is taken."""
+        """Return the map from the model's output to the loss to differentiate."""
         divisor = None if self._divisors is None else self._divisors[minibatch]
 
         def loss(output: Any) -> torch.Tensor:
@@ -49,7 +42,7 @@ class Updates:
         return loss
 
     def summed_loss(self, loss: torch.Tensor, minibatch: int) -> torch.Tensor:
-        """Return the loss that a data set gave, whatever its gradient was divided by."""
+        """Return a unit's loss without the divisor."""
         return loss if self._divisors is None else loss * self._divisors[minibatch]
 
     def apply(
@@ -62,21 +55,21 @@ class Updates:
         *,
         keep_from: int,
     ) -> None:
-        """Make the update that a round gives, or skip it where scaled gradients have overflown.
+        """Apply a round's update, or skip it if scaled gradients overflowed.
 
         Args:
             replica: runs the stage.
-            gradients: of the round, of all replicas together, in the stage's order.
+            gradients: summed over replicas, in the stage's order.
             stage: the stage.
             round_index: the round.
-            shared_norm: of all stages' gradients, where they are clipped together, or skip updates together.
-            keep_from: the oldest version of the weights that is still needed.
+            shared_norm: of all stages' gradients, if they clip or skip together.
+            keep_from: the oldest version of the weights still needed.
         """
         norm = shared_norm
         if replica.scale is not None:
             scale = replica.scale.value
             norm = gradient_norm(gradients, self._setup.device, scale) if norm is None else norm
-            finite = bool(norm.isfinite())  # a GPU is waited for here, as by torch's GradScaler
+            finite = bool(norm.isfinite())  # waits for the GPU, as torch's GradScaler does
             replica.scale.update(finite=finite)
             if not finite:
                 replica.skip_update(keep_from=keep_from)
@@ -88,18 +81,18 @@ class Updates:
         replica.update(self.clipped(gradients, norm), self._lr(stage, round_index), keep_from=keep_from)
 
     def clipped(self, gradients: _Gradients, norm: torch.Tensor | None = None) -> _Gradients:
-        """Return gradients scaled down to the run's largest norm, if it has one: by a norm, their own where None."""
+        """Return gradients clipped to the run's largest norm, if any, by `norm` or their own."""
         if self._setup.clip_norm is None:
             return gradients
         norm = gradient_norm(gradients, self._setup.device) if norm is None else norm
         return clipped(gradients, norm, self._setup.clip_norm)
 
     def move(self, it: Instruction) -> Displacement:
-        """Return how far a pass's weights are from their version; the rate is that of the update after the version."""
+        """Return the displacement of a pass's weights; its rate is that of the update after the version."""
         return Displacement(it.ahead, self._lr(it.stage, it.version)) if it.ahead else AS_IT_IS
 
     def _lr(self, stage: int, round_index: int) -> float:
-        """Return the learning rate of the update that a round of a stage gives."""
+        """Return the learning rate of a stage's update in a round."""
         sampler, minibatches = self._setup.sampler, self._round(stage, round_index)
         samples = sum(sampler.size(self._first + k) for k in minibatches)
         return self._setup.lr(stage, sampler.samples_before(self._first + minibatches.start), samples)

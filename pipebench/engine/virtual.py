@@ -1,7 +1,7 @@
 """The virtual engine: N logical workers, real arithmetic, one process, one device, a virtual clock.
 
-It plays the simulator's events in order and executes each. Weight versions, stale gradients and replicas are exactly
-those of N processes; only time is the simulator's.
+It executes the simulator's events in order. Weight versions, stale gradients and replicas are exactly those of N
+processes; only time is simulated.
 """
 
 import logging
@@ -32,20 +32,14 @@ _LOG = logging.getLogger("pipebench.engine")
 
 
 class VirtualEngine(TrainingEngine):
-    """Trains on a virtual clock. `train` and `evaluate` leave the pipeline drained.
+    """Trains on a virtual clock; training and evaluation leave the pipeline drained.
 
-    Args:
-        setup: what to run.
-        network: the links, which also count the bytes the shapes predict.
-        observe: told of every event, after it was executed.
-        on_loss: see `TrainingEngine`.
-        on_unit: see there; told of every unit whose loss is known.
-        meter: takes note of every event, too.
-        stop: asks for an early end.
+    `network` also counts predicted bytes; `observe` is called with every event after its execution; `meter` records
+    events too; for `on_loss` and `on_unit` see `TrainingEngine`.
     """
 
     meter: Meter
-    now_s = 0.0  # the end of the event that was executed last
+    now_s = 0.0  # end of the last executed event
 
     def __init__(
         self,
@@ -80,12 +74,12 @@ class VirtualEngine(TrainingEngine):
 
     @property
     def replicas(self) -> list[Replica]:
-        """Every worker's replica of every stage it has."""
+        """Every worker's replicas of its stages."""
         return [replica for worker in self.workers for replica in worker.replicas.values()]
 
     @property
     def peak_bytes(self) -> list[int]:
-        """The most bytes that every worker has held."""
+        """Every worker's peak bytes."""
         return [worker.peak_bytes for worker in self.workers]
 
     @property
@@ -94,7 +88,7 @@ class VirtualEngine(TrainingEngine):
         return self._stop.reason
 
     def start_clock(self, clock_s: float = 0.0) -> None:
-        """Let the run's clock go on from `clock_s`."""
+        """Continue the run's clock from `clock_s`."""
         self.clock_s = self.now_s = self.meter.origin_s = clock_s
 
     def switch_setup(self, setup: Setup) -> None:
@@ -119,7 +113,7 @@ class VirtualEngine(TrainingEngine):
         self._not_training_s = facts["evaluation_s"]
 
     def measured(self, training_s: float) -> RunMeasurements:
-        """Return what the workers did, on the virtual clock."""
+        """Return the measurements on the virtual clock."""
         meter = self.meter
         num_workers, swaps = len(self.workers), bool(self.setup.pipeline.swaps)
         metrics = fractions(
@@ -151,12 +145,12 @@ class VirtualEngine(TrainingEngine):
         self._segment.end_at(minibatch)
 
     def _cut(self, num_minibatches: int) -> None:
-        """Let the segment end early."""
+        """Shorten the segment."""
         for worker in self.workers:
             worker.end_early(num_minibatches)
 
     def _run_evaluation(self, feed: Feed) -> None:
-        """Run an evaluation, whose bytes count as its own."""
+        """Run an evaluation, counting its bytes apart."""
         evaluation, self._feed, before = self.setup.evaluation, feed, Counter(self.network.num_bytes)
         pipeline, costs = evaluation.pipeline, evaluation.costs(self.setup.costs)
         lists = forward_programs(pipeline, self.setup.held_out.minibatches_per_epoch)
@@ -164,7 +158,7 @@ class VirtualEngine(TrainingEngine):
         self.network.num_bytes = _as_evaluation(before, self.network.num_bytes)
 
     def _play(self, simulation: Simulation) -> None:
-        """Execute what a simulation says, in its order."""
+        """Execute a simulation's events in order."""
         verbose = _LOG.isEnabledFor(logging.DEBUG)
         for event in simulation:
             self.now_s = event.end_s
@@ -192,7 +186,7 @@ class VirtualEngine(TrainingEngine):
 
 
 def _as_evaluation(before: Counter[tuple[str, str]], after: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
-    """Book what an evaluation sent under the kind `evaluation`."""
+    """Count an evaluation's bytes under the kind `evaluation`."""
     booked = Counter(before)
     for (_, level), num_bytes in (after - before).items():
         booked[EVALUATION, level] += num_bytes

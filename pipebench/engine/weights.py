@@ -1,15 +1,15 @@
-"""Weight versions of one stage replica, kept by reference.
+"""Weight versions of one stage replica, shared by reference.
 
-A version is a few flat buffers of its own with one view per parameter. A minibatch in flight refers to the version it
-ran forward with; an update writes the next version into buffers nobody refers to, or in place when nobody refers to the
-newest. Every buffer is its own storage: slices of one storage would share autograd's version counter, and writing one
-version would look like overwriting all.
+A version is a few flat buffers with one view per parameter. A minibatch in flight refers to the version of its forward;
+an update writes the next version into unused buffers, or in place if nothing refers to the newest. Every buffer is its
+own storage, since slices of one storage share autograd's version counter: writing one version would look like
+overwriting all.
 
-Parameters keep their types: each type has a buffer of its own. A recurrent module has one to itself, too, laid out as
-cuDNN wants it: anywhere else in a storage, or in another order, cuDNN would copy the weights at every call.
+Each dtype has a buffer of its own. So has each recurrent module, laid out as cuDNN requires; otherwise cuDNN would copy
+the weights at every call.
 
-In mixed precision versions are 16-bit copies. What the optimizer steps on, and keeps its state for, is then a version
-apart, the masters in the model's own types: it is there once, always the newest.
+In mixed precision versions are 16-bit copies. The optimizer then steps on a single separate version in the model's own
+types, the masters.
 """
 
 import functools
@@ -27,11 +27,11 @@ from pipebench.schedule.version_ledger import VersionLedger
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_ALIGNED_BYTES = 256  # where cudaMalloc lets memory begin: kernels read from there as fast as from a tensor of its own
+_ALIGNED_BYTES = 256  # cudaMalloc's alignment: kernels read as fast as from separate tensors
 
 
 class _Like(NamedTuple):
-    """What a parameter is, without holding it."""
+    """A parameter's shape, dtype and device."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -44,35 +44,20 @@ class _Like(NamedTuple):
 
 
 class _ParameterGroup(NamedTuple):
-    """Parameters of one type that share a buffer.
+    """Parameters of one dtype that share a buffer."""
 
-    Attributes:
-        indices: their positions in the stage's order, in the order in which they stand in the buffer.
-        packed: whether they stand without gaps.
-    """
-
-    indices: Sequence[int]
-    packed: bool
+    indices: Sequence[int]  # positions in the stage's order, in buffer order
+    packed: bool  # whether without gaps
 
 
 class Version:
-    """The parameters of a stage after some number of updates.
-
-    Args:
-        likes: what the parameters are, in the stage's order.
-        groups: which of them share a buffer.
-
-    Attributes:
-        number: updates since the start of the run.
-        flats: one-dimensional buffers, one per group.
-        parameters: leaf views of them, in the stage's order.
-    """
+    """The parameters of a stage after some number of updates; parameters of one group share a buffer."""
 
     __slots__ = ("__weakref__", "flats", "number", "parameters")
 
     def __init__(self, likes: Sequence[_Like], groups: Sequence[_ParameterGroup]) -> None:
-        self.number = 0
-        self.flats: list[torch.Tensor] = []
+        self.number = 0  # updates since the start of the run
+        self.flats: list[torch.Tensor] = []  # one-dimensional, one per group
         views: dict[int, torch.Tensor] = {}
         for group in groups:
             starts, total = _places_in_buffer([likes[index] for index in group.indices], packed=group.packed)
@@ -82,11 +67,11 @@ class Version:
             for index, start in zip(group.indices, starts, strict=True):
                 shape = likes[index].shape
                 views[index] = flat[start : start + shape.numel()].view(shape).detach().requires_grad_()
-        self.parameters = [views[index] for index in range(len(likes))]
+        self.parameters = [views[index] for index in range(len(likes))]  # leaf views, in the stage's order
 
 
 def _places_in_buffer(likes: Sequence[_Like], *, packed: bool) -> tuple[list[int], int]:
-    """Return where each parameter begins in a buffer, and the buffer's length, in elements."""
+    """Return each parameter's offset in a buffer, and the buffer's length, in elements."""
     starts, end = [], 0
     for like in likes:
         starts.append(end)
@@ -96,7 +81,7 @@ def _places_in_buffer(likes: Sequence[_Like], *, packed: bool) -> tuple[list[int
 
 
 def _one_at_a_time(method: Callable[Concatenate["Weights", P], R]) -> Callable[Concatenate["Weights", P], R]:
-    """Let one thread at a time look for versions: a server applies pushes while its replica computes."""
+    """Lock a method: a server applies pushes while its replica computes."""
 
     @functools.wraps(method)
     def locked(self: "Weights", /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -112,18 +97,11 @@ class Weights:
     Args:
         module: the stage; its parameters are replaced by views of the newest version.
         make_optimizer: makes a torch.optim optimizer for a list of parameters.
-        overwrite: update in place whatever is in flight: the naive pipeline, whose backward sees newer weights than
-            its forward did.
-        also: other modules that hold some of the parameters.
-        masters: mixed precision: the parameters before they were rounded, by name, as far as they were. None: the
-            optimizer steps on the versions themselves.
-
-    Attributes:
-        newest: the version of the most updates.
-        versions: which versions are alive; in one place where nothing is trained.
-        version_bytes: bytes of one version.
-        master_bytes: bytes of the masters, 0 where there are none.
-        state_bytes: bytes of the optimizer's state, as of the latest update.
+        overwrite: update in place even with minibatches in flight: the naive pipeline, whose backward sees newer
+            weights than its forward.
+        also: other modules with some of the parameters.
+        masters: mixed precision: the rounded parameters before rounding, by name. None: the optimizer steps on the
+            versions themselves.
     """
 
     def __init__(
@@ -142,8 +120,8 @@ class Weights:
         self._recurrent = list(_recurrent(module, [p for _, p in named]))
         self._likes = [_Like(p.shape, p.dtype, p.device) for _, p in named]
         self._groups = _groups([order for _, order in self._recurrent], self._likes)
-        self.version_bytes = sum(like.nbytes for like in self._likes)
-        self.newest = self.new_version()
+        self.version_bytes = sum(like.nbytes for like in self._likes)  # of one version
+        self.newest = self.new_version()  # with the most updates
         _fill(self.newest, [p for _, p in named])
         self._masters = None if masters is None else _masters([masters.get(name, p) for name, p in named])
         self._alive = [self.newest]
@@ -151,29 +129,31 @@ class Weights:
         self._averages: Version | None = None
         self._bound: Version | None = None
         self._lock = threading.RLock()
+        # Live versions; a single one if nothing is trained
         self.versions = VersionLedger(in_place=overwrite or not named)
         self.optimizer = make_optimizer(self._stepped.parameters) if named else None
+        # Bytes of the masters, or 0
         self.master_bytes = sum(p.nbytes for p in self._masters.parameters) if self._masters else 0
-        self.state_bytes = 0
+        self.state_bytes = 0  # of the optimizer's state, as of the latest update
         self._some_are_fresh = False
         groups = self.optimizer.param_groups if self.optimizer else []
-        # A user's optimizer may have groups whose rates differ: they keep their ratios.
+        # A user's parameter groups keep the ratios of their rates.
         self._shares = [_share(group.get("lr"), self.optimizer) for group in groups]
         self.bind(self.newest)
 
     @property
     def num_alive(self) -> int:
-        """Number of versions held, the newest included."""
+        """Number of live versions, the newest included."""
         return len(self._alive)
 
     @property
     def most_alive(self) -> int:
-        """The most versions that have been held at once."""
+        """Largest number of live versions so far."""
         return self.versions.most_alive
 
     @_one_at_a_time
     def retire(self) -> None:
-        """Make no more versions, and keep only those that minibatches in flight refer to."""
+        """Make no more versions, and keep only those of minibatches in flight."""
         self.optimizer, self._masters, self._averages = None, None, None
         self.master_bytes = self.state_bytes = 0
         self.versions.retire()
@@ -181,7 +161,7 @@ class Weights:
 
     @_one_at_a_time
     def use(self, number: int) -> Version:
-        """Return the live version of that number, for a minibatch in flight; without parameters one stands for all."""
+        """Return a live version by number for a minibatch in flight; without parameters one stands for all."""
         self.versions.use(number)
         if self.optimizer is None:
             return self.newest
@@ -189,9 +169,9 @@ class Weights:
 
     @property
     def evaluated(self) -> Version:
-        """The weights that evaluations see: the newest, or their averages where the optimizer keeps such.
+        """The weights for evaluations: the newest, or their averages if the optimizer keeps some.
 
-        Averages are copied into a buffer of their own, laid out as modules want it, which lasts until the next update.
+        Averages are copied into a buffer of their own, in the modules' layout, until the next update.
         """
         if self._averages is not None:
             return self._averages
@@ -205,18 +185,18 @@ class Weights:
         return self._averages
 
     def take_averages(self, averages: Sequence[torch.Tensor]) -> None:
-        """Let evaluations see averages that are kept elsewhere, until the next update or copy."""
+        """Use averages from elsewhere in evaluations, until the next update or copy."""
         self._averages = self.new_version()
         _fill(self._averages, averages)
 
     def bind(self, version: Version) -> None:
-        """Let the module compute with a version."""
+        """Make the module compute with a version."""
         if self._bound is not version:
             for parameters, key, index in self._places:
                 parameters[key] = version.parameters[index]  # type: ignore[assignment]
             for module, _ in self._recurrent:
-                # What a recurrent module would do itself at its next call, but for flattening its weights anew, which
-                # on a GPU would move them out of this version's buffer.
+                # As a recurrent module does at its next call, but without flattening its weights, which on a GPU
+                # would move them out of this version's buffer.
                 weights = [getattr(module, name) for name in module._flat_weights_names]
                 module._flat_weights = weights
                 module._flat_weight_refs = [weakref.ref(weight) for weight in weights]
@@ -224,36 +204,34 @@ class Weights:
 
     @_one_at_a_time
     def release(self, number: int) -> None:
-        """A minibatch that used a version has left."""
+        """Drop a minibatch's reference to a version."""
         if self.versions.release(number):
             self._collect()
 
     @_one_at_a_time
     def hold(self) -> int:
-        """Keep the newest version, in place of the one held before, however many updates follow; return its number."""
+        """Keep the newest version alive through later updates, instead of the one held before; return its number."""
         number = self.versions.hold()
         self._collect()
         return number
 
     def renumber(self, number: int) -> None:
-        """Let the one version there is be that of so many updates; nothing may be in flight."""
+        """Set the number of the only version; nothing may be in flight."""
         self.newest.number = number
         self.versions.restart(number)
 
     def take(self, number: int, parameters: Sequence[torch.Tensor]) -> None:
-        """Let the one version there is become another one's copy; nothing may be in flight."""
+        """Overwrite the only version with a copy of another; nothing may be in flight."""
         self._averages = None
         _fill(self.newest, parameters)
         self.renumber(number)
 
     @_one_at_a_time
     def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
-        """Take one optimizer step from the newest version; the result is the new newest one.
+        """Make the next version by an optimizer step from the newest.
 
-        Args:
-            gradients: one per parameter; None leaves it as it is.
-            lr: learning rate.
-            keep_from: the oldest version that a forward may still request, see `VersionLedger`.
+        A gradient of None leaves its parameter unchanged; `keep_from` is the oldest version that a forward may still
+        request, see `VersionLedger`.
         """
         self._averages = None
         target = self._next(keep_from)
@@ -264,7 +242,7 @@ class Weights:
             parameter.grad = gradient
         for group, share in zip(self.optimizer.param_groups, self._shares, strict=True):
             group["lr"] = lr * share
-        # The naive pipeline on purpose: its graphs in flight go on with the overwritten weights, unnoticed.
+        # The naive pipeline: its graphs in flight use the overwritten weights, on purpose.
         unnoticed = (*target.flats, *target.parameters) if self._overwrite and self.versions.in_use else ()
         with _unsafe_preserve_version_counter(unnoticed):
             (self._step_apart if self._some_are_fresh else self.optimizer.step)()
@@ -275,9 +253,9 @@ class Weights:
         self._count_state()
 
     def _step_apart(self) -> None:
-        """Let the optimizer step first on the parameters that it has never stepped on, then on the others.
+        """Step first on parameters that the optimizer has never stepped on, then on the others.
 
-        torch's fused SGD takes only parameters all of which have momentum, or none of which has.
+        torch's fused SGD requires that all parameters have momentum, or none.
         """
         assert self.optimizer is not None
         gradients = [(p, p.grad) for p in self._stepped.parameters if p.grad is not None]
@@ -289,29 +267,29 @@ class Weights:
         self._some_are_fresh = any(not self.optimizer.state.get(p) for p in self._stepped.parameters)
 
     def skip(self, *, keep_from: int) -> None:
-        """Let an update be one that changes nothing: a version of its own all the same, as the schedule counts."""
+        """Make a new version without changes, since the schedule counts it."""
         target = self._next(keep_from)
         if self._masters is not None:
             _fill(target, self._masters.parameters)
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Return what the optimizer keeps for every parameter it has updated, by name: references, not copies."""
+        """Return the optimizer's state of every updated parameter, by name: references, not copies."""
         state = self.optimizer.state if self.optimizer else {}
         return {name: dict(state[p]) for name, p in self.trained().items() if state.get(p)}
 
     def as_stepped(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return gradients in the types of what the optimizer steps on."""
+        """Return gradients in the types the optimizer steps on."""
         if self._masters is None:
             return list(gradients)
         stepped = self._stepped.parameters
         return [None if g is None else g.to(p.dtype) for g, p in zip(gradients, stepped, strict=True)]
 
     def trained(self) -> dict[str, torch.Tensor]:
-        """Return the newest parameters as the optimizer steps on them, by name: the masters where there are some."""
+        """Return the newest parameters as the optimizer steps on them, by name: the masters if any."""
         return dict(zip(self.names, self._stepped.parameters, strict=True))
 
     def restore(self, parameters: Mapping[str, torch.Tensor], optimizer: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over the newest weights and what the optimizer keeps for them, by name; nothing may be in flight."""
+        """Restore the newest weights and the optimizer's state, by name; nothing may be in flight."""
         self._averages = None
         with torch.no_grad():
             for name, parameter in self.trained().items():
@@ -321,10 +299,10 @@ class Weights:
         if self.optimizer is None:
             return
         names = {id(p): name for name, p in self.trained().items()}
-        order = [p for group in self.optimizer.param_groups for p in group["params"]]  # in which it counts them
+        order = [p for group in self.optimizer.param_groups for p in group["params"]]  # the optimizer's order
         given = {i: optimizer[names[id(p)]] for i, p in enumerate(order) if names[id(p)] in optimizer}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": given})
-        # The optimizer knows on which device it wants what, but would also round it all to the parameter's type.
+        # The optimizer chooses devices, but would also round its state to the parameter's type.
         for index, state in given.items():
             taken = self.optimizer.state[order[index]]
             for key, value in state.items():
@@ -335,15 +313,15 @@ class Weights:
 
     @property
     def _stepped(self) -> Version:
-        """What the optimizer holds."""
+        """The version that the optimizer steps on."""
         return self._masters or self.newest
 
     def new_version(self) -> Version:
-        """Return buffers like a version's, all zeros."""
+        """Return a version's buffers, all zeros."""
         return Version(self._likes, self._groups)
 
     def _next(self, keep_from: int) -> Version:
-        """Return the next version, holding the newest parameters: the buffers that an update goes into."""
+        """Return the buffers for an update, holding the newest parameters."""
         newest = self.newest
         in_place = self.versions.step(keep_from)
         if in_place:
@@ -352,7 +330,7 @@ class Weights:
         if in_place:
             return newest
         target = self._free.pop() if self._free else self.new_version()
-        if self._masters is None:  # else it is filled from them, and the optimizer stays with them
+        if self._masters is None:  # else filled from them; the optimizer keeps them
             with torch.no_grad():
                 for theirs, mine in zip(target.flats, newest.flats, strict=True):
                     theirs.copy_(mine)
@@ -377,14 +355,14 @@ class Weights:
         self.state_bytes = sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor))
 
     def _collect(self) -> None:
-        """Free the buffers of versions that are not alive any more, for the next ones."""
+        """Free the buffers of dead versions for the next ones."""
         gone = [version for version in self._alive if version.number not in self.versions.alive]
         self._alive = [version for version in self._alive if version not in gone]
-        self._free = [*self._free, *gone] if self.optimizer is not None else []  # no version follows a retirement
+        self._free = [*self._free, *gone] if self.optimizer is not None else []  # none follow a retirement
 
 
 def _masters(values: Sequence[torch.Tensor]) -> Version:
-    """Return parameters for the optimizer alone: no module computes with them, so that none needs a buffer apart."""
+    """Return parameters for the optimizer alone; no module needs a buffer layout."""
     likes = [_Like(value.shape, value.dtype, value.device) for value in values]
     made = Version(likes, _groups([], likes))
     _fill(made, values)
@@ -392,14 +370,14 @@ def _masters(values: Sequence[torch.Tensor]) -> Version:
 
 
 def _fill(version: Version, values: Sequence[torch.Tensor]) -> None:
-    """Set a version's parameters, each rounded to its type."""
+    """Set a version's parameters, rounded to their types."""
     if values:
         with torch.no_grad():
             torch._foreach_copy_(version.parameters, list(values))
 
 
 def _share(lr: Any, optimizer: torch.optim.Optimizer | None) -> float:
-    """Return a group's rate as a multiple of the optimizer's own."""
+    """Return a group's rate as a multiple of the optimizer's."""
     whole = optimizer.defaults.get("lr") if optimizer is not None else None
     return float(lr) / float(whole) if lr is not None and whole else 1.0
 
@@ -407,7 +385,7 @@ def _share(lr: Any, optimizer: torch.optim.Optimizer | None) -> float:
 def _places(
     modules: Iterable[nn.Module], parameters: Iterable[torch.Tensor]
 ) -> list[tuple[dict[str, nn.Parameter | None], str, int]]:
-    """Return every place in module trees that holds a parameter; a tied one has several."""
+    """Return every place of a parameter in module trees; a tied one has several."""
     index = {id(parameter): i for i, parameter in enumerate(parameters)}
     parts = dict.fromkeys(part for module in modules for part in module.modules())
     return [
@@ -419,10 +397,10 @@ def _places(
 
 
 def _recurrent(module: nn.Module, parameters: Sequence[torch.Tensor]) -> Iterator[tuple[nn.RNNBase, list[int]]]:
-    """Yield every recurrent module whose weights cuDNN can take as they are, with the order of its parameters.
+    """Yield every recurrent module whose weights cuDNN can use in place, with the order of its parameters.
 
-    In cuDNN's buffer all matrices come first, layer by layer, then all biases; PyTorch looks for them from the start of
-    their storage on. Modules with projections, or with parameters that are frozen or shared, are left to PyTorch.
+    In cuDNN's buffer all matrices come first, layer by layer, then all biases; PyTorch expects them from the start of
+    the storage. Modules with projections, or with frozen or shared parameters, are left to PyTorch.
     """
     index = {id(parameter): i for i, parameter in enumerate(parameters)}
     taken: set[int] = set()
@@ -438,7 +416,7 @@ def _recurrent(module: nn.Module, parameters: Sequence[torch.Tensor]) -> Iterato
 
 
 def _groups(recurrent: Sequence[Sequence[int]], likes: Sequence[_Like]) -> list[_ParameterGroup]:
-    """Return which parameters share a buffer: those of each recurrent module, and of the others those of one type."""
+    """Return which parameters share a buffer: those of each recurrent module, and the others by dtype."""
     apart = {index for order in recurrent for index in order}
     by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, like in enumerate(likes):

@@ -1,8 +1,7 @@
 """One worker: executes the instructions of its list on its replica of every stage it has.
 
-It knows no clock. What leaves is handed to a transport, what arrives is asked of it, and what replicas do together is
-left to collectives: the virtual engine has these in one process, the distributed engine between processes. Everything
-else about an instruction, in training and in evaluation, is the same in both.
+It knows no clock. A transport sends and receives, and collectives combine replicas: the virtual engine has these in one
+process, the distributed engine between processes. Everything else is the same in both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,37 +32,25 @@ from pipebench.simulate.timeline import EVALUATION
 
 
 class Worker:
-    """Executes what one worker computes.
-
-    Args:
-        setup: what is run.
-        index: which worker.
-
-    Attributes:
-        replicas: its replica of every stage it has, by stage.
-        replica_index: which replica of its stages it is.
-        peak_bytes: the most bytes that they have held together, within an instruction, too; see docs/memory.md.
-        host_peak_bytes: likewise on the host, of layers that are swapped.
-        monitor: measures its stage, where Algorithm 1 balances stages.
-        held_version: what forwards use whose instruction names none, where an extension has such.
-        handlers: how every instruction is executed.
-        extensions: what those that are on add.
-    """
+    """Executes one worker's computation."""
 
     def __init__(self, setup: Setup, index: int) -> None:
         self.setup = setup
         self.index = index
-        self.replica_index = setup.pipeline.replica_of(index)
+        self.replica_index = setup.pipeline.replica_of(index)  # of its stages
+        # By stage
         self.replicas = {stage: replica_of_stage(setup, stage) for stage in setup.pipeline.stages_of(index)}
         self._phases: SegmentCuts | None = None
         self._running: dict[int, StageRunner] = {**self.replicas}
-        self.monitor: StageMonitor | None = None
+        self.monitor: StageMonitor | None = None  # if Algorithm 1 balances stages
+        # Peaks over all its replicas, also within instructions (docs/memory.md); on the host, of swapped layers
         self.peak_bytes = self.host_peak_bytes = 0
-        self._live: list[int] = []  # bytes by stage and kind, when they were last noted
+        self._live: list[int] = []  # bytes by stage and kind at the last note
         self.note_memory()
         self._trained = trained_names(setup.graph)
         self._shares = {stage: share_of(setup, stage, self.replica_index) for stage in self.replicas}
-        self.held_version = -1
+        self.held_version = -1  # for forwards whose instruction names none (extensions)
+        # By instruction
         self.handlers: dict[Op, Handler] = {
             Op.LOAD_INPUT: self._load,
             Op.RECEIVE_ACTIVATION: self._receive_activation,
@@ -81,7 +68,7 @@ class Worker:
             Op.UPDATE: self._update,
             **dict.fromkeys(TRANSFER_OPS, self._hand_over),
         }
-        self.extensions: dict[str, WorkerExtension] = {}
+        self.extensions: dict[str, WorkerExtension] = {}  # those enabled
         for name, make in setup.pipeline.hooks("worker").items():
             self.extensions[name] = make(self)
             self.handlers.update(self.extensions[name].handlers)
@@ -92,7 +79,7 @@ class Worker:
         return self.setup.pipeline.num_stages - 1 in self.replicas
 
     def open_data(self) -> None:
-        """Fetch a minibatch of what this worker reads: a data set may open files only now, and no clock runs yet."""
+        """Fetch a minibatch before the clock runs, since a data set may open files only then."""
         fields = dict(zip(self.setup.graph.inputs, self.setup.dataset.inputs, strict=True))
         names = [fields[name] for replica in self.replicas.values() for name in replica.stage.inputs]
         names += self.setup.dataset.targets if self.is_last else []
@@ -107,14 +94,10 @@ class Worker:
         divisors: list[float] | None,
         phases: SegmentCuts | None = None,
     ) -> None:
-        """Start a segment of training, with nothing in flight.
+        """Start a segment of training at minibatch `first`, with nothing in flight.
 
-        Args:
-            feed: the segment's data.
-            first: the minibatch that the segment begins with.
-            num_minibatches: its length; `end_early` may lower it.
-            divisors: `loss_divisors` of it.
-            phases: the cuts that it goes through, where layers may move.
+        `end_early` may lower `num_minibatches`; `divisors` are of `loss_divisors`; `phases` are the segment's cuts, if
+        layers may move.
         """
         scales = {stage: replica.scale for stage, replica in self.replicas.items() if replica.scale is not None}
         self._stages = {stage: replica.stage for stage, replica in self.replicas.items()}
@@ -132,7 +115,7 @@ class Worker:
             extension.begin()
 
     def end_training(self) -> None:
-        """End a segment: where layers have moved, the stages are cut as they stand now, for evaluations, too."""
+        """End a segment; if layers have moved, cut the stages as they are now, for evaluations too."""
         phases, self._phases = self._phases, None
         if phases is None or not phases.routes.moves.announced:
             return
@@ -145,12 +128,12 @@ class Worker:
             self.replicas[stage] = self._running[stage] = made
 
     def begin_evaluation(self, feed: Feed, scores: Scores) -> None:
-        """Start an evaluation, with nothing in flight; `scores` takes what the model puts out."""
+        """Start an evaluation, with nothing in flight; `scores` sums over the model's outputs."""
         self._stages = {stage: replica.stage.evaluated for stage, replica in self.replicas.items()}
         self._begin(feed, BoundaryValues(self.setup.graph.evaluated, self.setup.pipeline, self._stages, {}), scores)
 
     def end_evaluation(self) -> None:
-        """Let go of what an evaluation carried from minibatch to minibatch."""
+        """Drop the states that an evaluation carried between minibatches."""
         for replica in self.replicas.values():
             replica.states.forget("eval")
 
@@ -162,19 +145,19 @@ class Worker:
         self._norm: torch.Tensor | None = None
 
     def end_early(self, num_minibatches: int) -> None:
-        """Let the segment be shorter, by whole rounds of minibatches that haven't begun here."""
+        """Shorten the segment by whole rounds of minibatches that have not started here."""
         self.updates.num_minibatches = num_minibatches
 
     def execute(self, instruction: Instruction, transport: Transport, collectives: Collectives) -> UnitLoss | None:
-        """Execute an instruction; return the loss of a unit that has run through the last stage in training.
+        """Execute an instruction; return the loss of a unit after its forward through the last stage in training.
 
         Raises:
-            CrossingError: a value can't be handed to another stage, in processes or not; names its layer.
+            CrossingError: a value can't be sent to another stage; names its layer.
         """
         return self.handlers[instruction.op](instruction, transport, collectives)
 
-    # One method per instruction. A unit without samples, of a short minibatch with fewer than microbatches, does
-    # nothing anywhere, but that its backward may be the last of a round.
+    # One method per instruction. A unit without samples, in a minibatch with fewer samples than microbatches, does
+    # nothing, except that its backward may end a round.
 
     def _load(self, it: Instruction, _: Transport, __: Collectives) -> None:
         if self._feed.size(it.number) > 0:
@@ -307,18 +290,18 @@ class Worker:
         return collectives.on_gradient(it.stage) if it.reduce >= 0 else None
 
     def _end_round(self, it: Instruction, collectives: Collectives) -> None:
-        """Give what a round's last backward, or its weight part, left for after it."""
+        """Contribute the gradients of a round's last backward, or weight part, that were not taken during it."""
         if it.reduce >= 0:
             gradients = self.replicas[it.stage].gradients
             collectives.contribute(it.stage, self.replica_index, it.reduce, gradients)
 
-    # What else is asked of a worker.
+    # Other methods.
 
     def squared_norms(self) -> torch.Tensor:
-        """Return the squared norms of the round's gradients: what a norm shared by all stages is made of.
+        """Return the squared norms of the round's gradients, for a norm shared by all stages.
 
-        Every parameter of the model has a place of its own, so that adding up what all workers say changes no bit. The
-        first replicas speak for their stages, the others say 0: by then all have the same gradients.
+        Every parameter of the model has its own entry, so adding the workers' results changes no bit. Only the first
+        replica of a stage reports, the others have 0: all have the same gradients by now.
 
         Returns:
             [parameters of the model, at least one] float64.
@@ -336,23 +319,23 @@ class Worker:
         return [buffer for buffer in self.replicas[stage].module.buffers() if buffer.is_floating_point()]
 
     def parts(self) -> list[tuple[str, ModelState]]:
-        """Return what this worker contributes to a checkpoint, by name."""
+        """Return this worker's parts of a checkpoint, by name."""
         return [
             (f"stage-{stage}-replica-{self.replica_index}", state_of(replica, self._shares[stage]))
             for stage, replica in self.replicas.items()
         ]
 
     def restore(self, state: ModelState) -> None:
-        """Go on from a checkpoint of the whole model, taken under any plan."""
+        """Restore from a checkpoint of the whole model, under any plan."""
         for stage, replica in self.replicas.items():
             restore(replica, state, self._shares[stage])
 
     def held(self) -> ModelState:
-        """Return all that this worker holds of the model's state at a drain: references, not copies."""
+        """Return all state that this worker holds at a drain: references, not copies."""
         return ModelState.merge(held_by(replica, self._shares[stage]) for stage, replica in self.replicas.items())
 
     def claim(self) -> StateClaim:
-        """Return what this worker needs of a model's state."""
+        """Return the state that this worker needs."""
         shares = self._shares
         return StateClaim(
             frozenset(shares[stage].names[n] for stage, replica in self.replicas.items() for n in names_in(replica)),
@@ -361,24 +344,24 @@ class Worker:
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what `Replica.tensors` does of the stages that this worker speaks for."""
+        """Return `Replica.tensors` of the stages for which this worker reports."""
         if self.replica_index > 0:
             return {}
         return {name: tensor for replica in self.replicas.values() for name, tensor in replica.tensors().items()}
 
     @property
     def loss_scales(self) -> list[tuple[float, int]]:
-        """The scale of every stage's gradients and the updates that it has skipped; empty without scaling."""
+        """Every stage's gradient scale and skipped updates; empty without scaling."""
         scales = (replica.scale for replica in self.replicas.values())
         return [(scale.value, scale.num_skipped) for scale in scales if scale is not None]
 
     @property
     def versions_max(self) -> int:
-        """The most weight versions of a stage that were alive at once."""
+        """The most weight versions of a stage alive at once."""
         return max(replica.weights.most_alive for replica in self.replicas.values())
 
     def recall(self, peak_bytes: int, versions_max: int, host_peak_bytes: int) -> None:
-        """Take up what was counted before the checkpoint that this worker goes on from."""
+        """Restore counters from a checkpoint."""
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
         self.host_peak_bytes = max(self.host_peak_bytes, host_peak_bytes)
         for replica in self.replicas.values():
@@ -386,11 +369,7 @@ class Worker:
             versions.most_alive = max(versions.most_alive, versions_max)
 
     def note_memory(self, again_bytes: int = 0) -> None:
-        """Count what is held since the last note at the moment it is most: what has come with what has gone meanwhile.
-
-        Args:
-            again_bytes: what was there beside, for a while: activations that a backward has computed again.
-        """
+        """Update the peak: of each kind the larger of now and the last note, plus `again_bytes` recomputed since."""
         now = [each for replica in self._running.values() for each in replica.live_by_kind()]
         held_bytes = again_bytes + sum(map(max, now, self._live or now))
         self._live = now
@@ -401,6 +380,6 @@ class Worker:
 
 
 def host_peaks(facts: Mapping[str, Any]) -> list[int]:
-    """Return the most bytes that every worker has had on its host: none in facts from before anything was swapped."""
+    """Return every worker's peak bytes on the host; none in facts from before swapping existed."""
     found: list[int] = facts.get("host_peak_bytes") or [0] * len(facts["peak_bytes"])
     return found

@@ -1,1 +1,1 @@
-"""Features beside the core, a package each; `pipebench.hooks` says how the core loads what they bring."""
+"""Optional features, a package each; `pipebench.hooks` loads what they add to the core."""

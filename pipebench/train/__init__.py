@@ -1,1 +1,1 @@
-"""Training to a target: the loop, what it measures, what it comes to."""
+"""Training to a target: the loop, its measurements, its result."""

@@ -1,4 +1,4 @@
-"""When a run writes checkpoints and how, all its processes together; where it goes on: the newest that fits the run."""
+"""Writing checkpoints, all processes together, and resuming from the newest one that fits the run."""
 
 import logging
 from collections import Counter
@@ -20,36 +20,25 @@ from pipebench.train.interfaces import ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.metrics import EarlierWorkers, sum_facts
 
-_SAMPLES_KEPT = 8  # enough to tell two orders from each other
+_SAMPLES_KEPT = 8  # enough to distinguish two orders
 _LOG = logging.getLogger(__name__)
 ProgressOf = Callable[[list[Facts]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint that fits a run.
+    """A checkpoint that fits a run."""
 
-    Attributes:
-        step: minibatches done.
-        state: the whole model's.
-        progress: the training loop's.
-    """
-
-    step: int
-    state: ModelState
-    progress: SavedProgress
+    step: int  # minibatches done
+    state: ModelState  # of the whole model
+    progress: SavedProgress  # of the training loop
 
 
 def resume_point(checkpoint: Checkpoint, job: Job, run: RunIdentity | None = None) -> ResumePoint:
-    """Return a checkpoint's content, once all of it is known to fit.
-
-    Args:
-        checkpoint: a whole one.
-        job: what is to go on.
-        run: which run that is; None for one without a folder.
+    """Return a complete checkpoint's content after checking that all of it fits a job and, with a folder, its run.
 
     Raises:
-        CheckpointError: names the checkpoint and what in it doesn't fit, what was found and what is expected.
+        CheckpointError: names the checkpoint, what in it does not fit, found and expected.
     """
     try:
         check_same_run(checkpoint.run, run)
@@ -66,11 +55,9 @@ def resume_point(checkpoint: Checkpoint, job: Job, run: RunIdentity | None = Non
 
 
 def load_checked(checkpoint: Checkpoint, optimizer: Collection[str]) -> ResumePoint:
-    """Return the content of a checkpoint that another process has just found to fit; checking takes memory and time.
+    """Return the content of a checkpoint that another process has checked, which takes memory and time.
 
-    Args:
-        checkpoint: see there.
-        optimizer: the parameters whose optimizer state that process takes up.
+    `optimizer` names the parameters whose optimizer state that process restores.
 
     Raises:
         CheckpointError: it has changed since.
@@ -81,9 +68,9 @@ def load_checked(checkpoint: Checkpoint, optimizer: Collection[str]) -> ResumePo
 
 
 def newest(checkpoints: Checkpoints, job: Job) -> tuple[ResumePoint | None, list[str]]:
-    """Return the newest checkpoint that is whole and fits, and what is to be told, a sentence each.
+    """Return the newest complete checkpoint that fits, and messages for the user, a sentence each.
 
-    That is why newer ones were passed over, and which code has changed since this one was written.
+    These say why newer ones were skipped, and which code has changed since it was written.
     """
     fitting: list[ResumePoint] = []
     run = checkpoints.run
@@ -95,32 +82,25 @@ def newest(checkpoints: Checkpoints, job: Job) -> tuple[ResumePoint | None, list
 
 
 def last_samples(sampler: Sampler, step: int) -> tuple[int, ...]:
-    """Return the first samples of the last of some minibatches.
-
-    Args:
-        sampler: says which samples are in which minibatch.
-        step: minibatches done.
-    """
+    """Return the first samples of the last of `step` minibatches."""
     return tuple(sampler.indices(step - 1)[:_SAMPLES_KEPT]) if step else ()
 
 
 def nothing_to_go_on_from(run_id: str, skipped: Sequence[str]) -> UserError:
-    """Return what a user is told whose run has no checkpoint that can be used."""
+    """Return the error for a run without a usable checkpoint."""
     return UserError(f"--resume: run {run_id} has no checkpoint to go on from{reason_of(skipped)}")
 
 
 def taken_by(job: Job) -> str:
-    """Return what decides whether what workers counted can be added to: the engine and the plan."""
+    """Return the engine and the plan, which must match to continue workers' counters."""
     setup = job.setup
     return f"{job.recipe.engine.kind}, {setup.plan.stages}, devices {setup.devices}"
 
 
 def earlier_workers(progress: SavedProgress, *, same_workers: bool) -> EarlierWorkers:
-    """Return what was done before what this run's workers count.
+    """Return what was done before this run's workers start to count.
 
-    Args:
-        progress: where the run goes on.
-        same_workers: they go on counting where the checkpoint's workers were; others begin anew.
+    `same_workers`: they continue the checkpoint's counters; otherwise they start at 0.
     """
     sent = Counter({(kind, level): num_bytes for kind, level, num_bytes in progress.bytes_before})
     if same_workers:
@@ -129,7 +109,7 @@ def earlier_workers(progress: SavedProgress, *, same_workers: bool) -> EarlierWo
 
 
 def _check_progress(progress: SavedProgress, job: Job, step: int) -> None:
-    """Check what has to hold between a checkpoint's counters and this run."""
+    """Check a checkpoint's counters against this run."""
     setup, kind = job.setup, engine_kind(job.recipe)
     samples = setup.sampler.samples_before(step)
     if progress.samples != samples:
@@ -159,18 +139,12 @@ def _check_progress(progress: SavedProgress, job: Job, step: int) -> None:
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """Where a run's checkpoints go, and the one it begins with.
+    """Where a run writes checkpoints, and the one it resumes from."""
 
-    Attributes:
-        checkpoints: the run's; None keeps none, but for one where the run is stopped.
-        resume_from: where to go on; None begins anew.
-        lost_s: seconds by which the clock has run on since that checkpoint (or since the start, without one).
-        when_stopped: where the checkpoint of a run goes that is stopped and keeps no others; asked for then.
-    """
-
-    checkpoints: Checkpoints | None = None
-    resume_from: ResumePoint | None = None
-    lost_s: float = 0.0
+    checkpoints: Checkpoints | None = None  # None: only one when the run is stopped
+    resume_from: ResumePoint | None = None  # None: start from the beginning
+    lost_s: float = 0.0  # seconds on the clock since that checkpoint, or since the start without one
+    # Where a stopped run without other checkpoints writes one; called then
     when_stopped: Callable[[], Checkpoints | None] = lambda: None
 
 
@@ -180,14 +154,10 @@ NO_CHECKPOINTS = CheckpointPolicy()
 def write_checkpoint(
     store: Checkpoints, step: int, engine: TrainingEngine, progress: ProgressSink, training_state: ProgressOf
 ) -> None:
-    """Write a checkpoint; all processes call it. Where that fails, say so: the one before stays.
+    """Write a checkpoint after `step` minibatches, drained; all processes call it.
 
-    Args:
-        store: where to.
-        step: minibatches done.
-        engine: drained.
-        progress: told of a failure.
-        training_state: returns what is to be kept of the training loop, from what every process has counted.
+    A failure is reported to `progress` and the previous checkpoint stays. `training_state` returns the training loop's
+    state from all processes' counters.
     """
     parts, problem = [], None
     engine.set_activity("checkpoint")

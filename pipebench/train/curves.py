@@ -1,4 +1,4 @@
-"""The curves of a run, the first of their points that reaches the target, and the training loss between them."""
+"""The curves of a run, their first point that reaches the target, and the training loss between points."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -8,29 +8,21 @@ import torch
 from pipebench.recipe.schema import TargetRecipe
 from pipebench.train.result import Point
 
-_CUDA_LOSS_EVERY = 50  # reading a loss waits for the GPU: look at it only so often
+_CUDA_LOSS_EVERY = 50  # units between reads of the loss, which wait for the GPU
 
 
 class Curves:
-    """Takes a point per evaluation, in time order.
+    """Collects a point per evaluation, in time order.
 
-    Args:
-        target: what is to be reached, if anything.
-        metrics: the data set's, each with the direction that is better, `min` or `max`.
-
-    Attributes:
-        points: all points.
-        training_s_at: seconds of training before each point.
-        reached: the first point that reaches the target.
-        reached_training_s: seconds of training before it.
+    `metrics` are the data set's, each with its better direction, `min` or `max`.
     """
 
     def __init__(self, target: TargetRecipe | None, metrics: Mapping[str, str]) -> None:
         self._target, self._metrics = target, metrics
         self.points: list[Point] = []
-        self.training_s_at: list[float] = []
-        self.reached: Point | None = None
-        self.reached_training_s = 0.0
+        self.training_s_at: list[float] = []  # seconds of training before each point
+        self.reached: Point | None = None  # the first at the target
+        self.reached_training_s = 0.0  # seconds of training before it
 
     def add(self, point: Point, training_s: float) -> None:
         """Add a point; `training_s` is the time in training before it."""
@@ -42,16 +34,16 @@ class Curves:
                 self.reached, self.reached_training_s = point, training_s
 
     def has_point_at(self, samples: int) -> bool:
-        """Return whether there was an evaluation after so many samples."""
+        """Return whether there was an evaluation after `samples`."""
         return any(point.samples == samples for point in self.points)
 
     def best(self, metric: str) -> float:
-        """Return the best value of one of the data set's metrics; there has been an evaluation."""
+        """Return the best value of a metric; requires an evaluation."""
         values = [point.metrics[metric] for point in self.points]
         return max(values) if self._metrics[metric] == "max" else min(values)
 
     def final_metrics(self) -> dict[str, float]:
-        """Return the last and the best value of every metric of the data set."""
+        """Return the last and best value of every metric of the data set."""
         if not self.points:
             return {}
         last = self.points[-1].metrics
@@ -63,21 +55,17 @@ class Curves:
 
 
 class TrainingLoss:
-    """The training loss: of this process since the drain, and of all processes since the evaluation.
-
-    Attributes:
-        total: sum over all processes since the last evaluation.
-        weight: what a mean loss divides that by.
-    """
+    """The training loss of this process since the drain, and of all processes since the evaluation."""
 
     def __init__(self, total: float = 0.0, weight: float = 0.0) -> None:
+        # Sum and total weight over all processes since the last evaluation
         self.total, self.weight = total, weight
-        self._own: float | torch.Tensor = 0.0  # a tensor as long as it stays on the GPU
+        self._own: float | torch.Tensor = 0.0  # a tensor while on the GPU
         self._own_weight = 0.0
         self._num_units = 0
 
     def add(self, loss: torch.Tensor, weight: float) -> bool:
-        """Add the loss of one unit of this process; return whether the sum is finite, as far as it has been read."""
+        """Add a unit's loss of this process; return whether the sum is finite as far as read."""
         self._own_weight += weight
         self._own = self._own + loss
         self._num_units += 1
@@ -87,20 +75,20 @@ class TrainingLoss:
         return math.isfinite(self._own)
 
     def take_share(self) -> dict[str, float]:
-        """Return what this process has added since the drain, and begin anew."""
+        """Return this process's sum since the drain, and reset it."""
         share = {"loss": float(self._own), "weight": self._own_weight}
         self._own = self._own_weight = 0.0
         return share
 
     def add_shares(self, shares: Iterable[Mapping[str, float]]) -> bool:
-        """Add what all processes returned from `take_share`; return whether the sum is finite."""
+        """Add all processes' results of `take_share`; return whether the sum is finite."""
         for share in shares:
             self.total += share["loss"]
             self.weight += share["weight"]
         return math.isfinite(self.total)
 
     def take_mean(self) -> float:
-        """Return the mean loss since the last evaluation, and begin anew."""
+        """Return the mean loss since the last evaluation, and reset it."""
         mean = self.total / self.weight
         self.total = self.weight = 0.0
         return mean

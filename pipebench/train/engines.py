@@ -1,4 +1,4 @@
-"""What plays a job in this process: durations alone, one epoch or all of a run that changes; or the virtual engine."""
+"""Engines for a job in this process: simulation, of an epoch or of a whole run that changes, or the virtual engine."""
 
 from pipebench.engine.admission import StopRequest
 from pipebench.engine.engine import OnLoss, OnUnit
@@ -16,19 +16,14 @@ from pipebench.train.simulated_search import simulate_search
 
 
 def simulate(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
-    """Return what a job comes to by its durations alone, and the recorded part of its timeline.
-
-    Args:
-        job: what is simulated.
-        watch: watches, and foretells the peaks of memory.
-    """
+    """Simulate a job; return its result and the recorded timeline. `watch` predicts peak memory."""
     if job.search is not None:
         return simulate_search(job, watch)
     return (simulate_moving if job.setup.repartitions else simulate_epoch)(job, watch)
 
 
 def on_virtual_clock(job: Job, stop: StopRequest | None = None) -> MakeEngine:
-    """Return what makes a virtual engine for a job; `stop` may ask it to end early."""
+    """Return the factory of a job's virtual engine; `stop` may end it early."""
 
     def make(on_loss: OnLoss, on_unit: OnUnit) -> VirtualEngine:
         meter = Meter(job.setup.pipeline)

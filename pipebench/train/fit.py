@@ -1,7 +1,7 @@
-"""Whether a checkpoint fits a model: every tensor in it is compared with what the model and its optimizer would hold.
+"""Compares all tensors of a checkpoint with those of the model and its optimizer.
 
-Nothing of a checkpoint is used before all of it has been found to fit. One that doesn't was spoilt, or belongs to a
-model whose code has changed since; either way it is passed over like one that is torn.
+No part of a checkpoint is used before all of it fits. One that does not is damaged, or its model's code has changed;
+either way it is skipped like an incomplete one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,15 +27,15 @@ def check_fits(state: ModelState, setup: Setup, step: int) -> ModelState:
     """Compare a checkpoint with a model, its optimizer and its data.
 
     Args:
-        state: of the whole model, taken under any plan.
-        setup: what is to go on; its graph holds initial weights, or is on the meta device.
+        state: of the whole model, under any plan.
+        setup: to resume with; its graph holds initial weights, or is on the meta device.
         step: minibatches done.
 
     Returns:
-        What is to be taken up: the state, without that of an optimizer that keeps none any more.
+        The state to restore, without that of an optimizer that no longer has any.
 
     Raises:
-        CheckpointError: names the first tensor that doesn't fit, what was found and what is expected.
+        CheckpointError: names the first tensor that does not fit, found and expected.
     """
     check_weights(state, setup.graph)
     own = _own_tensors(setup.graph)
@@ -80,8 +80,7 @@ def check_weights(state: ModelState, graph: LayerGraph) -> None:
             check_form(f"{what} {name}", tensor, Form.of(own[name]))
             if what == "parameter" and has_nan(tensor) and not _began_with_nan(own[name]):
                 raise CheckpointError(f"parameter {name}: found an element that isn't a number (NaN)")
-            # Training would only end in NaN. A run that diverges ends at the first loss that shows it: the checkpoint
-            # before is finite.
+            # Training would end in NaN. A diverging run ends at its first such loss, so its last checkpoint is finite.
             if what == "parameter" and has_infinite(tensor) and not _began_with_infinite(own[name]):
                 raise CheckpointError(f"parameter {name}: found an infinite element, expected are finite numbers")
     for name in _variances(graph):
@@ -117,7 +116,7 @@ def _own_tensors(graph: LayerGraph) -> dict[str, torch.Tensor]:
 
 
 def _held(graph: LayerGraph) -> Iterator[str]:
-    """Yield the own names of the tensors that some stage holds under every plan: those that layers have."""
+    """Yield the own names of layers' tensors, which some stage holds under every plan."""
     own = own_names(graph)
     for node in (*graph.graph.nodes, *(layer.node for layer in graph.layers if layer.idle)):
         if node.op == "get_attr" and node.users and str(node.target) in own:
@@ -137,19 +136,19 @@ def _variances(graph: LayerGraph) -> Iterator[str]:
 
 
 def _began_with_infinite(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds infinite elements from the start: what masks others out, for one."""
+    """Return whether a tensor initially has infinite elements, as masks do."""
     return tensor.device.type != "meta" and has_infinite(tensor)
 
 
 def _began_with_nan(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds elements that aren't numbers from the start: rows that are never looked at."""
+    """Return whether a tensor initially has NaN elements, such as unused rows."""
     return tensor.device.type != "meta" and has_nan(tensor)
 
 
 def _check_carried(carried: Mapping[str, Any], setup: Setup, step: int) -> None:
-    """Compare what modules carry with what they carry after one minibatch of as many samples.
+    """Compare carried states with those after one minibatch of as many samples.
 
-    Every stream that has begun has a state of every such module, in each microbatch it was cut into then.
+    Every stream that has begun has a state per module and microbatch of its minibatch.
     """
     streams = range(min(setup.sampler.streams or 0, step))
     modules = _stateful(setup.graph) if streams else []
@@ -172,7 +171,7 @@ def _check_carried(carried: Mapping[str, Any], setup: Setup, step: int) -> None:
 
 
 def _stateful(graph: LayerGraph) -> list[str]:
-    """Return the qualified names of the modules that carry something."""
+    """Return the qualified names of stateful modules."""
     called = dict.fromkeys(str(layer.node.target) for layer in graph.layers if layer.node.op == "call_module")
     return [
         f"{path}.{inner}" if inner else path
@@ -183,7 +182,7 @@ def _stateful(graph: LayerGraph) -> list[str]:
 
 
 def _carried_forms(setup: Setup, modules: Sequence[str], num_samples: int) -> dict[str, Any]:
-    """Return what modules carry after some samples, as tensors without data: by module."""
+    """Return the states after some samples, as tensors without data, by module."""
     graph, dataset = setup.graph, setup.dataset
     root = without_data(graph.root).train()
     forget_states(root)

@@ -1,4 +1,4 @@
-"""What the training loop is given: what makes the engine that trains, and somebody to tell how it gets on."""
+"""Interfaces of the training loop: the engine's factory, and the sink for progress."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -11,13 +11,13 @@ OnPoint = Callable[[Point], None]
 
 
 class ProgressSink(Protocol):
-    """What a run tells while it goes on."""
+    """Receives a run's progress."""
 
     def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
-        """Tell of one minibatch; called often."""
+        """Report one minibatch; called often."""
 
     def evaluation(self, point: Point, epoch: float) -> None:
-        """Tell of one evaluation."""
+        """Report one evaluation."""
 
     def note(self, text: str) -> None:
-        """Tell of anything else, in a line that stays."""
+        """Report anything else, in a line that stays."""

@@ -1,4 +1,4 @@
-"""A recipe that is ready to run, and what all processes of its run must agree on."""
+"""A recipe that is ready to run, and what all its processes must agree on."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,46 +15,30 @@ from pipebench.train.moves import PlannedMove
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe, ready to run.
-
-    Attributes:
-        recipe: the recipe.
-        cluster: the cluster, with as many servers as the recipe asks for.
-        setup: what the engine takes.
-        comparison: the modes that were compared, if the recipe left the mode to the planner.
-        left_over: samples of an epoch that aren't run, since the profile has times of whole minibatches only.
-        search: how the model's architecture changes; the setup is that of the first one. None: it stays.
-        moves: plans that the recipe asks for while it goes on.
-    """
+    """A recipe, ready to run."""
 
     recipe: Recipe
-    cluster: Cluster
-    setup: Setup
-    comparison: Comparison | None = None
-    left_over: int = 0
-    search: SearchSetup | None = None
-    moves: tuple[PlannedMove, ...] = ()
+    cluster: Cluster  # with the recipe's number of servers
+    setup: Setup  # of the first architecture
+    comparison: Comparison | None = None  # of modes, if the recipe left the mode to the planner
+    left_over: int = 0  # samples of an epoch that aren't run, if the profile has times of whole minibatches only
+    search: SearchSetup | None = None  # None: the architecture stays
+    moves: tuple[PlannedMove, ...] = ()  # plans that the recipe asks for
 
     @property
     def profile(self) -> Profile:
-        """Layer costs at every size that travels."""
+        """Layer costs at every size of a unit."""
         return self.setup.profile
 
     @property
     def whole_profile(self) -> Profile:
-        """The same of the model with all that a search may leave out."""
+        """Layer costs of the model with all cells."""
         return self.profile if self.search is None else self.search.architectures.profile
 
 
 class Decision(NamedTuple):
-    """What all processes of a run must agree on.
-
-    Attributes:
-        plan: the plan.
-        profile: the layer costs that it was made for.
-        source: the plan's file.
-    """
+    """What all processes of a run must agree on."""
 
     plan: PlanForm
-    profile: Profile
-    source: str
+    profile: Profile  # for which the plan was made
+    source: str  # the plan's file

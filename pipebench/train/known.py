@@ -1,8 +1,8 @@
-"""The profile that a plan is made for: where all that determines it is known, taken from the cache without torch.
+"""Cached profiles for planning without torch.
 
-Importing torch and tracing a model take longer than planning. For a model and a data set of the zoo whose times are
-computed, everything that a profile depends on can be read off: the recipe, the data set's declared sizes, the cluster's
-device, all code of the zoo and of pipebench, and torch's version. One that was made for just these is used again.
+Importing torch and tracing a model takes longer than planning. For the zoo's models and data sets with computed times,
+a profile's inputs are known: the recipe, the data set's declared sizes, the cluster's device, the code of the zoo and
+of pipebench, and torch's version. A profile with the same inputs is used again.
 """
 
 import functools
@@ -34,30 +34,24 @@ OnProgress = Callable[[int, int], None] | None
 
 
 class ToPlan(NamedTuple):
-    """What is known of a recipe before it is planned.
+    """A recipe's inputs of the planner."""
 
-    Attributes:
-        profile: at the sizes of whole minibatches, too.
-        dataset: the data.
-        graph: the layer graph, on the meta device; None where the profile was known without it.
-    """
-
-    profile: Profile
+    profile: Profile  # at the sizes of whole minibatches, too
     dataset: Dataset
-    graph: "LayerGraph | None"
+    graph: "LayerGraph | None"  # on the meta device; None with a cached profile
 
 
 def to_plan(loaded: LoadedRecipe, on_progress: OnProgress = None, *, needs_graph: bool = False) -> ToPlan:
     """Return a recipe's profile and data set.
 
     Args:
-        loaded: the recipe; what its model makes of its options' values needn't have been checked.
-        on_progress: told of (layers profiled, layers to profile).
-        needs_graph: whether the layer graph has to be there, too.
+        loaded: the recipe; the model may not have checked its options' values yet.
+        on_progress: called with (layers profiled, layers to profile).
+        needs_graph: whether the layer graph is required.
 
     Raises:
-        RecipeError: the model doesn't take its options' values.
-        GraphError, PlanError, ProfileError: it can't be traced or profiled, or isn't fed by the data set.
+        RecipeError: the model rejects its options' values.
+        GraphError, PlanError, ProfileError: it can't be traced or profiled, or the data set doesn't fit.
     """
     recipe, cluster = loaded.recipe, loaded.cluster
     is_file = recipe.model.get("profile") is not None
@@ -77,12 +71,12 @@ def _made(loaded: LoadedRecipe, on_progress: OnProgress) -> ToPlan:
 
 
 def _determining(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> dict[str, object]:
-    """Return everything that determines a computed profile of one of the zoo's models."""
+    """Return all inputs of a computed profile of a zoo model."""
     return {
         "model": dict(recipe.model),
         "dataset": dict(recipe.dataset),
         "train": asdict(recipe.train),
-        "mode": asdict(recipe.parallelism),  # a model that can't be cut is one layer where nothing needs to be
+        "mode": asdict(recipe.parallelism),  # an uncuttable model is one layer if the mode allows
         "engine": asdict(recipe.engine),
         "sizes": travelling_sizes(recipe, dataset, whole_minibatches=True),
         "computed for": asdict(device_of(cluster)),
@@ -94,7 +88,7 @@ def _determining(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> dict[str
 
 @functools.cache
 def _code_hash() -> str:
-    """Return a hash of all code that has a part in it, and of more: none is forgotten."""
+    """Return a hash of all code of the zoo and pipebench, more than is needed."""
     folders = (Path(pipebench.__file__).parent, Path(zoo.__file__).parent)
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

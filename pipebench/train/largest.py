@@ -1,8 +1,7 @@
-"""The largest update that fits: how many whole minibatches a flush can take in before a device is out of memory.
+"""The largest update that fits in memory: the number of minibatches per flush.
 
-PipeDream (SOSP'19, section 5.4) gives GPipe the largest number of minibatches that fits in memory, and doesn't say how
-many that is. Here the memory model says it: what `MemoryForecast` predicts of a run is what is searched with, so that
-the run keeps as much and no more.
+PipeDream (SOSP'19, section 5.4) gives GPipe the largest number of minibatches that fits in memory, without saying how
+it is found. Here it is found with the memory model, the same prediction as `MemoryForecast`'s.
 """
 
 from collections.abc import Callable
@@ -20,18 +19,15 @@ from pipebench.simulate.memory_meter import MemoryMeter
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import simulate_all
 
-_FURTHER: Final = 16  # times what is known to fit: the first few minibatches say little about many
-_UPDATES: Final = 2  # the first makes the optimizer's state, which is there while the second one's units are kept
+_FURTHER: Final = 16  # times a number that fits: a few minibatches say little about many
+_UPDATES: Final = 2  # the first creates the optimizer's state, present in the second
 
 
 def with_largest_update(course: PlannedWorkload, memories: tuple[StageMemoryCosts, ...]) -> Pipeline:
-    """Return a course's pipeline with as many minibatches per update as fit in memory, at most an epoch's.
+    """Return a workload's pipeline with the most minibatches per update that fit in memory, at most an epoch's.
 
-    More minibatches never keep less where all run forward before the first runs backward.
-
-    Args:
-        course: what would run with one minibatch of every replica per update.
-        memories: what its replicas keep, which doesn't depend on how many minibatches there are.
+    More minibatches never need less memory if all run forward before the first runs backward. `course` has one
+    minibatch of every replica per update.
 
     Raises:
         PlanError: not even one fits.
@@ -51,7 +47,7 @@ def with_largest_update(course: PlannedWorkload, memories: tuple[StageMemoryCost
 
 
 def peak_bytes(course: PlannedWorkload, memories: tuple[StageMemoryCosts, ...], accumulate: int) -> int:
-    """Return what the fullest worker keeps at most, with so many minibatches of every replica per update."""
+    """Return the fullest worker's peak bytes, with `accumulate` minibatches of every replica per update."""
     pipeline = replace(course.pipeline, accumulate=accumulate)
     count, size = _UPDATES * pipeline.period, course.sampler.size(0)
     meter = MemoryMeter(pipeline, memories, course.costs)
@@ -64,8 +60,7 @@ def peak_bytes(course: PlannedWorkload, memories: tuple[StageMemoryCosts, ...], 
 def most_within(limit: float, value: Callable[[int], float], most: int) -> int:
     """Return the largest number from 1 to `most` whose value is within a limit, or 0.
 
-    Values grow with their numbers, nearly in a straight line, which says where to look; the answer is exact whatever
-    they do as long as they don't fall. Looking far beyond it would be what takes time.
+    Values must not fall; they are assumed to grow nearly linearly, which guides the search but not its result.
 
     >>> most_within(50, lambda number: number * number, 1000)
     7

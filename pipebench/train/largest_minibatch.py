@@ -1,9 +1,8 @@
-"""The largest minibatch that fits: the batch size that a recipe's plan supports on its cluster, by the memory model.
+"""The largest minibatch that fits a recipe's plan on its cluster, by the memory model.
 
-vPipe (TPDS'21, section 6) gives every system "the largest batch that fits in all GPUs", and doesn't say how that is
-found. Here the simulator says of a size what the fullest worker keeps, and sizes are tried: powers of two, then what
-lies between the largest that fits and the smallest that doesn't, in steps of an eighth of the former. What a trace of
-architectures comes to has to fit with each of them.
+vPipe (TPDS'21, section 6) gives every system "the largest batch that fits in all GPUs", without saying how it is found.
+Here each size is simulated: powers of two, then steps of an eighth between the largest that fits and the smallest that
+does not. All architectures of a trace must fit.
 """
 
 from collections.abc import Callable
@@ -24,33 +23,22 @@ _STEPS: Final = 8  # from one power of two to the next
 
 @dataclass(frozen=True)
 class Trial:
-    """What a size came to.
-
-    Attributes:
-        minibatch_size: that.
-        peak_bytes: what the fullest worker keeps at most; None where no plan fits.
-        fits: whether a device's memory is enough.
-        problem: why no plan fits, or "".
-    """
+    """The result for one size."""
 
     minibatch_size: int
-    peak_bytes: int | None
-    fits: bool
-    problem: str = ""
+    peak_bytes: int | None  # of the fullest worker; None if no plan fits
+    fits: bool  # in a device's memory
+    problem: str = ""  # why no plan fits, or ""
 
 
 def largest_minibatch(loaded: LoadedRecipe, on_trial: Callable[[Trial], None] = lambda _trial: None) -> Trial:
-    """Return the largest size that fits, of those that are tried; a multiple of the recipe's microbatches.
+    """Return the largest tried size that fits, a multiple of the recipe's microbatches.
 
-    What fits is taken to fit with fewer samples, too.
-
-    Args:
-        loaded: a recipe; its own minibatch size is where the search begins.
-        on_trial: is told of every size that was tried.
+    The search starts at the recipe's minibatch size; a smaller size than one that fits is assumed to fit, too.
 
     Raises:
         PlanError: not even the smallest fits, or the cluster has no limit of memory.
-        UserError: what the recipe turns out not to allow, whatever the size.
+        UserError: an error in the recipe at any size.
     """
     recipe, cluster = loaded.recipe, loaded.cluster
     if cluster.memory_bytes is None:
@@ -86,10 +74,10 @@ def largest_minibatch(loaded: LoadedRecipe, on_trial: Callable[[Trial], None] = 
 
 
 def trial(loaded: LoadedRecipe, minibatch_size: int) -> Trial:
-    """Return whether a recipe fits with another size of the minibatch.
+    """Return whether a recipe fits with another minibatch size.
 
     Raises:
-        UserError: what the recipe doesn't allow; no plan that fits is no error.
+        UserError: an error in the recipe, other than that no plan fits.
     """
     recipe = replace(loaded.recipe, train=replace(loaded.recipe.train, minibatch_size=minibatch_size))
     limit = loaded.cluster.memory_bytes

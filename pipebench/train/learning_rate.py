@@ -1,7 +1,7 @@
-"""The learning rate of an update: a function of the stage and of samples seen, whatever the plan or the engine.
+"""Learning rates of updates: functions of the stage and of samples seen, independent of plan and engine.
 
-Stages make different numbers of updates, runs go on under other plans and in other processes; none of that may change
-the rate at a sample.
+Stages make different numbers of updates, and runs resume under other plans and in other processes; the rate at a sample
+stays the same.
 """
 
 import math
@@ -14,7 +14,7 @@ from pipebench.recipe.schema import PeriodRecipe, TrainRecipe
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.weights import WEIGHT_POLICIES, delay
 
-# By what a stage's rate is multiplied, from the minibatches of one of its updates and of one of the input stage's.
+# Factor of a stage's rate, from the minibatches per update of the stage and of the input stage.
 LR_SCALINGS: Final[Mapping[str, Callable[[int, int], float]]] = {
     "replicas": lambda own, first: own / first,
     "none": lambda own, first: 1.0,
@@ -28,11 +28,11 @@ def learning_rate(
 ) -> Callable[[int, int, int], float]:
     """Return the rate of an update as a function of (stage, samples seen before it, its own samples).
 
-    The schedule goes by samples seen before the update. Warm-up counts the update's own samples too, so that no
-    update has a rate of zero; it ends at the stage's scaled rate. Differs: Goyal et al. (2017) begin theirs at the
-    unscaled rate, which this one passes on its way up; so one worker warms up, too.
+    The schedule depends on samples before the update. Warm-up counts the update's own samples too, so that no rate is
+    zero; it ends at the stage's scaled rate. Differs: Goyal et al. (2017) start at the unscaled rate; here the rate
+    passes it, so one worker warms up, too.
 
-    Where weights are corrected, rates are rescheduled, see `rescheduling`; `annealing_epochs` is its K.
+    With corrected weights, rates are rescheduled, see `rescheduling`; `annealing_epochs` is its K.
     """
     scales, base = lr_scales(train, pipeline), train.optimizer.lr
     warmup, rate_at = train.schedule.warmup_epochs * num_train, rate_of_samples(train, num_train)
@@ -50,11 +50,11 @@ def learning_rate(
 def rescheduling(
     train: TrainRecipe, pipeline: Pipeline, num_train: int, annealing_epochs: float | None
 ) -> Callable[[int, int], float]:
-    """Return what PipeMare's first technique multiplies a rate by, a function of (stage, samples seen).
+    """Return the rate's factor in PipeMare's first technique, a function of (stage, samples seen).
 
-    That is tau^-p, p = 1 - min(k / K, 1): tau is the stage's delay in updates, k / K how much of the annealing epochs
-    has been seen. Without a number the paper's rules of thumb make one: five warm-ups, or a quarter of the time until
-    the rate first falls. Differs: a delay below one update, which would raise the rate, counts as one.
+    It is tau^-p, p = 1 - min(k / K, 1), with the stage's delay tau in updates and the fraction k / K of the annealing
+    epochs seen. The default K follows the paper: five warm-ups, or a quarter of the time until the rate first falls.
+    Differs: a delay below one update, which would raise the rate, counts as one.
     """
     if not WEIGHT_POLICIES[pipeline.weights].corrects:
         return lambda stage, before: 1.0
@@ -66,21 +66,21 @@ def rescheduling(
 
 
 def lr_scales(train: TrainRecipe, pipeline: Pipeline) -> list[float]:
-    """Return what `lr_scaling` multiplies the rate of every stage by.
+    """Return every stage's factor of the rate by `lr_scaling`.
 
-    `replicas` takes the samples of a stage's update over the input stage's (the PipeDream artifact's rule; in flushing
-    modes all stages have the same), `linear` those samples over `minibatch_size` (Goyal et al. 2017), `sqrt` the root
-    of that (Krizhevsky 2014; Hoffer et al. 2017).
+    `replicas`: the samples of a stage's update over the input stage's (the PipeDream artifact's rule; 1 in flushing
+    modes); `linear`: those samples over `minibatch_size` (Goyal et al. 2017); `sqrt`: the root of that (Krizhevsky
+    2014; Hoffer et al. 2017).
     """
     scale, first = LR_SCALINGS[train.optimizer.lr_scaling], pipeline.round_size(0)
     return [scale(pipeline.round_size(stage), first) for stage in range(pipeline.num_stages)]
 
 
 def rate_of_samples(train: TrainRecipe, num_train: int) -> Callable[[int], float]:
-    """Return the rate of an input stage of one worker as a function of samples seen, warm-up aside.
+    """Return the input stage's rate with one worker as a function of samples seen, without warm-up.
 
     Raises:
-        UserCodeError: the schedule is a target or a class that refuses its arguments.
+        UserCodeError: the schedule is a target or a class that rejects its arguments.
     """
     schedule, base = train.schedule, train.optimizer.lr
     total, warmup = train.max_epochs * num_train, schedule.warmup_epochs * num_train
@@ -102,14 +102,7 @@ def rate_of_samples(train: TrainRecipe, num_train: int) -> Callable[[int], float
 
 
 def steps_before(before: int, every: PeriodRecipe, minibatch_size: int, num_train: int) -> int:
-    """Return how often a scheduler has been stepped when so many samples have been seen.
-
-    Args:
-        before: samples; whole minibatches.
-        every: how often it is: after so many epochs, or so many minibatches.
-        minibatch_size: samples of a minibatch, but the last of an epoch.
-        num_train: samples of an epoch.
-    """
+    """Return the scheduler's steps `before` so many samples, in whole minibatches; `num_train` are an epoch's."""
     epochs, within = divmod(before, num_train)
     if every.epochs is not None:
         return epochs // every.epochs

@@ -1,7 +1,7 @@
-"""Training to a target: segments between drains, evaluations, checkpoints, and how it ends.
+"""Training to a target: segments between drains, evaluations, checkpoints, and the outcome.
 
-A run that misses its target has no time to accuracy. In a distributed run every process goes through this loop alike:
-what decides its course is exchanged at every drain.
+A run that misses its target has no time to accuracy. In a distributed run every process runs this loop; processes
+exchange at every drain what decides its course.
 """
 
 import logging
@@ -47,18 +47,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class _StoppedError(Exception):
-    """All processes have agreed to end here."""
+    """All processes have agreed to stop here."""
 
 
 class TrainingLoop:
-    """Trains a job until its target, its last epoch, divergence or Ctrl-C; `run` does it, once.
+    """Trains a job until its target, its last epoch, divergence or Ctrl-C; `run` may be called once.
 
-    Args:
-        job: what to train.
-        make_engine: makes the engine, which tells of every loss and of every unit that is done.
-        progress: told of every minibatch and evaluation.
-        on_point: takes every point of the curves as soon as it is known.
-        policy: checkpoints.
+    `progress` receives every minibatch and evaluation; `on_point` is called with every point of the curves.
     """
 
     def __init__(
@@ -75,8 +70,8 @@ class TrainingLoop:
         self._periods = Periods.of(job.recipe.train, self._sampler.minibatches_per_epoch)
         self._done = 0  # minibatches
         self._samples = 0  # at the last drain
-        self._seen = 0  # samples whose loss is known here
-        self._told = 0  # samples told to the progress
+        self._seen = 0  # samples with a loss known here
+        self._told = 0  # samples reported as progress
         self._loss = TrainingLoss()
         self._curves = Curves(job.recipe.train.target, job.setup.dataset.metrics)
         self._earlier = EarlierWorkers()
@@ -85,10 +80,10 @@ class TrainingLoop:
         self._clock = RunClock(self._engine)
 
     def run(self) -> tuple[RunResult, Timeline]:
-        """Train; return the result and the recorded part of the timeline.
+        """Train; return the result and the recorded timeline.
 
         Raises:
-            CheckpointError: the checkpoint to go on from doesn't fit.
+            CheckpointError: the checkpoint to resume from doesn't fit.
         """
         found = self._policy.resume_from
         if found is not None:
@@ -114,7 +109,7 @@ class TrainingLoop:
     # The course of a run.
 
     def _restore(self, found: ResumePoint) -> None:
-        """Take up a checkpoint."""
+        """Restore a checkpoint."""
         saved = found.progress
         same_workers = saved.taken_by == taken_by(self._job)
         self._moves.made = [*saved.moves]
@@ -128,7 +123,7 @@ class TrainingLoop:
         for data, training_s in zip(saved.points, saved.training_s_at, strict=True):
             point = Point(**data)
             self._curves.add(point, training_s)
-            # Again: the process that took it first may have died before it was recorded. No record takes it twice.
+            # Reported again, since the first process may have died before recording it; records ignore duplicates.
             self._on_point(point)
 
     def _train_to_target(self) -> None:
@@ -151,10 +146,10 @@ class TrainingLoop:
                 self._save(self._policy.checkpoints)
 
     def _end_if_stopped(self) -> None:
-        """Put together what the processes know at a drain; end where a stop was agreed on, or a loss says so."""
+        """Exchange the processes' states at a drain; end on an agreed stop or a loss that is not finite."""
         shares = self._engine.exchange({**self._loss.take_share(), "stop": self._engine.stop_reason})
         reasons = [share["stop"] for share in shares if share["stop"]]
-        if not self._loss.add_shares(shares):  # where a GPU computes, not every loss has been looked at
+        if not self._loss.add_shares(shares):  # on a GPU, not every loss has been read
             reasons.append(self._divergence(self._loss.total))
         reason = next((each for each in reasons if each.startswith(DIVERGED)), next(iter(reasons), None))
         if reason is None:
@@ -179,7 +174,7 @@ class TrainingLoop:
                 write_checkpoint(store, self._done, self._engine, self._progress, self._saved)
 
     def _saved(self, facts: list[Facts]) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this loop; `facts` are what every process has counted."""
+        """Return this loop's part of a checkpoint; `facts` are all processes' counters."""
         earlier, clock, points = self._earlier, self._clock, self._curves.points
         return SavedProgress(
             taken_by=taken_by(self._job),
@@ -202,29 +197,29 @@ class TrainingLoop:
             bytes_before=tuple((kind, level, num_bytes) for (kind, level), num_bytes in earlier.num_bytes.items()),
         ).to_json()
 
-    # What the engine tells.
+    # Callbacks of the engine.
 
     def _take_loss(self, loss: torch.Tensor, samples: int, weight: float, clock_s: float) -> None:
-        """Add up a unit's loss; end the run if it is not finite."""
+        """Add a unit's loss; end the run if it is not finite."""
         self._seen += samples
         if not self._loss.add(loss, weight):
             raise DivergedError(self._divergence(float(loss)))
 
     def _take_unit(self, samples: int, loss: float, clock_s: float) -> None:
-        """Tell the progress of a unit."""
+        """Report a unit as progress."""
         self._told += samples
         self._progress.update(self._told, clock_s, loss, self._engine.busy_fraction)
 
-    # How it ends.
+    # The end of a run.
 
     def _end_early(self) -> float:
-        """Return the run's time where it ended between two drains."""
+        """Return the run's time if it ended between two drains."""
         total_s = self._clock.end_early(in_training=self._seen > self._samples)
         self._samples = self._seen
         return total_s
 
     def _outcome(self) -> tuple[str, str]:
-        """Return the outcome of a run that ended as it should, and a sentence about it."""
+        """Return the outcome of a run that was not stopped, and a sentence about it."""
         target, reached, epochs = self._job.recipe.train.target, self._curves.reached, self._epochs(self._samples)
         if target is None:
             return COMPLETED, f"trained {epochs:g} epochs; no target was set"
@@ -243,7 +238,7 @@ class TrainingLoop:
         )
 
     def _result(self, outcome: str, sentence: str, total_s: float, wall_s: float) -> tuple[RunResult, Timeline]:
-        """Put together what all processes counted and measured; all of them call it."""
+        """Combine all processes' counters and measurements; all of them call it."""
         facts = sum_facts(self._engine.exchange(self._engine.facts()))
         measured = self._engine.measured(self._clock.training_s - self._earlier.training_s)
         job = replace(self._job, setup=self._engine.setup)

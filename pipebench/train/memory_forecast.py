@@ -1,7 +1,7 @@
-"""What there is to see of a job over time, by the simulator's clock: memory, with what to change where it is too much.
+"""Predicted memory of a job over time on the simulator's clock, with advice if it is too much.
 
-Time is the simulator's whatever the engine is; of a segment between two drains only fill, a few periods and drain are
-simulated, and they have the peaks of the whole.
+The clock is the simulator's for every engine; of a segment between two drains only fill, a few periods and drain are
+simulated, which have the peaks of the whole.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,35 +26,23 @@ from pipebench.train.periods import Periods
 from pipebench.train.profiled_model import input_bytes
 from pipebench.train.result import RunResult
 
-_LARGEST = 4  # kinds that are named of what doesn't fit
+_LARGEST = 4  # kinds named in an out-of-memory message
 _PEAK, _LARGEST_PEAK = "peak_memory_bytes", "peak_memory_bytes_max"  # of a stage, and of all workers
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What workers keep after the first cuts, in a run whose layers move.
+    """Workers' memory after the first cuts, in a run whose layers move."""
 
-    Attributes:
-        between: when every worker keeps most from the first move to the last; none where that is one, at a drain.
-        last: what they keep under the last cuts.
-    """
-
+    # Peaks between the first move and the last; empty for a single move at a drain
     between: Sequence[MemoryPeak]
-    last: MemoryTimeline
+    last: MemoryTimeline  # under the last cuts
 
 
 class MemoryForecast:
-    """Watches a simulation of a job: what workers keep over time, and what their time goes to.
+    """Records workers' memory and occupancy over time in the simulation of a segment of a job."""
 
-    Args:
-        job: what is simulated.
-        num_minibatches: of the segment that is.
-
-    Attributes:
-        moved: what workers keep after the first cuts; None where layers stay.
-    """
-
-    moved: Moved | None = None
+    moved: Moved | None = None  # None if layers stay
 
     def __init__(self, job: Job, num_minibatches: int) -> None:
         self._job, self._num_minibatches = job, num_minibatches
@@ -63,7 +51,7 @@ class MemoryForecast:
 
     @staticmethod
     def over(job: Job) -> "MemoryForecast":
-        """Return what there is to see of a segment between two drains of a job, which is simulated for it."""
+        """Simulate a segment between two drains of a job; return its forecast."""
         per_epoch = job.setup.sampler.minibatches_per_epoch
         watch = MemoryForecast(job, min(per_epoch, Periods.of(job.recipe.train, per_epoch).longest_segment))
         simulate_segment(job.setup, watch._num_minibatches, Meter(job.setup.pipeline, *watch.listeners))
@@ -71,21 +59,21 @@ class MemoryForecast:
 
     @property
     def listeners(self) -> tuple[Listener, ...]:
-        """What a simulation has to tell."""
+        """The listeners of the simulation."""
         return self._meter, self._occupancy
 
     @cached_property
     def memory(self) -> MemoryTimeline:
-        """What was kept, once all is told."""
+        """The memory, after the simulation."""
         return self._meter.timeline()
 
     def occupancy(self, num_parts: int) -> Occupancy:
-        """Return what the workers' time went to, in so many parts."""
+        """Return the use of the workers' time, in `num_parts` parts."""
         return self._occupancy.occupancy(num_parts)
 
     @property
     def sentence(self) -> str:
-        """What workers keep at most, in one sentence."""
+        """The workers' peak memory, in one sentence."""
         if self.out_of_memory:
             return self.out_of_memory
         fullest, limit = self.memory.fullest, self.memory.limit_bytes
@@ -95,7 +83,7 @@ class MemoryForecast:
 
     @cached_property
     def out_of_memory(self) -> str:
-        """In one sentence where, when and by how much the job is out of memory, and what would fit; "" if it isn't."""
+        """Where, when and by how much the job is out of memory, and what would fit, in one sentence; "" if it isn't."""
         found, limit = self.memory.overflow, self.memory.limit_bytes
         if found is None or limit is None:
             return self._out_of_host_memory
@@ -118,7 +106,7 @@ class MemoryForecast:
 
     @property
     def _out_of_host_memory(self) -> str:
-        """Whose host has no room for what is swapped: for the peaks of all its workers, which may come one by one."""
+        """The host without memory for swapped activations: the sum of its workers' peaks, an upper bound."""
         cluster, outermost = self._job.cluster, len(self._job.cluster.levels) - 1
         on_host: dict[int, int] = {}
         for device, peak in zip(self._job.setup.devices, self.memory.host_peaks, strict=True):
@@ -133,7 +121,7 @@ class MemoryForecast:
         )
 
     def with_peaks(self, result: RunResult) -> RunResult:
-        """Return the result of a run that trained nothing, with the peaks that are predicted, or those that it has."""
+        """Return the result of an untrained run with the predicted peaks, or its own."""
         workers, peaks = self._job.setup.pipeline.workers_of, self.memory.peaks
         stages = tuple(
             {**row, _PEAK: max(row.get(_PEAK, 0), *(peaks[worker].num_bytes for worker in workers(row["index"])))}
@@ -149,7 +137,7 @@ def _cause(moment: MemoryPeak) -> str:
 
 @dataclass(frozen=True)
 class _Variant:
-    """A job with something changed, as far as memory goes."""
+    """A job with changes that matter for memory."""
 
     plan: Plan
     pipeline: Pipeline
@@ -157,24 +145,24 @@ class _Variant:
 
     @staticmethod
     def of(job: Job) -> "_Variant":
-        """Return a job as it is."""
+        """Return a job unchanged."""
         return _Variant(job.setup.plan, job.setup.pipeline, job.setup.costs)
 
     def meter(self, job: Job) -> MemoryMeter:
-        """Return what tells of every event what it leaves in memory."""
+        """Return the memory meter."""
         inputs = input_bytes(job.setup.graph, job.setup.dataset, job.profile.by_size)
         memories = stage_memories(job.profile, self.plan, self.pipeline, inputs)
         return MemoryMeter(self.pipeline, memories, self.costs, job.cluster.memory_bytes)
 
     def memory(self, job: Job, num_minibatches: int) -> MemoryTimeline:
-        """Return what workers hold over a simulated segment of so many minibatches."""
+        """Return workers' memory over a simulated segment."""
         meter = self.meter(job)
         changed = replace(job.setup, plan=self.plan, pipeline=self.pipeline, costs=self.costs)
         simulate_segment(changed, num_minibatches, Meter(self.pipeline, meter))
         return meter.timeline()
 
     def with_policy(self, policy: str, profile: Profile) -> "_Variant":
-        """Return the same with one policy for the activations of all layers, whose costs are those of a profile."""
+        """Return the same with one memory policy for all layers, at a profile's costs."""
         stages = (replace(stage, memory=(policy,) * len(stage.memory)) for stage in self.plan.stages)
         plan = replace(self.plan, stages=tuple(stages))
         swaps = tuple(range(self.pipeline.num_stages)) if policy == SWAP else ()
@@ -182,12 +170,12 @@ class _Variant:
         return _Variant(plan, replace(self.pipeline, swaps=swaps), stage_costs(profile, plan, cost))
 
     def at_depth(self, depth: int) -> "_Variant":
-        """Return the same with so many minibatches in flight per input-stage replica."""
+        """Return the same with another depth."""
         return replace(self, plan=replace(self.plan, depth=depth), pipeline=replace(self.pipeline, depth=depth))
 
 
 def _what_would_fit(job: Job, limit: int, num_minibatches: int) -> Iterator[str]:
-    """Yield changes with which nobody is out of memory: computing again, swapping, and the largest smaller depth."""
+    """Yield changes that fit in memory: recomputation, swapping, and the largest smaller depth."""
     own, mode = _Variant.of(job), job.recipe.parallelism.row
 
     def fits(variant: _Variant) -> bool:

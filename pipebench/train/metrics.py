@@ -1,4 +1,4 @@
-"""What a run came to, in numbers: metrics under their tracking names, and a row per stage."""
+"""A run's metrics under their tracking names, and a row per stage."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from pipebench.train.learning_rate import lr_scales
 
 
 def describe(job: Job) -> dict[str, Any]:
-    """Return the part of a result that is known before the run."""
+    """Return the part of a result known before the run."""
     recipe, timing = job.recipe, job.profile.note
     kind = engine_kind(recipe)
     if kind.measures and job.profile.source != "measured":
@@ -42,7 +42,7 @@ def describe(job: Job) -> dict[str, Any]:
 
 
 def recipe_notes(job: Job) -> dict[str, str]:
-    """Return what to know of a recipe's numbers before any is measured, by the fact that it stands beside."""
+    """Return notes on a recipe's numbers, by the fact in the summary."""
     notes = {}
     policies = _policies_cut_for(job)
     if policies:
@@ -55,7 +55,7 @@ def recipe_notes(job: Job) -> dict[str, str]:
 
 
 def _policies_cut_for(job: Job) -> list[str]:
-    """Return what a recipe asks layers to do with activations, if its cuts, left open, were made for that."""
+    """Return a recipe's memory policies, if its open cuts were made for them."""
     asked, stages = job.recipe.parallelism, job.setup.plan.stages
     if asked.cuts is not None or is_plan_file(asked.plan) or len(stages) == 1:
         return []
@@ -65,7 +65,7 @@ def _policies_cut_for(job: Job) -> list[str]:
 
 
 def run_notes(job: Job, facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return `recipe_notes` and, where a worker held more than a device has, that; `facts` as by `sum_facts`."""
+    """Return `recipe_notes` and a note if a worker held more than a device has; `facts` as by `sum_facts`."""
     notes, limit, peaks = recipe_notes(job), job.cluster.memory_bytes, facts["peak_bytes"]
     worker = max(range(len(peaks)), key=peaks.__getitem__)
     if limit is not None and peaks[worker] > limit:
@@ -77,17 +77,11 @@ def run_notes(job: Job, facts: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class EarlierWorkers:
-    """What was done before a change of engine or plan, by workers that this run's workers can't add to.
+    """Work before a change of engine or plan, by workers whose counters this run's can't continue."""
 
-    Attributes:
-        samples: trained on.
-        training_s: seconds in training.
-        num_bytes: sent, by (kind, level).
-    """
-
-    samples: int = 0
+    samples: int = 0  # trained on
     training_s: float = 0.0
-    num_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    num_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)  # sent, by (kind, level)
 
 
 def run_metrics(
@@ -99,17 +93,7 @@ def run_metrics(
     measured: RunMeasurements,
     earlier: EarlierWorkers,
 ) -> dict[str, float]:
-    """Return the metrics of a run that trained.
-
-    Args:
-        job: what was trained.
-        samples: trained on.
-        clock: what the time was spent on.
-        curves: its evaluations.
-        facts: what its workers counted, as `sum_facts` returns it.
-        measured: what they measured.
-        earlier: what other workers did before.
-    """
+    """Return the metrics of a run that trained `samples`; `facts` as by `sum_facts`."""
     setup, training_s = job.setup, clock.training_s
     metrics: dict[str, float] = {
         "evaluation_time_s": clock.evaluation_s,
@@ -138,7 +122,7 @@ def run_metrics(
 
 
 def sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what all processes counted, summed up; lists are by worker."""
+    """Return the sum of all processes' counters; lists are by worker."""
     num_bytes: Counter[tuple[str, str]] = Counter()
     for each in facts:
         num_bytes.update({(kind, level): count for kind, level, count in each["num_bytes"]})
@@ -151,7 +135,7 @@ def sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def result_fields(job: Job, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a result that extensions fill, of what they counted; `facts` as by `sum_facts`."""
+    """Return the fields of a result from extensions' counters; `facts` as by `sum_facts`."""
     fields: dict[str, Any] = {}
     for extension, fields_of in job.setup.pipeline.hooks("result").items():
         fields |= fields_of(facts["extensions"][extension])
@@ -161,7 +145,7 @@ def result_fields(job: Job, facts: Mapping[str, Any]) -> dict[str, Any]:
 def byte_metrics(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict[str, float]:
     """Return communication metrics from bytes by (kind, level).
 
-    The total is activations, gradients and what replicas sum; buffers, evaluation and copies to hosts are given apart.
+    The total includes activations, gradients and sums over replicas; buffers, evaluation and swapping are separate.
     """
     counts = dict(num_bytes)
     kinds = sum_by(counts, 0, (*TRAINING_KINDS, BUFFERS, EVALUATION))
@@ -181,7 +165,7 @@ def byte_metrics(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict
 
 
 def move_metrics(moves: Sequence[RepartitionRecord], num_bytes: Mapping[tuple[str, str], int]) -> dict[str, float]:
-    """Return what layers that moved have cost: the stall is the time in which nothing was computed for it."""
+    """Return the costs of moving layers; the stall is time without computation because of them."""
     return {
         "repartitions": len(moves),
         "migration_bytes": sum(count for (kind, _), count in num_bytes.items() if kind == MIGRATION),
@@ -196,7 +180,7 @@ def describe_stages(job: Job) -> list[dict[str, Any]]:
     names = [layer.name for layer in setup.graph.layers]
     pipeline = setup.pipeline
     base, scales = job.recipe.train.optimizer.lr, lr_scales(job.recipe.train, pipeline)
-    # With several stages per worker, or weight parts that wait, what is in flight is the order's to say.
+    # With several stages per worker, or deferred weight parts, depth depends on the order.
     told_by_formula = pipeline.chunks == 1 and not order_of(pipeline.order).splits
     depths = pipeline.warmups if told_by_formula else most_in_flight(pipeline)
     return [

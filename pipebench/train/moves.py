@@ -1,4 +1,4 @@
-"""Where layers are from which minibatch of a run on: what a recipe asks for, and what was done."""
+"""Moves of layers in a run: those a recipe asks for, and those made."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,32 +15,22 @@ from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.train.periods import Periods
 
 _KEY = "parallelism.vpipe.moves"
-BEFOREHAND, BALANCED = "decided beforehand", "to balance the stages"  # why stages are cut anew
+BEFOREHAND, BALANCED = "decided beforehand", "to balance the stages"  # reasons for new cuts
 
 
 @dataclass(frozen=True)
 class PlannedMove:
-    """A plan, from a minibatch of the run on.
+    """A plan from a minibatch of the run on."""
 
-    Attributes:
-        minibatch: the first that runs forward under it.
-        plan: the plan.
-    """
-
-    minibatch: int
+    minibatch: int  # first forward under the plan
     plan: Plan
 
 
 def planned_moves(asked: Sequence[AskedMove], setup: Setup, periods: Periods) -> tuple[PlannedMove, ...]:
     """Return the plans that a recipe asks for, the first one first.
 
-    Args:
-        asked: what it asks for.
-        setup: what is run, and how layers move.
-        periods: when it drains anyhow.
-
     Raises:
-        PlanError: a plan can't be had of this model, or not then; names the move. Or layers can't move at all.
+        PlanError: layers can't move, or an impossible plan or minibatch; names the move.
     """
     _check_movable(setup)
     found: list[PlannedMove] = []
@@ -66,12 +56,9 @@ def planned_moves(asked: Sequence[AskedMove], setup: Setup, periods: Periods) ->
 
 
 def check_copies(cluster: Cluster, plan: Plan, where: str = "parallelism") -> None:
-    """Refuse copies to hosts at a rate that nobody knows.
+    """Raise an error if layers swap and the cluster's copy rate is unknown.
 
-    Args:
-        cluster: says how fast its devices copy, if it does.
-        plan: whose layers may swap.
-        where: what asks for it.
+    `where` is the key that asks for it.
     """
     stages = [str(index) for index, stage in enumerate(plan.stages) if SWAP in stage.memory]
     if stages and cluster.pcie_bytes_per_s is None:
@@ -83,7 +70,7 @@ def check_copies(cluster: Cluster, plan: Plan, where: str = "parallelism") -> No
 
 
 def _check_movable(setup: Setup) -> None:
-    """Refuse a run whose layers can't move, or whose stages can't be measured one by one."""
+    """Raise an error if layers can't move, or stages can't be measured separately."""
     if setup.repartitions and setup.live:
         for problem in shape_problems(setup.pipeline):
             raise PlanError(f"parallelism.vpipe: {problem}")
@@ -100,7 +87,7 @@ def _check_movable(setup: Setup) -> None:
 
 
 def _check_live(planned: Sequence[PlannedMove], setup: Setup, periods: Periods) -> None:
-    """Refuse moves that can't be made while training goes on: too early after a drain or another, or too far."""
+    """Raise an error for moves that can't be made during training: too soon after a drain or move, or too far."""
     plan, drained = setup.plan, 0
     moves = RepartitionPlan(setup.pipeline, layout_of(plan))
     for index, move in enumerate(planned):
@@ -119,17 +106,12 @@ def _check_live(planned: Sequence[PlannedMove], setup: Setup, periods: Periods) 
 def plan_after(
     graph: LayerGraph, plan: Plan, cuts: Sequence[str], memory: dict[str, str] | None, where: str = _KEY
 ) -> Plan:
-    """Return a plan under other cuts.
+    """Return a plan under other cuts, the first layer of every stage but the first.
 
-    Args:
-        graph: what is cut.
-        plan: before.
-        cuts: first layer of every stage but the first.
-        memory: policies of the layers that don't keep what they save, by name; None leaves all as they are.
-        where: what asks for it.
+    `memory` has policies by layer name, others save; None leaves all unchanged.
 
     Raises:
-        PlanError: there is no such layer, or a stage is left without any; names what asks for it.
+        PlanError: no such layer, or an empty stage; names `where`, the key that asks for it.
     """
     policies = None if memory is None else _policies(graph, memory, where)
     try:
@@ -139,7 +121,7 @@ def plan_after(
 
 
 def _policies(graph: LayerGraph, memory: Mapping[str, str], where: str) -> list[str]:
-    """Return the policy of every layer, those that aren't named keep what they save."""
+    """Return the policy of every layer; those not named save their activations."""
     names = [layer.name for layer in graph.layers]
     for name, policy in memory.items():
         if name not in names:
@@ -155,13 +137,13 @@ def cuts_of(graph: LayerGraph, plan: Plan) -> tuple[str, ...]:
 
 
 def policies_of(graph: LayerGraph, plan: Plan) -> dict[str, str]:
-    """Return the policies of the layers that don't keep what they save, by name."""
+    """Return the policies of layers that don't save their activations, by name."""
     policies = [policy for stage in plan.stages for policy in stage.memory]
     return {layer.name: each for layer, each in zip(graph.layers, policies, strict=True) if each != KEEP}
 
 
 def under(setup: Setup, moves: Sequence[RepartitionRecord]) -> Plan:
-    """Return the plan of a run after moves."""
+    """Return a run's plan after moves."""
     plan = setup.plan
     for move in moves[-1:]:
         plan = plan_after(setup.graph, plan, move.cuts, move.memory)

@@ -1,4 +1,4 @@
-"""After which minibatches a run drains: to evaluate, to write a checkpoint, at its end."""
+"""The minibatches after which a run drains: to evaluate, to write a checkpoint, at its end."""
 
 from dataclasses import dataclass
 
@@ -7,21 +7,15 @@ from pipebench.recipe.schema import PeriodRecipe, TrainRecipe
 
 @dataclass(frozen=True)
 class Periods:
-    """A run's drains, counted in minibatches since its start.
+    """A run's drains, counted in minibatches since its start."""
 
-    Attributes:
-        total: minibatches until the last epoch ends.
-        evaluation: minibatches from evaluation to evaluation; the end has one in any case.
-        checkpoint: minibatches from checkpoint to checkpoint.
-    """
-
-    total: int
-    evaluation: int
-    checkpoint: int
+    total: int  # minibatches until the last epoch ends
+    evaluation: int  # minibatches between evaluations; there is one at the end, too
+    checkpoint: int  # minibatches between checkpoints
 
     @staticmethod
     def of(train: TrainRecipe, minibatches_per_epoch: int) -> "Periods":
-        """Return a recipe's; without a period of their own, checkpoints come with evaluations."""
+        """Return a recipe's periods; without its own, the checkpoint period is the evaluation period."""
 
         def period(every: PeriodRecipe) -> int:
             return every.minibatches or (every.epochs or 1) * minibatches_per_epoch
@@ -34,17 +28,17 @@ class Periods:
 
     @property
     def longest_segment(self) -> int:
-        """Minibatches from drain to drain, at most."""
+        """The most minibatches between drains."""
         return min(self.total, self.evaluation, self.checkpoint)
 
     def next_drain(self, done: int) -> int:
-        """Return after how many minibatches the next drain is."""
+        """Return the number of minibatches before the next drain."""
         return min(self.total, *((done // period + 1) * period for period in (self.evaluation, self.checkpoint)))
 
     def drains_at(self, done: int) -> bool:
-        """Return whether there is a drain after so many minibatches, to evaluate or to write a checkpoint."""
+        """Return whether the run drains after `done` minibatches, to evaluate or to write a checkpoint."""
         return done % self.checkpoint == 0 or self.evaluates_at(done)
 
     def evaluates_at(self, done: int) -> bool:
-        """Return whether there is an evaluation after so many minibatches."""
+        """Return whether the run evaluates after `done` minibatches."""
         return done > 0 and (done % self.evaluation == 0 or done >= self.total)

@@ -1,4 +1,4 @@
-"""The plan of a recipe: the planner's, one that it writes out, a file's, or the one that a run's folder keeps."""
+"""The plan of a recipe: the planner's, one written out, a file's, or the one in a run's folder."""
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
@@ -22,7 +22,7 @@ def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Pr
     """Return the recipe's plan.
 
     Raises:
-        PlanError: the model, the cluster or its memory doesn't allow it.
+        PlanError: impossible with this model, cluster or memory.
     """
     parallelism = recipe.parallelism
     planner = Planner(plan_request(recipe, cluster, profile, dataset), parallelism.mode)
@@ -51,10 +51,10 @@ def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Pr
 
 
 def plan_of_file(parallelism: ParallelismRecipe, num_workers: int, graph: LayerGraph, streams: int | None) -> Plan:
-    """Return the plan of the file that a recipe names.
+    """Return the plan of the recipe's file.
 
     Raises:
-        RecipeError: with everything that is wrong with it.
+        RecipeError: lists all problems.
     """
     form = load_plan(parallelism.plan)
     problems = [*form_problems(form, parallelism, num_workers)]
@@ -73,18 +73,12 @@ def kept_plan(
     graph: LayerGraph,
     streams: int | None,
 ) -> Plan:
-    """Return a plan that was kept, if it is one that the recipe could have been given.
+    """Return a recorded plan from the file `source`, if the recipe, its mode resolved, allows it.
 
-    Args:
-        form: the plan.
-        source: its file.
-        parallelism: what the recipe asks for, its mode resolved.
-        num_workers: devices of the cluster.
-        graph: the model.
-        streams: of a text, which replicas take turns with.
+    `streams` are of a text, shared out among replicas.
 
     Raises:
-        RecipeError: with everything that is wrong with it.
+        RecipeError: lists all problems.
     """
     refuse(source, [*form_problems(form, parallelism, num_workers), *layer_problems(form, graph)], f"; {ANEW}")
     refuse(source, _other_than_asked(form, parallelism, num_workers, graph, streams), f"; {ANEW}")
@@ -94,7 +88,7 @@ def kept_plan(
 def _other_than_asked(
     form: PlanForm, parallelism: ParallelismRecipe, num_workers: int, graph: LayerGraph, streams: int | None
 ) -> Problems:
-    """Yield where a plan that would run isn't what the recipe asks for."""
+    """Yield where a valid plan differs from the recipe."""
     mode, given, written = parallelism.row, parallelism.plan, format_plan(form.replicas)
     problem = streams_problem(form.replicas, streams)
     if problem is not None:
@@ -117,5 +111,5 @@ def _other_than_asked(
 
 
 def _over(graph: LayerGraph, plan: Plan) -> Plan:
-    """Return a plan of a profile's layers as one of the graph's, which are as many; the graph knows buffers, too."""
+    """Return a plan of a profile's layers as one of the graph's same layers; the graph knows buffers, too."""
     return recut(graph, plan, [stage.start for stage in plan.stages[1:]])

@@ -1,6 +1,6 @@
-"""The prediction beside the measurement: what the simulator said of an epoch, and what the run came to.
+"""Prediction beside measurement: the simulator's epoch and the run.
 
-Both sides are metrics under the same names: `simulated.predicted_metrics` predicts, a run's result measures.
+Both are metrics under the same names, from `simulated.predicted_metrics` and from a run's result.
 """
 
 from collections.abc import Mapping
@@ -8,20 +8,16 @@ from collections.abc import Mapping
 from pipebench.formats import is_share, measure
 from pipebench.metrics import METRICS, PREDICTED
 
-# What both sides can tell, in the order of the table.
+# Metrics of both, in the order of the table.
 _COMPARED = tuple(row.name for row in METRICS if PREDICTED in row.shown)
 
 
 def compare(measured: Mapping[str, float], predicted: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that put a prediction beside a run.
-
-    Args:
-        measured: the run's metrics.
-        predicted: those of the simulated epoch, under the same names.
+    """Return metrics that compare a run with its prediction, the simulated epoch's metrics.
 
     Returns:
-        `predicted_<metric>` of what was predicted, and `prediction_error`: measured epoch time over predicted, minus
-        1, so above 0 where the run was slower than predicted; without it where either time is missing.
+        `predicted_<metric>`, and `prediction_error`: measured epoch time over predicted, minus 1, so above 0 if the run
+            was slower than predicted; left out if either time is missing.
     """
     metrics = {f"predicted_{name}": predicted[name] for name in _COMPARED if name in predicted}
     measured_s, predicted_s = measured.get("epoch_time_s"), predicted.get("epoch_time_s")
@@ -31,12 +27,7 @@ def compare(measured: Mapping[str, float], predicted: Mapping[str, float]) -> di
 
 
 def prediction_markdown(metrics: Mapping[str, float], note: str = "") -> str:
-    """Return a Markdown table of what was measured and predicted.
-
-    Args:
-        metrics: the run's metrics, those of `compare` among them.
-        note: what to know of the prediction; stands below.
-    """
+    """Return a Markdown table of measured and predicted metrics (see `compare`), and below it a note."""
     lines = ["| | measured | predicted | difference |", "| --- | ---: | ---: | ---: |"]
     for name in _COMPARED:
         measured, predicted = metrics.get(name), metrics.get(f"predicted_{name}")
@@ -48,7 +39,7 @@ def prediction_markdown(metrics: Mapping[str, float], note: str = "") -> str:
 
 
 def prediction_line(metrics: Mapping[str, float]) -> str:
-    """Return the prediction of the epoch time beside the measurement in a few words; "" without a prediction."""
+    """Return predicted and measured epoch time in a few words; "" without a prediction."""
     measured_s, predicted_s = metrics.get("epoch_time_s"), metrics.get("predicted_epoch_time_s")
     if measured_s is None or predicted_s is None:
         return ""
@@ -58,7 +49,7 @@ def prediction_line(metrics: Mapping[str, float]) -> str:
 
 
 def _difference(name: str, measured: float | None, predicted: float | None) -> str:
-    """Return the measured value less the predicted one: in per cent of it, in percentage points for shares."""
+    """Return measured less predicted: in per cent of predicted, in percentage points for shares."""
     if measured is None or predicted is None:
         return ""
     if is_share(name):

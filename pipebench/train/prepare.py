@@ -1,6 +1,6 @@
-"""From a recipe to everything an engine needs: model, data, profile, plan, pipeline, costs.
+"""From a recipe to an engine's setup: model, data, profile, plan, pipeline, costs.
 
-Every step is a function of what the steps before it gave, so that each can be called, printed and tested alone.
+Every step is a function of the results before it, so each can be called, printed and tested alone.
 """
 
 from collections.abc import Callable
@@ -57,15 +57,15 @@ def prepare(
 
     Args:
         recipe: a validated recipe.
-        cluster: the cluster it names.
-        on_progress: told of (layers profiled, layers to profile).
-        trains: False if only its shape is looked at: then, as in a simulation, there are no weights.
-        kept: plan and profile that were made before; None makes them.
-        measure_again: returns the profile that costs are taken from, where it isn't the one that the plan is from.
-        whole_only: leave out of an epoch what fills no minibatch: fewer sizes to profile.
+        cluster: its cluster.
+        on_progress: called with (layers profiled, layers to profile).
+        trains: False for no weights, as in a simulation.
+        kept: earlier plan and profile; None makes them.
+        measure_again: returns the profile for costs, if it is not the plan's.
+        whole_only: leave out an epoch's last, short minibatch: fewer sizes to profile.
 
     Raises:
-        PlanError, GraphError, ProfileError: what the model turns out not to allow.
+        PlanError, GraphError, ProfileError: impossible with this model.
     """
     trains = trains and engine_kind(recipe).trains
     whole_only |= recipe.search is not None and not trains  # each architecture is profiled at every size
@@ -96,10 +96,10 @@ def prepare(
 def _with_mode(
     recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Dataset, kept: Decision | None
 ) -> tuple[Recipe, Comparison | None]:
-    """Return a recipe whose mode is one, and the modes that were compared for it, if any were.
+    """Return a recipe with a resolved mode, and the comparison of modes, if any.
 
     Raises:
-        RecipeError: the mode that was kept is none.
+        RecipeError: the recorded mode does not exist.
     """
     if recipe.parallelism.mode != AUTO:
         return recipe, None
@@ -115,16 +115,10 @@ def _with_mode(
 
 
 def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan) -> Setup:
-    """Return what the engine takes.
-
-    Args:
-        recipe: a recipe whose mode is one.
-        cluster: where it runs.
-        known: the model that the run begins with, and the profile that costs are taken from.
-        plan: the plan.
+    """Return the engine's setup for a recipe with a resolved mode.
 
     Raises:
-        PlanError: what the plan, the cluster or the precision doesn't allow.
+        PlanError: impossible with this plan, cluster or precision.
     """
     train, parallelism, vpipe = recipe.train, recipe.parallelism, recipe.parallelism.vpipe
     graph, dataset, profile = known.graph, known.dataset, known.profile
@@ -163,9 +157,9 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan) -
 
 
 def _choices(recipe: Recipe) -> tuple[str, ...]:
-    """Return what layers may do once they have moved: what moves say, or what there was to choose from at first.
+    """Return the memory policies that layers may choose after a move: those of the moves, or the initial choice.
 
-    Where a plan's file says what they do, or vPipe chooses nothing, they go on doing that.
+    If a plan's file sets policies, or vPipe chooses none, layers keep theirs.
     """
     parallelism, asked = recipe.parallelism, _asked_moves(recipe)
     if asked:
@@ -176,7 +170,7 @@ def _choices(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _pipeline(recipe: Recipe, profile: Profile, plan: Plan) -> Pipeline:
-    """Return the pipeline of a plan in a recipe's mode, with the extensions that the recipe turns on."""
+    """Return a plan's pipeline in a recipe's mode, with its extensions."""
     mode = recipe.parallelism.row
     pipeline = make_pipeline(
         plan,
@@ -195,23 +189,23 @@ def _pipeline(recipe: Recipe, profile: Profile, plan: Plan) -> Pipeline:
 
 
 def _value(section: Any, key: str) -> Any:
-    """Return the value of a full key, None where there is none."""
+    """Return the value of a full key, or None."""
     for name in key.split("."):
         section = getattr(section, name, None)
     return section
 
 
 def _asked_moves(recipe: Recipe) -> list[AskedMove]:
-    """Return the moves that a recipe asks for."""
+    """Return a recipe's moves."""
     vpipe = recipe.parallelism.vpipe
     return [] if vpipe is None else asked_moves(vpipe.moves)
 
 
 def _searched(recipe: Recipe, cluster: Cluster, known: ProfiledModel, profile: Profile) -> SearchSetup:
-    """Return what a recipe's search needs to know, but for a trace's changes, which depend on the plan.
+    """Return a recipe's search without a trace's changes, which depend on the plan.
 
     Raises:
-        GraphError: cells that aren't there, or can't be left out.
+        GraphError: cells that don't exist, or can't be left out.
     """
     assert recipe.search is not None
     cells = recipe.search.cells
@@ -224,7 +218,7 @@ def _scales(train: TrainRecipe) -> bool:
 
 
 def _check_scaling(train: TrainRecipe, graph: LayerGraph, plan: Plan, *, flushes: bool) -> None:
-    """Refuse a stage without parameters that decides about its loss scale alone: nothing there shows an overflow."""
+    """Raise an error for a stage without parameters that scales alone: no overflow would show there."""
     if not _scales(train) or flushes:
         return
     for index, stage in enumerate(plan.stages):

@@ -1,7 +1,6 @@
 """A recipe's model, data and costs.
 
-The model is traced to layers, and checked against the data set that feeds it; a profile says what its layers cost at
-every size that travels.
+The model is traced to layers and checked against its data set; a profile has the layers' costs at every size of a unit.
 """
 
 import logging
@@ -38,21 +37,13 @@ KEPT = "of the kept decision"
 
 @dataclass(frozen=True)
 class ProfiledModel:
-    """A recipe's model, data and costs.
-
-    Attributes:
-        dataset: the data.
-        graph: the layer graph, with its initial weights where they are needed; else on the meta device.
-        device: where arithmetic happens.
-        profile: layer costs at every size that travels.
-        left_over: samples of an epoch that the profile has no times for, and the data not, therefore.
-    """
+    """A recipe's model, data and costs."""
 
     dataset: Dataset
-    graph: LayerGraph
-    device: torch.device
-    profile: Profile
-    left_over: int = 0
+    graph: LayerGraph  # with initial weights if needed, else on the meta device
+    device: torch.device  # of the arithmetic
+    profile: Profile  # layer costs at every size of a unit
+    left_over: int = 0  # samples of an epoch without times in the profile, left out of the data
 
 
 def profile_model(
@@ -69,15 +60,15 @@ def profile_model(
 
     Args:
         recipe: a validated recipe.
-        cluster: whose device the times are to be true for.
-        on_progress: told of (layers profiled, layers to profile).
-        whole_minibatches: profile whole minibatches too where only microbatches travel.
-        trains: whether the weights are needed for more than a profile.
-        kept: the profile, where it is known already.
+        cluster: whose device is profiled.
+        on_progress: called with (layers profiled, layers to profile).
+        whole_minibatches: profile whole minibatches too, even if only microbatches travel.
+        trains: whether weights are needed beyond profiling.
+        kept: the profile, if known.
         whole_only: see `prepare`.
 
     Raises:
-        GraphError, PlanError, ProfileError: the model can't be traced or profiled, or isn't fed by the data set.
+        GraphError, PlanError, ProfileError: it can't be traced or profiled, or the data set doesn't fit.
     """
     device = choose_device(recipe.engine.device)
     dataset, left_over = _data(recipe, whole_only=whole_only)
@@ -99,25 +90,25 @@ def profile_model(
     else:
         profile = profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
     decides = kept is None and (trains or engine_kind(recipe).in_processes)
-    if is_users and decides and len(graph.layers) > 1:  # one layer runs as it is, and the zoo's models are tested
+    if is_users and decides and len(graph.layers) > 1:  # one layer runs unchanged, and the zoo's are tested
         check_traced(*exact, sizes)
     return ProfiledModel(dataset, graph, device, _noted(profile, left_over), left_over)
 
 
 def _noted(profile: Profile, left_over: int) -> Profile:
-    """Return a profile that says which samples of an epoch it has no times for."""
+    """Return a profile with a note on samples of an epoch without times."""
     return replace(profile, note=f"{profile.note}; {left_over_note(left_over)}") if left_over else profile
 
 
 def left_over_note(left_over: int) -> str:
-    """Return in words that some samples aren't run."""
+    """Return a note that some samples aren't run."""
     return f"the {left_over} samples of an epoch that fill no minibatch aren't run: there are no times for so few"
 
 
 def _data(recipe: Recipe, *, whole_only: bool = False) -> tuple[Dataset, int]:
-    """Return a recipe's data, and how many samples of an epoch aren't in it: those the profile has no times for."""
+    """Return a recipe's data, and how many samples of an epoch are left out for lack of times."""
     dataset: Dataset = make_dataset(recipe.dataset)
-    if dataset.sequential:  # pieces of a text are all whole
+    if dataset.sequential:  # a text has no short minibatch
         return dataset, 0
     if not whole_only and (engine_kind(recipe).trains or not has_one_size(recipe)):
         return dataset, 0
@@ -126,7 +117,7 @@ def _data(recipe: Recipe, *, whole_only: bool = False) -> tuple[Dataset, int]:
 
 
 def _model_of_file(recipe: Recipe, data: Dataset, left_over: int, device: torch.device) -> ProfiledModel:
-    """Return the model that is a profile."""
+    """Return the model of a profile's file."""
     found = profile_of_file(recipe, data)
     costs = work_of(found)
     graph = graph_of(next(iter(costs.layers.values())))
@@ -143,24 +134,22 @@ def choose_device(name: str) -> torch.device:
 
 
 def initial_model(recipe: Recipe, device: str = "cpu") -> nn.Module:
-    """Return the whole model, initialised under the recipe's seed, however it is cut later.
+    """Return the whole model, initialised with the recipe's seed, independent of its cuts.
 
-    Args:
-        recipe: a validated recipe.
-        device: `cpu`, or `meta` for shapes without weights: no memory, no time.
+    `device` is `cpu`, or `meta` for shapes without weights.
 
     Raises:
-        GraphError: a model of the zoo can't have these options.
+        GraphError: impossible options for a model of the zoo.
     """
     seed = mix(recipe.train.seed, name_hash("initial weights"))
-    # Whatever a model's author draws from: every process makes the model itself, and all have to make the same.
+    # All generators that a model may draw from: every process makes the same model itself.
     with seeded(seed) if recipe.model.get("target") is not None else nullcontext():
         seed_default_generator(torch.device("cpu"), seed)
         with weightless() if device == "meta" else torch.device(device):
             try:
                 made: nn.Module = make_model(recipe.model)
             except (RuntimeError, ArithmeticError) as error:
-                # Torch's words on a layer of the zoo's that can't be; what a target raises is told already.
+                # Torch's message on an impossible layer of the zoo; a target's errors are reported elsewhere.
                 if recipe.model.get("name") is None:
                     raise
                 name = recipe.model["name"]
@@ -169,15 +158,12 @@ def initial_model(recipe: Recipe, device: str = "cpu") -> nn.Module:
 
 
 def _layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str]) -> LayerGraph:
-    """Return a model as layers; as one, where it can't be traced and nothing is to be cut.
+    """Return a model as layers; as a single one if it can't be traced and needs no cuts.
 
-    Args:
-        recipe: says which modules are layers, and how it is run.
-        model: its model.
-        fed: how many arguments of its forward the data set feeds, or which.
+    `fed` is the number or names of the arguments that the data set feeds.
 
     Raises:
-        GraphError: it can't be traced, and would have to be cut.
+        GraphError: it can't be traced, and needs cuts.
     """
     mode = recipe.parallelism.mode
     try:
@@ -190,10 +176,10 @@ def _layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str]) -
 
 
 def _check_fed(model: nn.Module, graph: LayerGraph, dataset: Dataset, name: str) -> None:
-    """Refuse a data set that isn't this model's.
+    """Raise an error if a data set doesn't fit the model.
 
     Raises:
-        PlanError: it feeds other inputs, or ids that an embedding lacks; or scores what the model can't write.
+        PlanError: other inputs, ids out of an embedding's range, or scores of text that the model can't generate.
     """
     if len(graph.inputs) != len(dataset.inputs):
         raise PlanError(
@@ -210,7 +196,7 @@ def _check_fed(model: nn.Module, graph: LayerGraph, dataset: Dataset, name: str)
 
 
 def _check_ids(graph: LayerGraph, dataset: Dataset, name: str) -> None:
-    """Refuse an embedding with fewer rows than the data set has ids: a lookup would fail somewhere in the run."""
+    """Raise an error for an embedding with fewer rows than the data set has ids, before a lookup fails in the run."""
     fields = dict(zip(graph.inputs, dataset.inputs, strict=True))
     for layer in graph.layers:
         module = graph.root.get_submodule(str(layer.node.target)) if layer.node.op == "call_module" else None
@@ -224,7 +210,7 @@ def _check_ids(graph: LayerGraph, dataset: Dataset, name: str) -> None:
 
 
 def input_bytes(graph: LayerGraph, dataset: Dataset, sizes: Iterable[Size]) -> dict[Size, dict[str, int]]:
-    """Return the bytes of every input of a model, by size of the unit."""
+    """Return the bytes of every model input, by size of the unit."""
     names = [*zip(graph.inputs, dataset.inputs, strict=True)]
     examples = {size: _example(dataset, size) for size in sizes}
     return {size: {name: example[field].nbytes for name, field in names} for size, example in examples.items()}

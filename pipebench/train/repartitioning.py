@@ -1,4 +1,4 @@
-"""The moves of a run: what its recipe asks for and what is decided on the way, announced, carried out and kept."""
+"""The moves of a run, asked for and decided: announced, made and recorded."""
 
 import logging
 from collections.abc import Callable
@@ -14,19 +14,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class Repartitioning:
-    """The moves of a run, from one drain to the next.
-
-    Args:
-        job: what is run.
-        engine: what runs it.
-        tell: takes a sentence on every move.
-
-    Attributes:
-        made: the moves so far, the first one first.
-    """
+    """Makes and records a run's moves; `tell` takes a sentence on each."""
 
     def __init__(self, job: Job, engine: Engine, tell: Callable[[str], None] = lambda sentence: None) -> None:
-        self.made: list[RepartitionRecord] = []
+        self.made: list[RepartitionRecord] = []  # the moves so far, ascending
         self._planned, self._graph, self._sampler = job.moves, job.setup.graph, job.setup.sampler
         self._engine, self._tell = engine, tell
         self._before = engine.setup
@@ -34,14 +25,10 @@ class Repartitioning:
         self._decided: list[Plan] = []
 
     def train(self, done: int, drain: int) -> int:
-        """Train up to the next drain, and take note of the moves on the way; `replan` makes those that are due there.
+        """Train up to the next drain, and record the moves before it; `replan` makes those at the drain.
 
-        Args:
-            done: minibatches of the run so far.
-            drain: after how many the pipeline drains in any case.
-
-        Returns:
-            Minibatches of the run up to there: fewer than `drain` where it drains to move, or is stopped.
+        `done` and `drain` are minibatches of the run so far, and before the next regular drain. Returns those at the
+        end: fewer than `drain` if it drains for a move, or is stopped.
         """
         live = self._engine.setup.live
         drain = min([drain, *(move.minibatch for move in self._planned if move.minibatch > done and not live)])
@@ -51,10 +38,10 @@ class Repartitioning:
         return ended
 
     def _announce(self, done: int, drain: int) -> None:
-        """Announce the moves that the recipe asks for between two drains, where training goes on meanwhile.
+        """Announce the recipe's moves between two drains, if layers move during training.
 
-        A run that was stopped right before a move goes on too late for it: it is made at once, nothing being in flight.
-        Where the stop came after it had been announced, it has been made.
+        After a stop right before a move it is too late to announce it: it is made at once, with nothing in flight.
+        After a stop between announcement and move, it has been made.
         """
         planned = [move for move in self._planned if done < move.minibatch < drain] if self._engine.setup.live else []
         while planned and self._comes_too_late(planned[0], done):
@@ -67,19 +54,14 @@ class Repartitioning:
             self._engine.announce(move)
 
     def _comes_too_late(self, first: PlannedMove, done: int) -> bool:
-        """Return whether a segment's first move has been made, or can't be made while the segment runs."""
+        """Return whether a segment's first move has been made, or can't be made within the segment."""
         setup = self._engine.setup
         moves = RepartitionPlan(setup.pipeline, layout_of(setup.plan))
         move = Repartition(first.minibatch - done, *layout_of(first.plan))
         return first.plan == setup.plan or any(moves.problems(move))
 
     def _note(self, first: int, done: int) -> None:
-        """Take note of the moves of a segment that has ended, and of what was decided for the drain after it.
-
-        Args:
-            first: the minibatch that it began with.
-            done: minibatches of the run up to its end.
-        """
+        """Record the moves of the segment of minibatches [first, done), and the decisions for the drain after it."""
         before, decided = self._before, self._engine.take_decisions()
         moves = [(move, BEFOREHAND) for move in self._announced]
         moves += [(move, BALANCED) for move in decided if before.live]
@@ -91,7 +73,7 @@ class Repartitioning:
         self._decided = [recut(before.graph, before.plan, move.starts, move.memory) for move in drained]
 
     def replan(self, done: int) -> None:
-        """Go on under the plans that are due, here at a drain."""
+        """Switch to the plans due at this drain."""
         for plan in self._decided:
             self._replan(done, plan, BALANCED)
         for move in self._planned:
@@ -106,7 +88,7 @@ class Repartitioning:
     def _record(
         self, minibatch: int, was: Plan, plan: Plan, why: str, *, live: bool = False, stall_s: float = 0.0
     ) -> None:
-        """Take note of a move, and tell of it."""
+        """Record and report a move."""
         graph, samples = self._graph, self._sampler.samples_before(minibatch)
         cuts, before, memory = cuts_of(graph, plan), cuts_of(graph, was), policies_of(graph, plan)
         if self.made and self.made[-1].minibatch == minibatch:  # nothing has run in between

@@ -1,4 +1,4 @@
-"""What a recipe asks of the planner, and which sizes travel: known without its model, and without torch."""
+"""A recipe's request to the planner and its sizes of units, without its model and without torch."""
 
 import copy
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from zoo.registry import Dataset
 
 
 def samplers(train: TrainRecipe, dataset: Dataset) -> tuple[Sampler, Sampler]:
-    """Return which samples make up a minibatch, in training and in evaluation."""
+    """Return the samplers of training and of evaluation."""
     size = train.minibatch_size
     if dataset.sequential:
         streams = train.streams or 1
@@ -29,7 +29,7 @@ def samplers(train: TrainRecipe, dataset: Dataset) -> tuple[Sampler, Sampler]:
 
 
 def travelling_sizes(recipe: Recipe, dataset: Dataset, *, whole_minibatches: bool = False) -> tuple[int, ...]:
-    """Return every number of samples a unit can have, in training and evaluation; of whole minibatches too if asked."""
+    """Return every size of a unit, in training and evaluation; of whole minibatches too if asked."""
     training, held_out = (
         {sampler.size(0), sampler.size(sampler.minibatches_per_epoch - 1)}
         for sampler in samplers(recipe.train, dataset)
@@ -40,7 +40,7 @@ def travelling_sizes(recipe: Recipe, dataset: Dataset, *, whole_minibatches: boo
 
 
 def whole_minibatches(dataset: Dataset, minibatch_size: int) -> Dataset:
-    """Return a data set without the samples that don't fill a minibatch, and with one minibatch to evaluate on."""
+    """Return a data set without an epoch's short minibatch, and with one minibatch of evaluation."""
     whole = copy.copy(dataset)
     whole.num_train -= whole.num_train % minibatch_size
     whole.num_eval = minibatch_size
@@ -48,10 +48,10 @@ def whole_minibatches(dataset: Dataset, minibatch_size: int) -> Dataset:
 
 
 def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Dataset) -> Request:
-    """Return what a recipe asks of the planner.
+    """Return a recipe's request to the planner.
 
     Raises:
-        PlanError: it names layers that the profile doesn't have.
+        PlanError: it names layers that the profile lacks.
     """
     parallelism = recipe.parallelism
     names = [row.name for row in next(iter(profile.layers.values()))[:-1]]
@@ -73,13 +73,13 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
 
 
 def _unswappable_modes(parallelism: ParallelismRecipe) -> dict[str, str]:
-    """Return the modes in which no layer can swap, and why, if layers are to."""
+    """Return the modes that can't swap, with reasons, if layers are to swap."""
     why = "backwards are split, and their weight parts keep what layers read that are to swap"
     return {name: why for name, row in MODES.items() if row.backward == SPLIT} if parallelism.swap_layers else {}
 
 
 def _memory(parallelism: ParallelismRecipe, names: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the policy of every layer where a recipe names some; None leaves all to the mode."""
+    """Return every layer's policy if a recipe names some; None leaves them to the mode."""
     recompute, swap = parallelism.recompute_layers, parallelism.swap_layers
     if recompute is None and swap is None:
         return None

@@ -1,7 +1,7 @@
-"""Training while the architecture changes: the loop to a target, with another individual's turn at every evaluation.
+"""Training with a changing architecture: the training loop, with the next individual at every evaluation.
 
-An individual's score is an evaluation, and evaluations are what checkpoints keep of a run and what all its processes
-know: so a run that goes on from a checkpoint searches on as if nothing had happened, and processes need not agree.
+Scores are evaluations, which checkpoints contain and all processes know: a resumed run continues its search, and
+processes need not agree.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ def loop_for(
     on_point: OnPoint,
     policy: CheckpointPolicy = NO_CHECKPOINTS,
 ) -> TrainingLoop:
-    """Return what trains a job; see `TrainingLoop`."""
+    """Return a job's training loop; see `TrainingLoop`."""
     loop = TrainingLoop if job.search is None else SearchLoop
     return loop(job, make_engine, progress, on_point, policy)
 
@@ -60,7 +60,7 @@ class SearchLoop(TrainingLoop):
             self._progress.note(self._search.sentence())
 
     def _take_up(self) -> None:
-        """Go on with the architecture whose turn it is."""
+        """Switch to the current individual's architecture."""
         self._engine.switch_setup(self._asked.architectures.setup(self._engine.setup, self._search.current.cells))
 
     def _result(self, outcome: str, sentence: str, total_s: float, wall_s: float) -> tuple[RunResult, Timeline]:

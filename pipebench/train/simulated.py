@@ -1,4 +1,4 @@
-"""The simulated engine's answer: an epoch's time, bytes and bubble from durations alone; no accuracy, no TTA."""
+"""The simulated engine's result: an epoch's time, bytes and bubble from durations alone, without accuracy."""
 
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
@@ -15,12 +15,7 @@ from pipebench.train.result import COMPLETED, RunResult
 
 
 def simulate_epoch(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
-    """Simulate one epoch, fill and drain included; totals are those of one epoch.
-
-    Args:
-        job: what is simulated.
-        watch: watches, and foretells the peaks of memory.
-    """
+    """Simulate one epoch, with fill and drain, and total it; `watch` predicts peak memory."""
     setup = job.setup
     meter = Meter(setup.pipeline, *(watch.listeners if watch else ()))
     per_epoch = setup.sampler.minibatches_per_epoch
@@ -37,9 +32,9 @@ def simulate_epoch(job: Job, watch: MemoryForecast | None = None) -> tuple[RunRe
 
 
 def shares(job: Job, totals: SegmentTotals) -> list[dict[str, float]]:
-    """Return what share of its workers' time each stage is busy, forwards that are computed again apart.
+    """Return each stage's busy share of its workers' time, with recomputation apart.
 
-    Nothing where lengths vary: then units don't take equally long.
+    Empty if lengths vary, since units then take different times.
     """
     setup = job.setup
     sampler, pipeline, costs = setup.sampler, setup.pipeline, setup.costs
@@ -60,10 +55,10 @@ def shares(job: Job, totals: SegmentTotals) -> list[dict[str, float]]:
 
 
 def planned_metrics(job: Job) -> dict[str, float]:
-    """Return the throughput that the recipe's cost model expects of the plan, as the optimizer of a paper predicts it.
+    """Return the plan's throughput by the recipe's cost model, as a paper's optimizer predicts it.
 
-    Its slowest stage sets it (PipeDream, section 3.1). That says nothing about flushes, so that of pipelines that flush
-    nothing is returned, nor of plans that are cut where the cost model has no place to.
+    The slowest stage determines it (PipeDream, section 3.1). Empty for flushing pipelines, which the model does not
+    cover, and for plans with cuts where the cost model has none.
     """
     recipe, setup = job.recipe, job.setup
     if setup.pipeline.flushes and len(setup.plan.stages) > 1:
@@ -77,12 +72,9 @@ def planned_metrics(job: Job) -> dict[str, float]:
 
 
 def predicted_metrics(setup: Setup, num_minibatches: int, meter: Meter | None = None) -> dict[str, float]:
-    """Return what the simulator says of a segment that ends an epoch, under the names a trained run's metrics have.
+    """Return a simulated segment's metrics, under the names of a trained run's.
 
-    Args:
-        setup: what is run.
-        num_minibatches: length of the segment, up to one epoch; `epoch_time_s` is scaled to one.
-        meter: records the timeline.
+    The segment ends an epoch and is at most one; `epoch_time_s` is scaled to one.
     """
     return _metrics(setup, num_minibatches, simulate_segment(setup, num_minibatches, meter))
 
@@ -94,7 +86,7 @@ def _metrics(setup: Setup, num_minibatches: int, totals: SegmentTotals) -> dict[
 
 
 def totalled(setup: Setup, samples: int, totals: SegmentTotals) -> dict[str, float]:
-    """Return metrics of so many samples, under the names a trained run's metrics have."""
+    """Return the metrics of a simulation, under the names of a trained run's."""
     sampler, num_workers = setup.sampler, setup.pipeline.num_workers
     return {
         "total_time_s": totals.end_s,
@@ -112,7 +104,7 @@ def totalled(setup: Setup, samples: int, totals: SegmentTotals) -> dict[str, flo
 
 
 def epoch_notes(job: Job, totals: SegmentTotals, num_minibatches: int) -> dict[str, str]:
-    """Return of how many minibatches an epoch's time is known, and how well; and what isn't part of it."""
+    """Return notes on the minibatches and precision behind an epoch's time, and on what it leaves out."""
     told = [left_over_note(job.left_over)] if job.left_over else []
     if totals.num_simulated:
         told.append(_estimated(job.setup, totals, num_minibatches))

@@ -1,7 +1,7 @@
-"""A run whose layers move, on the simulated engine: all its epochs, with the drains that the recipe asks for.
+"""A simulated run whose layers move: all epochs, with the recipe's drains.
 
-Between two drains only as much is simulated as anything changes in. Then every segment costs what it costs under the
-last cuts, found as for a run whose layers stay; so a run's time hardly depends on how many epochs it has.
+Between two drains only the changing part is simulated; the rest costs what it costs under the last cuts, so the
+simulation's time hardly depends on the number of epochs.
 """
 
 from collections import Counter
@@ -31,11 +31,9 @@ from pipebench.train.simulated import epoch_notes, planned_metrics, shares, tota
 
 
 def simulate_moving(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
-    """Simulate all epochs of a job whose layers move, or may; evaluations and checkpoints drain, and take no time.
+    """Simulate all epochs of a job whose layers may move; evaluations and checkpoints drain, and take no time.
 
-    Args:
-        job: what is simulated.
-        watch: watches a segment under the cuts that the run begins with, and foretells the peaks of memory.
+    `watch` records a segment under the initial cuts, and predicts peak memory.
     """
     setup = job.setup
     engine = SimulatedEngine(setup, inputs=input_bytes(setup.graph, setup.dataset, setup.profile.by_size))
@@ -66,7 +64,7 @@ def simulate_moving(job: Job, watch: MemoryForecast | None = None) -> tuple[RunR
 
 
 def _trained(periods: Periods, engine: SimulatedEngine, moves: Repartitioning) -> Iterator[Point]:
-    """Go through the drains of a run; yield what there is to tell of its rates, often while layers move."""
+    """Run from drain to drain; yield points of rates, often while layers move."""
     done, sampler = 0, engine.setup.sampler
     before = Mark(0.0, 0, Counter())
     while done < periods.total:
@@ -78,12 +76,12 @@ def _trained(periods: Periods, engine: SimulatedEngine, moves: Repartitioning) -
         before, sent = Mark(engine.clock_s, 0, Counter()), Counter(engine.totals.num_bytes)
         if done < periods.total:
             moves.replan(done)
-            for key, count in engine.totals.num_bytes.items():  # what moves at a drain counts with what comes after it
+            for key, count in engine.totals.num_bytes.items():  # moves at a drain count with the next segment
                 before.num_bytes[key] = sent[key] - count
 
 
 def _rates(before: Mark, mark: Mark) -> dict[str, float]:
-    """Return what happened per second between two moments of a segment."""
+    """Return rates per second between two moments of a segment."""
     took_s = mark.clock_s - before.clock_s
     sent = sum_by(mark.num_bytes - before.num_bytes, 0, (*TRAINING_KINDS, MIGRATION))
     moved = sent.pop(MIGRATION, 0)
@@ -95,7 +93,7 @@ def _rates(before: Mark, mark: Mark) -> dict[str, float]:
 
 
 def watch_of(job: Job, moves: Sequence[RepartitionRecord]) -> MemoryForecast:
-    """Return what there is to see of a job that has run, on any engine, and in which layers have moved, or haven't."""
+    """Return the memory forecast of a job that has run on any engine, with the moves it made."""
     if not moves or job.search is not None:
         return MemoryForecast.over(job)
     planned = (PlannedMove(m.minibatch, s.plan) for m, s in zip(moves, _setups(job.setup, moves), strict=True))
@@ -105,13 +103,9 @@ def watch_of(job: Job, moves: Sequence[RepartitionRecord]) -> MemoryForecast:
 
 
 def _with_peaks(job: Job, watch: MemoryForecast, result: RunResult, moving: Sequence[MemoryPeak]) -> RunResult:
-    """Return a result with the peaks that are predicted: under all cuts that a run goes through, and between them.
+    """Return a result with predicted peaks, under all cuts of a run and between them.
 
-    Args:
-        job: what is simulated.
-        watch: is told of a segment under the first cuts, and of what comes after them.
-        result: of the run.
-        moving: when every worker holds most while layers move; none where none do.
+    `watch` records a segment under the initial cuts; `moving` are workers' peaks while layers move, if any do.
     """
     per_epoch, found = job.setup.sampler.minibatches_per_epoch, [watch]
     simulate_segment(job.setup, per_epoch, Meter(job.setup.pipeline, *watch.listeners))
@@ -142,7 +136,7 @@ def _with_peaks(job: Job, watch: MemoryForecast, result: RunResult, moving: Sequ
 
 
 def _setups(setup: Setup, moves: Iterable[RepartitionRecord]) -> Iterable[Setup]:
-    """Yield what a run is after each of its moves."""
+    """Yield the setup after each move."""
     plan: Plan = setup.plan
     for move in moves:
         plan = plan_after(setup.graph, plan, move.cuts, move.memory)

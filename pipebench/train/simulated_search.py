@@ -1,9 +1,8 @@
-"""A trace of architectures on the simulated engine: how fast training is between one change and the next.
+"""Simulation of a trace of architectures: throughput between changes.
 
-Every change is at a drain, under the cuts there are: what the work in a stage comes to changes with its cells, the cuts
-don't. With vPipe every stage then decides anew what its layers do so that they fit in memory; where it repartitions,
-Algorithm 1 moves layers while the next phase goes on, or at drains of their own, as in any simulated run. Memory is
-predicted of every architecture, under the cuts that it begins and ends with.
+Every change is at a drain and keeps the cuts, while stages' work changes with their cells. With vPipe every stage then
+chooses memory policies anew; with repartitioning, Algorithm 1 moves layers during the next period, or at drains of
+their own. Memory is predicted for every architecture, under its first and last cuts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,38 +32,27 @@ from pipebench.train.repartitioning import Repartitioning
 from pipebench.train.result import COMPLETED, Point, RunResult
 from pipebench.train.simulated import totalled
 
-_WINDOW_S = 10.0  # while layers may move, how often throughput is told
+_WINDOW_S = 10.0  # between points of throughput while layers may move
 _RATE, _IDEAL = "throughput_samples_per_s", "ideal_throughput_samples_per_s"
 
 
 class ArchitecturePeriod(NamedTuple):
-    """What is simulated between two changes.
-
-    Attributes:
-        cells: the architecture.
-        setups: what is run in the beginning, and in the end.
-        begins_s: on the run's clock.
-        ends_s: likewise.
-        first: minibatches of the run before it.
-        num_minibatches: of it.
-        windows: samples per second while layers may move, in parts of ten seconds; nothing where they can't.
-    """
+    """A simulated period between two changes."""
 
     cells: Cells
-    setups: tuple[Setup, Setup]
-    begins_s: float
+    setups: tuple[Setup, Setup]  # at its start and its end
+    begins_s: float  # on the run's clock
     ends_s: float
-    first: int
+    first: int  # minibatches of the run before it
     num_minibatches: int
-    windows: Sequence[float]
+    windows: Sequence[float]  # samples per second, every ten seconds; empty if layers can't move
 
 
 def simulate_search(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
     """Simulate a recipe's trace from its first change to the end of the run.
 
-    Args:
-        job: has a search with a trace.
-        watch: watches a segment of the first architecture; then memory is predicted of all.
+    The job must have a search with a trace; `watch` records a segment of the first architecture, and predicts memory of
+    all.
     """
     search, sampler = job.search, job.setup.sampler
     assert search is not None
@@ -105,7 +93,7 @@ def simulate_search(job: Job, watch: MemoryForecast | None = None) -> tuple[RunR
 
 
 def architectures_of(job: Job) -> Iterator[Job]:
-    """Yield a job as it is under each architecture of its trace, under its first cuts, the first one first."""
+    """Yield a job under each architecture of its trace, in order, with its first cuts."""
     assert job.search is not None
     assert job.search.steps is not None
     yield job
@@ -117,7 +105,7 @@ def architectures_of(job: Job) -> Iterator[Job]:
 def _phases(
     job: Job, search: SearchSetup, engine: SimulatedEngine, moves: Repartitioning, finishes: Finishes
 ) -> Iterator[ArchitecturePeriod]:
-    """Yield the phases of a run."""
+    """Yield the periods of a run."""
     assert search.steps is not None
     total = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
     steps = [step for step in search.steps if step.minibatch or step.second]
@@ -139,7 +127,7 @@ def _phases(
 
 
 def _train(job: Job, moves: Repartitioning, done: int, stop: int) -> int:
-    """Go through the drains of a run up to one after so many minibatches, which are returned."""
+    """Run from drain to drain until `stop` minibatches are done; return that number."""
     periods = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
     while done < stop:
         done = moves.train(done, min(stop, periods.next_drain(done)))
@@ -149,10 +137,10 @@ def _train(job: Job, moves: Repartitioning, done: int, stop: int) -> int:
 
 
 def _chosen(job: Job, setup: Setup) -> Setup:
-    """Return the setup of a new architecture with what vPipe's stages choose that their layers do, under their cuts.
+    """Return a new architecture's setup with the memory policies that vPipe's stages choose under their cuts.
 
     Raises:
-        PlanError: a stage doesn't fit in memory any more, whatever its layers do.
+        PlanError: a stage doesn't fit in memory under any policies.
     """
     vpipe, asked = job.recipe.parallelism.vpipe, job.recipe.parallelism
     if vpipe is None or not vpipe.policies:
@@ -163,9 +151,9 @@ def _chosen(job: Job, setup: Setup) -> Setup:
 
 
 def _minibatches_until(step: Step, job: Job, engine: SimulatedEngine, first: int) -> int:
-    """Return how many minibatches are trained on until a change: whole ones, the last of which ends after it.
+    """Return the whole minibatches until a change; the last one ends after it.
 
-    Where layers may move it is tried out how: from the last move on the time grows as under the last cuts alone.
+    If layers may move, a trial run finds the moves; after the last one, time grows as under the last cuts.
     """
     if step.minibatch is not None:
         return step.minibatch - first
@@ -182,22 +170,22 @@ def _minibatches_until(step: Step, job: Job, engine: SimulatedEngine, first: int
 
 
 def _pace_s(setup: Setup) -> float:
-    """Return about what a minibatch takes, filling and emptying aside."""
+    """Estimate the seconds per minibatch, without fill and drain."""
     per_epoch = setup.sampler.minibatches_per_epoch
     return simulate_segment(setup, per_epoch).end_s / per_epoch
 
 
 def _takes_s(job: Job, setup: Setup, first: int, count: int) -> float:
-    """Return how long so many minibatches take if nothing moves."""
+    """Return the seconds of `count` minibatches without moves."""
     engine = SimulatedEngine(setup)
     _train(job, Repartitioning(job, engine), first, first + count)
     return engine.clock_s
 
 
 def _ideal_samples_per_s(setup: Setup) -> float:
-    """Return the throughput with any amount of memory and stages that are always balanced: nobody ever waits.
+    """Return the throughput with unlimited memory and always balanced stages, without waiting.
 
-    What every sample takes is computed once, by all workers together.
+    All workers share the computation of every sample equally.
     """
     pipeline, size = setup.pipeline, setup.costs.most_samples
     sample_s = sum(row.forward_s + row.backward_s for row in setup.profile.by_size[size]) / size
@@ -208,13 +196,9 @@ def _ideal_samples_per_s(setup: Setup) -> float:
 
 
 def _points(phase: ArchitecturePeriod, seen: int, rate: float, known: Mapping[str, float]) -> Iterator[Point]:
-    """Yield what there is to tell of a phase: its pace while layers may move, and then.
+    """Yield points of a period's throughput while layers may move and afterwards, with `known` other metrics.
 
-    Args:
-        phase: that.
-        seen: samples of the run before it.
-        rate: samples per second of all of it.
-        known: what else is told of it.
+    `seen` are samples of the run before it; `rate` is its mean samples per second.
     """
     samples, clock_s = float(seen), phase.begins_s
     for window in phase.windows:
@@ -227,7 +211,7 @@ def _points(phase: ArchitecturePeriod, seen: int, rate: float, known: Mapping[st
 def _with_peaks(
     job: Job, watch: MemoryForecast, phases: Sequence[ArchitecturePeriod], layers: Sequence[int], result: RunResult
 ) -> RunResult:
-    """Return a result with the peaks that are predicted of all architectures, and from when on there is no room."""
+    """Return a result with the predicted peaks over all architectures, and a note on the first that does not fit."""
     simulate_segment(job.setup, phases[0].num_minibatches, Meter(job.setup.pipeline, *watch.listeners))
     for phase, count in zip(phases, layers, strict=True):
         begins, ends = phase.setups
@@ -243,7 +227,7 @@ def _with_peaks(
 def _file(
     search: SearchSetup, phases: Sequence[ArchitecturePeriod], samples: Sequence[int], layers: Sequence[int]
 ) -> SearchFile:
-    """Return the phases as a history without scores."""
+    """Return the periods as a history without scores."""
     names = search.architectures.names
     before = [phases[0].cells, *(phase.cells for phase in phases)]
     rows = [

@@ -1,1 +1,1 @@
-"""Asynchronous data parallelism: a server applies every gradient as it comes, and replicas pull the newest weights."""
+"""Asynchronous data parallelism: a server applies each gradient on arrival, and replicas pull the newest weights."""

@@ -1,7 +1,7 @@
-"""What workers hold of a server's: versions that it makes beside the first replica, gradients and weights on their way.
+"""Memory of an asynchronous server: versions beside the first replica, and gradients and weights in transit.
 
-As in the engine the server is no copy of the model: it steps the first replica's weights, which keep the version that
-the replica computes with.
+As in the engine, the server has no copy of the model: it updates the first replica's weights, which keep the version
+that the replica computes with.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from pipebench.simulate.timeline import Transfer
 
 
 class PushingMemory(ReplicaMemory):
-    """A replica whose gradients are gone once it has pushed them."""
+    """A replica whose gradients are freed by its push."""
 
     def changes(self, it: Instruction, size: Size) -> Iterator[Change]:
         """Yield what an instruction changes, in order."""
@@ -30,7 +30,7 @@ class PushingMemory(ReplicaMemory):
 
 
 class FirstReplicaMemory(PushingMemory):
-    """The first replica, whose weights a server steps as gradients come."""
+    """The first replica, whose weights the server updates."""
 
     def drained(self) -> Iterator[Change]:
         """Begin a segment with the newest version."""
@@ -38,7 +38,7 @@ class FirstReplicaMemory(PushingMemory):
         self._versions.hold()
 
     def changes(self, it: Instruction, size: Size) -> Iterator[Change]:
-        """Yield what an instruction changes; what a pull in between hands out, `applied` has told of."""
+        """Yield what an instruction changes; pulls within a segment are part of `applied`."""
         if it.op is Op.PULL and it.version >= 0:
             alive = len(self._versions.alive)
             self._versions.hold()
@@ -47,7 +47,7 @@ class FirstReplicaMemory(PushingMemory):
             yield from super().changes(it, size)
 
     def applied(self, *, own: bool) -> Iterator[Change]:
-        """The server has applied a gradient, the replica's own or another's."""
+        """Yield the changes of an update with the replica's own gradient or another's."""
         alive = len(self._versions.alive)
         yield from self._stepped()
         self._versions.step(self._versions.newest + 1)
@@ -57,36 +57,31 @@ class FirstReplicaMemory(PushingMemory):
 
 
 class ServerMemory(MemoryExtension):
-    """The server's part in what workers hold, which are numbered like replicas.
-
-    Args:
-        pipeline: the replicas.
-        memories: what these keep: of the one stage.
-    """
+    """The server's part in workers' memory; workers are numbered like replicas, `memories` are of the single stage."""
 
     def __init__(self, pipeline: Pipeline, memories: Sequence[StageMemoryCosts]) -> None:
         (self._memory,), self._kind = memories, SYNCS[pipeline.sync].kind
         self._first = FirstReplicaMemory(self._memory)
 
     def replica(self, worker: int, stage: int) -> PushingMemory:
-        """Return what a worker holds of its stage."""
+        """Return the memory of a worker's stage."""
         return PushingMemory(self._memory) if worker > 0 else self._first
 
     def event(self, event: TimelineEvent) -> Iterator[WorkerChange]:
-        """Yield what a push or a pull changes when it is over."""
+        """Yield the changes at the end of a push or pull."""
         _, end_s, worker, it, _ = event
-        if worker > 0 and it.op in (Op.PUSH, Op.PULL):  # a gradient has come to the server, or weights from there
+        if worker > 0 and it.op in (Op.PUSH, Op.PULL):  # frees the received gradient or weights
             yield end_s, 0 if it.op is Op.PUSH else worker, RECEIVED, -self._memory.weights, it
         for kind, num_bytes, _ in self._first.applied(own=worker == 0) if it.op is Op.PUSH else ():
             if num_bytes:
                 yield end_s, 0, kind, num_bytes, it
 
     def transfer(self, transfer: Transfer) -> Iterator[WorkerChange]:
-        """Yield what a gradient or weights on their way change."""
+        """Yield the changes by gradients or weights in transit."""
         if transfer.kind != self._kind:
             return
         (receiver,), num_bytes = transfer.receivers, transfer.num_bytes
-        if receiver > 0:  # weights that it pulls, which are a copy
+        if receiver > 0:  # pulled weights, a copy
             yield transfer.start_s, 0, SENT, num_bytes, transfer
             yield transfer.end_s, 0, SENT, -num_bytes, transfer
         yield transfer.start_s, receiver, RECEIVED, num_bytes, transfer

@@ -1,4 +1,4 @@
-"""A server that applies gradients as they come: pushes on their way, one after the other applied, pulls answered."""
+"""Simulation of the server: pushes in transit, updates one after the other, answers to pulls."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,32 +11,25 @@ from pipebench.simulate.simulation import LATER, Simulation, SimulationExtension
 
 
 class Pushing(SimulationExtension):
-    """The server, beside the first replica; messages to and from it, and who waits for it.
-
-    Args:
-        simulation: of one stage, whose replicas are the workers.
-
-    Attributes:
-        plays: how pushes and pulls are begun.
-    """
+    """The server beside the first replica, in a simulation of one stage whose replicas are the workers."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation, self._network, part = simulation, simulation.network, simulation.part
         (stage,) = simulation.costs.stages
         self._num_bytes, self._update_s = sum(bucket.num_bytes for bucket in stage.buckets), stage.update_s
-        self._own_s = simulation.costs.host.message(self._num_bytes)  # of the worker's, at its end of a message
+        self._own_s = simulation.costs.host.message(self._num_bytes)  # of the worker, per message
         self._kind = SYNCS[simulation.pipeline.sync].kind
         order = simulation.pipeline.extensions.get(ASYNCHRONOUS, {})
         self._turns = Turns() if part is None else Turns(order.get(part.first), part.limit)
         self._there: dict[int, tuple[int, Instruction]] = {}  # pushes that have arrived, by minibatch
-        self._free_s = 0.0  # when the server is done with those it has begun to apply
+        self._free_s = 0.0  # end of the server's scheduled updates
         self._num_applied = 0
-        self._outstanding: set[int] = set()  # workers whose push isn't applied yet
-        self._pulling: dict[int, tuple[float, Instruction]] = {}  # since when, by worker
+        self._outstanding: set[int] = set()  # workers with a push not yet applied
+        self._pulling: dict[int, tuple[float, Instruction]] = {}  # start of the wait, by worker
         self.plays = {Op.PUSH: self._push, Op.PULL: self._pull}
 
     def _push(self, worker: int, push: Instruction, now_s: float) -> float | None:
-        """Let gradients set out for the server; the event is that it has applied them."""
+        """Send gradients to the server; the event is their update."""
         self._outstanding.add(worker)
         if worker == 0:
             self._network.agenda.push(now_s, partial(self._arrived, worker, push))
@@ -48,22 +41,22 @@ class Pushing(SimulationExtension):
         return None
 
     def _pull(self, worker: int, pull: Instruction, now_s: float) -> float | None:
-        """Let a worker wait for the weights that it pulls, unless it has them: the server is beside it."""
+        """Make a worker wait for the weights it pulls; the first one, beside the server, may have them at once."""
         if self._answers(worker, pull):
             if worker == 0:
                 return 0.0
             self._hand_out(worker, pull, now_s, now_s)
         else:
             self._pulling[worker] = (now_s, pull)
-            self._apply(now_s)  # a given order may have waited for what a shorter segment doesn't have
+            self._apply(now_s)  # a given order may wait for a push that a shorter segment lacks
         return None
 
     def waiting(self) -> Iterator[tuple[int, float, Instruction]]:
-        """Yield workers that wait, since when and in which instruction."""
+        """Yield waiting workers, with the start of the wait and the instruction."""
         yield from ((worker, *waiting) for worker, waiting in self._pulling.items())
 
     def _answers(self, worker: int, pull: Instruction) -> bool:
-        """Return whether a pull can be answered: what the worker has pushed is in, or all that it waits for."""
+        """Return whether a pull can be answered: the worker's pushes, and as many as it requires, are applied."""
         return worker not in self._outstanding and self._num_applied >= pull.version
 
     def _arrived(self, worker: int, push: Instruction, now_s: float) -> None:
@@ -71,14 +64,14 @@ class Pushing(SimulationExtension):
         self._apply(now_s)
 
     def _apply(self, now_s: float) -> None:
-        """Begin with the pushes whose turn it is, one after the other."""
+        """Schedule the pushes whose turn it is, one after the other."""
         while (minibatch := self._turns.next_of(self._there)) is not None:
             worker, push = self._there.pop(minibatch)
             self._free_s = max(self._free_s, now_s) + self._update_s
             self._network.agenda.push(self._free_s, partial(self._made, worker, push))
 
     def _made(self, worker: int, push: Instruction, now_s: float) -> None:
-        """An update is made: whoever waits for it gets the weights."""
+        """Complete an update and answer the pulls that waited for it."""
         self._num_applied += 1
         self._outstanding.discard(worker)
         self._simulation.tell(TimelineEvent(now_s, now_s, worker, push))
@@ -88,7 +81,7 @@ class Pushing(SimulationExtension):
                 self._hand_out(puller, pull, since_s, now_s)
 
     def _hand_out(self, worker: int, pull: Instruction, since_s: float, now_s: float) -> None:
-        """Let the newest weights set out for a worker; it goes on when they are there, and its own part is done."""
+        """Send the newest weights to a worker, which resumes after their arrival and its own part of the message."""
         wait, wake = (since_s, pull, now_s), self._simulation.wake
         if worker == 0:
             wake(now_s, worker, wait)
@@ -97,7 +90,7 @@ class Pushing(SimulationExtension):
             self._send(0, worker, label, now_s, lambda then_s: wake(then_s + self._own_s, worker, wait))
 
     def _send(self, sender: int, receiver: int, label: str, now_s: float, then: Callable[[float], None]) -> None:
-        """Let a gradient, or weights, set out, and something be done when they are there."""
+        """Send a gradient or weights; call `then` at the arrival."""
         message = self._network.send(
             self._network.connection(self._kind, sender, receiver), self._num_bytes, now_s, label
         )

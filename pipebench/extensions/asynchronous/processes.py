@@ -1,4 +1,4 @@
-"""What a worker in a process of its own has of the server: the server itself, or a line to the process that has it."""
+"""The server for workers in separate processes: in the first worker's process, a link to it in the others."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,11 +15,7 @@ from pipebench.simulate.timeline import BUFFERS, Transfer
 
 
 class ProcessServer(Server):
-    """The server, in the process of the first worker. All processes make one, at the same time.
-
-    Args:
-        collectives: of this process's worker.
-    """
+    """The server, in the process of the first worker; all processes create it at the same time."""
 
     def __init__(self, collectives: ProcessCollectives) -> None:
         self._collectives, setup = collectives, collectives.setup
@@ -50,7 +46,7 @@ class ProcessServer(Server):
         self._count(self._kind, f"push {minibatch}", start_s, to_server=True)
 
     def pull(self, replica: int, at_least: int) -> Pulled:
-        """Return what the replica's last push has made; or, where it is told, what so many have."""
+        """Return the weights after the replica's last push or, if `at_least` is given, after so many pushes."""
         if self._serving is not None:
             return self._serving.pull(at_least)
         start_s = self._collectives.clock()
@@ -60,13 +56,13 @@ class ProcessServer(Server):
         return pulled
 
     def drained(self) -> Iterator[Sent]:
-        """Let replicas evaluate with the averages that the server's optimizer keeps, if it keeps any."""
+        """Broadcast the averages that the server's optimizer keeps, if any, for evaluations."""
         for group in self._collectives.stage_groups.values():
             self._hand_out_averages(group)
         yield from ()
 
     def close(self) -> None:
-        """Say that nothing else comes, or wait until all replicas have said so."""
+        """Report the end of this replica's pushes, or wait for those of all replicas."""
         if self._serving is not None:
             self._serving.close()
         else:
@@ -87,7 +83,7 @@ class ProcessServer(Server):
             self._count(BUFFERS, "averages", start_s, to_server=False)
 
     def _links(self, worker: int) -> Iterator[ServerLink]:
-        """Make the link between the server and another worker; all processes help, the two have it."""
+        """Create the link between the server and another worker; all processes take part, the two receive it."""
         ends = {each: self._collectives.ranks[each] for each in (0, worker)}
         group = self._collectives.world.new_group("gloo", sorted(ends.values()))
         self._collectives.groups.append(group)
@@ -95,7 +91,7 @@ class ProcessServer(Server):
             yield ServerLink(group, ends[worker - self._own], self._weights.newest.parameters)
 
     def _count(self, kind: str, label: str, start_s: float, *, to_server: bool) -> None:
-        """Count a gradient, or weights, between this worker and the server: here for both ends."""
+        """Count a gradient or weights between this worker and the server, for both ends."""
         collectives, num_bytes = self._collectives, sum(p.nbytes for p in self._weights.newest.parameters)
         level = collectives.setup.level_between(self._own, 0).name
         collectives.num_bytes[kind, level] += num_bytes

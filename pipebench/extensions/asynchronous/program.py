@@ -1,4 +1,4 @@
-"""The list of a worker that pushes every gradient to a server and pulls the weights that it computes with."""
+"""The instruction list of a worker that pushes every gradient to a server and pulls its weights."""
 
 from pipebench.schedule.instructions import COPIES, Instruction
 from pipebench.schedule.operations import Op
@@ -7,9 +7,9 @@ from pipebench.schedule.programs import Parts, StageProgram, passes_of
 
 
 def pushing_program(p: Pipeline, worker: int, num_minibatches: int, whole: Parts) -> Parts:
-    """Minibatch after minibatch: pull, forward, backward, push; and at the end pull what all pushes have made.
+    """Return pull, forward, backward, push per minibatch, and a final pull after all pushes.
 
-    A drain has left the newest weights everywhere, so the first pull is left out, and there are as many as pushes.
+    A drain leaves the newest weights everywhere, so the first pull is left out: there are as many pulls as pushes.
     """
     (stage,) = p.stages_of(worker)
     program = StageProgram(p, stage, worker, num_minibatches)

@@ -1,7 +1,7 @@
-"""The order in which an asynchronous server applies pushes, the only thing that the clock decides.
+"""The order in which an asynchronous server applies pushes, the only result that depends on the clock.
 
-A worker pulls what its own push has made, so the order determines every minibatch's version. It is recorded with a run;
-a run given the same order computes the same weights.
+A worker pulls the weights after its own push, so the order determines every minibatch's version. It is recorded with a
+run; a run given the same order computes the same weights.
 """
 
 import json
@@ -23,7 +23,7 @@ class Pushes:
 
     first: int  # the segment's first minibatch in the run
     minibatches: list[int] = field(default_factory=list)  # numbered since the drain
-    versions: list[int] = field(default_factory=list)  # that each was computed with: updates since the drain
+    versions: list[int] = field(default_factory=list)  # of each gradient: updates since the drain
 
     def add(self, minibatch: int, version: int) -> None:
         """Record an update."""
@@ -56,22 +56,20 @@ def to_text(segments: Sequence[Pushes]) -> str:
 
 
 def metrics(counted: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return how stale gradients were, of the segments that servers tell of."""
+    """Return the staleness metrics of the segments in servers' counters."""
     staleness = [updates for segment in counted for updates in Pushes(**segment).staleness]
     return {"staleness_mean": sum(staleness) / len(staleness), "staleness_max": max(staleness)} if staleness else {}
 
 
 def fields(counted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the field of a result that keeps them."""
+    """Return the result's field that holds them."""
     return {"pushes": tuple(Pushes(**segment) for segment in counted)}
 
 
 class Turns:
-    """Decides whose push is applied next: the first to arrive, or the next in a given order.
+    """Decides whose push is applied next: the first to arrive, or the next in a given order of minibatches.
 
-    Args:
-        order: minibatches since the drain; None: as they arrive.
-        limit: number of the segment's minibatches, as far as known: later ones of a given order never come.
+    `order` and `limit`, the known number of the segment's minibatches, count from the drain; later ones never come.
     """
 
     def __init__(self, order: Sequence[int] | None = None, limit: Callable[[], float] = lambda: math.inf) -> None:

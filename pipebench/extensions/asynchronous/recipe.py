@@ -1,4 +1,4 @@
-"""The order of pushes that a run has kept, read to be repeated: `parallelism.push_order`."""
+"""A recorded order of pushes to repeat: `parallelism.push_order`."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -15,21 +15,17 @@ from pipebench.typed_json import read_file
 
 
 def settings(recipe: Recipe, pipeline: Pipeline) -> dict[int, list[int]]:
-    """Return the order of pushes to repeat, by the minibatch that a segment begins with; empty for the clock's."""
+    """Return the order of pushes to repeat, by first minibatch of the segment; empty: order of arrival."""
     path = recipe.parallelism.push_order
     segments = [] if path is None else load_push_order(path, pipeline.replicas[0])
     return {pushes.first: pushes.minibatches for pushes in segments}
 
 
 def load_push_order(path: str, num_workers: int | None = None) -> list[Pushes]:
-    """Read the order of pushes of a run.
-
-    Args:
-        path: of its artifact.
-        num_workers: how many workers are to repeat it; None where that isn't known yet.
+    """Read a run's order of pushes from its artifact; `num_workers`, if known, are to repeat it.
 
     Raises:
-        RecipeError: it can't be read, isn't an order of pushes, or not one that so many workers can have.
+        RecipeError: unreadable, not an order of pushes, or impossible with so many workers.
     """
 
     def problems(found: PushOrder) -> Iterator[tuple[str, str]]:
@@ -42,7 +38,7 @@ def load_push_order(path: str, num_workers: int | None = None) -> list[Pushes]:
 
 
 def _problem(pushes: Pushes, num_workers: int | None) -> str | None:
-    """Say why workers can't push in an order, or return None."""
+    """Return why workers can't push in an order, or None."""
     found = pushes.minibatches
     if sorted(found) != list(range(len(found))):
         return f"got {len(found)} minibatches, allowed is every one from 0 to {len(found) - 1} once"
@@ -59,13 +55,13 @@ def _problem(pushes: Pushes, num_workers: int | None) -> str | None:
 
 
 def _push_order(cluster: Any, mode: str, plan: Any, given: str | None) -> Problems:
-    """An order of pushes is for as many workers."""
+    """Check that an order of pushes fits the number of workers."""
     if given is None:
         return
     try:
         replicas = None if is_plan_file(plan) else parse_plan(plan, MODES[mode], cluster.num_workers)
         load_push_order(given, None if replicas is None else replicas[0])
-    except PlanError:  # told of the plan
+    except PlanError:  # reported for the plan
         return
     except RecipeError as error:
         yield from (("parallelism.push_order", str(fault)) for fault in error.faults)

@@ -1,4 +1,4 @@
-"""What is kept of a run in which a server applied gradients as they came: their order, and how stale they were."""
+"""Records the order of an asynchronous server's updates, and their staleness."""
 
 import os
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from pipebench.train.result import RunResult
 
 
 def record(log: RunLog, result: RunResult) -> RunResult:
-    """Keep the order in which a server applied gradients, and how stale they were; return the result without it."""
+    """Record the order of pushes and their staleness; return the result without the order."""
     if not result.pushes:
         return result
     counts = histogram(result.pushes)
@@ -35,7 +35,7 @@ def staleness_markdown(counts: Mapping[int, int]) -> str:
 
 
 def draw_staleness(counts: Mapping[int, int], path: str | os.PathLike[str]) -> None:
-    """Write the same as a PNG."""
+    """Draw the same as a PNG."""
     figure = Figure(figsize=(6.0, 3.2), layout="constrained")
     axes = figure.add_subplot()
     axes.bar(list(counts), list(counts.values()), color="#0072B2", width=0.8)

@@ -1,8 +1,8 @@
-"""The server of asynchronous data parallelism: it applies every gradient as it comes, and hands out the newest weights.
+"""The server of asynchronous data parallelism: applies every gradient as it arrives, and returns the newest weights.
 
-It is no copy of the model. It stands beside the first replica and updates that one's weights, which keep the version
-that the replica computes with as any other that is in flight: checkpoints, evaluations and counts of memory find
-everything where they do in other modes. It knows no clock; who calls it says in which order. The model is one stage.
+It has no copy of the model. It updates the first replica's weights, which keep the version that the replica computes
+with like any other in flight: checkpoints, evaluations and memory counts need no special case. It knows no clock; the
+order of calls is the order of updates. The model is one stage.
 """
 
 import json
@@ -29,37 +29,24 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 class Pulled(NamedTuple):
-    """Weights that a replica takes over.
+    """Weights for a replica."""
 
-    Attributes:
-        number: of the version.
-        parameters: in the stage's order; None for the replica that the server stands beside, which has them.
-    """
-
-    number: int
-    parameters: Sequence[torch.Tensor] | None
+    number: int  # of the version
+    parameters: Sequence[torch.Tensor] | None  # in the stage's order; None for the first replica, which has them
 
 
 class ParameterServer:
-    """What applies pushes.
-
-    Args:
-        setup: what is run.
-        weights: of the first replica.
-
-    Attributes:
-        segments: what was pushed, drain by drain.
-    """
+    """Applies pushes to the weights of the first replica."""
 
     def __init__(self, setup: Setup, weights: Weights) -> None:
-        self.segments: list[Pushes] = []
+        self.segments: list[Pushes] = []  # pushes from drain to drain
         self._setup = setup
         self._weights = weights
         self._drained = 0
         self._samples = 0
 
     def begin(self, first: int) -> None:
-        """Start a segment of training that begins with this minibatch of the run."""
+        """Start a segment of training at minibatch `first` of the run."""
         self.segments.append(Pushes(first))
         self._drained = self._weights.newest.number
         self._samples = self._setup.sampler.samples_before(first)
@@ -70,15 +57,10 @@ class ParameterServer:
         return len(self.segments[-1].minibatches)
 
     def apply(self, minibatch: int, version: int, gradients: Gradients, *, of_first: bool) -> Pulled:
-        """Make an update of one minibatch's gradient; return the weights it has made, which the replica pulls next.
+        """Update with a minibatch's gradient of the mean loss; return the new weights, which the replica pulls next.
 
-        The learning rate goes by the samples of the updates made before, whichever these were.
-
-        Args:
-            minibatch: numbered since the drain.
-            version: number of the weights it was computed with.
-            gradients: of the mean loss, one per parameter.
-            of_first: whether the replica is the first.
+        `minibatch` is numbered since the drain; `version` is of the weights that computed the gradient; `of_first`:
+        whether the replica is the first. The learning rate depends on the samples of all earlier updates.
         """
         pushes, weights = self.segments[-1], self._weights
         own = self._setup.sampler.size(pushes.first + minibatch)
@@ -90,7 +72,7 @@ class ParameterServer:
 
     @property
     def averages(self) -> Sequence[torch.Tensor] | None:
-        """What evaluations see in place of the newest weights, where the optimizer keeps averages; at a drain."""
+        """The optimizer's averages for evaluations, if it keeps any; at a drain."""
         weights = self._weights
         return None if weights.evaluated is weights.newest else weights.evaluated.parameters
 
@@ -103,23 +85,19 @@ class ParameterServer:
 
 
 class Server(EngineExtension):
-    """The server as workers know it. This one is nobody's: of a worker that is alone, on copies of its stage.
+    """The server's interface for workers; this one serves a worker alone, on copies of its stage."""
 
-    Attributes:
-        here: what applies pushes, if it is in this process.
-    """
-
-    here: ParameterServer | None = None
+    here: ParameterServer | None = None  # if in this process
 
     def push(self, replica: int, minibatch: int, version: int, gradients: Gradients) -> None:
-        """Give it a minibatch's gradient, computed with a version of the weights.
+        """Push a minibatch's gradient, computed with a version of the weights.
 
         Raises:
-            PeerLostError: its process is gone; or, where it is this one, a replica's.
+            PeerLostError: the process of the server, or of a replica, is gone.
         """
 
     def pull(self, replica: int, at_least: int) -> Pulled:
-        """Return the weights that the replica's last push has made; or, where it is told, those of so many pushes.
+        """Return the weights after the replica's last push or, if `at_least` is given, after so many pushes.
 
         Raises:
             PeerLostError: as above.
@@ -127,14 +105,14 @@ class Server(EngineExtension):
         return Pulled(0, None)
 
     def facts(self) -> list[Any]:
-        """Return what was pushed so far."""
+        """Return all pushes so far."""
         return [] if self.here is None else [asdict(pushes) for pushes in self.here.segments]
 
     def restore(self, facts: list[Any]) -> None:
-        """Go on from what `facts` returned.
+        """Restore the result of `facts`.
 
         Raises:
-            CheckpointError: it isn't what it returns.
+            CheckpointError: it has another form.
         """
         try:
             segments = read(list[Pushes], json.dumps(facts), "progress.facts.pushes")
@@ -145,15 +123,7 @@ class Server(EngineExtension):
 
 
 class PushAndPull(WorkerExtension):
-    """How a worker pushes and pulls.
-
-    Args:
-        worker: the worker.
-
-    Attributes:
-        handlers: how pushes and pulls are executed.
-        server: of its stage.
-    """
+    """A worker's pushes and pulls."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -162,7 +132,7 @@ class PushAndPull(WorkerExtension):
         self.handlers = {Op.PUSH: self._push, Op.PULL: self._pull}
 
     def begin(self) -> None:
-        """Start a segment of training with the weights that the drain has left."""
+        """Start a segment of training with the weights after the drain."""
         self._worker.held_version = self._replica.weights.hold()
 
     def _push(self, it: Instruction, _: Transport, __: Collectives) -> None:
@@ -180,7 +150,7 @@ class PushAndPull(WorkerExtension):
 
 
 def connect(worker: Worker, server: Server) -> Weights:
-    """Let a worker push to a server, and pull from it; return the worker's weights."""
+    """Connect a worker to a server; return the worker's weights."""
     extension = worker.extensions[ASYNCHRONOUS]
     assert isinstance(extension, PushAndPull)
     extension.server = server
@@ -189,11 +159,7 @@ def connect(worker: Worker, server: Server) -> Weights:
 
 
 class InProcessServer(Server):
-    """The server, in the process of all workers: the clock has seen to it that a gradient is there, and its turn.
-
-    Args:
-        collectives: of its workers, which are numbered like replicas.
-    """
+    """The server in the process of all workers; the virtual clock guarantees arrival and order."""
 
     here: ParameterServer
 
@@ -217,14 +183,14 @@ class InProcessServer(Server):
             self._collectives.count(self._kind, replica, 0, self._num_bytes)
 
     def pull(self, replica: int, at_least: int) -> Pulled:
-        """Return what the replica's last push has made, or what all have."""
+        """Return the weights after the replica's last push, or after all."""
         if replica > 0:
             self._collectives.count(self._kind, 0, replica, self._num_bytes)
         own = self._pulled.pop(replica, None)
         return own if at_least < 0 and own is not None else self.here.newest(for_first=replica == 0)
 
     def drained(self) -> Iterator[Sent]:
-        """Let replicas evaluate with the averages that the optimizer keeps, if it does; yield what sets out."""
+        """Set the optimizer's averages, if any, for evaluations; yield their messages."""
         averages = self.here.averages
         for worker, weights in enumerate(self._weights[1:] if averages is not None else (), 1):
             assert averages is not None

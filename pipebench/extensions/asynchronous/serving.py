@@ -1,13 +1,12 @@
-"""The server of asynchronous data parallelism in processes: beside the first replica, in that one's process.
+"""The server of asynchronous data parallelism between processes, in the first replica's process.
 
-A thread per other replica takes what that one pushes and answers its pulls; the first replica's own pushes come from
-the training thread. They apply one at a time, in the order in which they come, or in one that is given. Everything
-travels through the hosts' memory by Gloo, a group for each pair of server and replica: nobody stands in another's way.
+One thread per other replica receives its pushes and answers its pulls; the first replica pushes from the training
+thread. Pushes apply one at a time, in order of arrival or in a given order. All messages go through host memory by
+Gloo, with a group per pair of server and replica, so pairs do not block each other.
 
-Why nobody waits for ever. A thread waits for its replica, which after a push waits for the answer and for nothing else;
-a given order has every replica's minibatches in the order in which it runs them. The last pull of a segment waits for
-all pushes of the segment, which all replicas make before their own last pull; and a push of the next one for the server
-to have come to that.
+No deadlock: a thread waits for its replica, which after a push waits only for the answer; a given order lists every
+replica's minibatches in the order in which it runs them. A segment's last pull waits for all its pushes, which all
+replicas send before their own last pull; a push of the next segment waits until the server has begun it.
 """
 
 import threading
@@ -23,16 +22,13 @@ from pipebench.extensions.asynchronous.pushes import Turns
 from pipebench.extensions.asynchronous.server import ParameterServer, Pulled
 
 _PUSH, _PULL, _ANSWER, _DONE = range(4)
-_LOOK_AGAIN_S = 0.5  # whether the segment has become shorter meanwhile
+_LOOK_AGAIN_S = 0.5  # to notice a shortened segment
 
 
 class ServerLink:
-    """What goes to and fro between the server and one replica: words, and a tensor for every parameter or None.
+    """Messages between the server and one replica: integers, and a tensor or None per parameter.
 
-    Args:
-        group: the process group of the two.
-        peer: the other one's rank.
-        like: the stage's parameters.
+    `group` is the process group of the two, `peer` the other rank, `like` the stage's parameters.
     """
 
     def __init__(self, group: Any, peer: int, like: Sequence[torch.Tensor]) -> None:
@@ -40,10 +36,10 @@ class ServerLink:
         self._parts = of_one_type(range(len(like)), like)
 
     def send(self, kind: int, number: int, version: int, tensors: Sequence[torch.Tensor | None] = ()) -> None:
-        """Send; what is None travels as zeros.
+        """Send a message; None travels as zeros.
 
         Raises:
-            PeerLostError: the other one is gone.
+            PeerLostError: the peer is gone.
         """
         there = [tensor is not None for tensor in tensors] or [False] * len(self._like)
         with peers():
@@ -53,10 +49,10 @@ class ServerLink:
                 self._send(torch.cat([piece.reshape(-1) for piece in pieces]).cpu())  # type: ignore[union-attr]
 
     def receive(self) -> tuple[int, int, int, list[torch.Tensor | None]]:
-        """Return what the other one has sent; a pull comes without tensors.
+        """Return the next message; a pull has no tensors.
 
         Raises:
-            PeerLostError: the other one is gone.
+            PeerLostError: the peer is gone.
         """
         found: list[torch.Tensor | None] = [None] * len(self._like)
         with peers():
@@ -79,7 +75,7 @@ class ServerLink:
         return Pulled(number, [parameter for parameter in parameters if parameter is not None])
 
     def done(self) -> None:
-        """Tell the server that nothing else comes."""
+        """Tell the server that this replica has finished."""
         self.send(_DONE, 0, -1)
 
     def _send(self, tensor: torch.Tensor) -> None:
@@ -92,19 +88,14 @@ class ServerLink:
 
 
 class Serving:
-    """The server of a stage, at work for all its replicas.
-
-    Args:
-        server: what applies pushes.
-        lines: to every replica but the first.
-    """
+    """The server of a stage with its threads; `lines` lead to every replica but the first."""
 
     def __init__(self, server: ParameterServer, lines: Sequence[ServerLink]) -> None:
         self.server = server
         self._changed = threading.Condition()
         self._turns = Turns()
         self._num_segments = 0
-        self._there: dict[int, None] = {}  # minibatches whose gradient is here, in the order in which they came
+        self._there: dict[int, None] = {}  # minibatches with a gradient here, in order of arrival
         self._next: int | None = None
         self._own: Pulled | None = None
         self._failure: BaseException | None = None
@@ -123,7 +114,7 @@ class Serving:
             self._changed.notify_all()
 
     def push(self, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Apply a gradient of the first replica's.
+        """Apply a gradient of the first replica.
 
         Raises:
             PeerLostError: a replica is gone.
@@ -131,7 +122,7 @@ class Serving:
         self._own = self._apply(minibatch, version, gradients, of_first=True)
 
     def pull(self, at_least: int) -> Pulled:
-        """Return what the first replica's last push has made; or, where it is told, what so many have.
+        """Return the weights after the first replica's last push or, if `at_least` is given, after so many pushes.
 
         Raises:
             PeerLostError: a replica is gone.
@@ -142,7 +133,7 @@ class Serving:
         return self._own
 
     def close(self) -> None:
-        """Wait until every replica has said that it is done."""
+        """Wait until every replica has finished."""
         for thread in self._threads:
             thread.join()
 
@@ -150,7 +141,7 @@ class Serving:
         """Serve a replica until it is done."""
         try:
             pulled: Pulled | None = None
-            num_served = 0  # segments whose last pull was answered
+            num_served = 0  # segments with the last pull answered
             while True:
                 kind, minibatch, version, gradients = line.receive()
                 if kind == _DONE:
@@ -195,7 +186,7 @@ class Serving:
             return self.server.newest(for_first=for_first)
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait, and raise what a thread has failed with."""
+        """Wait for a condition; raise a failed thread's error."""
         with self._changed:
             while not condition():
                 if self._failure is not None:
