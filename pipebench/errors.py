@@ -1,7 +1,7 @@
-"""Every error pipebench raises on purpose.
+"""Every error that pipebench raises on purpose.
 
-A `UserError` is the user's to mend: the command line prints its one sentence and exits with 2.
-Anything else is ours: exit code 3, with a traceback.
+A `UserError` is the user's mistake: one sentence on the command line, exit code 2. Others are pipebench's: exit code 3
+and a traceback.
 """
 
 import difflib
@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
-_SHORTEST_SECRET = 4  # characters; less is no secret, and is in too many words
-_SHORTEST_CUT = 40  # characters that a message leaves of a long value, where it doesn't write ... after them
-_hidden: dict[str, str] = {}  # of a process, as its environment is
+_SHORTEST_SECRET = 4  # characters; shorter values are in too many words
+_SHORTEST_CUT = 40  # characters that a message leaves of a long value if it doesn't append ...
+_hidden: dict[str, str] = {}  # value to expression, of this process as of its environment
 
 
 class PipebenchError(Exception):
@@ -24,28 +24,22 @@ class UserError(PipebenchError):
 
 
 class FileName(str):
-    """A file as people know it, which may find the lines of its keys."""
+    """A file's name for messages, which may find the lines of its keys."""
 
     __slots__ = ()
 
-    def line_of(self, key: str) -> int | None:  # for those that can
-        """Return the line of a full key, or of the innermost that holds it; None where nothing is known of lines."""
+    def line_of(self, key: str) -> int | None:
+        """Return the line of a full key, or of the innermost key that contains it; None if unknown."""
         return None
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing wrong with a recipe.
+    """One thing wrong with a recipe."""
 
-    Attributes:
-        file: the file (or `command line`) that holds the fault; of a `FileName` the line is told, too.
-        key: full dotted key, or "" for the file as a whole.
-        problem: what is wrong, what was given and what is allowed, as the end of a sentence.
-    """
-
-    file: str
-    key: str
-    problem: str
+    file: str  # or `command line`; with a `FileName`, messages have the line
+    key: str  # full dotted key, or "" for the file as a whole
+    problem: str  # what is wrong, what was given and what is allowed, as the end of a sentence
 
     def __post_init__(self) -> None:
         for name in ("file", "problem"):
@@ -60,7 +54,7 @@ class Fault:
 
 
 class RecipeError(UserError, ValueError):
-    """A recipe that can't be run; `faults` holds everything wrong with it, one sentence each."""
+    """A recipe that can't be run; `faults` has everything wrong with it, one sentence each."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults = tuple(faults)
@@ -68,7 +62,7 @@ class RecipeError(UserError, ValueError):
 
 
 class PlanError(UserError, ValueError):
-    """A plan that doesn't add up for this model, mode or cluster."""
+    """A plan that is invalid for this model, mode or cluster."""
 
 
 class GraphError(UserError, ValueError):
@@ -88,12 +82,7 @@ class ProfileError(UserError, ValueError):
 
 
 class UserCodeError(UserError, RuntimeError):
-    """What code that a recipe names by `target` raised (its `__cause__`), or did otherwise than it must.
-
-    Args:
-        problem: what is wrong.
-        key: full key of the target, or "" where it isn't known.
-    """
+    """A recipe's `target` raised (`__cause__`) or did otherwise than it must; `key` is its full key, "" if unknown."""
 
     def __init__(self, problem: str, key: str = "") -> None:
         self.problem, self.key = problem, key
@@ -117,7 +106,7 @@ class WorkersFailedError(PipebenchError):
 
 
 def printable(text: str) -> str:
-    r"""Return text on one line and without what could move a terminal's cursor: such characters as Python writes them.
+    r"""Return text on one line, characters that could move a terminal's cursor escaped as in Python.
 
     >>> print(printable("a\x1b[2Jb\n"))
     a\x1b[2Jb\n
@@ -126,20 +115,12 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> list[str]:
-    """Return the lines of a message, each as `printable` has it and without hidden values.
-
-    Whatever is said is said through one of the two.
-    """
+    """Return the lines of a message, each as by `printable` without hidden values; every message passes one of both."""
     return [printable(line) for line in without_hidden(text).rstrip("\n").split("\n")]
 
 
 def hide(value: object, expression: str) -> None:
-    """Let all messages of this process show an expression in place of its value: a token of the environment, perhaps.
-
-    Args:
-        value: text or a number; anything else is in no message.
-        expression: as the user wrote it, such as `${oc.env:TOKEN}`.
-    """
+    """Replace a value, perhaps a secret token, by its expression such as `${oc.env:TOKEN}` in all further messages."""
     if isinstance(value, str | int | float) and not isinstance(value, bool) and re.search(r"\w", str(value)):
         text = str(value)
         for form in {text, repr(text)[1:-1], ascii(text)[1:-1], " ".join(text.split())}:
@@ -147,25 +128,25 @@ def hide(value: object, expression: str) -> None:
 
 
 def without_hidden(text: str) -> str:
-    """Return a message with expressions in place of their values, of values that were cut short, too.
+    """Return a message with hidden values, also if cut short, replaced by their expressions.
 
     >>> hide("hunter2-hunter3", "${oc.env:TOKEN}")
     >>> without_hidden("got 'hunter2-hunter3', no folder /hunter2-hunter3/data, near hunter2-hu...")
     "got '${oc.env:TOKEN}', no folder /${oc.env:TOKEN}/data, near ${oc.env:TOKEN}..."
     """
-    for form in sorted(_hidden, key=len, reverse=True):  # one may begin with another
+    for form in sorted(_hidden, key=len, reverse=True):  # one may be a prefix of another
         text = _without_cut(re.sub(_pattern(form), lambda match: _hidden[match[0]], text), form)
     return text
 
 
 def _pattern(form: str) -> str:
-    """Return a pattern of a hidden value as a word of its own; of a short one only where it is quoted or given."""
+    """Return a pattern of a hidden value as a word; of a short value only where quoted or assigned."""
     before = r"(?<!\w)" if len(form) >= _SHORTEST_SECRET else r"(?:(?<=')|(?<=got ))"
     return rf"{before}{re.escape(form)}(?!\w)"
 
 
 def _without_cut(text: str, form: str) -> str:
-    """Replace the beginning of a hidden value, where a message has cut the rest off."""
+    """Replace the beginning of a hidden value that a message has cut short."""
     start = 0
     while len(form) > _SHORTEST_SECRET and (start := text.find(form[:_SHORTEST_SECRET], start)) >= 0:
         length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(form, text[start:], strict=False)))

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, aside, forced to the disk, renamed; read only if they are files that end."""
+"""Files: written atomically (beside, flushed to disk, renamed); read only if regular and of limited size."""
 
 import errno
 import hashlib
@@ -13,18 +13,13 @@ from typing import Any, BinaryIO
 from pipebench.errors import Fault, RecipeError, nearest
 
 _CHUNK_BYTES = 1 << 22
-# Of what users name: the profile of 10,000 layers at three sizes takes a tenth of it.
+# Of files that users name: ten times the profile of 10,000 layers at three sizes.
 MAX_FILE_BYTES = 100_000_000
 ASIDE = ".tmp"
 
 
 class FileError(RecipeError):
-    """A file that is named by a recipe or on the command line and can't be read.
-
-    Args:
-        path: the file.
-        problem: what is wrong with it, as the end of a sentence.
-    """
+    """A file named by a recipe or on the command line that can't be read; `problem` ends a sentence."""
 
     def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
         self.problem = problem
@@ -32,16 +27,16 @@ class FileError(RecipeError):
 
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Return what a file holds; every file that a user names is read by this.
+    """Return the content of a file; all files that users name are read by this.
 
-    A pipe would be waited for for ever, and a device may never end: only regular files are read.
+    Only regular files are read: reading from a pipe or device may never end.
 
     Raises:
-        FileError: it isn't a regular file, is larger than `max_bytes`, or can't be read; where there is none, one of a
-            similar name is suggested. Its cause is the OSError, if there was one.
+        FileError: it isn't a regular file, is larger than `max_bytes`, or can't be read; if missing, suggests a similar
+            name. Its cause is the OSError, if any.
     """
     try:
-        # Without O_NONBLOCK, opening a pipe that nobody writes to waits.
+        # Without O_NONBLOCK, opening a pipe without a writer blocks.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
@@ -51,14 +46,14 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) ->
             return file.read()
     except FileError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an invalid file name
         reason = getattr(error, "strerror", None) or str(error)
         close = _similar(Path(path)) if isinstance(error, FileNotFoundError) else ""
         raise FileError(path, f"can't be read: {reason}{close}") from error
 
 
 def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> str:
-    """Return the text of a file in UTF-8, without a mark of the order of bytes; see `read_bytes`.
+    """Return the text of a file in UTF-8, without byte order mark; see `read_bytes`.
 
     Raises:
         FileError: it can't be read, or isn't text.
@@ -77,7 +72,7 @@ def _similar(path: Path) -> str:
 class HashingWriter:
     """A file for `torch.save`: counts and hashes what is written.
 
-    A write that fails is told by `finish`, not by `write`: torch's zip writer would hide it behind a RuntimeError about
+    Failed writes are raised by `finish`, not `write`: torch's zip writer would replace them by a RuntimeError about
     positions in the file.
     """
 
@@ -88,7 +83,7 @@ class HashingWriter:
         self.num_bytes = 0
 
     def write(self, data: Any) -> int:
-        """Take some bytes; return how many."""
+        """Write bytes; return their number."""
         count = memoryview(data).nbytes
         if self._failure is None:
             try:
@@ -103,7 +98,7 @@ class HashingWriter:
         """Do nothing: `finish` flushes."""
 
     def finish(self) -> str:
-        """Force everything to the disk; return the SHA-256 of what was written.
+        """Flush to the disk; return the SHA-256 of what was written.
 
         Raises:
             OSError: something could not be written.
@@ -117,26 +112,18 @@ class HashingWriter:
 
 @dataclass(frozen=True)
 class Aside:
-    """A whole file that isn't in its place yet.
+    """A complete file, not yet renamed to its name."""
 
-    Attributes:
-        path: where it is, beside its place.
-        sha256: of its content, in hexadecimal.
-        num_bytes: its size.
-    """
-
-    path: Path
-    sha256: str
+    path: Path  # in the target's folder
+    sha256: str  # hexadecimal
     num_bytes: int
 
 
 def write_aside(path: Path, fill: Callable[[HashingWriter], object]) -> Aside:
-    """Write a file beside its place and leave it there, for the caller to rename.
-
-    Its name is its own: processes that write the same file at once don't write into each other's.
+    """Write a file beside its target, for the caller to rename; its unique name allows concurrent writers.
 
     Raises:
-        OSError: it can't be written, the disk being full for one; nothing is left behind.
+        OSError: it can't be written, e.g. on a full disk; nothing is left behind.
     """
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{ASIDE}")
     try:
@@ -150,11 +137,9 @@ def write_aside(path: Path, fill: Callable[[HashingWriter], object]) -> Aside:
 
 
 def replace(path: Path, content: bytes | Callable[[HashingWriter], object]) -> None:
-    """Give a file new content; whoever reads it meanwhile, or after a crash, finds the old or the new one.
+    """Replace a file's content atomically: readers, and a crash, see the old or the new content.
 
-    Args:
-        path: the file; need not exist, its folder must.
-        content: bytes, or what writes them.
+    `content` are bytes or a function that writes them. The file need not exist, its folder must.
 
     Raises:
         OSError: it can't be written; the old content stays.
@@ -168,13 +153,13 @@ def replace(path: Path, content: bytes | Callable[[HashingWriter], object]) -> N
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file, and force that to the disk."""
+    """Rename a file, flushed to the disk."""
     os.replace(source, target)
     sync_folder(target.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Force a folder's list of files to the disk, where the file system knows such a thing."""
+    """Flush a folder's list of files to the disk, if the file system supports it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Numbers as people read them: seconds, bytes, shares and speed-ups, written one way everywhere."""
+"""Numbers as text: seconds, bytes, shares and speed-ups, in one format everywhere."""
 
 import math
 from collections.abc import Sequence
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 UNKNOWN = "-"
 _SMALL_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-# Measures logged as a fraction between 0 and 1 that people read as per cent.
+# Metrics that are fractions from 0 to 1, shown as per cent.
 _SHARES = ("top1", "top5", "accuracy", "fraction", "error")
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Return `value` with `digits` significant digits, never as a power of ten below a million.
+    """Return `value` with `digits` significant digits, without exponent below a million.
 
     >>> number(0.012345), number(1234.5), number(float("nan"))
     ('0.0123', '1,234', 'nan')
@@ -29,7 +29,7 @@ def _rounded(value: float, digits: int = 3) -> float:
 
 
 def seconds(value: float | None) -> str:
-    """Return a duration in the unit that suits it.
+    """Return a duration in a suitable unit.
 
     >>> seconds(0.00325), seconds(42.0), seconds(125.4), seconds(4000), seconds(None)
     ('3.25 ms', '42.0 s', '2 min 05 s', '1 h 07 min', '-')
@@ -80,7 +80,7 @@ def percent(fraction: float | None) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Return a speed-up, to the hundredth.
+    """Return a speed-up with two decimals.
 
     >>> ratio(2.9612), ratio(0.1123), ratio(None)
     ('2.96x', '0.11x', '-')
@@ -89,7 +89,7 @@ def ratio(value: float | None) -> str:
 
 
 def listed(texts: Sequence[str], most: int) -> str:
-    """Return the first of some texts, and how many more there are.
+    """Return the first `most` texts, and the number of others.
 
     >>> listed(["a", "b"], 2), listed(["a", "b", "c", "d"], 2)
     ('a, b', 'a, b and 2 more')
@@ -98,12 +98,12 @@ def listed(texts: Sequence[str], most: int) -> str:
 
 
 def is_share(metric: str) -> bool:
-    """Return whether a metric is a fraction between 0 and 1 that people read as per cent."""
+    """Return whether a metric is a fraction from 0 to 1, shown as per cent."""
     return any(metric == share or metric.endswith(f"_{share}") for share in _SHARES)
 
 
 def measure(metric: str, value: float | None) -> str:
-    """Return a metric's value in the form its name asks for.
+    """Return a metric's value in the format for its name.
 
     >>> measure("top1", 0.951), measure("epoch_time_s", 0.5), measure("comm_bytes_total", 2e6), measure("loss", 0.25)
     ('95.1%', '500 ms', '2.00 MB', '0.250')

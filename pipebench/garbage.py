@@ -1,7 +1,7 @@
-"""Python's search for cyclic garbage, left out where much is made and none of it is in cycles.
+"""Pauses Python's cyclic garbage collector where many objects are made and none of them in cycles.
 
-The search looks at every object that lives, again and again while more are made. Imports of large libraries make half a
-million, none of them garbage; a simulation of thousands of workers has as many that wait, and frees the others at once.
+The collector visits all live objects again and again while more are made: half a million, none of them garbage, after
+imports of large libraries; as many in a simulation of thousands of workers, which needs no collector to free others.
 """
 
 import gc
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Keep the garbage collector from searching."""
+    """Disable the garbage collector."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,16 +1,16 @@
-"""Extensions: features that stand beside the core, and are imported only by a run that turns them on.
+"""Extensions: features beside the core, imported only by a run that enables them.
 
-The core asks for what an extension brings by the name of a hook, at one place each; this table is all that it knows of
-extensions. A recipe turns one on by having the section of its name, or by the `sync` that needs it.
+The core looks up what an extension provides by the name of a hook, at one place each, and has no other reference to
+it. A recipe enables an extension by the section of its name, or by the `sync` that needs it.
 
-| hook | asked by | what it is |
+| hook | used by | what it is |
 | --- | --- | --- |
-| `section` | `recipe/leaves.py` | a dataclass: what a recipe's section of the extension's name takes |
+| `section` | `recipe/leaves.py` | a dataclass: the keys of a recipe's section of the extension's name |
 | `rules` | `recipe/draft.py` | pairs of keys and a function of their values, as `draft.rule` takes them |
-| `settings` | `train/prepare.py` | returns of a recipe what `Pipeline.extensions` has; without it that is the section |
-| `program` | `schedule/programs.py` | `ProgramHook`: returns a worker's list, given the one that it would have |
-| `play` | `simulate/simulation.py` | a subclass of `SimulationExtension`: how instructions begin, and what they take |
-| `memory` | `simulate/memory_meter.py` | a subclass of `MemoryExtension`: what workers hold |
+| `settings` | `train/prepare.py` | returns a recipe's entry in `Pipeline.extensions`; by default the section |
+| `program` | `schedule/programs.py` | `ProgramHook`: returns a worker's list, given the core's |
+| `play` | `simulate/simulation.py` | a subclass of `SimulationExtension`: how instructions begin, and their times |
+| `memory` | `simulate/memory_meter.py` | a subclass of `MemoryExtension`: memory of workers |
 | `worker` | `engine/worker.py` | a subclass of `WorkerExtension`: how instructions are executed |
 | `in_process`, `processes` | the engines' collectives | a subclass of `EngineExtension`: segments, drains, counts |
 | `rows` | `metrics.py` | rows of the list of metrics |
@@ -25,7 +25,7 @@ from typing import Any
 
 _ASYNCHRONOUS = "pipebench.extensions.asynchronous"
 
-# Of every extension, where its hooks are: module and name.
+# Module and name of every extension's hooks.
 EXTENSIONS: dict[str, dict[str, str]] = {
     "asynchronous": {
         "rules": f"{_ASYNCHRONOUS}.recipe:RULES",
@@ -44,7 +44,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
 
 
 def hooks(name: str, extensions: Iterable[str]) -> dict[str, Any]:
-    """Return what extensions bring for a hook, by extension; those that bring nothing aren't imported."""
+    """Return the objects of a hook by extension, importing only extensions that have it."""
     return {each: _found(EXTENSIONS[each][name]) for each in extensions if name in EXTENSIONS[each]}
 
 

@@ -1,4 +1,4 @@
-"""Lines of keys: where in a file of YAML or JSON the value of a key stands, so that a fault can say it."""
+"""Lines of keys in files of YAML or JSON, for messages about faults."""
 
 import os
 import re
@@ -8,19 +8,14 @@ from typing import Any
 from pipebench.errors import FileName
 from pipebench.files import FileError, read_text
 
-_MAX_BYTES = 1_000_000  # of files whose lines are looked for; generated ones, such as profiles, may be larger
+_MAX_BYTES = 1_000_000  # of files to find lines in; generated ones, such as profiles, may be larger
 
 
 class LinedFile(FileName):
-    """The name of a file as people know it; finds the lines of keys in the file, which is read again for that.
-
-    Args:
-        name: for people.
-        path: of the file, where that isn't its name.
-    """
+    """A file's name for messages that finds lines of keys by reading the file again, from `path` if that differs."""
 
     def __new__(cls, name: str, path: str | os.PathLike[str] = "") -> "LinedFile":
-        """Return the name, which remembers the file's path even where the working directory changes."""
+        """Return the name, which stores the absolute path, since the working directory may change."""
         made = super().__new__(cls, name)
         made._path = os.path.abspath(path or name)
         return made
@@ -35,9 +30,9 @@ class LinedFile(FileName):
             return {}
 
     def line_of(self, key: str) -> int | None:
-        """Return the line of a key such as `rows.0.runs` or `stages[0].layers`, or of the innermost that is there."""
+        """Return the line of a key such as `rows.0.runs` or `stages[0].layers`, or of the innermost key found."""
         plain, lines = _plain(key), self._lines if key else {}
-        if plain not in lines:  # a row that a list makes, perhaps, such as `rows.m$size`
+        if plain not in lines:  # perhaps a generated row, such as `rows.m$size`
             for row in (each for each in lines if "$" in each and each.count(".") == 1):
                 pattern = re.sub(r"\\\$\w+", "[^.]+", re.escape(row))
                 plain = re.sub(rf"^{pattern}(?=\.|$)", lambda _: row, plain)  # noqa: B023 # called at once
@@ -66,7 +61,7 @@ def _note(node: Any, inside: str, lines: dict[str, int]) -> None:
         names = [place.value] if place is not value else [str(index)]
         if (
             place is value and "." not in inside and getattr(value, "id", "") == "mapping"
-        ):  # a row goes by its name, too
+        ):  # a row is found by its name, too
             names += [given.value for name, given in value.value if name.value == "name"]
         for name in names:
             key = _plain(f"{inside}.{name}")
@@ -75,5 +70,5 @@ def _note(node: Any, inside: str, lines: dict[str, int]) -> None:
 
 
 def _plain(key: str) -> str:
-    """Return a key without what tells its parts apart: brackets, quotes and dots are one dot."""
+    """Return a key with its separators, brackets, quotes and dots, as single dots."""
     return re.sub(r"[\[\]'.]+", ".", key).strip(".")

@@ -1,8 +1,7 @@
-"""The list of metrics: what every number of a run is called, in which unit, which runs have it, and who shows it.
+"""The table of metrics: name, unit, runs that have it and uses of every number of a run, one row each.
 
-One row per metric; tracking, reports and predictions read the list. A run that comes with a metric that isn't in it
-says so, and fails its tests: none is dropped on the way in silence. A metric of a data set (`top1`,
-`bleu`) belongs to the data set and is known here by `best_*` and `final_*` alone.
+Tracking, reports and predictions read the table. A metric without a row causes a warning, which fails tests. Metrics of
+a data set (`top1`, `bleu`) belong to the data set; the table has only their `best_*` and `final_*`.
 """
 
 import warnings
@@ -16,56 +15,39 @@ from pipebench.hooks import EXTENSIONS, hooks
 
 SECONDS, BYTES, SHARE, RATE, COUNT, UPDATES, OWN = "s", "bytes", "share", "samples/s", "count", "updates", "its own"
 LOWER, HIGHER, NEITHER = "lower", "higher", ""
-# Which runs have it.
+# Which runs have a metric.
 ALL = "all runs"
 TRAINED = "runs that train"
 TARGET = "runs that train and reach their target"
 SIMULATED = "simulated runs"
 MEASURED = "runs in processes"
-SWAPPED = "runs whose layers swap"  # of others it is 0
-MOVED = "runs whose layers may move"  # of others it is 0
+SWAPPED = "runs whose layers swap"  # 0 for others
+MOVED = "runs whose layers may move"  # 0 for others
 
 
 class Shown(Flag):
-    """What is made of a metric.
-
-    Attributes:
-        COLUMN: MLflow's table of runs has it as a column; the list's order is that of the columns.
-        MEDIAN: a group of seeds has the median of its runs, under the same name.
-        SPREAD: that, and mean, standard deviation, smallest and largest.
-        PREDICTED: a run in processes sets the simulator's value beside it, as `predicted_<name>`.
-        ZERO: a run that hasn't got it has 0 of it: nothing of that kind was sent, swapped or moved.
-    """
+    """Uses of a metric."""
 
     NOWHERE = 0
-    COLUMN = auto()
-    MEDIAN = auto()
-    SPREAD = auto()
-    PREDICTED = auto()
-    ZERO = auto()
+    COLUMN = auto()  # a column of MLflow's table of runs, in this order
+    MEDIAN = auto()  # a group of seeds has the median of its runs, under the same name
+    SPREAD = auto()  # likewise, and mean, standard deviation, smallest and largest
+    PREDICTED = auto()  # a run in processes also has the simulator's value, as `predicted_<name>`
+    ZERO = auto()  # 0 if a run lacks it: nothing was sent, swapped or moved
 
 
 COLUMN, MEDIAN, SPREAD, PREDICTED, ZERO = Shown.COLUMN, Shown.MEDIAN, Shown.SPREAD, Shown.PREDICTED, Shown.ZERO
 
 
 class Metric(NamedTuple):
-    """One row of the list.
+    """A row of the table."""
 
-    Attributes:
-        name: as it is logged; a `*` at the end stands for any ending.
-        unit: of its value; shares are fractions, never per cent.
-        better: `lower`, `higher`, or "" where neither is.
-        of: which runs have it.
-        says: what it is.
-        shown: what is made of it.
-    """
-
-    name: str
-    unit: str
-    better: str
-    of: str
-    says: str
-    shown: Shown = Shown.NOWHERE
+    name: str  # as logged; a trailing `*` stands for any ending
+    unit: str  # shares are fractions, never per cent
+    better: str  # `lower`, `higher`, or "" if neither
+    of: str  # runs that have it
+    says: str  # description
+    shown: Shown = Shown.NOWHERE  # its uses
 
 
 METRICS = (
@@ -151,7 +133,7 @@ METRICS = (
     Metric("comm_transfers_*", COUNT, NEITHER, MEASURED, "transfers of a kind"),
 )  # fmt: skip
 
-# What is known of every stage: columns of `stages.csv`, and of reports as `stage_<index>_<name>`.
+# Metrics of every stage: columns of `stages.csv`, and of reports as `stage_<index>_<name>`.
 STAGE_METRICS = (
     Metric("num_layers", COUNT, NEITHER, ALL, "that compute"),
     Metric("replicas", COUNT, NEITHER, ALL, "workers that run the stage"),
@@ -170,12 +152,12 @@ STAGE_METRICS = (
     Metric("host_peak_bytes", BYTES, LOWER, TRAINED, "the most that was on a replica's host, where layers swap"),
 )  # fmt: skip
 
-# What the seeds of a recipe are summed up by, beside the best scores.
+# Metrics summarised over a recipe's seeds, beside the best scores.
 SPREAD_METRICS = tuple(row.name for row in METRICS if SPREAD in row.shown)
 
 
 def known(name: str) -> Metric | None:
-    """Return the row of a metric, in the list or of an extension; None if there is none."""
+    """Return the row of a metric, in the table or of an extension; None if there is none."""
     of_extensions = (row for each in EXTENSIONS for rows in hooks("rows", [each]).values() for row in rows)
     return next((row for row in chain(METRICS, of_extensions) if fnmatchcase(name, row.name)), None)
 
@@ -186,9 +168,9 @@ def names(rows: Iterable[Metric]) -> Iterator[str]:
 
 
 def warn_of_unlisted(logged: Iterable[str]) -> None:
-    """Warn of metrics without a row: tracking drops them from its tables and reports refuse them.
+    """Warn of metrics without a row, which tracking drops from its tables and reports refuse.
 
-    Only a warning, since a run's result is worth more than a row of this list; tests turn warnings into errors.
+    Only a warning, as the run's result is worth more; tests turn warnings into errors.
     """
     if unlisted := sorted(name for name in logged if known(name) is None):
         warnings.warn(f"metrics without a row in pipebench/metrics.py: {', '.join(unlisted)}", stacklevel=2)

@@ -1,9 +1,8 @@
-"""JSON of plain dataclasses: `write` makes it of one, `read` makes one of it, checked first.
+"""JSON of plain dataclasses: `write` makes it, `read` checks it and makes the dataclass again, by pydantic.
 
-Whatever lies on a disk may have been changed there, so nothing that is read back is used before all of it is known to
-be what its type says. Types say it all: a field without a default has to be there, an unknown one is refused, nothing
-is converted ("3" is no number, 1 isn't true), and `Annotated` says what a number may be. pydantic does the checking. Of
-files that a user names, all that it finds wrong is told; of what only we write, the first.
+Files may have been changed on disk, so nothing is used before all of it matches its type: fields without a default are
+required, unknown ones refused, nothing is converted ("3" is no number, 1 isn't true), and `Annotated` gives ranges of
+numbers. All faults of a user's file are reported, only the first of a file that pipebench alone writes.
 """
 
 import functools
@@ -21,19 +20,15 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
     from pydantic_core import ErrorDetails
 
-# Beyond these a number is a slip, not a measurement: 31 years, and an exabyte.
+# Larger numbers are mistakes: 31 years, and an exabyte.
 MAX_SECONDS = 1e9
 MAX_BYTES = 2**60
-_MOST_FAULTS = 100  # that are told of a file
+_MOST_FAULTS = 100  # reported of a file
 T = TypeVar("T")
 
 
 class JsonError(UserError, ValueError):
-    """JSON that isn't what its type says: where it isn't, what was found and what is allowed.
-
-    Args:
-        faults: everything that is wrong, as sentences, or each with where it is and as the end of a sentence.
-    """
+    """JSON that doesn't match its type. `faults` are sentences, or pairs of a place and the end of a sentence."""
 
     def __init__(self, *faults: tuple[str, str] | str) -> None:
         self.faults = [("", fault) if isinstance(fault, str) else fault for fault in faults]
@@ -43,17 +38,11 @@ class JsonError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Within:
-    """What a number of type int or float has to be, as an annotation: finite, and from `low` to `high`, both included.
-
-    Attributes:
-        low: the least.
-        high: the most.
-        allowed: the same in words, as the end of a sentence.
-    """
+    """A range for a number of type int or float, as an annotation: finite, from `low` to `high` inclusive."""
 
     low: float
     high: float
-    allowed: str
+    allowed: str  # the range in words, as the end of a sentence
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         number = {**handler(source), "ge": self.low, "le": self.high}
@@ -63,7 +52,7 @@ class Within:
 
 
 class _Number:
-    """A number of either kind, infinite ones and NaN included, that stays what it is: 3 doesn't become 3.0."""
+    """A number of either kind, infinite and NaN included, without conversion: 3 doesn't become 3.0."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
@@ -72,7 +61,7 @@ class _Number:
 
 
 class _Samples:
-    """A number of samples as a key: written in one way only, so that no two keys are the same."""
+    """A number of samples as a key, with one spelling only, so that keys are unique."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
@@ -90,7 +79,7 @@ Finite = Annotated[float, Within(-1e308, 1e308, "a finite number")]
 Number = Annotated[float, _Number()]
 Samples = Annotated[int, _Samples()]
 
-# What pydantic finds wrong with a value, and what would have been right.
+# pydantic's kinds of faults, and what is allowed instead.
 _ALLOWED = {
     "bool_type": "true or false",
     "dataclass_type": "an object",
@@ -109,15 +98,12 @@ def write(value: Any) -> str:
 
 
 def read(kind: type[T], source: str | bytes | dict[str, Any] | list[Any], where: str = "") -> T:
-    """Return what `write` wrote.
+    """Read JSON from `write`, as text or as parsed object, as a dataclass or another type that JSON can have.
 
-    Args:
-        kind: the dataclass, or another type that JSON can have.
-        source: the JSON, or an object that was read of JSON.
-        where: what to call it where a fault in it is told, as the start of a dotted path.
+    `where` begins the dotted path of faults.
 
     Raises:
-        JsonError: says where it isn't what `kind` says, what was found and what is allowed.
+        JsonError: it doesn't match `kind`; with place, value and what is allowed.
     """
     from pydantic import ValidationError
 
@@ -130,15 +116,12 @@ def read(kind: type[T], source: str | bytes | dict[str, Any] | list[Any], where:
 
 
 def read_file(kind: type[T], path: str, check: Callable[[T], Iterator[tuple[str, str]]]) -> T:
-    """Return what a file of JSON has that a user names.
+    """Read a user's file of JSON as a dataclass.
 
-    Args:
-        kind: the dataclass.
-        path: the file.
-        check: yields where something is wrong with it that its type can't say, and what, as the end of a sentence.
+    `check` yields further faults, which types can't express: place, and the end of a sentence.
 
     Raises:
-        RecipeError: it can't be read, or isn't of that kind; with everything that is wrong, and its lines.
+        RecipeError: it can't be read, or isn't valid; with every fault and its line.
     """
     text = read_text(path)
     with faults_in(path):
@@ -150,11 +133,7 @@ def read_file(kind: type[T], path: str, check: Callable[[T], Iterator[tuple[str,
 
 @contextmanager
 def faults_in(path: str) -> Iterator[None]:
-    """Raise what is wrong with a file's JSON as faults of that file.
-
-    Raises:
-        RecipeError: in place of a `JsonError`.
-    """
+    """Raise a `JsonError` about a file's content as `RecipeError` with faults of that file."""
     try:
         yield
     except JsonError as error:
@@ -162,10 +141,10 @@ def faults_in(path: str) -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as it can stand in a sentence: short, on one line; what holds other things only as what it is."""
+    """Return a short text of a value on one line; containers are only named by their type."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
-    if isinstance(value, int) and abs(value) > MAX_BYTES:  # a number of thousands of digits has no text at all
+    if isinstance(value, int) and abs(value) > MAX_BYTES:  # Python refuses to print thousands of digits
         return "a huge number"
     plain = ascii(value)
     return plain if len(plain) <= 60 else f"{plain[:57]}..."
@@ -179,14 +158,14 @@ def _reader(kind: Any) -> "TypeAdapter[Any]":
 
 
 def _saying(allowed: str, schema: Any) -> Any:
-    """Return a pydantic schema whose every fault is told as "allowed is" and these words."""
+    """Return a pydantic schema whose every fault is reported as "allowed is" and these words."""
     from pydantic_core import core_schema
 
     return core_schema.custom_error_schema(schema, custom_error_type="allowed", custom_error_message=allowed)
 
 
 def _told(faults: "list[ErrorDetails]", where: str) -> list[tuple[str, str]]:
-    """Return where each fault is, and the end of a sentence; an unknown name explains a missing one, so it is first."""
+    """Return place and end of a sentence per fault; unknown names first, since they explain missing ones."""
     unknown = ("unexpected_keyword_argument", "extra_forbidden")
     missing = [str(each["loc"][-1]) for each in faults if each["type"] == "missing"]
     told: list[tuple[str, str]] = []
@@ -204,7 +183,7 @@ def _told(faults: "list[ErrorDetails]", where: str) -> list[tuple[str, str]]:
 
 
 def _one(fault: "ErrorDetails", where: str) -> tuple[str, str]:
-    """Return where a fault is, and the end of a sentence about it."""
+    """Return a fault's place, and the end of a sentence about it."""
     kind, path, found = fault["type"], fault["loc"], fault["input"]
     if kind == "json_invalid":
         return "", f"isn't JSON: {fault['ctx']['error']}"

@@ -1,4 +1,4 @@
-"""Quantities with units, as recipes write them: `10 Gbit/s`, `16 GB`, `5 us`; a plain number is in the base unit."""
+"""Quantities with units in recipes: `10 Gbit/s`, `16 GB`, `5 us`; plain numbers are in the base unit."""
 
 import math
 import re
@@ -20,7 +20,7 @@ _QUANTITY = re.compile(r"\s*(?P<number>[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?)\
 
 
 class UnitError(UserError, ValueError):
-    """A quantity that can't be read; the message says what was given and which units there are."""
+    """A quantity that can't be read; the message has what was given and the allowed units."""
 
 
 def parse_bytes(given: object) -> int:
@@ -60,7 +60,7 @@ def _parse(given: object, units: Mapping[str, float], what: str, base: str, smal
             f"(without a unit: {base}){hint}"
         )
     number, factor = float(match["number"]), units[unit]
-    # 1e-6 is no exact float and 1e6 is: dividing gives the float that is nearest to what was written.
+    # 1e6 is an exact float, 1e-6 is not: dividing gives the float nearest to the text.
     quantity = number * factor if factor >= 1 else number / round(1 / factor)
     if not math.isfinite(quantity) or quantity < smallest:
         raise UnitError(f"got {str(given)[:40]!r}, allowed is a {what} of at least {smallest:g} {base}")

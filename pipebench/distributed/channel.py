@@ -1,12 +1,12 @@
 """Channels: one-way, ordered flows of messages between two workers, received ahead and sent in the background.
 
 A message goes into a buffer that the receiver posted earlier, so it travels while both sides compute. Both ends derive
-the size of posted buffers from the messages before, by one rule, without asking.
+buffer sizes from earlier messages by one rule. Activations and gradients have separate channels and tags, so that
+neither waits for the other.
 
-Activations and gradients have a channel each, with a tag of its own, so neither direction waits behind the other. A
-send returns at once and owns its buffer until the message has left. Gloo reports that only to a wait, so every message
-carries the number of messages taken the other way, and buffers are reused by that. All messages are waited for before
-the process group ends. Received tensors own the buffer that was posted for them; the next receive gets a new one.
+A send returns at once and owns its buffer until the message has left. Gloo reports that only to a wait, so every
+message carries the number of messages taken the other way, and buffers are reused by that. All messages are waited for
+before the process group ends. Received tensors own the posted buffer; the next receive gets a new one.
 """
 
 from collections import deque
@@ -32,33 +32,24 @@ from pipebench.distributed.message import (
     read_header,
 )
 
-AHEAD = 2  # receives posted before they are waited for; more would only hold memory
-# Gloo's connection of two ranks is locked while bytes come in: posting the receive after next would wait for them, a
+AHEAD = 2  # receives posted before they are waited for; more would only take memory
+# Gloo locks the connection of two ranks while bytes arrive: posting the receive after next would wait for them, a
 # millisecond per megabyte. With as many connections, in turn, the one that is posted to is idle.
 LANES = AHEAD
-_ROOM_FOR_TEXT = 2048  # in the first buffers, for layouts in words
+_ROOM_FOR_TEXT = 2048  # bytes in the first buffers for layout texts
 
 
 @dataclass(frozen=True)
 class ChannelLink:
-    """How two workers reach each other.
+    """A connection between two workers."""
 
-    Attributes:
-        peer: the other one's rank.
-        lanes: Gloo groups of all ranks that carry messages only, used in turn.
-        tag: of this direction and kind of message.
-        direct: an NCCL group of the two, for the tensors; None if they travel inside the messages.
-        device: where values are, and where they are wanted.
-        clock: the run's clock, seconds.
-        idle: a stream of the GPU that stays empty, where `direct` is NCCL's; else None. The tests make one up.
-    """
-
-    peer: int
-    lanes: Sequence[Any]
-    tag: int
-    direct: Any
-    device: torch.device
-    clock: Callable[[], float]
+    peer: int  # the other worker's rank
+    lanes: Sequence[Any]  # Gloo groups of all ranks, only for messages, used in turn
+    tag: int  # of this direction and kind of message
+    direct: Any  # the two workers' NCCL group for tensors; None if they travel inside the messages
+    device: torch.device  # of the values
+    clock: Callable[[], float]  # the run's clock, seconds
+    # With NCCL, a GPU stream that stays empty; tests pass a fake one
     idle: Any = None
 
     @property
@@ -73,10 +64,10 @@ class ChannelLink:
 
 
 class _Capacity:
-    """The size of the buffer posted for the next message: that of the largest message so far.
+    """The size of the buffer posted for the next message: the largest message so far.
 
-    The receiver posts message j's buffer when it has taken message j - AHEAD, so the sender leaves out the sizes of the
-    last AHEAD - 1 messages. Between segments the receiver knows and posts more than the sender assumes.
+    The receiver posts message j's buffer after taking message j - AHEAD, so the sender ignores the sizes of the last
+    AHEAD - 1 messages. Between segments the receiver knows of more messages and posts larger buffers than assumed.
     """
 
     def __init__(self, first_bytes: int, leave_out: int) -> None:
@@ -84,7 +75,7 @@ class _Capacity:
         self.now = HEADER_BYTES + _ROOM_FOR_TEXT + aligned(first_bytes)
 
     def count(self, num_bytes: int) -> None:
-        """Count a message of that size, sent or taken."""
+        """Count a message of this size, sent or taken."""
         self._latest.append(num_bytes)
         self.now = max(self.now, self._latest.popleft())
 
@@ -144,7 +135,7 @@ class ChannelSender(SendingEnd):
         return layout.payload_bytes
 
     def taken(self, num_messages: int) -> None:
-        """Reuse the buffers of the first messages, so many of which the receiver has taken."""
+        """Reuse the buffers of the first `num_messages` messages, which the receiver has taken."""
         while self._num_left < num_messages:
             self._wait_for_first()
 
@@ -157,7 +148,7 @@ class ChannelSender(SendingEnd):
                 self._direct.popleft()[0].wait()
 
     def _send_directly(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send tensors by NCCL, if they travel so, and hold them until the device has sent them."""
+        """Send tensors by NCCL, if they travel so, and reference them until the device has sent them."""
         if self._link.direct is None:
             return
         while self._direct and self._direct[0][0].is_completed():
@@ -177,7 +168,7 @@ class ChannelSender(SendingEnd):
     def _take(self, num_bytes: int) -> _Buffer:
         while self._free:
             buffer = self._free.pop()
-            if len(buffer.data) >= num_bytes:  # a smaller one has served its time
+            if len(buffer.data) >= num_bytes:  # smaller ones are dropped
                 return buffer
         return _Buffer(self._link.buffer(max(num_bytes, self._capacity.now)))
 
@@ -201,12 +192,8 @@ class Receiver(ReceivingEnd):
             self._post()
 
     def receive(self, unit: int | None) -> Message:
-        """Wait for the next message, which must be of this unit; None: of any.
-
-        Raises:
-            PeerLostError: the sender is gone.
-        """
-        if not self._posted:  # one that wasn't expected
+        """Wait for the next message; see `ReceivingEnd`."""
+        if not self._posted:  # not announced by `expect`
             self.expect(1)
         work, buffer, lane = self._posted.popleft()
         self._wait(work)
@@ -234,7 +221,7 @@ class Receiver(ReceivingEnd):
             work.wait()
 
     def _spilled(self, header: Header, lane: Any) -> torch.Tensor:
-        """Receive the rest of a message that is larger than any before it."""
+        """Receive the rest of a message that did not fit the posted buffer."""
         buffer = self._link.buffer(header.num_bytes)
         with peers():
             rest = buffer[HEADER_BYTES : header.num_bytes]
@@ -244,9 +231,8 @@ class Receiver(ReceivingEnd):
     def _directly(self, layout: MessageLayout) -> list[torch.Tensor]:
         """Receive the tensors by NCCL; the device waits, not the host.
 
-        NCCL begins to receive when the current stream has finished its earlier work. The idle stream has none, so bytes
-        arrive while the GPU computes. The GPU's further work waits for them, and the idle stream's memory is reused
-        only after that.
+        NCCL receives after the current stream's earlier work; on the idle stream that is nothing, so bytes arrive while
+        the GPU computes. The GPU's later work waits for them, and so does reuse of the idle stream's memory.
         """
         link = self._link
         with peers(), nullcontext() if link.idle is None else torch.cuda.stream(link.idle):

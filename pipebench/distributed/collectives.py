@@ -26,20 +26,8 @@ from pipebench.simulate.timeline import BUFFERS, CONTROL, Transfer
 class ProcessCollectives:
     """The process groups of one worker, and its operations in them. All workers make one, at the same time.
 
-    Args:
-        setup: what is run.
-        world: the processes.
-        worker: this process's.
-        clock: the run's clock, seconds.
-        meter: records every all-reduce.
-        num_bytes: bytes sent by this worker, by kind and level; added to.
-
-    Attributes:
-        ranks: of every worker's process.
-        groups: process groups to leave at the end.
-        stage_groups: by stage, the group of its replicas, where there are several.
-        extensions: the collectives of the run's extensions.
-        stall_s: seconds waited; the reader resets it.
+    Methods raise `PeerLostError` if another worker is gone. `clock` is the run's, in seconds; `meter` records every
+    all-reduce; bytes sent are added to `num_bytes`, by kind and level.
     """
 
     def __init__(
@@ -53,14 +41,14 @@ class ProcessCollectives:
     ) -> None:
         self.setup, self.world, self.worker = setup, world, worker
         self.clock, self.meter, self.num_bytes = clock, meter, num_bytes
-        self.ranks = ranks_of(setup)
-        self.stall_s = 0.0
-        self._rings: dict[int, list[int]] = {}  # by stage, of those that have replicas; likewise the next two
-        self.stage_groups: dict[int, Any] = {}
+        self.ranks = ranks_of(setup)  # by worker
+        self.stall_s = 0.0  # waited; the reader resets it
+        self._rings: dict[int, list[int]] = {}  # of stages with replicas, like the next two
+        self.stage_groups: dict[int, Any] = {}  # of replicas, by stage
         self._reducers: dict[int, Reducer] = {}
         self._sharing: list[Sharing] = []
         self._norm_group = world.new_group("gloo") if setup.pipeline.shares_norm else None
-        self.groups: list[Any] = [] if self._norm_group is None else [self._norm_group]
+        self.groups: list[Any] = [] if self._norm_group is None else [self._norm_group]  # to leave
         for stage, replicas in enumerate(setup.pipeline.replicas):
             if replicas > 1:
                 self._make_group(stage)
@@ -74,19 +62,15 @@ class ProcessCollectives:
             extension.begin(first, limit)
 
     def on_gradient(self, stage: int) -> OnGradient | None:
-        """Return what takes every gradient of a round's last backward, if sums overlap with it."""
+        """Return the function that takes each gradient of a round's last backward, if sums overlap with it."""
         return self._reducers[stage].add if SYNCS[self.setup.pipeline.sync].overlaps else None
 
     def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add a round's gradients that the backward has not reached; of an idle replica, all, as zeros."""
+        """Add a round's gradients that the backward did not produce; for an idle replica, zeros for all."""
         self._reducers[stage].finish(gradients)
 
     def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
-        """Wait for a round's gradients.
-
-        Raises:
-            PeerLostError: another replica is gone.
-        """
+        """Wait for a round's gradients."""
         start_s, sync = self.clock(), SYNCS[self.setup.pipeline.sync]
 
         def arrived(num_bytes: int, set_out_s: float) -> None:
@@ -97,11 +81,7 @@ class ProcessCollectives:
         return gradients
 
     def norm(self, round_index: int) -> torch.Tensor:
-        """Return the norm of all stages' gradients, from the gathered squares of every process's parameters.
-
-        Raises:
-            PeerLostError: a worker is gone.
-        """
+        """Return the norm of all stages' gradients, from the gathered squares of every process's parameters."""
         setup, start_s = self.setup, self.clock()
         own = self.worker.squared_norms().cpu()
         found = [torch.empty_like(own) for _ in range(self.world.size)]
@@ -119,11 +99,7 @@ class ProcessCollectives:
         return norm
 
     def drained(self) -> None:
-        """Average running statistics over every stage's replicas; extensions exchange their own state.
-
-        Raises:
-            PeerLostError: another replica is gone.
-        """
+        """Average running statistics over every stage's replicas; extensions exchange their own state."""
         for stage, ring in self._rings.items():
             start_s, buffers = self.clock(), self.worker.buffers(stage)
             for indices in of_one_type(range(len(buffers)), buffers):
@@ -145,7 +121,7 @@ class ProcessCollectives:
         leave(self.groups)
 
     def _connect(self) -> None:
-        """Use every stage's group in every way once, before any worker waits for something else."""
+        """Use every stage's group in every way once, before any worker waits for anything else."""
         for reducer in self._reducers.values():
             reducer.connect()
         for stage in self.stage_groups:
@@ -184,7 +160,7 @@ class ProcessCollectives:
             )
 
     def _buckets_of(self, stage: int) -> tuple[list[torch.Tensor], list[list[int]]]:
-        """Return a stage's parameters, and the positions of those of every bucket, of one type each."""
+        """Return a stage's parameters and, per bucket, the positions of its parameters, all of one type."""
         weights = self.worker.replicas[stage].weights
         like = weights.newest.parameters
         return like, [
@@ -194,7 +170,7 @@ class ProcessCollectives:
         ]
 
     def _count(self, stage: int, sync: str, kind: str, label: str, num_bytes: int, start_s: float) -> None:
-        """Count the bytes that this worker sends of a sum over a stage's replicas; record the sum for the timeline."""
+        """Count the bytes that this worker sends of a sum over a stage's replicas; record it in the timeline."""
         ring, total, levels = self._rings[stage], 0, set()
         for sender, receiver, sent in traffic(sync, num_bytes, len(ring)):
             level = self.setup.level_between(ring[sender], ring[receiver])

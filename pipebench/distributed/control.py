@@ -1,7 +1,7 @@
-"""The threads beside a worker's training: they detect a stall, report it to the others, and agree on where to stop.
+"""The threads beside a worker's training: they detect stalls, report them to the others, and agree on where to stop.
 
-The training thread only notes its current instruction. One thread talks to the store, which takes time; another
-watches the training thread and waits for no answer, so that even if the launcher hangs a stalled worker is named.
+The training thread only notes its current instruction. One thread talks to the store; another watches the training
+thread without waiting for answers, so that a stalled worker is reported even if the launcher hangs.
 """
 
 import json
@@ -23,13 +23,13 @@ from pipebench.engine.admission import AdmissionControl, Position
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.pipeline import Pipeline
 
-STOP_KEY = "pipebench/stop"  # the launcher sets it to a reason, too
+STOP_KEY = "pipebench/stop"  # set to a reason, also by the launcher
 _HEARTBEAT_KEY, _POSITION_KEY = "pipebench/heartbeat", "pipebench/position"
 _LOG = logging.getLogger("pipebench.distributed.control")
-_AGREEING_S = 0.02  # all workers may be waiting for the agreement: ask often
-_SILENT_HEARTBEATS, _SILENT_S = 4, 2.0  # overdue after so many heartbeats, but a loaded host may take seconds
+_AGREEING_S = 0.02  # short, since all workers may wait for the agreement
+_SILENT_HEARTBEATS, _SILENT_S = 4, 2.0  # heartbeats until one is overdue; seconds, since a loaded host may be slow
 _WATCH_S = 0.5
-_OWN_WORK = 10  # times the limit
+_OWN_WORK = 10  # times the limit, for work other than instructions
 _FAILED = 3
 
 
@@ -47,13 +47,13 @@ class Control:
 
     Args:
         store: shared by all workers, new in every attempt; cloned here, so that its connection isn't shared.
-        worker: this worker.
-        num_workers: all workers.
+        worker: index of this worker.
+        num_workers: number of workers.
         pipeline: the pipeline.
         stall_limit_s: a worker longer than this at one instruction, or at other named work, ends the job.
-        multiple_of: segments end early at multiples of so many minibatches, a text's streams, whose states would
-            otherwise be on other replicas than the next minibatches.
-        on_stall: takes the report, in a control thread, and ends the process.
+        multiple_of: segments end early at multiples of this number of minibatches: a text's streams, whose states
+            would otherwise be on other replicas than the next minibatches.
+        on_stall: called in a control thread with the report; ends the process.
         on_orphan: ends the process when the store is gone, i.e. the launcher was killed.
         heartbeat_s: seconds between workers' reports of their current work.
     """
@@ -72,14 +72,14 @@ class Control:
         heartbeat_s: float = 0.5,
     ) -> None:
         self._store = store.clone()
-        # A launcher that sleeps (Ctrl-Z) is not gone: only a broken connection tells that.
+        # A suspended launcher (Ctrl-Z) is not gone: only a broken connection means that.
         self._store.set_timeout(timedelta(days=365))
         self._worker, self._pipeline = worker, pipeline
         self._stall_limit_s, self._heartbeat_s = stall_limit_s, heartbeat_s
         self._on_stall, self._on_orphan = on_stall, on_orphan
         self._gate = AdmissionControl(math.lcm(pipeline.period, multiple_of))
         self._place: tuple[Instruction | None, str, float] = (None, "", time.monotonic())
-        self._heard: dict[int, tuple[bytes, float]] = {}  # a worker's last heartbeat, and when it was new here
+        self._heard: dict[int, tuple[bytes, float]] = {}  # each worker's last heartbeat, and when it arrived here
         self._started_s = self._listened_s = time.monotonic()
         self._heartbeats = 0
         self._heartbeat_keys = [f"{_HEARTBEAT_KEY}/{peer}" for peer in range(num_workers)]
@@ -100,9 +100,9 @@ class Control:
             thread.start()
 
     def close(self) -> None:
-        """End the threads; a thread that waits for the store is waited for briefly.
+        """End the threads, waiting briefly for one that talks to the store.
 
-        If the store ends with a worker, all close before a last barrier: the others would take themselves for orphans.
+        If the store ends with a worker, all close before a last barrier, or the others would count as orphans.
         """
         self._closed.set()
         self._wake.set()
@@ -114,10 +114,10 @@ class Control:
         """Note the training thread's current work; costs well under a microsecond.
 
         Args:
-            instruction: what it executes; None for other work.
-            wait: the name of other work ("exchange" and "barrier" wait for all workers; any other name is the
-                worker's own), or of what the instruction belongs to if that isn't training, whose number is then a
-                minibatch. None and no name: nothing is watched.
+            instruction: the instruction it executes; None for other work.
+            wait: name of other work ("exchange" and "barrier" wait for all workers, others are the worker's own), or
+                of what an instruction that isn't training, numbered by minibatch, belongs to. None and no name:
+                nothing is watched.
         """
         self._place = (instruction, wait, time.monotonic())
 
@@ -132,8 +132,8 @@ class Control:
     def admit(self, minibatch: int) -> bool:
         """Return whether a minibatch, numbered since the drain, may begin on this worker; False ends the segment.
 
-        Called before the minibatch's first instruction on this worker and, on a replica without a unit in the last
-        round, before it joins that round: `admitted_program` does it. Waits while workers agree on a stop.
+        `admitted_program` calls it before the minibatch's first instruction on this worker and before a replica without
+        a unit in the last round joins that round. Waits while workers agree on a stop.
         """
         if self._gate.is_undecided(minibatch):
             place = self._place
@@ -155,8 +155,8 @@ class Control:
         return self._stop_reason
 
     def request_stop(self, reason: str) -> None:
-        """Ask all workers to stop at the same minibatch; from any thread. The first reason in the store counts."""
-        # A signal handler may call this in the middle of itself: it must not take a lock twice.
+        """Request all workers to stop at the same minibatch; from any thread. The first reason in the store counts."""
+        # A signal handler may interrupt this very method: no lock.
         if self._request is None:
             self._request = reason
             self._wake.set()
@@ -206,12 +206,12 @@ class Control:
             self._answered = True
         if self._answered and self._store.check(self._position_keys):
             answers = [json.loads(answer) for answer in self._store.multi_get(self._position_keys)]
-            # The launcher's `set` may replace a worker's reason after some have read it: all take worker 0's word.
+            # The launcher's `set` may replace a worker's reason after some have read it: all use worker 0's.
             self._stop_reason = answers[0][2]
             self._gate.settle(max(Position(segment, bound) for segment, bound, _ in answers))
 
     def _watch(self) -> None:
-        """Add up how long the training thread is at one place, without time in which this process slept."""
+        """Measure how long the training thread is at one place, without time in which this process was suspended."""
         period_s = min(_WATCH_S, self._stall_limit_s / 10)
         place, place_s, before_s = self._place, 0.0, time.monotonic()
         while not self._closed.wait(period_s):
@@ -227,12 +227,12 @@ class Control:
                 return
 
     def _limit_s(self, place: tuple[Instruction | None, str, float]) -> float:
-        """Return the time limit of a piece of work: checkpoints and searches take longer than instructions."""
+        """Return the time limit of some work: checkpoints and searches take longer than instructions."""
         is_own_work = place[0] is None and place[1] not in (ADMIT, EXCHANGE, BARRIER)
         return self._stall_limit_s * (_OWN_WORK if is_own_work else 1)
 
     def _has_reason(self, place: tuple[Instruction | None, str, float]) -> bool:
-        """Return whether this worker waits for another that reports work of its own, which is watched there."""
+        """Return whether this worker waits for another whose own work is watched there."""
         if place[0] is not None or place[1] not in (EXCHANGE, BARRIER):
             return False
         now_s = time.monotonic()
@@ -245,7 +245,7 @@ class Control:
         return describe(self._pipeline, self._worker, instruction, work, gate.num_minibatches, elapsed_s)
 
     def _report(self) -> str:
-        """Return the stall report. Ages end when this worker last heard the store: later silence isn't known."""
+        """Return the stall report. Ages end when this worker last heard from the store."""
         now_s, listened_s = time.monotonic(), self._listened_s
         overdue_s = max(_SILENT_HEARTBEATS * self._heartbeat_s, min(_SILENT_S, self._stall_limit_s / 2))
         activities, silent_s = {self._worker: self._activity()}, dict[int, float]()

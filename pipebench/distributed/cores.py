@@ -1,4 +1,4 @@
-"""The number of this host's cores that a run may use, and whether its processes share them."""
+"""The number of this host's cores that a run may use, and whether its processes compete for them."""
 
 import os
 import socket
@@ -10,18 +10,18 @@ import torch
 
 
 def usable_cores(root: Path = Path("/")) -> float:
-    """Return how many cores this process may keep busy, at least 0.01, the least that a control group can have.
+    """Return how many cores this process may use, at least 0.01, the least quota of a control group.
 
-    It is the smaller of its affinity and the quotas of its control groups, whose files are under `root`.
+    The smallest of its affinity and the quotas of its control groups, whose files are under `root`.
     """
-    # Python >= 3.13 has os.process_cpu_count for the first; nothing in Python tells the second.
+    # Python >= 3.13 has os.process_cpu_count for the first; nothing in Python gives the second.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([float(cores), *_quotas(root)])
 
 
 def core_share(device: torch.device) -> dict[str, Any]:
     """Return this process's host, its computing threads, and the cores they may use; JSON, for `crowding`."""
-    # A process whose GPU computes keeps one core busy: it gives the GPU its work.
+    # A process with a GPU keeps one core busy to launch kernels.
     threads = 1 if device.type == "cuda" else torch.get_num_threads()
     return {"host": socket.gethostname(), "threads": threads, "cores": usable_cores()}
 
@@ -39,7 +39,7 @@ def turn_of(shares: Sequence[Mapping[str, Any]], rank: int) -> Turn:
     `shares` are all processes' `core_share`, by rank.
     """
     turns: list[int] = []
-    taken: dict[str, tuple[int, float]] = {}  # by host: the latest turn, and its threads
+    taken: dict[str, tuple[int, float]] = {}  # by host: the latest turn and its number of threads
     for share in shares:
         index, threads = taken.get(share["host"], (0, 0))
         if threads and threads + share["threads"] > share["cores"]:
@@ -96,7 +96,7 @@ def _quotas(root: Path) -> Iterator[float]:
         if number != "0" and "cpu" not in controllers.split(","):
             continue
         mounted = root / ("sys/fs/cgroup" if number == "0" else "sys/fs/cgroup/cpu")
-        # A container may see its group's path as the host has it, and the group's own files at the top.
+        # A container may see its group's host path, with the group's own files at the top.
         group = mounted / path.strip("/")
         for folder in (group, *group.parents):
             yield from _quota(folder)
@@ -114,5 +114,5 @@ def _quota(folder: Path) -> Iterator[float]:
             period = (folder / "cpu.cfs_period_us").read_text(encoding="ascii")
         if quota != "max" and int(quota) > 0:
             yield int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):  # a limit that can't be read is none that is known
+    except (OSError, ValueError, ZeroDivisionError):  # unreadable limits are ignored
         return

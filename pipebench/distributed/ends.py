@@ -6,62 +6,49 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Message:
-    """A received message.
-
-    Attributes:
-        values: as they were sent, on the receiver's device.
-        payload_bytes: of all tensors.
-        sent_s: when it was sent, on the run's clock.
-        arrived_s: when it had arrived: at the end of the wait, or at the request; in a receiving thread, the moment.
-        note: the number sent with it.
-        taken: how many messages of the other direction the sender has taken.
-    """
+    """A received message."""
 
     unit: int
-    values: Any
-    payload_bytes: int
-    sent_s: float
-    arrived_s: float
-    note: float
-    taken: int
+    values: Any  # as sent, on the receiver's device
+    payload_bytes: int  # of all tensors
+    sent_s: float  # on the run's clock
+    arrived_s: float  # at the end of the wait or at the request; exact in a receiving thread
+    note: float  # a number sent with it
+    taken: int  # messages of the other direction that the sender has taken
 
 
 class SendingEnd:
-    """The sending end. Every method may raise `PeerLostError`: the receiver is gone."""
+    """The sending end. Every method may raise `PeerLostError` if the receiver is gone."""
 
     def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None, taken: int = 0) -> int:
         """Send a message; return its payload in bytes.
 
         Args:
-            unit: the unit whose values these are.
+            unit: the unit of the values.
             values: a pytree of tensors.
             note: a number sent with it.
             most_leaving: wait until fewer earlier messages than this are unsent or untaken; None never waits.
-            taken: how many messages of the other direction were taken here.
+            taken: number of messages of the other direction taken here.
         """
         raise NotImplementedError
 
     def taken(self, num_messages: int) -> None:
-        """Note how many messages the receiver has taken; unused where it reports free buffers itself."""
+        """Note how many messages the receiver has taken; unused if it reports free buffers itself."""
 
     def flush(self) -> None:
-        """Wait until every message has left; nothing where a send stores it with the receiver."""
+        """Wait until every message has left; nothing if a send stores it with the receiver."""
 
     def close(self) -> None:
         """Release what this end owns."""
 
 
 class ReceivingEnd:
-    """The receiving end.
+    """The receiving end."""
 
-    Attributes:
-        num_taken: messages received so far.
-    """
-
-    num_taken: int
+    num_taken: int  # messages received so far
 
     def expect(self, num_messages: int) -> None:
-        """Prepare for future messages, where that is needed."""
+        """Prepare for future messages, if needed."""
 
     def receive(self, unit: int | None) -> Message:
         """Wait for the next message, which must be of this unit; None: of any.

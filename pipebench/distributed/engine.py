@@ -1,7 +1,7 @@
-"""The distributed engine: one worker of the plan in this process, the others in theirs, on the wall clock.
+"""The distributed engine: one worker of the plan in this process, on the wall clock.
 
-It executes its worker's program. `transport.py` says what blocks; the arithmetic is `engine/worker.py`'s, as in the
-virtual engine.
+It executes its worker's program. See `transport.py` on what blocks, `engine/worker.py` on the arithmetic, which the
+virtual engine shares.
 """
 
 import time
@@ -45,11 +45,11 @@ class DistributedEngine(TrainingEngine):
     """Trains this process's worker. `train` and `evaluate` leave the pipeline drained; all processes call them alike.
 
     Args:
-        setup: what to run; `setup.device` is this process's. Its model loses its weights to the stage.
-        world: the processes; as many as the plan has workers.
+        setup: what to run, on this process's `setup.device`. Its model loses its weights to the stage.
+        world: the processes, as many as the plan has workers.
         control: watches this worker and agrees with the others on early ends; None for neither.
         on_loss: see `TrainingEngine`; `DivergedError` stops all workers.
-        on_unit: see there.
+        on_unit: see `TrainingEngine`.
     """
 
     meter: MeasuredMeter
@@ -70,7 +70,7 @@ class DistributedEngine(TrainingEngine):
         self.workers = [Worker(setup, self._ranks.index(world.rank))]
         self._first_stage = min(self.worker.replicas)
         on_gpu = setup.device.type == "cuda"
-        # The host runs ahead of its GPU: when it sends a message says nothing about when that travels.
+        # The host runs ahead of its GPU, so the time of its send is not that of the transfer.
         self.meter = MeasuredMeter(setup.pipeline, self.worker.index, world.rank, times_transfers=not on_gpu)
         self._origin_s = time.perf_counter()
         self._segment = 0
@@ -84,11 +84,11 @@ class DistributedEngine(TrainingEngine):
         if needs_warm_up(setup.device):
             warm_up(setup, world, self.worker.index)
         if not setup.repartitions and (world.rank > 0 or setup.dataset.generates_with is None):
-            # The stage holds copies of what it needs: the rest of the model would only take memory.
+            # The stage has copies of what it needs; frees the rest of the model's memory.
             for whole in (setup.graph.model, setup.graph.root, setup.graph.evaluated.root):
                 whole.to("meta")
 
-    # What the training loop asks for.
+    # Called by the training loop.
 
     def start_clock(self, clock_s: float = 0.0) -> None:
         """Start the run's clock here, at the same moment on all workers."""
@@ -107,7 +107,7 @@ class DistributedEngine(TrainingEngine):
 
     @property
     def now_s(self) -> float:
-        """The run's clock now."""
+        """The run's clock."""
         return self.clock()
 
     @property
@@ -121,12 +121,12 @@ class DistributedEngine(TrainingEngine):
 
     @property
     def position(self) -> int:
-        """This process's index in the list that `exchange` returns: its worker's number."""
+        """This worker's index, as in the list that `exchange` returns."""
         return self.worker.index
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which keeps the run's records."""
+        """Whether this is rank 0, which writes the run's records."""
         return self.world.rank == 0
 
     @property
@@ -146,7 +146,7 @@ class DistributedEngine(TrainingEngine):
         return [values[rank] for rank in self._ranks]
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
-        """Train on minibatches from `first_minibatch`, then drain; return how many, fewer if a stop was agreed on.
+        """Train on minibatches from `first_minibatch`, then drain; return how many, fewer after an agreed stop.
 
         Raises:
             PeerLostError: a worker is gone.
@@ -174,13 +174,13 @@ class DistributedEngine(TrainingEngine):
             self._control.end_at(minibatch)
 
     def _note(self, event: TimelineEvent) -> None:
-        """Record one instruction of this worker."""
+        """Record an instruction of this worker."""
         self.meter.event(event)
         if self.worker.monitor is not None and not self.meter.evaluating:
             self.worker.monitor.note(event.instruction, event.end_s - event.start_s)
 
     def _run_evaluation(self, feed: Feed) -> None:
-        """Execute this worker's program of an evaluation."""
+        """Execute this worker's program for an evaluation."""
         self._feed, pipeline, count = feed, self.setup.evaluation.pipeline, self.setup.held_out.minibatches_per_epoch
         expected, own = (forward_programs(pipeline, count)[self.worker.index] for _ in range(2))
         self._transport.expect(expected, lambda unit: False)
@@ -189,7 +189,7 @@ class DistributedEngine(TrainingEngine):
         self._transport.flush()
 
     def switch_setup(self, setup: Setup) -> None:
-        """Continue with another setup of the same model, at a drain: other cuts, or other idle cells; see `replan`."""
+        """Continue at a drain with another setup of the same model: other cuts or other idle cells; see `replan`."""
         assert self.setup.repartitions, "the model that stages are cut from is gone"
         old = self.worker
         self._cut_stages(setup)
@@ -234,7 +234,7 @@ class DistributedEngine(TrainingEngine):
         self._collectives = self._connected()
 
     def _monitor(self) -> None:
-        """Measure this worker's stage, if stages are balanced."""
+        """Measure this worker's stage, if stages are rebalanced."""
         if self.setup.balances:
             allocator = AllocatorPeak(self.setup.device) if self.setup.device.type == "cuda" else None
             self.worker.monitor = monitors(self.setup, self._decided, allocator)[self.worker.index]
@@ -260,7 +260,7 @@ class DistributedEngine(TrainingEngine):
             self._control.at(None, work)
 
     def sync_clock(self) -> None:
-        """Set all workers' clocks to the latest."""
+        """Set all workers' clocks to the latest of them."""
         self._watch.sync_clock()
         self.clock_s = max(self.exchange(self.clock()))
 
@@ -275,7 +275,7 @@ class DistributedEngine(TrainingEngine):
     # The loop.
 
     def _train(self, first_minibatch: int, num_minibatches: int, routes: Routes | None) -> int:
-        """Execute this worker's program, or that of a shorter segment if the workers agree on one."""
+        """Execute this worker's program, shortened if the workers agree on a stop."""
         pipeline, index = self.setup.pipeline, self.worker.index
         foreseen = None if routes is None else self._foreseen(routes)
         foreseeable = programs(pipeline, num_minibatches, foreseen)[index]
@@ -297,20 +297,20 @@ class DistributedEngine(TrainingEngine):
         return control.limit
 
     def _foreseen(self, routes: Routes) -> Routes:
-        """Return routes of the moves known so far, for a program that is only read ahead."""
+        """Return routes with the moves known so far, for a program that is only looked ahead in."""
         phases = SegmentCuts(self.setup)
         for move in routes.moves.announced:
             phases.announce(move)
         return phases.routes
 
     def _execute(self, instruction: Instruction) -> None:
-        """Execute an instruction, watched and measured."""
+        """Execute an instruction, watched and timed."""
         if self._control is not None:
             self._control.at(instruction)
         self._watch.timed(instruction, lambda: self._executed(instruction))
 
     def _executed(self, instruction: Instruction) -> float:
-        """Execute an instruction; return the seconds it waited for bytes in transfer."""
+        """Execute an instruction; return seconds waited for bytes in transfer."""
         transport, collectives = self._transport, self._collectives
         transport.stall_s = collectives.stall_s = 0.0
         loss = self.worker.execute(instruction, transport, collectives)
@@ -318,8 +318,8 @@ class DistributedEngine(TrainingEngine):
             self._pace.step()
         if loss is not None:
             self._take_loss(loss)
-        if instruction.op in ENDS and instruction.stage == self._first_stage:  # done with the unit here
-            # This worker's turn among its stage's replicas: together they are as far as it is.
+        if instruction.op in ENDS and instruction.stage == self._first_stage:  # its last of the unit
+            # Counts for all replicas of the stage, which are as far as this one.
             samples = self._feed.size(instruction.number) * self.setup.pipeline.replicas[instruction.stage]
             self._on_unit(samples, transport.latest_loss, self.clock())
         return transport.stall_s + collectives.stall_s
@@ -331,13 +331,13 @@ class DistributedEngine(TrainingEngine):
             self._stop = self._stop or str(diverged)
             if self._control is not None:
                 self._control.request_stop(str(diverged))
-        # Of this worker's own losses: which units it has depends on how many replicas there are.
+        # Every so many of this worker's own losses: its units depend on the number of replicas.
         if not loss.total.is_cuda or self._num_losses % _CUDA_LOSS_EVERY == 0:
             self._transport.latest_loss = float(loss.total) / loss.weight
         self._num_losses += 1
 
     def _whole_model_metrics(self) -> dict[str, float]:
-        """Gather the newest weights on rank 0, which computes the metrics of the whole model; the others wait."""
+        """Gather the newest weights on rank 0, which computes the metrics of the whole model while the others wait."""
         self.set_activity("whole-model metrics")
         stages = self.world.gather(self.worker.tensors())
         found: dict[str, float] = {}

@@ -1,8 +1,7 @@
 """Heartbeats between workers of several hosts, from the time all have joined until the run has ended.
 
-A killed process's host closes its connections, and its peers notice at once. A host that loses power or network sends
-nothing, and TCP retries for a quarter of an hour. So every worker writes a heartbeat into the store once a second, and
-reads the others'.
+A killed process's connections close, and its peers notice at once. A host that loses power or network sends nothing,
+and TCP retries for a quarter of an hour. So every worker writes a heartbeat into the store once a second.
 """
 
 import json
@@ -25,18 +24,18 @@ _MOST_WATCH_S = 0.5
 _JOINING_S = 2.0
 _DONE = "done"
 _LAST_SIGNS = 2
-_SIGNS = 4  # so many of a living worker are heard while it is waited for them, or one less
+_SIGNS = 4  # heartbeats of a living worker, or one less, that arrive during a wait for them
 
 
 class Heartbeat:
-    """One worker's heartbeat, and its monitor of the others', as a context manager.
+    """One worker's heartbeat and monitor of the others' heartbeats, as a context manager.
 
     Args:
         store: shared by all workers, new in every attempt; cloned here, so that its connection isn't shared.
         place: this worker's place.
         limit_s: silence that ends the run, seconds.
-        on_silence: takes a sentence, and whether the store still answers; called once, in a thread of its own, and ends
-            the process.
+        on_silence: called once, in its own thread, with a sentence and whether the store still answers; ends the
+            process.
         beat_s: seconds between heartbeats.
     """
 
@@ -50,7 +49,7 @@ class Heartbeat:
         beat_s: float = _BEAT_S,
     ) -> None:
         self._store = store.clone()
-        # Of a store that is gone without a word nothing is ever heard: that is for the watching thread to notice.
+        # A store that vanished without closing never answers; the watching thread notices that.
         self._store.set_timeout(timedelta(days=365))
         self._place, self._limit_s, self._beat_s = place, limit_s, beat_s
         self._on_silence = on_silence
@@ -85,8 +84,8 @@ class Heartbeat:
             raise HostLostError(f"{gone}: {error}") from error
 
     def _gone(self) -> str:
-        """Wait for a few heartbeats; return who sends none any more, or what the store does; "" if all do."""
-        self._closed.wait(_LAST_SIGNS * self._beat_s)  # what it gave before it went may be heard only now
+        """Wait for a few heartbeats; return which workers send none or what the store does, "" if all do."""
+        self._closed.wait(_LAST_SIGNS * self._beat_s)  # the lost worker's last heartbeats may arrive only now
         answers, before = self._answers, dict(self._heard)
         self._closed.wait(_SIGNS * self._beat_s)
         if self._closed.is_set():
@@ -108,7 +107,7 @@ class Heartbeat:
                 self._heard = dict(zip(known, beats, strict=True))
                 self._answers += 1
             self._store.set(own, json.dumps([_DONE, socket.gethostname()]))
-        except RuntimeError as error:  # the training thread noticed the broken connection, too
+        except RuntimeError as error:  # the training thread sees the broken connection, too
             _LOG.debug("the store is gone: %s", error)
             self._closed.set()
 
@@ -116,7 +115,7 @@ class Heartbeat:
         return bool(self._store.check([self._keys[rank]]))
 
     def _listen(self) -> None:
-        """Check the collected heartbeats; time in which this process slept doesn't count."""
+        """Check the collected heartbeats, without time in which this process was suspended."""
         period_s = min(_MOST_WATCH_S, self._limit_s / 10)
         monitor, before_s = SilenceMonitor(self._place, self._limit_s), time.monotonic()
         while not self._closed.wait(period_s):
@@ -129,30 +128,22 @@ class Heartbeat:
 
 
 class SilenceMonitor:
-    """Adds up the silence of workers and store.
-
-    Args:
-        place: this worker's place.
-        limit_s: silence that is reported, seconds.
-
-    Attributes:
-        store_s: seconds since the store answered.
-    """
+    """Measures the silence of workers and of the store; longer than `limit_s` seconds is reported."""
 
     def __init__(self, place: HostSlot, limit_s: float) -> None:
         self._place, self._limit_s = place, limit_s
         self._answers = -1
         self._last: dict[int, bytes | None] = {}
         self._silent_s = dict.fromkeys((rank for rank in range(place.size) if rank != place.rank), 0.0)
-        self.store_s = 0.0
+        self.store_s = 0.0  # since the store answered
 
     def listen(self, passed_s: float, answers: int, heard: Mapping[int, bytes]) -> str:
         """Note the latest heartbeats; return what to report, "" for nothing.
 
         Args:
             passed_s: seconds since the last call.
-            answers: how often the store has answered so far.
-            heard: the newest heartbeat of every rank that sent one.
+            answers: number of the store's answers so far.
+            heard: newest heartbeat by rank.
         """
         self.store_s = 0.0 if answers != self._answers else self.store_s + passed_s
         self._answers = answers
@@ -185,7 +176,7 @@ class SilenceMonitor:
 
 
 def store_text(place: HostSlot) -> str:
-    """Return the store's name, as the beginning of a sentence."""
+    """Return the store's name, to begin a sentence."""
     return f"the store at {place.address}:{place.port}, by which all hosts find each other,"
 
 

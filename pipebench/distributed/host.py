@@ -1,8 +1,7 @@
 """The processor time that communication takes from computation, measured by all processes of a run at once.
 
-The processor serves sockets: copies, system calls, Gloo's threads. A loop of plain work is run with messages, or an
-all-reduce, and without; the difference in processor time, over all threads of a process, is the cost, wherever it
-arises and whoever else uses the core.
+Copies, system calls and Gloo's threads serve sockets. A loop of plain work runs with and without messages or an
+all-reduce; the difference in processor time over all threads of a process is the cost.
 """
 
 import statistics
@@ -24,10 +23,10 @@ from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
 
 _SMALL_BYTES, _LARGE_BYTES, _RING_BYTES = 1 << 14, 1 << 20, 1 << 22
 _ITERATIONS, _REPEATS = 8, 7
-_WORK_S = 8e-3  # of one iteration: longer than a large message travels over loopback
+_WORK_S = 8e-3  # of one iteration: longer than a large message takes over loopback
 _TAG = 64
 T = TypeVar("T")
-_MOST_LEAVING = 4  # messages, so that buffers are used again
+_MOST_LEAVING = 4  # messages, so that buffers are reused
 
 
 def host_costs(world: World, *, fetches: bool = False) -> HostCosts:
@@ -50,14 +49,14 @@ def host_costs(world: World, *, fetches: bool = False) -> HostCosts:
     leave(groups)
     per_byte_s = max(0.0, large_s - small_s) / (_LARGE_BYTES - _SMALL_BYTES)
     sent_bytes = _RING_BYTES * 2 * (world.size - 1) / world.size
-    # An iteration sends a message and takes one: two ends.
+    # An iteration sends a message and receives one: two ends.
     message_s = max(0.0, small_s - per_byte_s * _SMALL_BYTES) / 2
     cores, threads = shared or (None, 1)
     return HostCosts(message_s, per_byte_s / 2, ring_s / sent_bytes, fetches, cores, threads)
 
 
 def in_turns(world: World, work: Callable[[], T]) -> T:
-    """Do some work in all processes, as many at once as have cores of their own; return its result."""
+    """Do some work in all processes, as many at once as have their own cores; return its result."""
     turn = turn_of(world.exchange(core_share(world.device)), world.rank)
     result: list[T] = []
     for number in range(turn.of):
@@ -69,9 +68,9 @@ def in_turns(world: World, work: Callable[[], T]) -> T:
 
 
 def clock_of(world: World) -> Callable[[], float]:
-    """Return the clock for work that all processes do at once: all call it.
+    """Return the clock for work that all processes do at once; all call it.
 
-    Where they share cores it is the processor's time, without waits for a core, but with the others' effect on caches.
+    On shared cores it is processor time: without waits for a core, but with the others' effect on caches.
     """
     shared = shared_cores(world.exchange(core_share(world.device)))
     return time.perf_counter if shared is None else time.thread_time
@@ -92,11 +91,11 @@ def _work() -> Callable[[], None]:
     return lambda: some(times)
 
 
-_Pass = tuple[Callable[[], None], Callable[[], None]]  # what begins an iteration's communication, what ends it
+_Pass = tuple[Callable[[], None], Callable[[], None]]  # begin and end of an iteration's communication
 
 
 def _beside(world: World, work: Callable[[], None], communication: _Pass) -> float:
-    """Return the processor seconds that communication adds to an iteration of work: median, mean of all processes."""
+    """Return processor seconds per iteration of work added by communication: median, averaged over processes."""
 
     def timed(begin: Callable[[], None], end: Callable[[], None]) -> float:
         world.barrier()
@@ -116,7 +115,7 @@ def _beside(world: World, work: Callable[[], None], communication: _Pass) -> flo
 
 
 def _messages(world: World, lanes: Sequence[Any], num_bytes: int) -> _Pass:
-    """Return what sends a message to the next rank, and what takes the previous rank's last but one, which is here."""
+    """Send a message to the next rank; then receive the previous rank's last but one, which has arrived."""
     sender, receiver = _ends(world, lanes, num_bytes)
     values = {0: torch.zeros(num_bytes // 4)}
     receiver.expect((1 + _REPEATS) * _ITERATIONS)
@@ -135,7 +134,7 @@ def _messages(world: World, lanes: Sequence[Any], num_bytes: int) -> _Pass:
 
 
 def _ends(world: World, lanes: Sequence[Any], num_bytes: int) -> tuple[SendingEnd, ReceivingEnd]:
-    """Return the ends of a channel to the next rank and of one from the previous, as a run has them."""
+    """Return the ends of channels to the next rank and from the previous, as in a run."""
     to, back = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     shared = connect(world, [(rank, (rank + 1) % world.size) for rank in range(world.size)], time.perf_counter)
     if shared is None:
@@ -148,7 +147,7 @@ def _ends(world: World, lanes: Sequence[Any], num_bytes: int) -> tuple[SendingEn
 
 
 def _all_reduces(world: World, group: Any) -> _Pass:
-    """Return what begins an all-reduce of gradients, copied into a bucket first, and what waits for it."""
+    """Copy gradients into a bucket and begin its all-reduce; then wait for it."""
     gradients = torch.zeros(_RING_BYTES // 4)
     sharing = share(world, range(world.size), _RING_BYTES)
     if sharing is not None:

@@ -1,7 +1,7 @@
 """The times of instructions: by the host's clock or, where a GPU computes, by the GPU's events.
 
-A host runs ahead of its GPU, so its clock doesn't time the GPU's work. Events on the GPU's stream do, without waiting;
-they are read later.
+A host runs ahead of its GPU, so its clock doesn't time the GPU's work. Events on the GPU's stream do; they are read
+later, without waiting.
 """
 
 from collections import deque
@@ -12,9 +12,9 @@ import torch
 from pipebench.schedule.instructions import Instruction
 from pipebench.simulate.simulation import TimelineEvent
 
-_READ_EVERY = 256  # instructions; fewer events are then waiting to be read
+_READ_EVERY = 256  # instructions, to limit the events that wait to be read
 
-Execute = Callable[[], float]  # returns the seconds it waited for bytes on their way
+Execute = Callable[[], float]  # returns seconds waited for bytes in transfer
 
 
 class HostWatch:
@@ -32,24 +32,24 @@ class HostWatch:
         self._report(TimelineEvent(start_s, self._clock(), self._worker, instruction, stall_s))
 
     def sync_clock(self) -> None:
-        """Report everything that was executed."""
+        """Report all executed instructions."""
 
 
 class DeviceWatch(HostWatch):
     """Times by events on a GPU's current stream.
 
-    A receive's time is the stream's wait for it, which is between the instruction's events. CUDA measures between
-    events in single-precision milliseconds, which after ten minutes can't resolve 30 us. So only neighbours are
-    compared, and their times added up here.
+    A receive's time is the stream's wait for it, between the instruction's events. CUDA measures between events in
+    single-precision milliseconds, too coarse after ten minutes to resolve 30 us, so only neighbours are compared and
+    their times summed here.
     """
 
     def __init__(self, worker: int, clock: Callable[[], float], report: Callable[[TimelineEvent], None]) -> None:
         super().__init__(worker, clock, report)
         self._waiting: deque[tuple[torch.cuda.Event, torch.cuda.Event, Instruction, float]] = deque()
-        self._latest, self._latest_s = self._mark(), clock()  # the event that was read last, and its time
+        self._latest, self._latest_s = self._mark(), clock()  # the latest event read, and its time
 
     def timed(self, instruction: Instruction, execute: Execute) -> None:
-        """Execute an instruction between two events; report some that have completed."""
+        """Execute an instruction between two events; report some completed ones."""
         start = self._mark()
         stall_s = execute()
         self._waiting.append((start, self._mark(), instruction, stall_s))

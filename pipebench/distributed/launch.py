@@ -1,6 +1,6 @@
-"""Runs the workers of a distributed run on this host: starts, restarts, stops, and reports once why they failed.
+"""Runs the workers of a distributed run on this host: starts, restarts and stops them, and reports failures once.
 
-The parent process has no model and doesn't train; it can always be interrupted.
+The parent process has no model and doesn't train, so it can always be interrupted.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ from pipebench.engine.admission import STOPPING
 from pipebench.errors import printable_lines
 from pipebench.model.heap import HEAP
 
-# What Slurm and docker, too, leave between SIGTERM and SIGKILL.
+# As Slurm and docker have between SIGTERM and SIGKILL.
 GRACE_S = 30.0
 INTERRUPTED = 130
 _POLL_S, _KILLING_S = 0.02, 10.0
-# After one worker failed the others end by themselves or on SIGTERM; what doesn't is stuck or stopped.
+# After a worker failed, the others end by themselves or on SIGTERM within this time, or are stuck or suspended.
 _CLOSING_S = 5.0
 
 
@@ -42,18 +42,14 @@ class Attempt:
     """One start of all workers."""
 
     def __init__(self, command: Sequence[str], num_workers: int, number: int, settings: Mapping[str, str]) -> None:
-        """Start the workers.
+        """Start `num_workers` workers, all on this host, with a command and additional environment variables.
 
-        Args:
-            command: program and arguments of every worker.
-            num_workers: on this host, which is all of them.
-            number: 0, then 1 for the first restart, ...
-            settings: environment variables of the workers, besides those of each one's place.
+        `number` is 0, then 1 for the first restart, ...
         """
         server = StoreServer()
         self.store = PrivateStore(server.connect())
         self._keys = PrefixStore(prefix(number), self.store)
-        # Without names: whatever ends this process, nothing of them is left.
+        # Unnamed, so that nothing remains of them however this process ends.
         self._failures = [tempfile.TemporaryFile() for _ in range(num_workers)]  # noqa: SIM115 # close() does
         self._sent: list[set[int]] = [set() for _ in range(num_workers)]  # signals, by rank
         self._first_dead_s: float | None = None
@@ -63,7 +59,7 @@ class Attempt:
             ATTEMPT: str(number),
             "WORLD_SIZE": str(num_workers),
             "LOCAL_WORLD_SIZE": str(num_workers),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # as torchrun says it: the store is here
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torchrun's way to say that the launcher serves the store
         }
         words = [sys.executable, "-I", "-S", launch_child.__file__, str(os.getpid()), *command]
         self._processes = []
@@ -71,12 +67,12 @@ class Attempt:
             with server.connect() as connection:
                 given = (connection.fileno(), self._failures[rank].fileno())
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), STORE: str(given[0]), FAILURE: str(given[1])}
-                # Every worker leads a process group, which its loader's processes are in.
+                # Every worker leads a process group, which includes its loader's processes.
                 process = subprocess.Popen(words, env=everyone | own, start_new_session=True, pass_fds=given)
             self._processes.append(process)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the workers up to `timeout_s` seconds and watch them; return whether all have ended."""
+        """Wait for the workers for up to `timeout_s` seconds; return whether all have ended."""
         until_s = time.monotonic() + timeout_s
         while None in [process.poll() for process in self._processes]:
             self._watch()
@@ -99,7 +95,7 @@ class Attempt:
         return bool(self._keys.check([f"started/{rank}" for rank in range(len(self._processes))]))
 
     def failures(self) -> list[Failure]:
-        """Return how workers failed, once all have ended; empty if none did."""
+        """Return the workers' failures, once all have ended."""
         found = []
         for rank, process in enumerate(self._processes):
             if process.returncode:
@@ -109,13 +105,13 @@ class Attempt:
         return found
 
     def close(self) -> None:
-        """Remove what the attempt wrote, and close its store, which ends with the last worker's connection."""
+        """Remove the attempt's files, and close its store, which ends with the last worker's connection."""
         self.store.close()
         for file in self._failures:
             file.close()
 
     def _watch(self) -> None:
-        """End the others once one has failed, first by SIGTERM, later by SIGKILL."""
+        """After one worker failed, end the others by SIGTERM, later by SIGKILL."""
         if self._first_dead_s is None:
             if any(process.returncode for process in self._processes):
                 self._first_dead_s = time.monotonic()
@@ -142,10 +138,10 @@ def run_workers(
     say: Callable[[str], None] | None = None,
     verbose: bool = False,
 ) -> int:
-    """Start the workers of a run on this host and wait for them, restarting them all when one of them dies.
+    """Start the workers of a run on this host and wait for them, restarting all when one dies.
 
-    Ctrl-C asks the workers to stop at the next drain; a second one ends them. SIGTERM and SIGHUP ask at once and end
-    them after `grace_s` seconds. Signals are handled only in the main thread.
+    Ctrl-C requests a stop at the next drain; a second one ends the workers. SIGTERM and SIGHUP do both, the second
+    after `grace_s` seconds. Signals are handled only in the main thread.
 
     The workers run `command` with RANK, WORLD_SIZE and the like in their environment, and the folder `run` as
     PIPEBENCH_RUN. `say` prints messages, by default to standard error; `verbose` adds the user code's traceback.
@@ -177,11 +173,11 @@ def run_workers(
 def worker_settings(num_workers: int) -> dict[str, str]:
     """Return environment variables of workers that share this host, except those that the user has set."""
     settings = {
-        # torch's C++ side prints pages about every connection that a dead worker leaves behind.
+        # torch's C++ side prints pages about every connection left behind by a dead worker.
         "TORCH_CPP_LOG_LEVEL": "FATAL",
-        # A worker whose NCCL operation failed ends, as under torchrun.
+        # End a worker whose NCCL operation failed, as torchrun does.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        # Every worker would take all cores for itself.
+        # By default every worker would use all cores.
         "OMP_NUM_THREADS": str(max(1, int(usable_cores() / num_workers))),
         **HEAP,
     }
@@ -189,23 +185,18 @@ def worker_settings(num_workers: int) -> dict[str, str]:
 
 
 class _Signals:
-    """Handles the signals that would end this process.
-
-    Attributes:
-        asked: whether there was one.
-        deadline_s: when to end the workers, by `time.monotonic`.
-    """
+    """Handles the signals that would end this process."""
 
     def __init__(self, grace_s: float) -> None:
-        self.asked = False
-        self.deadline_s = math.inf
+        self.asked = False  # whether a signal arrived
+        self.deadline_s = math.inf  # by `time.monotonic`, to end the workers
         self._grace_s = grace_s
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "_Signals":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                # Who started this process may want one ignored, as nohup does.
+                # Whoever started this process may have one ignored, as nohup does.
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._hear)
         return self
@@ -239,10 +230,10 @@ def _watch(attempt: Attempt, signals: _Signals, say: Callable[[str], None]) -> b
 
 
 def worth_restart(cause: Failure, started: bool) -> bool:
-    """Return whether to restart: not after mistakes and stalls, nor before training had `started`, unless killed."""
+    """Return whether to restart: not after mistakes or stalls, nor before training had `started` unless killed."""
     if cause.kind in ("user", "stalled", "silent", "interrupted"):
         return False
-    # Somebody, or something, ended it from outside: at whatever moment, that says nothing about the program.
+    # Ended from outside, at whatever moment: no evidence against the program.
     return started or cause.message in ("ended by SIGKILL", "ended by SIGTERM")
 
 
@@ -252,6 +243,6 @@ def _when(number: int, started: bool) -> str:
 
 
 def _say(text: str) -> None:
-    # The terminal may be the very thing that has gone.
+    # The terminal may be gone.
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """The first program of a worker process: `python launch_child.py PARENT COMMAND...`.
 
-It ties the process's life to its parent's before anything heavy is imported, so that a parent that dies leaves no
-workers behind, and then becomes COMMAND. Standard library only, for a fast start.
+It ties the process's life to its parent's before heavy imports, so that a parent that dies leaves no workers behind,
+and then becomes COMMAND. Standard library only, for a fast start.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 def main(words: Sequence[str]) -> None:
     """Become the command; `words` are the parent's process id and the command."""
     end_with(int(words[0]))
-    # The parent handles Ctrl-C and asks the workers to stop; any other SIGINT is meant for the parent, too.
+    # The parent handles Ctrl-C and stops the workers, so they ignore SIGINT.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.execvp(words[1], list(words[1:]))
 
@@ -26,7 +26,7 @@ def end_with(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            # It died before it was watched.
+            # It ended before this process watched it.
             sys.exit(1)
 
 

@@ -21,36 +21,30 @@ from pipebench.recipe.users_code import as_users, traceback_of
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 FAILURE = "PIPEBENCH_FAILURE"  # file descriptor of the launcher's file for a worker's failure
-# In the order in which they are believed to be the cause.
+# From most to least likely to be the cause.
 KINDS = ("user", "killed", "stalled", "silent", "failed", "ended", "lost", "interrupted", "closed")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one worker process failed.
-
-    Attributes:
-        kind: `user` (a mistake in what was given), `killed` (by a signal), `stalled` (an instruction took too long),
-            `silent` (another host's heartbeat ended), `failed` (an exception), `ended` (an exit code without a record),
-            `lost` (another worker was gone), `interrupted` (by the user) or `closed` (by the launcher, because of
-            another).
-        message: a sentence or two.
-        traceback: text or ""; of a `user` mistake only where the user's own code raised it.
-    """
+    """How one worker process failed."""
 
     rank: int
+    # `user` (a mistake in the input), `killed` (by a signal), `stalled` (an instruction took too long), `silent`
+    # (another host's heartbeat ended), `failed` (an exception), `ended` (an exit code without a record), `lost`
+    # (another worker was gone), `interrupted` (by the user) or `closed` (by the launcher, because of another)
     kind: str
-    message: str
-    traceback: str = ""
+    message: str  # a sentence or two
+    traceback: str = ""  # for a `user` mistake only if the user's own code raised it
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a run that failed so."""
+        """The exit code of a run with this failure."""
         return {"user": 2, "interrupted": 130}.get(self.kind, 3)
 
 
 def of_exception(error: BaseException, rank: int) -> Failure:
-    """Return the failure that an exception means for a worker."""
+    """Return the failure of a worker with this exception."""
     if lost(error):
         return Failure(rank, "lost", str(error).splitlines()[0] if str(error) else type(error).__name__)
     if isinstance(error, HostLostError):
@@ -67,10 +61,7 @@ def of_exception(error: BaseException, rank: int) -> Failure:
 
 
 def record(failure: Failure) -> None:
-    """Write a worker's failure for its launcher, ours or torchrun, whose format differs; once.
-
-    The first record counts: later failures follow from it.
-    """
+    """Write a worker's failure for its launcher, pipebench's or torchrun, whose format differs; only the first."""
     given, name = os.environ.get(FAILURE), os.environ.get(_ERROR_FILE)
     if given is not None:
         if os.fstat(int(given)).st_size == 0:
@@ -78,19 +69,16 @@ def record(failure: Failure) -> None:
         return
     if not name or Path(name).exists():
         return
-    # torchrun's table takes the earliest for the cause, and for a killed worker the second in which it noticed.
+    # torchrun takes the earliest for the cause, and dates a killed worker by the second in which it noticed.
     recorded_s = int(time.time()) + (2 if failure.kind == "lost" else 0)
     extra = {"py_callstack": failure.traceback or failure.message, "timestamp": str(recorded_s)}
     data = {"message": {"message": failure.message, "extraInfo": extra}}
-    # Whole, because the launcher may end this process at any moment and then reads the file.
+    # Atomically, since the launcher may end this process at any moment and then reads the file.
     files.replace(Path(name), json.dumps(data).encode())
 
 
 def read(rank: int, exit_code: int, recorded: IO[bytes]) -> Failure:
-    """Return a worker's failure from its exit code, negative for a signal, and its recorded file.
-
-    The file is empty or incomplete if the worker was ended before.
-    """
+    """Return a worker's failure from its exit code, negative for a signal, and its record, which may be incomplete."""
     recorded.seek(0)
     with contextlib.suppress(ValueError):
         return Failure(**json.loads(recorded.read()))
@@ -108,12 +96,12 @@ def signal_name(number: int) -> str:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """Return the failure that the others follow from: by kind, then by rank."""
+    """Return the failure that caused the others, by kind, then by rank."""
     return min(failures, key=lambda failure: (KINDS.index(failure.kind), failure.rank))
 
 
 def sentence(failure: Failure) -> str:
-    """Return a failure as a sentence: with its rank, unless it is the user's mistake or names a worker itself."""
+    """Return a failure as a sentence, with its rank unless it is the user's mistake or names a worker."""
     if failure.kind in ("user", "silent"):
         return failure.message
     if failure.kind in ("killed", "ended", "closed"):
@@ -122,12 +110,10 @@ def sentence(failure: Failure) -> str:
 
 
 def report(failure: Failure, after: str = "", *, verbose: bool = False) -> str:
-    """Return the one report about a run that a failure ended.
+    """Return the report about a run that failed from this cause.
 
-    Args:
-        failure: the cause.
-        after: when it happened or what was tried, such as `after 3 restarts`; "" for nothing.
-        verbose: show the traceback of an error in the user's code; that of a failure is always shown.
+    `after` says when it happened or what was tried, such as `after 3 restarts`. `verbose` adds the traceback of the
+    user's code; that of a failure is always shown.
     """
     lines = printable_lines(sentence(failure))
     if after and failure.kind != "user":

@@ -1,7 +1,7 @@
 """How workers find each other: their place in the job, the shared store, and a handshake that proves all are alive.
 
-A store may outlive the workers that wrote to it: after a restart under torchrun the keys of dead workers remain. So
-every worker draws a fresh word, which only a living rank 0 answers.
+Under torchrun a store outlives its workers and has keys of dead ones after a restart. So every worker draws a new word,
+which only a living rank 0 answers.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from pipebench.errors import PipebenchError, UserError
 ATTEMPT, RUN = "PIPEBENCH_ATTEMPT", "PIPEBENCH_RUN"
 STORE = "PIPEBENCH_STORE"  # file descriptor of a connection to the launcher's store
 _POLL_S = 0.02
-# By which the others wait longer than rank 0, for its sentence to arrive.
+# The others wait this much longer than rank 0, so that its message arrives.
 _SLACK_S = 5.0
 
 
 class PeerLostError(PipebenchError):
-    """Another worker is gone or doesn't answer: a consequence, whose cause lies with that worker."""
+    """Another worker is gone or doesn't answer; the cause is elsewhere."""
 
 
 class HostLostError(PipebenchError):
-    """A worker of another host is gone and can't report itself: the cause, as far as can be known here."""
+    """A worker of another host is gone and can't report itself; the cause, as far as known here."""
 
 
 _LOST = (
@@ -46,7 +46,7 @@ _LOST = (
 
 
 def lost(error: BaseException) -> bool:
-    """Return whether an error only means that another worker or the store is gone, by its class and torch's words."""
+    """Return whether an error only means that another worker or the store is gone, by its class and torch's message."""
     if isinstance(error, PeerLostError | dist.DistNetworkError | dist.DistStoreError):
         return True
     if not isinstance(error, RuntimeError):
@@ -65,14 +65,14 @@ def peers() -> Iterator[None]:
         raise
     except Exception as error:
         if lost(error):
-            # Gloo's sentence begins with the place in its own source and ends in advice.
+            # Gloo's message begins with a place in its source and ends with advice.
             sentence = re.sub(r"^\[\S+:\d+\] |\. This is typically .*", "", str(error).splitlines()[0])
             raise PeerLostError(f"lost a peer: {sentence}") from error
         raise
 
 
 def leave(groups: Iterable[Any]) -> None:
-    """Destroy process groups; every Gloo group has a thread that wakes a hundred times a second."""
+    """Destroy process groups; each Gloo group has a thread that wakes a hundred times a second."""
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
@@ -80,33 +80,22 @@ def leave(groups: Iterable[Any]) -> None:
 
 @dataclass(frozen=True)
 class HostSlot:
-    """A worker's place in the job, from its launcher's environment variables.
+    """A worker's place in the job, from its launcher's environment variables."""
 
-    Attributes:
-        rank: 0 to size - 1, over all hosts.
-        size: number of workers over all hosts.
-        local_rank: 0 to local_size - 1, on this host.
-        local_size: number of workers on this host.
-        address: host that serves the store; "" for the launcher's, which has no address.
-        port: port that it serves it on; 0 for the launcher's.
-        agent_store: a launcher serves the store; otherwise rank 0 does.
-        attempt: of `pipebench run`'s own launcher: 0, 1 after the first restart, ...; None under another launcher.
-        connection: file descriptor of a connection to that launcher's store; None under another launcher.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    address: str
-    port: int
-    agent_store: bool
+    rank: int  # 0 to size - 1, over all hosts
+    size: int  # number of workers over all hosts
+    local_rank: int  # 0 to local_size - 1, on this host
+    local_size: int  # number of workers on this host
+    address: str  # host that serves the store; "" for the launcher's, which has no address
+    port: int  # of the store; 0 for the launcher's
+    agent_store: bool  # a launcher serves the store; otherwise rank 0 does
+    # With `pipebench run` as launcher, the number of restarts and the file descriptor of a connection to its store
     attempt: int | None
     connection: int | None = None
 
     @property
     def store_text(self) -> str:
-        """The store's address, as the end of a sentence."""
+        """The store's address, to end a sentence."""
         return f"{self.address}:{self.port}" if self.connection is None else "the launcher's store"
 
     @property
@@ -141,7 +130,7 @@ def read_place(environ: Mapping[str, str]) -> HostSlot:
     return HostSlot(
         rank=rank,
         size=size,
-        # Without them every worker has a host of its own, as `srun python` starts one per node.
+        # By default each worker is alone on its host, as `srun python` starts one per node.
         local_rank=number("LOCAL_RANK", 0, most, 0),
         local_size=number("LOCAL_WORLD_SIZE", 1, size, 1),
         address=address,
@@ -153,12 +142,12 @@ def read_place(environ: Mapping[str, str]) -> HostSlot:
 
 
 def serve(address: str, port: int = 0, limit_s: float = 60.0, *, one_host: bool = True) -> TCPStore:
-    """Serve a store; torch's server always listens everywhere, this one for one host on one address only.
+    """Serve a store for one host on one address only (torch's server always listens everywhere).
 
     Args:
         address: name or number of an interface of this host, such as 127.0.0.1.
-        port: 0 takes a free one, which the store's `port` names.
-        limit_s: how long the store's waiting calls wait, seconds.
+        port: 0 takes a free one, see the store's `port`.
+        limit_s: timeout of the store's waiting calls, seconds.
         one_host: whether all workers are on this host. Otherwise it listens everywhere: many hosts map their own name
             to the loopback interface, which others can't reach.
 
@@ -203,7 +192,7 @@ def connect(place: HostSlot, limit_s: float) -> Store:
     if place.rank == 0 and not place.agent_store:
         return serve(place.address, place.port, limit_s, one_host=place.one_host)
     until = time.monotonic() + limit_s
-    # torch's client prints pages about every attempt that fails: knock first.
+    # torch's client prints pages about every failed attempt, so try a plain connection first.
     while True:
         try:
             socket.create_connection((place.address, place.port), timeout=max(0.1, until - time.monotonic())).close()
@@ -221,16 +210,10 @@ def connect(place: HostSlot, limit_s: float) -> Store:
 
 
 def meet(store: Store, place: HostSlot, facts: Any, limit_s: float) -> tuple[str, list[Any]]:
-    """Wait until all workers of this attempt have joined, and exchange facts.
+    """Wait until all workers of this attempt have joined, and exchange facts, which are JSON.
 
-    Args:
-        store: shared by all; may hold keys of earlier attempts.
-        place: this worker's.
-        facts: of this worker, for the others; JSON.
-        limit_s: how long rank 0 waits for the last worker, seconds.
-
-    Returns:
-        The attempt's own prefix for keys, and every rank's facts.
+    The store may have keys of earlier attempts. Rank 0 waits for the last worker for `limit_s` seconds. Returns the
+    attempt's prefix for keys, and every rank's facts.
 
     Raises:
         UserError: on rank 0, with how many joined and which ranks are missing.
@@ -242,7 +225,7 @@ def meet(store: Store, place: HostSlot, facts: Any, limit_s: float) -> tuple[str
 
 
 def prefix(attempt: int) -> str:
-    """Return the prefix of the store's keys in an attempt of pipebench's own launcher."""
+    """Return the prefix of keys in an attempt of pipebench's own launcher."""
     return f"attempt-{attempt}"
 
 

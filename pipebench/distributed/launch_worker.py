@@ -1,4 +1,4 @@
-"""The frame of a worker process: no traceback on the terminal, a record of why it failed, a prompt end."""
+"""Frames a worker process: no traceback on the terminal, a record of its failure, a prompt end."""
 
 import os
 import signal
@@ -16,17 +16,11 @@ _listeners: list[Callable[[str], None]] = []
 
 
 def worker_main(function: Callable[[], object], *, verbose: bool = False) -> int:
-    """Do a worker process's work, and end the process at once if it fails.
+    """Do a worker process's work and return 0 when done; end the process at once if it fails.
 
     A failure is recorded for the launcher, which reports it; under torchrun and the like the worker that was the cause
-    prints it. Threads of Gloo and NCCL may wait for peers that are gone, so a failing process doesn't join them.
-
-    Args:
-        function: the work.
-        verbose: print the traceback of an error in the user's code, too.
-
-    Returns:
-        0: the work was done, whatever the run's outcome.
+    prints it, `verbose` with the traceback of the user's code. A failing process doesn't join threads of Gloo and NCCL,
+    which may wait for lost peers.
     """
     if not launched_by_us():
         _handle_signals()
@@ -45,10 +39,8 @@ def launched_by_us() -> bool:
 def fail(failure: Failure, *, verbose: bool = False, asks: bool = True) -> NoReturn:
     """Record a failure and end this process now; from any thread.
 
-    Args:
-        failure: why.
-        verbose: as for `report`.
-        asks: ask the store whether another worker has reported it; False if the store is silent.
+    `verbose` is as for `report`. `asks` is whether to check in the store that another worker has reported; False if the
+    store is silent.
     """
     try:
         record(failure)
@@ -58,25 +50,25 @@ def fail(failure: Failure, *, verbose: bool = False, asks: bool = True) -> NoRet
                 print(report(failure, verbose=verbose), file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-    finally:  # the reader of our output may be gone
+    finally:  # standard error may be closed
         os._exit(failure.exit_code)
 
 
 def fail_stalled(text: str) -> NoReturn:
-    """Record that an instruction took too long and end this process now; from any thread."""
+    """Record a stalled instruction and end this process now; from any thread."""
     fail(Failure(_rank(), "stalled", text))
 
 
 def fail_silent(text: str, store_answers: bool) -> NoReturn:
-    """Record that a worker, or the store, has gone silent, and end this process now; from any thread."""
+    """Record that a worker or the store is silent, and end this process now; from any thread."""
     fail(Failure(_rank(), "silent", text), asks=store_answers)
 
 
 def on_stop_request(listener: Callable[[str], None]) -> None:
     """Have Ctrl-C and SIGTERM call `listener` with a reason, once; a second signal ends the process.
 
-    Only under a launcher that forwards signals to its workers, as torchrun does; pipebench's own asks through the
-    store. Without a listener the first signal ends the process.
+    Only under a launcher that forwards signals to its workers, as torchrun does; pipebench's own uses the store.
+    Without a listener the first signal ends the process.
     """
     _listeners.append(listener)
 

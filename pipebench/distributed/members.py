@@ -1,9 +1,9 @@
 """Proves that the other ends of a group's connections are workers of this run.
 
-While a group is made Gloo listens on a port of the loopback interface, and takes the first connection with the right
-small number for the peer, which any user of the host can make. So before a group carries anything its members exchange,
-on every connection, a proof from a secret in the launcher's store. Proofs can't be reused: they differ for every group,
-sender and receiver. NCCL's connections have a secret of their own.
+While a group is made Gloo listens on a loopback port and accepts the first connection with the right small number,
+which any user of the host can make. So before any other use, a group's members exchange on every connection a proof
+from a secret in the launcher's store. Proofs differ for every group, sender and receiver. NCCL's connections have a
+secret of their own.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _PROOF_BYTES = hashlib.sha256().digest_size
 
 
 class StrangerError(PipebenchError):
-    """A process that isn't of the run has connected to one of its workers."""
+    """A process outside the run has connected to one of its workers."""
 
 
 def shared_secret(store: Store, rank: int) -> bytes:
@@ -33,7 +33,7 @@ def shared_secret(store: Store, rank: int) -> bytes:
 
 
 def check_members(secret: bytes, name: str, group: Any = None) -> None:
-    """Check every connection of a Gloo group, None for the default one; all members call it before any other use.
+    """Check every connection of a Gloo group, None for the default; all members call it before any other use.
 
     `secret` is the attempt's, `name` unique to the group.
 

@@ -1,7 +1,7 @@
 """Messages: values of any structure as one run of bytes, and back.
 
-A message is a header of eight numbers, the layout of its values as text if the receiver hasn't seen it before, and the
-bytes of every tensor. Known layouts travel as a number; new ones need no handshake.
+A message is a header of eight numbers, the text of its layout if new to the receiver, and the bytes of every tensor.
+Known layouts are sent as a number; new ones need no handshake.
 """
 
 import json
@@ -15,34 +15,23 @@ import torch
 
 from pipebench.engine.structure import Structure, flatten, from_words, to_words, unflatten
 
-ALIGNMENT = 64  # bytes: every tensor begins where any type may
+ALIGNMENT = 64  # bytes; suits tensors of any type
 HEADER_BYTES = 64
-_OF_TENSOR = 3  # what a form says of a tensor; of anything else it says two things
+_OF_TENSOR = 3  # entries of a tensor in a form; others have two
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 class Header(NamedTuple):
-    """The start of a message.
+    """The start of a message."""
 
-    Attributes:
-        unit: the unit whose values these are.
-        layout: number of the layout on the channel.
-        text_bytes: length of the layout's text that follows; 0 if the receiver has it.
-        num_bytes: length of the whole message.
-        spilled: 1 if the rest comes separately, because the receiver's buffer is too small for it.
-        sent_s: when it was sent, on the run's clock.
-        note: a number sent with it: the latest loss the sender knows.
-        taken: how many messages of the other direction the sender has taken.
-    """
-
-    unit: int
-    layout: int
-    text_bytes: int
-    num_bytes: int
-    spilled: int
-    sent_s: float
-    note: float
-    taken: int = 0
+    unit: int  # of the values
+    layout: int  # number of the layout on the channel
+    text_bytes: int  # length of the layout's text that follows; 0 if the receiver has it
+    num_bytes: int  # of the whole message
+    spilled: int  # 1 if the rest comes separately, because the receiver's buffer is too small
+    sent_s: float  # on the run's clock
+    note: float  # a number sent with it: the latest loss known to the sender
+    taken: int = 0  # messages of the other direction that the sender has taken
 
 
 _HEADER = struct.Struct("<5q2dq")
@@ -51,7 +40,7 @@ assert _HEADER.size == HEADER_BYTES
 
 def write_header(buffer: torch.Tensor, header: Header) -> None:
     """Write a header at the start of a buffer of bytes on the CPU."""
-    data: Any = buffer.numpy()  # NumPy's types don't say that it is one
+    data: Any = buffer.numpy()  # NumPy's types don't declare the buffer interface
     _HEADER.pack_into(data, 0, *header)
 
 
@@ -73,7 +62,7 @@ def pack(
 
 
 def layout_in(data: torch.Tensor, header: Header, known: list["MessageLayout"]) -> tuple["MessageLayout", int]:
-    """Return a message's layout and where its tensors begin; a new layout is appended to `known`, the channel's."""
+    """Return a message's layout and the start of its tensors; a new layout is appended to `known`, the channel's."""
     start = HEADER_BYTES + header.text_bytes
     if header.text_bytes:
         known.append(MessageLayout.from_text(data[HEADER_BYTES:start].numpy().tobytes()))
@@ -82,7 +71,7 @@ def layout_in(data: torch.Tensor, header: Header, known: list["MessageLayout"]) 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a message: its type, shape, whether it gets a gradient, and its offset."""
+    """One tensor of a message: type, shape, whether it gets a gradient, offset."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -93,19 +82,12 @@ class Leaf:
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """The structure of a message's values.
+    """The structure of a message's values."""
 
-    Attributes:
-        structure: the containers of the leaves.
-        leaves: per leaf, a `Leaf` for a tensor, or any other value itself (a number, text, a device).
-        num_bytes: of all tensors, with the gaps that align them.
-        payload_bytes: of all tensors.
-    """
-
-    structure: Structure
-    leaves: tuple[Any, ...]
-    num_bytes: int
-    payload_bytes: int
+    structure: Structure  # the leaves' containers
+    leaves: tuple[Any, ...]  # a `Leaf` for a tensor, or any other value itself (a number, text, a device)
+    num_bytes: int  # of all tensors, alignment included
+    payload_bytes: int  # of all tensors
 
     @cached_property
     def tensors(self) -> tuple[Leaf, ...]:
@@ -123,10 +105,10 @@ class MessageLayout:
 
     @staticmethod
     def from_text(text: bytes) -> "MessageLayout":
-        """Read what `to_text` wrote.
+        """Read the text from `to_text`.
 
         Raises:
-            CrossingError: it names a class that isn't known here.
+            CrossingError: it names an unknown class.
         """
         structure, given = json.loads(text)
         leaves: list[Any] = []
@@ -138,10 +120,9 @@ class MessageLayout:
         return _laid_out(from_words(structure), leaves)
 
     def views(self, data: Any, start: int = 0) -> list[torch.Tensor]:
-        """Return every tensor's place in the NumPy bytes of a message whose tensors begin at `start`.
+        """Return each tensor's view of a message's NumPy bytes, where tensors begin at `start`.
 
-        Each has a storage of its own size that keeps the bytes alive, so that autograd's version of one tensor is
-        independent of the header and of other tensors.
+        Each has its own storage, which references the bytes, so that autograd versions them separately.
         """
         return [
             torch.frombuffer(data, dtype=leaf.dtype, count=count, offset=start + leaf.offset).view(leaf.shape)
@@ -161,15 +142,11 @@ class MessageLayout:
 
 
 class Form(NamedTuple):
-    """A hashable key of a message's layout, made quickly.
+    """A hashable key of a message's layout, made quickly."""
 
-    Attributes:
-        structure: the containers of the leaves.
-        leaves: per leaf, a tensor's type, shape and whether it gets a gradient; of any other value its type and itself,
-            since 1, 1.0 and True are equal but not the same.
-    """
-
-    structure: Structure
+    structure: Structure  # the leaves' containers
+    # A tensor's type, shape and whether it gets a gradient; of other values type and value, since 1, 1.0 and True are
+    # equal but not the same
     leaves: tuple[tuple[Any, ...], ...]
 
     def layout(self) -> MessageLayout:
@@ -178,13 +155,13 @@ class Form(NamedTuple):
 
 
 class Layouts:
-    """The layouts that a channel's sender has sent."""
+    """The layouts sent on a channel."""
 
     def __init__(self) -> None:
         self._known: dict[Form, tuple[int, MessageLayout]] = {}
 
     def of(self, form: Form) -> tuple[int, MessageLayout, bytes]:
-        """Return a form's number and layout, and the layout's text if the receiver doesn't know it."""
+        """Return a form's number and layout, and the layout's text if new to the receiver."""
         known = self._known.get(form)
         if known is not None:
             return *known, b""
@@ -193,7 +170,7 @@ class Layouts:
 
 
 def form_of(values: Any) -> tuple[Form, list[torch.Tensor]]:
-    """Return the form of some values, and their tensors.
+    """Return the form of values, and their tensors.
 
     Raises:
         CrossingError: a value can't be sent to another stage.
@@ -208,12 +185,12 @@ def form_of(values: Any) -> tuple[Form, list[torch.Tensor]]:
 
 
 def aligned(num_bytes: int) -> int:
-    """Round up to the next place where a tensor may begin."""
+    """Round up to the next aligned offset."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _in_words(leaf: Any) -> dict[str, Any]:
-    """Return a value that isn't a tensor as JSON."""
+    """Return a value other than a tensor as JSON."""
     if isinstance(leaf, torch.dtype):
         return {"dtype": str(leaf)}
     return {"device": leaf.type} if isinstance(leaf, torch.device) else {"value": leaf}

@@ -1,7 +1,7 @@
-"""Measurements of a distributed run: every worker's wall-clock seconds, added up here and merged after the run.
+"""Measurements of a distributed run: each worker's wall-clock seconds, merged after the run.
 
-A worker's meter records its instructions and the transfers that arrive. At the end the workers exchange their shares,
-and rank 0 merges them into metrics, a row per worker and one timeline.
+A worker's meter records its instructions and the transfers that arrive. At the end workers exchange their shares, and
+rank 0 merges them into metrics, a row per worker and one timeline.
 """
 
 from collections import Counter, defaultdict
@@ -24,7 +24,7 @@ _COMPUTE_COLUMNS = {
 }
 _WAIT_COLUMNS = {op: row.column for op, row in OPERATIONS.items() if row.column.startswith("waiting_")}
 _SENDS = with_role(SEND)
-_OF_TRANSFERS = ("stall_s", "all_reduce_s", "comm_time_", "comm_stall_fraction")  # what their times go into
+_OF_TRANSFERS = ("stall_s", "all_reduce_s", "comm_time_", "comm_stall_fraction")  # metrics from times of transfers
 _UNTIMED = "times of transfers and of waiting for them aren't known where GPUs compute; numbers and bytes are"
 
 
@@ -39,22 +39,14 @@ class _Share:
 
 
 class MeasuredMeter:
-    """Adds up one worker's wall-clock times, in training and evaluation separately. An event costs about 1 us.
-
-    Attributes:
-        evaluating: set while an evaluation runs.
-    """
+    """Adds up one worker's wall-clock times, in training and evaluation separately. An event costs about 1 us."""
 
     def __init__(self, pipeline: Pipeline, worker: int, rank: int, *, times_transfers: bool = True) -> None:
         """Prepare for one worker.
 
-        Args:
-            pipeline: the pipeline's shape.
-            worker: of the events.
-            rank: of the worker.
-            times_transfers: whether the times of transfers are meaningful; else `merge` leaves out them and stalls.
+        Without `times_transfers` their times are meaningless, and `merge` leaves out them and stalls.
         """
-        self.evaluating = False
+        self.evaluating = False  # set during an evaluation
         self._pipeline = pipeline
         self._worker = worker
         self._rank = rank
@@ -77,7 +69,7 @@ class MeasuredMeter:
         return self._state.training.stall_s
 
     def event(self, event: TimelineEvent) -> None:
-        """Record one instruction of this worker."""
+        """Record an instruction of this worker."""
         start_s, end_s, _, instruction, stall_s = event
         totals = self._totals
         totals.seconds[instruction.op.name] += end_s - start_s
@@ -89,13 +81,13 @@ class MeasuredMeter:
                 self._truncated = True
 
     def transfer(self, transfer: Transfer) -> None:
-        """Record a message that arrived here, or a bucket that was all-reduced with this worker.
+        """Record a message that arrived here, or a bucket all-reduced with this worker.
 
-        Every member of an all-reduce (several senders) records it, with the bytes that all members sent; each counts
-        its share of bytes and time, so that a bucket counts once and its time is the members' mean.
+        Every member of an all-reduce (several senders) records it with the bytes of all members and counts its share of
+        bytes and time, so that a bucket counts once with the members' mean time.
         """
         totals, times_s = self._totals, (transfer.start_s, max(transfer.start_s, transfer.end_s))
-        if transfer.kind in SYNC_KINDS:  # buckets come in the order they were started
+        if transfer.kind in SYNC_KINDS:  # buckets end in the order in which they started
             since_s = max(transfer.start_s, self._reduced_until_s)
             totals.all_reduce_s += max(0.0, transfer.end_s - since_s)
             self._reduced_until_s = max(self._reduced_until_s, transfer.end_s)
@@ -105,7 +97,7 @@ class MeasuredMeter:
         row = totals.of(transfer.kind, transfer.level)
         row.number += position == 0
         row.bytes += part
-        # Clocks of two hosts differ a little: what arrived before it was sent took no time.
+        # Clocks of two hosts differ a little: arrivals before the send take no time.
         row.s += (times_s[1] - times_s[0]) / members
         if not self._truncated and self._state.times_transfers:
             senders = transfer.senders if members == 1 else (self._worker,)
@@ -116,12 +108,12 @@ class MeasuredMeter:
         return asdict(self._state)
 
     def begin(self, clock_s: float) -> None:
-        """Begin the recorded timeline at this time on the run's clock."""
+        """Begin the recorded timeline at this time of the run's clock."""
         self._origin_s = self._reduced_until_s = clock_s
 
     def restore(self, state: MeterState) -> None:
         """Continue from a checkpoint's `state`."""
-        # Where one part of a run was timed and the other wasn't, the sum says nothing.
+        # Of a run timed only in part, the sum is meaningless.
         self._state = replace(state, times_transfers=self._state.times_transfers and state.times_transfers)
 
     def share(self) -> dict[str, Any]:
@@ -139,7 +131,7 @@ def merge(given: Sequence[dict[str, Any]], pipeline: Pipeline, training_s: float
     """Merge the workers' shares, in any order; `training_s` is the run's clock without evaluation.
 
     Raises:
-        ValueError: a worker's share is missing or there twice.
+        ValueError: a worker's share is missing or duplicate.
     """
     shares = sorted((read(_Share, share) for share in given), key=lambda share: share.worker)
     workers = [share.worker for share in shares]
@@ -209,7 +201,7 @@ def _transfer_metrics(totals: Sequence[MeterTotals]) -> dict[str, float]:
 
 
 def _timeline(shares: Sequence[_Share], pipeline: Pipeline) -> Timeline:
-    """Merge the timelines, until the first worker's is full, so that no row ends before the others."""
+    """Merge the timelines up to the end of the shortest truncated one, so that all rows end together."""
     parts = [share.timeline for share in shares]
     until_s = min((part.spans[-1].end_s for part in parts if part.truncated), default=float("inf"))
     spans = [span for part in parts for span in part.spans if span.start_s < until_s]

@@ -1,7 +1,7 @@
 """Pipes between two processes of one host, one each way, and access to each other's files.
 
-Pipes have no names: each process makes those that it reads, and the other opens them by /proc. When a process ends its
-pipes close, and the other notices. Linux only.
+Pipes have no names: each process makes those that it reads, and the other opens them by /proc. They close with their
+process, so the other notices its end. Linux only.
 """
 
 import fcntl
@@ -14,19 +14,15 @@ from contextlib import suppress
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.world import World
 
-_MANY = 1 << 16  # bytes that a pipe is read by
-_PIPE_BYTES = 1 << 20  # the most that anybody may ask for
+_MANY = 1 << 16  # bytes of one read
+_PIPE_BYTES = 1 << 20  # the most that an unprivileged process may set
 _GONE = "lost a peer: the process at the other end of a pipe is gone"
 
 
 class PipePair:
-    """One process's ends of two pipes.
+    """One process's ends of the pipes from and to a `peer`, which counts as lost after a wait of `limit_s` seconds.
 
-    Args:
-        peer: the other process.
-        reads: file descriptor of the pipe from there.
-        writes: of the pipe to there.
-        limit_s: how long a wait may take before the peer counts as lost.
+    All methods raise `PeerLostError` if the peer is gone.
     """
 
     def __init__(self, peer: int, reads: int, writes: int, limit_s: float) -> None:
@@ -38,11 +34,7 @@ class PipePair:
         self._poll.register(reads, select.POLLIN)
 
     def write(self, data: bytes) -> None:
-        """Write; a pipe has room for many thousand messages.
-
-        Raises:
-            PeerLostError: the peer is gone; so for all methods.
-        """
+        """Write; a pipe has room for many thousand messages."""
         try:
             while data:
                 data = data[os.write(self._writes, data) :]
@@ -50,7 +42,7 @@ class PipePair:
             raise PeerLostError(_GONE) from error
 
     def available(self, most: int = _MANY) -> bytes:
-        """Return the bytes that have arrived, maybe none."""
+        """Return the bytes that have arrived, perhaps none."""
         try:
             found = os.read(self._reads, most)
         except BlockingIOError:
@@ -60,21 +52,21 @@ class PipePair:
         return found
 
     def read_some(self, most: int = _MANY) -> bytes:
-        """Wait for at least a byte."""
+        """Wait for at least one byte."""
         while not (found := self.available(most)):
             if not self._poll.poll(1000 * self._limit_s):
                 raise PeerLostError(f"lost a peer: nothing came within {self._limit_s:g} s")
         return found
 
     def read_exactly(self, num_bytes: int) -> bytes:
-        """Wait for exactly so many bytes."""
+        """Wait for exactly `num_bytes` bytes."""
         found = self.read_some(num_bytes)
         while len(found) < num_bytes:
             found += self.read_some(num_bytes - len(found))
         return found
 
     def open(self, file: int) -> int:
-        """Open a file of the peer by its file descriptor there."""
+        """Open a peer's file by its file descriptor there."""
         try:
             return _opened(self.peer, file, os.O_RDWR)
         except OSError as error:
@@ -89,9 +81,8 @@ class PipePair:
 def join_pairs(world: World, pairs: Sequence[tuple[int, int]]) -> dict[int, PipePair] | None:
     """Connect pairs of different ranks, possibly repeated, by pipes; all workers call it with the same pairs.
 
-    Returns:
-        By pair's index this worker's end, where it is in the pair; None, for all workers, if they aren't to share
-        memory or the system doesn't allow it.
+    Returns this worker's ends by the pair's index; None for all workers if they aren't to share memory or the system
+    forbids it.
 
     Raises:
         PeerLostError: a worker is gone.
@@ -103,7 +94,7 @@ def join_pairs(world: World, pairs: Sequence[tuple[int, int]]) -> dict[int, Pipe
     _allow_files()
     own = {index: os.pipe() for index, pair in enumerate(pairs) if world.rank in pair}
     for _, writes in own.values():
-        with suppress(OSError):  # where the system says no, it holds what it does
+        with suppress(OSError):  # a refused size leaves the default
             fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     offers = world.exchange([os.getpid(), [[index, writes] for index, (_, writes) in own.items()]])
     others = {index: offers[sum(pairs[index]) - world.rank] for index in own}
@@ -113,7 +104,7 @@ def join_pairs(world: World, pairs: Sequence[tuple[int, int]]) -> dict[int, Pipe
             theirs[index] = _opened(process, dict(files)[index], os.O_WRONLY)
     joined = all(world.exchange(len(theirs) == len(own)))
     for _, writes in own.values():
-        os.close(writes)  # the peer's is the only one then: when its process is gone, the pipe ends
+        os.close(writes)  # only the peer has it then, so that the pipe ends with the peer's process
     if not joined:
         for file in (*theirs.values(), *(reads for reads, _ in own.values())):
             os.close(file)

@@ -1,8 +1,8 @@
-"""A store of small keys for the workers of one host, without an address, so that nobody else can reach it.
+"""A store of small keys for the workers of one host, without an address, so that no other process can reach it.
 
-torch's TCPStore authenticates nobody: any user of the host can connect to its port, list and read all keys, and stop
-the run. Here every worker inherits one end of a socket pair from the process that starts it, and requests more ends
-through that. Requests and answers are pickled: both ends are ours.
+torch's TCPStore has no authentication: any user of the host can connect to its port, read all keys, and stop the run.
+Here every worker inherits one end of a socket pair from the process that starts it, and requests more ends through
+that. Requests and answers are pickled, since both ends are pipebench's.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from typing import Any
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined] # torch lists it nowhere
 
 _LENGTH = struct.Struct("<Q")
-_DESCRIPTOR = b"\0"  # stands with a socket that is sent
+_DESCRIPTOR = b"\0"  # sent along with a socket
 
 
 class StoreServer:
-    """Holds the keys; every connection has a thread that answers it."""
+    """Holds the keys; one thread per connection answers requests."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -34,7 +34,7 @@ class StoreServer:
         return theirs
 
     def _serve(self, connection: socket.socket) -> None:
-        # Who asked may end at any moment.
+        # The other end may close at any moment.
         with connection, contextlib.suppress(OSError, EOFError):
             while True:
                 name, *arguments = _receive(connection)
@@ -92,7 +92,7 @@ class PrivateStore(Store):
         super().__init__()
         self._connection = connection
         self._one_at_a_time = threading.Lock()
-        self._clones: list[PrivateStore] = []  # torch holds on to a clone, but not to what Python knows of it
+        self._clones: list[PrivateStore] = []  # torch references a clone, but not its Python object
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""

@@ -1,7 +1,7 @@
 """Sums a replicated stage's gradients over its replicas, bucket by bucket, while its backward still runs.
 
-A bucket is one run of numbers. Gradients are copied into it as autograd computes them; its sum starts when it is
-complete and every earlier bucket's has started, so that all replicas start the same sums in the same order.
+A bucket is one run of numbers, into which autograd's gradients are copied. Its sum starts when it and every earlier
+bucket are complete, so that all replicas start the same sums in the same order.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,29 +15,29 @@ from pipebench.distributed.launch_join import peers
 from pipebench.distributed.shared_sum import SharedSum, Sharing, room_bytes
 from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
 
-OnBucket = Callable[[int, float], None]  # bytes, when it set out [s]
+OnBucket = Callable[[int, float], None]  # bytes, start [s]
 
 
 class Sum(Protocol):
-    """Sums a bucket over the replicas; all of them take the same steps, in one order of buckets."""
+    """Sums a bucket over the replicas; all take the same steps, in one order of buckets."""
 
     data: torch.Tensor
 
     def free(self) -> None:
-        """Wait until the bucket may be filled again: by default it may after `wait`."""
+        """Wait until the bucket may be filled again; by default that is after `wait`."""
 
     def start(self) -> None:
-        """Start: the bucket is full."""
+        """Start, with the bucket full."""
 
     def go_on(self) -> None:
-        """Do the second half's work, if there is any."""
+        """Do the second half's work, if any."""
 
     def wait(self) -> None:
         """Wait for the sum."""
 
 
 class RingSum(Sum):
-    """Sums `data` in place, in a ring over the group; all its members do the same."""
+    """Sums `data` in place, in a ring over the group; all members do the same."""
 
     def __init__(self, data: torch.Tensor, group: Any) -> None:
         self.data, self._group = data, group
@@ -55,7 +55,7 @@ class RingSum(Sum):
 class ServerSum(Sum):
     """Sums `data` in place: every member is the server of one chunk and adds up in the order of the members.
 
-    Pushes start at once, while the backward still runs; sums are sent back by `go_on`.
+    Pushes start during the backward; `go_on` sends sums back.
     """
 
     def __init__(self, data: torch.Tensor, group: Any) -> None:
@@ -71,7 +71,7 @@ class ServerSum(Sum):
         self._exchange(self._given, self.data, self._own, self._sizes)
 
     def go_on(self) -> None:
-        """Add up the own chunk, once all have arrived, and send it to all."""
+        """Add up this member's chunk, once all have arrived, and send it to all."""
         self._work.wait()
         first, *others = torch.split(self._given, self._own)
         for other in others:
@@ -113,11 +113,7 @@ class _Bucket:
         self.set_out_s = 0.0
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Copy a gradient into its place; None means zeros.
-
-        Raises:
-            PeerLostError: another replica is gone.
-        """
+        """Copy a gradient into its place, None as zeros; may raise `PeerLostError` if another replica is gone."""
         if not self.is_free:
             self.sum.free()
             self.is_free = True
@@ -127,17 +123,17 @@ class _Bucket:
 
 
 class Reducer:
-    """The buckets of one replica.
+    """The buckets of one replica. Methods raise `PeerLostError` if another replica is gone.
 
     Args:
         buckets: positions of the parameters of every bucket, in the order in which a backward reaches them.
         like: the stage's parameters.
         group: the replicas' process group.
-        sync: how they sum, a name in `syncs.SYNCS`.
-        host_copy: whether tensors travel through the host's memory: several ranks on one GPU (Gloo's own handling of
-            CUDA tensors has corrupted results).
+        sync: a name in `syncs.SYNCS`.
+        host_copy: whether tensors go through the host's memory: several ranks on one GPU (Gloo's own handling of CUDA
+            tensors has corrupted results).
         clock: the run's clock, seconds.
-        sharing: the shared files of replicas that sum in memory; None sums by the group.
+        sharing: shared files of replicas that sum in memory; None sums by the group.
     """
 
     def __init__(
@@ -166,18 +162,15 @@ class Reducer:
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
         self._num_parameters = len(like)
         self._clock = clock
-        self._next = 0  # the first bucket that hasn't set out
-        self._absent: set[int] = set()  # parameters of which this replica has no gradient in the round
+        self._next = 0  # the first bucket not started
+        self._absent: set[int] = set()  # parameters without a gradient on this replica in the round
 
     def connect(self) -> None:
         """Sum zeros of every bucket's size; all replicas call it before any of them runs a backward.
 
-        A group's first sum (by NCCL, the first of every size that takes another way) makes connections and blocks, also
-        if asynchronous. In a backward that would deadlock some plans, of which `1-3-1` is the smallest at full depth:
-        what a later replica needs to get there is behind that wait.
-
-        Raises:
-            PeerLostError: another replica is gone.
+        A group's first sum (with NCCL, the first by each algorithm, which depends on size) makes connections and
+        blocks, even if asynchronous. In a backward that would deadlock some plans, the smallest being `1-3-1` at full
+        depth, where a later replica depends on what follows that wait.
         """
         for bucket in self._buckets:
             bucket.travels.zero_()
@@ -187,14 +180,14 @@ class Reducer:
                 bucket.sum.wait()
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a parameter's gradient of the round, complete for this replica."""
+        """Add a parameter's complete gradient of the round."""
         bucket = self._bucket_of[index]
         bucket.put(index, gradient)
         if not bucket.missing:
             self._set_out()
 
     def finish(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add the gradients that the backward didn't reach: sums of earlier units, or zeros; then start all sums."""
+        """Add gradients that the backward didn't produce, sums of earlier units or zeros; then start all sums."""
         for bucket in self._buckets[self._next :]:
             for index in list(bucket.missing):
                 if gradients[index] is None:
@@ -203,11 +196,7 @@ class Reducer:
         self._set_out()
 
     def wait(self, on_bucket: OnBucket) -> list[torch.Tensor | None]:
-        """Wait for all buckets; return the summed gradients, views of the buckets until the next round.
-
-        Raises:
-            PeerLostError: another replica is gone.
-        """
+        """Wait for all buckets; return the summed gradients, views of the buckets until the next round."""
         result: list[torch.Tensor | None] = [None] * self._num_parameters
         for bucket in self._buckets:
             with peers():
@@ -219,7 +208,7 @@ class Reducer:
                 bucket.data.copy_(bucket.travels)
             on_bucket(bucket.data.nbytes, bucket.set_out_s)
             for index, place in bucket.places.items():
-                # Zeros of all replicas are no gradient: an optimizer leaves the parameter alone then.
+                # Zeros of all replicas mean no gradient, so that the optimizer skips the parameter.
                 result[index] = None if index in self._absent and not place.any() else place
             bucket.missing = set(bucket.indices)
             bucket.is_free = False

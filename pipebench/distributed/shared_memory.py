@@ -2,12 +2,11 @@
 
 A sender has slots, pieces of a file in memory that the receiver maps. It copies a message's tensors into a free slot
 and writes a record into a pipe; the receiver gets tensors that are views of the slot. When the last of them is
-released, which for an activation is with its graph, the receiver returns the slot's number through another pipe. No
-thread carries bytes, and the system wakes who waits.
+released, for an activation with its graph, the receiver returns the slot's number through another pipe.
 
-Nothing is posted and nothing blocks a sender, except a limit on how far it may be ahead: it makes a new slot if none is
-free, and a pipe holds thousands of records. Slots and pipes have no names, so they end with the processes. Linux only:
-the other end opens them by /proc.
+Sends never block, except on a limit of unsent messages: the sender makes a new slot if none is free, and a pipe holds
+thousands of records. Slots and pipes have no names, so they end with the processes. Linux only: the other end opens
+them by /proc.
 """
 
 import mmap
@@ -26,20 +25,20 @@ from pipebench.distributed.message import Layouts, MessageLayout, form_of
 from pipebench.distributed.pipes import PipePair, join_pairs
 from pipebench.distributed.world import World
 
-# Slot, the sender's file descriptor, where in the file the slot begins, its size, unit, number of the layout, bytes of
-# the layout's text that follow, when it was sent, the note.
+# Slot, the sender's file descriptor, start in the file, size, unit, number of the layout, bytes of the layout's text
+# that follow; time of the send, note.
 _RECORD = struct.Struct("<7q2d")
 _TOKEN = struct.Struct("<i")
-_TAKEN = -1  # instead of a slot that is free: a message was taken
+_TAKEN = -1  # in place of a free slot's number: a message was taken
 
 
 def mapped(file: int, num_bytes: int, start: int = 0) -> torch.Tensor:
-    """Return bytes of a file in memory, from the start of a page; the file may be closed afterwards."""
+    """Map bytes of a file in memory, from the start of a page; the file may be closed afterwards."""
     return torch.frombuffer(mmap.mmap(file, num_bytes, offset=start), dtype=torch.uint8)
 
 
 def pages(num_bytes: int) -> int:
-    """Return the bytes of the whole pages, at least one, that hold so many."""
+    """Return the size of the whole pages, at least one, for `num_bytes`."""
     return max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
@@ -52,16 +51,16 @@ def new_file(num_bytes: int) -> tuple[int, int]:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU."""
-    # A single number may have any stride and still stand in one piece, but torch would not view it as bytes.
+    # A single number may have any stride, with which torch would not view it as bytes.
     flat = tensor.as_strided((tensor.numel(),), (1,))
-    data: Any = flat.view(torch.uint8).numpy()  # NumPy's types don't say that it is a buffer
+    data: Any = flat.view(torch.uint8).numpy()  # NumPy's types don't declare the buffer interface
     return memoryview(data)
 
 
 class _Slot(NamedTuple):
-    """A piece of the sender's file: where it begins, at a page, and its size, whole pages.
+    """A piece of the sender's file: start, at a page, and size, whole pages.
 
-    The sender writes it without mapping it: mapped pages count as its own memory.
+    The sender writes it without mapping it, since mapped pages count as its own memory.
     """
 
     start: int
@@ -69,12 +68,7 @@ class _Slot(NamedTuple):
 
 
 class SharedSender(SendingEnd):
-    """The sending end. Nothing needs a flush: messages are stored for the receiver, which reports free slots.
-
-    Args:
-        line: to the receiver, for records; tokens come back.
-        clock: the run's clock, seconds.
-    """
+    """The sending end; `line` carries records to the receiver and tokens back. Needs no flush."""
 
     def __init__(self, line: PipePair, clock: Callable[[], float]) -> None:
         self._line = line
@@ -117,7 +111,7 @@ class SharedSender(SendingEnd):
                 self._free.append(token)
 
     def _take(self, num_bytes: int) -> int:
-        """Return a free slot that is large enough, the latest freed; a new one if there is none."""
+        """Return a free slot of sufficient size, the latest freed; a new one if there is none."""
         for position in range(len(self._free) - 1, -1, -1):
             if self._slots[self._free[position]].num_bytes >= num_bytes:
                 return self._free.pop(position)
@@ -129,12 +123,7 @@ class SharedSender(SendingEnd):
 
 
 class SharedReceiver(ReceivingEnd):
-    """The receiving end. Nothing needs `expect`: a slot exists as soon as its message.
-
-    Args:
-        line: to the sender, for tokens; records come from there.
-        clock: the run's clock, seconds.
-    """
+    """The receiving end; `line` carries tokens to the sender and records back. Needs no `expect`."""
 
     def __init__(self, line: PipePair, clock: Callable[[], float]) -> None:
         self.num_taken = 0
@@ -145,11 +134,7 @@ class SharedReceiver(ReceivingEnd):
         self._process = os.getpid()
 
     def receive(self, unit: int | None) -> Message:
-        """Wait for the next message, which must be of this unit; None: of any.
-
-        Raises:
-            PeerLostError: the sender is gone.
-        """
+        """Wait for the next message; see `ReceivingEnd`."""
         record = self._line.read_exactly(_RECORD.size)
         index, file, start, num_bytes, about, number, text_bytes, sent_s, note = _RECORD.unpack(record)
         if text_bytes:
@@ -163,7 +148,7 @@ class SharedReceiver(ReceivingEnd):
         self.num_taken += 1
         arrived_s = self._clock()
         layout = self._layouts[number]
-        data = slot.numpy()  # another view every time: it lasts as long as the tensors in it
+        data = slot.numpy()  # a new view each time, which lives as long as its tensors
         weakref.finalize(data, self._tell, index).atexit = False
         values = layout.values(layout.views(data))
         return Message(about, values, layout.payload_bytes, sent_s, arrived_s, note, 0)
@@ -199,8 +184,7 @@ Ends = tuple[SharedSender | None, SharedReceiver | None]
 def connect(world: World, pairs: Sequence[tuple[int, int]], clock: Callable[[], float]) -> list[Ends] | None:
     """Connect pairs of (sender's rank, receiver's rank), possibly repeated; all workers call it with the same pairs.
 
-    Returns:
-        Per pair this worker's end, if any; None if processes can't share memory.
+    Returns per pair this worker's end, if any; None if processes can't share memory.
 
     Raises:
         PeerLostError: a worker is gone.

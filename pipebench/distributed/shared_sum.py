@@ -1,15 +1,13 @@
-"""Sums over replicas of one host, in files in memory that all of them read: no thread carries bytes.
+"""Sums over replicas of one host, in files in memory that all of them read.
 
 A bucket's numbers are in the replica's own file, and the others are notified when it is full. Once all are full, each
 replica adds up one chunk, reading the others' piece by piece, and notifies them; then each reads the others' chunks
-into its own file. A replica does this while it waits for the sum, on a processor that would idle otherwise.
-
-A bucket may be filled again once all others have read it, which they also report; a backward lies between, so this
-hardly ever waits.
+into its own file. It does this while it waits for the sum. A bucket may be filled again once all others have read it,
+which they also report; a backward lies between, so this hardly ever waits.
 
 It can't deadlock. A replica that waits here needs the others to reach their wait for the same round. Between its last
-backward of a round and that wait a worker's program blocks only for what a flush's other stages and microbatches still
-exchange; and in a flush a worker waits for its first sum after all of its passes.
+backward of a round and that wait a worker blocks only for what a flush's other stages and microbatches still exchange;
+and in a flush a worker waits for its first sum after all of its passes.
 """
 
 import os
@@ -22,18 +20,12 @@ from pipebench.distributed.shared_memory import bytes_of, mapped, new_file
 from pipebench.distributed.world import World
 
 _FULL, _ADDED, _READ = b"fad"  # notifications on the next bucket; all replicas take buckets in one order
-_PIECE_BYTES = 1 << 18  # read and added at once: it stays in a core's own cache
+_PIECE_BYTES = 1 << 18  # read and added at once: fits a core's own cache
 _ALIGNED_BYTES = 64
 
 
 class Sharing:
-    """One replica's file, and its pipes to the others.
-
-    Args:
-        own: its position among the replicas.
-        lines: to the others, by position.
-        num_bytes: size of all buckets.
-    """
+    """One replica's file of `num_bytes` for all buckets, and its pipes to the others, by their positions."""
 
     def __init__(self, own: int, lines: dict[int, PipePair], num_bytes: int) -> None:
         self.own, self.lines = own, lines
@@ -45,7 +37,7 @@ class Sharing:
         self._heard = {(position, what): 0 for position in lines for what in (_FULL, _ADDED, _READ)}
 
     def room(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-        """Return a tensor of so many numbers in the file, and its start."""
+        """Return a tensor of `count` numbers in the file, and its start."""
         start = self._end
         self._end += room_bytes(count * dtype.itemsize)
         return self._bytes[start : start + count * dtype.itemsize].view(dtype), start
@@ -56,7 +48,7 @@ class Sharing:
             line.write(bytes([what]))
 
     def hear(self, position: int, what: int, times: int) -> None:
-        """Wait until another replica has sent a notification so many times.
+        """Wait until another replica has sent a notification `times` times.
 
         Raises:
             PeerLostError: it is gone.
@@ -74,15 +66,7 @@ class Sharing:
 
 
 class SharedSum:
-    """Sums one bucket; used like `reducer.RingSum`.
-
-    Args:
-        count: of its numbers.
-        dtype: their type.
-        sharing: the replica's.
-        position: of the bucket among all buckets.
-        buckets: number of all buckets.
-    """
+    """Sums one bucket of `count` numbers, number `position` of `buckets`; used like `reducer.RingSum`."""
 
     def __init__(self, count: int, dtype: torch.dtype, sharing: Sharing, position: int, buckets: int) -> None:
         self.data, start = sharing.room(count, dtype)
@@ -96,7 +80,7 @@ class SharedSum:
         step = _PIECE_BYTES // dtype.itemsize
         own = self._chunks[sharing.own]
         scratch = sharing.piece.view(dtype)
-        # Where a piece of the own chunk is, where the others' is read to, and where it stands in their files.
+        # Per piece of the own chunk: the piece, the buffer for the others', and its start in their files.
         self._pieces = [
             (piece, scratch[: len(piece)], bytes_of(scratch[: len(piece)]), starts[sharing.own] + index * _PIECE_BYTES)
             for index, piece in enumerate(torch.split(own, step))
@@ -137,15 +121,10 @@ class SharedSum:
 
 
 def share(world: World, ranks: Sequence[int], num_bytes: int) -> Sharing | None:
-    """Share files among replicas; all workers call it, those of other stages too.
+    """Share files among replicas, given by rank in their order; all workers call it, those of other stages too.
 
-    Args:
-        world: the processes.
-        ranks: of the replicas, in their order.
-        num_bytes: size of a replica's buckets, aligned.
-
-    Returns:
-        This replica's; None for other workers, and for all where processes can't share memory.
+    Returns this replica's; None for other workers, and for all where processes can't share memory. `num_bytes` is the
+    aligned size of a replica's buckets.
 
     Raises:
         PeerLostError: a worker is gone.
@@ -159,7 +138,7 @@ def share(world: World, ranks: Sequence[int], num_bytes: int) -> Sharing | None:
     files = world.exchange(None if own is None else own.file)
     if own is not None:
         own.files = {position: line.open(files[ranks[position]]) for position, line in by_position.items()}
-    world.barrier()  # until then a file may not be closed
+    world.barrier()  # files must stay open until all have opened them
     return own
 
 

@@ -1,7 +1,7 @@
-"""The bytes that the kernel still has to send of process groups: those queued in their sockets.
+"""The bytes of process groups that are still queued in the kernel's sockets.
 
-Gloo writes as much into its sockets as they take, and doesn't report when it has left. The kernel counts what the other
-end hasn't confirmed, for every socket. Linux only; elsewhere nothing is seen to be queued.
+Gloo writes to its sockets what they take, without reporting when it has left. The kernel counts unconfirmed bytes for
+every socket. Linux only; elsewhere nothing counts as queued.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ _COUNT = struct.Struct("i")
 
 
 class Sockets:
-    """Some of this process's connections, by file descriptor, each with a name that a reused descriptor changes."""
+    """Some of this process's connections, by file descriptor, with names that tell reused descriptors apart."""
 
     def __init__(self, files: dict[int, str]) -> None:
         self._files = files

@@ -16,24 +16,17 @@ _OTHER_WORDS = {
     BARRIER: "waits for all workers at a barrier",
 }
 _WAITS = (*with_role(RECEIVE, WAIT), Op.PUSH)
-_STUCK = 0.25  # of the limit: a worker that computes for less may just be slow
+_STUCK = 0.25  # of the limit: a worker that computes for less may only be slow
 
 
 @dataclass(frozen=True)
 class Activity:
-    """A worker's current work.
+    """A worker's current work."""
 
-    Attributes:
-        text: the instruction's text form, or the name of other work.
-        words: the same in words, as the end of a sentence about the worker.
-        waits: whether it waits for another worker.
-        since_s: seconds since it began, when reported.
-    """
-
-    text: str
-    words: str
-    waits: bool
-    since_s: float
+    text: str  # the instruction's text form, or the name of other work
+    words: str  # the same in words, to end a sentence about the worker
+    waits: bool  # for another worker
+    since_s: float  # duration so far, when reported
 
 
 def describe(
@@ -41,13 +34,8 @@ def describe(
 ) -> Activity:
     """Return a worker's current work in words.
 
-    Args:
-        pipeline: the pipeline.
-        worker: the worker.
-        instruction: what it executes; None for other work.
-        work: the name of that work, or of what the instruction belongs to if it isn't training.
-        num_minibatches: of the segment.
-        since_s: seconds since it began.
+    `work` names work without an instruction, or what an instruction that isn't training belongs to; `num_minibatches`
+    are those of the segment.
     """
     if instruction is None:
         waits = work in (ADMIT, EXCHANGE, BARRIER)
@@ -89,15 +77,15 @@ def stall_report(
 ) -> str:
     """Return the culprit of a stall, and then a line per worker.
 
-    The culprit is the worker silent for longest; else the one longest at work of its own; else, since all wait for each
+    The culprit is the worker silent for longest; else the one longest at its own work; else, as all wait for each
     other, the one that has waited longest.
 
     Args:
         pipeline: the pipeline.
-        activities: the last known work of each worker that ever reported.
+        activities: last known work of each worker that ever reported.
         silent_s: seconds since the last report of overdue workers.
         stall_limit_s: the limit.
-        segment: index of the segment that minibatches are numbered in.
+        segment: index of the segment in which minibatches are numbered.
         notes: more lines, after the first.
     """
     names = pipeline.worker_names

@@ -1,28 +1,25 @@
-"""What one worker sends to and receives from the others: activations and gradients, each by a channel of its own.
+"""A worker's channels to the others: activations and gradients.
 
-Why nothing can deadlock, for any plan. An engine process blocks in four instructions only: receiving an activation,
-receiving a gradient, waiting for an all-reduce, waiting for the norm. Everything else that talks to another process
-returns at once: sends copy and go, an all-reduce starts inside a backward and goes on in Gloo's or NCCL's own threads,
-or waits in shared memory until all reach their wait (`shared_sum`).
-The simulator blocks in the same four instructions of the same lists, and finds a circle if there is one; the tests run
-it on every kind of plan, and where a list could end in a circle (short groups) it is read off an execution that ended.
-Three things remain to be shown.
+Deadlock freedom, for any plan. An engine process blocks in four instructions only: receiving an activation, receiving a
+gradient, waiting for an all-reduce, waiting for the norm. Everything else returns at once: sends copy, an all-reduce
+starts inside a backward and continues in threads of Gloo or NCCL, or in shared memory once all wait for it
+(`shared_sum`). The simulator blocks in the same four instructions of the same lists and detects cycles; tests run it on
+every kind of plan, and lists that could end in a cycle (short groups) are read off an execution that ended. It remains
+to show:
 
-- What a blocked instruction waits for does arrive: every channel carries its messages in the order in which both ends
-  list them. On one host they stand in shared memory before the send returns; between hosts receives are posted before
-  they are waited for, and threads that wait for no worker move the bytes; those of layers that move wait for the
-  kernel to send what it has of the pipeline's messages, which it does by itself (`yielding`).
-- An all-reduce and a message can't block each other: they belong to different process groups, with connections (NCCL:
-  communicators and streams) of their own. All replicas of a stage start the buckets of their rounds in one order.
-- In an evaluation, a sender that is far ahead waits for its oldest message to leave. A unit reads nothing but units of
-  its own number, so the receiver of the oldest unfinished unit always has what it needs: it goes on, and the sender
-  after it.
+- What a blocked instruction waits for arrives: every channel carries its messages in the order in which both ends list
+  them. On one host they are in shared memory before the send returns; between hosts receives are posted before they are
+  waited for, and threads that wait for no worker move the bytes; those of moving layers wait for the kernel to send the
+  pipeline's messages, which needs no worker (`yielding`).
+- An all-reduce and a message can't block each other: they use different process groups with their own connections
+  (NCCL: communicators and streams). All replicas of a stage start the buckets of their rounds in one order.
+- In an evaluation, a sender far ahead waits for its oldest message to leave. A unit reads only units of its own number,
+  so the receiver of the oldest unfinished unit always has its inputs and continues, and then so does the sender.
 
-With NCCL the first use of a communicator makes its members' hosts wait for each other, also where the call is said to
-return at once. So each is used before the first instruction: two workers' when their channel is opened, all channels by
-all workers in one order; a stage's by `ProcessCollectives`. What runs on a GPU, too, waits for nothing but what an
-earlier instruction of the same lists has started: NCCL's kernels are few and small enough to run at the same time
-(`world`).
+With NCCL the first use of a communicator blocks its members' hosts, even if the call is asynchronous. So each is used
+before the first instruction: a pair's when its channel is opened, all channels by all workers in one order; a stage's
+by `ProcessCollectives`. Work on a GPU only waits for what earlier instructions of the same lists have started: NCCL's
+kernels are few and small enough to run at the same time (`nccl`).
 """
 
 import itertools
@@ -47,31 +44,23 @@ from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, Op, with_kind
 from pipebench.simulate.timeline import CONTROL, EVALUATION, PCIE, Transfer
 
-# Each and the next one, for what is too large; further edges have further ones. Every kind has groups of its own.
+# Each tag and the next, for rests of large messages; later edges have later tags. Each kind has its own groups.
 _TAGS = {ACTIVATION: 2, GRADIENT: 4, MIGRATION: 2}
 _TAGS_OF_EDGE = 4
 _RECEIVES = with_kind(RECEIVE)
 _LABELS = {GRADIENT: "B", MIGRATION: "layers, "}
-_MOST_UNANSWERED = 64  # messages under way on an edge from which nothing comes back; see above, on evaluations
+_MOST_UNANSWERED = 64  # messages under way on an edge without answers; see above, on evaluations
 _MOST_LEAVING = 4  # messages of an evaluation that a worker may be ahead of the next one
 
 
 class Channel(NamedTuple):
-    """One direction of an edge, between two workers.
+    """One direction of an edge, between two workers."""
 
-    Attributes:
-        kind: `activation`, `gradient` for the way back, or `migration` for layers that move, either way.
-        source: the sending stage.
-        target: the receiving stage.
-        sender: the sending worker.
-        receiver: the receiving worker.
-    """
-
-    kind: str
-    source: int
-    target: int
-    sender: int
-    receiver: int
+    kind: str  # `activation`, `gradient` (the way back) or `migration` (moving layers, either way)
+    source: int  # the sending stage
+    target: int  # the receiving stage
+    sender: int  # the sending worker
+    receiver: int  # the receiving worker
 
     @property
     def edge(self) -> tuple[int, int]:
@@ -86,34 +75,19 @@ class Channel(NamedTuple):
 
 
 class _Route(NamedTuple):
-    """A message's way, looked up once per unit of a pipeline's period, which all later units repeat.
-
-    Attributes:
-        sender: this worker's sending end; where it receives, of the answering channel, if any.
-        receiver: likewise its receiving end.
-        level: name of the cluster level that it crosses.
-    """
+    """The channels of a message, looked up once per unit of a pipeline's period, as later units repeat them."""
 
     channel: Channel
-    sender: SendingEnd | None
-    receiver: ReceivingEnd | None
-    level: str
+    sender: SendingEnd | None  # this worker's sending end; if it receives, of the answering channel, if any
+    receiver: ReceivingEnd | None  # likewise its receiving end
+    level: str  # cluster level between the two workers
 
 
 class ChannelTransport:
     """The channels of one worker, its bytes, and its waits.
 
-    Args:
-        setup: whose stages exchange values.
-        world: the processes.
-        worker: this process's worker.
-        clock: the run's clock, seconds.
-        meter: records every message that arrives.
-        num_bytes: bytes sent by this worker, by kind and level; added to.
-
-    Attributes:
-        latest_loss: the latest mean loss that this worker knows of, NaN if none; it travels with every message.
-        stall_s: seconds waited for bytes in transfer; the reader resets it.
+    `clock` is the run's, in seconds; `meter` records every message that arrives; bytes sent by this worker are added to
+    `num_bytes`, by kind and level.
     """
 
     def __init__(
@@ -125,8 +99,8 @@ class ChannelTransport:
         meter: MeasuredMeter,
         num_bytes: Counter[tuple[str, str]],
     ) -> None:
-        self.latest_loss = float("nan")
-        self.stall_s = 0.0
+        self.latest_loss = float("nan")  # latest known mean loss, sent with every message
+        self.stall_s = 0.0  # waited for bytes in transfer; the reader resets it
         self._worker = worker
         self._clock = clock
         self._meter = meter
@@ -135,7 +109,7 @@ class ChannelTransport:
         self._receivers: dict[Channel, ReceivingEnd] = {}
         self._routes: dict[tuple[str, int, int, int], _Route] = {}
         self.switch_setup(setup)
-        self._early: dict[tuple[Channel, int], Any] = {}  # layers that have come before others that were asked for
+        self._early: dict[tuple[Channel, int], Any] = {}  # layers that arrived before those waited for
         self._groups: list[Any] = []
         rank_of = ranks_of(setup)
         channels = list(channels_of(setup))
@@ -172,7 +146,7 @@ class ChannelTransport:
             is_sender = self._worker == channel.sender
             tag = _TAGS[channel.kind] + _TAGS_OF_EDGE * edges.index(channel.edge)
             link = ChannelLink(ranks[is_sender], lanes[channel.kind], tag, direct, setup.device, self._clock, idle)
-            # Beside tensors that travel by themselves there is a header, and nothing else.
+            # Tensors are sent separately: messages only have headers.
             first_bytes = 0 if world.direct else _expected_bytes(setup, channel)
             if is_sender:
                 self._senders[channel] = (
@@ -256,14 +230,14 @@ class ChannelTransport:
             sender.flush()
 
     def close(self) -> None:
-        """Close the connections, on which nothing is waited for any more."""
+        """Close the connections, with no receive pending."""
         ends: list[SendingEnd | ReceivingEnd] = [*self._senders.values(), *self._receivers.values()]
         for end in ends:
             end.close()
         leave(self._groups)
 
     def _route(self, kind: str, unit: int, source: int, target: int) -> _Route:
-        """Return the way of a unit's values between two stages, which units a block apart share."""
+        """Return the channels of a unit's values between two stages, the same a block of units later."""
         pipeline = self._setup.pipeline
         going = MIGRATION if kind == MIGRATION else ACTIVATION if source < target else GRADIENT
         key = (going, source, target, unit % pipeline.block)
@@ -285,9 +259,9 @@ class ChannelTransport:
 def channels_of(setup: Setup) -> Iterator[Channel]:
     """Yield every channel of training and evaluation, in one order for all workers."""
     pipeline, returning = setup.pipeline, {}
-    for edge in (*setup.evaluation.pipeline.edges, *pipeline.edges):  # the training's last: it says what comes back
+    for edge in (*setup.evaluation.pipeline.edges, *pipeline.edges):  # training's last, since it has the answers
         returning[edge.source, edge.target] = edge.has_gradient
-    if setup.repartitions:  # layers may move anywhere: what crosses then is not known yet
+    if setup.repartitions:  # layers may move anywhere, so later crossings are unknown
         stages = range(pipeline.num_stages)
         returning = dict.fromkeys(itertools.combinations(stages, 2), True)
     for (source, target), has_gradient in sorted(returning.items()):
@@ -316,7 +290,7 @@ def _expected_bytes(setup: Setup, channel: Channel) -> int:
 
 
 def _pair(world: World, ranks: tuple[int, int], num_pairs: int) -> Any:
-    """Return an NCCL group of two, used once already, since the first use waits for both."""
+    """Return an NCCL group of two, after its first use, which blocks both."""
     group = world.new_group("nccl", ranks, num_pairs=num_pairs)
     if world.rank in ranks:
         word = torch.zeros(1, device=world.device)
@@ -324,6 +298,6 @@ def _pair(world: World, ranks: tuple[int, int], num_pairs: int) -> Any:
             dist.send(word, ranks[1], group=group)
         else:
             dist.recv(word, ranks[0], group=group)
-        if world.device.type == "cuda":  # nothing is to be on its way when the next group is made
+        if world.device.type == "cuda":  # complete before the next group is made
             torch.cuda.synchronize(world.device)
     return group

@@ -5,9 +5,8 @@ delay them until all running work on the device has ended, which would deadlock 
 peer. So they happen once while nothing is in transfer between GPUs: values go from stage to stage by Gloo, and a copy
 of every stage computes.
 
-Only GPUs need it; it runs on any device, and the tests check on a CPU that it leaves no traces.
-
-Weights, optimizer, running statistics and carried states are copies; random generators are restored.
+Only GPUs need it, but it runs on any device; tests check on a CPU that it leaves no traces. Weights, optimizer, running
+statistics and carried states are copies; random generators are restored.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,7 +28,7 @@ from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import GRADIENT, Op
 from pipebench.schedule.programs import forward_programs, programs
 
-_TAG = 6  # of its messages, on the group of all processes; those of the channels have groups of their own
+_TAG = 6  # of its messages, on the group of all processes; channels have their own groups
 _TAGS_OF_EDGE = 2
 _UNIT = 0
 _NOTHING = float("nan")
@@ -37,14 +36,14 @@ _CPU = torch.device("cpu")
 
 
 def needs_warm_up(device: torch.device) -> bool:
-    """Return whether a device needs warm-up: on a CPU nothing waits for a device."""
+    """Return whether a device needs warm-up; a CPU has nothing to wait for."""
     return device.type == "cuda"
 
 
 def warm_up(setup: Setup, world: World, index: int) -> None:
-    """Run the run's first unit, and an evaluation's, through copies of this worker's stages; all processes call it.
+    """Run the first unit, and an evaluation's, through copies of this worker's stages; all processes call it.
 
-    Every stage has one replica here, which all its workers play: all run unit 0. The setup's graph still has the
+    Every stage has one replica here, computed by all its workers: all run unit 0. The setup's graph still has the
     model; `index` is this process's worker.
 
     Raises:
@@ -63,7 +62,7 @@ def warm_up(setup: Setup, world: World, index: int) -> None:
 
 
 def _alone(setup: Setup) -> Setup:
-    """Return a setup with one replica of every stage, in which workers are numbered like positions."""
+    """Return a setup with one replica of every stage, its workers numbered by position."""
     once = (1,) * setup.pipeline.num_stages
     evaluation = replace(setup.evaluation, pipeline=replace(setup.evaluation.pipeline, replicas=once))
     pipeline = replace(setup.pipeline, replicas=once, shares_norm=False)
@@ -73,7 +72,7 @@ def _alone(setup: Setup) -> Setup:
 class _Neighbours:
     """A transport to the workers of neighbouring stages; gradients are zeros.
 
-    Replicas of a stage send to those replicas of another that no other replica sends to.
+    Replicas of a stage send to disjoint sets of another stage's replicas.
     """
 
     def __init__(self, setup: Setup, index: int) -> None:
@@ -98,7 +97,7 @@ class _Neighbours:
         self._sent[edge] = values
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
-        """Return a stage's input values, or gradients of zeros for the values that it has sent."""
+        """Return a stage's input values, or zeros as gradients of the values that it sent."""
         if kind == GRADIENT:
             return zero_gradients(self._sent[target, source])
         edge = (source, target)
@@ -111,13 +110,13 @@ class _Neighbours:
         """Ignore a copy."""
 
     def flush(self) -> None:
-        """Wait until everything has left."""
+        """Wait until every message has left."""
         for senders in self._senders.values():
             for sender in senders:
                 sender.flush()
 
     def _link(self, edge: tuple[int, int], stage: int, replica: int) -> ChannelLink:
-        # Messages end in the host's memory, and in such as isn't pinned: what is pinned once stays so.
+        # Messages end in unpinned host memory, because pinned memory is never released.
         pipeline = self._setup.pipeline
         tag = _TAG + _TAGS_OF_EDGE * (edge[0] * pipeline.num_stages + edge[1])
         return ChannelLink(self._ranks[pipeline.worker(stage, replica)], [None], tag, None, _CPU, lambda: 0.0)

@@ -1,6 +1,7 @@
 """One worker's view of the others: who they are, how to reach them, and facts shared by all.
 
-Everything here is collective unless stated otherwise: all workers call it, in the same order.
+Collective unless stated otherwise: all workers call it, in the same order. Collective calls raise `PeerLostError` if a
+worker is gone, or doesn't call within `operation_limit_s`.
 """
 
 import json
@@ -31,29 +32,17 @@ _ASKING_S = 2.0
 
 @dataclass
 class World:
-    """The workers of a run that has been joined.
+    """The workers of a run that has been joined."""
 
-    Attributes:
-        place: rank, size and host of this worker, from its launcher.
-        device: where this worker computes.
-        direct: whether tensors on devices travel by NCCL; otherwise through Gloo and the CPU's memory.
-        store: small keys shared by all workers of this attempt, and by the launcher if it is pipebench's own.
-        remark: a remark for the user on how workers reach each other; "" for none.
-        shares_memory: whether workers of one host may share memory for values, if the system allows it; otherwise they
-            use sockets, as between hosts.
-        secret: known to all workers only, where the store is private; None: members can't be checked.
-    """
-
-    place: HostSlot
-    device: torch.device
-    direct: bool
-    store: Store
+    place: HostSlot  # rank, size and host of this worker, from its launcher
+    device: torch.device  # of this worker
+    direct: bool  # whether tensors on devices go by NCCL; otherwise by Gloo through the CPU's memory
+    store: Store  # of small keys, shared by all workers of this attempt and pipebench's own launcher
     operation_limit_s: float
-    # Holds the server on rank 0 where no launcher serves the store; and what Python knows of one of ours.
-    connection: Store
-    remark: str = ""
-    shares_memory: bool = True
-    secret: bytes | None = None
+    connection: Store  # referenced to stay alive: on rank 0 the server, if no launcher has it; pipebench's own client
+    remark: str = ""  # for the user, on how workers reach each other; "" for none
+    shares_memory: bool = True  # whether workers of one host may share memory; otherwise sockets, as between hosts
+    secret: bytes | None = None  # of all workers, if the store is private; None: members can't be checked
     _num_groups: int = 0
     _closed: bool = False
 
@@ -68,11 +57,7 @@ class World:
         return self.place.size
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank. JSON travels: lists, dicts with text keys, numbers, text.
-
-        Raises:
-            PeerLostError: a worker is gone, or doesn't call within `operation_limit_s`.
-        """
+        """Return every rank's value, by rank; values are JSON: lists, dicts with text keys, numbers, text."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         with peers():
             sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
@@ -85,11 +70,7 @@ class World:
         return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, sizes, strict=True)]
 
     def gather(self, own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Return all ranks' tensors on rank 0, through the hosts' memory; nothing on the others.
-
-        Raises:
-            PeerLostError: a rank is gone.
-        """
+        """Return all ranks' tensors on rank 0, through the hosts' memory; nothing on the others."""
         described = [
             [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in own.items()
         ]
@@ -109,14 +90,10 @@ class World:
         return found if self.rank == 0 else []
 
     def hand_over(self, parcels: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Send bytes to ranks, through the hosts' memory; return those sent to this rank, by sender.
-
-        Raises:
-            PeerLostError: a rank is gone.
-        """
+        """Send bytes to ranks, through the hosts' memory; return those sent to this rank, by sender."""
         sizes = self.exchange([len(parcels.get(rank, b"")) for rank in range(self.size)])
         given: dict[int, bytes] = {}
-        for sender, row in enumerate(sizes):  # all in one order, so that no circle of waits arises
+        for sender, row in enumerate(sizes):  # all in one order, so that no cycle of waits arises
             for receiver, size in enumerate(row):
                 if size == 0 or self.rank not in (sender, receiver):
                     continue
@@ -130,11 +107,7 @@ class World:
         return given
 
     def barrier(self) -> None:
-        """Wait for all workers.
-
-        Raises:
-            PeerLostError: a worker is gone, or doesn't call within `operation_limit_s`.
-        """
+        """Wait for all workers."""
         self.exchange(None)
 
     def new_group(
@@ -149,9 +122,6 @@ class World:
             ranks: None for all.
             num_pairs: for a group of a sender and a receiver, the most such groups of any worker; else 0.
             limit_s: limit of an operation, seconds; None: `operation_limit_s`.
-
-        Raises:
-            PeerLostError: a worker is gone, or doesn't call within `operation_limit_s`.
         """
         limit = timedelta(seconds=limit_s or self.operation_limit_s)
         options = nccl.pair_options(limit, num_pairs) if num_pairs and backend == "nccl" else None
@@ -164,17 +134,14 @@ class World:
             return group
 
     def mark_started(self) -> None:
-        """Report to the launcher that training has begun here; not collective.
-
-        Once all workers have, a failure is worth a restart.
-        """
+        """Report to the launcher that training has begun here, so that failures are worth a restart; not collective."""
         with peers():
             self.store.set(f"started/{self.rank}", "1")
 
     def first(self, event: str) -> bool:
-        """Return whether this is the first worker to ask about an event, such as a report to be printed once.
+        """Return whether this is the first worker to ask about an event, such as a report to print once.
 
-        Not collective. If the store's server is gone, every worker is first. So a rank 0 that serves the store waits a
+        Not collective. If the store's server is gone, every worker is first; so a rank 0 that serves the store waits a
         moment for the others to ask.
         """
         key = f"first/{event}"
@@ -190,7 +157,7 @@ class World:
         return is_first
 
     def close(self) -> None:
-        """Leave the groups, once. All workers call it; after a failure a process ends without."""
+        """Leave the groups, once. All workers call it, except after a failure."""
         if not self._closed:
             self._closed = True
             dist.destroy_process_group()
@@ -204,10 +171,10 @@ def join(
     place: HostSlot | None = None,
     shares_memory: bool = True,
 ) -> World:
-    """Join the other workers of this job, on device `cpu`, `cuda`, or `auto`: `cuda` where torch sees a device.
+    """Join the other workers of this job, on device `cpu`, `cuda`, or `auto`: `cuda` if torch sees a device.
 
-    Workers have `limit_s` seconds to join, and a message or a collective `operation_limit_s` before its peer counts as
-    lost. `place` is by default from the environment; see `World` for `shares_memory`.
+    Workers have `limit_s` seconds to join; after `operation_limit_s` in a message or collective a peer counts as lost.
+    `place` is by default from the environment; see `World` for `shares_memory`.
 
     Raises:
         UserError: no CUDA device where one is requested, or different kinds of device; a port in use; a worker that
@@ -250,9 +217,8 @@ def _init_default_group(world: World) -> None:
 def _group_store(world: World) -> Store:
     """Return the store by which torch makes groups.
 
-    NCCL's threads use it for as long as they live. A store of ours is Python's, which they may outlive or wait for,
-    so they get torch's file store, on a file in memory that only this user's processes can open, and that ends with
-    rank 0.
+    NCCL's threads use it as long as they live, which may be longer than Python's objects: pipebench's own store is
+    replaced by torch's file store, on a file in memory that only this user's processes can open, until rank 0 ends.
     """
     if not world.direct or world.place.connection is None:
         return PrefixStore("groups", world.store)
@@ -267,7 +233,7 @@ def current() -> World | None:
 
 
 def check_world_size(size: int, needed: int, plan: str) -> None:
-    """Check that as many workers were started as the plan needs; `plan` is its notation, such as `2-1-1`."""
+    """Check that the number of workers is the plan's; `plan` is its notation, such as `2-1-1`."""
     if size != needed:
         raise UserError(
             f"plan {plan} needs {needed} worker{'s' if needed > 1 else ''}, got {size}: start torchrun so that "
@@ -279,7 +245,7 @@ def shared_folder_check(world: World, folder: Path) -> None:
     """Check that all workers see the same folder, by a file that rank 0 writes into it.
 
     Raises:
-        UserError: names the ranks and hosts that don't see it, or why nothing can be written there.
+        UserError: names the ranks and hosts that don't see it, or why the folder isn't writable.
     """
     word, problem = uuid.uuid4().hex, ""
     token = folder / f".shared-{word}"
@@ -287,14 +253,14 @@ def shared_folder_check(world: World, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             token.write_text(word)
-        except OSError as error:  # a disk that is full, or read-only since; the others hear of it, too
+        except OSError as error:  # a full or read-only disk; reported to the others, too
             problem = f"{folder}: can't be written: {error.strerror}"
     name, problem = world.exchange([token.name, problem])[0]
     if problem:
         with suppress(OSError):
             token.unlink(missing_ok=True)
         raise UserError(problem)
-    # Listing the folder makes a network file system look again where it remembers that there was no such file.
+    # Listing the folder refreshes a network file system's cache of missing files.
     sees = folder.is_dir() and name in os.listdir(folder)
     answers = world.exchange({"sees": sees, "host": socket.gethostname()})
     if world.rank == 0:
@@ -308,7 +274,7 @@ def shared_folder_check(world: World, folder: Path) -> None:
 
 
 def _device(device: str, place: HostSlot) -> tuple[torch.device, dict[str, Any]]:
-    """Return this worker's device, and facts on it for the others."""
+    """Return this worker's device, and facts about it for the others."""
     facts = {"host": socket.gethostname(), "gpu": None, "shares": False}
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu"), facts
@@ -322,7 +288,7 @@ def check_devices(device: str, everyone: Sequence[dict[str, Any]]) -> None:
     """Check that all workers have a CUDA device if one is requested.
 
     Every worker raises the same error, after all have joined, so it is reported once. `everyone` has every rank's
-    `host` and `gpu`, None where torch sees none.
+    `host` and `gpu`, None if torch sees none.
     """
     without = [(rank, facts["host"]) for rank, facts in enumerate(everyone) if facts["gpu"] is None]
     if device == "cpu" or not without or (device == "auto" and len(without) == len(everyone)):

@@ -1,12 +1,11 @@
 """Channels that yield: layers that move between hosts let a pipeline's messages go first.
 
-A block of layers is large and not needed at once. It travels beside the run, on a connection of its own, piece by
-piece: a thread at each end sends and receives while the workers compute. Before every piece the sender checks whether
-the kernel still has bytes to send on the pipeline's connections of this worker, as all share one wire; if so, the block
-waits. The receiver takes few pieces at a time, so an activation never queues behind more than those, whatever the
-network.
+A block of layers is large and not urgent. It has its own connection and goes piece by piece, sent and received by
+threads while the workers compute. Before every piece the sender checks whether the kernel still has bytes to send on
+the pipeline's connections of this worker, as all share one wire; if so, the block waits. Few pieces are in transfer, so
+an activation never queues behind more than those.
 
-Neither can wait for ever: sockets drain whatever the workers do, and a worker that waits for its block soon has nothing
+Neither waits forever: sockets drain whatever the workers do, and a worker that waits for its block soon has nothing
 more to send, nor a worker that sends to it.
 """
 
@@ -36,9 +35,9 @@ from pipebench.distributed.message import (
 )
 
 PIECE_BYTES = 1 << 17
-PIECES_AHEAD = 2  # on their way at once: one is written while the other is read
-FOR_EVER_S = 90 * 24 * 3600.0  # a thread waits for the first message for as long as the run takes; Gloo can't count far
-_SOON_GONE_BYTES = 1 << 14  # the end of a message, which the other end may take its time to confirm
+PIECES_AHEAD = 2  # in transfer at once: one is written while the other is read
+FOR_EVER_S = 90 * 24 * 3600.0  # the first message may take as long as the run; Gloo's limits overflow beyond
+_SOON_GONE_BYTES = 1 << 14  # the end of a message, which the other end may confirm late
 _LOOK_AGAIN_S = 0.001
 _END = -1  # in place of a unit: no more messages
 
@@ -50,19 +49,14 @@ def until_gone(queued_bytes: Callable[[], int]) -> None:
 
 
 class YieldingSender(SendingEnd):
-    """The sending end; its thread runs until it is closed.
-
-    Args:
-        link: where to; one lane.
-        give_way: called before every piece; returns when it may be sent.
-    """
+    """The sending end; its thread runs until it is closed. `give_way` waits until the next piece may be sent."""
 
     def __init__(self, link: ChannelLink, give_way: Callable[[], None]) -> None:
         self._link = link
         self._give_way = give_way
         self._layouts = Layouts()
         self._changed = threading.Condition()
-        self._outbox: deque[torch.Tensor] = deque()  # the first is under way
+        self._outbox: deque[torch.Tensor] = deque()  # the first is in transfer
         self._closed = False
         self._failure: BaseException | None = None
         self._thread = _started(self._run, f"pipebench-moves-to-{link.peer}")
@@ -88,7 +82,7 @@ class YieldingSender(SendingEnd):
                 self._wait()
 
     def close(self) -> None:
-        """Tell the receiver that nothing more comes, and end."""
+        """Send the receiver the end mark, and end."""
         data = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         write_header(data, Header(_END, 0, 0, HEADER_BYTES, 0, 0.0, 0.0))
         with self._changed:
@@ -131,12 +125,7 @@ class YieldingSender(SendingEnd):
 
 
 class YieldingReceiver(ReceivingEnd):
-    """The receiving end; its thread runs until the sender is closed.
-
-    Args:
-        link: where from; one lane.
-        limit_s: how long a wait may take before the sender counts as lost.
-    """
+    """The receiving end; its thread runs until the sender is closed, which counts as lost after waits of `limit_s`."""
 
     def __init__(self, link: ChannelLink, limit_s: float) -> None:
         self.num_taken = 0
@@ -147,11 +136,7 @@ class YieldingReceiver(ReceivingEnd):
         self._thread = _started(self._run, f"pipebench-moves-from-{link.peer}")
 
     def receive(self, unit: int | None) -> Message:
-        """Wait for the next message, which must be of this unit; None: of any.
-
-        Raises:
-            PeerLostError: the sender is gone.
-        """
+        """Wait for the next message; see `ReceivingEnd`."""
         try:
             found = self._inbox.get(timeout=self._limit_s)
         except queue.Empty:

@@ -19,17 +19,11 @@ from pipebench.model.tracing import CALLS
 
 @dataclass(frozen=True)
 class SkippableCell:
-    """A module that can be left out.
+    """A module that can be left out."""
 
-    Attributes:
-        name: its qualified name.
-        layers: indices of its layers, ascending.
-        passes: name of the node whose value replaces its output.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    passes: str
+    name: str  # its qualified name
+    layers: tuple[int, ...]  # indices of its layers, ascending
+    passes: str  # name of the node whose value replaces its output
 
 
 def find_cells(

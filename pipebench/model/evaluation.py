@@ -10,14 +10,10 @@ from pipebench.model.plan import Plan, crossings, stage_of_layers
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """The layers of the evaluation's graph that each stage has.
+    """The layers of the evaluation's graph that each stage has."""
 
-    Attributes:
-        layers: per stage, indices in that graph, ascending; maybe none.
-        crossings: (source stage, target stage) to the layers whose output goes from one to the other, ascending.
-    """
-
-    layers: tuple[tuple[int, ...], ...]
+    layers: tuple[tuple[int, ...], ...]  # per stage, indices in that graph, ascending; maybe none
+    # (source stage, target stage) to the layers whose output crosses, ascending
     crossings: Mapping[tuple[int, int], tuple[int, ...]]
 
 

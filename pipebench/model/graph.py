@@ -22,72 +22,44 @@ _RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU, nn.Fractio
 
 @dataclass(frozen=True)
 class Layer:
-    """A node of the graph that computes: the unit that is placed.
+    """A node of the graph that computes: the unit that is placed."""
 
-    Attributes:
-        index: position in execution order.
-        name: unique name, e.g. `features_0`.
-        kind: module class or function name, e.g. `Conv2d`, `add`.
-        reads: indices of the layers whose output it reads, ascending.
-        inputs: names of the model inputs it reads.
-        parameters: qualified names of the parameters it uses, in the model's own order.
-        buffers: qualified names of the buffers that it changes, or reads where another layer changes them: layers that
-            share one stay together, as those that share a parameter do.
-        runs_once: whether it changes a buffer, so that no plan recomputes it.
-        draws_as: the name that seeds its random draws; "" if it draws none.
-        idle: whether it is left out (see `cells.py`): it keeps its index, reads nothing and nothing reads it.
-    """
-
-    index: int
-    name: str
-    kind: str
+    index: int  # position in execution order
+    name: str  # unique name, e.g. `features_0`
+    kind: str  # module class or function name, e.g. `Conv2d`, `add`
     node: fx.Node
-    reads: tuple[int, ...]
-    inputs: tuple[str, ...]
-    parameters: tuple[str, ...]
+    reads: tuple[int, ...]  # indices of the layers whose output it reads, ascending
+    inputs: tuple[str, ...]  # names of the model inputs it reads
+    parameters: tuple[str, ...]  # qualified names of the parameters it uses, in the model's own order
+    # Qualified names of the buffers it changes, or reads where another layer changes them: such layers share a stage,
+    # as those that share a parameter do
     buffers: tuple[str, ...] = ()
-    draws_as: str = ""
-    idle: bool = False
-    runs_once: bool = False
+    draws_as: str = ""  # the name that seeds its random draws; "" if it draws none
+    idle: bool = False  # left out (see `cells.py`): keeps its index, reads nothing, and nothing reads it
+    runs_once: bool = False  # whether it changes a buffer, so that no plan recomputes it
 
 
 class Rounding(NamedTuple):
-    """The precision of a model's arithmetic.
+    """The precision of a model's arithmetic."""
 
-    Attributes:
-        low_type: the 16-bit type that fp32 tensors are rounded to.
-        constants: qualified names of the buffers that are rounded: those that layers read and none of them writes.
-    """
-
-    low_type: torch.dtype
-    constants: frozenset[str]
+    low_type: torch.dtype  # the 16-bit type that fp32 tensors are rounded to
+    constants: frozenset[str]  # qualified names of the rounded buffers: read by layers, written by none
 
 
 @dataclass(frozen=True)
 class LayerGraph:
-    """A traced model.
-
-    Attributes:
-        root: the modules that the graph calls; they and their parameters and buffers are the model's own, by its names.
-        inputs: names of the model's inputs, in order.
-        layers: in execution order.
-        outputs: indices of the layers whose output the model returns, ascending.
-        training: qualified names of the modules in training mode here: a model may keep some of them out of it.
-        evaluation: the same model as it evaluates; None if this is that.
-        evaluation_map: of an evaluation, each layer's index in training, or None.
-        rounding: what is rounded for the arithmetic, see `precision.py`; the tensors here never are.
-    """
+    """A traced model."""
 
     model: nn.Module
-    root: nn.Module
+    root: nn.Module  # the modules the graph calls; their parameters and buffers are the model's own, by its names
     graph: fx.Graph
-    inputs: tuple[str, ...]
-    layers: tuple[Layer, ...]
-    outputs: tuple[int, ...]
-    training: frozenset[str] = frozenset()
-    evaluation: "LayerGraph | None" = None
-    evaluation_map: tuple[int | None, ...] = ()
-    rounding: Rounding | None = None
+    inputs: tuple[str, ...]  # names of the model's inputs, in order
+    layers: tuple[Layer, ...]  # in execution order
+    outputs: tuple[int, ...]  # indices of the layers whose output the model returns, ascending
+    training: frozenset[str] = frozenset()  # qualified names of modules in training mode; a model may except some
+    evaluation: "LayerGraph | None" = None  # the same model as it evaluates; None if this is that
+    evaluation_map: tuple[int | None, ...] = ()  # of an evaluation, each layer's index in training, or None
+    rounding: Rounding | None = None  # see `precision.py`; the tensors here are never rounded
 
     @property
     def evaluated(self) -> "LayerGraph":

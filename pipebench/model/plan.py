@@ -19,40 +19,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The consecutive layers of one stage.
+    """The consecutive layers of one stage."""
 
-    Attributes:
-        start: index of its first layer.
-        stop: index after its last layer.
-        devices: of every replica.
-        memory: policy for each layer's activations between forward and backward: `keep`, `recompute` or `swap`.
-    """
-
-    start: int
-    stop: int
+    start: int  # index of its first layer
+    stop: int  # index after its last layer
     replicas: int
-    devices: tuple[int, ...]
-    memory: tuple[str, ...]
+    devices: tuple[int, ...]  # of every replica
+    memory: tuple[str, ...]  # of each layer's activations: `keep`, `recompute` or `swap`
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is spread over devices.
-
-    Attributes:
-        stages: at least one; together they hold every layer exactly once, in order of execution.
-        depth: minibatches in flight per input-stage replica.
-        chunks: stages per worker. With P positions in the pipeline, stages s and s + P share their devices.
-        crossings: (source stage, target stage) to the layers whose output goes from one to the other, ascending.
-        relay: whether a value that skips stages goes through each of them; else straight to every stage that reads it.
-    """
+    """How a model is spread over devices."""
 
     mode: str
-    stages: tuple[StagePlan, ...]
-    depth: int
-    chunks: int = 1
+    stages: tuple[StagePlan, ...]  # at least one; together they hold every layer exactly once, in order of execution
+    depth: int  # minibatches in flight per input-stage replica
+    chunks: int = 1  # stages per worker; with P positions in the pipeline, stages s and s + P share their devices
+    # (source stage, target stage) to the layers whose output goes from one to the other, ascending
     crossings: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
-    relay: bool = False
+    relay: bool = False  # whether a value that skips stages passes through each; else it goes straight to its readers
 
     @property
     def replicas(self) -> tuple[int, ...]:

@@ -77,17 +77,12 @@ def _refuse(_: None) -> torch.Tensor:
 
 
 class Recomputed(FoldedRun):
-    """Runs layers so that autograd keeps only their inputs.
-
-    Attributes:
-        kept: collects the storages that it keeps, unless None.
-        again: collects the storages that a backward computes again, unless None.
-    """
+    """Runs layers so that autograd keeps only their inputs."""
 
     def __init__(self, run: fx.GraphModule) -> None:
         super().__init__(run)
-        self.kept: Storages | None = None
-        self.again: Storages | None = None
+        self.kept: Storages | None = None  # if set, collects the storages that it keeps
+        self.again: Storages | None = None  # if set, collects the storages that a backward computes again
 
     def forward(self, *values: Any) -> Any:
         """Return the values that later layers read, as a tuple."""

@@ -49,15 +49,10 @@ def seed_default_generator(device: torch.device, seed: int) -> None:
 
 
 class Stream(NamedTuple):
-    """Where in a sequential data set a minibatch is.
+    """Where in a sequential data set a minibatch is."""
 
-    Attributes:
-        number: the stream that the minibatch continues; 0 where samples don't follow each other.
-        starts: whether it is the stream's first, so that modules reset their carried states.
-    """
-
-    number: int
-    starts: bool
+    number: int  # the stream that the minibatch continues; 0 where samples don't follow each other
+    starts: bool  # whether it is the stream's first, so that modules reset their carried states
 
 
 class UnitShape(NamedTuple):
@@ -189,9 +184,6 @@ class Varying(Sampler):
         minibatch_size: samples of a minibatch, but the last of an epoch.
         seed: of the draws.
         lengths: (length, share of all minibatches) each.
-
-    Attributes:
-        columns: returns the length of minibatch k.
     """
 
     def __init__(self, num_samples: int, minibatch_size: int, seed: int, lengths: Sequence[tuple[int, float]]) -> None:
@@ -199,7 +191,9 @@ class Varying(Sampler):
         self.lengths = tuple(lengths)
         self.varies = len(lengths) > 1
         self._up_to = [*itertools.accumulate(share for _, share in lengths)]
-        self.columns = lru_cache(maxsize=_COLUMNS_KEPT)(self._drawn_columns)  # asked for again and again of a few
+        self.columns = lru_cache(maxsize=_COLUMNS_KEPT)(
+            self._drawn_columns
+        )  # length of minibatch k, called often for a few k
 
     def sizes(self, k: int, microbatches: int) -> list[Size]:
         """See `Sampler`: microbatches have their minibatch's length."""

@@ -34,18 +34,12 @@ _VIEWS = {
 
 
 class Seeder(nn.Module):
-    """Seeds the generator right before a layer draws from it.
-
-    Attributes:
-        seed: the run's.
-        draw: (minibatch, microbatch) of the draws.
-        device: where layers draw.
-    """
+    """Seeds the generator right before a layer draws from it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seed = 0
-        self.draw: tuple[int, ...] = ()
+        self.seed = 0  # of the run
+        self.draw: tuple[int, ...] = ()  # (minibatch, microbatch)
         self.device = torch.device("cpu")
         self._keys: dict[str, int] = {}
 
@@ -57,15 +51,11 @@ class Seeder(nn.Module):
 
 
 class LossHead(nn.Module):
-    """Stands behind the model's last layer, so that a recomputed run can include the loss.
-
-    Attributes:
-        function: maps the model's output to the loss; None returns the output.
-    """
+    """Stands behind the model's last layer, so that a recomputed run can include the loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.function: LossFunction | None = None
+        self.function: LossFunction | None = None  # of the model's output; None returns the output itself
 
     def forward(self, output: Any) -> Any:
         """Return the loss."""
@@ -74,44 +64,27 @@ class LossHead(nn.Module):
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage, ready to run, as it trains or as it evaluates.
+    """One stage, ready to run, as it trains or as it evaluates."""
 
-    Attributes:
-        index: position in the pipeline.
-        module: takes the model inputs named by `inputs`, then the values named by `receives`; returns the values
-            named by `returns` and then, in the last stage, the loss head's output.
-        receives: source stage to the layers whose values it receives from there; sources ascending.
-        sends: target stage to the layers whose values it sends there; targets ascending.
-        returns: layers whose values leave the stage, ascending.
-        is_last: whether it computes the model's output, and so the loss.
-        random: names under which its layers draw random numbers.
-        stateful: qualified names of the modules that carry a state from one minibatch to the next.
-        recomputed: the runs of layers that its backward computes again.
-        swapped: the runs of layers whose saved tensors go to the host.
-        modes: each of its modules, with whether it is in training mode.
-        rounding: what to round for the arithmetic, which the caller does.
-        evaluation: the same stage as it evaluates, made of the same modules; None if this is that. Its layers are
-            those of the evaluation's graph.
-        idle: copies of the parameters and buffers of its idle layers, by qualified name.
-    """
-
-    index: int
+    index: int  # position in the pipeline
+    # From the model inputs in `inputs` and the values in `receives` to the values in `returns` and, in the last stage,
+    # the loss head's output
     module: fx.GraphModule
     inputs: tuple[str, ...]
-    receives: dict[int, tuple[int, ...]]
-    sends: dict[int, tuple[int, ...]]
-    returns: tuple[int, ...]
-    is_last: bool
-    random: tuple[str, ...]
-    stateful: tuple[str, ...]
+    receives: dict[int, tuple[int, ...]]  # source stage to the layers whose values it receives, sources ascending
+    sends: dict[int, tuple[int, ...]]  # target stage to the layers whose values it sends, targets ascending
+    returns: tuple[int, ...]  # layers whose values leave the stage, ascending
+    is_last: bool  # whether it computes the model's output, and so the loss
+    random: tuple[str, ...]  # names under which its layers draw random numbers
+    stateful: tuple[str, ...]  # qualified names of the modules that carry a state from one minibatch to the next
     seeder: Seeder
     loss: LossHead
-    recomputed: tuple[Recomputed, ...]
-    swapped: tuple[Swapped, ...]
-    modes: tuple[tuple[nn.Module, bool], ...]
-    rounding: Rounding | None = None
-    evaluation: "Stage | None" = None
-    idle: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    recomputed: tuple[Recomputed, ...]  # the runs of layers that its backward computes again
+    swapped: tuple[Swapped, ...]  # the runs of layers whose saved tensors go to the host
+    modes: tuple[tuple[nn.Module, bool], ...]  # each of its modules, with whether it is in training mode
+    rounding: Rounding | None = None  # what to round for the arithmetic, which the caller does
+    evaluation: "Stage | None" = None  # the same modules as they evaluate, layers by the evaluation's graph
+    idle: Mapping[str, torch.Tensor] = field(default_factory=dict)  # tensors of idle layers, by qualified name
 
     @cached_property
     def reads(self) -> tuple[int, ...]:
@@ -150,21 +123,14 @@ def cut_stage(graph: LayerGraph, plan: Plan, index: int) -> Stage:
 
 @dataclass(frozen=True)
 class _Cut:
-    """The layers of one form of a stage, as it trains or as it evaluates, and what crosses its borders.
-
-    Attributes:
-        graph: the model's, in that form.
-        memory: policy of each layer; None in evaluation, which has no backward.
-        crossings: see `Plan`.
-        is_last: whether the model ends here.
-    """
+    """The layers of one form of a stage, as it trains or as it evaluates, and what crosses its borders."""
 
     index: int
-    graph: LayerGraph
+    graph: LayerGraph  # the model's, in that form
     layers: Sequence[Layer]
-    memory: Sequence[str] | None
-    crossings: Mapping[tuple[int, int], tuple[int, ...]]
-    is_last: bool
+    memory: Sequence[str] | None  # policy of each layer; None in evaluation, which has no backward
+    crossings: Mapping[tuple[int, int], tuple[int, ...]]  # see `Plan`
+    is_last: bool  # whether the model ends here
 
     def stage(self, seeder: Seeder, copies: dict[int, Any]) -> Stage:
         """Return the stage; `copies` is deepcopy's memo, since both forms share their modules."""

@@ -24,15 +24,11 @@ class Keeper(Protocol):
 
 
 class Swapped(FoldedRun):
-    """Runs layers whose saved tensors its keeper stores.
-
-    Attributes:
-        keeper: of the unit that runs; None leaves saved tensors to autograd.
-    """
+    """Runs layers whose saved tensors its keeper stores."""
 
     def __init__(self, run: fx.GraphModule) -> None:
         super().__init__(run)
-        self.keeper: Keeper | None = None
+        self.keeper: Keeper | None = None  # of the running unit; None leaves saved tensors to autograd
 
     def forward(self, *values: Any) -> Any:
         """Return the values that later layers read, as a tuple."""

@@ -66,11 +66,7 @@ def analytic_profile(
 
 
 class _Walks:
-    """Passes through a layer graph that price its operations, without data as long as that is possible.
-
-    Attributes:
-        needs_data: name of the first layer that needs data; "" if none does.
-    """
+    """Passes through a layer graph that price its operations, without data as long as that is possible."""
 
     def __init__(
         self, graph: LayerGraph, device: DeviceSpec, num_walks: int, on_progress: Callable[[int, int], None] | None
@@ -79,7 +75,7 @@ class _Walks:
         self._root = without_data(graph.root).train()
         lower([self._root], graph.rounding)
         self._done = 0
-        self.needs_data = ""
+        self.needs_data = ""  # name of the first layer that needs data
 
     def at(self, dataset: Dataset, sizes: Sequence[int]) -> dict[int, tuple[LayerProfile, ...]]:
         """Return number of samples to the layers' costs."""

@@ -19,32 +19,19 @@ _PCIE3, _PCIE4, _PCIE5 = 12e9, 24e9, 48e9
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A device's published peaks.
+    """A device's published peaks."""
 
-    Attributes:
-        name: short name, as clusters use it.
-        flops_per_s: peak rate of 32-bit floating point.
-        memory_bytes_per_s: peak bandwidth of its own memory.
-        num_multiprocessors: each computes one tile of a matrix product at a time.
-        host_bytes_per_s: bandwidth from host memory to its own; assumed.
-        source: where the published numbers come from.
-        fp16_flops_per_s: peak rate of tensor cores, without sparsity; 0 if it has none for fp16.
-        bf16_flops_per_s: likewise for bf16.
-        launch_s: seconds that its host needs to issue one kernel, the least that a kernel takes.
-        pause_s: seconds that it is idle after every kernel that the host issues.
-    """
-
-    name: str
-    flops_per_s: float
-    memory_bytes_per_s: float
+    name: str  # short name, as clusters use it
+    flops_per_s: float  # peak rate of 32-bit floating point
+    memory_bytes_per_s: float  # peak bandwidth of its own memory
     memory_bytes: int
-    num_multiprocessors: int
-    host_bytes_per_s: float
-    source: str
-    fp16_flops_per_s: float = 0.0
-    bf16_flops_per_s: float = 0.0
-    launch_s: float = LAUNCH_S
-    pause_s: float = 0.0
+    num_multiprocessors: int  # each computes one tile of a matrix product at a time
+    host_bytes_per_s: float  # bandwidth from host memory to its own; assumed
+    source: str  # where the published numbers come from
+    fp16_flops_per_s: float = 0.0  # peak rate of tensor cores, without sparsity; 0 if it has none for fp16
+    bf16_flops_per_s: float = 0.0  # likewise for bf16
+    launch_s: float = LAUNCH_S  # seconds that its host needs to issue one kernel, the least that a kernel takes
+    pause_s: float = 0.0  # seconds that it is idle after every kernel that the host issues
 
     def tensor_flops_per_s(self, dtype: "torch.dtype | None") -> float:
         """Return the peak rate of tensor cores for a type; 0 if it has none."""

@@ -23,28 +23,25 @@ LAUNCH_S = 1e-5
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """What fraction of a device's peak each kind of operation reaches, and what a launch inside a library costs.
+    """What fraction of a device's peak each kind of operation reaches, and what a launch inside a library costs."""
 
-    Attributes:
-        product: of the peak rate, a matrix product that fills the device. Published: 83 Tflop/s with tensor cores are
-            "seven times" single precision on a V100 (Markidis et al., "NVIDIA tensor core programmability,
-            performance and precision", 2018): 11.9 of 14.0 Tflop/s.
-        convolution: of the peak rate, a convolution's products, direct or Winograd's. Fitted on published training
-            rates, TensorFlow's "Benchmarks" (2017), P100, one GPU, synthetic data: the value that makes the geometric
-            mean of computed over published rate 1 over Inception-v3, ResNet-50, ResNet-152 and VGG-16.
-        tensor_product: of tensor cores' peak rate, a matrix product that fills the device. Published: 83 of 112 Tflop/s
-            (Markidis et al., above). Convolutions are assumed to reach the same fraction as without tensor cores.
-        memory: of the peak bandwidth, a kernel that streams: elementwise, normalisation, softmax, pooling, gather and
-            scatter, Winograd's transforms. Published: 790 of 900 GB/s on a V100 (cudaMemcpy; paranumal.com,
-            "Rough-n-Ready Roofline: NVIDIA V100 edition"). Assumed for the other devices.
-        library_launch_s: seconds that the host needs to issue a kernel inside a library that issues many (cuDNN's
-            recurrent layers). Assumed: the bare launch is about 4 us.
-    """
-
+    # Of the peak rate, a matrix product that fills the device. Published: 83 Tflop/s with tensor cores are "seven
+    # times" single precision on a V100 (Markidis et al., "NVIDIA tensor core programmability, performance and
+    # precision", 2018): 11.9 of 14.0 Tflop/s.
     product: float = 0.85
+    # Of the peak rate, a convolution's products, direct or Winograd's. Fitted on published training rates, TensorFlow's
+    # "Benchmarks" (2017), P100, one GPU, synthetic data: the value that makes the geometric mean of computed over
+    # published rate 1 over Inception-v3, ResNet-50, ResNet-152 and VGG-16.
     convolution: float = 0.49
+    # Of tensor cores' peak rate, a matrix product that fills the device. Published: 83 of 112 Tflop/s (Markidis et al.,
+    # above). Convolutions are assumed to reach the same fraction as without tensor cores.
     tensor_product: float = 0.74
+    # Of the peak bandwidth, a kernel that streams: elementwise, normalisation, softmax, pooling, gather and scatter,
+    # Winograd's transforms. Published: 790 of 900 GB/s on a V100 (cudaMemcpy; paranumal.com, "Rough-n-Ready Roofline:
+    # NVIDIA V100 edition"). Assumed for the other devices.
     memory: float = 0.88
+    # Seconds that the host needs to issue a kernel inside a library that issues many (cuDNN's recurrent layers).
+    # Assumed: the bare launch is about 4 us.
     library_launch_s: float = 4e-6
 
 

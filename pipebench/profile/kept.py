@@ -18,21 +18,13 @@ _LOSS = "loss"  # keeps the logarithms of probabilities, as many as it reads
 
 
 class _Rule(NamedTuple):
-    """What a kind of layer saves for its backward.
+    """What a kind of layer saves for its backward."""
 
-    Attributes:
-        reads: whether it saves its inputs.
-        output: whether it saves its output, the first tensor of several.
-        own: bytes of other saved tensors per byte of its first output tensor.
-        own_in_place: likewise where it overwrites its input.
-        is_view: whether its output is a view of its input.
-    """
-
-    reads: bool = False
-    output: bool = False
-    own: float = 0.0
-    own_in_place: float = 0.0
-    is_view: bool = False
+    reads: bool = False  # whether it saves its inputs
+    output: bool = False  # whether it saves its output, the first tensor of several
+    own: float = 0.0  # bytes of other saved tensors per byte of its first output tensor
+    own_in_place: float = 0.0  # likewise where it overwrites its input
+    is_view: bool = False  # whether its output is a view of its input
 
 
 _READS, _OUTPUT, _NOTHING, _VIEW = _Rule(reads=True), _Rule(output=True), _Rule(), _Rule(is_view=True)

@@ -12,55 +12,33 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """Cost of one layer for one minibatch (or microbatch) of a given number of samples, and its edges.
+    """Cost of one layer for one minibatch (or microbatch) of a given number of samples, and its edges."""
 
-    Attributes:
-        name: the layer's name in the graph, e.g. `features_0`.
-        kind: its class or function, e.g. `Conv2d`.
-        backward_s: seconds of its backward, both input and weight gradient.
-        output_bytes: bytes of its output, integers included: what a cut after it sends forward.
-        gradient_bytes: bytes of the part of its output that has a gradient: what a cut after it sends back.
-        reads: indices of the layers whose output it reads, ascending.
-        inputs: names of the model inputs it reads.
-        parameter_sizes: qualified name to bytes of every parameter it trains; a name that two layers have is tied.
-        buffer_sizes: likewise its floating-point buffers (BatchNorm's running statistics), and 0 for others that it
-            shares with another layer.
-        saved_bytes: bytes that its forward saves for its backward, beyond parameters, buffers and what earlier layers
-            save.
-        output_parts: bytes of each tensor of an output of several, else empty.
-        is_input: whether it only stands for a model input, as in the PipeDream artifact's files.
-        weight_s: the part of `backward_s` that computes gradients of its parameters, where it can be measured.
-        master_sizes: bytes of the optimizer's masters, by the parameters' names (mixed precision).
-        saved_with: (layer, bytes) of tensors that it and earlier layers save, the layer being the last of those: a cut
-            between the two saves them on both sides.
-        keeps: (number, bytes) of every storage that it saves for its backward but parameters and buffers. Numbers are
-            unique in the model: they give the bytes that any set of layers saves together, some of them recomputed or
-            swapped. Empty where a profile has only `saved_bytes` and `saved_with`.
-        puts_out: likewise, of the storages of its output.
-        takes: likewise, of the model inputs that it reads.
-        runs_once: whether it changes a buffer, so that no plan recomputes it.
-    """
-
-    name: str
-    kind: str
+    name: str  # the layer's name in the graph, e.g. `features_0`
+    kind: str  # its class or function, e.g. `Conv2d`
     forward_s: Seconds
-    backward_s: Seconds
-    output_bytes: Count
-    gradient_bytes: Count
-    reads: tuple[Count, ...] = ()
-    inputs: tuple[str, ...] = ()
-    parameter_sizes: Mapping[str, Count] = field(default_factory=dict)
+    backward_s: Seconds  # seconds of its backward, both input and weight gradient
+    output_bytes: Count  # bytes of its output, integers included: what a cut after it sends forward
+    gradient_bytes: Count  # bytes of the part of its output that has a gradient: what a cut after it sends back
+    reads: tuple[Count, ...] = ()  # indices of the layers whose output it reads, ascending
+    inputs: tuple[str, ...] = ()  # names of the model inputs it reads
+    parameter_sizes: Mapping[str, Count] = field(default_factory=dict)  # bytes by qualified name; tied if two layers'
+    # Likewise of floating-point buffers (BatchNorm's running statistics); 0 for others shared with another layer
     buffer_sizes: Mapping[str, Count] = field(default_factory=dict)
-    saved_bytes: Count = 0
-    output_parts: tuple[Count, ...] = ()
-    is_input: bool = False
-    weight_s: Seconds = 0.0
+    saved_bytes: Count = 0  # saved for its backward, without parameters, buffers and what earlier layers save
+    output_parts: tuple[Count, ...] = ()  # bytes of each tensor of an output of several, else empty
+    is_input: bool = False  # whether it only stands for a model input, as in the PipeDream artifact's files
+    weight_s: Seconds = 0.0  # the part of `backward_s` for gradients of its parameters, where it can be measured
+    # Bytes of the optimizer's masters, by the parameters' names (mixed precision)
     master_sizes: Mapping[str, Count] = field(default_factory=dict)
+    # (layer, bytes) of tensors that earlier layers save too, `layer` the last of them: a cut between saves them twice
     saved_with: tuple[tuple[Count, Count], ...] = ()
+    # (number, bytes) of each storage saved for its backward, without parameters and buffers. Numbers are unique in the
+    # model, so that any set of layers has a total. Empty where a profile has only `saved_bytes` and `saved_with`.
     keeps: tuple[tuple[Count, Count], ...] = ()
-    puts_out: tuple[tuple[Count, Count], ...] = ()
-    takes: tuple[tuple[Count, Count], ...] = ()
-    runs_once: bool = False
+    puts_out: tuple[tuple[Count, Count], ...] = ()  # likewise, of the storages of its output
+    takes: tuple[tuple[Count, Count], ...] = ()  # likewise, of the model inputs that it reads
+    runs_once: bool = False  # whether it changes a buffer, so that no plan recomputes it
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -84,50 +62,33 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class LengthProfile:
-    """Layer costs of minibatches of one length, at numbers of samples as in `Profile`.
+    """Layer costs of minibatches of one length, at numbers of samples as in `Profile`."""
 
-    Attributes:
-        columns: length of their samples.
-        share: fraction of all minibatches, 0 to 1.
-    """
-
-    columns: Ordinal
-    share: Share
+    columns: Ordinal  # length of their samples
+    share: Share  # fraction of all minibatches, 0 to 1
     layers: Mapping[Samples, tuple[LayerProfile, ...]]
     load_s: Mapping[Samples, Seconds]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Layer costs of one model on one device.
+    """Layer costs of one model on one device."""
 
-    Attributes:
-        model: readable description of the model and its options.
-        source: `measured`, `analytic` or `file`.
-        note: one sentence on how the times were obtained, constants included.
-        layers: number of samples to the layers' costs at exactly that size, in execution order; the last entry is the
-            loss, which reads what the model returns. Other sizes were not profiled: nothing is scaled.
-        update_s_per_byte: seconds of an optimizer step per byte of trainable parameters.
-        update_floor_s: seconds of an optimizer step that don't depend on the bytes (kernel launches).
-        load_s: number of samples to the seconds it takes to load them.
-        whole_step_s: number of samples to the seconds of a whole measured forward and backward, where one was measured.
-        state_bytes_per_byte: bytes of optimizer state per byte of what it steps on (momentum: 1, Adam: 2).
-        precision: the `train.precision` of the recipe it was made for.
-        lengths: where minibatches vary in length, the costs at every length. `layers` and `load_s` are then the means
-            over all minibatches, and saved bytes those of the longest.
-    """
-
-    model: str
+    model: str  # readable description of the model and its options
     device: str
-    source: str
-    note: str
+    source: str  # `measured`, `analytic` or `file`
+    note: str  # one sentence on how the times were obtained, constants included
+    # Number of samples to the layers' costs at exactly that size, in execution order; the last entry is the loss.
+    # Other sizes were not profiled: nothing is scaled.
     layers: Mapping[Samples, tuple[LayerProfile, ...]]
-    update_s_per_byte: Seconds
-    update_floor_s: Seconds
-    load_s: Mapping[Samples, Seconds]
-    whole_step_s: Mapping[Samples, Seconds]
-    state_bytes_per_byte: Count = 0
-    precision: str = "fp32"
+    update_s_per_byte: Seconds  # seconds of an optimizer step per byte of trainable parameters
+    update_floor_s: Seconds  # seconds of an optimizer step that don't depend on the bytes (kernel launches)
+    load_s: Mapping[Samples, Seconds]  # number of samples to the seconds it takes to load them
+    whole_step_s: Mapping[Samples, Seconds]  # likewise of a whole forward and backward, where it was measured
+    state_bytes_per_byte: Count = 0  # bytes of optimizer state per byte of what it steps on (momentum: 1, Adam: 2)
+    precision: str = "fp32"  # the `train.precision` of the recipe it was made for
+    # Costs of each length, where lengths vary; `layers` and `load_s` are then means over all minibatches and saved
+    # bytes those of the longest
     lengths: tuple[LengthProfile, ...] = ()
 
     @property

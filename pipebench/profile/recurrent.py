@@ -22,15 +22,10 @@ _LSTM = 2
 
 @dataclass(frozen=True)
 class Kernels:
-    """Equal kernels that a library launches one after the other, without Python between them.
+    """Equal kernels that a library launches one after the other, without Python between them."""
 
-    Attributes:
-        product: rows, inner size and columns of the matrix product in each, or None.
-        num_bytes: bytes that each reads and writes.
-    """
-
-    product: tuple[float, float, float] | None
-    num_bytes: float
+    product: tuple[float, float, float] | None  # rows, inner size and columns of the matrix product in each, or None
+    num_bytes: float  # bytes that each reads and writes
     count: int = 1
 
 

@@ -48,23 +48,16 @@ _RECURRENT = {aten._cudnn_rnn: recurrent.forward, aten._cudnn_rnn_backward: recu
 
 
 class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the cost of all operations under it on a device; meant for tensors of the meta device.
-
-    Attributes:
-        flops: floating-point operations of products and convolutions (a multiply-add is two), by the direct algorithm.
-        moved_bytes: bytes read and written.
-        launches: number of kernels.
-        seconds: their total time.
-    """
+    """Adds up the cost of all operations under it on a device; meant for tensors of the meta device."""
 
     def __init__(self, device: DeviceSpec, efficiencies: Efficiencies = SHIPPED) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._efficiencies = efficiencies
-        self.flops = 0
-        self.moved_bytes = 0
-        self.launches = 0
-        self.seconds = 0.0
+        self.flops = 0  # of products and convolutions by the direct algorithm; a multiply-add counts two
+        self.moved_bytes = 0  # read and written
+        self.launches = 0  # kernels
+        self.seconds = 0.0  # of all kernels
         self._dtype: torch.dtype | None = None  # of the operation at hand
 
     def __torch_dispatch__(

@@ -32,19 +32,7 @@ Clock = Callable[[Callable[[], Any]], tuple[Any, Reading]]
 
 @dataclass
 class _Step:
-    """A layer, or the loss, during the pass. Times are read when the pass is over.
-
-    Attributes:
-        wanted: gradient edges of its backward: inputs that have a gradient, then parameters.
-        origins: for every wanted input, the step that computed it and the index of the tensor in its output.
-        outputs: index to each output tensor that has a gradient.
-        splits: whether its backward can be split.
-        weight_s: seconds of the backward's part that computes gradients of parameters, if it can be split.
-        output_parts: bytes of each tensor of its output.
-        gradient_bytes: bytes of its output's tensors that have a gradient.
-        saved_bytes: see `LayerProfile`; so are `saved_with` and, as number to bytes, `keeps`, `puts_out`, `takes`.
-        masters: fp32 parameters that the optimizer steps on instead, by qualified name.
-    """
+    """A layer, or the loss, during the pass. Times are read when the pass is over."""
 
     name: str
     kind: str
@@ -52,21 +40,22 @@ class _Step:
     buffers: Mapping[str, torch.Tensor]
     reads: tuple[int, ...]
     inputs: tuple[str, ...]
-    wanted: list[Any] = field(default_factory=list)
+    wanted: list[Any] = field(default_factory=list)  # gradient edges: inputs that have a gradient, then parameters
+    # For each wanted input, the step that computed it and the tensor's index in its output
     origins: list[tuple["_Step", int]] = field(default_factory=list)
-    outputs: dict[int, "_Output"] = field(default_factory=dict)
+    outputs: dict[int, "_Output"] = field(default_factory=dict)  # index to each output tensor that has a gradient
     forward_s: Reading = float
     backward_s: Reading = float
-    splits: bool = False
-    weight_s: Reading = float
-    output_parts: tuple[int, ...] = ()
-    gradient_bytes: int = 0
-    saved_bytes: int = 0
+    splits: bool = False  # whether its backward can be split
+    weight_s: Reading = float  # seconds of its backward for gradients of parameters, if it can be split
+    output_parts: tuple[int, ...] = ()  # bytes of each tensor of its output
+    gradient_bytes: int = 0  # bytes of its output's tensors that have a gradient
+    saved_bytes: int = 0  # this and the next four: see `LayerProfile`, storages as number to bytes
     saved_with: Counter[int] = field(default_factory=Counter)
     keeps: dict[int, int] = field(default_factory=dict)
     puts_out: dict[int, int] = field(default_factory=dict)
     takes: dict[int, int] = field(default_factory=dict)
-    masters: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    masters: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of the optimizer in fp32, by qualified name
     runs_once: bool = False
 
 

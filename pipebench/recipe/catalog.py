@@ -1,4 +1,4 @@
-"""Where recipes are: by path, or by short name from anywhere, in a checkout and in an installed wheel alike."""
+"""Finds recipe and cluster files by path or short name, in a checkout as in an installed wheel."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -40,12 +40,9 @@ def find_recipes(reference: str) -> list[Path]:
 
 
 def find(reference: str, names: Callable[[], Iterable[str]], beside: Path | None = None) -> Path:
-    """Return the existing file or folder that `reference` means.
+    """Return the existing file or folder for `reference`, a short name or a path relative to `beside` or here.
 
-    Args:
-        reference: path, seen from `beside` or the working directory, or short name.
-        names: asked for short names to suggest one of when nothing is found.
-        beside: folder of the file that holds the reference.
+    `names` gives the short names from which to suggest one.
 
     Raises:
         RecipeError: nothing is there.
@@ -107,15 +104,15 @@ def cluster_names() -> list[str]:
 
 
 def summary(path: Path) -> str:
-    """Return the first line of a recipe or cluster file, which is a comment that says what it is."""
+    """Return the comment in the first line of a recipe or cluster file, which describes it."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
 def display(path: Path) -> FileName:
-    """Return a path the way people know it: relative to the shipped recipes or reports, or to where they are.
+    """Return a path for messages: relative to the shipped recipes or reports, or to the working directory.
 
-    A fault in the file of that name tells the line of its key.
+    Faults in the file of that name include the line of their key.
     """
     absolute = Path(os.path.abspath(path))
     shipped = ((shipped_folder(name), f"{name}/") for name in ("recipes", "reports"))

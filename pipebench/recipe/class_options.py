@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedulers as data: what a recipe may give each, told without importing torch.
+"""The options of torch's optimizers and learning-rate schedulers, as data: no torch import.
 
 Importing torch takes ten times as long as all that `pipebench ls` and `pipebench show` do. A test compares every class,
 option, type and default with `inspect.signature` of the installed torch (2.11 or later).
@@ -10,24 +10,19 @@ from typing import Any, Literal, NamedTuple
 
 
 class Option(NamedTuple):
-    """An option whose type isn't just that of its default.
+    """An option whose type is more than that of its default."""
 
-    Attributes:
-        type: of the values that a recipe may give.
-        default: `inspect.Parameter.empty` where one has to be given.
-    """
-
-    type: Any
-    default: Any = inspect.Parameter.empty
+    type: Any  # of the values that a recipe may give
+    default: Any = inspect.Parameter.empty  # `inspect.Parameter.empty` if required
 
 
 _WHOLE, _NUMBER, _NUMBERS, _ANY = Option(int), Option(float), Option(float | list[float]), Option(Any)
-_ZERO = Option(float, 0)  # torch's defaults of numbers are now and then whole
+_ZERO = Option(float, 0)  # some of torch's defaults of floats are ints
 _WHOLE_OR_NONE, _FLAG_OR_NONE = Option(int | None, None), Option(bool | None, None)
 _STEP = {"foreach": _FLAG_OR_NONE, "maximize": False}
 
-# Module to class to options, in the order of the class's parameters; a bare value is a default, and has its type. The
-# parameters and the rate, or the optimizer and its last epoch, are pipebench's to pass.
+# Module to class to options, in the order of the class's parameters; a bare value is a default and implies its type.
+# Without the arguments that pipebench passes: parameters and rate, or optimizer and last epoch.
 OPTIMIZERS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "torch.optim": {
         "ASGD": {
@@ -120,7 +115,7 @@ SCHEDULERS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 
 _PLAIN = "and a recipe holds plain values: a function can be a target"
-# Why a class can't work here, whatever it is given, as the end of a sentence.
+# Why a class is not supported, whatever its arguments, as the end of a sentence.
 REFUSED: Mapping[str, str] = {
     "LBFGS": "whose step asks for the loss again (a closure): a stage has each gradient once",
     "SparseAdam": "which takes sparse gradients only, and those of a stage are dense",
@@ -133,7 +128,7 @@ REFUSED: Mapping[str, str] = {
 
 
 def refusal(options: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> str | None:
-    """Return why a class can't work with what it is given, as the end of a sentence; None if nothing says so."""
+    """Return why these arguments of a class are not supported, as the end of a sentence; None if they are."""
     if "scale_fn" in options and "scale_fn" in given:
         return f"which takes a function (scale_fn), {_PLAIN}"
     if given.get("cycle_momentum", "cycle_momentum" in options):

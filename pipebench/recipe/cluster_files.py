@@ -1,4 +1,4 @@
-"""What cluster files say together: one may extend another, key by key and level by level; each key knows its file."""
+"""Reads cluster files: one may extend another, key by key and level by level; each value remembers its file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,53 +19,41 @@ LEVEL_KEYS = (
 
 
 class Given(NamedTuple):
-    """What one key has, and where that is written.
+    """The value of a key, and where it is written."""
 
-    Attributes:
-        value: as it is written; None where no file has the key.
-        file: for people.
-        key: in that file, such as `levels.0.latency`.
-    """
-
-    value: object
-    file: str
-    key: str
+    value: object  # as written; None where no file has the key
+    file: str  # for people
+    key: str  # in that file, such as `levels.0.latency`
 
 
 @dataclass
 class Keys:
-    """The keys of a cluster, or of one of its levels.
+    """The keys of a cluster, or of one of its levels."""
 
-    Attributes:
-        file: the last that has any of them.
-        prefix: of their names there.
-        given: what each has.
-    """
-
-    file: str
-    prefix: str = ""
+    file: str  # the last file with any of them
+    prefix: str = ""  # of their names there
     given: dict[str, Given] = field(default_factory=dict)
 
     def at(self, key: str) -> Given:
-        """Return what a key has."""
+        """Return the value of a key."""
         return self.given.get(key) or Given(None, self.file, self.prefix + key)
 
     def add(self, data: Mapping[Any, Any], file: str, prefix: str) -> None:
-        """Take what a file says of them; it wins over those before."""
+        """Merge the values of a file over those before."""
         self.file, self.prefix = file, prefix
         self.given |= {str(key): Given(value, file, f"{prefix}{key}") for key, value in data.items()}
 
 
 @dataclass(frozen=True)
 class ClusterFiles:
-    """A cluster's keys and its levels' by name, all of them known, none of them read yet."""
+    """A cluster's keys and those of its levels by name: known names, values not parsed yet."""
 
     keys: Keys
     levels: tuple[Keys, ...]
 
 
 def cluster_files(path: Path) -> ClusterFiles:
-    """Return what a cluster's file says, together with those that it extends.
+    """Return the keys of a cluster's file merged with those of the files it extends.
 
     Raises:
         RecipeError: they can't be read, have unknown keys, or their levels don't go together.
@@ -97,7 +85,7 @@ def cluster_files(path: Path) -> ClusterFiles:
 
 
 def _problem(name: object, named: set[str], extended: Mapping[str, Keys] | None) -> str:
-    """Return what is wrong with a level's name, given those before it in its file and those that it may extend."""
+    """Return what is wrong with a level's name, given those before it in its file and those it may extend."""
     if not isinstance(name, str) or not name:
         return f"got {shown(name)}, allowed is a word such as server"
     if name in named:

@@ -1,4 +1,4 @@
-"""Read a cluster's YAML file; each of its numbers says where it comes from: published, assumed or calibrated."""
+"""Reads clusters from YAML; each number states its source: published, assumed or calibrated."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from pipebench.units import UnitError, parse_bandwidth, parse_bytes, parse_durat
 
 MAX_WORKERS = 4096  # a straight plan lists every worker; the papers' largest cluster has 256
 SERVERS = "servers"  # the key of the fault when only the number of servers is wrong
-SOURCES = {"published": "where", "assumed": "why", "calibrated": "on what"}  # of a number, and what says so
+SOURCES = {"published": "where", "assumed": "why", "calibrated": "on what"}  # of a number, and what its text says
 _FORM = " or ".join(f"{{value: ..., {source}: {word}}}" for source, word in SOURCES.items())
 
 
@@ -25,7 +25,7 @@ _Parse = Callable[[Any], Any]
 
 
 def _typed(kind: type, allowed: str, low: float = -math.inf, high: float = math.inf) -> _Parse:
-    """Return what reads a value of a type; of a text, how long it is has to be within the range."""
+    """Return a parser of values of a type from `low` to `high`; of a text, the range is of its length."""
 
     def read(value: Any) -> Any:
         if problem_with(value, kind) or not low <= (len(value) if kind is str else value) <= high:
@@ -36,7 +36,7 @@ def _typed(kind: type, allowed: str, low: float = -math.inf, high: float = math.
 
 
 def _one_of(allowed: Sequence[str]) -> _Parse:
-    """Return what reads one of some words."""
+    """Return a parser of one of some words."""
 
     def read(value: object) -> object:
         if value not in allowed:
@@ -47,7 +47,7 @@ def _one_of(allowed: Sequence[str]) -> _Parse:
     return read
 
 
-# Attribute of every number that the file of a cluster, or of a level in it, may have, and what reads it.
+# Key in a cluster's file, or in one of its levels, to attribute and parser.
 _CLUSTER: Mapping[str, tuple[str, _Parse]] = {
     "device": ("device", _typed(str, "a name", low=1)),
     "memory": ("memory_bytes", lambda value: None if value is None else parse_bytes(value)),
@@ -70,15 +70,12 @@ _NEEDED = {"device", "memory", "count", "bandwidth", "latency"}
 
 
 def load_cluster(name: str, servers: int, beside: Path | None = None) -> Cluster:
-    """Return a cluster with so many components of its outermost level.
+    """Return a cluster whose outermost level's count is multiplied by `servers`, at least 1.
 
-    Args:
-        name: short name such as `cluster-a`, or the path of a YAML file.
-        servers: at least 1; multiplies the outermost level and no other.
-        beside: folder that a relative path is seen from first.
+    `name` is a short name such as `cluster-a` or the path of a YAML file, relative to `beside` first.
 
     Raises:
-        RecipeError: the file isn't there or isn't a cluster, or there can't be so many servers.
+        RecipeError: the file isn't there or isn't a cluster, or it can't have so many servers.
     """
     path = find_cluster(name, beside)
     files, faults = cluster_files(path), list[Fault]()
@@ -101,7 +98,7 @@ def load_cluster(name: str, servers: int, beside: Path | None = None) -> Cluster
 
 
 def as_text(path: Path) -> str:
-    """Return a cluster as a file of its own: what it extends filled in, every number with its source.
+    """Return a cluster as the text of one file: extended files merged in, each number with its source.
 
     Raises:
         RecipeError: the files aren't those of a cluster.
@@ -128,7 +125,7 @@ def _lines(keys: Keys, names: Sequence[str]) -> Iterator[str]:
 
 
 def sources(path: Path) -> str:
-    """Return how many of a cluster's numbers come from what: `7 published, 5 assumed`."""
+    """Return how many of a cluster's numbers have which source: `7 published, 5 assumed`."""
     files = cluster_files(path)
     given = [each.value for keys in (files.keys, *files.levels) for each in keys.given.values()]
     found = Counter(source for value in given if isinstance(value, dict) for source in SOURCES if source in value)
@@ -136,7 +133,7 @@ def sources(path: Path) -> str:
 
 
 def _values(keys: Keys, table: Mapping[str, tuple[str, _Parse]], faults: list[Fault]) -> dict[str, Any]:
-    """Return the values of keys by attribute: those that have to be there, and what others have."""
+    """Return the values of keys by attribute: required keys and those given."""
     return {
         attribute: _value(keys.at(key), parse, faults)
         for key, (attribute, parse) in table.items()

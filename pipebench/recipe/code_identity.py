@@ -1,7 +1,7 @@
-"""Which of a user's own code a recipe runs: the modules that its targets name and all that these import, by content.
+"""Hashes the user's own modules that a recipe runs: those of its targets and all that these import.
 
-Two things ask: whether a recorded result would come out the same today, and whether a checkpoint was written by the
-code that would go on from it. Imports are read, not executed: the answer is the same before anything has run.
+Compared to decide whether a recorded result is still valid and whether a checkpoint was written by the same code.
+Imports are read, not executed, so hashes are the same before anything has run.
 """
 
 import ast
@@ -26,12 +26,12 @@ _IMPORTERS = ("import_module", "__import__")
 
 
 def code_hashes(loaded: LoadedRecipe) -> dict[str, str]:
-    """Return the SHA-256 of every module of the user's own that a recipe's targets lead to, by the module's name.
+    """Return the SHA-256 of each of the user's own modules that a recipe's targets import, by module name.
 
-    Imports inside functions count, too. Where a module imports what it computes the name of, all modules beside it
-    count. Files that code reads by itself don't, nor does what is installed: the standard library, packages, pipebench.
+    Includes imports inside functions. Where a module imports a computed name, all modules beside it count. Excludes
+    data files and installed code: the standard library, packages, pipebench.
     """
-    importlib.invalidate_caches()  # what was written a moment ago is found, too
+    importlib.invalidate_caches()  # finds files written a moment ago, too
     targets = (target.partition(":")[0] for _, target in targets_of(asdict(loaded.recipe)))
     found = _Modules([*map(str, loaded.folders), *sys.path])
     for name in targets:
@@ -40,34 +40,22 @@ def code_hashes(loaded: LoadedRecipe) -> dict[str, str]:
 
 
 class _Place(NamedTuple):
-    """Where a module is.
+    """Location of a module."""
 
-    Attributes:
-        file: its file; None for a package without one.
-        folders: of a package: where its modules are.
-    """
-
-    file: Path | None
-    folders: Sequence[str]
+    file: Path | None  # None for a package without one
+    folders: Sequence[str]  # of a package: the folders of its modules
 
 
 class _Modules:
-    """The user's modules that names lead to.
-
-    Args:
-        search: folders in which modules are looked for, in this order.
-
-    Attributes:
-        paths: the files, by the modules' names.
-    """
+    """The user's modules reachable from names; `search` are the folders to look in, in this order."""
 
     def __init__(self, search: Sequence[str]) -> None:
-        self.paths: dict[str, Path] = {}
+        self.paths: dict[str, Path] = {}  # by module name
         self._search = search
         self._places: dict[str, _Place | None] = {}
 
     def add(self, name: str) -> None:
-        """Add a module, the packages it is in, and what they import, if they are the user's."""
+        """Add a module, its packages and all they import, where they are the user's."""
         waiting = [name]
         while waiting:
             name = waiting.pop()
@@ -83,7 +71,7 @@ class _Modules:
                 waiting += _imported(place.file, name if place.folders else package)
 
     def _found(self, name: str, package: str) -> _Place | None:
-        """Return where a module is; None if that is nowhere, or in a library."""
+        """Return a module's location; None if not found or in a library."""
         above = self._places.get(package)
         if package and above is None:
             return None
@@ -93,7 +81,7 @@ class _Modules:
         except KeyError:  # a package without a file in one that isn't imported
             inner = [os.path.join(folder, name.rpartition(".")[2]) for folder in folders]
             return _Place(None, [folder for folder in inner if os.path.isdir(folder)])
-        if spec is None and not package:  # what is installed to be edited may be found by a finder of its own
+        if spec is None and not package:  # editable installs may have finders of their own
             with suppress(ImportError, ValueError):
                 spec = importlib.util.find_spec(name)
         if spec is None:
@@ -126,7 +114,7 @@ def _imported(path: Path, package: str) -> Iterator[str]:
 
 
 def _called(function: ast.expr) -> str:
-    """Return the name that a function is called by."""
+    """Return the name by which a function is called."""
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
@@ -138,7 +126,7 @@ def _absolute(name: str, package: str) -> str:
 
 
 def _beside(folder: Path, prefix: str) -> Iterator[pkgutil.ModuleInfo]:
-    """Yield the modules in a folder, and in the packages in it."""
+    """Yield the modules in a folder and in its packages."""
     for each in pkgutil.iter_modules([str(folder)], prefix):
         yield each
         if each.ispkg:

@@ -1,7 +1,6 @@
-"""Validation: a recipe, and the ranges and rules that say of it what its types can't.
+"""Validation of a merged and resolved recipe by ranges and rules, once, without data or device.
 
-They run once, over a recipe that is merged and resolved, and need neither data nor device. A rule names the keys it
-reads and is passed over when one of them is already faulty, so every fault is reported and none twice.
+A rule names the keys it reads and is skipped if one of them is faulty, so each fault is reported once.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,23 +23,14 @@ RULES: list[tuple[tuple[str, ...], Callable[..., Problems]]] = []
 
 @dataclass
 class Draft:
-    """A recipe under validation.
+    """A recipe under validation."""
 
-    Attributes:
-        values: nested plain data, resolved.
-        leaves: where each value came from; takes the faults.
-        pending: keys whose value only the environment knows.
-        source: the recipe's own file, blamed for defaults.
-        folder: where that file is.
-        made: what rules made on the way for later rules, `@cluster`, `@dataset`; `@builds` where models may be built.
-    """
-
-    values: Mapping[str, Any]
-    leaves: Leaves
-    pending: set[str]
-    source: str
-    folder: Path
-    made: dict[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any]  # nested plain data, resolved
+    leaves: Leaves  # where each value came from; takes the faults
+    pending: set[str]  # keys whose value only the environment has
+    source: str  # the recipe's own file, named in faults of defaults
+    folder: Path  # of that file
+    made: dict[str, Any] = field(default_factory=dict)  # by rules for later rules: `@cluster`, `@dataset`, `@builds`
 
     def get(self, key: str) -> Any:
         """Return a value, or `UNUSABLE` if it is faulty or not known yet."""
@@ -57,7 +47,7 @@ class Draft:
         return value
 
     def fault(self, key: str, problem: str) -> None:
-        """Note a fault under the file that gave the key."""
+        """Add a fault in the file that gave the key."""
         path = tuple(key.split(".")) if key else ()
         self.leaves.fault(path, problem, self._file(path))
 
@@ -101,7 +91,7 @@ def check(draft: Draft) -> None:
 
 
 def turned_on(get: Callable[[str], Any]) -> list[str]:
-    """Return the extensions that a recipe turns on, given the value of each of its keys."""
+    """Return the extensions that a recipe enables; `get` returns the value of a key."""
     mode, given = get("parallelism.mode"), get("parallelism.sync")
     sync = MODES[mode].sync if given is None and mode in MODES else given
     needed = SYNCS[sync].extension if isinstance(sync, str) and sync in SYNCS else ""

@@ -1,4 +1,4 @@
-"""The table of engines: what plays a schedule; `pipebench.run.runner` makes runs of each."""
+"""The table of engines, which execute schedules; `pipebench.run.runner` makes runs of each."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,23 +11,16 @@ VIRTUAL_CLOCK, WALL_CLOCK = "virtual", "wall"
 
 @dataclass(frozen=True)
 class EngineKind:
-    """What kind of engine it is.
+    """Properties of an engine."""
 
-    Attributes:
-        name: as a recipe names it.
-        clock: `virtual` (durations come from the profile) or `wall` (they are measured while it runs).
-        trains: whether it computes: then it needs weights and data.
-        in_processes: whether every worker is a process of its own, on the cluster itself.
-    """
-
-    name: str
-    clock: str
-    trains: bool = True
-    in_processes: bool = False
+    name: str  # in recipes
+    clock: str  # `virtual` (durations come from the profile) or `wall` (they are measured)
+    trains: bool = True  # whether it computes, and so needs weights and data
+    in_processes: bool = False  # whether each worker is a process, on the cluster itself
 
     @property
     def measures(self) -> bool:
-        """Whether durations are measured, so that they can be compared with a prediction."""
+        """Whether durations are measured, and so comparable with a prediction."""
         return self.clock == WALL_CLOCK
 
 

@@ -1,4 +1,4 @@
-"""What of a recipe comes out of the environment: recorded and told as the expression, since it may be a token."""
+"""Values from environment variables: recorded and shown as their expressions, since they may be secret tokens."""
 
 import os
 import re
@@ -14,7 +14,7 @@ _VARIABLE = re.compile(r"oc\.env:\s*([^\s,}]+)")
 def of_environment(found: Mapping[Key, Leaf]) -> set[Key]:
     """Return the keys whose values may come from the environment.
 
-    An expression that so much as mentions a part of such a key counts: better one too many than a secret.
+    Conservative: an expression that mentions any part of such a key counts.
     """
     expressions = {key: str(leaf.value) for key, leaf in found.items() if is_expression(leaf.value)}
     keys = {key for key, text in expressions.items() if "oc.env" in text}
@@ -25,13 +25,13 @@ def of_environment(found: Mapping[Key, Leaf]) -> set[Key]:
 
 
 def hide_variables(text: str) -> None:
-    """Hide the values of the environment's variables that an expression names from messages."""
+    """Hide the values of environment variables named in an expression from messages."""
     for name in _VARIABLE.findall(text):
         hide(os.environ.get(name), f"${{oc.env:{name}}}")
 
 
 def hide_value(value: Any, expression: Any) -> None:
-    """Hide what an expression has given from messages: the whole, and every part of a list or mapping."""
+    """Hide an expression's value from messages: the whole, and each part of a list or mapping."""
     for each, written in _parts(value, expression):
         hide(each, written)
 

@@ -1,4 +1,4 @@
-"""`extends`: the files that one is made of, each of them a base for the next; recipes and clusters alike."""
+"""`extends`: the chain of files, each a base for the next, of recipes and clusters alike."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +13,12 @@ EXTENDS = "extends"
 
 
 def chain(path: Path, what: str, find: Callable[[str, Path], Path]) -> list[tuple[Path, dict[Any, Any]]]:
-    """Return the files of an `extends` chain and what they hold besides, the base first.
+    """Return the files of an `extends` chain with their other content, the base first.
 
-    Args:
-        path: the last of them.
-        what: they are, for people: `recipe`.
-        find: makes a file of what is given and the folder of the file that gives it.
+    `path` is the last file and `what` it is, for messages: `recipe`. `find` resolves a reference in a file's folder.
 
     Raises:
-        RecipeError: a file can't be read, isn't there, or comes again.
+        RecipeError: a file can't be read, isn't there, or extends itself.
     """
     found: list[tuple[Path, dict[Any, Any]]] = []
     seen: list[Path] = []

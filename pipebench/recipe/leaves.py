@@ -1,7 +1,6 @@
-"""A recipe as leaves: every value under its full key, with the file it came from.
+"""A recipe as leaves: every value by its full key, with the file it came from.
 
-Files and the command line are merged leaf by leaf, so that whatever is wrong can name its own file and its full key,
-and everything that is wrong comes out together.
+Files and the command line are merged leaf by leaf, so that each fault names its file and key and all are reported.
 """
 
 import functools
@@ -24,12 +23,12 @@ from pipebench.recipe.typecheck import in_words, problem_with, shown
 from pipebench.recipe.yaml_file import MAX_DEPTH, parse
 
 COMMAND_LINE = "command line"
-# Keys that only make sense together: a source that gives one of them replaces them all.
+# Keys that exclude each other: a source that gives one of them replaces them all.
 TOGETHER = (("train", "evaluate_every"), ("train", "checkpoint_every"), ("train", "schedule", "step_every"))
-# Sections that take the arguments of a class or target beside their own keys.
+# Sections that hold the arguments of a class or target beside their own keys.
 TARGETED = (("train", "optimizer"), ("train", "schedule"))
 ARGUMENTS = "arguments"
-LISTED = (("parallelism", "vpipe", "moves"),)  # lists that aren't of several runs
+LISTED = (("parallelism", "vpipe", "moves"),)  # lists that aren't sweeps
 _OPTION = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 Key = tuple[str, ...]
@@ -37,21 +36,15 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Leaf:
-    """One value and where it was given.
+    """A value and where it was given."""
 
-    Attributes:
-        value: as written, interpolations included.
-        file: the file as people know it, or `command line`.
-        folder: what relative paths in the value are relative to.
-    """
-
-    value: Any
-    file: str
-    folder: Path
+    value: Any  # as written, interpolations included
+    file: str  # for messages: the file, or `command line`
+    folder: Path  # what relative paths in the value are relative to
 
 
 def dotted(key: Key) -> str:
-    """Return a key in one word, safe to print."""
+    """Return a key as one printable word."""
     return ".".join(part if part.isprintable() and len(part) <= 60 else repr(part)[:60] for part in key)
 
 
@@ -64,12 +57,12 @@ def is_expression(value: object) -> bool:
 
 @functools.cache
 def types_of(section: type) -> Mapping[str, Any]:
-    """Return the declared types of a section's keys, which are looked up for every key of every recipe."""
+    """Return the declared types of a section's keys; cached, since every key of every recipe needs them."""
     return (_WithExtensions if section is Recipe else dict)(get_type_hints(section))
 
 
 class _WithExtensions(dict[str, Any]):
-    """The keys at the top of a recipe, sections of extensions among them: whoever looks one up loads its extension."""
+    """The top-level keys of a recipe, with sections of extensions, which a lookup imports."""
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or name in with_section()
@@ -85,7 +78,7 @@ class _WithExtensions(dict[str, Any]):
 
 @functools.cache
 def recipe_with(extensions: tuple[str, ...]) -> type[Recipe]:
-    """Return the class of recipes that have sections of extensions."""
+    """Return the recipe class with the sections of these extensions."""
     sections = [(name, types_of(Recipe)[name], None) for name in extensions]
     return make_dataclass(Recipe.__name__, sections, bases=(Recipe,), frozen=True) if sections else Recipe
 
@@ -100,7 +93,7 @@ def expected_type(key: Key) -> Any:
 
 
 class Leaves:
-    """The leaves of a recipe so far, and everything found wrong with them."""
+    """The leaves of a recipe and the faults found in them."""
 
     def __init__(self) -> None:
         self.found: dict[Key, Leaf] = {}
@@ -108,20 +101,20 @@ class Leaves:
         self.faulty: set[Key] = set()
 
     def add(self, data: Mapping[Any, Any], file: str, folder: Path) -> None:
-        """Merge one source over what is here."""
+        """Merge a source over the leaves so far."""
         new = {key: Leaf(value, file, folder) for key, value in self._flatten(data, Recipe, (), file)}
         self._drop_replaced(new)
         self.found.update(new)
 
     def add_overrides(self, overrides: Sequence[str]) -> None:
-        """Merge `key=value` texts of the command line over what is here; the last word on a key counts."""
+        """Merge `key=value` texts of the command line over the leaves; the last value of a key wins."""
         for text in overrides:
             data = self._override(text)
             if data is not None:
                 self.add(data, COMMAND_LINE, Path.cwd())
 
     def chosen(self, values: Mapping[str, Any]) -> "Leaves":
-        """Return the leaves of one run of a sweep: these elements in place of the lists."""
+        """Return the leaves of one run of a sweep: its elements in place of the lists."""
         leaves = Leaves()
         leaves.found = {
             key: replace(leaf, value=values[dotted(key)]) if isinstance(leaf.value, Several) else leaf
@@ -131,19 +124,19 @@ class Leaves:
         return leaves
 
     def fault(self, key: Key, problem: str, file: str) -> None:
-        """Note something wrong with a key."""
+        """Add a fault of a key."""
         self.faults.append(Fault(file, dotted(key), problem))
         self.faulty.add(key)
 
     def unknown(self, key: Key, allowed: Sequence[str], file: str) -> None:
-        """Note a key that there isn't; `allowed` are those of its section."""
+        """Add a fault for an unknown key; `allowed` are those of its section."""
         names = [name for name in allowed if name != ARGUMENTS]
         where = "here" if len(key) > 1 else "at the top of a recipe"
         problem = f"unknown key, allowed {where} are {', '.join(names)}{nearest(key[-1][:60], names)}"
         self.faults.append(Fault(file, dotted(key), problem))
 
     def is_faulty(self, key: Key) -> bool:
-        """Return whether something is wrong with a key, with what holds it or with what it holds."""
+        """Return whether a key, a section it is in or a key inside it has a fault."""
         return any(key[: len(bad)] == bad or bad[: len(key)] == key for bad in self.faulty)
 
     def _drop_replaced(self, new: Mapping[Key, Leaf]) -> None:
@@ -159,7 +152,7 @@ class Leaves:
             if name in expected:
                 yield from self._value((*prefix, name), value, expected[name], file)
             elif prefix in TARGETED and isinstance(name, str) and _OPTION.fullmatch(name):
-                yield from self._value((*prefix, ARGUMENTS, name), value, Any, file)  # unknown, unless for a target
+                yield from self._value((*prefix, ARGUMENTS, name), value, Any, file)  # faulty unless for a target
             else:
                 self.unknown((*prefix, str(name)), list(expected), file)
 
@@ -177,7 +170,7 @@ class Leaves:
             yield key, value
 
     def _each(self, key: Key, swept: Several, expected: Any, file: str) -> Iterator[tuple[Key, Any]]:
-        """Yield a key that is swept over, if nothing is wrong with any element."""
+        """Yield the leaf of a sweep's list if no element has a fault."""
         count = len(swept.values)
         problems = [
             (index, problem)
@@ -235,7 +228,7 @@ def section_in(expected: Any) -> type | None:
 
 
 def _needs_nothing(section: type | None) -> bool:
-    """Return whether a section says something without a key: all have defaults, and not all of those are null."""
+    """Return whether a section can be given without keys: all have defaults, and not all of them null."""
     values = [] if section is None else defaults(section).values()
     return MISSING not in values and any(value is not None for value in values)
 
@@ -265,12 +258,12 @@ def _problem(value: object, expected: Any) -> str | None:
 
 
 def _nesting(text: str) -> int:
-    """Return how deep brackets stand in brackets."""
+    """Return the largest depth of nested brackets."""
     return max(itertools.accumulate((letter in "{[(") - (letter in "}])") for letter in text))
 
 
 def _without_expressions(value: object) -> object:
-    """Return what of a value can be checked before interpolations have values."""
+    """Return what can be checked of a value before interpolations are resolved."""
     if isinstance(value, list):
         return [item if not is_expression(item) else [] for item in value if not _is_text_expression(item)]
     return value
@@ -281,7 +274,7 @@ def _is_text_expression(value: object) -> bool:
 
 
 def _as_text(written: str, value: Any, key: Key) -> Any:
-    """Return a value of the command line as text where its key is declared as text: `name=2019` has lost its quotes."""
+    """Return a command-line value as text where its key is of text: the shell strips the quotes of `name="2019"`."""
     try:
         expected = expected_type(key)
     except KeyError:
@@ -291,5 +284,5 @@ def _as_text(written: str, value: Any, key: Key) -> Any:
 
 
 def defaults(section: type = Recipe) -> dict[str, Any]:
-    """Return the schema's defaults as nested plain data; `???` where a value has to be given."""
+    """Return the schema's defaults as nested plain data; `???` where a value is required."""
     return asdict(section())

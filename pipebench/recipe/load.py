@@ -58,44 +58,26 @@ from pipebench.schedule.modes import AUTO, MODES
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe that has passed validation.
+    """A recipe that has passed validation."""
 
-    Attributes:
-        recipe: typed values, interpolations resolved.
-        plain: the whole recipe as YAML data; `${oc.env:...}` and what depends on it stay expressions, everything
-            else is resolved. Written to a file it is a recipe of its own.
-        flat: full key to text, for tracking parameters; expressions as in `plain`.
-        path: the recipe's file.
-        source: the recipe's file as people know it.
-        origins: full key to the file that gave its value (`command line` for an override); defaults are absent.
-        pending: faults that only matter when the recipe runs here, such as an environment variable that isn't set.
-        cluster: the cluster it names; not to be used as long as faults are pending.
-        folders: where the modules of targets are looked for before anywhere else: beside the files that name them, in
-            the working directory, beside the recipe.
-        varied_name: in a sweep, what varies: `depth=4`; else empty.
-        varied: of a sweep, full key to the text of the element that this run has; else empty.
-        words: of a sweep, the same as words of a command line.
-    """
-
-    recipe: Recipe
+    recipe: Recipe  # typed values, interpolations resolved
+    # The resolved recipe as YAML data, a recipe of its own; `${oc.env:...}` and what depends on it stay expressions
     plain: Mapping[str, Any]
-    flat: Mapping[str, str]
-    path: Path
-    source: str
-    origins: Mapping[str, str]
-    pending: tuple[Fault, ...]
-    cluster: Cluster
+    flat: Mapping[str, str]  # full key to text, for tracking parameters; expressions as in `plain`
+    path: Path  # the recipe's file
+    source: str  # the recipe's file, for messages
+    origins: Mapping[str, str]  # full key to the file (or `command line`) that gave its value; without defaults
+    pending: tuple[Fault, ...]  # faults that matter only if the recipe runs here: unset environment variables
+    cluster: Cluster  # not to be used as long as faults are pending
+    # Searched first for modules of targets: folders of the files that name them, working directory, recipe's folder
     folders: tuple[Path, ...] = ()
-    varied_name: str = ""
-    varied: Mapping[str, str] = field(default_factory=dict)
-    words: tuple[str, ...] = ()
+    varied_name: str = ""  # in a sweep, what varies: `depth=4`; else empty
+    varied: Mapping[str, str] = field(default_factory=dict)  # in a sweep, full key to the text of this run's element
+    words: tuple[str, ...] = ()  # in a sweep, the same as words of a command line
 
     @cached_property
     def config(self) -> DictConfig:
-        """`plain` for OmegaConf: without the schema, which it has been checked against.
-
-        OmegaConf 2.3 merges nothing into frozen classes. Making it takes longer than all else of a recipe: not unasked.
-        """
+        """`plain` for OmegaConf, without the schema: OmegaConf 2.3 merges nothing into frozen classes. Slow to make."""
         return OmegaConf.create(dict(self.plain))
 
     @property
@@ -105,28 +87,24 @@ class LoadedRecipe:
 
     @property
     def has_targets(self) -> bool:
-        """Whether the recipe names code of its user's."""
+        """Whether the recipe names code of the user's."""
         return any(targets_of(asdict(self.recipe)))
 
     def origin(self, key: str) -> str:
-        """Return the file that gave a key, or a key inside it; the recipe's own file for defaults."""
+        """Return the file that gave a key or a key inside it; the recipe's own file for defaults."""
         inside = (file for name, file in self.origins.items() if name.startswith(f"{key}."))
         section, _, name = key.rpartition(".")
         return self.origins.get(key) or self.origins.get(f"{section}.{ARGUMENTS}.{name}") or next(inside, self.source)
 
 
 def fault_of(loaded: LoadedRecipe, error: UserCodeError) -> Fault:
-    """Return what a recipe's target did as a fault of the recipe, in the file that names the target."""
+    """Return an error of a recipe's target as a fault in the file that names the target."""
     return Fault(loaded.origin(error.key), error.key, error.problem)
 
 
 @contextmanager
 def faults_of(loaded: LoadedRecipe) -> Iterator[None]:
-    """Raise errors about the built model, its graph, profile or plan as faults of the recipe.
-
-    Raises:
-        RecipeError: in place of errors about the model, its graph, its profile or the plan.
-    """
+    """Raise errors about the built model, its graph, profile or plan as `RecipeError`."""
     try:
         yield
     except UserCodeError as error:
@@ -136,12 +114,7 @@ def faults_of(loaded: LoadedRecipe) -> Iterator[None]:
 
 
 def load(reference: str, overrides: Sequence[str] = (), *, builds: bool = True) -> LoadedRecipe:
-    """Load and validate one recipe.
-
-    Args:
-        reference: a file or a short name such as `quickstart/dp`.
-        overrides: `key=value` texts.
-        builds: see `load_each`.
+    """Load and validate one recipe from a file or by a short name such as `quickstart/dp`, as `load_each` does.
 
     Raises:
         RecipeError: with every fault found; needs neither the data nor the device to find them.
@@ -167,14 +140,14 @@ def load_file(path: Path, overrides: Sequence[str] = (), *, builds: bool = True)
 def load_each(
     path: Path, overrides: Sequence[str] = (), *, zipped: bool = False, builds: bool = True
 ) -> list[LoadedRecipe]:
-    """Load and validate a recipe file: one recipe, or as many as its lists make (see `sweep`).
+    """Load and validate a recipe file: one recipe, or one per run of its sweep (see `sweep`).
 
     Args:
         path: the file.
         overrides: `key=value` texts.
-        zipped: take the elements of several lists together instead of in all combinations.
-        builds: build a model of the zoo, without weights, to hear what it says of its options' values: that takes
-            torch. False where nothing is built afterwards either; names and types are checked all the same.
+        zipped: combine the elements of several lists pairwise instead of in all combinations.
+        builds: build the zoo's model without weights, so that it checks its options' values; takes torch. Names and
+            types are checked in any case.
 
     Raises:
         RecipeError: with every fault found.
@@ -207,7 +180,7 @@ def load_each(
 
 
 def _sweep_options(leaves: Leaves) -> None:
-    """Take lists of options of the zoo's models and data sets for sweeps where the option is no list."""
+    """Make sweeps of lists given for options of the zoo's models and data sets that take no list."""
     for key, leaf in leaves.found.items():
         if isinstance(leaf.value, list) and len(key) == 2 and key[0] in ("model", "dataset"):
             name = leaves.found.get((key[0], "name"))
@@ -221,7 +194,7 @@ def _sweep_options(leaves: Leaves) -> None:
 
 
 def _varied(loaded: LoadedRecipe, run: Varied) -> LoadedRecipe:
-    lacking = {fault.key for fault in loaded.pending}  # what the environment lacks is told as it is written
+    lacking = {fault.key for fault in loaded.pending}  # values from the environment are shown as expressions
     config, given = loaded.config, run.values
     values = {key: given[key] if key in lacking else OmegaConf.select(config, key) for key in given}
     plain = {key: OmegaConf.to_container(each) if OmegaConf.is_config(each) else each for key, each in values.items()}
@@ -235,7 +208,7 @@ def _varied(loaded: LoadedRecipe, run: Varied) -> LoadedRecipe:
 
 
 def _blamed(fault: Fault, having: Sequence[Varied], num_runs: int, lists: Mapping[str, Several]) -> Fault:
-    """Return a fault that only some runs of a sweep have with the name of the first of them."""
+    """Return a fault of only some runs of a sweep with the name of the first of them."""
     if len(having) == num_runs or fault.key in lists:
         return fault
     return replace(fault, problem=f"{fault.problem} (with {having[0].name})")
@@ -278,11 +251,11 @@ def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:
 
 
 def _default_microbatches(draft: Draft) -> int:
-    """Return the microbatches of a recipe that doesn't say: one per stage, so that all stages have work at once.
+    """Return the default number of microbatches: one per stage, so that all stages work at once, if that divides.
 
-    Or fewer: as many as divide a minibatch. A plan that is left to the planner counts as straight, as it is in modes
-    that flush. One where `accumulate` fills the pipeline with whole minibatches, or where nothing is cut. As many as
-    there are in the order, if that is a file.
+    Otherwise the largest number below that divides a minibatch. A plan left to the planner counts as straight, as in
+    modes that flush. One where `accumulate` fills the pipeline with whole minibatches or nothing is cut. With an order
+    file, the number in it.
     """
     keys = ("mode", "plan", "flush", "weights", "accumulate", "order")
     mode, plan, flush, weights, accumulate, order = (draft.get(f"parallelism.{key}") for key in keys)
@@ -324,7 +297,7 @@ def _nested(found: Mapping[Key, Leaf]) -> dict[str, Any]:
 
 
 def _empty(key: Key) -> dict[str, Any]:
-    """Return the defaults of a section that was null or missing until one of its keys was given."""
+    """Return the defaults of a section that was null or missing before one of its keys was given."""
     section = section_in(expected_type(key))
     return {} if section is None else defaults(section)
 
@@ -338,7 +311,7 @@ def _missing(data: Mapping[str, Any], prefix: Key) -> Iterator[Key]:
 
 
 def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the data with every expression replaced by its value, and what only the environment lacks."""
+    """Return the data with every expression resolved, and the faults of expressions that lack the environment."""
     resolved, pending = copy.deepcopy(given), list[Fault]()
     expressions = {key: leaf for key, leaf in leaves.found.items() if is_expression(leaf.value)}
     config = OmegaConf.create(given if expressions else {})
@@ -365,13 +338,13 @@ def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], lis
 
 
 def _anchor_paths(resolved: dict[str, Any], found: Mapping[Key, Leaf]) -> None:
-    """Make paths that are seen from their recipe's folder absolute, so that the recipe means the same anywhere."""
+    """Make paths relative to their recipe's folder absolute, so that they are valid in any working directory."""
     named = (("parallelism", *name) for name in (("plan",), ("order",), ("push_order",), ("vpipe", "moves")))
     for key in (("cluster", "name"), ("engine", "timing"), ("model", "profile"), ("search", "trace"), *named):
         leaf, section = found.get(key), resolved
         for part in key[:-1]:
             inner = section.get(part)
-            section = inner if isinstance(inner, dict) else {}  # what else stands there has been told of
+            section = inner if isinstance(inner, dict) else {}  # anything else is a fault already
         given = section.get(key[-1])
         if leaf is not None and isinstance(given, str) and "." in given:
             beside = os.path.join(leaf.folder, given)
@@ -401,7 +374,7 @@ def _kept_expressions(recipe: Recipe, given: dict[str, Any], found: Mapping[Key,
 
 
 def flattened(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield full keys, and values the way YAML writes them, on one line."""
+    """Yield full keys with their values as YAML on one line."""
     for name, value in data.items():
         if isinstance(value, dict):
             yield from flattened(value, f"{prefix}{name}.")
@@ -410,7 +383,7 @@ def flattened(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _build(expected: Any, value: Any) -> Any:
-    """Return what a type makes of data that have been checked: dataclasses of sections, floats of whole numbers."""
+    """Return checked data as values of a type: sections as dataclasses, whole numbers as floats."""
     parts = (expected, *get_args(expected))
     if isinstance(value, dict):
         section = section_in(expected)

@@ -1,4 +1,4 @@
-"""Makes a recipe's model and data set: those of the zoo, or what a `target` names."""
+"""Makes a recipe's model and data set, from the zoo or by `target`."""
 
 import json
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from zoo.registry import DATASETS, MODELS
 
 
 def make_model(model: Mapping[str, Any]) -> Any:
-    """Return the `torch.nn.Module` that a recipe's `model` asks for, from the zoo or from a `target`.
+    """Return the `torch.nn.Module` of a recipe's `model`.
 
     Raises:
         UserCodeError: the `target` isn't there, raises, or returns something else.
-        TypeError, ValueError: the options don't suit a model of the zoo.
+        TypeError, ValueError: a model of the zoo refuses the options.
     """
     target = model.get("target")
     if target is None:
@@ -32,11 +32,11 @@ def make_model(model: Mapping[str, Any]) -> Any:
 
 
 def make_dataset(dataset: Mapping[str, Any]) -> Any:
-    """Return the `zoo.Dataset` that a recipe's `dataset` asks for; a zoo's data needn't be there.
+    """Return the `zoo.Dataset` of a recipe's `dataset`; a data set of the zoo is made without its files.
 
     Raises:
-        UserCodeError: a `target` isn't there, raises, or returns something else.
-        TypeError, ValueError: the options don't suit a data set of the zoo.
+        UserCodeError: the `target` isn't there, raises, or returns something else.
+        TypeError, ValueError: a data set of the zoo refuses the options.
     """
     if dataset.get("target") is not None:
         return _own_dataset(json.dumps(dict(dataset), sort_keys=True))
@@ -45,7 +45,7 @@ def make_dataset(dataset: Mapping[str, Any]) -> Any:
 
 @lru_cache(maxsize=4)
 def _own_dataset(text: str) -> Any:
-    """Make a data set once per process: reading it may take long, and it is a function of its options."""
+    """Make a data set once per process; reading it may take long, and it depends on its options only."""
     from pipebench.recipe.own_data import own_dataset
 
     return own_dataset(json.loads(text))

@@ -1,4 +1,4 @@
-"""The moves that a recipe asks for, written out or as the file that a run has kept: `parallelism.vpipe.moves`."""
+"""The moves of layers in `parallelism.vpipe.moves`: a list, or the file that a run recorded."""
 
 import itertools
 from collections.abc import Iterator
@@ -11,36 +11,27 @@ from pipebench.typed_json import JsonError, Ordinal, read, read_file
 
 @dataclass(frozen=True)
 class MoveTime:
-    """After how much of a run: so many epochs or so many minibatches, one of the two."""
+    """A moment of a run, in epochs or in minibatches; one of the two is given."""
 
     epochs: Ordinal | None = None
     minibatches: Ordinal | None = None
 
     def minibatch(self, per_epoch: int) -> int:
-        """Return the minibatch of the run, from 0, that comes then."""
+        """Return the minibatch of the run, from 0, at that moment."""
         return self.minibatches or (self.epochs or 0) * per_epoch
 
 
 @dataclass(frozen=True)
 class AskedMove:
-    """Cuts that a recipe asks for, from some moment of a run on.
-
-    Attributes:
-        at: that moment.
-        cuts: first layer of every stage but the first.
-        memory: see `RepartitionRecord`.
-    """
+    """Cuts to change to at a moment of a run."""
 
     at: MoveTime
-    cuts: tuple[str, ...]
-    memory: dict[str, str] | None = None
+    cuts: tuple[str, ...]  # first layer of every stage but the first
+    memory: dict[str, str] | None = None  # see `RepartitionRecord`
 
 
 def asked_moves(given: Any) -> list[AskedMove]:
-    """Return the moves that a recipe asks for.
-
-    Args:
-        given: a list of moves, the path of a run's file, or None.
+    """Return the moves of a recipe: a list of moves, the path of a recorded file, or None.
 
     Raises:
         JsonError: an item of the list isn't a move.
@@ -59,7 +50,7 @@ def asked_moves(given: Any) -> list[AskedMove]:
 
 
 def load_moves(path: str) -> list[RepartitionRecord]:
-    """Read the moves that a run has kept.
+    """Read the moves that a run recorded.
 
     Raises:
         RecipeError: they can't be read, or aren't moves.

@@ -1,6 +1,6 @@
-"""Optimizers and learning-rate schedulers by name: a name is short for a target, a class, and takes what that takes.
+"""Optimizers and learning-rate schedulers by name: short for a class, with the arguments of that class.
 
-What each takes is listed in `class_options.py`; torch is imported when a class is to be used.
+They are listed in `class_options.py`; torch is imported when a class is used.
 """
 
 import importlib
@@ -18,25 +18,18 @@ from pipebench.recipe.typecheck import problem_with
 
 # Where a word begins in a class's name: StepLR is step_lr, ReduceLROnPlateau reduce_lr_on_plateau, AdamW adamw.
 _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z][a-z]|LR)|(?<=LR)(?=[A-Z])")
-# Arguments that say how a step is computed, not what it comes to: a recipe may give them, and needn't show them.
+# Arguments that change how a step is computed but not its result: allowed in recipes, left out of defaults.
 _HOW = ("foreach", "fused", "capturable", "differentiable", "maximize")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A section of the recipe in which a name is short for a class.
+    """A section of the recipe in which a name is short for a class."""
 
-    Attributes:
-        classes: module to class to options, of every class there is.
-        passed: arguments that pipebench passes a target itself, as in `options.target_problems`.
-        keys: keys of the schema that such a class may take as arguments, too.
-        about: names that aren't classes, and what they do.
-    """
-
-    classes: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    passed: tuple[str, ...]
-    keys: tuple[str, ...]
-    about: Mapping[str, str] = field(default_factory=dict)
+    classes: Mapping[str, Mapping[str, Mapping[str, Any]]]  # module to class to options
+    passed: tuple[str, ...]  # arguments that pipebench passes itself, as in `options.target_problems`
+    keys: tuple[str, ...]  # keys of the schema that may be arguments of such a class, too
+    about: Mapping[str, str] = field(default_factory=dict)  # names that aren't classes, with their descriptions
 
     @property
     def ours(self) -> tuple[str, ...]:
@@ -44,18 +37,18 @@ class Kind:
         return tuple(self.about)
 
     def targets(self) -> dict[str, str]:
-        """Return name to target of every class there is."""
+        """Return the target of each class by name."""
         found = {_name(each): f"{module}:{each}" for module, classes in self.classes.items() for each in classes}
         return dict(sorted(found.items()))
 
     def find(self, name: str) -> str | None:
-        """Return the name as it is written here, given in any form: `RMSprop`, `step_lr`, `StepLR`."""
+        """Return the listed spelling of a name given in any form: `RMSprop`, `step_lr`, `StepLR`; None if unknown."""
         if name in self.ours:
             return name
         return next((known for known in self.targets() if _letters(known) == _letters(name)), None)
 
     def names(self) -> list[str]:
-        """Return every name there is, but for classes that are refused whatever they are given."""
+        """Return every name but those of classes that are always refused."""
         return [*self.ours, *(name for name, target in self.targets().items() if _class(target) not in REFUSED)]
 
     def make(self, name: str) -> Callable[..., Any]:
@@ -65,16 +58,16 @@ class Kind:
         return made
 
     def parameters(self, name: str) -> dict[str, inspect.Parameter]:
-        """Return what the class of a name takes from a recipe, without importing it."""
+        """Return the parameters that a recipe may give to the class of a name, without importing it."""
         module, _, attribute = self.targets()[name].partition(":")
         return listed(self.classes[module][attribute])
 
     def refusal(self, name: str, given: Mapping[str, Any]) -> str | None:
-        """Return why the class of a name can't work with what it is given, as the end of a sentence, or None."""
+        """Return why the class of a name can't be used with these arguments, as the end of a sentence, or None."""
         return REFUSED.get(_class(self.targets()[name])) or refusal(self.parameters(name), given)
 
     def defaults(self, name: str) -> dict[str, Any]:
-        """Return the defaults of a name's arguments as a recipe writes them; null stands for itself and is left out."""
+        """Return the defaults of a name's arguments as YAML has them, without those that YAML can't express."""
         plain = {key: _plain(each.default) for key, each in self.parameters(name).items() if key not in _HOW}
         return {key: value for key, value in plain.items() if value is not None}
 
@@ -98,33 +91,33 @@ KINDS: dict[Key, Kind] = {
 
 
 def given_arguments(section: OptimizerRecipe | ScheduleRecipe) -> dict[str, Any]:
-    """Return the arguments of a section's class or target: its own, and those keys of the schema that were given."""
+    """Return the arguments of a section's class or target: its own, and given keys of the schema."""
     kind = KINDS[OPTIMIZER if isinstance(section, OptimizerRecipe) else SCHEDULE]
     return arguments_in({**{key: getattr(section, key) for key in kind.keys}, "arguments": section.arguments}, kind)
 
 
 def arguments_in(section: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
-    """Return the same of a section's plain data."""
+    """Return the same from a section's plain data."""
     ours = {key: section[key] for key in kind.keys}
     return {**{key: value for key, value in ours.items() if value is not None}, **section["arguments"]}
 
 
 def is_class(section: Mapping[str, Any], kind: Kind) -> bool:
-    """Return whether a section's plain data name a class, and not a target or one of our own."""
+    """Return whether a section's plain data name a class, not a target or one of pipebench's own names."""
     return section["target"] is None and section["name"] is not None and section["name"] not in kind.ours
 
 
 def fill(resolved: dict[str, Any]) -> None:
-    """Write names as they are written here, and every argument that wasn't given with its default, into a recipe."""
+    """Write listed spellings of names, and defaults of arguments not given, into a recipe."""
     for key in KINDS:
         resolved[key[0]][key[1]] = filled(resolved[key[0]][key[1]], key)
 
 
 def filled(section: Mapping[str, Any], key: Key) -> dict[str, Any]:
-    """Return a section's plain data with everything that its class takes; as it is where it names none."""
+    """Return a section's plain data with all arguments of its class; unchanged if it names none."""
     made, kind = dict(section), KINDS[key]
     name = kind.find(made["name"]) if is_class(made, kind) else None
-    if name is None:  # none of a class, or only the environment knows which
+    if name is None:  # not a class, or known only with the environment
         return made
     made["name"] = name
     given = arguments_in(made, kind)
@@ -153,7 +146,7 @@ def _letters(name: str) -> str:
 
 
 def _plain(default: Any) -> Any:
-    """Return a default as YAML has it, or None for what YAML hasn't, and for no default."""
+    """Return a default as YAML data; None if there is no default or YAML can't express it."""
     value = list(default) if isinstance(default, tuple) else default
     is_plain = isinstance(value, bool | int | float | str | list)
     return value if is_plain and problem_with(value, Any) is None else None

@@ -1,6 +1,6 @@
-"""The options of a model or data set are the typed keyword arguments of the function that makes it.
+"""Options of models and data sets: the typed keyword arguments of the function that makes them.
 
-Options of classes and models that need torch are listed, so that a recipe can be checked without it.
+Options of classes and models that need torch are listed, so that recipes are checked without it.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from pipebench.recipe.typecheck import checkable, in_words, problem_with
 from zoo.registry import DATASETS, MODELS
 
 RESERVED = ("name", "target", "leaves")
-# Keys of `dataset` that are no arguments of its target.
+# Keys of `dataset` that are not arguments of its target.
 OF_PAIRS = ("loss", "metrics", "loader_processes")
 
 
 def options(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's `model` or `dataset` without the keys that are pipebench's own."""
+    """Return a recipe's `model` or `dataset` without pipebench's own keys."""
     return {name: value for name, value in section.items() if name not in RESERVED}
 
 
@@ -31,20 +31,14 @@ def target_options(dataset: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def option_type(section: str, name: object, option: str) -> Any:
-    """Return the declared type of an option of one of the zoo's models or data sets; Any for whatever isn't known.
-
-    Args:
-        section: `model` or `dataset`.
-        name: of the model or data set.
-        option: the option.
-    """
+    """Return the type of an option of the zoo's model or data set `name`; Any if unknown. `section` is its key."""
     known = isinstance(name, str) and name in (MODELS if section == "model" else DATASETS)
     parameter = zoo_options(section, str(name)).get(option) if known else None
     return Any if parameter is None else parameter.annotation
 
 
 def zoo_options(section: str, name: str) -> dict[str, inspect.Parameter]:
-    """Return the options of one of the zoo's models, as it lists them, or data sets, which need no torch, by name."""
+    """Return the options of one of the zoo's models or data sets by name, without importing torch."""
     if section == "model":
         return listed(MODELS[name].options)
     make = DATASETS[name].make
@@ -52,7 +46,7 @@ def zoo_options(section: str, name: str) -> dict[str, inspect.Parameter]:
 
 
 def listed(options: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
-    """Return options that are listed with their defaults as parameters; a tuple of numbers is a list of them."""
+    """Return listed options with their defaults as parameters; a tuple of numbers stands for a list of them."""
     known = {name: each if isinstance(each, Option) else Option(_type_of(each), each) for name, each in options.items()}
     return {
         name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
@@ -71,15 +65,15 @@ def _typed(parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any]
 def target_problems(
     make: Callable[..., Any], given: Mapping[str, Any], passed: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Yield option and problem for every argument that a target doesn't take, or not like this.
+    """Yield option and problem for every argument that a target doesn't take, or not with this value.
 
-    Of its annotations only those are checked that say what a recipe's plain values are. Classes written in C have
-    none, and no signature either.
+    Only annotations that describe plain values are checked. Classes written in C have neither annotations nor a
+    signature.
 
     Args:
-        make: what the target names.
+        make: the target.
         given: its arguments in the recipe.
-        passed: names of what pipebench passes itself, in the order of the parameters; `*` for any name.
+        passed: names of the arguments that pipebench passes, in order of the parameters; `*` for any name.
     """
     parameters = arguments_of(make, passed)
     if parameters is None:
@@ -94,7 +88,7 @@ def target_problems(
 
 
 def arguments_of(make: Callable[..., Any], passed: tuple[str, ...] = ()) -> dict[str, inspect.Parameter] | None:
-    """Return what a target takes from a recipe, given what pipebench passes itself; None if it has no signature."""
+    """Return the parameters that a recipe may give to a target, without those passed; None without a signature."""
     try:
         parameters = dict(inspect.signature(make).parameters)
     except (TypeError, ValueError):
@@ -106,10 +100,7 @@ def arguments_of(make: Callable[..., Any], passed: tuple[str, ...] = ()) -> dict
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations of a user's function that can be read, one by one.
-
-    One may hold a name that is only there for type checkers, or anything else.
-    """
+    """Return the readable annotations of a user's function; some may name types that only exist for type checkers."""
     hints: dict[str, Any] = {}
     names = getattr(inspect.unwrap(function), "__globals__", {})
     for name, given in getattr(function, "__annotations__", {}).items():
@@ -119,12 +110,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def problems_of(parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield option and problem for every option that isn't among the parameters, or not like this.
-
-    Args:
-        parameters: by name; their annotations are types.
-        given: the options.
-    """
+    """Yield option and problem for every given option that isn't among the parameters or has the wrong type."""
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     allowed = {
         name: each.annotation

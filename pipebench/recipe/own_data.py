@@ -1,4 +1,4 @@
-"""Data sets of the user's own: what `dataset.target` returns, with the loss and metrics that the recipe names."""
+"""The user's own data sets: made by `dataset.target`, with the recipe's loss and metrics."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -11,15 +11,15 @@ from pipebench.recipe.users_code import users_code
 from zoo.plain import LOSSES, METRICS, DatasetPair, Measure, Metric, seeded
 from zoo.registry import Dataset
 
-# Data that a function makes up must be the same in every process and every run, whatever the run's seed.
+# Randomly made data must be the same in every process and run, whatever the run's seed.
 _SEED = 0
 
 
 def own_dataset(dataset: Mapping[str, Any]) -> Dataset:
-    """Return the data set that a recipe's `dataset` with a `target` asks for.
+    """Return the data set of a recipe's `dataset` with a `target`.
 
     Raises:
-        UserCodeError: the target isn't there, raises, or doesn't go with the rest.
+        UserCodeError: the target isn't there, raises, or doesn't match the other keys.
     """
     target = dataset["target"]
     make = import_target(target)
@@ -46,7 +46,7 @@ def own_dataset(dataset: Mapping[str, Any]) -> Dataset:
 
 
 def directions(metrics: Any) -> dict[str, str]:
-    """Return a recipe's `dataset.metrics`, which has passed validation, as name to `max` or `min`."""
+    """Return a recipe's validated `dataset.metrics` as name to `max` or `min`."""
     if isinstance(metrics, Mapping):
         return {
             name: METRICS[given].best if isinstance(given, str) else given["best"] for name, given in metrics.items()

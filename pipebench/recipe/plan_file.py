@@ -1,7 +1,7 @@
-"""A plan as a file: JSON that names every stage's layers one a line, so that moving a line moves a layer.
+"""Plan files: JSON with one layer per line, so that moving a line moves a layer to another stage.
 
-It is written by `pipebench plan --out` and with every run, edited by hand, and read back by `parallelism.plan`. What
-can be known without the model is checked here; `model/plan_layers.py` compares the layers.
+Written by `pipebench plan --out` and with every run, edited by hand, read by `parallelism.plan`. Checked here as far as
+possible without the model; `model/plan_layers.py` compares the layers.
 """
 
 import json
@@ -21,38 +21,25 @@ from pipebench.typed_json import Count, JsonError, Ordinal, faults_in, read, sho
 VERSION = 1
 _KEY = "pipebench_plan"
 MOST_DEPTH = 2**31
-Problems = Iterator[tuple[str, str]]  # where in the file, and the end of a sentence
+Problems = Iterator[tuple[str, str]]  # place in the file, and the end of a sentence
 
 
 @dataclass(frozen=True)
 class StageForm:
-    """One stage.
-
-    Attributes:
-        replicas: copies of it.
-        devices: of every replica, numbered along the cluster's levels.
-        layers: its layers by name, in order of execution, each with its memory policy.
-    """
+    """One stage."""
 
     replicas: Ordinal
-    devices: tuple[Count, ...]
-    layers: dict[str, str]
+    devices: tuple[Count, ...]  # of every replica, numbered along the cluster's levels
+    layers: dict[str, str]  # memory policy by layer name, in order of execution
 
 
 @dataclass(frozen=True)
 class PlanForm:
-    """A plan as its file has it.
-
-    Attributes:
-        mode: name of the mode it is for.
-        depth: minibatches in flight per input-stage replica.
-        chunks: stages per worker. With P positions in the pipeline, stages s and s + P share their devices.
-        stages: in order.
-    """
+    """The content of a plan file."""
 
     mode: str
-    depth: Ordinal
-    chunks: Ordinal
+    depth: Ordinal  # minibatches in flight per input-stage replica
+    chunks: Ordinal  # stages per worker; with P positions in the pipeline, stages s and s + P share their devices
     stages: tuple[StageForm, ...]
 
     @property
@@ -62,15 +49,15 @@ class PlanForm:
 
     @property
     def positions(self) -> tuple[StageForm, ...]:
-        """The stages that come first on their workers."""
+        """The first stage of each worker."""
         return self.stages[: max(1, len(self.stages) // self.chunks)]
 
     def data(self) -> dict[str, Any]:
-        """Return what the file holds."""
+        """Return the file's data."""
         return {_KEY: VERSION, **asdict(self)}
 
     def text(self) -> str:
-        """Return the file."""
+        """Return the file's text."""
         head = {_KEY: VERSION, "mode": self.mode, "depth": self.depth, "chunks": self.chunks}
         lines = ["{", *(f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()), ' "stages": [']
         for index, stage in enumerate(self.stages):
@@ -81,12 +68,12 @@ class PlanForm:
 
 
 def is_plan_file(given: object) -> bool:
-    """Return whether a recipe's plan is the path of a file, and not in the papers' notation."""
+    """Return whether a recipe's plan is a file's path, not the papers' notation."""
     return isinstance(given, str) and (given.endswith(".json") or "/" in given)
 
 
 def is_our_plan(path: Path) -> bool:
-    """Return whether a file is a plan's, whole or not."""
+    """Return whether a file looks like a plan file, valid or not."""
     try:
         with path.open("rb") as file:
             return f'"{_KEY}"'.encode() in file.read(200)
@@ -95,7 +82,7 @@ def is_our_plan(path: Path) -> bool:
 
 
 def load_plan(path: str) -> PlanForm:
-    """Read a plan's file.
+    """Read a plan file.
 
     Raises:
         RecipeError: it can't be read, or isn't a plan of this version.
@@ -104,14 +91,10 @@ def load_plan(path: str) -> PlanForm:
 
 
 def parse_plan_file(text: bytes | str, source: str) -> PlanForm:
-    """Read what `PlanForm.text` wrote, and people may have edited.
-
-    Args:
-        text: the JSON.
-        source: what to call it.
+    """Read the text of a plan file; messages name it `source`.
 
     Raises:
-        RecipeError: it isn't a plan of this version; says where it isn't.
+        RecipeError: it isn't a plan of this version; names the place.
     """
     with faults_in(source):
         data = read(dict[str, Any], text)
@@ -127,10 +110,10 @@ def parse_plan_file(text: bytes | str, source: str) -> PlanForm:
 
 
 def asked_replicas(plan: object, mode: Mode, num_workers: int) -> tuple[int, ...] | None:
-    """Return the replicas per position that a recipe's plan asks for, or None if it leaves them to the planner.
+    """Return the replicas per position of a recipe's plan, or None if it leaves them to the planner.
 
     Raises:
-        PlanError: it isn't a plan, or not one of this mode, or needs more workers than there are.
+        PlanError: not a valid plan, not of this mode, or it needs more workers than there are.
     """
     if plan == AUTO and mode.shape not in ("one", "one-stage"):
         return None
@@ -143,13 +126,7 @@ def asked_replicas(plan: object, mode: Mode, num_workers: int) -> tuple[int, ...
 
 
 def form_problems(form: PlanForm, asked: ParallelismRecipe, num_workers: int) -> Problems:
-    """Yield what is wrong with a plan for a recipe, as far as that can be known without its model.
-
-    Args:
-        form: the plan.
-        asked: what the recipe asks for, its mode resolved.
-        num_workers: devices of the cluster.
-    """
+    """Yield the problems of a plan for a recipe, its mode resolved, that can be found without the model."""
     name, mode, depth = asked.mode, asked.row, asked.depth
     if form.mode != name:
         yield "mode", f"got {shown(form.mode)}, allowed is {name}, the recipe's mode"
@@ -157,7 +134,7 @@ def form_problems(form: PlanForm, asked: ParallelismRecipe, num_workers: int) ->
     if form.chunks != mode.chunks and not (others_allowed and form.chunks > 1):
         allowed = "2 or more stages per worker" if others_allowed else f"{mode.chunks}, the stages per worker"
         yield "chunks", f"got {form.chunks}, in mode {name} allowed is {allowed}"
-        form = replace(form, chunks=1)  # the rest is checked as if it weren't said
+        form = replace(form, chunks=1)  # checks the rest without chunks
     yield from _stage_problems(form, asked.recompute, mode.backward)
     if not form.stages or len(form.stages) % form.chunks:
         given, allowed = len(form.stages), f"a multiple of {form.chunks}, the stages per worker"
@@ -178,7 +155,7 @@ def form_problems(form: PlanForm, asked: ParallelismRecipe, num_workers: int) ->
 
 
 def _stage_problems(form: PlanForm, recompute: bool | None, backward: str) -> Problems:
-    """Yield what is wrong inside single stages: nothing in them, or memory policies."""
+    """Yield problems inside single stages: no layers, or invalid memory policies."""
     for index, stage in enumerate(form.stages):
         where = f"stages[{index}].layers"
         if not stage.layers:
@@ -196,7 +173,7 @@ def _stage_problems(form: PlanForm, recompute: bool | None, backward: str) -> Pr
 
 
 def _device_problems(form: PlanForm, num_workers: int) -> Problems:
-    """Yield replicas without a device, devices without a replica or of two, and devices that aren't there."""
+    """Yield replicas without a device, devices without a replica or with two, and unknown devices."""
     holders: dict[int, int] = {}
     for index, stage in enumerate(form.stages):
         where, position = f"stages[{index}].devices", index % len(form.positions)
@@ -223,7 +200,7 @@ def _short(values: list[int]) -> str:
 
 
 def _twice(text: bytes | str) -> list[str]:
-    """Return the keys that stand twice in one object; JSON readers silently take the last."""
+    """Return the keys that an object has twice; JSON readers silently take the last."""
     found: list[str] = []
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Preflight: is everything here that this run uses? Validation has passed; nothing has started."""
+"""Preflight: checks that everything a validated run uses is present, before it starts."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,10 +20,8 @@ from zoo.late import torch
 def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
     """Check environment variables, data, device and files that a run of this recipe needs.
 
-    Args:
-        loaded: a recipe.
-        trains: False if it is only planned or profiled: like a simulation, that needs the data's sizes alone, unless
-            times are measured here.
+    `trains` is False to only plan or profile, which like simulation needs only the data's sizes unless times are
+    measured.
 
     Raises:
         RecipeError: with everything that is missing.
@@ -35,17 +33,17 @@ def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
     of_file = loaded.recipe.model.get("profile") is not None
     measured = not of_file and (engine.timing == "measured" or (engine.timing == "auto" and local))
     needs_data = (trains and engine_kind(loaded.recipe).trains) or measured
-    _refuse(loaded, _targets(loaded))  # first: everything else may call them
+    _refuse(loaded, _targets(loaded))  # first, since everything else may call them
     own = [_own_dataset] if loaded.recipe.dataset.get("target") is not None else []
     checks = (*own, *([_dataset] if needs_data else []), _device, _timing)
     _refuse(loaded, (problem for check in checks for problem in check(loaded)))
 
 
 def check_model(loaded: LoadedRecipe) -> None:
-    """Check what a model of the zoo says of its options' values, where `load` wasn't to build it.
+    """Check the values of options of the zoo's model, if `load` did not build it.
 
     Raises:
-        RecipeError: it doesn't take them; in the file that gave the last of them.
+        RecipeError: the model refuses them; names the file that gave the last of them.
     """
     given = [file for key, file in loaded.origins.items() if key.startswith("model.")]
     faults = [Fault(given[-1], key, problem) for key, problem in model_problems(loaded.recipe.model)]
@@ -67,7 +65,7 @@ def _refuse(loaded: LoadedRecipe, problems: Iterator[tuple[str, str]]) -> None:
 
 
 def _targets(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
-    """Import what the recipe names by target, and compare its arguments with its parameters."""
+    """Import the recipe's targets and compare their arguments with their parameters."""
     recipe = loaded.recipe
     given = {
         "model": (options(recipe.model), ()),
@@ -87,7 +85,7 @@ def _targets(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
 
 
 def _own_dataset(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
-    """Make a data set of the user's own, and check against it what the rules check against a data set of the zoo."""
+    """Make the user's own data set and apply the rules that the zoo's data sets are checked with."""
     recipe = loaded.recipe
     yield from dataset_problems(recipe, loaded.cluster, make_dataset(recipe.dataset))
 

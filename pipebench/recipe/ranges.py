@@ -1,4 +1,4 @@
-"""What the value of a key may be, whatever the other keys say: one of some names, or a number of a range."""
+"""The allowed values of single keys: one of some names, or a number in a range."""
 
 from collections.abc import Callable
 from typing import Any

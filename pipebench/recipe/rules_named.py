@@ -1,4 +1,4 @@
-"""Rules on optimizer and schedule: each has a name or a target, and a name's arguments are compared with its class."""
+"""Rules on optimizer and schedule: each has a name or a target, with arguments that its class takes."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -44,7 +44,7 @@ def _section_problems(draft: Draft, section: Key, kind: Kind, given: Mapping[str
 
 
 def _argument_problems(draft: Draft, section: Key, kind: Kind, given: Mapping[str, Any]) -> Problems:
-    """Compare what a class is given with its options."""
+    """Compare the arguments of a class with its options."""
     key, name = ".".join(section), str(kind.find(given["name"]))
     arguments, parameters = arguments_in(given, kind), kind.parameters(name)
     problem = kind.refusal(name, arguments)
@@ -62,7 +62,7 @@ def _argument_problems(draft: Draft, section: Key, kind: Kind, given: Mapping[st
 
 
 def _refuse_arguments(draft: Draft, section: Key, taken: list[str]) -> None:
-    """Tell arguments that nothing takes as the unknown keys that they are; keys of the schema are told otherwise."""
+    """Report arguments that nothing takes as unknown keys, except keys of the schema, which have their own fault."""
     recipe = OptimizerRecipe if section == OPTIMIZER else ScheduleRecipe
     keys = [field.name for field in fields(recipe)]
     if taken:
@@ -80,10 +80,10 @@ def _is_pending(draft: Draft, section: Key, argument: str) -> bool:
 def _schedule(
     name: str | None, every_epochs: float | None, factor: float | None, power: float | None, step_every: object
 ) -> Problems:
-    """The keys that only some schedules take."""
+    """Keys that only some schedules take."""
     if step_every is not None and (name is None or name in KINDS[SCHEDULE].ours):
         yield "train.schedule.step_every", "is for torch's schedulers, whose steps it counts; others need null"
-    if name not in KINDS[SCHEDULE].ours:  # a target or a class, which takes what it takes
+    if name not in KINDS[SCHEDULE].ours:  # a target or a class: its own parameters are checked
         return
     takers = (("every_epochs", every_epochs, "step"), ("factor", factor, "step"), ("power", power, "polynomial"))
     for key, value, taker in takers:

@@ -1,4 +1,4 @@
-"""Rules on architecture searches: what there is to search, and what engines can do without training."""
+"""Rules on architecture searches: what can be searched, and what engines can search without training."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ def _cells(search: Mapping[str, Any] | None) -> Problems:
 
 @rule("search", "engine.kind")
 def _scored(search: Mapping[str, Any] | None, kind: str) -> Problems:
-    """Where nothing is trained there is no score; where a clock is real, nobody knows what will be when."""
+    """Without training, a search has no score; with a real clock, the times of its changes are not known before."""
     if search is None:
         return
     given, trains = search["trace"], ENGINES[kind].trains

@@ -1,4 +1,4 @@
-"""Rules on training, parallelism and engine: numbers and names that have to suit each other."""
+"""Rules on combinations of training, parallelism and engine keys."""
 
 import re
 from collections.abc import Mapping
@@ -96,7 +96,7 @@ def _plan_in_file(
     recompute_layers: list[str] | None,
     swap_layers: list[str] | None,
 ) -> Problems:
-    """Check a plan's file as far as that can be done without the model."""
+    """Check a plan file as far as possible without the model."""
     if mode == AUTO or not is_plan_file(given):
         return
     says_itself = {
@@ -169,7 +169,7 @@ def _swap(mode: str, backward: str | None, layers: list[str] | None) -> Problems
 
 @rule(*(f"parallelism.{name}" for name in ("mode", "sync", "push_order")))
 def _push_order(mode: str, sync: str | None, given: str | None) -> Problems:
-    """An order of pushes is for a sync that leaves it open."""
+    """An order of pushes needs a sync that leaves the order open."""
     if given is not None and (mode == AUTO or SYNCS[sync or MODES[mode].sync].waits):
         syncs = " or ".join(name for name, each in SYNCS.items() if not each.waits)
         yield "parallelism.push_order", f"got {shown(given)}, which only sync {syncs} takes: allowed is null"
@@ -204,7 +204,7 @@ def _order(order: str | None) -> Problems:
 
 @rule("@cluster", "parallelism.mode", "parallelism.order", "parallelism.accumulate")
 def _largest(cluster: Any, mode: str, order: str | None, accumulate: Any) -> Problems:
-    """There is a largest number of minibatches per update where each takes memory, and the memory has an end."""
+    """`accumulate: largest` needs minibatches that each take memory, and a memory limit."""
     if accumulate != LARGEST:
         return
     if mode == AUTO:
@@ -223,13 +223,13 @@ def _largest(cluster: Any, mode: str, order: str | None, accumulate: Any) -> Pro
 
 @rule("@cluster", "parallelism.mode", "parallelism.order", "parallelism.plan", "parallelism.chunks")
 def _rows_of_order(cluster: Any, mode: str, order: str | None, plan: Any, chunks: int | None) -> Problems:
-    """A file has a row for every position in the pipeline, with the stages of its workers."""
+    """An order file needs a row per position in the pipeline, with the stages of its workers."""
     if mode == AUTO or order is None or not is_csv(order):
         return
     schedule, row = read_csv(order), MODES[mode]
     try:
         replicas = asked_replicas(plan, row, cluster.num_workers)
-    except PlanError:  # it has a rule of its own
+    except PlanError:  # another rule's fault
         return
     rows = len(schedule.rows)
     if replicas is None or len(replicas) != rows or len({*replicas}) != 1:
@@ -251,7 +251,7 @@ def _rows_of_order(cluster: Any, mode: str, order: str | None, plan: Any, chunks
 def _units_of_order(
     draft: Draft, mode: str, order: str | None, microbatches: int, accumulate: int | None, minibatch_size: int
 ) -> Problems:
-    """A file is of one number of microbatches between two flushes: of one minibatch, or of several."""
+    """An order file fixes the number of microbatches between two flushes: of one minibatch, or of several."""
     if mode == AUTO or order is None or not is_csv(order):
         return
     needed, whole = read_csv(order).num_microbatches, accumulate or 1
@@ -278,7 +278,7 @@ def _columns(
     chunks: int | None,
     backward: str | None,
 ) -> Problems:
-    """Order, weights, sync, chunks and backward have to suit each other and the flush."""
+    """Order, weights, sync, chunks, backward and flush must be compatible."""
     if mode == AUTO:
         return
     row = MODES[mode]
@@ -350,7 +350,7 @@ def _microbatches(
 
 @rule("parallelism.mode", "parallelism.weights", "train.optimizer")
 def _direction(mode: str, weights: str | None, optimizer: Mapping[str, Any]) -> Problems:
-    """Weights are predicted by what the optimizer's state says of its next step."""
+    """Weight prediction needs an optimizer whose state has the direction of its next step."""
     if mode == AUTO or WEIGHT_POLICIES[weights or MODES[mode].weights].aim is None:
         return
     given = OptimizerRecipe(**optimizer)
@@ -372,7 +372,7 @@ def _loss_scale(precision: str, loss_scale: Any) -> Problems:
 
 @rule("parallelism.mode", "parallelism.weights", "parallelism.sync", "train.precision")
 def _rounded(mode: str, weights: str | None, sync: str | None, precision: str) -> Problems:
-    """Small moves of weights vanish in 16 bits, and servers keep weights of one type."""
+    """Small weight changes vanish in 16 bits, and servers hold weights of one type."""
     if precision == "fp32" or mode == AUTO:
         return
     if why := moves_little(weights or MODES[mode].weights):

@@ -1,4 +1,4 @@
-"""Rules on vPipe: which modes its parts are for."""
+"""Rules on vPipe: the modes its parts are for."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ _MOVES = "parallelism.vpipe.moves"
 
 @rule("parallelism.vpipe.moves")
 def _moves(given: Any) -> Problems:
-    """Moves are a list of them, or a file that a run has kept."""
+    """Moves are a list, or a file that a run recorded."""
     if given is not None and not isinstance(given, str | list):
         yield _MOVES, f"got {shown(given)}, allowed is a list of moves or the file moves.json of a run"
         return
@@ -35,9 +35,9 @@ def _moves(given: Any) -> Problems:
 def _choosing(
     cluster: Any, vpipe: Mapping[str, Any] | None, mode: str, plan: Any, chunks: int | None, backward: str | None
 ) -> Problems:
-    """Stages that choose what their layers do have a worker each, run backwards whole, and can copy if they swap."""
+    """Stages that choose memory policies have one worker each, whole backwards and, to swap, a copy rate."""
     given = VpipeRecipe(**vpipe or {})
-    if vpipe is None or given.moves or mode == AUTO or is_plan_file(plan):  # another rule, or file, says more
+    if vpipe is None or given.moves or mode == AUTO or is_plan_file(plan):  # checked by another rule or the file
         return
     chosen = [name for name in ("swap", "recompute") if getattr(given, name)]
     if chosen and not ParallelismRecipe(mode, chunks=chunks, backward=backward).row.chooses:
@@ -60,7 +60,7 @@ def _vpipe_auto(vpipe: Mapping[str, Any] | None, mode: str) -> Problems:
 def _chosen_by_vpipe(
     vpipe: Mapping[str, Any] | None, recompute: bool | None, recomputed: list[str] | None, swapped: list[str] | None
 ) -> Problems:
-    """Either vPipe says what layers do with their activations, or the recipe does."""
+    """Memory policies are chosen by vPipe or by the recipe, not both."""
     if vpipe is None or not VpipeRecipe(**vpipe).policies:
         return
     given = {"recompute": recompute, "recompute_layers": recomputed, "swap_layers": swapped}
@@ -72,7 +72,7 @@ def _chosen_by_vpipe(
 
 @rule("parallelism.vpipe", "parallelism.mode", "parallelism.chunks", "parallelism.order", "parallelism.relay")
 def _moving(vpipe: Mapping[str, Any] | None, mode: str, chunks: int | None, order: str | None, relay: bool) -> Problems:
-    """Layers move between stages of workers that have one each."""
+    """Layers move only between workers with one stage each."""
     if vpipe is None or not (vpipe["moves"] or vpipe["repartition"]):
         return
     key = "moves" if vpipe["moves"] else "repartition"

@@ -1,4 +1,4 @@
-"""Rules on model and data: names and options against the zoo's registry, target and streams against the data set."""
+"""Rules on model and data: names and options of the zoo's registry; target and streams of the data set."""
 
 import json
 import warnings
@@ -51,7 +51,7 @@ def _model(draft: Draft) -> Problems:
 
 
 def _model_of_profile(model: Mapping[str, Any]) -> Problems:
-    """Check a model of which no more is known than its costs: it has no options."""
+    """Check a model that only has a profile: it has no options."""
     if not isinstance(model["profile"], str):
         yield "model.profile", f"got {shown(model['profile'])}, allowed is a profile's file"
     for key, value in model.items():
@@ -98,7 +98,7 @@ def _dataset(draft: Draft) -> Problems:
 
 
 def _own_dataset(draft: Draft, dataset: Mapping[str, Any]) -> Problems:
-    """Check what a data set with a target says; what the target returns is looked at when the recipe runs."""
+    """Check the keys of a data set with a target; its result is checked when the recipe runs."""
     from pipebench.recipe.own_data import directions
     from zoo.plain import LOSSES, METRICS
 
@@ -145,7 +145,7 @@ def _model_values(_builds: bool, model: Mapping[str, Any]) -> Problems:
 
 
 def model_problems(model: Mapping[str, Any]) -> Problems:
-    """Build a model of the zoo on the meta device: it checks the ranges of its options itself."""
+    """Build a model of the zoo on the meta device, which checks the ranges of its options."""
     if model.get("name") is not None and _is_small(model):
         problem = _problem_of_building(MODELS[model["name"]], json.dumps(model, sort_keys=True, default=repr))
         if problem:
@@ -165,7 +165,7 @@ def _problem_of_building(entry: object, model: str) -> str:
     except (TypeError, ValueError) as error:
         return one_line(error)
     except (RuntimeError, ArithmeticError, UserWarning) as error:
-        # Not the model's own words but torch's, on a layer that can't be.
+        # A message of torch, not of the model, about a layer that can't be built.
         return f"{options['name']} can't be built with these options: {one_line(error)}"
     return ""
 
@@ -234,15 +234,15 @@ def _streams_of_plan(dataset: Any, cluster: Any, streams: int | None, mode: str,
         return
     try:
         replicas = asked_replicas(plan, MODES[mode], cluster.num_workers)
-    except PlanError:  # another rule complains of it
+    except PlanError:  # another rule's fault
         return
-    problem = None if replicas is None else streams_problem(replicas, streams or 1)  # the planner sees to it itself
+    problem = None if replicas is None else streams_problem(replicas, streams or 1)  # None: the planner checks
     if problem is not None:
         yield "train.streams", f"got {problem}"
 
 
 def dataset_problems(recipe: Recipe, cluster: Cluster, dataset: Any) -> Problems:
-    """Yield key and problem where a recipe doesn't go with its data set, which had to be made to know."""
+    """Yield key and problem where a recipe doesn't match its data set, once that is made."""
     train, parallelism = recipe.train, recipe.parallelism
     target, evaluate, checkpoint = (
         None if each is None else asdict(each) for each in (train.target, train.evaluate_every, train.checkpoint_every)
@@ -254,7 +254,7 @@ def dataset_problems(recipe: Recipe, cluster: Cluster, dataset: Any) -> Problems
 
 
 def _known(draft: Draft, section: str) -> dict[str, Any] | None:
-    """Return a section that is there, even if one of its values is pending or one of its keys is faulty."""
+    """Return a section if given, even if one of its values is pending or one of its keys faulty."""
     value = draft.values.get(section)
     whole = any(bad[:1] == (section,) and len(bad) <= 2 for bad in draft.leaves.faulty)
     return None if whole or not isinstance(value, dict) else value
@@ -269,12 +269,12 @@ def _options(draft: Draft, section: str, name: str, given: Mapping[str, Any]) ->
 
 
 def _is_small(model: Mapping[str, Any]) -> bool:
-    """Whether no option is so large that counting alone would take long."""
+    """Whether all options are small enough that counting parameters is fast."""
     return all(not isinstance(value, int) or abs(value) < 10**6 for value in model.values())
 
 
 def one_line(error: Exception) -> str:
-    """Return an exception's words on one line, as the end of a sentence."""
+    """Return an exception's message on one line, as the end of a sentence."""
     return " ".join(str(error).split())[:300]
 
 

@@ -1,4 +1,4 @@
-"""Traces of architecture searches: which cells of a model there are when, decided beforehand or recorded by a run."""
+"""Traces of architecture searches: a model's cells over a run, given beforehand or recorded."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,89 +11,61 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ArchitectureChange:
-    """A change of architecture.
+    """A change of architecture."""
 
-    Attributes:
-        minibatch: of the run, from which on it holds; or
-        second: of the run's clock: from the first drain after it.
-        cells: the cells there are from then on, by name; or
-        add, delete: how many layers more, or fewer: whole cells of a stage, in its order, until there are so many.
-        stage: which stage of the run's first plan gets or loses them.
-    """
-
-    minibatch: Count | None = None
-    second: Seconds | None = None
-    cells: list[str] | None = None
-    add: Count = 0
-    delete: Count = 0
-    stage: Count | None = None
+    minibatch: Count | None = None  # of the run, the first with it; or
+    second: Seconds | None = None  # of the run's clock; applies at the next drain
+    cells: list[str] | None = None  # names of the active cells; or
+    add: Count = 0  # layers to add, rounded up to whole cells of the stage, in its order
+    delete: Count = 0  # layers to remove, likewise
+    stage: Count | None = None  # of the run's first plan, for `add` and `delete`
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One individual of a search that was run.
+    """An individual of a search."""
 
-    Attributes:
-        number: the first is 0.
-        parent: the number of the one it is a mutation of.
-        minibatch: the first of the run that it was trained on.
-        second: the run's clock then.
-        samples: trained on before.
-        cells: the cells it has, by name.
-        changed: those of them that its parent lacks, and those that its parent has and it lacks.
-        layers: how many it has.
-        scores: after every period that it was trained for.
-    """
-
-    number: Count
-    parent: Count | None
-    minibatch: Count
-    second: Seconds
-    samples: Count
-    cells: list[str]
-    changed: list[str]
-    layers: Count
-    scores: list[float]
+    number: Count  # from 0
+    parent: Count | None  # number of the individual it is a mutation of
+    minibatch: Count  # of the run, the first it was trained on
+    second: Seconds  # of the run's clock at that minibatch
+    samples: Count  # trained on before
+    cells: list[str]  # names of its cells
+    changed: list[str]  # cells that only it or only its parent has
+    layers: Count  # their number
+    scores: list[float]  # after each period of training
 
 
 @dataclass(frozen=True)
 class SearchFile:
-    """The file of a trace, `events`, or of a search that was run, `individuals`.
+    """The file of a trace, `events`, or of a recorded search, `individuals`."""
 
-    Attributes:
-        pipebench_search: the version of its form.
-        end_second: of a trace in seconds: when the run ends, if not with its last epoch.
-        metric: what scores are.
-        hurdles: that there were in the end.
-        best: the number of the fittest individual.
-    """
-
-    pipebench_search: Annotated[int, Within(VERSION, VERSION, str(VERSION))]
+    pipebench_search: Annotated[int, Within(VERSION, VERSION, str(VERSION))]  # format version
     events: list[ArchitectureChange] = field(default_factory=list)
     individuals: list[Trained] = field(default_factory=list)
-    end_second: Seconds | None = None
-    metric: str = ""
-    hurdles: list[float] = field(default_factory=list)
-    best: Count | None = None
+    end_second: Seconds | None = None  # end of a run whose trace is in seconds; default: after its last epoch
+    metric: str = ""  # of the scores
+    hurdles: list[float] = field(default_factory=list)  # at the end
+    best: Count | None = None  # number of the fittest individual
 
     @property
     def changes(self) -> Sequence[ArchitectureChange]:
-        """The trace's, or those that the search made."""
+        """The changes of the trace or of the recorded search."""
         return self.events or [ArchitectureChange(each.minibatch, cells=each.cells) for each in self.individuals]
 
 
 class Trace(NamedTuple):
-    """Changes decided beforehand, and when the run ends; None for its last epoch."""
+    """Changes, and the second at which the run ends; None: after its last epoch."""
 
     events: Sequence[ArchitectureChange]
     end_second: float | None
 
 
 def load_trace(path: str) -> Trace:
-    """Read a trace, or the history of a search as one.
+    """Read a trace, or a recorded search as a trace.
 
     Raises:
-        RecipeError: it can't be read, or isn't one; says what is wrong with it.
+        RecipeError: it can't be read or isn't valid; with every fault.
     """
     found = read_file(SearchFile, path, _problems)
     return Trace(found.changes, found.end_second)

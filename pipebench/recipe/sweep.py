@@ -1,7 +1,7 @@
-"""Sweeps: a key that holds a list where it takes one value stands for a run per element.
+"""Sweeps: a list for a key that takes one value stands for a run per element.
 
-`parallelism.depth=1,2,4,7` on the command line, or the list in a recipe. A key that takes a list takes a list of lists.
-Several such keys give every combination, or, zipped, the first elements together, then the second ones, and so on.
+`parallelism.depth=1,2,4,7` on the command line, or a list in a recipe. A key that takes a list takes a list of lists.
+Several lists are combined in all ways or, zipped, element by element.
 """
 
 import itertools
@@ -20,42 +20,37 @@ _LONGEST = 60
 
 @dataclass(frozen=True)
 class Several:
-    """The elements of a list that stands for as many runs."""
+    """The elements of a list, one per run."""
 
     values: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Varied:
-    """What one run of a sweep has of the lists.
+    """The elements of one run of a sweep."""
 
-    Attributes:
-        values: full key to the run's element.
-        places: full key to the element's place in its list from 1 on, and the length of the list.
-    """
-
-    values: Mapping[str, Any]
-    places: Mapping[str, tuple[int, int]]
+    values: Mapping[str, Any]  # full key to the run's element
+    places: Mapping[str, tuple[int, int]]  # full key to the element's place in its list from 1, and the list's length
 
     @property
     def texts(self) -> dict[str, str]:
-        """Full key to the element as people write it."""
+        """Full key to the element as text."""
         return {key: _text(value) for key, value in self.values.items()}
 
     @property
     def name(self) -> str:
-        """What tells the run from the others of its sweep: `depth=4`, `servers=2,minibatch_size=32`."""
+        """Name of the run in its sweep: `depth=4`, `servers=2,minibatch_size=32`."""
         lasts = [key.rpartition(".")[2] for key in self.values]
         short = [last if lasts.count(last) == 1 else key for key, last in zip(self.values, lasts, strict=True)]
         return ",".join(f"{name}={text}" for name, text in zip(short, self.texts.values(), strict=True))
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The same for a command line: lists of one, so that the run is named alike wherever it runs."""
+        """The same as a command line: lists of one element, so that the run gets the same name anywhere."""
         return tuple(f"{key}={json.dumps(value)}," for key, value in self.values.items())
 
     def told(self, key: str, problem: str) -> str:
-        """Return what is wrong with a key, with the element's place if the key is one of the lists'."""
+        """Return the problem of a key, with the element's place if the key has a list."""
         for name, (place, count) in self.places.items():
             if key == name and count > 1:
                 return f"{problem} (element {place} of {count})"
@@ -63,14 +58,12 @@ class Varied:
 
 
 def elements(written: str) -> list[str] | None:
-    """Return the parts of a value of the command line between commas outside brackets and quotes, None without one.
-
-    A comma at the end makes a list of one.
+    """Split a command-line value at commas outside brackets and quotes; None without one, a list for a last comma.
 
     >>> elements("1,2,4"), elements("[a, b],[c]"), elements("'a,b'"), elements("4,")
     (['1', '2', '4'], ['[a, b]', '[c]'], None, ['4'])
     """
-    parts, closing = [""], ""  # and what brackets and quotes that are open wait for
+    parts, closing = [""], ""  # `closing`: expected ends of open brackets and quotes
     for letter in written:
         if letter == "," and not closing:
             parts.append("")
@@ -89,13 +82,9 @@ def elements(written: str) -> list[str] | None:
 
 
 def several(value: object, expected: Any, *, is_option: bool) -> Several | None:
-    """Return a value as the elements of a sweep, if it is a list that the key doesn't take as its value.
+    """Return a value as the elements of a sweep, if it is a list and the key doesn't take it as its value.
 
-    Args:
-        value: as given.
-        expected: the key's type.
-        is_option: whether the key, an option of a model, data set or target for one, may take a list although it is of
-            `Any` type.
+    `expected` is the key's type; `is_option` says that it may take a list although that type is `Any`.
     """
     if isinstance(value, Several):
         return value
@@ -118,10 +107,10 @@ def problem_with_elements(values: Sequence[Any]) -> str | None:
 
 
 def combinations(lists: Mapping[str, Several], *, zipped: bool) -> Iterator[Varied]:
-    """Yield every run's part of the lists: all combinations, or, zipped, element by element.
+    """Yield the elements of each run: all combinations or, zipped, pairwise.
 
     Raises:
-        ValueError: zipped lists aren't equally long, or there would be more than MOST_RUNS runs; the end of a sentence.
+        ValueError: zipped lists differ in length, or there are more than MOST_RUNS runs; the end of a sentence.
     """
     lengths = [len(each.values) for each in lists.values()]
     told = ", ".join(f"{key} has {length}" for key, length in zip(lists, lengths, strict=True))

@@ -21,16 +21,14 @@ ALLOWED = "package.module:function"
 
 
 def is_target(value: object) -> bool:
-    """Return whether a value is written as a target is."""
+    """Return whether a value has the form of a target."""
     return isinstance(value, str) and TARGET.fullmatch(value) is not None
 
 
 def import_target(target: str, folders: Sequence[Path] = ()) -> Callable[..., Any]:
-    """Return the function or class that a target names; modules in the working directory are found too.
+    """Return the function or class of a target `package.module:function`.
 
-    Args:
-        target: `package.module:function`.
-        folders: where its module is looked for first; needed once, the module stays imported.
+    Its module is searched in `folders` first, then as Python does, the working directory included. It stays imported.
 
     Raises:
         UserCodeError: there is no such module or no such function in it, or importing it raises.
@@ -69,17 +67,17 @@ def targets_of(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def target_in(given: object) -> str | None:
-    """Return the target of a loss or metric: it is written alone, or as a mapping with arguments; None for a name."""
+    """Return the target of a loss or metric, given alone or as a mapping with arguments; None for a name."""
     target = given.get("target") if isinstance(given, dict) else given
     return target if isinstance(target, str) and is_target(target) else None
 
 
 def _module(name: str, folders: Sequence[Path]) -> ModuleType:
-    """Import a module; one of the user's folders has it before anything installed has."""
+    """Import a module, preferring the user's folders over installed ones."""
     top = name.partition(".")[0]
     paths = [str(folder) for folder in dict.fromkeys(folders)]
     found = PathFinder.find_spec(top, paths)
-    if found is None or found.origin is None:  # not there, or a folder that may only look like a package
+    if found is None or found.origin is None:  # missing, or a folder without `__init__.py`
         found = None
     elif top in sys.modules and not _is_from(sys.modules[top], found):
         taken = getattr(sys.modules[top], "__file__", None) or "a part of Python"
@@ -102,7 +100,7 @@ def _folder_of(found: ModuleSpec) -> str:
 
 @contextlib.contextmanager
 def _first_on_path(folders: Sequence[str]) -> Iterator[None]:
-    """Let a user's module find its neighbours before installed modules of the same names, as it does when it is run."""
+    """Put a module's folder first on the path, as when it is run, so that it finds modules beside it."""
     importlib.invalidate_caches()
     sys.path[:0] = folders
     try:

@@ -1,6 +1,6 @@
-"""Does a value of a recipe have its declared type? Strictly: no quoted numbers, no booleans for numbers, no NaN.
+"""Checks a value of a recipe against its declared type, strictly: no quoted numbers, no booleans for numbers, no NaN.
 
-OmegaConf turns `"3"` into 3 in silence; a recipe that means a number has to say a number.
+OmegaConf silently converts `"3"` to 3.
 """
 
 import math
@@ -16,7 +16,7 @@ _LARGEST = 2**63 - 1
 
 
 def shown(value: object) -> str:
-    """Return a short text for a value in a message, on one line."""
+    """Return a short text of a value for messages, on one line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
@@ -26,12 +26,12 @@ def shown(value: object) -> str:
 
 
 def cut(value: object) -> str:
-    """Return what a message says of a value where a name is needed; unlike `shown`, without quotes."""
+    """Return a short text of a value where a name is expected; unlike `shown`, without quotes."""
     return value[:60] if isinstance(value, str) else shown(value)
 
 
 def in_words(expected: Any) -> str:
-    """Return what a type allows, for people."""
+    """Describe the values of a type."""
     if is_dataclass(expected):
         return f"a mapping with the keys {', '.join(field.name for field in fields(expected))}"
     if _is_union(expected):
@@ -44,7 +44,7 @@ def in_words(expected: Any) -> str:
 
 
 def problem_with(value: object, expected: Any) -> str | None:
-    """Return what is wrong with a value, as the end of a sentence, or None if it has the expected type."""
+    """Return what is wrong with a value of the expected type, as the end of a sentence, or None."""
     if get_origin(expected) is Literal:
         allowed = [str(name) for name in get_args(expected)]
         return None if value in get_args(expected) and isinstance(value, str) else choice(cut(value), allowed)
@@ -58,7 +58,7 @@ def problem_with(value: object, expected: Any) -> str | None:
 
 
 def checkable(expected: Any) -> Any:
-    """Return a type if plain values can be checked against it (numbers, texts, lists of them); else Any.
+    """Return a type if plain values can be checked against it, else Any.
 
     >>> checkable(list[float]), checkable(list[object])
     (list[float], typing.Any)

@@ -1,7 +1,6 @@
-"""Exceptions of the user's own code: told from ours, and put into one sentence that says where they were raised.
+"""Exceptions of the user's own code (a recipe's `target`s), reported in one sentence with file and line.
 
-A recipe's `target`s are programs that we haven't written. What they raise is theirs to mend: it is told in one sentence
-with file and line, like any other mistake in what was given. Standard library only.
+Standard library only.
 """
 
 import contextlib
@@ -18,12 +17,12 @@ import pipebench
 from pipebench.errors import PipebenchError, UserCodeError, UserError
 
 _PACKAGE = Path(pipebench.__file__).resolve().parent
-# torch.fx takes the frames of the code that it made from a model's forward out of tracebacks, its own line stays last.
+# torch.fx removes the frames of the code it generates from a model's forward from tracebacks; its own line stays last.
 _TRACED = os.path.join("torch", "fx", "graph_module.py")
-# What operations raise on data that doesn't suit them; memory that runs out and failing devices have other classes.
+# What operations raise on unsuitable data; running out of memory and failing devices raise other classes.
 _OF_DATA = (IndexError, ValueError, TypeError)
 _INSTALLED = {"site-packages", "dist-packages"}
-_LONGEST = 300  # characters of an exception's own words
+_LONGEST = 300  # characters of an exception's message
 
 
 @contextlib.contextmanager
@@ -32,21 +31,21 @@ def users_code(what: str, key: str = "") -> Iterator[None]:
 
     Args:
         what: begins the sentence, such as `my_model:Net can't make the model`.
-        key: full key of the recipe's target, if it is known.
+        key: full key of the recipe's target, if known.
 
     Raises:
-        UserCodeError: in place of anything but an error of our own and Ctrl-C; ending the program counts as an error.
+        UserCodeError: in place of all but pipebench's own errors and Ctrl-C; includes SystemExit.
     """
     try:
         yield
     except (PipebenchError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # of a class of the user's own, for one
+    except BaseException as error:  # also of a class of the user's own
         raise UserCodeError(f"{what}: {told(error)}", key) from error
 
 
 def as_users(error: BaseException) -> UserError | None:
-    """Return an exception as the user's mistake, if it was raised in the user's own code; None if it is ours."""
+    """Return an exception as the user's mistake, if the user's own code raised it; None if it is pipebench's."""
     place = _place(error)
     if isinstance(error, PipebenchError | KeyboardInterrupt) or (place is None and not _is_about_data(error)):
         return None
@@ -56,7 +55,7 @@ def as_users(error: BaseException) -> UserError | None:
 
 
 def told(error: BaseException) -> str:
-    """Return an exception as the end of a sentence: its class, its words, and the line of the user's, if there is one.
+    """Return an exception as the end of a sentence: class, message, and the line of the user's code, if any.
 
     >>> told(ValueError("no such width"))
     'ValueError: no such width'
@@ -68,7 +67,7 @@ def told(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return an exception's class and words on one printable line."""
+    """Return an exception's class and message on one printable line."""
     if isinstance(error, SystemExit):
         return "it ends the program (SystemExit)"
     text = " ".join(str(error).split())
@@ -78,7 +77,7 @@ def reason(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of a user's mistake that began as an exception of other code; "" if it didn't."""
+    """Return the traceback of the exception that caused a user's mistake; "" if there was none."""
     root: BaseException = error
     while isinstance(root, PipebenchError) and root.__cause__ is not None:
         root = root.__cause__
@@ -86,21 +85,21 @@ def traceback_of(error: BaseException) -> str:
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file of code is the user's: neither pipebench's or the zoo's nor a library's."""
+    """Return whether a file is the user's: not of pipebench, the zoo or a library."""
     return not _is_library(file) and not Path(os.path.realpath(file)).is_relative_to(_PACKAGE)
 
 
 def _is_about_data(error: BaseException) -> bool:
-    """Return whether the zoo says in a sentence of its own what is wrong with a user's data, loss or metric."""
+    """Return whether the zoo already describes what is wrong with a user's data, loss or metric."""
     registry = sys.modules.get("zoo.registry")
     return registry is not None and isinstance(error, registry.DataError)
 
 
 def _place(error: BaseException) -> str | None:
-    """Return file, line and function of the user's own code that an exception was raised in, or None.
+    """Return file, line and function of the user's own code that raised an exception, or None.
 
-    That is the last of its frames that is neither a library's nor ours; if one of ours comes after it, the user's code
-    only called what failed.
+    That is the last frame in neither a library nor pipebench; with a frame of pipebench after it, the user's code only
+    called what failed.
     """
     if isinstance(error, SyntaxError) and error.filename and not _is_library(error.filename):
         if Path(error.filename).is_relative_to(_PACKAGE):
@@ -117,10 +116,10 @@ def _place(error: BaseException) -> str | None:
 
 
 def _is_library(file: str) -> bool:
-    """Return whether a file is the zoo's, the standard library's, installed, or no file at all."""
+    """Return whether a file is the zoo's, the standard library's, an installed package's, or not a file."""
     return (
         file.startswith("<")
-        or not _INSTALLED.isdisjoint(Path(file).parts)  # of another Python too, whose packages this one may share
+        or not _INSTALLED.isdisjoint(Path(file).parts)  # also of another Python with shared packages
         or any(Path(file).is_relative_to(folder) for folder in _libraries())
     )
 

@@ -1,7 +1,6 @@
-"""Makes models that have shapes and no weights: on the meta device, which takes neither memory nor time.
+"""Makes models with shapes but no weights, on the meta device, which takes neither memory nor time.
 
-torch would import its compiler to fill a meta tensor with normal noise, which takes longer than everything else here.
-A meta tensor holds no values, so filling it is left out.
+Skips filling tensors with normal noise, for which torch would import its compiler: slower than everything else here.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-# What torch 2.11 makes truncated noise of, besides operations that need no compiler; each keeps its tensor's shape.
+# Operations in torch 2.11's truncated noise, besides those that need no compiler; each preserves the tensor's shape.
 _STEPS = (torch.Tensor.erfinv_, torch.Tensor.clamp_)
 
 
@@ -35,12 +34,12 @@ class _NoFilling(TorchFunctionMode):
 
 
 def _can_be_filled(tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, generator: object = None) -> bool:
-    """Return whether these arguments fill a meta tensor; wrong ones go to torch, which says what is wrong."""
+    """Return whether these arguments fill a meta tensor; invalid ones are left to torch, which reports them."""
     return tensor.is_meta and std >= 0
 
 
 @contextmanager
 def weightless() -> Iterator[None]:
-    """Make tensors on the meta device, unless their device is named, and don't fill them with noise."""
+    """Make tensors on the meta device unless they name a device, without filling them with noise."""
     with torch.device("meta"), _NoFilling():
         yield

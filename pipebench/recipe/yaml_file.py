@@ -1,7 +1,7 @@
-"""Read one YAML file strictly: plain data only, every key once, numbers that mean what they look like.
+"""Reads one YAML file strictly: plain data only, every key once, unambiguous numbers.
 
 Differs from YAML 1.1: dates, sexagesimal and octal numbers stay text (`2019-10-27`, `1:30`, `010`), `1e-3` is a
-number as everywhere else, and anchors are refused (`extends` and `${...}` do their work, and don't explode).
+number, and anchors are refused (use `extends` and `${...}`, which can't grow exponentially).
 """
 
 import copy
@@ -16,8 +16,8 @@ from pipebench.errors import Fault, RecipeError
 from pipebench.files import FileError, read_text
 from pipebench.recipe.catalog import display
 
-MAX_BYTES = 1_000_000  # a recipe is a page of text; whatever is larger is something else
-MAX_DEPTH = 32  # values inside values, or brackets inside brackets; what walks through them calls itself for each
+MAX_BYTES = 1_000_000  # a recipe is a page of text
+MAX_DEPTH = 32  # of nested values or brackets, which are read recursively
 _DROPPED = ("timestamp", "merge", "value", "int", "float")
 
 
@@ -65,15 +65,15 @@ _Loader.add_implicit_resolver(
 
 
 def parse(text: str) -> Any:
-    """Return the plain data that YAML text stands for.
+    """Return the plain data of YAML text.
 
     Raises:
-        ValueError: the text isn't YAML; the message is the end of a sentence, with the line.
+        ValueError: not valid YAML; the message is the end of a sentence, with the line.
     """
     return copy.deepcopy(_parsed(text))
 
 
-@lru_cache(maxsize=256)  # the recipes of a report have few bases, and each is read with every one of them
+@lru_cache(maxsize=256)  # the recipes of a report share a few bases
 def _parsed(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
@@ -83,12 +83,12 @@ def _parsed(text: str) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(f"is not YAML: {getattr(error, 'reason', 'it cannot be read')}") from error
     except (ValueError, OverflowError, TypeError, AttributeError, KeyError) as error:
-        # What PyYAML raises when a value doesn't suit its explicit tag (`!!int x`), or is a number without end.
+        # PyYAML raises these when a value doesn't match its explicit tag (`!!int x`) or is a number without end.
         raise ValueError("is not YAML we take: a value can't be read as what it is declared to be") from error
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:
-    """Return what a YAML file holds, which must be a mapping.
+    """Return the mapping in a YAML file.
 
     Raises:
         RecipeError: it can't be read, isn't YAML, is empty or isn't a mapping.
