@@ -128,10 +128,10 @@ class Replica:
         move: Displacement = AS_IT_IS,
         loss: LossFunction | None = None,
     ) -> tuple[Values, torch.Tensor | None]:
-        """Run a unit forward and save what its backward needs.
+        """Run a unit forward; return the detached values that leave the stage, by layer, and the last stage's loss.
 
         Args:
-            unit: the unit; at most one forward before its backward.
+            unit: the unit, which is saved for its backward; at most one forward before it.
             draw: key of random layers: (minibatch, microbatch).
             inputs: the model inputs the stage reads, in its order.
             received: values from other stages, by layer.
@@ -139,9 +139,6 @@ class Replica:
             version: number of the weight version to use.
             move: displacement of the weights from that version.
             loss: in the last stage, maps the model's output to the loss to differentiate.
-
-        Returns:
-            The detached values that leave the stage, by layer; and the loss in the last stage.
         """
         weights = self.weights.use(version) if self.moved is None else self.moved.for_forward(version, move)
         received = {layer: detached(received[layer]) for layer in self.stage.reads}

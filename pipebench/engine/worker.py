@@ -38,7 +38,6 @@ class Worker:
         self.setup = setup
         self.index = index
         self.replica_index = setup.pipeline.replica_of(index)  # of its stages
-        # By stage
         self.replicas = {stage: replica_of_stage(setup, stage) for stage in setup.pipeline.stages_of(index)}
         self._phases: SegmentCuts | None = None
         self._running: dict[int, StageRunner] = {**self.replicas}
@@ -50,7 +49,6 @@ class Worker:
         self._trained = trained_names(setup.graph)
         self._shares = {stage: share_of(setup, stage, self.replica_index) for stage in self.replicas}
         self.held_version = -1  # for forwards whose instruction names none (extensions)
-        # By instruction
         self.handlers: dict[Op, Handler] = {
             Op.LOAD_INPUT: self._load,
             Op.RECEIVE_ACTIVATION: self._receive_activation,

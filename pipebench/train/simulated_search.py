@@ -49,11 +49,7 @@ class ArchitecturePeriod(NamedTuple):
 
 
 def simulate_search(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
-    """Simulate a recipe's trace from its first change to the end of the run.
-
-    The job must have a search with a trace; `watch` records a segment of the first architecture, and predicts memory of
-    all.
-    """
+    """Simulate a recipe's trace from its first change to the run's end; `watch` predicts all architectures' memory."""
     search, sampler = job.search, job.setup.sampler
     assert search is not None
     finishes = Finishes(job.setup.pipeline)
