@@ -162,9 +162,9 @@ def test_profiles_were_measured_without_the_recipe_s_settings(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     found = set()
 
-    def measured(graph: Any, dataset: Any, sizes: Any, optimizer: Any, device: Any, text: str, *_: Any) -> Profile:
+    def measured(passes: Any, sizes: Any, optimizer: Any, text: str, *_: Any) -> Profile:
         found.add((torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark))
-        return analytic_profile(graph, dataset, sizes, DEVICES["V100"], optimizer, text)
+        return analytic_profile(passes.graph, passes.dataset, sizes, DEVICES["V100"], optimizer, text)
 
     monkeypatch.setattr(measure, "_measured", measured)
     result = CliRunner().invoke(cli, [*words, "cluster.name=local", "model.width=0.05", *SETTINGS])
@@ -189,7 +189,7 @@ def test_odd_replicas_of_the_last_stage_never_read_a_loss(replica: int, monkeypa
     monkeypatch.setattr(LossOnAGpu, "times_read", 0)
     engine: Any = DistributedEngine.__new__(DistributedEngine)
     loss = UnitLoss(cast("torch.Tensor", LossOnAGpu()), 3, 2.0)
-    engine.worker = SimpleNamespace(execute=lambda *given: loss)
+    engine.workers = [SimpleNamespace(execute=lambda *given: loss)]
     engine._transport, engine._collectives = SimpleNamespace(latest_loss=math.nan), SimpleNamespace()
     engine._pace = SimpleNamespace(step=lambda: None)
     engine._on_loss = lambda *told: None

@@ -60,7 +60,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a command."""
         if cmd_name not in COMMANDS:
-            return None
+            return super().get_command(ctx, cmd_name)  # one that was added
         command: click.Command = getattr(importlib.import_module(f"pipebench.cli.{cmd_name}"), cmd_name)
         return command
 

@@ -111,7 +111,7 @@ def test_a_range_on_all_servers_of_three_racks_is_not_left_out(monkeypatch: pyte
     clusters = (Level("server", 2, 1.0, 0.0), Level("rack", 2, 1e12, 0.0), Level("row", 4, 1e12, 0.0))
     problem = HierarchicalProblem(UnitWork(prefixes(rows)), COST_MODELS["sosp19"], clusters)
     monkeypatch.setattr(hierarchical, "_FEW_STATES", 7)
-    monkeypatch.setattr(hierarchical, "_THINNING", 2)
+    monkeypatch.setattr(hierarchical, "_COARSENING", 2)
     plan = plan_hierarchical(problem)
     assert plan is not None
     assert plan.bottleneck_s == pytest.approx(0.5)

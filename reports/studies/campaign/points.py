@@ -167,6 +167,7 @@ def _between(
 def _wrap_loop(watch: Watch) -> None:
     from pipebench.tracking.run_log import RunLog
     from pipebench.train.loop import TrainingLoop
+    from pipebench.train.repartitioning import Repartitioning
 
     def done(loop: Any) -> int:
         return int(loop._done)
@@ -176,9 +177,14 @@ def _wrap_loop(watch: Watch) -> None:
         watch.note_begun(loop._done)
         yield
 
+    @contextlib.contextmanager
+    def segment(moves: Any, num_done: int, *args: Any) -> Iterator[None]:
+        watch.reached("segment", num_done)
+        yield
+
     _wrap(TrainingLoop, "_train_to_target", begun)
     _wrap(TrainingLoop, "_restore", _between(watch, None, "restored", done))
-    _wrap(TrainingLoop, "_train_segment", _between(watch, "segment", None, done))
+    _wrap(Repartitioning, "train", segment)
     _wrap(TrainingLoop, "_evaluate", _between(watch, "evaluation", "evaluated", done))
     _wrap(TrainingLoop, "_result", _between(watch, "result", None, done))
     _wrap(RunLog, "finish", _between(watch, "finish", "finished", lambda log: 1 << 30))
