@@ -24,7 +24,7 @@ class Mode:
     # Plans it takes: `one` (a single worker), `one-stage` (one stage on all workers), `straight` (one worker per
     # stage), `equal` (equally many workers per stage) or `any`
     shape: str
-    order: str  # of work: a name in `orders.ORDERS`, or the path of a file in torch's CSV form
+    order: str  # order of work: a name in `orders.ORDERS`, or the path of a file in torch's CSV form
     flush: bool  # whether every update empties the pipeline
     weights: str  # numbering of weight versions, a name in `weights.WEIGHT_POLICIES`
     sync: str = ALL_REDUCE  # how replicas of a stage agree, a name in `syncs.SYNCS`
