@@ -12,7 +12,7 @@ from itertools import takewhile
 
 _SHORTEST_SECRET = 4  # characters; shorter values are in too many words
 _SHORTEST_CUT = 40  # characters that a message leaves of a long value if it doesn't append ...
-_hidden: dict[str, str] = {}  # value to expression, of this process as of its environment
+_hidden: dict[str, str] = {}  # value to expression
 
 
 class PipebenchError(Exception):

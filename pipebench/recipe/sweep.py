@@ -58,7 +58,7 @@ class Varied:
 
 
 def elements(written: str) -> list[str] | None:
-    """Split a command-line value at commas outside brackets and quotes; None without one, a list for a last comma.
+    """Split a command-line value at commas outside brackets and quotes, a trailing one included; None without any.
 
     >>> elements("1,2,4"), elements("[a, b],[c]"), elements("'a,b'"), elements("4,")
     (['1', '2', '4'], ['[a, b]', '[c]'], None, ['4'])

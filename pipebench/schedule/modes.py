@@ -18,38 +18,23 @@ AUTO = "auto"  # the planner chooses the mode or plan
 
 @dataclass(frozen=True)
 class Mode:
-    """A point in the space of ways to parallelise training.
+    """A way to parallelise training."""
 
-    Attributes:
-        summary: one line for people.
-        shape: plans it takes: `one` (a single worker), `one-stage` (one stage on all workers), `straight` (one
-            worker per stage), `equal` (equally many workers per stage) or `any`.
-        order: the order of work, a name in `orders.ORDERS`, or the path of a file in torch's CSV form.
-        flush: whether every update empties the pipeline.
-        weights: how weight versions are numbered, a name in `weights.WEIGHT_POLICIES`.
-        sync: how replicas of a stage agree, a name in `syncs.SYNCS`.
-        accumulate: minibatches of every replica per update, unless the recipe says otherwise: a number, or None for as
-            many as are in flight.
-        chunks: stages per worker, unless the recipe says otherwise.
-        backward: how a backward runs: `whole`, in one piece, or `split` into its input part, whose gradients are sent
-            at once, and its weight part.
-        depth: minibatches in flight per input-stage replica; None for NOAM.
-        microbatches: whether a minibatch may be cut into microbatches.
-        recompute: whether activations are recomputed for the backward, unless the recipe says otherwise.
-    """
-
-    summary: str
+    summary: str  # one line for people
+    # Plans it takes: `one` (a single worker), `one-stage` (one stage on all workers), `straight` (one worker per
+    # stage), `equal` (equally many workers per stage) or `any`
     shape: str
-    order: str
-    flush: bool
-    weights: str
-    sync: str = ALL_REDUCE
-    accumulate: int | None = 1
-    chunks: int = 1
+    order: str  # order of work: a name in `orders.ORDERS`, or the path of a file in torch's CSV form
+    flush: bool  # whether every update empties the pipeline
+    weights: str  # numbering of weight versions, a name in `weights.WEIGHT_POLICIES`
+    sync: str = ALL_REDUCE  # how replicas of a stage agree, a name in `syncs.SYNCS`
+    accumulate: int | None = 1  # default minibatches of every replica per update; None: as many as are in flight
+    chunks: int = 1  # default stages per worker
+    # `whole`, or `split` into its input part, whose gradients are sent at once, and its weight part
     backward: str = WHOLE
-    depth: int | None = None
-    microbatches: bool = False
-    recompute: bool = False
+    depth: int | None = None  # minibatches in flight per input-stage replica; None for NOAM
+    microbatches: bool = False  # whether a minibatch may be cut into microbatches
+    recompute: bool = False  # whether activations are recomputed by default
 
     def cuts(self, flush: bool | None = None, weights: str | None = None) -> bool:
         """Return whether minibatches may be cut, given the columns that a recipe changes.

@@ -269,12 +269,27 @@ def described(thing: Callable[..., Any]) -> str:
 
 
 def documented(thing: Callable[..., Any], section: str = "Attributes") -> dict[str, str]:
-    """Return what a Google-style docstring says of every attribute, or argument."""
-    _, _, after = (inspect.getdoc(thing) or "").partition(f"\n{section}:\n")
+    """Return the description of every attribute, or argument, by a Google-style docstring or comments at fields."""
+    _, found, after = (inspect.getdoc(thing) or "").partition(f"\n{section}:\n")
+    if not found and isinstance(thing, type):
+        return dict(_commented(inspect.getsource(thing)))
     block = re.split(r"\n(?=\S)", after)[0]
     entries = re.split(r"^ {4}(?=\w+: )", block, flags=re.MULTILINE)[1:]
     split = (" ".join(entry.split()).partition(": ") for entry in entries)
     return {name: re.sub(r"(?<!\.)\.$", "", says) for name, _, says in split}
+
+
+def _commented(source: str) -> Iterator[tuple[str, str]]:
+    """Yield name and description of a class's fields that have a comment beside them, or above."""
+    above: list[str] = []
+    for line in source.splitlines():
+        if line.startswith("    # "):
+            above.append(line[6:])
+            continue
+        if match := re.fullmatch(r" {4}(\w+): [^#]+?(?:  # (.*))?", line):
+            says = match[2] or " ".join(above)
+            yield match[1], says[:1].lower() + says[1:]
+        above = []
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
