@@ -3,12 +3,14 @@
 A hundred changes are drawn by seed over the rooms in which a silent mistake would be a wrong result. First, all tests
 run once on a copy of the tree that notes which of them run which of the changed places, in whatever process; then every
 change is made on a copy of its own, and the tests that run its place are run, the quickest first, until one fails. So a
-change costs seconds, where a whole suite for each would take days: that is why this is no existing tool.
+change costs seconds, where a whole suite for each would take days: that is why this is no existing tool. What the
+tests of a tree ran and every verdict are stored below `.nox/mutants/`, where an interrupted study resumes.
 
 A change that no test notices has survived: its place gets a test, or goes, or the page says why nothing differs.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -55,7 +57,8 @@ def pytest_runtest_logreport(report):
 """
 _CALL = f'__import__("{_PROBE}").hit'
 # A change may make a loop endless. Tests that took t seconds among others get this factor times t, and this much.
-_PATIENCE, _PATIENCE_S = 8, 180
+_PATIENCE, _PATIENCE_S = 3, 180
+_STORED = Path(".nox") / "mutants"
 
 
 @dataclass
@@ -99,10 +102,15 @@ def draw(root: Path, number: int, seed: int) -> list[tuple[Mutant, Mutation]]:
     ]
 
 
+def tracked(root: Path) -> list[str]:
+    """Return the files that git tracks."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True, text=True).stdout
+    return [*filter(None, names.split("\0"))]
+
+
 def copy_tree(root: Path, to: Path) -> Path:
     """Copy what git tracks, as it is now."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True, text=True).stdout
-    for name in filter(None, names.split("\0")):
+    for name in tracked(root):
         if (root / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(root / name, to / name)
@@ -135,8 +143,19 @@ def run_probed(root: Path, drawn: Sequence[tuple[Mutant, Mutation]], arguments: 
         (tree / path).write_bytes(probed((tree / path).read_bytes(), numbered, _CALL))
     hits, log = folder / "hits", folder / "ran"
     hits.touch()
-    print(run_tests(tree, ["-p", _PROBE, *arguments], {_HITS: str(hits), _RAN: str(log)}, None)[-2000:], flush=True)
+    said = run_tests(tree, ["-p", _PROBE, *arguments], {_HITS: str(hits), _RAN: str(log)}, None)[-2000:]
+    print(said, file=sys.stderr, flush=True)
     return read_ran(log, hits)
+
+
+def stored_in(root: Path, asked: Sequence[object]) -> Path:
+    """Return the folder for what is found out about this tree, as asked; made if it isn't there."""
+    digest = hashlib.sha256(repr(asked).encode())
+    for path in (root / name for name in sorted(tracked(root))):
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    folder = root / _STORED / digest.hexdigest()[:12]
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def read_ran(log: Path, hits: Path) -> Ran:
@@ -208,6 +227,20 @@ def judged(root: Path, drawn: Sequence[tuple[Mutant, Mutation]], ran: Ran, folde
         yield from pool.map(lambda pair: one(*pair), drawn)
 
 
+def judge_all(root: Path, drawn: Sequence[tuple[Mutant, Mutation]], ran: Ran, folder: Path, verdicts: Path) -> None:
+    """Judge those without a stored verdict, and store each."""
+    stored = {
+        row["number"]: row for row in map(json.loads, verdicts.read_text().splitlines() if verdicts.exists() else ())
+    }
+    for mutant, _ in drawn:
+        vars(mutant).update(stored.get(mutant.number, {}))
+    for mutant in judged(root, [pair for pair in drawn if not pair[0].verdict], ran, folder):
+        with verdicts.open("a") as file:
+            file.write(json.dumps(asdict(mutant)) + "\n")
+        where = f"{mutant.number} {mutant.path}:{mutant.line}"
+        print(where, mutant.verdict, mutant.by, file=sys.stderr, flush=True)
+
+
 def page(mutants: Sequence[Mutant], seed: int, minutes: float) -> str:
     """Return the page in Markdown."""
     count = Counter(mutant.verdict for mutant in mutants)
@@ -246,13 +279,14 @@ def main() -> None:
     root, began = Path.cwd(), time.monotonic()
     drawn = draw(root, options.number, options.seed)
     at_once = ["--dist=loadfile", "--no-loadscope-reorder", f"--numprocesses={(os.cpu_count() or 1) + 1}"]
+    stored = stored_in(root, (options.number, options.seed, options.tests))
+    known, verdicts = stored / "ran.json", stored / "verdicts.jsonl"
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
-        folder = Path(name)
-        ran = run_probed(root, drawn, [*at_once, *options.tests], folder)
-        for mutant in judged(root, drawn, ran, folder):
-            print(
-                f"{mutant.number} {mutant.path}:{mutant.line} {mutant.verdict} {mutant.by}", file=sys.stderr, flush=True
-            )
+        if not known.exists():
+            ran = run_probed(root, drawn, [*at_once, *options.tests], Path(name))
+            known.write_text(json.dumps([ran.seconds, [*ran.tests.items()]]))
+        seconds, tests = json.loads(known.read_text())
+        judge_all(root, drawn, Ran(seconds, dict(tests)), Path(name), verdicts)
     mutants = [mutant for mutant, _ in drawn]
     if options.out:
         options.out.write_text(json.dumps([asdict(mutant) for mutant in mutants], indent=1))

@@ -1,5 +1,11 @@
 """Changes of single operators and numbers: where they are, what they make, and that probes change nothing."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from reports.studies import mutants
 from reports.studies.mutations import mutations, probed
 
 SOURCE = b'''"""A module."""
@@ -42,3 +48,20 @@ def test_probes_tell_what_runs_and_change_no_result() -> None:
     assert {*hits} == {*range(len(mutations(SOURCE)))} - {
         index for index, each in enumerate(mutations(SOURCE)) if SOURCE[each.node_start : each.node_stop] == b"not most"
     }
+
+
+def test_a_study_resumes_after_its_last_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def judged(root: Path, drawn: Sequence[tuple[mutants.Mutant, object]], *_: object) -> list[mutants.Mutant]:
+        for mutant, _change in drawn[:2]:
+            asked.append(mutant.number)
+            mutant.verdict = "caught" if mutant.number % 2 else "survived"
+        return [mutant for mutant, _change in drawn[:2]]
+
+    monkeypatch.setattr(mutants, "judged", judged)
+    for found in (["survived", "caught", "", ""], ["survived", "caught", "survived", "caught"]):
+        drawn = [(mutants.Mutant(number, "a.py", 1, "a -> b"), SOURCE) for number in range(4)]
+        mutants.judge_all(tmp_path, drawn, mutants.Ran(), tmp_path, tmp_path / "verdicts")  # type: ignore[arg-type]
+        assert [mutant.verdict for mutant, _ in drawn] == found
+    assert asked == [0, 1, 2, 3]
