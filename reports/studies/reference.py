@@ -233,7 +233,9 @@ def cli_page() -> Iterator[str]:
     yield "What `pipebench COMMAND --help` says."
     yield from _paragraphs(cli.help or "")
     context = click.Context(cli, info_name="pipebench")
-    for name, command in sorted(cli.commands.items()):
+    for name in sorted(cli.list_commands(context)):  # each is imported when it is asked for
+        command = cli.get_command(context, name)
+        assert command is not None
         inside = click.Context(command, info_name=name, parent=context)
         yield f"## `pipebench {name}`"
         yield "```text\n" + " ".join(["pipebench", name, *command.collect_usage_pieces(inside)]) + "\n```"
