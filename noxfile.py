@@ -84,7 +84,7 @@ def package(session: nox.Session) -> None:
     session.install("build")
     built, elsewhere = session.create_tmp(), tempfile.mkdtemp(prefix="pipebench-package-")
     session.run("python", "-m", "build", "--outdir", built, silent=True)
-    (wheel,) = Path(built).glob("*.whl")
+    (wheel,) = Path(built).resolve().glob("*.whl")
     session.install("--force-reinstall", "--no-deps", str(wheel))
     session.install(f"pipebench @ {wheel.as_uri()}")  # what it requires, where that isn't there yet
     session.chdir(elsewhere)

@@ -32,8 +32,10 @@ Loss = Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor], int], torch.
 
 def newest_of_all(engine: VirtualEngine, stage: int) -> dict[str, torch.Tensor]:
     """Return the newest parameters of a stage, wherever layers are on their way."""
-    running = engine.workers[stage]._running[stage]
-    replicas = [part.replica for part in running._parts] if isinstance(running, MigratingReplica) else [running]
+    worker = engine.workers[stage]
+    running = worker._running[stage]
+    parts = running._parts if isinstance(running, MigratingReplica) else ()
+    replicas = [part.replica for part in parts] or [worker.replicas[stage]]
     return {n: p for r in replicas for n, p in zip(r.weights.names, r.weights.newest.parameters, strict=True)}
 
 

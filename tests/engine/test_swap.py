@@ -180,7 +180,7 @@ def test_what_is_overwritten_before_it_is_copied_is_refused() -> None:
         forward(replica, layer, values)
         with torch.no_grad():
             values.mul_(2.0)
-        use = partial(replica.swap_out, 0) if swaps else partial(replica.backward, 0, [])
+        use = partial(replica.swap_out, 0) if swaps else partial(replica.backward, 0, {})
         with pytest.raises(GraphError, match=r"shape \(5, 6\) and type torch.float64 .* was overwritten 1 times since"):
             use()
 
