@@ -12,7 +12,7 @@ ROOT = Path(pipebench.__file__).parent
 # From top to bottom; a room imports those below it, and the root, which imports nothing of the package. Extensions are
 # above all: no module of the core imports one, a table of their names loads them.
 ROOMS = (
-    "extensions", "cli", "report", "run", "show", "tracking", "train", "search", "distributed", "engine", "planner",
+    "extensions", "cli", "report", "run", "show", "tracking", "train", "distributed", "engine", "planner",
     "simulate", "checkpoint", "profile", "model", "recipe", "schedule", "root",
 )  # fmt: skip
 MODULES = {

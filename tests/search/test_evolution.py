@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from pipebench.recipe.schema import OLDEST, WORST
-from pipebench.search.evolution import Evolution, Rules
+from pipebench.extensions.search.evolution import Evolution, Rules
+from pipebench.extensions.search.recipe import OLDEST, WORST
 from tests.oracles.evolution import evolve
 
 RULES = Rules(

@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pipebench.recipe.search_trace import VERSION, SearchFile, Trained
-from pipebench.search.architectures import Architectures
-from pipebench.search.strategy import Individual, SearchStrategy
-
-FILE_NAME = "search.json"
+from pipebench.extensions.search.architectures import Architectures
+from pipebench.extensions.search.strategy import Individual, SearchStrategy
+from pipebench.extensions.search.trace_file import VERSION, SearchFile, Trained
 
 
 class IndividualStart(NamedTuple):
