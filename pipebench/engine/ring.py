@@ -40,11 +40,11 @@ def all_reduce(buffers: Sequence[torch.Tensor], servers: Groups, count: Count) -
     `servers` lists the members of each; with a single server this is the ring. `count` is called for every chunk sent.
     """
 
-    def told(ring: Sequence[int]) -> Count:
+    def counter_of(ring: Sequence[int]) -> Count:
         return lambda sender, receiver, num_bytes: count(ring[sender], ring[receiver], num_bytes)
 
-    sums = [ring_all_reduce([buffers[member] for member in server], told(server)) for server in servers]
-    return ring_all_reduce(sums, told([server[0] for server in servers]))
+    sums = [ring_all_reduce([buffers[member] for member in server], counter_of(server)) for server in servers]
+    return ring_all_reduce(sums, counter_of([server[0] for server in servers]))
 
 
 def server_sum(buffers: Sequence[torch.Tensor], count: Count) -> torch.Tensor:

@@ -171,7 +171,7 @@ class Network:
         """Copy between a worker's device and its host, at the rate that messages leave; `done` runs at its end."""
         flow = YieldingFlow(num_bytes, ((self.port((_LANE, self.devices[worker], out)), 1.0),))
         self.sharing.start(flow, now_s)
-        self.sharing.tell(flow, done, now_s)
+        self.sharing.notify(flow, done, now_s)
 
     def copied(self, copy: Transfer) -> None:
         """Count a copy that has ended, and report it."""
@@ -207,7 +207,7 @@ class Network:
         for part in parts:
             flow = Flow(part.share * begun.num_bytes, part.uses, part.latency_s, part.cap)
             self.sharing.start(flow, now_s)
-            self.sharing.tell(flow, partial(self._go_on, begun), now_s)
+            self.sharing.notify(flow, partial(self._go_on, begun), now_s)
 
     def _end(self, ended: _Sum, now_s: float) -> None:
         group = ended.group

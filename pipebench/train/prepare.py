@@ -35,7 +35,7 @@ from pipebench.train.largest import with_largest_update
 from pipebench.train.learning_rate import learning_rate
 from pipebench.train.moves import check_copies, planned_moves
 from pipebench.train.periods import Periods
-from pipebench.train.plan import ANEW, choose_plan, kept_plan
+from pipebench.train.plan import ANEW, choose_plan, recorded_plan
 from pipebench.train.profiled_model import ProfiledModel, input_bytes, profile_model
 from pipebench.train.request import plan_request, samplers
 from zoo.registry import Dataset
@@ -77,7 +77,7 @@ def prepare(
         plan = choose_plan(recipe, cluster, graph, known.profile, dataset)
     else:
         asked, streams = recipe.parallelism, samplers(recipe.train, dataset)[0].streams
-        plan = kept_plan(kept.plan, kept.source, asked, cluster.num_workers, graph, streams)
+        plan = recorded_plan(kept.plan, kept.source, asked, cluster.num_workers, graph, streams)
     if measure_again is not None:
         whole = replace(whole, profile=measure_again(whole, whole.profile))
         known, extensions = _extended(recipe, cluster, whole, parts)

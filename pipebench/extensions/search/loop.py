@@ -31,13 +31,13 @@ class SearchLoop(LoopExtension):
         """Go on with the individual that follows these scores."""
         for index, point in enumerate(points):
             done = min((index + 1) * self._periods.evaluation, self._periods.total)
-            self._search.tell(point["metrics"], IndividualStart(done, point["samples"], point["clock_s"]))
+            self._search.add_score(point["metrics"], IndividualStart(done, point["samples"], point["clock_s"]))
         self._take_up()
 
     def evaluated(self, point: Point, done: int, *, ends: bool) -> None:
         """Score the current individual; begin with the next one if it's due."""
         before = self._search.current.number
-        self._search.tell(point.metrics, IndividualStart(done, point.samples, point.clock_s))
+        self._search.add_score(point.metrics, IndividualStart(done, point.samples, point.clock_s))
         if not ends and self._search.current.number > before:
             with self._clock.spending("training_s"):
                 self._take_up()

@@ -28,9 +28,9 @@ class Search:
         """The individual in training."""
         return self._strategy.current
 
-    def tell(self, metrics: Mapping[str, float], now: IndividualStart) -> None:
+    def add_score(self, metrics: Mapping[str, float], now: IndividualStart) -> None:
         """Score the current individual by an evaluation's metrics."""
-        self._strategy.tell(float(metrics[self._metric]), now.minibatch)
+        self._strategy.add_score(float(metrics[self._metric]), now.minibatch)
         if len(self._strategy.individuals) > len(self._begun):
             self._begun.append(now)
 
