@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
@@ -184,6 +185,13 @@ def loaded_by(recipe: str, *words: str, runs: str = SIMULATED) -> set[str]:
 def test_a_run_without_an_extension_loads_none_of_its_modules(runs: str) -> None:
     kind = "simulated" if runs == SIMULATED else "virtual"
     assert loaded_by("quickstart/dp", *SMALL, f"engine.kind={kind}", runs=runs) == set()
+
+
+def test_a_resolved_recipe_whose_sections_are_null_loads_none_either(tmp_path: Path) -> None:
+    path = tmp_path / "resolved.yaml"
+    path.write_text(f"# as a run records it\n{json.dumps(dict(load('quickstart/dp', [*DP]).plain))}")
+    assert '"search": null' in path.read_text()
+    assert loaded_by(str(path), *SMALL, "engine.kind=simulated") == set()
 
 
 def test_a_run_loads_what_it_needs_of_an_extension_and_a_simulation_no_server() -> None:

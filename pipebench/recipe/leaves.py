@@ -149,7 +149,9 @@ class Leaves:
     def _flatten(self, data: Mapping[Any, Any], section: type, prefix: Key, file: str) -> Iterator[tuple[Key, Any]]:
         expected = types_of(section)
         for name, value in data.items():
-            if name in expected:
+            if value is None and not prefix and name in with_section():
+                yield (name,), None  # without looking up, and so importing, the section
+            elif name in expected:
                 yield from self._value((*prefix, name), value, expected[name], file)
             elif prefix in TARGETED and isinstance(name, str) and _OPTION.fullmatch(name):
                 yield from self._value((*prefix, ARGUMENTS, name), value, Any, file)  # faulty unless for a target
