@@ -6,13 +6,19 @@ it. A recipe enables an extension by the section of its name, or by the `sync` t
 | hook | used by | what it is |
 | --- | --- | --- |
 | `section` | `recipe/leaves.py` | a dataclass: the keys of a recipe's section of the extension's name |
+| `choices`, `ranges` | `recipe/draft.py` | what its keys may be, as in `recipe/ranges.py` |
+| `paths` | `recipe/load.py` | its keys that may name a file beside the recipe |
 | `rules` | `recipe/draft.py` | pairs of keys and a function of their values, as `draft.rule` takes them |
 | `settings` | `train/prepare.py` | returns a recipe's entry in `Pipeline.extensions`; by default the section |
+| `prepare` | `train/prepare.py` | a subclass of `JobExtension`: the model that a run begins with, and what it becomes |
 | `program` | `schedule/programs.py` | `ProgramHook`: returns a worker's list, given the core's |
 | `play` | `simulate/simulation.py` | a subclass of `SimulationExtension`: how instructions begin, and their times |
 | `memory` | `simulate/memory_meter.py` | a subclass of `MemoryExtension`: memory of workers |
+| `replica` | `engine/replicas.py` | a subclass of `Replica`, which runs stages in its place |
 | `worker` | `engine/worker.py` | a subclass of `WorkerExtension`: how instructions are executed |
 | `in_process`, `processes` | the engines' collectives | a subclass of `EngineExtension`: segments, drains, counts |
+| `loop` | `train/loop.py` | a subclass of `LoopExtension`: what follows from evaluations |
+| `simulate` | `train/engines.py` | simulates a run, in place of an epoch; the first one's does |
 | `rows` | `metrics.py` | rows of the list of metrics |
 | `metrics`, `result` | `train/metrics.py`, `train/loop.py` | returns metrics, or fields of the result, of the counts |
 | `record` | `run/drawings.py` | keeps artifacts |
@@ -24,6 +30,7 @@ from importlib import import_module
 from typing import Any
 
 _ASYNCHRONOUS = "pipebench.extensions.asynchronous"
+_SEARCH = "pipebench.extensions.search"
 
 # Module and name of every extension's hooks.
 EXTENSIONS: dict[str, dict[str, str]] = {
@@ -39,6 +46,17 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "metrics": f"{_ASYNCHRONOUS}.pushes:metrics",
         "result": f"{_ASYNCHRONOUS}.pushes:fields",
         "record": f"{_ASYNCHRONOUS}.record:record",
+    },
+    "search": {
+        "section": f"{_SEARCH}.recipe:SearchRecipe",
+        "choices": f"{_SEARCH}.recipe:CHOICES",
+        "ranges": f"{_SEARCH}.recipe:RANGES",
+        "paths": f"{_SEARCH}.recipe:PATHS",
+        "rules": f"{_SEARCH}.recipe:RULES",
+        "prepare": f"{_SEARCH}.setup:SearchSetup",
+        "loop": f"{_SEARCH}.loop:SearchLoop",
+        "simulate": f"{_SEARCH}.simulated:simulate_search",
+        "record": f"{_SEARCH}.record:record",
     },
 }
 

@@ -111,7 +111,7 @@ def read(kind: type[T], source: str | bytes | dict[str, Any] | list[Any], where:
     try:
         found: T = _reader(cast("Any", kind)).validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:
-        raise JsonError(*_told(error.errors(include_url=False), where)) from None
+        raise JsonError(*_problems(error.errors(include_url=False), where)) from None
     return found
 
 
@@ -164,11 +164,11 @@ def _saying(allowed: str, schema: Any) -> Any:
     return core_schema.custom_error_schema(schema, custom_error_type="allowed", custom_error_message=allowed)
 
 
-def _told(faults: "list[ErrorDetails]", where: str) -> list[tuple[str, str]]:
+def _problems(faults: "list[ErrorDetails]", where: str) -> list[tuple[str, str]]:
     """Return place and end of a sentence per fault; unknown names first, since they explain missing ones."""
     unknown = ("unexpected_keyword_argument", "extra_forbidden")
     missing = [str(each["loc"][-1]) for each in faults if each["type"] == "missing"]
-    told: list[tuple[str, str]] = []
+    problems: list[tuple[str, str]] = []
     meant: set[tuple[str, str]] = set()
     for fault in sorted(faults, key=lambda each: each["type"] not in unknown)[:_MOST_FAULTS]:
         at, text = _one(fault, where)
@@ -177,9 +177,9 @@ def _told(faults: "list[ErrorDetails]", where: str) -> list[tuple[str, str]]:
             text = f"unknown key {shown(name)}{nearest(name, missing)}"
             meant.add((at, text.rpartition("did you mean ")[2]))
         if (at, f"{text.removesuffix(' is missing')}?") not in meant:
-            told.append((at, text))
+            problems.append((at, text))
     more = len(faults) - _MOST_FAULTS
-    return [*told, ("", f"there are {more} more faults")] if more > 0 else told
+    return [*problems, ("", f"there are {more} more faults")] if more > 0 else problems
 
 
 def _one(fault: "ErrorDetails", where: str) -> tuple[str, str]:

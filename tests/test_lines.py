@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from pipebench.errors import Fault, RecipeError
+from pipebench.extensions.search.trace_file import load_trace
 from pipebench.lines import LinedFile
 from pipebench.recipe.load import load
-from pipebench.recipe.search_trace import load_trace
 
 RECIPE = """\
 extends: base.yaml

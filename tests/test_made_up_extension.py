@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
@@ -159,24 +160,49 @@ def test_a_checkpoint_keeps_what_it_has_counted() -> None:
     assert sum(again.facts()["extensions"]["clamp"]) == sum(engine.facts()["extensions"]["clamp"]) > 0
 
 
-def loaded_by(*words: str) -> list[str]:
-    """Return the extensions' modules that a command has loaded."""
+SIMULATED = "from pipebench.train.engines import simulate; simulate(job)"
+TRAINED = """
+from pipebench.show.progress import Silent
+from pipebench.train.engines import on_virtual_clock
+from pipebench.train.loop import TrainingLoop
+TrainingLoop(job, on_virtual_clock(job), Silent(), print).run()
+"""
+SMALL = (*DP, "engine.timing=analytic", "dataset.num_train=64", "train.max_epochs=1")
+
+
+def loaded_by(recipe: str, *words: str, runs: str = SIMULATED) -> set[str]:
+    """Return the extensions' modules that a run has loaded."""
     script = (
         "import sys; from pipebench.recipe.load import load; from pipebench.train.prepare import prepare\n"
-        "from pipebench.train.engines import simulate\n"
-        f"loaded = load('quickstart/dp', {[*DP, 'engine.kind=simulated', *words]!r})\n"
-        "job = prepare(loaded.recipe, loaded.cluster); simulate(job)\n"
-        "print(*(name for name in sys.modules if name.startswith('pipebench.extensions')))"
+        f"loaded = load({recipe!r}, {[*words]!r}); job = prepare(loaded.recipe, loaded.cluster)\n{runs}\n"
+        "print(); print(*(name for name in sys.modules if name.startswith('pipebench.extensions')))"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return found.stdout.split()
+    return {*found.stdout.splitlines()[-1].split()}
 
 
-def test_a_run_without_an_extension_loads_none_of_its_modules() -> None:
-    assert loaded_by() == []
+@pytest.mark.parametrize("runs", [SIMULATED, TRAINED], ids=["simulated", "trained"])
+def test_a_run_without_an_extension_loads_none_of_its_modules(runs: str) -> None:
+    kind = "simulated" if runs == SIMULATED else "virtual"
+    assert loaded_by("quickstart/dp", *SMALL, f"engine.kind={kind}", runs=runs) == set()
+
+
+def test_a_resolved_recipe_whose_sections_are_null_loads_none_either(tmp_path: Path) -> None:
+    path = tmp_path / "resolved.yaml"
+    path.write_text(f"# as a run records it\n{json.dumps(dict(load('quickstart/dp', [*DP]).plain))}")
+    assert '"search": null' in path.read_text()
+    assert loaded_by(str(path), *SMALL, "engine.kind=simulated") == set()
 
 
 def test_a_run_loads_what_it_needs_of_an_extension_and_a_simulation_no_server() -> None:
-    names = {name.rpartition(".")[2] for name in loaded_by("parallelism.mode=dp-asp")}
+    found = loaded_by("quickstart/dp", *DP, "engine.kind=simulated", "parallelism.mode=dp-asp")
+    names = {name.rpartition(".")[2] for name in found}
     assert names >= {"asynchronous", "program", "play"}
-    assert not names & {"server", "processes", "record"}
+    assert not names & {"server", "processes", "record", "search"}
+
+
+def test_a_search_loads_no_other_extension_and_its_simulation_neither_loop_nor_pictures() -> None:
+    found = loaded_by("search/trace", "engine.kind=simulated", "engine.timing=analytic")
+    names = {name.rpartition(".")[2] for name in found}
+    assert names >= {"search", "setup", "simulated"}
+    assert not names & {"asynchronous", "loop", "record"}

@@ -10,13 +10,16 @@ import click
 import pytest
 
 from pipebench.cli.main import cli
+from pipebench.hooks import with_section
 from pipebench.metrics import METRICS, STAGE_METRICS
 from pipebench.recipe.cluster_files import KEYS, LEVEL_KEYS
-from pipebench.recipe.schema import Recipe
+from pipebench.recipe.leaves import recipe_with
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.operations import OPERATIONS
 from reports.studies.reference import FOLDER, documented, pages
 from zoo import DATASETS, MODELS
+
+RECIPE = recipe_with(tuple((name, True) for name in with_section()))
 
 
 def page(name: str) -> str:
@@ -32,7 +35,7 @@ def test_every_page_of_the_folder_is_written_or_by_hand() -> None:
     assert {path.name for path in FOLDER.iterdir()} == {*pages(), "api.md"}
 
 
-def keys(section: type = Recipe, prefix: str = "") -> Iterator[str]:
+def keys(section: type = RECIPE, prefix: str = "") -> Iterator[str]:
     """Yield the full name of every key of the schema."""
     for name, hint in typing.get_type_hints(section).items():
         if name not in {each.name for each in fields(section)}:

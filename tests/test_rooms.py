@@ -12,7 +12,7 @@ ROOT = Path(pipebench.__file__).parent
 # From top to bottom; a room imports those below it, and the root, which imports nothing of the package. Extensions are
 # above all: no module of the core imports one, a table of their names loads them.
 ROOMS = (
-    "extensions", "cli", "report", "run", "show", "tracking", "train", "search", "distributed", "engine", "planner",
+    "extensions", "cli", "report", "run", "show", "tracking", "train", "distributed", "engine", "planner",
     "simulate", "checkpoint", "profile", "model", "recipe", "schedule", "root",
 )  # fmt: skip
 MODULES = {
@@ -115,9 +115,9 @@ def test_the_zoo_needs_of_the_package_only_how_files_are_written() -> None:
 
 
 # How many there are at most. A change that makes one fewer lowers the number; none raises it.
-PAIRS_OF_ROOMS = 81
+PAIRS_OF_ROOMS = 75
 IMPORTS_INSIDE_FUNCTIONS = 59
-LONG_FUNCTIONS, LONG_LISTS_OF_PARAMETERS, LARGE_CLASSES = 7, 23, 8
+LONG_FUNCTIONS, LONG_LISTS_OF_PARAMETERS, LARGE_CLASSES = 7, 23, 7
 MOST_LINES, MOST_PARAMETERS, MOST_METHODS = 40, 6, 20
 
 

@@ -37,7 +37,7 @@ from pipebench.show.plan_report import print_modes, print_plan
 from pipebench.show.plans_report import plans_json, print_plans
 from pipebench.show.progress import preparing, searching
 from pipebench.show.terminal import standard_error, standard_output
-from pipebench.train.known import ToPlan, to_plan
+from pipebench.train.profile_cache import ToPlan, to_plan
 from pipebench.train.request import plan_request
 
 _DIFFERS = 1.1  # predictions above this many times the bottleneck are explained

@@ -22,7 +22,7 @@ class Accumulation:
     def __init__(self, num_parameters: int) -> None:
         # Sums in the order of the parameters; None without a gradient
         self.gradients: list[torch.Tensor | None] = [None] * num_parameters
-        self._tellers: WeakKeyDictionary[Version, _Teller] = WeakKeyDictionary()
+        self._hooks: WeakKeyDictionary[Version, _GradientHooks] = WeakKeyDictionary()
 
     @property
     def num_bytes(self) -> int:
@@ -43,28 +43,28 @@ class Accumulation:
         for parameter, total in zip(parameters, self.gradients, strict=True):
             parameter.grad = total
         self.clear()
-        teller = self._tellers.get(version)
-        if teller is None and on_gradient is not None:
-            teller = self._tellers[version] = _Teller(version)
-        if teller is not None:
-            teller.on_gradient = on_gradient
+        hooks = self._hooks.get(version)
+        if hooks is None and on_gradient is not None:
+            hooks = self._hooks[version] = _GradientHooks(version)
+        if hooks is not None:
+            hooks.on_gradient = on_gradient
         yield
-        if teller is not None:
-            teller.on_gradient = None
+        if hooks is not None:
+            hooks.on_gradient = None
         self.gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
 
 
-class _Teller:
+class _GradientHooks:
     """Hooks on a version's parameters, kept because creating them for every backward takes as long as calling them."""
 
     def __init__(self, version: Version) -> None:
         self.on_gradient: OnGradient | None = None  # the receiver, or None
         for index, parameter in enumerate(version.parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._tell, index))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(self._completed, index))  # type: ignore[no-untyped-call]
 
-    def _tell(self, index: int, parameter: torch.Tensor) -> None:
+    def _completed(self, index: int, parameter: torch.Tensor) -> None:
         if self.on_gradient is not None:
             gradient = parameter.grad
             assert gradient is not None

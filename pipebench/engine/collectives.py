@@ -10,10 +10,10 @@ import torch
 
 from pipebench.engine.clipping import norm_of
 from pipebench.engine.protocols import EngineExtension
-from pipebench.engine.ring import all_reduce, of_one_type, server_sum
+from pipebench.engine.ring import SUMS, all_reduce, of_one_type
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
-from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
+from pipebench.schedule.syncs import SYNCS
 from pipebench.simulate.timeline import CONTROL
 
 
@@ -102,10 +102,7 @@ class InProcessCollectives:
                 torch.cat([(like[i].detach() * 0 if m[i] is None else m[i]).reshape(-1) for i in indices])  # type: ignore[union-attr]
                 for m in members
             ]
-            if sync.way == ALL_REDUCE:
-                total = self.all_reduce(sync.kind, ring, flats)
-            else:
-                total = server_sum(flats, self._counter(sync.kind, ring))
+            total = SUMS[sync.way](flats, self.setup.servers(ring), self._counter(sync.kind, ring))
             pieces = torch.split(total, [like[i].numel() for i in indices])
             for i, piece in zip(indices, pieces, strict=True):
                 result[i] = None if all(m[i] is None for m in members) else piece.view(like[i].shape)

@@ -22,4 +22,5 @@ def make_replica(setup: Setup, stage: int, cut: Stage) -> Replica:
         gamma=setup.gamma(stage),
         loss_scale=setup.loss_scale,
     )
-    return Replica(cut, setup.make_optimizer, device=setup.device, seed=setup.seed, rules=rules)
+    kind: type[Replica] = next(iter(setup.pipeline.hooks("replica").values()), Replica)
+    return kind(cut, setup.make_optimizer, device=setup.device, seed=setup.seed, rules=rules)

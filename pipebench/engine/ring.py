@@ -1,10 +1,14 @@
 """Sums over the replicas of a stage, in a ring or by servers, chunk by chunk in one process."""
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 
+from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
+
 Count = Callable[[int, int, int], None]  # sender index, receiver index, bytes
+Groups = Sequence[Sequence[int]]  # members that sum first, see `Cluster.servers`
 
 
 def ring_all_reduce(buffers: Sequence[torch.Tensor], count: Count) -> torch.Tensor:
@@ -30,17 +34,17 @@ def ring_all_reduce(buffers: Sequence[torch.Tensor], count: Count) -> torch.Tens
     return total
 
 
-def all_reduce(buffers: Sequence[torch.Tensor], servers: Sequence[Sequence[int]], count: Count) -> torch.Tensor:
+def all_reduce(buffers: Sequence[torch.Tensor], servers: Groups, count: Count) -> torch.Tensor:
     """Return the sum of one-dimensional buffers of one size: in a ring inside every server, then in a ring among them.
 
     `servers` lists the members of each; with a single server this is the ring. `count` is called for every chunk sent.
     """
 
-    def told(ring: Sequence[int]) -> Count:
+    def counter_of(ring: Sequence[int]) -> Count:
         return lambda sender, receiver, num_bytes: count(ring[sender], ring[receiver], num_bytes)
 
-    sums = [ring_all_reduce([buffers[member] for member in server], told(server)) for server in servers]
-    return ring_all_reduce(sums, told([server[0] for server in servers]))
+    sums = [ring_all_reduce([buffers[member] for member in server], counter_of(server)) for server in servers]
+    return ring_all_reduce(sums, counter_of([server[0] for server in servers]))
 
 
 def server_sum(buffers: Sequence[torch.Tensor], count: Count) -> torch.Tensor:
@@ -70,3 +74,10 @@ def of_one_type(bucket: Sequence[int], like: Sequence[torch.Tensor]) -> list[lis
     for index in bucket:
         by_type.setdefault(like[index].dtype, []).append(index)
     return list(by_type.values())
+
+
+# By way, as in `syncs.Sync`; `simulate/sums.py` says what each sends, and when.
+SUMS: Final[dict[str, Callable[[Sequence[torch.Tensor], Groups, Count], torch.Tensor]]] = {
+    ALL_REDUCE: all_reduce,
+    PARAMETER_SERVER: lambda buffers, _, count: server_sum(buffers, count),
+}

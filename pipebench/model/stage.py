@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pipebench.model.cells import idle_tensors
 from pipebench.model.evaluation import plan_evaluation
 from pipebench.model.folding import POLICY, fold
 from pipebench.model.graph import Layer, LayerGraph, Rounding, carries_state, is_inplace, overwritten_buffer
+from pipebench.model.idle import idle_tensors
 from pipebench.model.plan import Plan
 from pipebench.model.recompute import Recomputed
 from pipebench.model.sampling import mix, name_hash, seed_default_generator

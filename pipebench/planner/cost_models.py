@@ -203,6 +203,11 @@ class CostModel(ABC):
         return replace(cluster, levels=tuple(map(_plain, cluster.levels)))
 
 
+def ring_s(level: Level, num_bytes: int, size: int) -> float:
+    """Return the seconds of a ring all-reduce of `size` members over a level, with its links to itself."""
+    return 2 * (size - 1) * (num_bytes / size / level.sum_bytes_per_s + level.latency_s)
+
+
 def _plain(level: Level) -> Level:
     """Return a level at its full rate without latency and copies, as in the published formulas."""
     return replace(level, latency_s=0.0, efficiency=1.0, host_copy_bytes_per_s=None)

@@ -25,6 +25,7 @@ import numpy as np
 
 from pipebench.cluster import Level
 from pipebench.model.plan import Plan, StagePlan
+from pipebench.planner.cost_models import ring_s
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.loops import round_trips_s, warmups
@@ -142,16 +143,13 @@ class Floors:
 
     def _ring_s(self, devices: tuple[int, ...] | None, replicas: int, num_bytes: int) -> float:
         """Return the seconds of an uncontended ring all-reduce; without devices, over the fastest possible links."""
-        part = num_bytes / replicas
         if devices is None:  # some link is of a level that has room for all replicas
             counts = itertools.accumulate((level.count for level in self._cluster.levels), operator.mul)
             rooms = [level for level, count in zip(self._cluster.levels, counts, strict=True) if count >= replicas]
-            step_s = min(part / level.sum_bytes_per_s + level.latency_s for level in rooms)
-        else:
-            ring = sorted(devices)
-            levels = {self._level(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)}
-            step_s = max(part / level.sum_bytes_per_s + level.latency_s for level in levels)
-        return 2 * (replicas - 1) * step_s
+            return min(ring_s(level, num_bytes, replicas) for level in rooms)
+        ring = sorted(devices)
+        levels = {self._level(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)}
+        return max(ring_s(level, num_bytes, replicas) for level in levels)
 
     def _rounds_s(self, sketch: Sketch, rounds: Sequence[float]) -> float:
         loads = (self._stage(start, stop).load_s[self._size] for start, stop, _ in sketch.stages)

@@ -5,6 +5,7 @@ A rule names the keys it reads and is skipped if one of them is faulty, so each 
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -74,16 +75,16 @@ def rule(*keys: str) -> Callable[[Callable[..., Problems]], Callable[..., Proble
 
 def check(draft: Draft) -> None:
     """Run every rule; faults go to `draft.leaves`."""
-    for key, names in CHOICES.items():
+    on = turned_on(draft.get)
+    for key, names in chain(CHOICES.items(), *(each.items() for each in hooks("choices", on).values())):
         value = draft.get(key)
         if value is not UNUSABLE and value is not None and value not in names:
             draft.fault(key, choice(str(value)[:60], names))
-    for key, (is_allowed, words) in RANGES.items():
+    for key, (is_allowed, words) in chain(RANGES.items(), *(each.items() for each in hooks("ranges", on).values())):
         value = draft.get(key)
         if value is not UNUSABLE and value is not None and not is_allowed(value):
             draft.fault(key, f"got {shown(value)}, allowed is {words}")
-    of_extensions = (each for rules in hooks("rules", turned_on(draft.get)).values() for each in rules)
-    for keys, rule_function in (*RULES, *of_extensions):
+    for keys, rule_function in chain(RULES, *hooks("rules", on).values()):
         values = [draft if key == "@draft" else draft.get(key) for key in keys]
         if not any(value is UNUSABLE for value in values):
             for key, problem in rule_function(*values):
@@ -95,4 +96,4 @@ def turned_on(get: Callable[[str], Any]) -> list[str]:
     mode, given = get("parallelism.mode"), get("parallelism.sync")
     sync = MODES[mode].sync if given is None and mode in MODES else given
     needed = SYNCS[sync].extension if isinstance(sync, str) and sync in SYNCS else ""
-    return [name for name in EXTENSIONS if name == needed or get(name) not in (None, UNUSABLE)]
+    return [name for name in EXTENSIONS if name == needed or get(name) is not None]

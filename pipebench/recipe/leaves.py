@@ -77,10 +77,10 @@ class _WithExtensions(dict[str, Any]):
 
 
 @functools.cache
-def recipe_with(extensions: tuple[str, ...]) -> type[Recipe]:
-    """Return the recipe class with the sections of these extensions."""
-    sections = [(name, types_of(Recipe)[name], None) for name in extensions]
-    return make_dataclass(Recipe.__name__, sections, bases=(Recipe,), frozen=True) if sections else Recipe
+def recipe_with(sections: tuple[tuple[str, bool], ...]) -> type[Recipe]:
+    """Return the recipe class with extensions' sections, each with whether it may be anything but null."""
+    made = [(name, types_of(Recipe)[name] if on else None, None) for name, on in sections]
+    return make_dataclass(Recipe.__name__, made, bases=(Recipe,), namespace={"__doc__": Recipe.__doc__}, frozen=True)
 
 
 def expected_type(key: Key) -> Any:
@@ -149,7 +149,9 @@ class Leaves:
     def _flatten(self, data: Mapping[Any, Any], section: type, prefix: Key, file: str) -> Iterator[tuple[Key, Any]]:
         expected = types_of(section)
         for name, value in data.items():
-            if name in expected:
+            if value is None and not prefix and name in with_section():
+                yield (name,), None  # without looking up, and so importing, the section
+            elif name in expected:
                 yield from self._value((*prefix, name), value, expected[name], file)
             elif prefix in TARGETED and isinstance(name, str) and _OPTION.fullmatch(name):
                 yield from self._value((*prefix, ARGUMENTS, name), value, Any, file)  # faulty unless for a target
@@ -285,4 +287,4 @@ def _as_text(written: str, value: Any, key: Key) -> Any:
 
 def defaults(section: type = Recipe) -> dict[str, Any]:
     """Return the schema's defaults as nested plain data; `???` where a value is required."""
-    return asdict(section())
+    return asdict(section()) | dict.fromkeys(with_section() if section is Recipe else ())

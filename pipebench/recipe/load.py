@@ -18,10 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.cluster import Cluster
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
-from pipebench.hooks import with_section
+from pipebench.hooks import hooks, with_section
 from pipebench.recipe import (  # noqa: F401 # for the rules that they register
     rules_named,
-    rules_search,
     rules_training,
     rules_vpipe,
     rules_zoo,
@@ -235,7 +234,7 @@ def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:
     if ("parallelism", "microbatches") not in leaves.found:
         resolved["parallelism"]["microbatches"] = _default_microbatches(draft)
     fill(resolved)
-    recipe = _build(recipe_with(tuple(name for name in with_section() if name in resolved)), resolved)
+    recipe = _build(recipe_with(tuple((name, resolved[name] is not None) for name in with_section())), resolved)
     plain = _kept_expressions(recipe, given, leaves.found)
     return LoadedRecipe(
         recipe=recipe,
@@ -339,8 +338,10 @@ def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], lis
 
 def _anchor_paths(resolved: dict[str, Any], found: Mapping[Key, Leaf]) -> None:
     """Make paths relative to their recipe's folder absolute, so that they are valid in any working directory."""
-    named = (("parallelism", *name) for name in (("plan",), ("order",), ("push_order",), ("vpipe", "moves")))
-    for key in (("cluster", "name"), ("engine", "timing"), ("model", "profile"), ("search", "trace"), *named):
+    named = [("parallelism", *name) for name in (("plan",), ("order",), ("push_order",), ("vpipe", "moves"))]
+    extended = hooks("paths", [name for name in with_section() if resolved[name] is not None])
+    named += (path for paths in extended.values() for path in paths)
+    for key in (("cluster", "name"), ("engine", "timing"), ("model", "profile"), *named):
         leaf, section = found.get(key), resolved
         for part in key[:-1]:
             inner = section.get(part)

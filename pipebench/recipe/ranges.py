@@ -23,24 +23,19 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallelism.weights": tuple(WEIGHT_POLICIES),
     "parallelism.sync": tuple(SYNCS),
     "engine.kind": tuple(ENGINES),
-    "search.removes": ("oldest", "worst"),  # as in recipe.schema, which takes OmegaConf to load
     "engine.device": ("auto", "cpu", "cuda"),
 }
 
 TIMINGS = ("auto", "measured", "analytic")  # or the path of a profile file
-_COUNT = (_within(1, 2**31), "a whole number of at least 1, at most 2147483648")
+COUNT = (_within(1, 2**31), "a whole number of at least 1, at most 2147483648")
+FROM_ZERO = (_within(0, 2**31), "a whole number from 0 on")
 _WEEK_S = 604_800.0  # sockets and timers refuse centuries
 _LIMIT = "a number of seconds from 0.1 to 604800, a week"
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "train.seed": (_within(0, 2**63 - 1), "a whole number from 0 on"),
-    "train.minibatch_size": _COUNT,
-    "train.streams": _COUNT,
-    "train.max_epochs": _COUNT,
-    "search.population": _COUNT,
-    "search.tournament": _COUNT,
-    "search.mutations": _COUNT,
-    "search.smallest": (_within(0, 2**31), "a whole number from 0 on"),
-    "search.hurdles": (_within(0, 2**31), "a whole number from 0 on"),
+    "train.minibatch_size": COUNT,
+    "train.streams": COUNT,
+    "train.max_epochs": COUNT,
     "train.optimizer.lr": (lambda lr: 0 < lr <= 1e6, "a number above 0, at most 1e6"),
     "train.optimizer.momentum": (lambda momentum: 0 <= momentum < 1, "a number from 0 to below 1"),
     "train.optimizer.weight_decay": (_within(0, 1e6), "a number of at least 0, at most 1e6"),
@@ -54,23 +49,23 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "train.schedule.factor": (lambda factor: factor > 0, "a number above 0"),
     "train.schedule.power": (lambda power: power > 0, "a number above 0"),
     "train.schedule.warmup_epochs": (lambda epochs: epochs >= 0, "a number of at least 0"),
-    "train.schedule.step_every.epochs": _COUNT,
-    "train.schedule.step_every.minibatches": _COUNT,
+    "train.schedule.step_every.epochs": COUNT,
+    "train.schedule.step_every.minibatches": COUNT,
     "train.loss_scale.initial": (lambda scale: 0 < scale <= 2.0**32, "a number above 0, at most 2^32"),
     "train.loss_scale.growth": (_within(1, 2**16), "a number from 1 to 65536"),
     "train.loss_scale.backoff": (lambda factor: 0 < factor < 1, "a number above 0 and below 1"),
-    "train.loss_scale.growth_interval": _COUNT,
-    "train.evaluate_every.epochs": _COUNT,
-    "train.evaluate_every.minibatches": _COUNT,
-    "train.checkpoint_every.epochs": _COUNT,
-    "train.checkpoint_every.minibatches": _COUNT,
+    "train.loss_scale.growth_interval": COUNT,
+    "train.evaluate_every.epochs": COUNT,
+    "train.evaluate_every.minibatches": COUNT,
+    "train.checkpoint_every.epochs": COUNT,
+    "train.checkpoint_every.minibatches": COUNT,
     "engine.max_restarts": (_within(0, 2**31), "a whole number from 0 on, at most 2147483648"),
     "engine.stall_limit_s": (_within(0.1, _WEEK_S), _LIMIT),
     "engine.silence_limit_s": (_within(0.1, _WEEK_S), _LIMIT),
     "engine.join_limit_s": (_within(0.1, _WEEK_S), _LIMIT),
     "cluster.servers": (lambda servers: servers >= 1, "a whole number of at least 1"),  # at most: the cluster's rule
-    "parallelism.microbatches": _COUNT,
-    "parallelism.chunks": _COUNT,
+    "parallelism.microbatches": COUNT,
+    "parallelism.chunks": COUNT,
     "parallelism.annealing_epochs": (lambda epochs: epochs >= 0, "a number of at least 0, or null"),
     "parallelism.correction_decay": (lambda decay: 0 < decay < 1, "a number between 0 and 1, or null"),
 }

@@ -276,17 +276,3 @@ def _is_small(model: Mapping[str, Any]) -> bool:
 def one_line(error: Exception) -> str:
     """Return an exception's message on one line, as the end of a sentence."""
     return " ".join(str(error).split())[:300]
-
-
-@rule("search", "@metrics")
-def _score_of_search(search: Mapping[str, Any] | None, metrics: Mapping[str, str]) -> Problems:
-    metric = None if search is None else search["metric"]
-    if metric is not None and metric not in (*metrics, EVAL_LOSS):
-        yield "search.metric", choice(metric[:60], (*metrics, EVAL_LOSS))
-
-
-@rule("search", "engine.kind", "@dataset")
-def _written_score(search: Mapping[str, Any] | None, kind: str, dataset: Any) -> Problems:
-    if search is not None and ENGINES[kind].trains and dataset.generates_with is not None:
-        why = "got a search on a data set that scores what the whole model writes, idle cells and all"
-        yield "search", f"{why}: allowed is null, or engine.kind: simulated"

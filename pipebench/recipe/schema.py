@@ -13,7 +13,6 @@ from pipebench.schedule.modes import MODES, RECOMPUTE, SWAP, Mode
 
 # Of the table of modes: what the recipe of any mode may change.
 COLUMNS = ("order", "flush", "weights", "sync", "chunks", "recompute", "backward")
-OLDEST, WORST = "oldest", "worst"  # who makes room for a child in a search
 LARGEST = "largest"  # minibatches per update: as many as fit in memory
 
 
@@ -306,40 +305,6 @@ class EngineRecipe:
 
 
 @dataclass(frozen=True)
-class SearchRecipe:
-    """An architecture search: which cells of the model are trained when. See docs/search.md.
-
-    An individual is trained from one evaluation to the next; its score is the evaluation's. All share one set of
-    weights: what an individual leaves out keeps its own untouched.
-
-    Attributes:
-        cells: modules that can be left out, by name or pattern such as `cells.*`: each hands on what it was given.
-        first: those that the first individual has; null: all of them.
-        metric: of the data set, or `eval_loss`: the score; null: the target's, or the first that the data set has.
-        population: individuals that live together. Until there are so many, cells are drawn freely.
-        tournament: of them, how many are drawn for the fittest to be a parent.
-        mutations: cells that a child adds or drops.
-        smallest: the fewest cells of an individual.
-        removes: who makes room for a child: the `oldest` (AmoebaNet's search) or the `worst` of a tournament (the
-            Evolved Transformer's).
-        hurdles: the most hurdles there will be: who gets over one is trained until one evaluation more.
-        trace: a file that says which cells there are when, in place of evolution: `trace.json`, or the artifact
-            `search.json` of another run, to train the same individuals again.
-    """
-
-    cells: list[str] = MISSING
-    first: list[str] | None = None
-    metric: str | None = None
-    population: int = 8
-    tournament: int = 3
-    mutations: int = 1
-    smallest: int = 0
-    removes: str = OLDEST
-    hurdles: int = 0
-    trace: str | None = None
-
-
-@dataclass(frozen=True)
 class Recipe:
     """One question: this model, this data, this cluster, this way of parallelising.
 
@@ -350,7 +315,6 @@ class Recipe:
         dataset: `name`, `root` and `loader_processes` where the dataset takes them, and its own options; or `target`
             (`package.module:function`), `loss`, `metrics` and `loader_processes` where it returns a pair of torch's
             data sets, and the function's own options.
-        search: lets the model's architecture change as it trains; null: it stays.
     """
 
     name: str = MISSING
@@ -360,4 +324,3 @@ class Recipe:
     cluster: ClusterRecipe = field(default_factory=ClusterRecipe)
     parallelism: ParallelismRecipe = field(default_factory=ParallelismRecipe)
     engine: EngineRecipe = field(default_factory=EngineRecipe)
-    search: SearchRecipe | None = None

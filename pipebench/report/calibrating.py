@@ -47,7 +47,7 @@ class _Progress:
         self._expected = 2 * cells * (_ROUNDS + _ROUNDS)  # two runs per cell; then again, without each
         self._done = 0
         self._phase = "fitting"
-        self._start_s = self._told_s = time.monotonic()
+        self._start_s = self._printed_s = time.monotonic()
         self._status = standard_output().status("fitting") if is_terminal() else None
         if self._status is not None:
             self._status.start()
@@ -60,8 +60,8 @@ class _Progress:
         line = f"{self._phase}: {self._done} simulations, {asked.row} {asked.run}, about {seconds(round(left_s))} left"
         if self._status is not None:
             self._status.update(Text(line))
-        elif now_s - self._told_s >= _EVERY_S:
-            self._told_s = now_s
+        elif now_s - self._printed_s >= _EVERY_S:
+            self._printed_s = now_s
             _say(line)
 
     def leave_out(self) -> None:
@@ -98,7 +98,7 @@ def _constants(calibrated: Calibrated) -> Iterator[tuple[str, ...]]:
         constant = place.constant
         before, after = (place.text(value) for value in (place.value, calibrated.fitted[constant.name]))
         cells = ", ".join(f"{row}.{measure}" for row, measure in constant.fitted_on)
-        yield constant.name, place.cluster, place.told, before, after, cells
+        yield constant.name, place.cluster, place.shown_key, before, after, cells
 
 
 def _cells(calibrated: Calibrated) -> Iterator[tuple[str, ...]]:

@@ -50,7 +50,7 @@ class ConstantSite:
         return self.path.stem
 
     @property
-    def told(self) -> str:
+    def shown_key(self) -> str:
         """Level and key for display."""
         return f"{self.level}.{self.key}" if self.level else self.key
 

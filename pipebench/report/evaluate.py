@@ -20,7 +20,7 @@ from pipebench.report.evaluated import (
     TableCell,
     Verdict,
 )
-from pipebench.report.expressions import Cells, Look, NoValueError, Value, evaluate, told
+from pipebench.report.expressions import Cells, Look, NoValueError, Value, evaluate, explain
 from pipebench.report.metrics import value_of
 from pipebench.report.reasons import reason_for_plan, same_plan
 from pipebench.report.recipes import SAME
@@ -209,7 +209,7 @@ def _verdicts(report: Report, claim: PublishedClaim, cells: Sequence[TableCell])
         look = _look_in(report, cells, column.name)
         try:
             answer = YES if evaluate(claim.holds, look) else NO
-            yield Verdict(claim, column.name, answer, told(claim.holds, look))
+            yield Verdict(claim, column.name, answer, explain(claim.holds, look))
         except NoValueError as error:
             yield Verdict(claim, column.name, UNTESTABLE, str(error))
 

@@ -130,12 +130,12 @@ def evaluate(expression: Expression, look: Look) -> Value:
     return _value(expression.tree, look)
 
 
-def told(expression: Expression, look: Look) -> str:
+def explain(expression: Expression, look: Look) -> str:
     """Return what decided a claim: the sides of its comparisons with their values and the rows that differ.
 
     Raises a NoValueError like `evaluate`.
     """
-    return "; ".join(dict.fromkeys(_told(expression.tree, look)))
+    return "; ".join(dict.fromkeys(_explained(expression.tree, look)))
 
 
 def _over_cells(text: str, measures: Collection[str], rows: Collection[str]) -> tuple[Expression, bool]:
@@ -344,7 +344,7 @@ def _called(name: str, values: Sequence[Value]) -> Value:
     return {**_OF_NUMBERS, **_OF_TRUTHS}[name](members)
 
 
-def _told(node: ast.expr, look: Look) -> Iterator[str]:
+def _explained(node: ast.expr, look: Look) -> Iterator[str]:
     if isinstance(node, ast.Compare):
         for side in (node.left, *node.comparators):
             if not isinstance(side, ast.Constant):
@@ -357,7 +357,7 @@ def _told(node: ast.expr, look: Look) -> Iterator[str]:
             yield f"{len(holding)} of {len(value)} rows{named if against and holding else ''}"
     elif isinstance(node, ast.BoolOp | ast.UnaryOp):
         for part in _operands(node):
-            yield from _told(part, look)
+            yield from _explained(part, look)
 
 
 def _where(node: ast.expr, look: Look) -> str:

@@ -63,11 +63,11 @@ def _curves(evaluated: Evaluated, picture: Picture) -> Iterator[tuple[int, int, 
         seen: list[tuple[RunResult, ...]] = []
         for number, column in enumerate(columns):
             results = evaluated.results.get((picture.row, run, column.name), ())
-            told = [result for result in results if any(picture.metric in point.metrics for point in result.points)]
-            if told and results not in seen:
+            having = [result for result in results if any(picture.metric in point.metrics for point in result.points)]
+            if having and results not in seen:
                 where = f", {column.title}" if seen else ""
-                name = told[0].mode if differ else run
-                yield index, number, plain(f"{name} ({told[0].plan}){where}{_reached(told)}", 60), told
+                name = having[0].mode if differ else run
+                yield index, number, plain(f"{name} ({having[0].plan}){where}{_reached(having)}", 60), having
                 seen.append(results)
 
 

@@ -57,11 +57,11 @@ def _lines(evaluated: Evaluated, picture: Picture, row: Row) -> Iterator[tuple[s
         seen: list[RunResult] = []
         for number, column in enumerate(evaluated.report.columns):
             results = evaluated.results.get((row.name, run, column.name), ())
-            told = next((each for each in results if any(picture.metric in p.metrics for p in each.points)), None)
-            if told is not None and told not in seen:
+            first = next((each for each in results if any(picture.metric in p.metrics for p in each.points)), None)
+            if first is not None and first not in seen:
                 where = f", {column.title}" if seen else ""
-                yield run, number, plain(f"{run.replace('_', ' ')}{where}", 60), told
-                seen.append(told)
+                yield run, number, plain(f"{run.replace('_', ' ')}{where}", 60), first
+                seen.append(first)
 
 
 def _draw(axes: Axes, result: RunResult, metric: str, label: str, look: Mapping[str, str]) -> None:
@@ -75,8 +75,8 @@ def _draw_bound(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
     bounded = [result for result in results if metric in result.points[-1].metrics]
     if bounded:
         highest = max(bounded, key=lambda result: result.points[-1].metrics[metric])
-        told = metric.removesuffix("_samples_per_s").replace("_", " ")
-        _draw(axes, highest, metric, told, {"color": "black", "linestyle": "--"})
+        label = metric.removesuffix("_samples_per_s").replace("_", " ")
+        _draw(axes, highest, metric, label, {"color": "black", "linestyle": "--"})
 
 
 def _draw_changes(axes: Axes, results: Sequence[RunResult]) -> None:

@@ -64,8 +64,8 @@ def _list_problem(lists: Mapping[str, Any]) -> str | None:
             return f"got {shown(values)} for {name}, allowed is a list of plain values, one per row"
     lengths = {name: len(values) for name, values in lists.items()}
     if len({*lengths.values()}) > 1:
-        told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        return f"takes the lists' elements together, so they must be equally long: {told}"
+        lengths_text = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        return f"takes the lists' elements together, so they must be equally long: {lengths_text}"
     return None
 
 

@@ -92,8 +92,8 @@ def marks(cell: TableCell | None) -> str:
     """Return the marks of a cell, in the order of `MARKS`."""
     if cell is None:
         return ""
-    told = {CONSTRUCTED: cell.by_construction, FITTED: cell.fitted, SUPPOSED: cell.hypothesis, REMARKED: cell.remarks}
-    return "".join(mark for mark, holds in told.items() if holds)
+    marks = {CONSTRUCTED: cell.by_construction, FITTED: cell.fitted, SUPPOSED: cell.hypothesis, REMARKED: cell.remarks}
+    return "".join(mark for mark, holds in marks.items() if holds)
 
 
 def plan_class(plan: str) -> str:

@@ -12,14 +12,12 @@ from pathlib import Path
 
 from pipebench.model.plan_layers import form_of
 from pipebench.schedule import repartitions
-from pipebench.search.search import FILE_NAME as SEARCH_FILE
 from pipebench.show.cuts_over_time import cuts_markdown, draw_cuts
 from pipebench.show.memory_picture import draw_memory, draw_peaks
 from pipebench.show.moves_over_time import MOVED, RATE, SENT, draw_moves
 from pipebench.show.occupancy_picture import draw_occupancy
 from pipebench.show.over_time import NUM_PARTS
 from pipebench.show.pictures import draw_curves, draw_timeline
-from pipebench.show.search_picture import draw_search, search_markdown
 from pipebench.show.trace import write_trace
 from pipebench.simulate.memory_meter import MemoryTimeline
 from pipebench.simulate.timeline import Timeline
@@ -29,7 +27,6 @@ from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.moves import under
 from pipebench.train.periods import Periods
 from pipebench.train.result import RunResult
-from pipebench.typed_json import write
 
 _LOG = logging.getLogger("pipebench.run")
 
@@ -59,22 +56,10 @@ def record_watch(log: RunLog, watch: MemoryForecast) -> list[str]:
 
 
 def record_features(log: RunLog, result: RunResult, job: Job) -> RunResult:
-    """Record the results of extensions, a search and migrations; return the result without them."""
+    """Record the results of extensions and of moves; return the result without them."""
     for record in job.setup.pipeline.hooks("record").values():
         result = record(log, result)
-    return record_moves(log, record_search(log, result), job)
-
-
-def record_search(log: RunLog, result: RunResult) -> RunResult:
-    """Record an architecture search's history as file, table and picture; return the result without it."""
-    found = result.search
-    if found is None:
-        return result
-    log.text(SEARCH_FILE, write(found))
-    log.text("search.md", search_markdown(found))
-    end_s = result.metrics["total_time_s"]
-    record_drawn(log, {"search.png": partial(draw_search, found, result.points, end_s)}, "the search")
-    return replace(result, search=None)
+    return record_moves(log, result, job)
 
 
 def record_moves(log: RunLog, result: RunResult, job: Job) -> RunResult:

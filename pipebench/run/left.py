@@ -26,8 +26,8 @@ def telling_what_is_left(
         total, done = len(loaded) * len(seeds or [0]), sum(seed is not None for _, seed in ids)
         if total > 1 and done < total:
             commands = "; ".join(left(loaded, suite, seeds, done))
-            told = f"pipebench: {done} of {total} runs done; the others: {commands}"
-            print(told, file=sys.stderr, flush=True)
+            message = f"pipebench: {done} of {total} runs done; the others: {commands}"
+            print(message, file=sys.stderr, flush=True)
 
 
 def left(loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | None, done: int) -> list[str]:

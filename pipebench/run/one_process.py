@@ -26,9 +26,9 @@ from pipebench.train.checkpointing import CheckpointPolicy, newest, nothing_to_g
 from pipebench.train.engines import on_virtual_clock, simulate
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Decision, Job
+from pipebench.train.loop import TrainingLoop
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import INTERRUPTED, RunResult
-from pipebench.train.searching import loop_for
 
 
 class Ran(NamedTuple):
@@ -98,7 +98,7 @@ class VirtualRuns(EngineRuns):
 
             def train(progress: ProgressSink, on_point: OnPoint) -> tuple[RunResult, Timeline]:
                 with stopping_on_signals(stop):
-                    return loop_for(job, on_virtual_clock(job, stop), progress, on_point, policy).run()
+                    return TrainingLoop(job, on_virtual_clock(job, stop), progress, on_point, policy).run()
 
             result = recorder.record(train)
         if result.outcome == INTERRUPTED and folder.made is not None:

@@ -50,11 +50,11 @@ from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, load_checked, newest, nothing_to_go_on_from
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Decision, Job
+from pipebench.train.loop import TrainingLoop
 from pipebench.train.profiled_model import ProfiledModel
 from pipebench.train.request import travelling_sizes
 from pipebench.train.result import INTERRUPTED as STOPPED
 from pipebench.train.result import RunResult
-from pipebench.train.searching import loop_for
 
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
@@ -205,7 +205,7 @@ def _train(
         return engines[0]
 
     try:
-        found = loop_for(job, make, progress, on_point, policy).run()
+        found = TrainingLoop(job, make, progress, on_point, policy).run()
     finally:
         control.close()
     engines[0].close()  # a barrier: the store may end with rank 0's process

@@ -195,5 +195,5 @@ def _circle(schedule: CsvSchedule) -> str | None:
     stuck = [(row, cells[at[row]]) for row, cells in enumerate(schedule.rows) if at[row] < len(cells)]
     if not stuck:
         return None
-    told = "; ".join(f"row {row + 1} waits in cell {cell.number}, {cell}" for row, cell in stuck)
-    return f"can't be carried out, since passes wait for others that stand behind them: {told}"
+    waiting = "; ".join(f"row {row + 1} waits in cell {cell.number}, {cell}" for row, cell in stuck)
+    return f"can't be carried out, since passes wait for others that stand behind them: {waiting}"

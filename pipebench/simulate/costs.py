@@ -8,6 +8,7 @@ from pipebench.model.sampling import Size
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import RECOMPUTE
 from pipebench.simulate.memory import swapped_bytes
+from pipebench.simulate.sums import processor_s
 
 Crossing = Mapping[tuple[int, int], Mapping[Size, int]]  # by edge (source stage, target stage) and size of a unit
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DistributedDataParallel's defaults: a small first, then 25 MiB
@@ -56,8 +57,8 @@ class HostCosts:
         return self.message_s + self.message_byte_s * num_bytes
 
     def all_reduce(self, num_bytes: int, replicas: int) -> float:
-        """Return the seconds of an all-reduce on each replica."""
-        return self.ring_byte_s * num_bytes * 2 * (replicas - 1) / replicas
+        """Return the seconds of a sum on each replica."""
+        return processor_s(self.ring_byte_s, num_bytes, replicas)
 
 
 NO_HOST_COSTS = HostCosts()

@@ -127,7 +127,7 @@ class Crowded(Simulation):
         """Occupy the worker's cores, or its share of them."""
         flow = Flow(own_s, self._uses, cap=_ALONE)
         self.network.sharing.start(flow, now_s)
-        self.network.sharing.tell(flow, partial(self._worked, worker, done), now_s)
+        self.network.sharing.notify(flow, partial(self._worked, worker, done), now_s)
 
     def _worked(self, worker: int, done: _Done, now_s: float) -> tuple[int, _Done]:
         """Return the worker that continues now."""

@@ -135,7 +135,7 @@ class Messages:
 
     def _tell(self, message: Message, worker: int, wait: Wait, now_s: float) -> None:
         """Let a worker continue when a message has arrived and its end of it is done."""
-        self._network.sharing.tell(message, partial(self._taken, message, worker, wait), now_s)
+        self._network.sharing.notify(message, partial(self._taken, message, worker, wait), now_s)
 
     def _taken(self, message: Message, worker: int, wait: Wait, now_s: float) -> tuple[int, Wait] | None:
         """Return the worker that continues now; None if its end of the message takes time."""

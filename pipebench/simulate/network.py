@@ -8,27 +8,21 @@ sum's rate.
 A connection carries one kind of message from one worker to another, in order: a message waits until the last byte of
 the one before is sent. Connections share ports. Likewise a group's buckets are summed one after another.
 
-A ring all-reduce is one flow over all ports of its ring, at the pace of the slowest: 2 (r-1) steps, each with its
-latency, in which every member passes on a chunk (bandwidth-optimal ring; PipeDream section 3.1). Its chunks are many
-and small, so a message that shares a port with it gets half of the port. On clusters that say so it has two levels:
-reduce-scatter within every server, rings among servers, all-gather within.
+A sum is flows, phase after phase, each over all ports of its part of the group: `sums` says which.
 """
 
-import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from pipebench.cluster import Cluster, Level
 from pipebench.schedule.operations import ACTIVATION, GRADIENT
-from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
 from pipebench.simulate.agenda import Action, Agenda
 from pipebench.simulate.sharing import NEVER, OVER, Flow, Resource, Sharing, Uses, YieldingFlow
-from pipebench.simulate.sums import all_reduce_traffic, traffic
+from pipebench.simulate.sums import WAYS, Phases, Port
 from pipebench.simulate.timeline import Transfer
 
-_Port = tuple[int, int, bool]  # level, component of the level below, whether it is outgoing
 _LANE = -1  # in place of a level: joins a device, in place of the component, and its host
 
 
@@ -62,23 +56,14 @@ class Message(Flow):
         self.label = label
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One phase's traffic of a group on one level, all at one pace."""
-
-    share: float  # of the buffer, per connection
-    uses: Uses  # ports, with the number of connections through each
-    latency_s: float  # of all the phase's steps
-    cap: float  # limit on each connection's bytes/s
-
-
 @dataclass
 class ReductionGroup:
     """Workers that sum buffers in one way, a name in `syncs.SYNCS`."""
 
     sync: str
     ring: Sequence[int]  # in the order of devices, so that a ring leaves and enters every component once
-    phases: list[list[_Part]]  # in sequence; the parts of each run side by side
+    servers: Sequence[Sequence[int]]  # positions in the ring of those that sum first, see `Cluster.servers`
+    phases: Phases  # in sequence; the parts of each run side by side
     level: Level  # the slowest that is crossed
     queue: deque["_Sum"] = field(default_factory=deque)  # the current sum and those that wait for it
     sent: dict[int, Counter[str]] = field(default_factory=dict)  # by size of a buffer: bytes by level
@@ -124,7 +109,7 @@ class Network:
         self.observed = observe is not None
         self._observe = observe
         self._copies = copies
-        self._ports: dict[_Port, Resource] = {}
+        self._ports: dict[Port, Resource] = {}
         self._connections: dict[tuple[str, int, int, float], Connection] = {}
         self._groups: dict[tuple[str, str, Sequence[int]], ReductionGroup] = {}
 
@@ -132,11 +117,11 @@ class Network:
         """Return the connection for a kind of message of `values` equal values."""
         found = self._connections.get((kind, sender, receiver, values))
         if found is None:
-            index, *ports = self._path(sender, receiver)
+            index, *ports = self.path(sender, receiver)
             found = Connection(kind, (sender, receiver), self.cluster.levels[index], (), values)
             if not found.copies:
-                ports += self._lanes(index, sender, receiver)
-            found.uses = tuple((self._port(port), 1.0) for port in ports)
+                ports += self.lanes(index, sender, receiver)
+            found.uses = tuple((self.port(port), 1.0) for port in ports)
             self._connections[kind, sender, receiver, values] = found
         return found
 
@@ -156,7 +141,7 @@ class Network:
         """Occupy a lane while one end of a message between hosts is copied."""
         connection = message.connection
         if self._copies and connection.copies:
-            lane = self._port((_LANE, self.devices[connection.ends[not out]], out))
+            lane = self.port((_LANE, self.devices[connection.ends[not out]], out))
             rate = connection.level.host_copy_bytes_per_s or NEVER
             self.sharing.start(Flow(message.num_bytes, ((lane, 1.0),), cap=rate), now_s)
 
@@ -184,9 +169,9 @@ class Network:
 
     def copy(self, worker: int, num_bytes: int, now_s: float, done: Action, *, out: bool) -> None:
         """Copy between a worker's device and its host, at the rate that messages leave; `done` runs at its end."""
-        flow = YieldingFlow(num_bytes, ((self._port((_LANE, self.devices[worker], out)), 1.0),))
+        flow = YieldingFlow(num_bytes, ((self.port((_LANE, self.devices[worker], out)), 1.0),))
         self.sharing.start(flow, now_s)
-        self.sharing.tell(flow, done, now_s)
+        self.sharing.notify(flow, done, now_s)
 
     def copied(self, copy: Transfer) -> None:
         """Count a copy that has ended, and report it."""
@@ -222,7 +207,7 @@ class Network:
         for part in parts:
             flow = Flow(part.share * begun.num_bytes, part.uses, part.latency_s, part.cap)
             self.sharing.start(flow, now_s)
-            self.sharing.tell(flow, partial(self._go_on, begun), now_s)
+            self.sharing.notify(flow, partial(self._go_on, begun), now_s)
 
     def _end(self, ended: _Sum, now_s: float) -> None:
         group = ended.group
@@ -239,92 +224,27 @@ class Network:
         found = self._groups.get((sync, kind, workers))
         if found is None:
             ring = sorted(workers, key=self.devices.__getitem__)
-            ways = {ALL_REDUCE: self._all_reduce_phases, PARAMETER_SERVER: self._server_phases}
-            phases = ways[sync](ring) if len(ring) > 1 else []
-            crossed = {self._path(ring[i], ring[j])[0] for i, j, _ in self._traffic(sync, ring, 0)}
+            servers = self.cluster.servers([self.devices[worker] for worker in ring])
+            phases = WAYS[sync].phases(self, ring, servers) if len(ring) > 1 else []
+            crossed = {self.path(ring[i], ring[j])[0] for i, j, _ in WAYS[sync].traffic(0, servers)}
             levels = [self.cluster.levels[index] for index in sorted(crossed)]
             # A single worker crosses none.
             level = min(levels, key=lambda each: each.sum_bytes_per_s, default=self.cluster.levels[0])
-            found = self._groups[sync, kind, workers] = ReductionGroup(sync, ring, phases, level)
+            found = self._groups[sync, kind, workers] = ReductionGroup(sync, ring, servers, phases, level)
         return found
-
-    def _traffic(self, sync: str, ring: Sequence[int], num_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (sender, receiver, bytes) of a sum, workers by their position in the ring."""
-        if sync == ALL_REDUCE:
-            servers = self.cluster.servers([self.devices[worker] for worker in ring])
-            return all_reduce_traffic(num_bytes, servers)
-        return traffic(sync, num_bytes, len(ring))
-
-    def _all_reduce_phases(self, ring: Sequence[int]) -> list[list[_Part]]:
-        """Return one ring of all; or reduce-scatter within every server, rings among servers, all-gather within.
-
-        Among servers, a chunk's ring joins those that hold its sum: as many rings as the largest server has members.
-        """
-        positions = self.cluster.servers([self.devices[worker] for worker in ring])
-        servers = [[ring[position] for position in server] for server in positions]
-        if len(servers) == 1:
-            return [self._ring_part(servers, 2)]
-        inside = [server for server in servers if len(server) > 1]
-        halves = [self._ring_part(inside, 1)] if inside else []
-        across = [[server[chunk % len(server)] for server in servers] for chunk in range(max(map(len, servers)))]
-        return [*halves, self._ring_part(across, 2, len(across)), *halves]
-
-    def _ring_part(self, rings: Sequence[Sequence[int]], rounds: int, connections: int = 1) -> list[_Part]:
-        """Return a phase of rings side by side, at the pace of the slowest link.
-
-        Args:
-            rings: workers, in the order in which they pass on.
-            rounds: times that a chunk goes round: once to sum it, once to distribute the sum.
-            connections: number of rings that take the same path and divide the buffer.
-        """
-        size = max(map(len, rings))
-        weights: dict[_Port, float] = {}
-        latency_s, cap = 0.0, NEVER
-        for ring in rings:
-            steps = rounds * (len(ring) - 1)
-            for i, worker in enumerate(ring):
-                index, *ports = self._path(worker, ring[(i + 1) % len(ring)])
-                level = self.cluster.levels[index]
-                lanes = self._lanes(index, worker, ring[(i + 1) % len(ring)])
-                latency_s = max(latency_s, steps * level.latency_s)
-                # A smaller ring sends less, at the same pace.
-                part = (len(ring) - 1) / len(ring) / ((size - 1) / size)
-                cap = min(cap, level.sum_cap_bytes_per_s(connections) / part)
-                weights.update(dict.fromkeys(ports, connections * part) | dict.fromkeys(lanes, part))
-        share = rounds * (size - 1) / size / connections
-        return [_Part(share, tuple((self._port(port), weight) for port, weight in weights.items()), latency_s, cap)]
-
-    def _server_phases(self, ring: Sequence[int]) -> list[list[_Part]]:
-        """Return the phases of a sharded parameter server: all push every member its share, then pull the sums.
-
-        Connections over one level go at the pace of the port that most of them cross.
-        """
-        ports: dict[int, Counter[_Port]] = {}
-        for sender, receiver in itertools.permutations(ring, 2):
-            index, *both = self._path(sender, receiver)
-            ports.setdefault(index, Counter()).update([*both, *self._lanes(index, sender, receiver)])
-        phase = [
-            _Part(
-                1 / len(ring),
-                tuple((self._port(port), float(count)) for port, count in counts.items()),
-                self.cluster.levels[index].latency_s,
-                self.cluster.levels[index].sum_cap_bytes_per_s(max(counts.values())),
-            )
-            for index, counts in ports.items()
-        ]
-        return [phase, phase]
 
     def _sent(self, group: ReductionGroup, num_bytes: int) -> Counter[str]:
         """Return what a group sends to sum a buffer, by level."""
         found = group.sent.get(num_bytes)
         if found is None:
             found = group.sent[num_bytes] = Counter()
-            for sender, receiver, sent in self._traffic(group.sync, group.ring, num_bytes):
-                index, *_ = self._path(group.ring[sender], group.ring[receiver])
+            for sender, receiver, sent in WAYS[group.sync].traffic(num_bytes, group.servers):
+                index, *_ = self.path(group.ring[sender], group.ring[receiver])
                 found[self.cluster.levels[index].name] += sent
         return found
 
-    def _port(self, port: _Port) -> Resource:
+    def port(self, port: Port) -> Resource:
+        """Return what a port, or a lane to a host, carries."""
         found = self._ports.get(port)
         if found is None:
             if port[0] == _LANE:  # messages are limited by ports
@@ -334,13 +254,13 @@ class Network:
             self._ports[port] = found
         return found
 
-    def _lanes(self, index: int, sender: int, receiver: int) -> list[_Port]:
+    def lanes(self, index: int, sender: int, receiver: int) -> list[Port]:
         """Return the lanes to hosts that a message over a level also crosses, if copies share them."""
         if not self._copies or not self.cluster.levels[index].over_pcie:
             return []
         return [(_LANE, self.devices[sender], True), (_LANE, self.devices[receiver], False)]
 
-    def _path(self, sender: int, receiver: int) -> tuple[int, _Port, _Port]:
+    def path(self, sender: int, receiver: int) -> tuple[int, Port, Port]:
         """Return the level between two workers, and the ports at both ends."""
         sending, receiving = self.devices[sender], self.devices[receiver]
         index = self.cluster.level_between(sending, receiving)

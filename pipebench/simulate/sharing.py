@@ -54,8 +54,8 @@ class Flow:
     """
 
     __slots__ = (
-        "_freed_s", "_left", "_since_s", "_tell", "_told_s", "after", "cap", "end_s", "meets", "rate", "start_s",
-        "tail_s", "uses",
+        "_arrives_s", "_freed_s", "_left", "_on_arrival", "_since_s", "after", "cap", "end_s", "meets", "rate",
+        "start_s", "tail_s", "uses",
     )  # fmt: skip
     yields = False  # whether it gives way to other flows
 
@@ -70,8 +70,8 @@ class Flow:
         self.meets = False  # whether it shares resources
         self._left = work
         self._since_s = 0.0  # time of `_left`
-        self._tell: Action | None = None
-        self._freed_s = self._told_s = NEVER  # scheduled end and arrival
+        self._on_arrival: Action | None = None
+        self._freed_s = self._arrives_s = NEVER  # scheduled end and arrival
 
     @property
     def arrival_s(self) -> float:
@@ -117,7 +117,7 @@ class Sharing:
                 resource.lone = flow
             flow.rate = rate
             flow.end_s = now_s + flow._left / rate
-        if flow.after is not None or flow._tell is not None:
+        if flow.after is not None or flow._on_arrival is not None:
             self._announce(flow)
 
     def then(self, flow: Flow, after: Flow, now_s: float) -> None:
@@ -128,12 +128,12 @@ class Sharing:
         flow.after = after
         self._announce(flow)
 
-    def tell(self, flow: Flow, action: Action, now_s: float) -> None:
+    def notify(self, flow: Flow, action: Action, now_s: float) -> None:
         """Run an action when a flow arrives, or now if it has."""
         if flow.end_s <= now_s:  # final
             self._agenda.push(max(now_s, flow.arrival_s), action)
         else:
-            flow._tell = action
+            flow._on_arrival = action
             self._announce(flow)
 
     def _meet(self, flow: Flow, now_s: float) -> None:
@@ -161,14 +161,14 @@ class Sharing:
         """Schedule a flow's end and arrival at current rates; entries scheduled before are ignored later."""
         end_s = flow.end_s
         if end_s == NEVER:
-            flow._freed_s = flow._told_s = NEVER
+            flow._freed_s = flow._arrives_s = NEVER
             return
         if flow._freed_s != end_s and (flow.after is not None or flow.meets):
             flow._freed_s = end_s
             self._agenda.push(end_s, partial(self._free, flow))
-        if flow._tell is not None and flow._told_s != end_s + flow.tail_s:
-            flow._told_s = end_s + flow.tail_s
-            self._agenda.push(flow._told_s, partial(self._arrive, flow))
+        if flow._on_arrival is not None and flow._arrives_s != end_s + flow.tail_s:
+            flow._arrives_s = end_s + flow.tail_s
+            self._agenda.push(flow._arrives_s, partial(self._arrive, flow))
 
     def _free(self, flow: Flow, now_s: float) -> None:
         """Release a flow's resources, if this is its end."""
@@ -184,11 +184,11 @@ class Sharing:
 
     def _arrive(self, flow: Flow, now_s: float) -> object:
         """Run a flow's action, if it has arrived."""
-        tell = flow._tell
-        if now_s != flow._told_s or tell is None:
+        action = flow._on_arrival
+        if now_s != flow._arrives_s or action is None:
             return None
-        flow._told_s, flow._tell = -NEVER, None  # breaks the cycle of flow and action
-        return tell(now_s)
+        flow._arrives_s, flow._on_arrival = -NEVER, None  # breaks the cycle of flow and action
+        return action(now_s)
 
     def _share(self, now_s: float) -> None:
         """Recompute the rates of all flows connected with a change."""

@@ -180,7 +180,7 @@ class Simulation:
         self.wake(ready_s, worker, wait)
         return None
 
-    def tell(self, event: TimelineEvent) -> None:
+    def emit(self, event: TimelineEvent) -> None:
         """Let an event be told of that ends now, and was no worker's turn."""
         self.end_s = max(self.end_s, event.end_s)
         self._made.append(event)
@@ -188,7 +188,7 @@ class Simulation:
     def _copied(self, copy: Copy, now_s: float) -> None:
         """Take note of a copy that has ended, and let the backward begin that has waited for it."""
         stall_s = 0.0 if copy.waiting is None else now_s - copy.waiting[1]
-        self.tell(TimelineEvent(copy.start_s, now_s, copy.worker, copy.instruction, stall_s))
+        self.emit(TimelineEvent(copy.start_s, now_s, copy.worker, copy.instruction, stall_s))
         if copy.waiting is not None:
             self._let_compute(copy.worker, copy.waiting[0], now_s)
 

@@ -1,8 +1,70 @@
-"""Bytes that the members of a group send each other to sum a buffer, in a ring or by servers."""
+"""Ways in which a group sums a buffer: what its members send each other, and how long it takes them.
 
-from collections.abc import Iterator, Sequence
+A ring all-reduce is one flow over all ports of its ring, at the pace of the slowest: 2 (r-1) steps, each with its
+latency, in which every member passes on a chunk (bandwidth-optimal ring; PipeDream section 3.1). Its chunks are many
+and small, so a message that shares a port with it gets half of the port. On clusters that say so it has two levels:
+reduce-scatter within every server, rings among servers, all-gather within.
 
-from pipebench.schedule.syncs import ALL_REDUCE
+The sums themselves are in `engine/ring.py`; what the planner's searches expect of one, in `planner/cost_models.py`.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+from pipebench.cluster import Cluster
+from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
+from pipebench.simulate.sharing import NEVER, Resource, Uses
+
+Port = tuple[int, int, bool]  # level, component of the level below, whether it is outgoing
+Groups = Sequence[Sequence[int]]  # positions in a ring of those that sum first, see `Cluster.servers`
+
+
+class Links(Protocol):
+    """What joins workers."""
+
+    cluster: Cluster
+
+    def path(self, sender: int, receiver: int) -> tuple[int, Port, Port]:
+        """Return the level between two workers, and the ports at both ends."""
+
+    def lanes(self, index: int, sender: int, receiver: int) -> list[Port]:
+        """Return the lanes to hosts that a message over a level also crosses."""
+
+    def port(self, port: Port) -> Resource:
+        """Return what a port carries."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One phase's traffic of a group on one level, all at one pace."""
+
+    share: float  # of the buffer, per connection
+    uses: Uses  # ports, with the number of connections through each
+    latency_s: float  # of all the phase's steps
+    cap: float  # limit on each connection's bytes/s
+
+
+Phases = list[list[Part]]  # in sequence; the parts of each run side by side
+
+
+class Way(NamedTuple):
+    """One way to sum a buffer over a group."""
+
+    traffic: Callable[[int, Groups], Iterator[tuple[int, int, int]]]  # yields (sender, receiver, bytes) of a buffer
+    phases: Callable[[Links, Sequence[int], Groups], Phases]  # returns those of workers in the order of their devices
+
+
+def traffic(sync: str, num_bytes: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (sender, receiver, bytes) of a group that sums a buffer as one."""
+    return WAYS[sync].traffic(num_bytes, [range(size)])
+
+
+def processor_s(byte_s: float, num_bytes: int, size: int) -> float:
+    """Return the seconds that a sum takes each member's own processor, given those of a byte that it sends."""
+    return byte_s * num_bytes * 2 * (size - 1) / size
 
 
 def ring_bytes(num_bytes: int, size: int) -> list[int]:
@@ -15,28 +77,27 @@ def ring_bytes(num_bytes: int, size: int) -> list[int]:
     return [2 * num_bytes - chunks[(i + 1) % size] - chunks[(i + 2) % size] for i in range(size)]
 
 
-def traffic(sync: str, num_bytes: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (sender, receiver, bytes) of a group that sums a buffer.
-
-    In a ring each member sends to the next. With servers each sends every other member its share, and all the sum of
-    its own: 2 (m-1) |w| / m sent and received per member (the 2018 preprint counts both, 4 (m-1) |w| / m).
-    """
-    if sync == ALL_REDUCE:
-        yield from ((i, (i + 1) % size, sent) for i, sent in enumerate(ring_bytes(num_bytes, size)))
-        return
-    chunks = _chunks(num_bytes, size)
-    yield from ((i, j, chunks[j] + chunks[i]) for i in range(size) for j in range(size) if i != j)
-
-
-def all_reduce_traffic(num_bytes: int, servers: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
+def all_reduce_traffic(num_bytes: int, servers: Groups) -> Iterator[tuple[int, int, int]]:
     """Yield (sender, receiver, bytes) of an all-reduce over `servers`; 2 (r-1) num_bytes in all.
 
     Every server's members reduce and distribute in a ring of their own, and so do the servers among each other; the
     first members send for their servers. A single server of all members is a plain ring.
     """
     for ring in (*servers, [server[0] for server in servers]):
-        if len(ring) > 1:
-            yield from ((ring[i], ring[j], sent) for i, j, sent in traffic(ALL_REDUCE, num_bytes, len(ring)))
+        size = len(ring)
+        if size > 1:
+            yield from ((ring[i], ring[(i + 1) % size], sent) for i, sent in enumerate(ring_bytes(num_bytes, size)))
+
+
+def server_traffic(num_bytes: int, servers: Groups) -> Iterator[tuple[int, int, int]]:
+    """Yield (sender, receiver, bytes) of a sum by servers, whatever their order.
+
+    Each member sends every other its share, and all the sum of its own: 2 (m-1) |w| / m sent and received per member
+    (the 2018 preprint counts both, 4 (m-1) |w| / m).
+    """
+    size = sum(map(len, servers))
+    chunks = _chunks(num_bytes, size)
+    yield from ((i, j, chunks[j] + chunks[i]) for i in range(size) for j in range(size) if i != j)
 
 
 def _chunks(num_bytes: int, size: int) -> list[int]:
@@ -44,3 +105,71 @@ def _chunks(num_bytes: int, size: int) -> list[int]:
     chunks = [4 * (elements // size + (i < elements % size)) for i in range(size)]
     chunks[0] += rest
     return chunks
+
+
+def all_reduce_phases(links: Links, ring: Sequence[int], servers: Groups) -> Phases:
+    """Return one ring of all; or reduce-scatter within every server, rings among servers, all-gather within.
+
+    Among servers, a chunk's ring joins those that hold its sum: as many rings as the largest server has members.
+    """
+    members = [[ring[position] for position in server] for server in servers]
+    if len(members) == 1:
+        return [_ring_part(links, members, 2)]
+    inside = [server for server in members if len(server) > 1]
+    halves = [_ring_part(links, inside, 1)] if inside else []
+    across = [[server[chunk % len(server)] for server in members] for chunk in range(max(map(len, members)))]
+    return [*halves, _ring_part(links, across, 2, len(across)), *halves]
+
+
+def _ring_part(links: Links, rings: Groups, rounds: int, connections: int = 1) -> list[Part]:
+    """Return a phase of rings side by side, at the pace of the slowest link.
+
+    Args:
+        links: what joins workers.
+        rings: workers, in the order in which they pass on.
+        rounds: times that a chunk goes round: once to sum it, once to distribute the sum.
+        connections: number of rings that take the same path and divide the buffer.
+    """
+    size = max(map(len, rings))
+    weights: dict[Port, float] = {}
+    latency_s, cap = 0.0, NEVER
+    for ring in rings:
+        steps = rounds * (len(ring) - 1)
+        for i, worker in enumerate(ring):
+            index, *ports = links.path(worker, ring[(i + 1) % len(ring)])
+            level = links.cluster.levels[index]
+            lanes = links.lanes(index, worker, ring[(i + 1) % len(ring)])
+            latency_s = max(latency_s, steps * level.latency_s)
+            # A smaller ring sends less, at the same pace.
+            part = (len(ring) - 1) / len(ring) / ((size - 1) / size)
+            cap = min(cap, level.sum_cap_bytes_per_s(connections) / part)
+            weights.update(dict.fromkeys(ports, connections * part) | dict.fromkeys(lanes, part))
+    share = rounds * (size - 1) / size / connections
+    return [Part(share, tuple((links.port(port), weight) for port, weight in weights.items()), latency_s, cap)]
+
+
+def server_phases(links: Links, ring: Sequence[int], servers: Groups) -> Phases:
+    """Return the phases of a sharded parameter server: all push every member its share, then pull the sums.
+
+    Connections over one level go at the pace of the port that most of them cross.
+    """
+    ports: dict[int, Counter[Port]] = {}
+    for sender, receiver in itertools.permutations(ring, 2):
+        index, *both = links.path(sender, receiver)
+        ports.setdefault(index, Counter()).update([*both, *links.lanes(index, sender, receiver)])
+    phase = [
+        Part(
+            1 / len(ring),
+            tuple((links.port(port), float(count)) for port, count in counts.items()),
+            links.cluster.levels[index].latency_s,
+            links.cluster.levels[index].sum_cap_bytes_per_s(max(counts.values())),
+        )
+        for index, counts in ports.items()
+    ]
+    return [phase, phase]
+
+
+WAYS: Final[dict[str, Way]] = {
+    ALL_REDUCE: Way(all_reduce_traffic, all_reduce_phases),
+    PARAMETER_SERVER: Way(server_traffic, server_phases),
+}

@@ -12,13 +12,13 @@ from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import simulate_epoch
 from pipebench.train.simulated_moves import simulate_moving
-from pipebench.train.simulated_search import simulate_search
 
 
 def simulate(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
     """Simulate a job; return its result and the recorded timeline. `watch` predicts peak memory."""
-    if job.search is not None:
-        return simulate_search(job, watch)
+    for extended in job.setup.pipeline.hooks("simulate").values():  # of several, the first
+        found: tuple[RunResult, Timeline] = extended(job, watch)
+        return found
     return (simulate_moving if job.setup.repartitions else simulate_epoch)(job, watch)
 
 

@@ -1,7 +1,9 @@
 """A recipe that is ready to run, and what all its processes must agree on."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple, Self
 
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
@@ -9,8 +11,32 @@ from pipebench.planner.plans import Comparison
 from pipebench.profile.model import Profile
 from pipebench.recipe.plan_file import PlanForm
 from pipebench.recipe.schema import Recipe
-from pipebench.search.setup import SearchSetup
 from pipebench.train.moves import PlannedMove
+from pipebench.train.profiled_model import ProfiledModel
+
+
+class JobExtension(ABC):
+    """An extension's part in a job."""
+
+    profiles_often: ClassVar[bool] = False  # whether a simulation profiles many models: then of whole minibatches only
+    switches: ClassVar[bool] = False  # whether engines must be able to switch to other setups at drains
+
+    @classmethod
+    @abstractmethod
+    def of(cls, recipe: Recipe, cluster: Cluster, known: ProfiledModel) -> Self:
+        """Return the part in a recipe's job; `known` is its whole model."""
+
+    def profiled(self, known: ProfiledModel) -> ProfiledModel:
+        """Return the model that the run begins with."""
+        return known
+
+    def prepared(self, setup: Setup) -> Self:
+        """Return the part under the setup that the run begins with."""
+        return self
+
+    def variants(self, job: "Job") -> Iterable["Job"]:
+        """Return the jobs that a run goes through, if they are known before it: memory must suffice for each."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -19,11 +45,12 @@ class Job:
 
     recipe: Recipe
     cluster: Cluster  # with the recipe's number of servers
-    setup: Setup  # of the first architecture
+    setup: Setup  # that the run begins with
     comparison: Comparison | None = None  # of modes, if the recipe left the mode to the planner
     left_over: int = 0  # samples of an epoch that aren't run, if the profile has times of whole minibatches only
-    search: SearchSetup | None = None  # None: the architecture stays
     moves: tuple[PlannedMove, ...] = ()  # plans that the recipe asks for
+    extensions: Mapping[str, JobExtension] = field(default_factory=dict)  # their parts, by name
+    of_all_layers: Profile | None = None  # None: the setup's
 
     @property
     def profile(self) -> Profile:
@@ -32,8 +59,8 @@ class Job:
 
     @property
     def whole_profile(self) -> Profile:
-        """Layer costs of the model with all cells."""
-        return self.profile if self.search is None else self.search.architectures.profile
+        """Layer costs of the model with all its layers."""
+        return self.of_all_layers or self.profile
 
 
 class Decision(NamedTuple):

@@ -2,7 +2,7 @@
 
 vPipe (TPDS'21, section 6) gives every system "the largest batch that fits in all GPUs", without saying how it is found.
 Here each size is simulated: powers of two, then steps of an eighth between the largest that fits and the smallest that
-does not. All architectures of a trace must fit.
+does not. If the run goes through several models, all must fit.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,6 @@ from pipebench.recipe.make import make_dataset
 from pipebench.recipe.schema import Recipe
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
-from pipebench.train.simulated_search import architectures_of
 
 _STEPS: Final = 8  # from one power of two to the next
 
@@ -84,10 +83,8 @@ def trial(loaded: LoadedRecipe, minibatch_size: int) -> Trial:
     assert limit is not None, "who asks has checked"
     try:
         job = prepare(recipe, loaded.cluster, trains=False, whole_only=True)
-        follows = job.search is not None and job.search.steps is not None
-        peak = max(
-            MemoryForecast.over(each).memory.fullest.num_bytes for each in (architectures_of(job) if follows else [job])
-        )
+        variants = [variant for part in job.extensions.values() for variant in part.variants(job)] or [job]
+        peak = max(MemoryForecast.over(each).memory.fullest.num_bytes for each in variants)
     except PlanError as error:
         return Trial(minibatch_size, None, False, str(error))
     return Trial(minibatch_size, peak, peak <= limit)

@@ -26,7 +26,7 @@ from pipebench.train.checkpointing import (
 )
 from pipebench.train.clock import RunClock
 from pipebench.train.curves import Curves, TrainingLoss
-from pipebench.train.interfaces import MakeEngine, OnPoint, ProgressSink
+from pipebench.train.interfaces import LoopExtension, MakeEngine, OnPoint, ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.metrics import (
     EarlierWorkers,
@@ -78,6 +78,8 @@ class TrainingLoop:
         self._engine = make_engine(self._take_loss, self._take_unit)
         self._moves = Repartitioning(job, self._engine, progress.note)
         self._clock = RunClock(self._engine)
+        parts = job.setup.pipeline.hooks("loop").values()
+        self._extensions: list[LoopExtension] = [make(job, self._engine, self._clock, progress.note) for make in parts]
 
     def run(self) -> tuple[RunResult, Timeline]:
         """Train; return the result and the recorded timeline.
@@ -111,6 +113,9 @@ class TrainingLoop:
     def _restore(self, found: ResumePoint) -> None:
         """Restore a checkpoint."""
         saved = found.progress
+        for extension in self._extensions:
+            extension.restore(saved.points)
+        self._job = replace(self._job, setup=self._engine.setup)
         same_workers = saved.taken_by == taken_by(self._job)
         self._moves.made = [*saved.moves]
         self._earlier = earlier_workers(saved, same_workers=same_workers)
@@ -167,6 +172,9 @@ class TrainingLoop:
         self._on_point(point)
         self._progress.evaluation(point, self._epochs(self._samples))
         _LOG.info("t=%.6g s: %s", point.clock_s, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+        ends = self._done >= self._periods.total or self._curves.reached is not None
+        for extension in self._extensions:
+            extension.evaluated(point, self._done, ends=ends)
 
     def _save(self, store: Checkpoints | None) -> None:
         if store is not None:
@@ -254,6 +262,8 @@ class TrainingLoop:
             notes={**run_notes(job, facts), **measured.notes}, moves=tuple(self._moves.made),
             **result_fields(job, facts),
         )  # fmt: skip
+        for extension in self._extensions:
+            result = extension.completed(result)
         return result, measured.timeline
 
     def _epochs(self, samples: int) -> float:

@@ -65,7 +65,7 @@ def plan_of_file(parallelism: ParallelismRecipe, num_workers: int, graph: LayerG
     return plan_of(form, graph, relay=parallelism.relay)
 
 
-def kept_plan(
+def recorded_plan(
     form: PlanForm,
     source: str,
     parallelism: ParallelismRecipe,

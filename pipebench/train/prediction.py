@@ -43,9 +43,9 @@ def prediction_line(metrics: Mapping[str, float]) -> str:
     measured_s, predicted_s = metrics.get("epoch_time_s"), metrics.get("predicted_epoch_time_s")
     if measured_s is None or predicted_s is None:
         return ""
-    told = f"epoch {measure('epoch_time_s', predicted_s)} predicted, {measure('epoch_time_s', measured_s)} measured"
+    sentence = f"epoch {measure('epoch_time_s', predicted_s)} predicted, {measure('epoch_time_s', measured_s)} measured"
     difference = _difference("epoch_time_s", measured_s, predicted_s)
-    return f"{told} ({difference})" if difference else told
+    return f"{sentence} ({difference})" if difference else sentence
 
 
 def _difference(name: str, measured: float | None, predicted: float | None) -> str:

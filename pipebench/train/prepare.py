@@ -3,7 +3,7 @@
 Every step is a function of the results before it, so each can be called, printed and tested alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,17 +27,15 @@ from pipebench.recipe.schema import LARGEST, LossScaleRecipe, Recipe, TrainRecip
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES
-from pipebench.search.architectures import Architectures
-from pipebench.search.setup import SearchSetup, search_setup
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.evaluation import evaluation_of
 from pipebench.simulate.memory import stage_memories
-from pipebench.train.job import Decision, Job
+from pipebench.train.job import Decision, Job, JobExtension
 from pipebench.train.largest import with_largest_update
 from pipebench.train.learning_rate import learning_rate
 from pipebench.train.moves import check_copies, planned_moves
 from pipebench.train.periods import Periods
-from pipebench.train.plan import ANEW, choose_plan, kept_plan
+from pipebench.train.plan import ANEW, choose_plan, recorded_plan
 from pipebench.train.profiled_model import ProfiledModel, input_bytes, profile_model
 from pipebench.train.request import plan_request, samplers
 from zoo.registry import Dataset
@@ -68,29 +66,36 @@ def prepare(
         PlanError, GraphError, ProfileError: impossible with this model.
     """
     trains = trains and engine_kind(recipe).trains
-    whole_only |= recipe.search is not None and not trains  # each architecture is profiled at every size
+    parts = hooks("prepare", turned_on(partial(_value, recipe)))
+    whole_only |= not trains and any(part.profiles_often for part in parts.values())
     profile = None if kept is None else kept.profile
-    known = profile_model(recipe, cluster, on_progress, trains=trains, kept=profile, whole_only=whole_only)
-    dataset, graph, profile = known.dataset, known.graph, known.profile
-    search = None if recipe.search is None else _searched(recipe, cluster, known, known.profile)
-    if search is not None:
-        graph, profile = search.architectures.form(search.first)
-    recipe, comparison = _with_mode(recipe, cluster, profile, dataset, kept)
+    whole = profile_model(recipe, cluster, on_progress, trains=trains, kept=profile, whole_only=whole_only)
+    known, extensions = _extended(recipe, cluster, whole, parts)
+    dataset, graph = known.dataset, known.graph
+    recipe, comparison = _with_mode(recipe, cluster, known.profile, dataset, kept)
     if kept is None:
-        plan = choose_plan(recipe, cluster, graph, profile, dataset)
+        plan = choose_plan(recipe, cluster, graph, known.profile, dataset)
     else:
         asked, streams = recipe.parallelism, samplers(recipe.train, dataset)[0].streams
-        plan = kept_plan(kept.plan, kept.source, asked, cluster.num_workers, graph, streams)
+        plan = recorded_plan(kept.plan, kept.source, asked, cluster.num_workers, graph, streams)
     if measure_again is not None:
-        profile = measure_again(known, known.profile)
-        if search is not None:
-            search = _searched(recipe, cluster, known, profile)
-            profile = search.architectures.form(search.first)[1]
-    if search is not None:
-        search = search.with_trace(plan)
-    setup = _setup(recipe, cluster, replace(known, graph=graph, profile=profile), plan)
+        whole = replace(whole, profile=measure_again(whole, whole.profile))
+        known, extensions = _extended(recipe, cluster, whole, parts)
+    setup = _setup(recipe, cluster, known, plan, switches=any(each.switches for each in extensions.values()))
     moves = planned_moves(_asked_moves(recipe), setup, Periods.of(recipe.train, setup.sampler.minibatches_per_epoch))
-    return Job(recipe, cluster, setup, comparison, known.left_over, search, moves)
+    extensions = {name: each.prepared(setup) for name, each in extensions.items()}
+    return Job(recipe, cluster, setup, comparison, known.left_over, moves, extensions, whole.profile)
+
+
+def _extended(
+    recipe: Recipe, cluster: Cluster, whole: ProfiledModel, parts: Mapping[str, type[JobExtension]]
+) -> tuple[ProfiledModel, dict[str, JobExtension]]:
+    """Return the model that the run begins with, and the extensions' parts in the job."""
+    extensions = {name: part.of(recipe, cluster, whole) for name, part in parts.items()}
+    known = whole
+    for each in extensions.values():
+        known = each.profiled(known)
+    return known, extensions
 
 
 def _with_mode(
@@ -114,8 +119,8 @@ def _with_mode(
     return replace(recipe, parallelism=replace(recipe.parallelism, mode=chosen)), comparison
 
 
-def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan) -> Setup:
-    """Return the engine's setup for a recipe with a resolved mode.
+def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *, switches: bool) -> Setup:
+    """Return the engine's setup for a recipe with a resolved mode; `switches`: whether an extension changes it.
 
     Raises:
         PlanError: impossible with this plan, cluster or precision.
@@ -149,7 +154,7 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan) -
         device=known.device,
         loss_scale=(train.loss_scale or LossScaleRecipe()) if _scales(train) else None,
         correction_decay=parallelism.correction_decay or CORRECTION_DECAY,
-        repartitions=balances or bool(_asked_moves(recipe)) or recipe.search is not None,
+        repartitions=balances or bool(_asked_moves(recipe)) or switches,
         balances=balances,
         live=vpipe is None or vpipe.live,
         chooses=_choices(recipe),
@@ -199,18 +204,6 @@ def _asked_moves(recipe: Recipe) -> list[AskedMove]:
     """Return a recipe's moves."""
     vpipe = recipe.parallelism.vpipe
     return [] if vpipe is None else asked_moves(vpipe.moves)
-
-
-def _searched(recipe: Recipe, cluster: Cluster, known: ProfiledModel, profile: Profile) -> SearchSetup:
-    """Return a recipe's search without a trace's changes, which depend on the plan.
-
-    Raises:
-        GraphError: cells that don't exist, or can't be left out.
-    """
-    assert recipe.search is not None
-    cells = recipe.search.cells
-    architectures = Architectures(known.graph, profile, known.dataset, recipe.train.optimizer, cluster, cells)
-    return search_setup(recipe, architectures, known.dataset.metrics)
 
 
 def _scales(train: TrainRecipe) -> bool:

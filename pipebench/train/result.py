@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipebench.recipe.search_trace import SearchFile
 from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.typed_json import Number
 
@@ -43,7 +42,7 @@ class RunResult:
     notes: Mapping[str, str] = field(default_factory=dict)  # remarks, by the fact in the summary
     # Long histories, recorded in files of their own: an asynchronous server's pushes, an architecture search, moves
     pushes: tuple[Any, ...] = ()
-    search: SearchFile | None = None
+    search: Any = None
     moves: tuple[RepartitionRecord, ...] = ()
 
     @property

@@ -105,10 +105,10 @@ def totalled(setup: Setup, samples: int, totals: SegmentTotals) -> dict[str, flo
 
 def epoch_notes(job: Job, totals: SegmentTotals, num_minibatches: int) -> dict[str, str]:
     """Return notes on the minibatches and precision behind an epoch's time, and on what it leaves out."""
-    told = [left_over_note(job.left_over)] if job.left_over else []
+    remarks = [left_over_note(job.left_over)] if job.left_over else []
     if totals.num_simulated:
-        told.append(_estimated(job.setup, totals, num_minibatches))
-    return {EPOCHS: "; ".join(told)} if told else {}
+        remarks.append(_estimated(job.setup, totals, num_minibatches))
+    return {EPOCHS: "; ".join(remarks)} if remarks else {}
 
 
 def _estimated(setup: Setup, totals: SegmentTotals, num_minibatches: int) -> str:

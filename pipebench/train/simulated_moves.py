@@ -94,7 +94,7 @@ def _rates(before: Mark, mark: Mark) -> dict[str, float]:
 
 def watch_of(job: Job, moves: Sequence[RepartitionRecord]) -> MemoryForecast:
     """Return the memory forecast of a job that has run on any engine, with the moves it made."""
-    if not moves or job.search is not None:
+    if not moves or job.extensions:  # an extension changes more than the cuts: of the beginning only
         return MemoryForecast.over(job)
     planned = (PlannedMove(m.minibatch, s.plan) for m, s in zip(moves, _setups(job.setup, moves), strict=True))
     watch = MemoryForecast(job, job.setup.sampler.minibatches_per_epoch)

@@ -8,6 +8,7 @@ import json
 import re
 import textwrap
 import typing
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
@@ -19,10 +20,11 @@ from omegaconf import MISSING
 
 from pipebench.cli.main import cli
 from pipebench.cluster import Cluster, Level
+from pipebench.hooks import EXTENSIONS, hooks, with_section
 from pipebench.metrics import METRICS, STAGE_METRICS, Metric, Shown
 from pipebench.recipe.cluster_files import KEYS, LEVEL_KEYS, LEVELS
+from pipebench.recipe.leaves import recipe_with
 from pipebench.recipe.ranges import CHOICES, RANGES
-from pipebench.recipe.schema import Recipe
 from pipebench.recipe.typecheck import in_words
 from pipebench.schedule.modes import MODES, Mode
 from pipebench.schedule.operations import OPERATIONS
@@ -65,7 +67,7 @@ def recipe_page() -> Iterator[str]:
         "`pipebench show RECIPE` prints a recipe with all of them filled in. Beside the keys below, `extends` names a "
         "recipe whose keys this one starts from."
     )
-    yield from _sections(Recipe, "")
+    yield from _sections(recipe_with(tuple((name, True) for name in with_section())), "")
 
 
 def _sections(section: type, prefix: str) -> Iterator[str]:
@@ -89,10 +91,12 @@ def _key_row(each: "Field[Any]", prefix: str, hint: Any, told: Mapping[str, str]
         link = f"[`{key}`](#{key.replace('.', '')})"
         return [link, "keys of its own", _default(each), says]
     value = in_words(hint)
-    if key in CHOICES:
-        value = ", ".join(f"`{name}`" for name in CHOICES[key])
-    elif key in RANGES:
-        value = RANGES[key][1]
+    choices = ChainMap(CHOICES, *hooks("choices", EXTENSIONS).values())
+    ranges = ChainMap(RANGES, *hooks("ranges", EXTENSIONS).values())
+    if key in choices:
+        value = ", ".join(f"`{name}`" for name in choices[key])
+    elif key in ranges:
+        value = ranges[key][1]
     if "null" in in_words(hint) and "null" not in value:
         value += ", or null"
     return [f"`{key}`", value, _default(each), told[each.name]]

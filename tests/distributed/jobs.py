@@ -21,10 +21,10 @@ from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from pipebench.train.checkpointing import CheckpointPolicy, newest
 from pipebench.train.job import Job
+from pipebench.train.loop import TrainingLoop
 from pipebench.train.moves import planned_moves
 from pipebench.train.periods import Periods
 from pipebench.train.result import RunResult
-from pipebench.train.searching import loop_for
 from tests.distributed.cases import momentum
 from tests.engine.test_cells import whole
 from tests.search.test_searching import asked
@@ -120,7 +120,7 @@ def trained(
 
     try:
         policy = CheckpointPolicy(store, newest(store, given)[0])
-        result, _ = loop_for(given, make, Silent(), lambda point: None, policy).run()
+        result, _ = TrainingLoop(given, make, Silent(), lambda point: None, policy).run()
     except PeerLostError:
         os._exit(3)
     worker = engines[0].worker

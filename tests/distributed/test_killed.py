@@ -12,8 +12,8 @@ import torch
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.train.engines import on_virtual_clock
+from pipebench.train.loop import TrainingLoop
 from pipebench.train.result import RunResult
-from pipebench.train.searching import loop_for
 from tests.distributed.jobs import MOVES_AT, SEGMENT, Fault, Moving, Searching
 from tests.processes import Processes
 from tests.train.test_training import Silent
@@ -41,7 +41,7 @@ def expected(what: Moving | Searching) -> tuple[list[dict[str, torch.Tensor]], R
             engines.append(make(*told))  # type: ignore[arg-type]
             return engines[0]
 
-        result, _ = loop_for(given, keep, Silent(), lambda point: None).run()
+        result, _ = TrainingLoop(given, keep, Silent(), lambda point: None).run()
         tensors = [
             {name: tensor for replica in worker.replicas.values() for name, tensor in replica.tensors().items()}
             for worker in engines[0].workers

@@ -14,8 +14,8 @@ from pipebench.report.expressions import (
     Value,
     claim_expression,
     evaluate,
+    explain,
     quoted_expression,
-    told,
     unit_of,
     value_expression,
 )
@@ -109,7 +109,7 @@ def test_a_claim_is_true_where_python_says_so(text: str) -> None:
 def test_claims_over_rows(text: str, wanted: bool, reason: str) -> None:
     claim = claim_expression(text, [*ROWS], [*ROWS["speedup"]])
     assert evaluate(claim, of_rows) == wanted
-    assert told(claim, of_rows) == reason
+    assert explain(claim, of_rows) == reason
 
 
 def test_what_is_built_on_a_measure_reads_its_runs() -> None:

@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from pipebench.errors import GraphError
+from pipebench.extensions.search.architectures import Architectures
+from pipebench.extensions.search.trace import steps_of
+from pipebench.extensions.search.trace_file import ArchitectureChange
 from pipebench.model.graph import trace
 from pipebench.model.plan import make_plan
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import device_of
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.recipe.schema import OptimizerRecipe
-from pipebench.recipe.search_trace import ArchitectureChange
-from pipebench.search.architectures import Architectures
-from pipebench.search.trace import steps_of
 from pipebench.simulate.costs import stage_costs
 from tests.model.test_cells import Stack
 from tests.support import Blobs, flat_cluster

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from pipebench.recipe.schema import OLDEST, WORST
-from pipebench.search.evolution import Evolution, Rules
+from pipebench.extensions.search.evolution import Evolution, Rules
+from pipebench.extensions.search.recipe import OLDEST, WORST
 from tests.oracles.evolution import evolve
 
 RULES = Rules(
@@ -26,7 +26,7 @@ def searched(rules: Rules, periods: int, sign: float = 1.0) -> Evolution:
     evolution = Evolution(rules)
     for _ in range(periods):
         it = evolution.current
-        evolution.tell(sign * fitness(it.number, it.cells, len(it.scores) + 1), 0)
+        evolution.add_score(sign * fitness(it.number, it.cells, len(it.scores) + 1), 0)
     return evolution
 
 

@@ -14,18 +14,19 @@ from pipebench.engine.admission import StopRequest
 from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
+from pipebench.extensions.search.architectures import Architectures
+from pipebench.extensions.search.recipe import SearchRecipe
+from pipebench.extensions.search.setup import NAME, SearchSetup
+from pipebench.extensions.search.trace import Step
+from pipebench.extensions.search.trace_file import SearchFile
 from pipebench.model.plan import Plan
-from pipebench.recipe.schema import PeriodRecipe, Recipe, SearchRecipe
-from pipebench.recipe.search_trace import SearchFile
-from pipebench.search.architectures import Architectures
-from pipebench.search.setup import SearchSetup
-from pipebench.search.trace import Step
+from pipebench.recipe.schema import PeriodRecipe, Recipe
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.interfaces import MakeEngine
 from pipebench.train.job import Job
+from pipebench.train.loop import TrainingLoop
 from pipebench.train.result import INTERRUPTED, RunResult
-from pipebench.train.searching import SearchLoop, loop_for
 from tests.checkpoint.support import captured
 from tests.checkpoint.test_round_trips import bits
 from tests.engine.test_cells import whole
@@ -45,7 +46,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 def asked(**train: Any) -> Recipe:
     train = {"target": None, "max_epochs": 5, "evaluate_every": PeriodRecipe(minibatches=6)} | train
-    return dataclasses.replace(recipe(**train), search=RULES)
+    return recipe(**train)
 
 
 SAVING = asked(checkpoint_every=PeriodRecipe(minibatches=3))
@@ -54,12 +55,12 @@ SAVING = asked(checkpoint_every=PeriodRecipe(minibatches=3))
 def job(setup: Setup, given: Recipe | None = None, steps: tuple[Step, ...] | None = None, seed: int = 0) -> Job:
     """Return a search of a setup's cells; 12 minibatches per epoch, two individuals."""
     given = given or asked()
-    assert given.search is not None
     architectures = Architectures(
-        setup.graph, setup.profile, setup.dataset, given.train.optimizer, flat_cluster(4), given.search.cells
+        setup.graph, setup.profile, setup.dataset, given.train.optimizer, flat_cluster(4), RULES.cells
     )
-    search = SearchSetup(given.search, architectures, architectures.all, "eval_loss", False, seed, steps)
-    return Job(given, flat_cluster(4), setup, search=search)
+    search = SearchSetup(RULES, architectures, architectures.all, "eval_loss", False, seed, steps)
+    pipeline = dataclasses.replace(setup.pipeline, extensions={NAME: RULES})
+    return Job(given, flat_cluster(4), dataclasses.replace(setup, pipeline=pipeline), extensions={NAME: search})
 
 
 def kept(make: MakeEngine, engines: list[VirtualEngine]) -> MakeEngine:
@@ -80,13 +81,12 @@ def run(
     """Return the result and the engine of a search."""
     engines: list[VirtualEngine] = []
     made = kept(on_virtual_clock(given, stop), engines)
-    loop = loop_for(given, made, progress or Silent(), lambda point: None, policy or CheckpointPolicy())
-    assert isinstance(loop, SearchLoop)
+    loop = TrainingLoop(given, made, progress or Silent(), lambda point: None, policy or CheckpointPolicy())
     return loop.run()[0], engines[0]
 
 
 def history(result: RunResult) -> SearchFile:
-    assert result.search is not None
+    assert isinstance(result.search, SearchFile)
     return result.search
 
 
@@ -199,7 +199,7 @@ def test_cuts_stay_whatever_is_left_out() -> None:
             plans.append(engines[0].setup.plan)
 
     given = job(whole())
-    loop_for(given, kept(on_virtual_clock(given), engines), Watching(), lambda point: None).run()
+    TrainingLoop(given, kept(on_virtual_clock(given), engines), Watching(), lambda point: None).run()
     assert {tuple((stage.start, stage.stop) for stage in plan.stages) for plan in plans} == {
         tuple((stage.start, stage.stop) for stage in given.setup.plan.stages)
     }

@@ -42,7 +42,7 @@ def test_a_large_all_reduce_does_not_keep_a_small_activation_off_its_ports() -> 
     """The ring alone takes 4 steps of 4 bytes: 16 s. An activation of 2 bytes has half of its ports: 4 s, not 18."""
     network, ends = flat(3), list[float]()
     reduce(network, range(3), 12, 0.0, ends)
-    network.agenda.push(1.0, lambda now_s: network.sharing.tell(send(network, 0, 1, 2, now_s), ends.append, now_s))
+    network.agenda.push(1.0, lambda now_s: network.sharing.notify(send(network, 0, 1, 2, now_s), ends.append, now_s))
     network.agenda.play()
     assert ends == [5.0, 18.0], "the ring goes on at half of its pace meanwhile, and loses what the activation took"
 

@@ -83,12 +83,12 @@ def test_flows_of_one_connection_follow_each_other() -> None:
     assert not agenda.heap, "nobody is met, nobody asks: no entry"
     sharing.then(first, second, 0.0)
     sharing.then(second, third, 0.0)
-    sharing.tell(second, lambda now_s: told.append(("second", now_s)), 0.0)
-    sharing.tell(third, lambda now_s: told.append(("third", now_s)), 0.0)
-    sharing.tell(first, lambda now_s: told.append(("first", now_s)), 0.0)
+    sharing.notify(second, lambda now_s: told.append(("second", now_s)), 0.0)
+    sharing.notify(third, lambda now_s: told.append(("third", now_s)), 0.0)
+    sharing.notify(first, lambda now_s: told.append(("first", now_s)), 0.0)
     agenda.play()
     assert told == [("first", 2.25), ("second", 5.25), ("third", 5.25)]
-    sharing.tell(first, lambda now_s: told.append(("late", now_s)), 7.0)
+    sharing.notify(first, lambda now_s: told.append(("late", now_s)), 7.0)
     agenda.play()
     assert told[-1] == ("late", 7.0)
 
@@ -100,7 +100,7 @@ def test_who_waits_is_told_of_the_end_that_came_true() -> None:
     told: list[float] = []
     flow = Flow(4.0, ((port, 1.0),))
     sharing.start(flow, 0.0)
-    sharing.tell(flow, told.append, 0.0)
+    sharing.notify(flow, told.append, 0.0)
     agenda.push(2.0, lambda now_s: sharing.start(Flow(3.0, ((port, 1.0),)), now_s))
     agenda.play()
     assert told == [6.0]

@@ -13,9 +13,9 @@ from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import load
 from pipebench.recipe.preflight import preflight
 from pipebench.train.job import Job
-from pipebench.train.known import to_plan
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
+from pipebench.train.profile_cache import to_plan
 from pipebench.train.simulated import simulate_epoch
 
 RECIPE = """

@@ -9,6 +9,8 @@ from unittest.mock import Mock
 import pytest
 
 from pipebench.engine.admission import StopRequest
+from pipebench.extensions.search.setup import search_of
+from pipebench.extensions.search.simulated import simulate_search
 from pipebench.planner.rebalancing import RepartitionSearch
 from pipebench.recipe.load import load, load_file
 from pipebench.run.deciding import prepare_job
@@ -19,9 +21,8 @@ from pipebench.simulate.steady import simulate_segment
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
 from pipebench.train.largest_minibatch import trial
+from pipebench.train.loop import TrainingLoop
 from pipebench.train.memory_forecast import MemoryForecast
-from pipebench.train.searching import loop_for
-from pipebench.train.simulated_search import simulate_search
 
 RECIPE = """
 name: trace
@@ -50,8 +51,7 @@ def test_phases_follow_each_other_and_drain_where_the_run_evaluates(tmp_path: Pa
     given = job(tmp_path, [{"minibatch": 30, "delete": 12, "stage": 0}, {"minibatch": 47, "add": 6, "stage": 0}])
     result, _ = simulate_search(given)
     assert result.search is not None
-    rows, search = result.search.individuals, given.search
-    assert search is not None
+    rows, search = result.search.individuals, search_of(given)
     assert [row.minibatch for row in rows] == [0, 30, 47]
     assert [len(row.cells) for row in rows] == [8, 6, 7]
     clock_s = 0.0
@@ -94,7 +94,7 @@ def test_with_vpipe_layers_follow_as_they_do_where_it_trains(tmp_path: Path, liv
     given = job(tmp_path, events, epochs=10, vpipe=vpipe)
     simulated, _ = simulate_search(given)
     training = prepare_job(load(str(tmp_path / "r.yaml"), ["engine={kind: virtual, threads: 1}"]), silent=True)
-    found, _ = loop_for(training, on_virtual_clock(training, StopRequest()), Silent(), lambda point: None).run()
+    found, _ = TrainingLoop(training, on_virtual_clock(training, StopRequest()), Silent(), lambda point: None).run()
     assert [(m.minibatch, m.cuts, m.live) for m in simulated.moves] == [
         (m.minibatch, m.cuts, m.live) for m in found.moves
     ]
@@ -156,7 +156,7 @@ def test_what_a_trial_has_decided_is_not_sought_again(tmp_path: Path, monkeypatc
 def test_what_is_told_of_a_phase_while_layers_move_adds_up_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipebench.train.simulated_search._WINDOW_S", 0.01)
+    monkeypatch.setattr("pipebench.extensions.search.simulated._WINDOW_S", 0.01)
     events = [{"minibatch": 100, "delete": 12, "stage": 3}]
     result, _ = simulate_search(job(tmp_path, events, 10, "{swap: false, recompute: false}"))
     assert len(result.points) > 4
@@ -188,8 +188,7 @@ def test_the_ideal_is_what_balanced_workers_do_that_never_wait(tmp_path: Path) -
 
 def peaks_of(given: Job, cells: Sequence[str]) -> int:
     """What the fullest worker keeps at most while these cells are trained, which no trace is asked for."""
-    assert given.search is not None
-    found = given.search.architectures
+    found = search_of(given).architectures
     setup = found.setup(given.setup, found.named(cells, "here"))
     return MemoryForecast.over(replace(given, setup=setup)).memory.fullest.num_bytes
 
@@ -220,7 +219,7 @@ def test_the_largest_minibatch_fits_with_every_architecture(tmp_path: Path) -> N
 def test_what_an_architecture_costs_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [{"minibatch": 30, "delete": 12, "stage": 0}]
     first, _ = simulate_search(job(tmp_path, events))
-    monkeypatch.delattr("pipebench.profile.without.analytic_profile")
+    monkeypatch.delattr("pipebench.extensions.search.costs.analytic_profile")
     again, _ = simulate_search(job(tmp_path, events))
     assert [point.metrics for point in again.points] == [point.metrics for point in first.points]
 

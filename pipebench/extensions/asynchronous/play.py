@@ -74,7 +74,7 @@ class Pushing(SimulationExtension):
         """Complete an update and answer the pulls that waited for it."""
         self._num_applied += 1
         self._outstanding.discard(worker)
-        self._simulation.tell(TimelineEvent(now_s, now_s, worker, push))
+        self._simulation.emit(TimelineEvent(now_s, now_s, worker, push))
         for puller, (since_s, pull) in list(self._pulling.items()):
             if self._answers(puller, pull):
                 del self._pulling[puller]
@@ -99,4 +99,4 @@ class Pushing(SimulationExtension):
             self._network.arrived(message)
             then(then_s)
 
-        self._network.sharing.tell(message, arrived, now_s)
+        self._network.sharing.notify(message, arrived, now_s)

@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 from pipebench.engine.setup import Setup
 from pipebench.engine.simulated_moves import SimulatedEngine
+from pipebench.extensions.search.architectures import Cells
+from pipebench.extensions.search.setup import SearchSetup, chosen, search_of
+from pipebench.extensions.search.trace import Step
+from pipebench.extensions.search.trace_file import VERSION, SearchFile, Trained
 from pipebench.formats import seconds
-from pipebench.recipe.search_trace import VERSION, SearchFile, Trained
-from pipebench.schedule.notation import STRAIGHT
-from pipebench.search.architectures import Cells
-from pipebench.search.setup import SearchSetup
-from pipebench.search.trace import Step
 from pipebench.simulate.meter import MEMORY, Meter
 from pipebench.simulate.steady import simulate_segment
 from pipebench.simulate.throughput import Finishes, throughput
@@ -25,9 +24,7 @@ from pipebench.train.job import Job
 from pipebench.train.largest import most_within
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.metrics import describe, describe_stages, move_metrics, recipe_notes
-from pipebench.train.moves import cuts_of
 from pipebench.train.periods import Periods
-from pipebench.train.plan import choose_plan
 from pipebench.train.repartitioning import Repartitioning
 from pipebench.train.result import COMPLETED, Point, RunResult
 from pipebench.train.simulated import totalled
@@ -50,8 +47,7 @@ class ArchitecturePeriod(NamedTuple):
 
 def simulate_search(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
     """Simulate a recipe's trace from its first change to the run's end; `watch` predicts all architectures' memory."""
-    search, sampler = job.search, job.setup.sampler
-    assert search is not None
+    search, sampler = search_of(job), job.setup.sampler
     finishes = Finishes(job.setup.pipeline)
     meter = Meter(job.setup.pipeline, finishes)
     engine = SimulatedEngine(job.setup, meter)
@@ -88,16 +84,6 @@ def simulate_search(job: Job, watch: MemoryForecast | None = None) -> tuple[RunR
     return _with_peaks(job, watch, phases, layers, result) if watch else result, meter.timeline()
 
 
-def architectures_of(job: Job) -> Iterator[Job]:
-    """Yield a job under each architecture of its trace, in order, with its first cuts."""
-    assert job.search is not None
-    assert job.search.steps is not None
-    yield job
-    for step in job.search.steps:
-        job = replace(job, setup=_chosen(job, job.search.architectures.setup(job.setup, step.cells)))
-        yield job
-
-
 def _phases(
     job: Job, search: SearchSetup, engine: SimulatedEngine, moves: Repartitioning, finishes: Finishes
 ) -> Iterator[ArchitecturePeriod]:
@@ -119,7 +105,7 @@ def _phases(
             )
         if done < total:
             cells = step.cells
-            engine.switch_setup(_chosen(job, search.architectures.setup(engine.setup, cells)))
+            engine.switch_setup(chosen(job, search.architectures.setup(engine.setup, cells)))
 
 
 def _train(job: Job, moves: Repartitioning, done: int, stop: int) -> int:
@@ -130,20 +116,6 @@ def _train(job: Job, moves: Repartitioning, done: int, stop: int) -> int:
         if done < stop:
             moves.replan(done)
     return done
-
-
-def _chosen(job: Job, setup: Setup) -> Setup:
-    """Return a new architecture's setup with the memory policies that vPipe's stages choose under their cuts.
-
-    Raises:
-        PlanError: a stage doesn't fit in memory under any policies.
-    """
-    vpipe, asked = job.recipe.parallelism.vpipe, job.recipe.parallelism
-    if vpipe is None or not vpipe.policies:
-        return setup
-    asked = replace(asked, plan=STRAIGHT, cuts=[*cuts_of(setup.graph, setup.plan)])
-    plan = choose_plan(replace(job.recipe, parallelism=asked), job.cluster, setup.graph, setup.profile, setup.dataset)
-    return setup.under(replace(plan, depth=setup.plan.depth).on(setup.devices))
 
 
 def _minibatches_until(step: Step, job: Job, engine: SimulatedEngine, first: int) -> int:

@@ -12,9 +12,9 @@ current state, as in Pham et al. (ENAS, ICML'18), so cells common to two of them
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipebench.extensions.search.recipe import OLDEST
+from pipebench.extensions.search.strategy import Individual, SearchStrategy
 from pipebench.model.sampling import mix, name_hash
-from pipebench.recipe.schema import OLDEST
-from pipebench.search.strategy import Individual, SearchStrategy
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pipebench.recipe.search_trace import VERSION, SearchFile, Trained
-from pipebench.search.architectures import Architectures
-from pipebench.search.strategy import Individual, SearchStrategy
-
-FILE_NAME = "search.json"
+from pipebench.extensions.search.architectures import Architectures
+from pipebench.extensions.search.strategy import Individual, SearchStrategy
+from pipebench.extensions.search.trace_file import VERSION, SearchFile, Trained
 
 
 class IndividualStart(NamedTuple):
@@ -30,9 +28,9 @@ class Search:
         """The individual in training."""
         return self._strategy.current
 
-    def tell(self, metrics: Mapping[str, float], now: IndividualStart) -> None:
+    def add_score(self, metrics: Mapping[str, float], now: IndividualStart) -> None:
         """Score the current individual by an evaluation's metrics."""
-        self._strategy.tell(float(metrics[self._metric]), now.minibatch)
+        self._strategy.add_score(float(metrics[self._metric]), now.minibatch)
         if len(self._strategy.individuals) > len(self._begun):
             self._begun.append(now)
 

@@ -1,18 +1,35 @@
-"""The results of an architecture search: every individual in a table, and in a picture over the run's clock."""
+"""Records an architecture search: its history as a file, every individual in a table and over the run's clock."""
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from pipebench.extensions.search.trace_file import FILE_NAME, SearchFile
 from pipebench.formats import measure, seconds
-from pipebench.recipe.search_trace import SearchFile
+from pipebench.run.drawings import record_drawn
 from pipebench.show.pictures import axis_unit
-from pipebench.train.result import Point
+from pipebench.tracking import RunLog
+from pipebench.train.result import Point, RunResult
+from pipebench.typed_json import write
 
 _RATE, _LAYERS = "throughput_samples_per_s", "active_layers"
 _BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#999999"
+
+
+def record(log: RunLog, result: RunResult) -> RunResult:
+    """Record a search's history as file, table and picture; return the result without it."""
+    found: SearchFile | None = result.search
+    if found is None:
+        return result
+    log.text(FILE_NAME, write(found))
+    log.text("search.md", search_markdown(found))
+    end_s = result.metrics["total_time_s"]
+    record_drawn(log, {"search.png": partial(draw_search, found, result.points, end_s)}, "the search")
+    return replace(result, search=None)
 
 
 def search_markdown(found: SearchFile) -> str:

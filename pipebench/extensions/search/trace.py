@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pipebench.errors import GraphError
+from pipebench.extensions.search.architectures import Architectures, Cells
+from pipebench.extensions.search.strategy import Individual, SearchStrategy
+from pipebench.extensions.search.trace_file import ArchitectureChange
 from pipebench.model.plan import Plan
-from pipebench.recipe.search_trace import ArchitectureChange
-from pipebench.search.architectures import Architectures, Cells
-from pipebench.search.strategy import Individual, SearchStrategy
 
 
 class Step(NamedTuple):

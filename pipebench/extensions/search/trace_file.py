@@ -6,6 +6,7 @@ from typing import Annotated, NamedTuple
 
 from pipebench.typed_json import Count, Seconds, Within, read_file
 
+FILE_NAME = "search.json"
 VERSION = 1
 
 

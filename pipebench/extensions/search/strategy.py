@@ -40,7 +40,7 @@ class SearchStrategy(ABC):
         """The fittest individual with a score, of equals the first, or None."""
         return self._fittest(each for each in self.individuals if each.scores)
 
-    def tell(self, score: float, num_minibatches: int) -> None:
+    def add_score(self, score: float, num_minibatches: int) -> None:
         """Add the current individual's score; it is trained on, or the next one begins.
 
         `num_minibatches` are those of the run so far.

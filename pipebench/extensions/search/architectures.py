@@ -11,11 +11,11 @@ from functools import lru_cache
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
 from pipebench.errors import GraphError, nearest
-from pipebench.model.cells import find_cells, named, without
+from pipebench.extensions.search.cells import find_cells, named, without
+from pipebench.extensions.search.costs import profile_without
 from pipebench.model.graph import LayerGraph
 from pipebench.profile.model import Profile
 from pipebench.profile.shapes import output_forms
-from pipebench.profile.without import profile_without
 from pipebench.recipe.schema import OptimizerRecipe
 from zoo.registry import Dataset
 

@@ -4,16 +4,14 @@ A cell that is left out passes on one of its inputs of its output's shape. Its l
 indices, so a plan's cuts hold whichever cells are left out.
 """
 
-import copy
 import fnmatch
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import fx, nn
+from torch import fx
 
 from pipebench.errors import GraphError, nearest
-from pipebench.model.graph import LayerGraph, attribute, carries_state, inputs_of, make_cuttable, reads_of
+from pipebench.model.graph import LayerGraph, carries_state, inputs_of, make_cuttable, reads_of
 from pipebench.model.tracing import CALLS
 
 
@@ -57,14 +55,6 @@ def without(graph: LayerGraph, cells: Collection[SkippableCell]) -> LayerGraph:
         return graph
     evaluation = None if graph.evaluation is None else _without(graph.evaluation, passes)
     return replace(_without(graph, passes), evaluation=evaluation)
-
-
-def idle_tensors(graph: LayerGraph, start: int, stop: int) -> dict[str, torch.Tensor]:
-    """Return copies of the parameters and buffers that only idle layers use, of layers `start` to `stop`, excluded."""
-    layers = graph.layers[start:stop]
-    there = {id(tensor) for layer in layers if not layer.idle for _, tensor in _tensors(graph.root, layer.node)}
-    idle = {name: tensor for layer in layers if layer.idle for name, tensor in _tensors(graph.root, layer.node)}
-    return {name: copy.deepcopy(tensor) for name, tensor in idle.items() if id(tensor) not in there}
 
 
 def named(name: str, pattern: str) -> bool:
@@ -137,14 +127,3 @@ def _without(graph: LayerGraph, passes: Mapping[str, str]) -> LayerGraph:
     )
     (output,) = made.find_nodes(op="output")
     return replace(graph, graph=made, layers=layers, outputs=reads_of(output, index))
-
-
-def _tensors(root: nn.Module, node: fx.Node) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers that a layer uses, by qualified name."""
-    if node.op == "call_module":
-        path = str(node.target)
-        yield from root.get_submodule(path).named_parameters(path)
-        yield from root.get_submodule(path).named_buffers(path)
-    for read in node.all_input_nodes:
-        if read.op == "get_attr" and isinstance(value := attribute(root, str(read.target)), torch.Tensor):
-            yield str(read.target), value
