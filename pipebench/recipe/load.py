@@ -6,7 +6,7 @@ Everything wrong with a recipe comes out together, each fault with its own file 
 import copy
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -163,13 +163,19 @@ def load_each(
     return _load_each(sources, path, overrides, zipped=zipped, builds=builds)
 
 
-def load_mapping(recipe: Mapping[str, Any], overrides: Sequence[str] = ()) -> list[LoadedRecipe]:
-    """Load and validate a recipe that is no file, as `load_each` does; paths in it start at the working directory."""
+def load_mapping(
+    recipe: Mapping[str, Any], overrides: Sequence[str] = (), without: Collection[str] = ()
+) -> list[LoadedRecipe]:
+    """Load and validate a recipe that is no file, as `load_each` does; paths in it start at the working directory.
+
+    Of what it extends, and of itself, the sections `without` are left out: overrides replace them whole.
+    """
     path, data = Path.cwd() / IN_MEMORY, dict(recipe)
     base = data.pop(EXTENDS, None)
     files = [] if base is None else chain(_find_base(str(base), Path.cwd()), "recipe", _find_base)
-    sources = [(each, display(file), file.parent) for file, each in files]
-    return _load_each([*sources, (data, display(path), Path.cwd())], path, overrides, zipped=False, builds=True)
+    every = [*((each, display(file), file.parent) for file, each in files), (data, display(path), Path.cwd())]
+    kept = [({key: each[key] for key in each if key not in without}, name, folder) for each, name, folder in every]
+    return _load_each(kept, path, overrides, zipped=False, builds=True)
 
 
 def _load_each(

@@ -60,7 +60,7 @@ class SimulatedRuns(EngineRuns):
         assert tracking is not None
         loaded = request.loaded
         with collected_log(request.suite.verbose) as log_text, torch_settings(loaded.recipe.engine):
-            job = prepare_job(loaded, tells=True, silent=request.suite.brief)
+            job = prepare_job(loaded, tells=True, silent=request.suite.is_quiet)
             watch = MemoryForecast(job, job.setup.sampler.minibatches_per_epoch)
             recorder = RunRecorder(request, job, tracking, log_text)
 
@@ -83,7 +83,7 @@ class VirtualRuns(EngineRuns):
         keep_freed_blocks()
         settings = torch_settings(request.loaded.recipe.engine)
         with ExitStack() as held, collected_log(suite.verbose) as log_text, settings:
-            job = prepare_job(request.loaded, tells=True, silent=suite.brief)
+            job = prepare_job(request.loaded, tells=True, silent=suite.is_quiet)
             folder, stop = _LateFolder(request, held), StopRequest()
             policy = folder.policy(job)
             recorder = RunRecorder(request, job, tracking, log_text, folder.record_path)

@@ -32,6 +32,11 @@ class Suite:
         return not self.brief and not self.silent
 
     @property
+    def is_quiet(self) -> bool:
+        """Whether no progress is printed."""
+        return self.brief or self.on_progress is not None
+
+    @property
     def changes(self) -> tuple[str, ...]:
         """Overrides of a resumed run."""
         return self.overrides if self.resumed is not None else ()

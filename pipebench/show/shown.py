@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from pipebench.show.terminal import standard_output
-
 if TYPE_CHECKING:
     import pandas
 
+_WIDTH = 110  # columns
 _PAGE = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}</pre>'
 
 
@@ -36,12 +35,13 @@ class Shown(ABC):
         return pandas.DataFrame(self.rows())
 
     def __repr__(self) -> str:
-        console = Console(file=io.StringIO(), highlight=False, width=standard_output().width)
+        console = Console(file=io.StringIO(), highlight=False, width=_WIDTH, force_jupyter=False)
         with console.capture() as captured:
             self.print_to(console)
         return captured.get().strip("\n")
 
     def _repr_html_(self) -> str:
-        console = Console(file=io.StringIO(), highlight=False, width=standard_output().width, record=True)
+        options: dict[str, Any] = {"force_terminal": True, "force_jupyter": False, "record": True}
+        console = Console(file=io.StringIO(), highlight=False, width=_WIDTH, **options)
         self.print_to(console)
         return console.export_html(inline_styles=True, code_format=_PAGE)
