@@ -169,9 +169,7 @@ def _loaded(
     """Return a recipe, once per combination of its lists; `read` reads those that are names or files."""
     if isinstance(recipe, LoadedRecipe):
         if keys:
-            raise UserError(
-                f"{next(iter(keys))}: a loaded recipe stays as it is: give load_recipe this key, too"
-            )
+            raise UserError(f"{next(iter(keys))}: a loaded recipe stays as it is: give load_recipe this key, too")
         return [replace(recipe, path=Path.cwd() / IN_MEMORY)]  # its overrides are in no file
     plain, own = with_names(keys)
     if isinstance(recipe, Mapping):

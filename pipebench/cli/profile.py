@@ -7,6 +7,7 @@ import click
 from pipebench.cli.group import tracebacks
 from pipebench.cli.json_output import json_flag, moved_option, print_json
 from pipebench.cli.references import load_one, split
+from pipebench.errors import UserError
 from pipebench.recipe.preflight import preflight
 from pipebench.show.terminal import standard_error, standard_output
 
@@ -47,6 +48,8 @@ def profile(
       pipebench run quickstart engine.timing=v100.json
     """
     references, overrides = split(words)
+    if as_json and len(references) == 2:
+        raise UserError(f"--json prints the profile: to write {references[1]}, say --out {references[1]}")
     file = Path(references[0]) if len(references) == 1 and references[0].endswith((".json", ".txt")) else None
     if file is not None and overrides:
         raise click.UsageError(f"{overrides[0]} changes a recipe, and {file} is a profile")
