@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import pipebench
 from pipebench.cli.main import cli
 
 ROOT = Path(__file__).parents[1]
-README, TUTORIAL = ROOT / "README.md", ROOT / "docs/tutorial.md"
+README, TUTORIAL, HOW_TO = ROOT / "README.md", ROOT / "docs/tutorial.md", ROOT / "docs/how-to.md"
 ELSEWHERE = ("pipebench run quickstart", "pipebench report modes.yaml")  # each has a test of its own
 
 
@@ -75,6 +76,22 @@ def test_a_model_of_one_s_own_as_readme_has_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split()[0] for line in done.stdout.splitlines() if line.startswith(" mode=")]
     assert rows == ["mode=dp", "mode=gpipe", "mode=pipedream"]
+
+
+def test_losses_of_models_as_the_how_to_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels in a dict, an object with a loss; a training_step: cut into stages as well as whole."""
+    monkeypatch.chdir(tmp_path)
+    assert write_files(HOW_TO, tmp_path) == ["hf.py", "hf.yaml", "lit.py", "lit.yaml"]
+    for name, metric in (("hf", "top1"), ("lit", "eval_loss")):
+        cut, whole = (
+            pipebench.run(f"{name}.yaml", parallelism=parallelism, on_progress=lambda facts: None)
+            for parallelism in ({"mode": "gpipe", "plan": "straight"}, {"mode": "single"})
+        )
+        assert (cut.result.plan, whole.result.plan) == ("straight", "1")
+        losses, expected = (run.frame()[["eval_loss", metric]].dropna().to_numpy() for run in (cut, whole))
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert len(losses) == 2
+        assert losses[1][0] < losses[0][0]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A pair of plain torch data sets as a `Dataset`: samples are (input, target), minibatches torch's default collation.
+"""A pair of plain torch data sets as a `Dataset`: samples hold inputs and targets, torch collates minibatches.
 
 Everything an engine relies on is seen to here: minibatches of one shape, fetched by index, random augmentation drawn
 from the caller's number, a loss and metrics as sums over samples.
@@ -15,12 +15,20 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from zoo.registry import DataError, Dataset
 
 _INPUT, _TARGET = "input", "target"
 _SPLITS = ("train", "eval")
+_LABELS = ("label", "labels", "target", "targets", "y")
 _KEPT_TARGETS = 32  # minibatches between the fetch of an input and that of its target, in a process that does both
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's step, which sets neighbouring samples far apart
 
@@ -40,8 +48,42 @@ class Metric:
     best: str
 
 
+@dataclass(frozen=True)
+class Fields:
+    """What of a sample is whose, where samples aren't pairs (input, target): keys of a dict, or places in a tuple.
+
+    Attributes:
+        inputs: what the model's forward gets, by these names from a dict; None: everything.
+        targets: what the loss and the metrics get; None: the rest, or where nothing is left the last input.
+    """
+
+    inputs: Sequence[str | int] | None = None
+    targets: Sequence[str | int] | None = None
+
+    def pair(self, sample: Any) -> tuple[Any, Any]:
+        """Return a sample's input and target.
+
+        Raises:
+            DataError: it holds nothing by these names.
+        """
+        if not isinstance(sample, Mapping | tuple | list):
+            raise DataError(f"a sample is {_in_words(sample)}, needed is a dict or a tuple")
+        parts: dict[Any, Any] = dict(sample) if isinstance(sample, Mapping) else dict(enumerate(sample))
+        names = [*parts]
+        inputs = names if self.inputs is None else [*self.inputs]
+        rest = [name for name in names if name not in inputs] or inputs[-1:]
+        targets = rest if self.targets is None else [*self.targets]
+        for name in (*inputs, *targets):
+            if name not in names:
+                raise DataError(f"a sample has no {name!r}, it is {_in_words(sample)}")
+        target = {name: parts[name] for name in targets} if len(targets) > 1 else parts[targets[0]]
+        if isinstance(sample, Mapping):
+            return {name: parts[name] for name in inputs}, target
+        return tuple(parts[name] for name in inputs) if len(inputs) > 1 else parts[inputs[0]], target
+
+
 class DatasetPair(Dataset):
-    """Two torch data sets, a loss and metrics.
+    """Two torch data sets, or loaders of them, a loss and metrics.
 
     Fields are `input` and `target`, or `input.0`, `input.1`, ... and `input.NAME` where a sample holds several in a
     tuple or dict; the loss and the metrics get the target as the samples have it. Inputs in a dict are known by the
@@ -53,6 +95,7 @@ class DatasetPair(Dataset):
         loss: returns the mean over the samples of a minibatch, or one number per sample.
         metrics: by name.
         loader_processes: as `Dataset` has it.
+        fields: what of a sample is whose; None for pairs (input, target).
 
     Raises:
         DataError: that isn't what the first samples are.
@@ -65,8 +108,10 @@ class DatasetPair(Dataset):
         loss: Measure,
         metrics: Mapping[str, Metric],
         loader_processes: int = 0,
+        fields: Fields | None = None,
     ) -> None:
-        self._splits = dict(zip(_SPLITS, (train, held_out), strict=True))
+        self._splits = {split: _unloaded(split, data) for split, data in zip(_SPLITS, (train, held_out), strict=True)}
+        self._fields = Fields() if fields is None and loss is loss_of_model else fields
         self.num_train, self.num_eval = (_length(split, data) for split, data in self._splits.items())
         self._loss = loss
         self._metrics = dict(metrics)
@@ -144,6 +189,8 @@ class DatasetPair(Dataset):
         Raises:
             DataError: a metric fails, or isn't a number or one per sample.
         """
+        if self._metrics and self._loss is loss_of_model:
+            output = _beside_loss(output)
         return {
             name: self._sum(f"metric {name}", metric.function, output, targets).detach()
             for name, metric in self._metrics.items()
@@ -171,10 +218,13 @@ class DatasetPair(Dataset):
             samples = []
             for index in indices:
                 seed((draw + _GOLDEN * (index + 1)) % 2**63)
-                samples.append(data[index])
+                samples.append(data[index] if self._fields is None else self._fields.pair(data[index]))
         for index, sample in zip(indices, samples, strict=True):
             if not isinstance(sample, tuple | list) or len(sample) != 2:
-                raise DataError(f"sample {index} of {split} is {_in_words(sample)}, needed is a pair (input, target)")
+                raise DataError(
+                    f"sample {index} of {split} is {_in_words(sample)}, needed is a pair (input, target)"
+                    + _fields_to_name(sample)
+                )
         try:
             return dict(zip((_INPUT, _TARGET), default_collate([tuple(sample) for sample in samples]), strict=True))
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
@@ -200,6 +250,41 @@ class DatasetPair(Dataset):
         """Raise a DataError that names the sample whose shape or type isn't that of the first."""
         for index in indices if len(indices) > 1 else ():
             self._check_alike(split, [index], _flat(self._collated(split, [index], 0)))
+
+
+def plain_output(output: Any) -> Any:
+    """Return a model's output as a dict where it is another mapping, or an object with a `loss`."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    held = getattr(output, "__dict__", {})
+    return dict(held) if "loss" in held else output
+
+
+def loss_of_model(output: Any, target: Any) -> Any:
+    """Return the loss that a model computes itself: its output, or the output's `loss`, or its first part."""
+    parts = plain_output(output)
+    if isinstance(parts, dict) and "loss" in parts:
+        return parts["loss"]
+    if isinstance(parts, tuple | list) and parts:
+        return parts[0]
+    if isinstance(parts, torch.Tensor) and parts.dim() < 2:
+        return parts
+    raise ValueError(
+        "with loss: model a forward returns its loss, or an object, a dict or a tuple that begins with it; in a "
+        "LightningModule it is training_step that does: `def forward(self, x, y): return self.module.training_step((x, "
+        "y), 0)`, in a module around it"
+    )
+
+
+def _beside_loss(output: Any) -> Any:
+    """Return what a model puts out beside its loss: alone, or in a dict or tuple."""
+    parts = plain_output(output)
+    if isinstance(parts, dict):
+        rest: Any = {name: part for name, part in parts.items() if name != "loss" and part is not None}
+        return next(iter(rest.values())) if len(rest) == 1 else rest
+    if isinstance(parts, tuple | list):
+        return parts[1] if len(parts) == 2 else parts[1:]
+    raise DataError("metrics need more than the loss: let forward return {'loss': loss, 'output': output}")
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -230,7 +315,7 @@ class _Top:
         return (best == target.unsqueeze(1)).any(dim=1)
 
 
-LOSSES: dict[str, Measure] = {"cross_entropy": cross_entropy, "mse": squared_error}
+LOSSES: dict[str, Measure] = {"cross_entropy": cross_entropy, "mse": squared_error, "model": loss_of_model}
 METRICS: dict[str, Metric] = {
     "top1": Metric(top(1), "max"),
     "top5": Metric(top(5), "max"),
@@ -259,6 +344,34 @@ def seeded(seed: int) -> Iterator[Callable[[int], None]]:
 
 def _per_sample(values: torch.Tensor) -> torch.Tensor:
     return values.reshape(values.shape[0], -1).mean(1)
+
+
+def _unloaded(split: str, data: Any) -> Any:
+    """Return the data set of a loader, whose minibatches are drawn anew, from the run's seed."""
+    if not isinstance(data, DataLoader):
+        return data
+    drawn = (RandomSampler, SequentialSampler)
+    for what, is_own in (
+        ("collate_fn", data.collate_fn is not default_collate),
+        ("sampler", type(data.sampler) not in drawn or type(data.batch_sampler) is not BatchSampler),
+    ):
+        if is_own:
+            raise DataError(
+                f"the loader of {split} has a {what} of its own, and minibatches are made from the run's seed by "
+                "torch's default_collate: give its data set, `loader.dataset`"
+            )
+    return data.dataset
+
+
+def _fields_to_name(sample: Any) -> str:
+    """Return the end of a sentence: the line with which samples that aren't pairs are taken."""
+    if not isinstance(sample, Mapping | tuple | list) or len(sample) < 2:
+        return ""
+    names = [*sample] if isinstance(sample, Mapping) else [*range(len(sample))]
+    labels = [name for name in names if str(name) in _LABELS] or names[-1:]
+    inputs = [name for name in names if name not in labels]
+    written = (f"[{', '.join(map(str, each))}]" for each in (inputs, labels))
+    return "; or name what is whose in dataset: `inputs: {}, targets: {}`".format(*written)
 
 
 def _length(split: str, data: Any) -> int:

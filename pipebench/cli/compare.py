@@ -5,10 +5,13 @@ from pathlib import Path
 import click
 
 from pipebench.cli.group import tracebacks
+from pipebench.cli.json_output import json_flag, print_json
 from pipebench.cli.outputs import Output, refuse_to_overwrite
-from pipebench.errors import UserError
 from pipebench.garbage import without_collector
 from pipebench.run.folder import records
+from pipebench.show.differences import curves_of, is_our_page, markdown
+from pipebench.show.terminal import standard_error, standard_output
+from pipebench.tracking.results import find_runs
 
 
 @click.command
@@ -17,11 +20,11 @@ from pipebench.run.folder import records
     "--out",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    default=Path(),
-    help="Where comparison.md and curves.png go.  [default: the working directory]",
+    help="Where comparison.md and curves.png go.  [default: the working directory; with --json, nowhere]",
 )
+@json_flag
 @tracebacks
-def compare(runs: tuple[str, ...], out: Path) -> None:
+def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     """Print the results of recorded runs side by side, and what differs in their recipes; draw all curves in a picture.
 
     RUN is MLflow's id of a run, the name of its folder under pipebench-runs/, the beginning of one of these, or a name
@@ -35,23 +38,21 @@ def compare(runs: tuple[str, ...], out: Path) -> None:
     """
     if len(runs) < 2:
         raise click.UsageError("name two runs at least, for example: pipebench compare quickstart-dp quickstart-gpipe")
+    folder = out or (None if as_json else Path())
     with without_collector():
-        from pipebench.show import console, differences
-        from pipebench.tracking.results import find_runs
+        from pipebench.show import figures
+        from pipebench.show.answers import recorded
 
-    page = Output("--out", out / "comparison.md", "a page of `pipebench compare`", differences.is_our_page)
-    picture = Output("--out", out / "curves.png", "a picture of `pipebench compare`", differences.is_our_picture)
+    page = Output("--out", folder and folder / "comparison.md", "a page of `pipebench compare`", is_our_page)
+    picture = Output("--out", folder and folder / "curves.png", "a picture of `pipebench compare`", figures.is_curves)
     refuse_to_overwrite([page, picture])
-    found = find_runs(runs, records())
-    ids = [run.run_id for run in found]
-    for index, run_id in enumerate(ids):
-        if run_id in ids[:index]:
-            raise UserError(f"run: {runs[index]!r} and {runs[ids.index(run_id)]!r} are the same run, {run_id}")
-    results = differences.labelled(found)
-    console.print_differences(results, differences.differences(results))
-    console.print_comparison(results, "")
-    drawn = bool(differences.curves_of(results))
-    text = differences.markdown(results, "curves.png" if drawn else None)
-    page.write(lambda path: path.write_text(text, encoding="utf-8"))
+    found = recorded(find_runs(runs, records()), runs)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        found.print_to(standard_output())
+    drawn = bool(curves_of(found.results))
+    console, text = standard_error() if as_json else None, markdown(found.results, "curves.png" if drawn else None)
+    page.write(lambda path: path.write_text(text, encoding="utf-8"), console)
     if drawn:
-        picture.write(lambda path: differences.draw_all(results, path))
+        picture.write(lambda path: figures.draw_curves(found.results, path), console)

@@ -3,16 +3,18 @@
 import click
 
 from pipebench.cli.group import tracebacks, trust
+from pipebench.cli.json_output import moved_option
 from pipebench.errors import printable
 
 
 @click.command
 @click.argument("run_", metavar="RUN")
-@click.option("--output", metavar="FILE.pt", help="Where to write them.  [default: RUN's id, in the current folder]")
+@click.option("--out", metavar="FILE.pt", help="Write them here.  [default: RUN's id, in the current folder]")
+@moved_option("--output", "--out FILE.pt")
 @click.option("--step", type=click.IntRange(0), help="Which checkpoint, in minibatches.  [default: the newest]")
 @trust
 @tracebacks
-def export(run_: str, output: str | None, step: int | None, trusts: bool) -> None:
+def export(run_: str, out: str | None, step: int | None, trusts: bool) -> None:
     """Write the weights of a run's checkpoint as a plain state_dict, whatever plan it was trained under.
 
     RUN is the run's id (or the start of it), its MLflow run id, or its folder under pipebench-runs/. The code that its
@@ -21,11 +23,11 @@ def export(run_: str, output: str | None, step: int | None, trusts: bool) -> Non
     \b
     Examples:
       pipebench export quickstart-1f0c9a7e
-      pipebench export quickstart-1f0c9a7e --step 375 --output quickstart.pt
+      pipebench export quickstart-1f0c9a7e --step 375 --out quickstart.pt
     """
     from pipebench.run import export as exporting
 
-    written, skipped = exporting.export(run_, output, step, trusts=trusts)
+    written, skipped = exporting.export(run_, out, step, trusts=trusts)
     for sentence in skipped:
         click.echo(f"pipebench: {printable(sentence)}", err=True)
     click.echo(written)

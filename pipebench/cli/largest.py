@@ -3,16 +3,19 @@
 import click
 
 from pipebench.cli.group import tracebacks
+from pipebench.cli.json_output import json_flag, print_json
 from pipebench.cli.references import load_one
 from pipebench.garbage import without_collector
 from pipebench.recipe.load import faults_of
 from pipebench.recipe.preflight import preflight
+from pipebench.show.terminal import standard_error, standard_output
 
 
 @click.command
 @click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
+@json_flag
 @tracebacks
-def largest(words: tuple[str, ...]) -> None:
+def largest(words: tuple[str, ...], as_json: bool) -> None:
     """Find the largest minibatch with which a recipe's plan fits in the memory of its cluster's devices.
 
     The simulator predicts the memory of the fullest worker; nothing is trained. Sizes tried are powers of two and seven
@@ -26,17 +29,21 @@ def largest(words: tuple[str, ...]) -> None:
     """
     loaded = load_one(words)
     with without_collector():
-        from pipebench.show.largest_report import print_largest
+        from pipebench.show.answers import LargestMinibatch
         from pipebench.show.progress import trying
         from pipebench.train.largest_minibatch import Trial, largest_minibatch
 
     preflight(loaded, trains=False)
     trials: list[Trial] = []
-    with faults_of(loaded), trying(loaded.recipe.name) as tell:
+    with faults_of(loaded), trying(loaded.recipe.name, standard_error() if as_json else None) as tell:
 
         def on_trial(trial: Trial) -> None:
             trials.append(trial)
             tell(trial.minibatch_size)
 
         found = largest_minibatch(loaded, on_trial)
-    print_largest(loaded, found, trials)
+    answer = LargestMinibatch(loaded, found, tuple(trials))
+    if as_json:
+        print_json(answer.to_dict())
+    else:
+        answer.print_to(standard_output())

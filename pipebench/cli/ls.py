@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from pipebench.cli.json_output import json_flag, print_json
 from pipebench.recipe.catalog import cluster_names, find_cluster, recipe_names, recipes_folder, summary
 from pipebench.recipe.clusters import sources
 from pipebench.recipe.named import KINDS, OPTIMIZER, SCHEDULE
@@ -17,14 +18,18 @@ LISTS = ("models", "datasets", "optimizers", "schedules", "clusters", "modes", "
 
 @click.command
 @click.argument("what", type=click.Choice(LISTS), required=False)
-def ls(what: str | None) -> None:
-    """List what a recipe can name, one line each.
+@json_flag
+def ls(what: str | None, as_json: bool) -> None:
+    """List what a recipe can name, one line each; with --json an object per list, from name to description.
 
     \b
     Examples:
       pipebench ls
       pipebench ls clusters
     """
+    if as_json:
+        print_json({heading: _rows(heading) for heading in (LISTS if what is None else (what,))})
+        return
     for index, heading in enumerate(LISTS if what is None else (what,)):
         if what is None:
             click.echo(f"{chr(10) if index else ''}{heading}:")

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from pipebench.cli.group import tracebacks
+from pipebench.cli.json_output import json_flag
 from pipebench.cli.parameters import MOST_WORKERS, Parameter, count, name_of, parse_levels
 from pipebench.cli.references import load_to_plan, split
 from pipebench.errors import UserError
@@ -75,7 +76,7 @@ from pipebench.units import parse_bytes, parse_duration
     default=True,
     help="Whether to plan the other modes, too, once the plan asked for is printed.  [default: --others]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, numbers unrounded, and nothing else.")
+@json_flag
 @tracebacks
 def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
     """Find the best plan: which layers make a stage, how many workers run it, its predicted time, and why.

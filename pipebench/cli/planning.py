@@ -12,6 +12,7 @@ from types import ModuleType
 
 from rich.console import Console
 
+from pipebench.cli.json_output import print_json
 from pipebench.cli.outputs import Output, refuse_to_overwrite
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError, RecipeError, UserError
@@ -31,12 +32,13 @@ from pipebench.recipe.plan_file import is_our_plan, is_plan_file
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
+from pipebench.show.answers import PlanAnswer
 from pipebench.show.plan_answer import Answer
-from pipebench.show.plan_json import plan_json
+from pipebench.show.plan_json import plan_data
 from pipebench.show.plan_report import print_modes, print_plan
-from pipebench.show.plans_report import plans_json, print_plans
+from pipebench.show.plans_report import print_plans
 from pipebench.show.progress import preparing, searching
-from pipebench.show.terminal import standard_error, standard_output
+from pipebench.show.terminal import standard_error
 from pipebench.train.profile_cache import ToPlan, to_plan
 from pipebench.train.request import plan_request
 
@@ -103,9 +105,17 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     everything = _with_others(answer, options, known)
     everything = replace(everything, total_s=time.perf_counter() - began_s)
     if options.as_json:
-        standard_output().file.write(plan_json(everything) + "\n")
+        print_json(plan_data(everything))
     else:
         print_modes(everything)
+
+
+def plan_answer(loaded: LoadedRecipe, *, others: bool) -> PlanAnswer:
+    """Return what `plan` prints of a recipe, with the `others`, the best plans of the other modes, if asked."""
+    began_s, known = time.perf_counter(), dict[int, States]()
+    options = PlanOptions(others=others)
+    answer = _with_others(_of_recipe(loaded, options, known), options, known)
+    return PlanAnswer(replace(answer, total_s=time.perf_counter() - began_s))
 
 
 def _pictures() -> ModuleType:
@@ -136,7 +146,8 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
     if not answers:
         raise cause
     if options.as_json:
-        standard_output().file.write(plans_json(answers, refused) + "\n")
+        lacking = [{"name": name, "refused": why} for name, why in refused.items()]
+        print_json([*map(plan_data, answers), *lacking])
     else:
         print_plans(answers, refused)
 

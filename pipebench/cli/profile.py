@@ -5,68 +5,63 @@ from pathlib import Path
 import click
 
 from pipebench.cli.group import tracebacks
+from pipebench.cli.json_output import json_flag, moved_option, print_json
 from pipebench.cli.references import load_one, split
+from pipebench.errors import UserError
 from pipebench.recipe.preflight import preflight
+from pipebench.show.terminal import standard_error, standard_output
 
 
 @click.command
 @click.argument("words", metavar="RECIPE|FILE [KEY=VALUE...]", nargs=-1, required=True)
 @click.option(
-    "--json",
-    "json_file",
+    "--out",
     type=click.Path(path_type=Path),
-    metavar="OUT.json",
-    help="Write the profile here; pipebench reads it back.",
-)
-@click.option(
-    "--graph-txt",
-    type=click.Path(path_type=Path),
-    metavar="OUT.txt",
-    help="Write it in the PipeDream artifact's format.",
+    metavar="OUT.json|OUT.txt",
+    help="Write the profile here, which pipebench reads back; a .txt in the PipeDream artifact's format.",
 )
 @click.option("--picture", type=click.Path(path_type=Path), metavar="OUT.png", help="Write the picture here.")
+@json_flag
+@moved_option("--graph-txt", "--out OUT.txt")
 @click.option(
     "--samples", type=click.IntRange(1), help="Which size to show, by default the largest; of a graph.txt, its."
 )
 @click.option("--all", "show_all", is_flag=True, help="Show every layer, however many there are.")
 @tracebacks
 def profile(
-    words: tuple[str, ...],
-    json_file: Path | None,
-    graph_txt: Path | None,
-    picture: Path | None,
-    samples: int | None,
-    show_all: bool,
+    words: tuple[str, ...], out: Path | None, picture: Path | None, samples: int | None, show_all: bool, as_json: bool
 ) -> None:
     """Show what every layer of a model costs: time forward and backward, activations, parameters.
 
     RECIPE is profiled as it says (engine.timing): measured on this machine, computed for its cluster's device, or read
     from a file. NAME.profile.json and NAME.profile.png are written to the current folder, NAME being the recipe's.
     FILE is a profile (.json) or the PipeDream artifact's graph.txt (.txt); it is shown, and NAME.profile.png written.
+    With --json only what --out and --picture name is written.
 
     \b
     Examples:
       pipebench profile quickstart
       pipebench profile quickstart cluster.name=local --samples 32
-      pipebench profile quickstart cluster.name=cluster-b --json v100.json --picture v100.png
-      pipebench profile quickstart.profile.json --graph-txt quickstart.graph.txt
+      pipebench profile quickstart cluster.name=cluster-b --out v100.json --picture v100.png
+      pipebench profile quickstart.profile.json --out quickstart.graph.txt
       pipebench profile gnmt8.graph.txt --samples 64 --all
       pipebench run quickstart engine.timing=v100.json
     """
     references, overrides = split(words)
+    if as_json and len(references) == 2:
+        raise UserError(f"--json prints the profile: to write {references[1]}, say --out {references[1]}")
     file = Path(references[0]) if len(references) == 1 and references[0].endswith((".json", ".txt")) else None
     if file is not None and overrides:
         raise click.UsageError(f"{overrides[0]} changes a recipe, and {file} is a profile")
     source = load_one(words) if file is None else file
     from pipebench.cli import profiling
 
+    files = profiling.outputs(source, out, picture, by_default=not as_json)
     if not isinstance(source, Path):
         preflight(source, trains=False)
-    profiling.profile(
-        source,
-        json_path=json_file,
-        graph_path=graph_txt,
-        picture_path=picture,
-        num_samples=samples,
-        show_all=show_all,
-    )
+    found = profiling.profile(source, samples, show_all=show_all)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        found.print_to(standard_output())
+    profiling.write_all(found, files, standard_error() if as_json else None)

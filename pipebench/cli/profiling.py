@@ -1,7 +1,10 @@
-"""`pipebench profile`: make or read a profile, print it, write it as JSON, graph.txt and picture."""
+"""`pipebench profile`: make or read a profile, write it as JSON, graph.txt and picture."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+
+from rich.console import Console
 
 from pipebench.cli.outputs import Output, refuse_to_overwrite
 from pipebench.errors import UserError
@@ -11,49 +14,62 @@ from pipebench.profile.load import load_profile, plain_name
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe, faults_of
+from pipebench.show.answers import ModelProfile
 from pipebench.show.profile_picture import draw_profile, is_our_picture
-from pipebench.show.profile_report import print_profile
 from pipebench.show.progress import preparing
 
 
-def profile(
-    source: LoadedRecipe | Path,
-    *,
-    json_path: Path | None,
-    graph_path: Path | None,
-    picture_path: Path | None,
-    num_samples: int | None,
-    show_all: bool,
-) -> None:
-    """Profile a recipe's model, or read a profile file; print it and write it in other forms.
+def name_of(source: LoadedRecipe | Path) -> str:
+    """Return what a recipe, or a profile's file, is called."""
+    return plain_name(source) if isinstance(source, Path) else source.recipe.name
+
+
+def profile(source: LoadedRecipe | Path, num_samples: int | None = None, *, show_all: bool = False) -> ModelProfile:
+    """Profile a recipe's model, or read a profile file.
 
     Args:
         source: the recipe or the file.
-        json_path: JSON output; None for the default of a recipe, no output for a file.
-        graph_path: output in the PipeDream artifact's graph.txt form; None for none.
-        picture_path: picture; None for the default.
-        num_samples: size to print, draw and write as graph.txt; None for the largest available.
-        show_all: print every layer of a long model.
+        num_samples: size to show; None for the largest available.
+        show_all: show every layer of a long model.
 
     Raises:
-        UserError: it can't be read or made, lacks that size, or a file would be overwritten.
+        UserError: it can't be read or made, or lacks that size.
     """
-    name = plain_name(source) if isinstance(source, Path) else source.recipe.name
-    own_json = None if isinstance(source, Path) else Path(f"{name}.profile.json")
-    as_json = Output("--json", json_path or own_json, "a profile in JSON", _is_our_json)
-    as_graph = Output("--graph-txt", graph_path, "a graph.txt that pipebench wrote", _is_our_graph_txt)
-    picture_path = picture_path or Path(f"{name}.profile.png")
-    picture = Output("--picture", picture_path, "a picture of a profile", is_our_picture)
-    refuse_to_overwrite((as_json, as_graph, picture))
     made = load_profile(source, num_samples or 1) if isinstance(source, Path) else _profiled(source)
     size = max(made.layers) if num_samples is None else num_samples
     if size not in made.layers:
         sizes = ", ".join(map(str, sorted(made.layers)))
         raise UserError(f"--samples: got {size}, allowed are the numbers of samples that are profiled: {sizes}")
-    print_profile(name, made, size, show_all=show_all)
-    as_json.write(lambda path: path.write_text(write_profile(made), encoding="utf-8"))
-    as_graph.write(lambda path: path.write_text(write_graph_txt(made, size), encoding="utf-8"))
-    picture.write(lambda path: draw_profile(made, size, name, path))
+    return ModelProfile(name_of(source), made, size, show_all)
+
+
+def outputs(source: LoadedRecipe | Path, out: Path | None, picture: Path | None, *, by_default: bool) -> list[Output]:
+    """Return the files to write: JSON, graph.txt and picture, in this order; raises a UserError if one can't be.
+
+    `by_default` also writes `NAME.profile.png`, and of a recipe `NAME.profile.json` where no other JSON is named.
+    """
+    is_graph = out is not None and out.suffix == ".txt"
+    own_json, own_picture = (
+        Path(f"{name_of(source)}.profile.{end}") if by_default else None for end in ("json", "png")
+    )
+    if isinstance(source, Path):
+        own_json = None
+    made = [
+        Output("--out", own_json if is_graph or out is None else out, "a profile in JSON", _is_our_json),
+        Output("--out", out if is_graph else None, "a graph.txt that pipebench wrote", _is_our_graph_txt),
+        Output("--picture", picture or own_picture, "a picture of a profile", is_our_picture),
+    ]
+    refuse_to_overwrite(made)
+    return made
+
+
+def write_all(found: ModelProfile, files: Sequence[Output], console: Console | None) -> None:
+    """Write the files of `outputs`, and print their names."""
+    as_json, as_graph, picture = files
+    size, made = found.num_samples, found.profile
+    as_json.write(lambda path: path.write_text(write_profile(made), encoding="utf-8"), console)
+    as_graph.write(lambda path: path.write_text(write_graph_txt(made, size), encoding="utf-8"), console)
+    picture.write(lambda path: draw_profile(made, size, found.name, path), console)
 
 
 def _profiled(loaded: LoadedRecipe) -> Profile:

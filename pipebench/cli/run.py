@@ -3,10 +3,12 @@
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import click
 
 from pipebench.cli.group import note_verbose, trust
+from pipebench.cli.json_output import json_flag, json_line, json_text, only_json
 from pipebench.cli.parameters import Parameter, parse_seeds
 from pipebench.cli.references import load_all, split
 from pipebench.errors import UserError, WorkersFailedError
@@ -46,14 +48,28 @@ from pipebench.run.suite import Suite, suite_name
     callback=note_verbose,
     help="Log what every worker does, with its time; show the whole traceback of an error in your own code.",
 )
+@json_flag
+@click.option(
+    "--json-lines",
+    is_flag=True,
+    help="Print a line of JSON per evaluation and, every second, on how far training is; then one per result. "
+    "Of runs in processes only the results.",
+)
 def run(
-    words: tuple[str, ...], seeds: tuple[int, ...] | None, zipped: bool, resume: str | None, trusts: bool, verbose: bool
+    words: tuple[str, ...],
+    seeds: tuple[int, ...] | None,
+    zipped: bool,
+    resume: str | None,
+    trusts: bool,
+    verbose: bool,
+    as_json: bool,
+    json_lines: bool,
 ) -> int:
     """Train recipes to their target and record the answers in MLflow.
 
     RECIPE is a file, a folder of recipes, or a short name from `pipebench ls recipes`. KEY=VALUE overrides a key
     of every recipe named; `pipebench show RECIPE` prints all keys. KEY=A,B,C makes a run of each, side by side.
-    Everything is checked before anything runs.
+    Everything is checked before anything runs. With --json what people read goes to standard error.
 
     \b
     Examples:
@@ -63,6 +79,7 @@ def run(
       pipebench run quickstart parallelism.depth=1,2,4,7
       pipebench run quickstart/dp cluster.servers=1,2,4 train.minibatch_size=32,16,8 --zip
       pipebench run my-recipe.yaml parallelism.plan=2-1-1 cluster.servers=4
+      pipebench run quickstart --json > result.json
       pipebench run quickstart engine.kind=distributed      a process per worker, on this host
       torchrun --nnodes 2 --nproc-per-node 4 ... -m pipebench run my-recipe.yaml engine.kind=distributed
       pipebench run --resume my-recipe-1f0c9a7e
@@ -72,26 +89,41 @@ def run(
     if resume and seeds:
         raise click.UsageError("--resume goes on with the run's own seed: leave out --seeds")
     if _started_as_worker():
+        if as_json or json_lines:
+            raise click.UsageError("--json is for one process: started by torchrun, result.json is in the run's folder")
         from pipebench.distributed.launch_worker import worker_main
 
         return worker_main(lambda: _work(words, seeds, zipped, resume, trusts, verbose), verbose=verbose)
     with without_collector():
         loaded, suite = _to_run(words, zipped, resume, trusts, verbose)
     with nullcontext() if suite.resumed is None else locked(suite.resumed.path):
-        return _run(loaded, suite, seeds)
+        preflight_all(loaded)
+        try:
+            return _run(loaded, suite, seeds, as_json=as_json, json_lines=json_lines)
+        except WorkersFailedError as error:  # its launcher has printed why
+            return error.exit_code
 
 
-def _run(loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | None) -> int:
-    """Run recipes that passed all checks on them alone; return the exit code."""
-    preflight_all(loaded)
+def _run(
+    loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | None, *, as_json: bool, json_lines: bool
+) -> int:
+    """Run recipes that passed all checks; print the results as asked; return the exit code."""
     with without_collector():
         from pipebench.run import runner
 
-    try:
+    if not as_json and not json_lines:
         code: int = runner.run_recipes(loaded, suite, seeds=seeds)
-    except WorkersFailedError as error:  # its launcher has printed why
-        return error.exit_code
-    return code
+        return code
+    with only_json() as write:
+        if json_lines:
+            suite = replace(suite, on_progress=lambda facts: write(json_line(facts)))
+        made = runner.run_all(loaded, suite, seeds=seeds)
+        if json_lines:
+            for each in made.runs:
+                write(json_line({"event": "result", **each.to_dict()}))
+        else:
+            write(json_text((made if len(made.runs) > 1 else made.runs[0]).to_dict()))
+    return made.exit_code
 
 
 def _to_run(

@@ -3,13 +3,16 @@
 import click
 from omegaconf import OmegaConf
 
+from pipebench.cli.json_output import json_flag, print_json
 from pipebench.cli.references import find_cluster_named, load_one
 from pipebench.recipe.clusters import as_text
+from pipebench.recipe.yaml_file import parse
 
 
 @click.command
 @click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
-def show(words: tuple[str, ...]) -> None:
+@json_flag
+def show(words: tuple[str, ...], as_json: bool) -> None:
     """Print a recipe as YAML with its base, overrides and defaults filled in; the output is a recipe of its own.
 
     Names, types and rules are checked; what a model makes of its options' values, the commands that build it say.
@@ -22,7 +25,8 @@ def show(words: tuple[str, ...]) -> None:
       pipebench show cluster-a-2019
     """
     cluster = find_cluster_named(words)
-    if cluster is not None:
-        click.echo(as_text(cluster), nl=False)
-        return
-    click.echo(OmegaConf.to_yaml(load_one(words, builds=False).config), nl=False)
+    text = as_text(cluster) if cluster is not None else OmegaConf.to_yaml(load_one(words, builds=False).config)
+    if as_json:
+        print_json(parse(text))
+    else:
+        click.echo(text, nl=False)

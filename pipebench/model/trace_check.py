@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pipebench.errors import GraphError
 from pipebench.model.graph import LayerGraph, forget_states
-from zoo.plain import seeded
+from zoo.plain import plain_output, seeded
 from zoo.registry import Dataset
 
 _LOG = logging.getLogger("pipebench.model.trace_check")
@@ -105,7 +105,7 @@ def _as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
 def _left_behind(model: nn.Module, output: Any, loss: Callable[[], torch.Tensor] | None) -> _Found:
     """Return a forward's outputs and buffers, and the gradients of a loss."""
     found: _Found = {}
-    for index, leaf in enumerate(pytree.tree_leaves(output)):
+    for index, leaf in enumerate(pytree.tree_leaves(plain_output(output))):
         if isinstance(leaf, torch.Tensor):
             found[f"output {index}"] = leaf.detach()
     found |= {f"buffer {name}": buffer.detach().clone() for name, buffer in model.named_buffers()}

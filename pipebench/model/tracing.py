@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from pipebench.errors import TracingError
+from zoo.plain import plain_output
 
 IsLeaf = Callable[[nn.Module, str], bool]
 Fed = int | Collection[str] | None  # how many arguments of a forward are fed with data, or which; None: not known
@@ -73,6 +74,8 @@ def fed_arguments(forward: Callable[..., Any], fed: Fed = None) -> tuple[list[st
                 (positional if by_position else by_keyword).append(name)
             else:
                 skipped = True
+        elif not isinstance(fed, int | None):  # forward(**batch)
+            by_keyword += [each for each in fed if each not in (*positional, *by_keyword)]
     return positional, by_keyword
 
 
@@ -145,7 +148,7 @@ class _Tracer(fx.Tracer):
         named = {name: self.create_proxy("placeholder", name, (), {}) for name in by_keyword}
 
         def forward(*given: Any) -> Any:
-            return root_fn(*given, **named)
+            return plain_output(root_fn(*given, **named))
 
         return forward, [self.root, *values]
 

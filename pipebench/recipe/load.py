@@ -6,7 +6,7 @@ Everything wrong with a recipe comes out together, each fault with its own file 
 import copy
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -28,7 +28,7 @@ from pipebench.recipe import (  # noqa: F401 # for the rules that they register
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
 from pipebench.recipe.draft import UNUSABLE, Draft, check
 from pipebench.recipe.environment import hide_value, hide_variables, of_environment
-from pipebench.recipe.extending import chain
+from pipebench.recipe.extending import EXTENDS, chain
 from pipebench.recipe.leaves import (
     ARGUMENTS,
     TARGETED,
@@ -53,6 +53,8 @@ from pipebench.recipe.targets import targets_of
 from pipebench.recipe.typecheck import problem_with, shown
 from pipebench.schedule.csv_form import is_csv, read_csv
 from pipebench.schedule.modes import AUTO, MODES
+
+IN_MEMORY = "<recipe>"  # the file's name of a recipe that is no file
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,12 @@ def load(reference: str, overrides: Sequence[str] = (), *, builds: bool = True) 
 
 def load_file(path: Path, overrides: Sequence[str] = (), *, builds: bool = True) -> LoadedRecipe:
     """Load and validate one recipe file; see `load`."""
-    loaded = load_each(path, overrides, builds=builds)[0]
+    return only_one(load_each(path, overrides, builds=builds))
+
+
+def only_one(each: Sequence[LoadedRecipe]) -> LoadedRecipe:
+    """Return the one recipe that was loaded; raises a RecipeError if it is a sweep."""
+    loaded = each[0]
     if loaded.varied:
         problem = (
             "got a list, one value is needed here: `pipebench run` and `pipebench plan` make a run of each element"
@@ -151,9 +158,37 @@ def load_each(
     Raises:
         RecipeError: with every fault found.
     """
+    sources = [(data, display(file), file.parent) for file, data in chain(path, "recipe", _find_base)]
+    return _load_each(sources, path, overrides, zipped=zipped, builds=builds)
+
+
+def load_mapping(
+    recipe: Mapping[str, Any], overrides: Sequence[str] = (), without: Collection[str] = ()
+) -> list[LoadedRecipe]:
+    """Load and validate a recipe that is no file, as `load_each` does; paths in it start at the working directory.
+
+    Of what it extends, and of itself, the sections `without` are left out: overrides replace them whole.
+    """
+    path, data = Path.cwd() / IN_MEMORY, dict(recipe)
+    base = data.pop(EXTENDS, None)
+    files = [] if base is None else chain(_find_base(str(base), Path.cwd()), "recipe", _find_base)
+    every = [*((each, display(file), file.parent) for file, each in files), (data, display(path), Path.cwd())]
+    kept = [({key: each[key] for key in each if key not in without}, name, folder) for each, name, folder in every]
+    return _load_each(kept, path, overrides, zipped=False, builds=True)
+
+
+def _load_each(
+    sources: Sequence[tuple[Mapping[Any, Any], str, Path]],
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    zipped: bool,
+    builds: bool,
+) -> list[LoadedRecipe]:
+    """Load and validate what was read: content, name and folder of every source, the base first."""
     leaves = Leaves()
-    for file, data in chain(path, "recipe", _find_base):
-        leaves.add(data, display(file), file.parent)
+    for data, name, folder in sources:
+        leaves.add(data, name, folder)
     leaves.add_overrides(overrides)
     _sweep_options(leaves)
     found = {dotted(key): leaf.value for key, leaf in leaves.found.items() if isinstance(leaf.value, Several)}

@@ -17,7 +17,7 @@ from zoo.registry import DATASETS, MODELS
 
 RESERVED = ("name", "target", "leaves")
 # Keys of `dataset` that are not arguments of its target.
-OF_PAIRS = ("loss", "metrics", "loader_processes")
+OF_PAIRS = ("loss", "metrics", "inputs", "targets", "loader_processes")
 
 
 def options(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pipebench.errors import UserCodeError
 from pipebench.recipe.options import OF_PAIRS, target_options
 from pipebench.recipe.targets import import_target, target_in
 from pipebench.recipe.users_code import users_code
-from zoo.plain import LOSSES, METRICS, DatasetPair, Measure, Metric, seeded
+from zoo.plain import LOSSES, METRICS, DatasetPair, Fields, Measure, Metric, seeded
 from zoo.registry import Dataset
 
 # Randomly made data must be the same in every process and run, whatever the run's seed.
@@ -42,7 +42,12 @@ def own_dataset(dataset: Mapping[str, Any]) -> Dataset:
         metrics, processes = _metrics(dataset.get("metrics")), dataset.get("loader_processes") or 0
         loss = dataset["loss"]
         measure = LOSSES[loss] if isinstance(loss, str) and loss in LOSSES else _measure(loss)
-        return DatasetPair(made[0], made[1], measure, metrics, processes)
+        return DatasetPair(made[0], made[1], measure, metrics, processes, _fields(dataset))
+
+
+def _fields(dataset: Mapping[str, Any]) -> Fields | None:
+    named = [dataset.get(key) for key in ("inputs", "targets")]
+    return None if named == [None, None] else Fields(*named)
 
 
 def directions(metrics: Any) -> dict[str, str]:
@@ -55,7 +60,7 @@ def directions(metrics: Any) -> dict[str, str]:
 
 
 def _with_its_own(made: Dataset, dataset: Mapping[str, Any]) -> Dataset:
-    given = [name for name in OF_PAIRS[:2] if dataset.get(name) is not None]
+    given = [name for name in OF_PAIRS[:4] if dataset.get(name) is not None]
     if given:
         raise UserCodeError(
             f"is for pairs of torch data sets, and {dataset['target']} gives a zoo.Dataset, which has its own",

@@ -102,7 +102,7 @@ def _own_dataset(draft: Draft, dataset: Mapping[str, Any]) -> Problems:
     from pipebench.recipe.own_data import directions
     from zoo.plain import LOSSES, METRICS
 
-    loss, metrics, processes = (dataset.get(name) for name in OF_PAIRS)
+    loss, metrics, inputs, targets, processes = (dataset.get(name) for name in OF_PAIRS)
     problems: list[tuple[str, str]] = []
     if dataset.get("name") is not None:
         problems.append(("dataset", f"got both of name and target, allowed is one of them, a target is {ALLOWED}"))
@@ -113,6 +113,10 @@ def _own_dataset(draft: Draft, dataset: Mapping[str, Any]) -> Problems:
     if processes is not None and (problem_with(processes, int) or not 0 <= processes <= _MOST_PROCESSES):
         allowed = f"a whole number from 0 to {_MOST_PROCESSES}"
         problems.append(("dataset.loader_processes", f"got {shown(processes)}, allowed is {allowed}"))
+    for key, named in (("inputs", inputs), ("targets", targets)):
+        is_list = isinstance(named, list) and named and all(type(name) in (str, int) for name in named)
+        if named is not None and not is_list:
+            problems.append((f"dataset.{key}", f"got {shown(named)}, allowed is a list of keys, or of places from 0"))
     problems += _own_metrics(metrics, METRICS)
     yield from ((key, problem) for key, problem in problems if key not in draft.pending)
     if metrics is not None and not problems:

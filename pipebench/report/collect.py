@@ -131,7 +131,8 @@ def run_one(asked: Asked, tracking: Tracking, parent: RunLog) -> Answer:
     try:
         decision = runs.decide(loaded, suite, alone=True)
         name = ", ".join(filter(None, (f"{asked.row} {asked.run}", asked.column)))
-        result, run_id = runs.run(RunRequest(loaded, name, suite, parent, decision), tracking)
+        made = runs.run(RunRequest(loaded, name, suite, parent, decision), tracking)
+        result, run_id = made.result, made.mlflow_run_id
     except UserError as error:
         return Answer(problem=_without_file(error, loaded))
     except WorkersFailedError as error:

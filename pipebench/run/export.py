@@ -102,11 +102,11 @@ def _filled(model: nn.Module, state: ModelState) -> nn.Module:
 def _check_output(path: Path) -> None:
     """Refuse a file that isn't writable or not an exported one, before any work."""
     if not os.path.isdir(path.parent):
-        raise UserError(f"--output: got {str(path)[:80]}, but there is no folder {str(path.parent)[:80]}")
+        raise UserError(f"--out: got {str(path)[:80]}, but there is no folder {str(path.parent)[:80]}")
     if os.path.isdir(path):
-        raise UserError(f"--output: got {path}, which is a folder; a file is needed")
+        raise UserError(f"--out: got {path}, which is a folder; a file is needed")
     if os.path.lexists(path) and not (os.path.isfile(path) and _is_state_dict(path)):
-        raise UserError(f"--output: got {path}, which exists and is no state_dict; choose another name or remove it")
+        raise UserError(f"--out: got {path}, which exists and is no state_dict; choose another name or remove it")
 
 
 def _is_state_dict(path: Path) -> bool:

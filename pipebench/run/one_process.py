@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.engine.admission import StopRequest, stopping_on_signals
@@ -20,6 +19,7 @@ from pipebench.run.lock import locked
 from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest
 from pipebench.run.suite import Suite
+from pipebench.show.answers import Run
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, newest, nothing_to_go_on_from
@@ -29,13 +29,6 @@ from pipebench.train.job import Decision, Job
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import INTERRUPTED, RunResult
-
-
-class Ran(NamedTuple):
-    """A finished run."""
-
-    result: RunResult
-    mlflow_run_id: str | None  # None if not recorded
 
 
 class EngineRuns(ABC):
@@ -52,7 +45,7 @@ class EngineRuns(ABC):
         return None
 
     @abstractmethod
-    def run(self, request: RunRequest, tracking: Tracking | None) -> Ran:
+    def run(self, request: RunRequest, tracking: Tracking | None) -> Run:
         """Run, record and print; `tracking` is None if another process records.
 
         Raises a WorkersFailedError if there is no result.
@@ -62,12 +55,12 @@ class EngineRuns(ABC):
 class SimulatedRuns(EngineRuns):
     """Durations only."""
 
-    def run(self, request: RunRequest, tracking: Tracking | None) -> Ran:
+    def run(self, request: RunRequest, tracking: Tracking | None) -> Run:
         """See `EngineRuns`."""
         assert tracking is not None
         loaded = request.loaded
         with collected_log(request.suite.verbose) as log_text, torch_settings(loaded.recipe.engine):
-            job = prepare_job(loaded, tells=True, silent=request.suite.brief)
+            job = prepare_job(loaded, tells=True, silent=request.suite.is_quiet)
             watch = MemoryForecast(job, job.setup.sampler.minibatches_per_epoch)
             recorder = RunRecorder(request, job, tracking, log_text)
 
@@ -77,20 +70,20 @@ class SimulatedRuns(EngineRuns):
                     on_point(point)
                 return result, timeline
 
-            return Ran(recorder.record(simulated, watch), recorder.log.run_id)
+            return recorder.record(simulated, watch)
 
 
 class VirtualRuns(EngineRuns):
     """Real arithmetic on a virtual clock."""
 
-    def run(self, request: RunRequest, tracking: Tracking | None) -> Ran:
+    def run(self, request: RunRequest, tracking: Tracking | None) -> Run:
         """See `EngineRuns`."""
         assert tracking is not None
         suite = request.suite
         keep_freed_blocks()
         settings = torch_settings(request.loaded.recipe.engine)
         with ExitStack() as held, collected_log(suite.verbose) as log_text, settings:
-            job = prepare_job(request.loaded, tells=True, silent=suite.brief)
+            job = prepare_job(request.loaded, tells=True, silent=suite.is_quiet)
             folder, stop = _LateFolder(request, held), StopRequest()
             policy = folder.policy(job)
             recorder = RunRecorder(request, job, tracking, log_text, folder.record_path)
@@ -100,10 +93,10 @@ class VirtualRuns(EngineRuns):
                 with stopping_on_signals(stop):
                     return TrainingLoop(job, on_virtual_clock(job, stop), progress, on_point, policy).run()
 
-            result = recorder.record(train)
-        if result.outcome == INTERRUPTED and folder.made is not None:
+            made = recorder.record(train)
+        if made.result.outcome == INTERRUPTED and folder.made is not None:
             folder.made.say_how_to_go_on(suite.changes)
-        return Ran(result, recorder.log.run_id)
+        return made
 
 
 class _LateFolder:

@@ -39,10 +39,11 @@ from pipebench.run.deciding import decision_of, keep_decision, kept_decision, pr
 from pipebench.run.folder import RunFolder
 from pipebench.run.identity import checkpoints_of
 from pipebench.run.lock import locked
-from pipebench.run.one_process import EngineRuns, Ran
+from pipebench.run.one_process import EngineRuns
 from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
+from pipebench.show.answers import Run
 from pipebench.show.progress import Silent
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.timeline import Timeline
@@ -71,13 +72,13 @@ class DistributedRuns(EngineRuns):
         kept = kept_decision(suite.resumed, suite.overrides)
         return kept or decision_of(prepare_job(loaded, trains=False, apart=True))
 
-    def run(self, request: RunRequest, tracking: Tracking | None) -> Ran:
+    def run(self, request: RunRequest, tracking: Tracking | None) -> Run:
         """Run in processes, which record; `tracking` records a comparison at most."""
         job = prepare_job(request.loaded, tells=True, trains=False, kept=request.decision)
         return run_in_processes(request, job)
 
 
-def run_in_processes(request: RunRequest, job: Job) -> Ran:
+def run_in_processes(request: RunRequest, job: Job) -> Run:
     """Start a process per worker on this host, restart them if one dies, and return the result.
 
     This process holds the run's folder for all of them. Raises a WorkersFailedError if there is no result.
@@ -88,7 +89,7 @@ def run_in_processes(request: RunRequest, job: Job) -> Ran:
         return _launch(request, job, folder)
 
 
-def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Ran:
+def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Run:
     """Start the workers of a run whose folder exists; see `run_in_processes`."""
     suite = request.suite
     if kept_decision(folder, suite.changes) is None:
@@ -115,7 +116,7 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Ran:
         raise WorkersFailedError(code or 3)
     if result.outcome == STOPPED:
         folder.say_how_to_go_on(suite.changes)
-    return Ran(result, folder.mlflow_run_id)
+    return Run(result, folder.mlflow_run_id)
 
 
 def work(loaded: LoadedRecipe, suite: Suite) -> None:
@@ -175,7 +176,7 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
             if not _is_restart(world):
                 folder.update(started_at_s=time.time())
             recorder = RunRecorder(request, job, Tracking(request.suite.name), log_text, folder.record_path)
-            result = recorder.record(train)
+            result = recorder.record(train).result
             if result.outcome == STOPPED and not launched_by_us():  # else the launcher prints it
                 folder.say_how_to_go_on(suite.changes)
 

@@ -24,9 +24,9 @@ from pipebench.run.deciding import plan_form
 from pipebench.run.request import RunRequest, recipe_yaml
 from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.pipeline import SPLIT
-from pipebench.show import console
+from pipebench.show.answers import Run
 from pipebench.show.comparison import comparison_markdown
-from pipebench.show.progress import RunProgress, Silent
+from pipebench.show.progress import RunProgress, Silent, Telling
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
 from pipebench.simulate.timeline import Timeline
@@ -159,7 +159,7 @@ class RunRecorder:
         self.log.inputs(Inputs.of(request.loaded, job.setup.dataset))
         record_inputs(self.log, request.loaded, job, facts)
 
-    def record(self, train: Train, watch: MemoryForecast | None = None) -> RunResult:
+    def record(self, train: Train, watch: MemoryForecast | None = None) -> Run:
         """Train, record the result and print it.
 
         Args:
@@ -203,14 +203,14 @@ class RunRecorder:
         finally:
             log.text("run.log", self._log_text.getvalue())
             log.finish()
-        if self._request.suite.brief:
-            return result
         shown = timeline.warmed_up() if measures else timeline
-        # A worker must end normally even if its output's reader is gone; rich raises SystemExit for a broken pipe.
-        with contextlib.suppress(OSError, SystemExit) if self._kind.in_processes else contextlib.nullcontext():
-            width = min(_PICTURE_WIDTH, standard_output().width - 2)
-            console.print_summary(result, text_picture(shown, width=width), log.where())
-        return result
+        width = min(_PICTURE_WIDTH, standard_output().width - 2)
+        made = Run(result, log.run_id, shown, text_picture(shown, width=width), log.where())
+        if self._request.suite.prints:
+            # A worker must end normally even if its output's reader is gone; rich raises SystemExit for a broken pipe.
+            with contextlib.suppress(OSError, SystemExit) if self._kind.in_processes else contextlib.nullcontext():
+                made.print_to(standard_output())
+        return made
 
     def _train(self, train: Train) -> tuple[RunResult, Timeline]:
         if not self._kind.trains:
@@ -218,10 +218,13 @@ class RunRecorder:
         if self._kind.measures:
             self._tracking.wait_until_ready()  # MLflow's import would otherwise compete with the first minibatches
         per_epoch = self._job.setup.sampler.num_samples
+        suite = self._request.suite
+        if suite.on_progress is not None:
+            return train(Telling(self._request.name, suite.on_progress), self.log.point)
         with RunProgress(
             self._request.name,
             self._job.recipe.train.max_epochs * per_epoch,
-            quiet=self._request.suite.brief or not is_terminal(),
+            quiet=suite.brief or not is_terminal(),
             samples_per_epoch=per_epoch,
             clock=self._kind.clock,
         ) as progress:

@@ -21,12 +21,13 @@ from pipebench.run.suite import Suite
 from pipebench.schedule.as_csv import as_csv
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.show import console
+from pipebench.show.answers import Run, RunComparison
 from pipebench.show.comparison import comparison_markdown, short_names, speed_ups
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.simulate.drawing import draw as draw_schedule
 from pipebench.tracking import RunLog, Tracking, logged_params, require_writable, seed_medians, summarise_seeds
 from pipebench.train.memory_forecast import MemoryForecast
-from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
+from pipebench.train.result import INTERRUPTED, RunResult
 
 _LOG = logging.getLogger("pipebench.run")
 RUNS: Mapping[str, EngineRuns] = {
@@ -36,11 +37,18 @@ RUNS: Mapping[str, EngineRuns] = {
 }  # by kind of engine
 _MOST_NAMED = 6  # runs in a comparison's name
 _Ids = dict[tuple[str, int | None], str | None]
-_WORST_FIRST = (INTERRUPTED, DIVERGED, MISSED, COMPLETED, REACHED)
 
 
 def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int] | None) -> int:
-    """Run every recipe once per seed (None for the recipe's own); print and record results; return the worst exit code.
+    """Run every recipe as `run_all` does; print results side by side; return the worst exit code."""
+    made = run_all(loaded, suite, seeds=seeds)
+    if len(loaded) > 1 or len(made.runs) > 1:
+        made.print_to(standard_output())
+    return made.exit_code
+
+
+def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int] | None) -> RunComparison:
+    """Run every recipe once per seed (None for the recipe's own), print and record each result; return them all.
 
     Raises:
         UserError: the results can't be recorded anywhere.
@@ -57,30 +65,26 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     total, numbers = len(loaded) * len(seeds or [0]), itertools.count(1)
 
     def begin(name: str) -> None:
-        if total > 1:
+        if total > 1 and suite.prints:
             console.print_position(next(numbers), total, name)
 
     title = comparison_title([each.run_name for each in loaded], datetime.now())
     parent = tracking.start(title, params={}, tags=comparison, virtual=False) if several and tracking else None
-    results: list[RunResult] = []
+    runs: list[Run] = []
     ids: _Ids = {}  # MLflow's, by name and seed (None for a group of seeds)
     try:
         with telling_what_is_left(loaded, suite, seeds, ids):
             for each, decision in zip(loaded, decisions, strict=True):
                 request = RunRequest(each, each.run_name, suite, parent, decision)
-                results += _run_with_seeds(request, seeds, tracking, begin, ids)
-                if results[-1].outcome == INTERRUPTED:
+                runs += _run_with_seeds(request, seeds, tracking, begin, ids)
+                if runs[-1].result.outcome == INTERRUPTED:
                     break
     finally:
+        results = [run.result for run in runs]
         if parent is not None:
             _tell_speed_ups(parent, results, ids)
             _finish_comparison(parent, results, complete=len(results) == total)
-    if several:
-        console.print_comparison(results, parent.where() if parent else "")
-    elif len(results) > 1:
-        console.print_seeds(results[0].name, results, summarise_seeds(results))
-    worst = min(results, key=lambda result: _WORST_FIRST.index(result.outcome))
-    return worst.exit_code
+    return RunComparison(tuple(runs), parent.where() if parent else "")
 
 
 def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> str:
@@ -120,15 +124,16 @@ def schedule_csv(loaded: LoadedRecipe) -> str:
 
 def _run_with_seeds(
     given: RunRequest, seeds: Sequence[int] | None, tracking: Tracking | None, begin: Callable[[str], None], ids: _Ids
-) -> list[RunResult]:
+) -> list[Run]:
     """Run a recipe once per seed, grouped if several; record MLflow's ids in `ids`."""
     loaded, name = given.loaded, given.name
     run = RUNS[loaded.recipe.engine.kind].run
     if seeds is None or len(seeds) == 1:
         begin(name)
         seed = loaded.recipe.train.seed if seeds is None else seeds[0]
-        result, ids[name, seed] = run(replace(given, loaded=with_seed(loaded, seed)), tracking)
-        return [result]
+        made = run(replace(given, loaded=with_seed(loaded, seed)), tracking)
+        ids[name, seed] = made.mlflow_run_id
+        return [made]
     assert tracking is not None
     group = tracking.start(
         f"{name}, seeds {', '.join(map(str, seeds))}",
@@ -137,23 +142,24 @@ def _run_with_seeds(
         parent=given.parent,
         virtual=False,
     )
-    results: list[RunResult] = []
+    runs: list[Run] = []
     try:
         for seed in seeds:
             begin(f"{name}-seed{seed}")
             request = replace(given, loaded=with_seed(loaded, seed), name=f"{name}-seed{seed}", parent=group)
-            result, ids[name, seed] = run(request, tracking)
-            results.append(result)
-            if results[-1].outcome == INTERRUPTED:
+            runs.append(run(request, tracking))
+            ids[name, seed] = runs[-1].mlflow_run_id
+            if runs[-1].result.outcome == INTERRUPTED:
                 break
     finally:
+        results = [run.result for run in runs]
         if results:
             group.tag("mode", results[0].mode)
             group.tag("plan", results[0].plan)
             group.metrics(summarise_seeds(results) | seed_medians(results))
         ids[name, None] = group.run_id
         _finish_comparison(group, results, complete=len(results) == len(seeds))
-    return results
+    return runs
 
 
 def _finish_comparison(parent: RunLog, results: Sequence[RunResult], *, complete: bool) -> None:

@@ -1,12 +1,13 @@
 """How a command runs its recipes."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipebench.recipe.catalog import recipes_folder
-from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.load import IN_MEMORY, LoadedRecipe
 from pipebench.run.folder import RunFolder
 
 _SEVERAL = "comparison"  # of recipes in unrelated folders
@@ -22,6 +23,18 @@ class Suite:
     verbose: bool = False  # log every instruction, with worker and time
     resumed: RunFolder | None = None  # the run to resume; None for new runs
     brief: bool = False  # one of many runs summarised elsewhere: print nothing, record simulations without pictures
+    silent: bool = False  # print no result: who asked for the runs shows it
+    on_progress: Callable[[dict[str, Any]], None] | None = None  # called instead of printing progress, see `Telling`
+
+    @property
+    def prints(self) -> bool:
+        """Whether results are printed."""
+        return not self.brief and not self.silent
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no progress is printed."""
+        return self.brief or self.on_progress is not None
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -41,7 +54,7 @@ def suite_name(loaded: Sequence[LoadedRecipe]) -> str:
 
 def _name(loaded: LoadedRecipe) -> str:
     path = loaded.path.resolve()
-    if path.name == _RECORDED:
+    if path.name in (_RECORDED, IN_MEMORY):
         return loaded.recipe.name
     for top in (recipes_folder().resolve(), Path.cwd()):
         if path.is_relative_to(top):

@@ -67,7 +67,8 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
     with users_code(f"{data_name} gives no minibatch", data_key):
         fields = dataset.fetch("train", range(count), [*dataset.inputs, *dataset.targets])
     positional, named = dataset.arguments(fields)
-    with users_code(f"{model_name} fails on {count} samples of {data_name}", model_key):
+    told = ", whose loss is the model's: forward gets all inputs" if recipe.dataset.get("loss") == "model" else ""
+    with users_code(f"{model_name} fails on {count} samples of {data_name}{told}", model_key):
         output = model.train()(*positional, **named)
     targets = {name: fields[name] for name in dataset.targets}
     with users_code(f"the loss of {data_name} doesn't suit the output of {model_name}", loss_key):

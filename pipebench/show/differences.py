@@ -1,26 +1,16 @@
-"""Recorded runs side by side: the differences between their recipes, and all curves in one picture."""
+"""Recorded runs side by side: the differences between their recipes, as rows and as a page."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-
-from matplotlib.figure import Figure
 
 from pipebench.formats import UNKNOWN
 from pipebench.show.comparison import comparison_markdown, markdown_table
-from pipebench.show.pictures import draw_metric
-from pipebench.show.profile_picture import is_picture_by
 from pipebench.tracking.results import Recorded, short_id
 from pipebench.train.result import RunResult
 
 _SEED, _NAME = "train.seed", "name"
-_SOFTWARE = "pipebench compare"
 _FIRST_LINE = "<!-- pipebench compare -->"
-_WIDTH_IN, _ROW_IN = 8.0, 4.2
-
-is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether a file is a picture that `draw_all` wrote
 
 
 def labelled(runs: Sequence[Recorded]) -> list[RunResult]:
@@ -68,15 +58,6 @@ def curves_of(results: Sequence[RunResult]) -> list[str]:
     """Return the metrics that have curves, scores before losses."""
     metrics = {name for result in results for point in result.points for name in point.metrics}
     return sorted(metrics, key=lambda name: ("loss" in name, name))
-
-
-def draw_all(results: Sequence[RunResult], path: str | os.PathLike[str]) -> None:
-    """Write a PNG of all curves of all runs, a panel per metric."""
-    metrics = curves_of(results)
-    figure = Figure(figsize=(_WIDTH_IN, _ROW_IN * len(metrics)), layout="constrained")
-    for axes, metric in zip(figure.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):
-        draw_metric(axes, results, metric)
-    figure.savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
 
 
 def _but_seed(run: Recorded) -> tuple[tuple[str, str], ...]:

@@ -1,7 +1,9 @@
 """Prints the answer of `pipebench largest`: a sentence, and every size that was tried."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.text import Text
 
 from pipebench.errors import printable
@@ -9,12 +11,16 @@ from pipebench.formats import num_bytes, percent
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.show.tables import new_table, print_table
 from pipebench.show.terminal import standard_output
-from pipebench.train.largest_minibatch import Trial
+
+if TYPE_CHECKING:
+    from pipebench.train.largest_minibatch import Trial
 
 
-def print_largest(loaded: LoadedRecipe, found: Trial, trials: Sequence[Trial]) -> None:
+def print_largest(
+    loaded: LoadedRecipe, found: "Trial", trials: Sequence["Trial"], console: Console | None = None
+) -> None:
     """Print the largest minibatch size that fits, and all that were tried."""
-    cluster, console = loaded.cluster, standard_output()
+    cluster, console = loaded.cluster, console or standard_output()
     assert cluster.memory_bytes is not None
     sentence = (
         f"{loaded.recipe.name}: {found.minibatch_size} samples per minibatch are the most of those tried that fit in "

@@ -29,6 +29,7 @@ from pipebench.schedule.operations import (
     UPDATE,
     WAIT,
 )
+from pipebench.show.inline import InlineFigure
 from pipebench.simulate.timeline import (
     BUFFERS,
     CONTROL,
@@ -92,7 +93,7 @@ def draw_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 def timeline_figure(timeline: Timeline) -> Figure:
     """Return the picture of `draw_timeline`; one row per worker, the first on top."""
     num_workers = len(timeline.worker_names)
-    figure = Figure(figsize=(_WIDTH_IN, 1.35 + _ROW_IN * num_workers), layout="constrained")
+    figure = InlineFigure(figsize=(_WIDTH_IN, 1.35 + _ROW_IN * num_workers), layout="constrained")
     axes = figure.add_subplot()
     end_s = readable_end_s(timeline)
     scale_s, unit = axis_unit(end_s)
@@ -137,7 +138,7 @@ def draw_curves(results: Sequence[RunResult], metric: str, path: str | os.PathLi
 
 def curves_figure(results: Sequence[RunResult], metric: str) -> Figure:
     """Return the picture of `draw_curves`; a star marks where a run reached its target."""
-    figure = Figure(figsize=(8.0, 4.6), layout="constrained")
+    figure = InlineFigure(figsize=(8.0, 4.6), layout="constrained")
     draw_metric(figure.add_subplot(), results, metric)
     return figure
 

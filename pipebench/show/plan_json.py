@@ -1,7 +1,5 @@
-"""A plan as JSON, numbers unrounded."""
+"""A plan as plain data, numbers unrounded."""
 
-import json
-import math
 from dataclasses import asdict
 from typing import Any
 
@@ -10,13 +8,13 @@ from pipebench.planner.plans import PlanEstimate
 from pipebench.show.plan_answer import Answer, bottleneck_of, depth_is_lowered, quotient, ties
 
 
-def plan_json(answer: Answer) -> str:
-    """Return the answer as JSON, numbers unrounded; docs/planner.md documents the keys."""
+def plan_data(answer: Answer) -> dict[str, Any]:
+    """Return the answer as plain data, numbers unrounded; docs/planner.md documents the keys."""
     comparison, request, cluster = answer.comparison, answer.request, answer.request.cluster
     best, dp, bottleneck = comparison.best, comparison.dp, bottleneck_of(answer, comparison.best)
-    report = {
+    return {
         "name": answer.name,
-        **_summary(answer, best),
+        **plan_summary(answer, best),
         "bottleneck": {"stage": next(iter(bottleneck.stages), None), **asdict(bottleneck)},
         "plan": form_of(best.plan, answer.layer_names).data(),
         "stages": [asdict(stage) for stage in best.stages],
@@ -27,9 +25,9 @@ def plan_json(answer: Answer) -> str:
         "speedup_over_dp": quotient(dp.minibatch_s, best.minibatch_s),
         "bottleneck_speedup_over_dp": quotient(dp.bottleneck_s, best.bottleneck_s),
         **{f"dp_{key}": value for key, value in _outcome(answer, dp).items()},
-        "recipe_plan": None if answer.given is None else _summary(answer, answer.given),
+        "recipe_plan": None if answer.given is None else plan_summary(answer, answer.given),
         "dp_fits_in_memory": "dp" not in comparison.refused,
-        "others": [_summary(answer, found) for found in comparison.others],
+        "others": [plan_summary(answer, found) for found in comparison.others],
         "refused": comparison.refused,
         "cost_model": request.model.name,
         "cluster": {
@@ -49,10 +47,10 @@ def plan_json(answer: Answer) -> str:
         "solve_s": comparison.solve_s,
         "took_s": {**comparison.took_s, "in all": answer.total_s},
     }
-    return json.dumps(_finite(report), indent=1, allow_nan=False)
 
 
-def _summary(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
+def plan_summary(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
+    """Return the part of `plan_data` that every plan has, other modes' too."""
     return {
         "mode": found.plan.mode,
         "config": str(found.plan),
@@ -80,12 +78,3 @@ def _outcome(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
         "bytes_per_sample": {kind: value / answer.size for kind, value in sent.items()} if known else None,
         "memory_bytes": found.memory_bytes,
     }
-
-
-def _finite(value: Any) -> Any:
-    """Return data with null for numbers that aren't finite, which JSON lacks."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,6 +14,7 @@ from pipebench.formats import num_bytes, seconds
 from pipebench.planner.plans import PlanEstimate
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
+from pipebench.show.inline import InlineFigure
 from pipebench.show.plan_answer import Answer, bottleneck_of
 from pipebench.show.profile_picture import finish, is_picture_by, plain_text
 from pipebench.show.profile_report import shortened
@@ -44,7 +45,7 @@ def draw_plan(answer: Answer, path: str | os.PathLike[str]) -> None:
 def plan_figure(answer: Answer) -> Figure:
     """Return the picture of `draw_plan`."""
     found = answer.comparison.best
-    figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
+    figure = InlineFigure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
     layers, stages = figure.subplots(2, 1, height_ratios=(3, 2))
     _draw_layers(layers, answer.rows, found)
     _draw_stages(stages, found)

@@ -1,6 +1,5 @@
-"""The plans of a sweep side by side: a row per run, as tables and as JSON."""
+"""The plans of a sweep side by side: a row per run, as a table."""
 
-import json
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
@@ -9,7 +8,6 @@ from rich.table import Table
 from pipebench.formats import UNKNOWN, num_bytes, number, ratio, seconds
 from pipebench.planner.plans import PlanEstimate
 from pipebench.show.plan_answer import Answer, bottleneck_of
-from pipebench.show.plan_json import plan_json
 from pipebench.show.profile_report import shortened
 from pipebench.show.tables import new_table, print_facts, print_table
 from pipebench.show.terminal import standard_output
@@ -27,12 +25,6 @@ def print_plans(answers: Sequence[Answer], refused: Mapping[str, str], console: 
     console = console or standard_output()
     print_table(console, _table(answers))
     print_facts(console, refused.items())
-
-
-def plans_json(answers: Sequence[Answer], refused: Mapping[str, str]) -> str:
-    """Return a list of every run's `plan_json`; those without a plan come last, with `name` and `refused`."""
-    lacking = [json.dumps({"name": name, "refused": why}, indent=1) for name, why in refused.items()]
-    return f"[{', '.join([*map(plan_json, answers), *lacking])}]"
 
 
 def _table(answers: Sequence[Answer]) -> Table:

@@ -15,6 +15,7 @@ from matplotlib.ticker import EngFormatter
 from pipebench.errors import printable
 from pipebench.formats import num_bytes, seconds
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.show.inline import InlineFigure
 from pipebench.show.profile_report import shortened, title, trained_bytes
 
 _FORWARD, _BACKWARD, _ACTIVATION, _KEPT, _PARAMETER = "#56B4E9", "#E69F00", "#0072B2", "#D55E00", "#009E73"
@@ -46,7 +47,7 @@ def profile_figure(profile: Profile, num_samples: int, name: str) -> Figure:
     """Return the picture of `draw_profile`."""
     numbered = [(index, row) for index, row in enumerate(profile.layers[num_samples]) if not row.is_input]
     rows = [row for _, row in numbered]
-    figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
+    figure = InlineFigure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
     time, activation, parameter = figure.subplots(3, 1, sharex=True)
     forward_s, backward_s = [row.forward_s for row in rows], [row.backward_s for row in rows]
     _bars(time, forward_s, _FORWARD, f"forward, {seconds(sum(forward_s))} together")

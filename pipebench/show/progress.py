@@ -43,6 +43,35 @@ class Silent:
         """Ignore a note."""
 
 
+class Telling:
+    """Progress as plain data: a mapping per evaluation and note, and about every second one on how far training is.
+
+    Args:
+        name: the run's.
+        tell: gets the mappings; `event` says what each is about.
+    """
+
+    def __init__(self, name: str, tell: Callable[[dict[str, Any]], None]) -> None:
+        self._name, self._tell, self._due_s = name, tell, 0.0
+
+    def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
+        """Tell of a minibatch, if the last was a second ago."""
+        if time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + 1.0
+            self._say("progress", samples=samples, clock_s=clock_s, loss=loss, busy=occupancy)
+
+    def evaluation(self, point: Point, epoch: float) -> None:
+        """Tell of an evaluation."""
+        self._say("evaluation", epoch=epoch, samples=point.samples, clock_s=point.clock_s, metrics=dict(point.metrics))
+
+    def note(self, text: str) -> None:
+        """Tell of a note."""
+        self._say("note", text=text)
+
+    def _say(self, event: str, **facts: Any) -> None:
+        self._tell({"event": event, "name": self._name, **facts})
+
+
 class RunProgress:
     """Shows a run's progress, as a context manager around the run.
 
@@ -178,9 +207,9 @@ def preparing(
 
 
 @contextmanager
-def trying(name: str) -> Iterator[Callable[[int], None]]:
+def trying(name: str, console: Console | None = None) -> Iterator[Callable[[int], None]]:
     """Show the search for a size on a terminal; yields what takes each size that has been tried."""
-    console = Console(highlight=False)
+    console = console or Console(highlight=False)
     if not console.is_terminal:
         yield lambda _size: None
         return

@@ -147,7 +147,7 @@ def test_averages_are_exported_where_evaluations_see_them() -> None:
 def test_a_step_and_a_file_can_be_chosen_and_written_again() -> None:
     folder, _ = trained()
     for step in (8, 4):
-        result = export(folder.run_id[:8], "--step", str(step), "--output", "mine.pt")
+        result = export(folder.run_id[:8], "--step", str(step), "--out", "mine.pt")
         assert result.exit_code == 0, result.output
         assert f"at step {step}, " in result.output
     message = refused(folder.run_id, "--step", "5")
@@ -178,7 +178,7 @@ def test_mistakes_are_answered_in_a_sentence(tmp_path: Path) -> None:
         ("folder", "which is a folder"),
         ("nowhere/x.pt", "there is no folder nowhere"),
     ):
-        assert reason in refused(folder.run_id, "--output", output)
+        assert reason in refused(folder.run_id, "--out", output)
     assert Path("notes.txt").read_text() == "mine"
 
 
@@ -247,11 +247,11 @@ def test_another_users_code_is_refused_and_executed_if_it_is_trusted(
 def test_names_that_no_file_can_have_are_answered_in_a_sentence() -> None:
     folder, _ = trained()
     assert refused("x" * 5000 + "/y").startswith("run: got 'xxx")
-    assert "which exists and is no state_dict" in refused(folder.run_id, "--output", circle("circle"))
-    assert "there is no folder xxx" in refused(folder.run_id, "--output", "x" * 300 + "/y.pt")
+    assert "which exists and is no state_dict" in refused(folder.run_id, "--out", circle("circle"))
+    assert "there is no folder xxx" in refused(folder.run_id, "--out", "x" * 300 + "/y.pt")
     os.mkfifo("pipe")
     with within_patience():
-        assert "which exists and is no state_dict" in refused(folder.run_id, "--output", "pipe")
+        assert "which exists and is no state_dict" in refused(folder.run_id, "--out", "pipe")
 
 
 def circle(name: str) -> str:

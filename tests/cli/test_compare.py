@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipebench.cli.main import cli
-from pipebench.show import differences
+from pipebench.show import figures
 from pipebench.show.differences import labelled
 from pipebench.tracking import RunLog, Tracking
 from pipebench.tracking.record import LogEntry, RecordFolder, Start
@@ -83,7 +83,7 @@ def test_runs_stand_side_by_side_with_what_differs_in_their_recipes(folder: Path
     page = (folder / "out" / "comparison.md").read_text()
     assert "| train.optimizer.lr | 0.08 | 0.02 | 0.08 |" in page
     assert "![curves](curves.png)" in page
-    assert differences.is_our_picture(folder / "out" / "curves.png")
+    assert figures.is_curves(folder / "out" / "curves.png")
     assert compare(str(runs[0].run_id), "quickstart-pipedream", "--out", "out").exit_code == 0, (
         "its own may be replaced"
     )

@@ -95,7 +95,7 @@ def test_a_picture_says_that_it_is_one(tmp_path: Path) -> None:
 
 
 def test_a_recipe_writes_json_and_picture(folder: Path) -> None:
-    result = invoke("quickstart", "--graph-txt", "g.txt")
+    result = invoke("quickstart", "--out", "g.txt")
     assert result.exit_code == 0, result.output
     assert "features_0" in result.output
     assert [line.split()[-1] for line in result.output.splitlines() if "  written  " in line] == [
@@ -106,7 +106,7 @@ def test_a_recipe_writes_json_and_picture(folder: Path) -> None:
     assert load_profile("quickstart.profile.json").source == "analytic"
     assert is_our_picture(folder / "quickstart.profile.png")
     assert len(load_profile("g.txt", 32).layers[32]) == len(load_profile("quickstart.profile.json").layers[32]) + 1
-    again = invoke("quickstart", "engine.timing=quickstart.profile.json", "--graph-txt", "g.txt")
+    again = invoke("quickstart", "engine.timing=quickstart.profile.json", "--out", "g.txt")
     assert again.exit_code == 0, again.output
 
 
@@ -115,7 +115,7 @@ def test_a_file_is_shown_and_only_its_picture_written(folder: Path) -> None:
     (folder / "mine.graph.txt").write_text(write_graph_txt(made(), 8))
     before = (folder / "mine.profile.json").read_text()
     assert "layer_2" in invoke("mine.profile.json").output
-    result = invoke("mine.graph.txt", "--samples", "64", "--json", "other.json")
+    result = invoke("mine.graph.txt", "--samples", "64", "--out", "other.json")
     assert result.exit_code == 0, result.output
     assert list(load_profile("other.json").layers) == [64]
     assert (folder / "mine.profile.json").read_text() == before
@@ -128,12 +128,12 @@ REFUSED = [
     (["none.json"], "profile none.json can't be read: No such file or directory"),
     (["mine.json", "train.seed=1"], "train.seed=1 changes a recipe, and mine.json is a profile"),
     (["mine.json", "--samples", "9"], "--samples: got 9, allowed are the numbers of samples that are profiled: 8"),
-    (["mine.json", "--json", "notes"], "--json: notes is there and isn't a profile in JSON, so it is left alone"),
+    (["mine.json", "--out", "notes"], "--out: notes is there and isn't a profile in JSON, so it is left alone"),
     (["mine.json", "--picture", "notes"], "--picture: notes is there and isn't a picture of a profile"),
-    (["mine.json", "--graph-txt", "theirs.txt"], "theirs.txt is there and isn't a graph.txt that pipebench wrote"),
+    (["mine.json", "--out", "theirs.txt"], "theirs.txt is there and isn't a graph.txt that pipebench wrote"),
     (["mine.json", "--picture", "."], "--picture: . is there and isn't a picture"),
-    (["mine.json", "--json", "a", "--picture", "a"], "--picture: got a, which --json writes to as well"),
-    (["mine.json", "--json", "x/a.json"], "--json: got x/a.json, but there is no folder x"),
+    (["mine.json", "--out", "a", "--picture", "a"], "--picture: got a, which --out writes to as well"),
+    (["mine.json", "--out", "x/a.json"], "--out: got x/a.json, but there is no folder x"),
     (["quickstart", "quickstart"], "one recipe is needed, got 2"),
     (["quickstart", "--samples", "9"], "--samples: got 9, allowed are the numbers of samples that are profiled: 8, 32"),
     (["bad.txt"], "bad.txt, line 1: got 'nonsense', allowed is"),

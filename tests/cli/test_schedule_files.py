@@ -1,4 +1,4 @@
-"""`order: schedule.csv` in recipes, and `pipebench draw --csv`."""
+"""`order: schedule.csv` in recipes, and `pipebench draw --out`."""
 
 import os
 import re
@@ -81,7 +81,7 @@ def test_a_pipeline_without_a_flush_takes_no_file(folder: Path) -> None:
 
 
 def test_what_is_written_is_the_recipe_s_own_file(folder: Path) -> None:
-    result = invoke("draw", "modes/zbv", "--csv", "out.csv")
+    result = invoke("draw", "modes/zbv", "--out", "out.csv")
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     shipped = read_csv(str(load("modes/zbv").recipe.parallelism.order))
     written = read_csv("out.csv")
@@ -107,7 +107,7 @@ def test_what_is_written_is_the_recipe_s_own_file(folder: Path) -> None:
     ],
 )
 def test_what_can_t_be_written_is_said(folder: Path, words: tuple[str, ...], said: str) -> None:
-    result = invoke("draw", *words, "--csv", "out.csv")
+    result = invoke("draw", *words, "--out", "out.csv")
     assert result.exit_code == 2
     assert said in result.stderr
     assert not Path("out.csv").exists()
@@ -116,17 +116,17 @@ def test_what_can_t_be_written_is_said(folder: Path, words: tuple[str, ...], sai
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("circle", "--csv: circle can't be written: "),
-        ("circle/x.csv", "--csv: circle/x.csv can't be written: "),
+        ("circle", "--out: circle can't be written: "),
+        ("circle/x.csv", "--out: circle/x.csv can't be written: "),
         ("x" * 300, "can't be written: File name too long"),
-        ("pipe", "--csv: pipe is there and isn't a schedule"),
+        ("pipe", "--out: pipe is there and isn't a schedule"),
     ],
 )
 def test_what_can_t_be_a_file_is_said_before_any_work(folder: Path, path: str, said: str) -> None:
     (folder / "circle").symlink_to("circle")
     os.mkfifo(folder / "pipe")
     with within_patience():
-        result = invoke("draw", "quickstart/gpipe", "--csv", path)
+        result = invoke("draw", "quickstart/gpipe", "--out", path)
     assert result.exit_code == 2, result.stderr
     (line,) = result.stderr.splitlines()
     assert said in line
@@ -141,7 +141,7 @@ def test_a_cell_without_end_is_no_schedule(folder: Path) -> None:
 
 def test_no_other_file_is_overwritten(folder: Path) -> None:
     (folder / "marks.csv").write_text("name,mark\nanna,1\n")
-    result = invoke("draw", "quickstart/gpipe", "--csv", "marks.csv")
+    result = invoke("draw", "quickstart/gpipe", "--out", "marks.csv")
     assert (result.exit_code, "marks.csv is there and isn't a schedule" in result.stderr) == (2, True)
-    assert invoke("draw", "quickstart/gpipe", "--csv", "two.csv").exit_code == 0
+    assert invoke("draw", "quickstart/gpipe", "--out", "two.csv").exit_code == 0
     assert len(read_csv("two.csv").rows) == 4

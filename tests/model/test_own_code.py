@@ -453,7 +453,7 @@ def test_the_example_in_processes_and_resumed_has_the_virtual_engine_s_weights(t
         if epochs < 2:
             resumed = pipebench("run", "--resume", run_folder.name, "train.max_epochs=2", folder=folder)
             assert resumed.returncode == 0, resumed.stderr
-        exported = pipebench("export", run_folder.name, "--output", "weights.pt", folder=folder)
+        exported = pipebench("export", run_folder.name, "--out", "weights.pt", folder=folder)
         assert exported.returncode == 0, exported.stderr
         found[kind] = torch.load(folder / "weights.pt", weights_only=True)
     assert found["virtual"].keys() == found["distributed"].keys()

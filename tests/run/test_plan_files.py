@@ -113,7 +113,7 @@ def test_a_run_s_artifacts_run_again_with_its_plan(here: Path) -> None:
 
 def test_a_run_keeps_the_file_of_its_order(here: Path) -> None:
     words = ["train.target=null", "train.max_epochs=1", "engine.kind=simulated"]
-    invoke("draw", "modes/zbv", "--csv", "mine.csv")
+    invoke("draw", "modes/zbv", "--out", "mine.csv")
     given = Path("mine.csv").read_text()
     invoke("run", "modes/zbv", *words, "parallelism.order=mine.csv")
     Path("mine.csv").unlink()

@@ -127,16 +127,19 @@ def test_a_simulated_run_tells_the_peak_of_memory_and_where_it_is_too_much(folde
 
 
 def test_memory_and_occupancy_are_drawn_without_a_run(folder: Path) -> None:
-    drawn = invoke("draw", "quickstart/dp", "--memory", "memory.png", "--occupancy", "occupancy.png")
+    drawn = invoke("draw", "quickstart/dp", "--picture", "memory.png")
+    assert invoke("draw", "quickstart/dp", "--picture", "occupancy.png", "--of", "occupancy").exit_code == 0
     assert drawn.exit_code == 0, drawn.output
     said = r"[\d.]+ MB at most on worker 0 \(stage 0 replica 0\), in 0B\d+\+\d+@\d+, 0\.1% of the 16.0 GB of a device\n"
     assert re.match(said, drawn.stdout), drawn.stdout
     assert memory_picture.is_our_picture(folder / "memory.png")
     assert occupancy_picture.is_our_picture(folder / "occupancy.png")
     (folder / "notes.png").write_text("mine")
-    refused = invoke("draw", "quickstart/dp", "--memory", "notes.png")
+    refused = invoke("draw", "quickstart/dp", "--picture", "notes.png")
     assert refused.exit_code == 2
-    assert "--memory: notes.png is there and isn't a picture of memory over time, so it is left alone" in refused.output
+    assert (
+        "--picture: notes.png is there and isn't a picture of memory over time, so it is left alone" in refused.output
+    )
 
 
 def test_a_cut_that_does_not_exist_stops_every_recipe_before_the_first_runs() -> None:

@@ -1,0 +1,205 @@
+"""`pipebench.run`, `plan` and the others: what the commands do, for scripts and notebooks.
+
+A recipe is a name of `pipebench ls recipes`, a file, or a dict. Its keys are changed by name, `train={"max_epochs": 1}`
+or `**{"train.max_epochs": 1}`. A model may be a `torch.nn.Module`, or what makes one; a data set two torch data sets,
+or loaders, to train on and held out. A mistake raises a `UserError` with the sentence that the command would print.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipebench.cli import planning, profiling
+from pipebench.cli.references import load_all
+from pipebench.errors import RecipeError, UserError
+from pipebench.recipe.engines import engine_kind
+from pipebench.recipe.load import IN_MEMORY, LoadedRecipe, load, load_mapping, only_one
+from pipebench.recipe.objects import with_names
+from pipebench.recipe.preflight import preflight
+from pipebench.recipe.users_code import as_users
+from pipebench.run import runner
+from pipebench.run.folder import records
+from pipebench.run.preflight_all import preflight_all, same_names
+from pipebench.run.suite import Suite, suite_name
+from pipebench.show.answers import ModelProfile, PlanAnswer, Run, RunComparison
+from pipebench.show.answers import recorded as side_by_side
+from pipebench.tracking.results import find_runs
+
+Recipe = str | os.PathLike[str] | Mapping[str, Any] | LoadedRecipe
+OnProgress = Callable[[dict[str, Any]], None] | None
+
+
+def load_recipe(recipe: Recipe, /, **keys: Any) -> LoadedRecipe:
+    """Return a recipe, checked, with everything filled in: `.recipe` has its values, `.plain` the same as a dict.
+
+    Args:
+        recipe: a name, a file, a dict, or what this function returned.
+        keys: keys of the recipe and their values.
+
+    Raises:
+        UserError: a mistake in the recipe; one sentence per fault.
+    """
+    return only_one(_loaded(recipe, keys, _load_one))
+
+
+def run(recipe: Recipe, /, *, on_progress: OnProgress = None, **keys: Any) -> Run:
+    """Train a recipe to its target, record the run in MLflow, and return what it came to.
+
+    Args:
+        recipe: a name, a file, a dict, or what `load_recipe` returned.
+        on_progress: gets a mapping per evaluation, and about every second one on how far training is; without it,
+            lines are printed.
+        keys: keys of the recipe and their values.
+
+    Raises:
+        UserError: a mistake in the recipe, or in the code that it names.
+    """
+    return _run([load_recipe(recipe, **keys)], keys, on_progress=on_progress).runs[0]
+
+
+def simulate(recipe: Recipe, /, **keys: Any) -> Run:
+    """Run a recipe without training: durations, bytes and memory, as `engine.kind: simulated` gives them.
+
+    Args:
+        recipe: a name, a file, a dict, or what `load_recipe` returned.
+        keys: keys of the recipe and their values.
+
+    Raises:
+        UserError: a mistake in the recipe.
+    """
+    return run(recipe, **{**keys, "engine.kind": "simulated"})
+
+
+def compare(
+    *recipes: Recipe, seeds: Sequence[int] | None = None, on_progress: OnProgress = None, **keys: Any
+) -> RunComparison:
+    """Run recipes one after another, record them as one comparison, and return them side by side.
+
+    Args:
+        recipes: names, files, folders of recipes, or dicts.
+        seeds: run each once per seed.
+        on_progress: as of `run`.
+        keys: keys of every recipe; a list of values makes a run of each: `parallelism={"mode": ["dp", "gpipe"]}`.
+
+    Raises:
+        UserError: a mistake in a recipe; nothing has run.
+    """
+    loaded = [each for recipe in recipes for each in _loaded(recipe, keys, load_all)]
+    if not loaded:
+        raise UserError('name at least one recipe, for example: pipebench.compare("quickstart/dp", "quickstart/gpipe")')
+    if faults := same_names(loaded):
+        raise RecipeError(faults)
+    return _run(loaded, keys, seeds=seeds, on_progress=on_progress)
+
+
+def recorded(*runs: str) -> RunComparison:
+    """Return recorded runs side by side, and what differs in their recipes, as `pipebench compare` prints them.
+
+    Args:
+        runs: MLflow's ids or names, names of folders in `pipebench-runs/`, or beginnings of ids.
+
+    Raises:
+        UserError: there is no such run, or several go by that name.
+    """
+    return side_by_side(find_runs(runs, records()), runs)
+
+
+def plan(recipe: Recipe, /, *, others: bool = True, **keys: Any) -> PlanAnswer:
+    """Return the best plan of a recipe: which layers make a stage, how many workers run it, and why.
+
+    Args:
+        recipe: a name, a file, a dict, or what `load_recipe` returned.
+        others: plan the other modes, too.
+        keys: keys of the recipe and their values.
+
+    Raises:
+        UserError: a mistake in the recipe, or nothing fits in memory.
+    """
+    loaded = load_recipe(recipe, **keys)
+    with _mistakes():
+        preflight(loaded, trains=False)
+        return planning.plan_answer(loaded, others=others)
+
+
+def profile(recipe: Recipe, /, *, samples: int | None = None, **keys: Any) -> ModelProfile:
+    """Return what every layer of a recipe's model costs, or of a profile's file (`.json`, or a `graph.txt`).
+
+    Args:
+        recipe: a name, a file, a dict, or what `load_recipe` returned; or a profile's file.
+        samples: which size to show; by default the largest.
+        keys: keys of the recipe and their values.
+
+    Raises:
+        UserError: a mistake in the recipe, or a file that is no profile.
+    """
+    if isinstance(recipe, str | os.PathLike) and os.fspath(recipe).endswith((".json", ".txt")):
+        return profiling.profile(Path(recipe), samples)
+    loaded = load_recipe(recipe, **keys)
+    with _mistakes():
+        preflight(loaded, trains=False)
+        return profiling.profile(loaded, samples)
+
+
+def _run(
+    loaded: Sequence[LoadedRecipe],
+    keys: Mapping[str, Any],
+    *,
+    seeds: Sequence[int] | None = None,
+    on_progress: OnProgress = None,
+) -> RunComparison:
+    for each in loaded:
+        if engine_kind(each.recipe).in_processes and each.path.name == IN_MEMORY:
+            raise UserError(
+                f"engine.kind: {each.recipe.engine.kind} starts processes, which read the recipe themselves: write it "
+                "to a YAML file, with targets, module:function, for its model and data set"
+            )
+    suite = Suite(suite_name(loaded), _texts(with_names(keys)[0]), silent=True, on_progress=on_progress)
+    with _mistakes():
+        preflight_all(loaded)
+        return runner.run_all(loaded, suite, seeds=seeds)
+
+
+def _loaded(
+    recipe: Recipe, keys: Mapping[str, Any], read: Callable[[Sequence[str], Sequence[str]], list[LoadedRecipe]]
+) -> list[LoadedRecipe]:
+    """Return a recipe, once per combination of its lists; `read` reads those that are names or files."""
+    if isinstance(recipe, LoadedRecipe):
+        if keys:
+            raise UserError(f"{next(iter(keys))}: a loaded recipe stays as it is: give load_recipe this key, too")
+        return [replace(recipe, path=Path.cwd() / IN_MEMORY)]  # its overrides are in no file
+    plain, own = with_names(keys)
+    if isinstance(recipe, Mapping):
+        return load_mapping(with_names(recipe)[0], _texts(plain), without=own)
+    if own:
+        return load_mapping({"extends": os.fspath(recipe)}, _texts(plain), without=own)
+    return read([os.fspath(recipe)], _texts(plain))
+
+
+def _load_one(references: Sequence[str], texts: Sequence[str]) -> list[LoadedRecipe]:
+    return [load(references[0], texts)]
+
+
+def _texts(keys: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return keys as the words of a command line, which other processes of a run get."""
+    flat = {
+        f"{section}.{name}" if name else section: value
+        for section, given in keys.items()
+        for name, value in (given.items() if isinstance(given, Mapping) and given else [("", given)])
+    }
+    return tuple(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in flat.items())
+
+
+@contextmanager
+def _mistakes() -> Iterator[None]:
+    """Raise what the user's own code raised as a `UserError`, as the command line prints it."""
+    try:
+        yield
+    except Exception as error:
+        theirs = as_users(error)
+        if theirs is None:
+            raise
+        raise theirs from error

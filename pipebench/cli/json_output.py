@@ -1,0 +1,73 @@
+"""`--json`: an answer as JSON on standard output, and nothing else there."""
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import click
+
+from pipebench.errors import UserError
+
+# For commands that have an answer.
+json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON, numbers unrounded, and nothing else.")
+
+
+def moved_option(old: str, new: str) -> Callable[[Any], Any]:
+    """Return the decorator that refuses an option's old name with a hint; `new` says what to write instead."""
+
+    def refuse(_context: click.Context, _option: click.Parameter, given: Any) -> None:
+        if given is not None:
+            raise UserError(f"{old}: is now {new}")
+
+    return click.option(old, hidden=True, expose_value=False, callback=refuse)
+
+
+def print_json(data: Any) -> None:
+    """Print plain data as JSON on standard output."""
+    click.echo(json_text(data))
+
+
+@contextlib.contextmanager
+def only_json() -> Iterator[Callable[[str], None]]:
+    """Send what is printed, by child processes too, to standard error; yields what writes to standard output."""
+    output = sys.stdout
+    output.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+
+    def write(text: str) -> None:
+        data = f"{text}\n".encode()
+        if output is sys.__stdout__:
+            while data:
+                data = data[os.write(kept, data) :]
+        else:  # a test's
+            output.write(data.decode())
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield write
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def json_text(data: Any) -> str:
+    """Return plain data as JSON, with null for numbers that aren't finite, which JSON lacks."""
+    return json.dumps(_finite(data), indent=1, allow_nan=False)
+
+
+def json_line(data: Any) -> str:
+    """Return the same on one line."""
+    return json.dumps(_finite(data), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,91 @@
+"""Models, data sets and functions that a script hands over: kept here under names, which recipes have as targets.
+
+They live as long as this process. A recipe that names one runs in it, and nowhere else.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from os import PathLike, fspath
+from typing import Any
+
+from pipebench.errors import UserError
+from zoo.late import torch
+
+_SECTIONS = ("model", "dataset")
+_PLAIN = (str, int, float, bool, type(None))
+_kept: dict[str, tuple[Any, Callable[..., Any]]] = {}  # by name: what was given, and what makes it
+
+
+def __getattr__(name: str) -> Any:
+    """Return a function that makes what was given, as a module does."""
+    if name in _kept:
+        return _kept[name][1]
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise UserError(
+        f"{__name__}:{name} was an object of a process that has ended; write it into a file, and in the recipe its "
+        "target, module:function"
+    )
+
+
+def with_names(keys: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Return a recipe, or some of its keys, as plain data with targets for objects; and the sections that are objects.
+
+    Raises:
+        UserError: a value is neither plain data nor something that can be a target.
+    """
+    plain = {key: _plain(value, tuple(key.split("."))) for key, value in keys.items()}
+    own = {section for section in _SECTIONS if isinstance(plain.get(section), dict) and _is_kept(plain[section])}
+    return plain, own
+
+
+def _is_kept(section: Mapping[str, Any]) -> bool:
+    return str(section.get("target")).startswith(f"{__name__}:")
+
+
+def _plain(value: Any, key: tuple[str, ...]) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(each, (*key, str(name))) for name, each in value.items()}
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, PathLike):
+        return fspath(value)
+    if isinstance(value, list | tuple) and not _is_data(value, key):
+        return [_plain(each, key) for each in value]
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return value.item()  # NumPy's or torch's number
+    target = f"{__name__}:{_name(value, key)}"
+    return {"target": target} if key in {(section,) for section in _SECTIONS} else target
+
+
+def _is_data(value: Sequence[Any], key: tuple[str, ...]) -> bool:
+    """Return whether a pair is of data sets; other lists are plain data, or values of a sweep."""
+    return key in (("dataset",), ("dataset", "target")) and not all(
+        isinstance(each, (*_PLAIN, Mapping)) for each in value
+    )
+
+
+def _name(value: Any, key: tuple[str, ...]) -> str:
+    """Keep an object; return its name, the same as long as it is the same object."""
+    for name, (known, _) in _kept.items():
+        if known is value:
+            return name
+    is_made = key in (("model",), ("model", "target"), ("dataset",), ("dataset", "target"))
+    if is_made and isinstance(value, torch.nn.Module | tuple | list):
+        make: Callable[..., Any] = partial(_copied, value)
+    elif callable(value):
+        make = value if isinstance(value, type) or hasattr(value, "__name__") else partial(value)
+    else:
+        allowed = "plain data, a function, a torch.nn.Module for model, or two torch data sets for dataset"
+        raise UserError(f"{'.'.join(key)}: got a {type(value).__name__}, allowed is {allowed}")
+    word = re.sub(r"\W", "_", getattr(value, "__name__", type(value).__name__), flags=re.ASCII)
+    name = f"{word}_{sum(each.rpartition('_')[0] == word for each in _kept) + 1}"
+    _kept[name] = (value, make)
+    return name
+
+
+def _copied(given: Any) -> Any:
+    """Return a model's copy, so that every run starts with the weights it was given with; data as it is."""
+    return copy.deepcopy(given) if isinstance(given, torch.nn.Module) else given

@@ -1,0 +1,250 @@
+"""The answers of `run`, `compare`, `plan`, `profile` and `largest`, each as text, JSON, rows and a figure."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from pipebench.errors import UserError
+from pipebench.profile.model import Profile
+from pipebench.profile.stored import write_profile
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.show.console import print_comparison, print_differences, print_seeds, print_summary
+from pipebench.show.differences import differences, labelled
+from pipebench.show.largest_report import print_largest
+from pipebench.show.plan_answer import Answer
+from pipebench.show.plan_json import plan_data, plan_summary
+from pipebench.show.plan_report import print_modes, print_plan
+from pipebench.show.profile_report import print_profile
+from pipebench.show.shown import Shown
+from pipebench.tracking import summarise_seeds
+from pipebench.tracking.results import Recorded
+from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from pipebench.simulate.timeline import Timeline
+    from pipebench.train.largest_minibatch import Trial
+
+_WORST_FIRST = (INTERRUPTED, DIVERGED, MISSED, COMPLETED, REACHED)
+
+
+@dataclass(frozen=True, repr=False)
+class Run(Shown):
+    """One run of one recipe.
+
+    Attributes:
+        result: what it came to: outcome, metrics, curves, stages.
+        mlflow_run_id: MLflow's; None if not recorded there.
+        timeline: its first minibatches, of runs in this process.
+        picture: these as text.
+        link: how to open its record.
+    """
+
+    result: RunResult
+    mlflow_run_id: str | None = None
+    timeline: "Timeline | None" = None
+    picture: str = ""
+    link: str = ""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The final numbers, by the names of the reference of metrics."""
+        return dict(self.result.metrics)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result's fields and MLflow's id of the run."""
+        return {"mlflow_run_id": self.mlflow_run_id, **asdict(self.result)}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the curves: a row per evaluation or logging step."""
+        return [{"samples": point.samples, "clock_s": point.clock_s, **point.metrics} for point in self.result.points]
+
+    def print_to(self, console: Console) -> None:
+        """Print the summary."""
+        print_summary(self.result, self.picture, self.link, console)
+
+    def figure(self) -> "Figure":
+        """Return the timeline of the first minibatches; the curves if the run was in other processes."""
+        drawing = _figures()
+        made: Figure = (
+            drawing.curves_figure([self.result]) if self.timeline is None else drawing.timeline_figure(self.timeline)
+        )
+        return made
+
+
+@dataclass(frozen=True, repr=False)
+class RunComparison(Shown):
+    """Runs side by side.
+
+    Attributes:
+        runs: in order.
+        link: how to open their record.
+        tells_differences: print what differs in the recipes, too.
+    """
+
+    runs: tuple[Run, ...]
+    link: str = ""
+    tells_differences: bool = False
+
+    @property
+    def results(self) -> list[RunResult]:
+        """What the runs came to."""
+        return [run.result for run in self.runs]
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the worst run."""
+        return min(self.results, key=lambda result: _WORST_FIRST.index(result.outcome)).exit_code
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the runs, and the keys in which their recipes differ."""
+        return {
+            "runs": [run.to_dict() for run in self.runs],
+            "differences": {key: texts for key, *texts in differences(self.results)},
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row per run: what it is, what its sweep varies, and its metrics."""
+        about = ("name", "mode", "plan", "seed", "outcome")
+        return [{**{key: getattr(each, key) for key in about}, **each.varied, **each.metrics} for each in self.results]
+
+    def print_to(self, console: Console) -> None:
+        """Print a row per recipe; of one recipe's seeds their spread."""
+        results = self.results
+        if self.tells_differences:
+            print_differences(results, differences(results), console)
+        if len(results) > 1 and len({result.name for result in results}) == 1 and not self.tells_differences:
+            print_seeds(results[0].name, results, summarise_seeds(results), console)
+        else:
+            print_comparison(results, self.link, console)
+
+    def figure(self) -> "Figure":
+        """Return all curves, a panel per metric; of simulations, which have none, bars."""
+        made: Figure = _figures().curves_figure(self.results)
+        return made
+
+
+def recorded(found: Sequence[Recorded], references: Sequence[str]) -> RunComparison:
+    """Return recorded runs side by side; `references` are the names by which they were found.
+
+    Raises:
+        UserError: two of them are the same run.
+    """
+    ids = [run.run_id for run in found]
+    for index, run_id in enumerate(ids):
+        if run_id in ids[:index]:
+            raise UserError(
+                f"run: {references[index]!r} and {references[ids.index(run_id)]!r} are the same run, {run_id}"
+            )
+    runs = tuple(Run(result, each.run_id) for result, each in zip(labelled(found), found, strict=True))
+    return RunComparison(runs, tells_differences=True)
+
+
+@dataclass(frozen=True, repr=False)
+class PlanAnswer(Shown):
+    """The best plan of a mode, and of the other modes.
+
+    Attributes:
+        answer: the planner's request and results.
+    """
+
+    answer: Answer
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything; the page on the planner lists the keys."""
+        return plan_data(self.answer)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row per mode, the plan asked for first."""
+        compared = self.answer.comparison
+        return [plan_summary(self.answer, found) for found in (compared.best, *compared.others)]
+
+    def print_to(self, console: Console) -> None:
+        """Print the plan, the reasons for it and the other modes."""
+        print_plan(self.answer, console)
+        print_modes(self.answer, console)
+
+    def figure(self) -> "Figure":
+        """Return the layers, where they are cut, and what each stage's time goes to."""
+        made: Figure = _figures().plan_figure(self.answer)
+        return made
+
+
+@dataclass(frozen=True, repr=False)
+class ModelProfile(Shown):
+    """What every layer of a model costs.
+
+    Attributes:
+        name: the recipe's or the file's.
+        profile: at every size that is needed.
+        num_samples: the size shown.
+        show_all: every layer, however many there are.
+    """
+
+    name: str
+    profile: Profile
+    num_samples: int
+    show_all: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the profile as its file has it."""
+        made: dict[str, Any] = json.loads(write_profile(self.profile))
+        return made
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row per layer; the last is the loss."""
+        return [
+            {**asdict(row), "parameter_bytes": row.parameter_bytes} for row in self.profile.layers[self.num_samples]
+        ]
+
+    def print_to(self, console: Console) -> None:
+        """Print the layers as a table."""
+        print_profile(self.name, self.profile, self.num_samples, show_all=self.show_all, console=console)
+
+    def figure(self) -> "Figure":
+        """Return time, activations and parameters of every layer."""
+        made: Figure = _figures().profile_figure(self.profile, self.num_samples, self.name)
+        return made
+
+
+@dataclass(frozen=True, repr=False)
+class LargestMinibatch(Shown):
+    """The largest minibatch that fits in memory.
+
+    Attributes:
+        loaded: the recipe.
+        found: the size.
+        trials: every size that was tried.
+    """
+
+    loaded: LoadedRecipe
+    found: "Trial"
+    trials: tuple["Trial", ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the size, the device's memory and all trials."""
+        return {
+            "name": self.loaded.recipe.name,
+            "minibatch_size": self.found.minibatch_size,
+            "memory_limit_bytes": self.loaded.cluster.memory_bytes,
+            "trials": self.rows(),
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row per size that was tried."""
+        return [asdict(trial) for trial in sorted(self.trials, key=lambda each: each.minibatch_size)]
+
+    def print_to(self, console: Console) -> None:
+        """Print the size and a row per trial."""
+        print_largest(self.loaded, self.found, self.trials, console)
+
+
+def _figures() -> ModuleType:
+    from pipebench.show import figures  # late: matplotlib
+
+    return figures

@@ -1,0 +1,56 @@
+"""Answers as figures, which a notebook shows; imports matplotlib."""
+
+import os
+from collections.abc import Sequence
+from functools import partial
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from pipebench.show.differences import curves_of
+from pipebench.show.inline import InlineFigure
+from pipebench.show.pictures import draw_metric, timeline_figure
+from pipebench.show.plan_picture import plan_figure
+from pipebench.show.profile_picture import is_picture_by, profile_figure
+from pipebench.train.result import RunResult
+
+__all__ = ["curves_figure", "draw_curves", "is_curves", "plan_figure", "profile_figure", "timeline_figure"]
+
+_SOFTWARE = "pipebench compare"
+_WIDTH_IN, _ROW_IN = 8.0, 4.2
+# What every run has, simulated ones too, and a name for it.
+_BARS = (
+    ("throughput_samples_per_s", "samples/s"),
+    ("comm_bytes_per_sample", "bytes sent per sample"),
+    ("peak_memory_bytes_max", "bytes of the fullest worker"),
+)
+
+is_curves = partial(is_picture_by, _SOFTWARE)  # whether a file is a picture that `draw_curves` wrote
+
+
+def curves_figure(results: Sequence[RunResult]) -> Figure:
+    """Return all curves of all runs, a panel per metric; bars of runs that have none."""
+    metrics = curves_of(results)
+    if not metrics:
+        return _bars_figure(results)
+    figure = InlineFigure(figsize=(_WIDTH_IN, _ROW_IN * len(metrics)), layout="constrained")
+    for axes, metric in zip(figure.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):
+        draw_metric(axes, results, metric)
+    return figure
+
+
+def draw_curves(results: Sequence[RunResult], path: str | os.PathLike[str]) -> None:
+    """Write `curves_figure` as PNG, with its origin in the file's metadata."""
+    curves_figure(results).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
+
+
+def _bars_figure(results: Sequence[RunResult]) -> Figure:
+    """Return a panel per number that simulations give, a bar per run."""
+    figure = InlineFigure(figsize=(1.5 * _WIDTH_IN, 1 + 0.4 * len(results)), layout="constrained")
+    for axes, (metric, heading) in zip(figure.subplots(1, len(_BARS), sharey=True), _BARS, strict=True):
+        axes.barh([result.name for result in results], [result.metrics.get(metric, 0.0) for result in results])
+        axes.invert_yaxis() if metric == _BARS[0][0] else None
+        axes.xaxis.set_major_formatter(EngFormatter())
+        axes.set_xlabel(heading)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure

@@ -1,0 +1,47 @@
+"""What a command finds out, in one object for the shell, scripts and notebooks: text, JSON, rows and pictures."""
+
+import io
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    import pandas
+
+_WIDTH = 110  # columns
+_PAGE = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}</pre>'
+
+
+class Shown(ABC):
+    """An answer: its `repr` is what the command prints, `to_dict()` what it prints with `--json`."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+
+    @abstractmethod
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the answer's table, numbers unrounded: a mapping per row."""
+
+    @abstractmethod
+    def print_to(self, console: Console) -> None:
+        """Print what the command prints."""
+
+    def frame(self) -> "pandas.DataFrame":
+        """Return `rows` as a pandas frame."""
+        import pandas  # late: takes half a second
+
+        return pandas.DataFrame(self.rows())
+
+    def __repr__(self) -> str:
+        console = Console(file=io.StringIO(), highlight=False, width=_WIDTH, force_jupyter=False)
+        with console.capture() as captured:
+            self.print_to(console)
+        return captured.get().strip("\n")
+
+    def _repr_html_(self) -> str:
+        options: dict[str, Any] = {"force_terminal": True, "force_jupyter": False, "record": True}
+        console = Console(file=io.StringIO(), highlight=False, width=_WIDTH, **options)
+        self.print_to(console)
+        return console.export_html(inline_styles=True, code_format=_PAGE)

@@ -1,0 +1,174 @@
+"""The Python API: what the commands do, with objects for answers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from matplotlib.figure import Figure
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+import pipebench
+from pipebench.cli.main import cli
+from pipebench.recipe import objects
+
+SIMULATED = {"engine": {"kind": "simulated"}}
+POINTS = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+DATA = (TensorDataset(POINTS[:48], POINTS[:48].argmax(1)), TensorDataset(POINTS[48:], POINTS[48:].argmax(1)))
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "dataset": {"target": DATA, "loss": nn.CrossEntropyLoss(), "metrics": ["top1"]},
+    "train": {"minibatch_size": 12, "max_epochs": 2},
+    "cluster": {"name": "cluster-a"},
+    "parallelism": {"mode": "pipedream", "plan": "straight"},
+}
+
+
+def silent(facts: dict[str, Any]) -> None:
+    pass
+
+
+def net(depth: int = 2) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), *(nn.Linear(8, 8) for _ in range(depth)), nn.Linear(8, 4))
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(cli, words)
+
+
+def test_importing_it_is_cheap() -> None:
+    code = (
+        "import sys, pipebench; pipebench.__version__, dir(pipebench)\n"
+        "assert not {'torch', 'numpy', 'rich', 'click', 'omegaconf', 'mlflow', 'pandas'} & {*sys.modules}\n"
+        "import pipebench.profile.model\n"
+        "assert callable(pipebench.profile) and callable(pipebench.run) and callable(pipebench.plan)\n"
+        "assert not {'mlflow', 'pandas'} & {*sys.modules}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_keys_are_sections_or_dotted_and_answers_are_rows_and_figures() -> None:
+    one = pipebench.simulate("quickstart/dp", train={"minibatch_size": 64}, **{"cluster.servers": 1})
+    assert one.result.recipe["train.minibatch_size"] == "64"
+    assert (one.result.engine, one.mlflow_run_id is None) == ("simulated", False)
+    assert one.to_dict()["metrics"] == one.metrics
+    assert "quickstart-dp: simulated one epoch" in repr(one)
+    assert "quickstart-dp" in one._repr_html_()
+    assert isinstance(one.figure(), Figure)
+    assert one.figure()._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+
+    both = pipebench.compare("quickstart", parallelism={"mode": ["dp", "gpipe"]}, on_progress=silent, **SIMULATED)
+    assert both.frame()["mode"].to_list() == ["dp", "gpipe"]
+    assert {*both.to_dict()["differences"]} >= {"parallelism.mode"}
+    assert isinstance(both.figure(), Figure)
+    again = pipebench.recorded(*(str(run.mlflow_run_id) for run in both.runs))
+    assert [run.metrics for run in again.runs] == [run.metrics for run in both.runs]
+
+    plan = pipebench.plan("quickstart", others=False)
+    shown = json.loads(invoke("plan", "quickstart", "--no-others", "--json").stdout)
+    made = json.loads(json.dumps(plan.to_dict()))
+    assert {**made, "took_s": 0, "solve_s": 0} == {**shown, "took_s": 0, "solve_s": 0}
+    assert isinstance(plan.frame(), pandas.DataFrame)
+    assert isinstance(plan.figure(), Figure)
+
+
+def test_a_profile_is_what_its_command_prints() -> None:
+    found = pipebench.profile("quickstart", samples=32)
+    shown = invoke("profile", "quickstart", "--json", "--samples", "32")
+    assert json.loads(shown.stdout) == found.to_dict()
+    assert not [*Path().glob("*.profile.*")]
+    assert "features_0" in found.frame()["name"].to_list()
+    assert isinstance(found.figure(), Figure)
+    assert "--samples: got 9, allowed are" in mistake(pipebench.profile, "quickstart", samples=9)
+
+
+def test_models_and_data_are_objects() -> None:
+    given = net()
+    first = given[0].weight.clone()
+    runs = [pipebench.run(SMALL, model=given, on_progress=silent) for _ in range(2)]
+    assert torch.equal(given[0].weight, first), "each run trains a copy"
+    curves = [run.frame()["eval_loss"].to_list() for run in runs]
+    assert curves[0] == curves[1]
+    assert runs[0].result.plan == "straight"
+    assert runs[0].result.recipe["model.target"] == runs[1].result.recipe["model.target"]
+    fresh = pipebench.run(SMALL, model={"target": net, "depth": 3}, on_progress=silent, train={"seed": 1})
+    assert fresh.result.recipe["model.depth"] == "3"
+
+
+def test_loaders_say_the_data_and_objects_replace_a_file_s_section() -> None:
+    train, held_out = (DataLoader(data, 12, shuffle=True) for data in DATA)
+    dataset = {"target": (train, held_out), "loss": "cross_entropy", "metrics": ["top1"]}
+    loaded = pipebench.load_recipe("quickstart/dp", model=net, dataset=dataset)
+    assert {*loaded.recipe.model} == {"target"}
+    assert loaded.recipe.train.max_epochs == pipebench.load_recipe("quickstart/dp").recipe.train.max_epochs
+    assert pipebench.simulate(loaded).result.outcome == "completed"
+    drawn = DataLoader(DATA[0], 12, sampler=WeightedRandomSampler([1.0] * 48, 48))
+    told = mistake(pipebench.plan, SMALL, model=net, dataset={**dataset, "target": (drawn, held_out)})
+    assert "the loader of train has a sampler of its own" in told
+    assert "give its data set, `loader.dataset`" in told
+
+
+def mistake(function: Any, *given: Any, **keys: Any) -> str:
+    with pytest.raises(pipebench.UserError) as caught:
+        function(*given, **keys)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("words", ["train.max_epoch=1", "parallelism.mode=gpip", "train.minibatch_size=0"])
+def test_mistakes_are_the_command_s_sentences(words: str) -> None:
+    key, _, text = words.partition("=")
+    value: object = int(text) if text.isdigit() else text
+    told = mistake(pipebench.run, "quickstart", **{key: value})
+    assert invoke("run", "quickstart", words).stderr == f"pipebench: error: {told}\n"
+
+
+def test_mistakes_with_objects() -> None:
+    assert "model: got 3" in mistake(pipebench.run, SMALL, model=3)
+    assert "engine.kind: distributed starts processes" in mistake(
+        pipebench.run, SMALL, model=net, engine={"kind": "distributed"}
+    )
+    assert "was an object of a process that has ended" in mistake(getattr, objects, "net_9")
+    assert "give load_recipe this key, too" in mistake(pipebench.run, pipebench.load_recipe("quickstart"), name="x")
+    assert "is a folder; one recipe is needed" in mistake(pipebench.run, "recipes/quickstart")
+    assert "dataset.target: got a object" in mistake(pipebench.run, SMALL, model=net, dataset={"target": object()})
+
+    def fails(width: int = 4) -> nn.Module:
+        raise KeyError("no weights")
+
+    assert "can't make the model: KeyError: 'no weights'" in mistake(pipebench.run, SMALL, model=fails)
+
+
+def test_json_is_all_that_is_printed_on_standard_output() -> None:
+    done = invoke("run", "quickstart/dp", "engine.kind=simulated", "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["outcome"] == "completed"
+    command = [sys.executable, "-m", "pipebench", "run", "quickstart/dp", "train.max_epochs=1", "--json-lines"]
+    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    events = [json.loads(line)["event"] for line in lines]
+    assert events[-1] == "result"
+    assert "evaluation" in events
+    assert json.loads(invoke("show", "quickstart/dp", "--json").stdout)["name"] == "quickstart-dp"
+    assert json.loads(invoke("show", "cluster-a", "--json").stdout)["device"]
+    for words, hint in (
+        ("profile q.json --graph-txt g.txt", "--graph-txt: is now --out OUT.txt"),
+        ("profile quickstart --json q.json", "to write q.json, say --out q.json"),
+        ("draw quickstart --occupancy o.png", "--occupancy: is now --picture OUT.png --of occupancy"),
+        ("export r --output w.pt", "--output: is now --out FILE.pt"),
+    ):
+        assert hint in invoke(*words.split()).stderr
+    assert {*json.loads(invoke("ls", "--json", "modes").stdout)["modes"]} >= {"dp", "gpipe"}
+    largest = json.loads(invoke("largest", "quickstart/dp", "train.minibatch_size=2048", "--json").stdout)
+    assert largest["minibatch_size"] in [trial["minibatch_size"] for trial in largest["trials"]]
