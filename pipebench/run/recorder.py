@@ -25,9 +25,9 @@ from pipebench.run.request import RunRequest, recipe_yaml
 from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.show import console
-from pipebench.show.comparison import comparison_markdown
 from pipebench.show.progress import RunProgress, Silent
 from pipebench.show.terminal import is_terminal, standard_output
+from pipebench.show.verdict import comparison_markdown
 from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import Inputs, RunLog, Tracking, identity_tags, logged_params

@@ -21,8 +21,9 @@ from pipebench.run.suite import Suite
 from pipebench.schedule.as_csv import as_csv
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.show import console
-from pipebench.show.comparison import comparison_markdown, short_names, speed_ups
+from pipebench.show.comparison import short_names, speed_ups
 from pipebench.show.terminal import is_terminal, standard_output
+from pipebench.show.verdict import comparison_markdown
 from pipebench.simulate.drawing import draw as draw_schedule
 from pipebench.tracking import RunLog, Tracking, logged_params, require_writable, seed_medians, summarise_seeds
 from pipebench.train.memory_forecast import MemoryForecast

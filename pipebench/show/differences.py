@@ -9,9 +9,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from pipebench.formats import UNKNOWN
-from pipebench.show.comparison import comparison_markdown, markdown_table
+from pipebench.show.comparison import markdown_table
 from pipebench.show.pictures import draw_metric
 from pipebench.show.profile_picture import is_picture_by
+from pipebench.show.verdict import comparison_markdown
 from pipebench.tracking.results import Recorded, short_id
 from pipebench.train.result import RunResult
 
