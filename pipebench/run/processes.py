@@ -115,6 +115,8 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Ran:
         raise WorkersFailedError(code or 3)
     if result.outcome == STOPPED:
         folder.say_how_to_go_on(suite.changes)
+    else:
+        folder.finish(job.recipe.train.checkpoint_keep, tells=not (suite.brief or request.is_one_of_many))
     return Ran(result, folder.mlflow_run_id)
 
 
@@ -176,8 +178,12 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
                 folder.update(started_at_s=time.time())
             recorder = RunRecorder(request, job, Tracking(request.suite.name), log_text, folder.record_path)
             result = recorder.record(train)
-            if result.outcome == STOPPED and not launched_by_us():  # else the launcher prints it
+            if launched_by_us():  # the launcher says it
+                return
+            if result.outcome == STOPPED:
                 folder.say_how_to_go_on(suite.changes)
+            else:
+                folder.finish(job.recipe.train.checkpoint_keep, tells=True)
 
 
 def _remark(world: World) -> None:

@@ -208,8 +208,11 @@ class RunRecorder:
         shown = timeline.warmed_up() if measures else timeline
         # A worker must end normally even if its output's reader is gone; rich raises SystemExit for a broken pipe.
         with contextlib.suppress(OSError, SystemExit) if self._kind.in_processes else contextlib.nullcontext():
-            width = min(_PICTURE_WIDTH, standard_output().width - 2)
-            console.print_summary(result, text_picture(shown, width=width), log.where())
+            if self._request.is_one_of_many:
+                console.print_outcome(result)
+            else:
+                width = min(_PICTURE_WIDTH, standard_output().width - 2)
+                console.print_summary(result, text_picture(shown, width=width), log.where())
         return result
 
     def _train(self, train: Train) -> tuple[RunResult, Timeline]:

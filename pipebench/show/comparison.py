@@ -8,7 +8,6 @@ to accuracy, throughput without a target; those of a sweep over numbers keep its
 
 import math
 import os
-import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
 from pipebench.schedule.modes import MODES
 from pipebench.train.result import COMPLETED, REACHED, RunResult
+from pipebench.units import quantity
 
 BASELINE_MODE = "dp"
 REACHED_HEADING = "reached"
@@ -37,8 +37,8 @@ _FREE = (
 )
 # Schedules whose rate depends on when training would end; for the others the number of epochs is only patience.
 _ENDING_SCHEDULES = ("cosine", "polynomial")
+_COUNTING = ("cluster.name", "cluster.servers", "cluster.count", "parallelism.plan")  # keys that say how many workers
 _Format = Callable[[float], str]
-_NUMBER = re.compile(r"[0-9.]+(e[+-]?[0-9]+)?( ?[A-Za-z][A-Za-z/]*)?", re.ASCII)  # or a quantity: 10 Gbit/s
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,10 @@ class ComparedRun:
         recipe = self.runs[0].recipe
         ends = recipe.get("train.schedule.name") in _ENDING_SCHEDULES
         free = _FREE if ends else (*_FREE, "train.max_epochs")
-        return {k: value for k, value in recipe.items() if not any(f"{k}.".startswith(f"{each}.") for each in free)}
+        given = {
+            key: value for key, value in recipe.items() if value != "null"
+        }  # what older runs don't know of is null
+        return {k: value for k, value in given.items() if not any(f"{k}.".startswith(f"{each}.") for each in free)}
 
     @property
     def reached(self) -> tuple[RunResult, ...]:
@@ -108,7 +111,7 @@ def groups(results: Sequence[RunResult]) -> list[RunGroup]:
         entry = ComparedRun(name, tuple(each))
         found.setdefault(frozenset(_shared(entry).items()), []).append(entry)
     titles = _titles([_shared(entries[0]) for entries in found.values()])
-    keeps = any(_NUMBER.fullmatch(text) for result in results for text in result.varied.values())
+    keeps = any(quantity(text) is not None for result in results for text in result.varied.values())
     asked = (lambda entry: 0.0) if keeps else _time_to_target if _has_target(results) else _time_per_sample
     return [RunGroup(title, tuple(sorted(each, key=asked))) for title, each in zip(titles, found.values(), strict=True)]
 
@@ -361,10 +364,10 @@ def scaling(entry: ComparedRun, others: Iterable[ComparedRun]) -> tuple[float | 
 
 
 def _scales(results: Sequence[RunResult]) -> bool:
-    """Return whether a sweep varies the number of workers."""
+    """Return whether a sweep varies the number of workers; one that only leaves some idle doesn't."""
     numbers: dict[str, set[float]] = {}
     for result in results:
-        if result.varied and "num_workers" in result.metrics:
+        if "num_workers" in result.metrics and any(key in result.varied for key in _COUNTING):
             numbers.setdefault(result.recipe.get("name", result.name), set()).add(result.metrics["num_workers"])
     return any(len(each) > 1 for each in numbers.values())
 

@@ -81,7 +81,7 @@ def print_summary(result: RunResult, picture: str, link: str, console: Console |
     """Print a run's result, its pipeline as text, `picture`, and `link`, how to open its record."""
     console = console or standard_output()
     print_plain(console, "")
-    print_plain(console, Text.assemble(result.name, ": ", (result.sentence, _STYLES.get(result.outcome, "bold"))))
+    print_outcome(result, console)
     print_facts(console, _facts(result))
     for lines, columns in ((result.stages, _STAGE_COLUMNS), (result.workers, _WORKER_COLUMNS)):
         if any(lines):
@@ -89,6 +89,12 @@ def print_summary(result: RunResult, picture: str, link: str, console: Console |
     if picture:
         print_plain(console, Padding(Text(picture, no_wrap=True, overflow="crop"), (0, 0, 1, 2)))
     _print_link(console, link)
+
+
+def print_outcome(result: RunResult, console: Console | None = None) -> None:
+    """Print a run's result in one line."""
+    style = _STYLES.get(result.outcome, "bold")
+    print_plain(console or standard_output(), Text.assemble(result.name, ": ", (result.sentence, style)))
 
 
 def print_comparison(results: Sequence[RunResult], link: str, console: Console | None = None) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipebench.formats import number, ratio, seconds
+from pipebench.formats import listed, number, ratio, seconds
 from pipebench.show.comparison import (
     ComparedRun,
     ComparisonRow,
@@ -18,6 +18,7 @@ from pipebench.show.comparison import (
     notes,
     rows,
 )
+from pipebench.show.sweep_lines import Sweep, sweep_of
 from pipebench.train.result import RunResult
 
 _MOST_NAMED = 6  # rows whose limits are told
@@ -101,7 +102,23 @@ def verdict(results: Sequence[RunResult], group: RunGroup) -> list[str]:
     found = comparison_rows(results, group)
     if len(found) < 2:
         return []
+    sweep = sweep_of(found, group.entries)
+    if sweep is not None and len(sweep.lines) > 1:
+        return [*_crossovers(sweep), *_remarks(found)]
     return [*_winner(found, group.entries), *_limits(found, group.entries), *_remarks(found)]
+
+
+def _crossovers(sweep: Sweep) -> Iterator[str]:
+    """Yield which line of a sweep is first where."""
+    what = "first to the target" if sweep.metric == "time_to_accuracy_s" else "highest in throughput"
+    places = [*sweep.first_places()]
+    where = [
+        f"{name} {f'from {since} to {until}' if since != until else f'at {since}'}" for name, since, until in places
+    ]
+    if len(places) == 1:
+        yield f"{places[0][0]} is {what} at every {sweep.key} of the sweep."
+    elif places:
+        yield f"Along {sweep.key}, {what}: {', '.join(where)}."
 
 
 def _winner(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> Iterator[str]:
@@ -164,7 +181,7 @@ def _remarks(found: Sequence[ComparisonRow]) -> Iterator[str]:
     marked = [row.name for row in found if is_marked(row, found)]
     if marked:
         yield (
-            f"{', '.join(marked)} (*): an update is of other samples than {found[0].name}'s "
+            f"{listed(marked, _MOST_NAMED)} (*): an update is of other samples than {found[0].name}'s "
             f"{found[0].samples_per_update:g}, so an epoch learns otherwise, however long it takes."
         )
     for row in found:
