@@ -13,7 +13,6 @@ from pathlib import Path
 from pipebench.model.plan_layers import form_of
 from pipebench.schedule import repartitions
 from pipebench.search.search import FILE_NAME as SEARCH_FILE
-from pipebench.show.comparison import comparison_rows, groups
 from pipebench.show.cuts_over_time import cuts_markdown, draw_cuts
 from pipebench.show.memory_picture import draw_memory, draw_peaks
 from pipebench.show.moves_over_time import MOVED, RATE, SENT, draw_moves
@@ -21,7 +20,7 @@ from pipebench.show.occupancy_picture import draw_occupancy
 from pipebench.show.over_time import NUM_PARTS
 from pipebench.show.pictures import draw_curves, draw_timeline
 from pipebench.show.search_picture import draw_search, search_markdown
-from pipebench.show.sweep_lines import sweep_of
+from pipebench.show.sweep_lines import sweeps_of
 from pipebench.show.sweep_picture import draw_sweep
 from pipebench.show.trace import write_trace
 from pipebench.simulate.memory_meter import MemoryTimeline
@@ -114,8 +113,7 @@ def record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], wh
 def record_curves(log: RunLog, results: Sequence[RunResult]) -> list[str]:
     """Record a picture of each sweep over a quantity, and one per metric of all curves; return their names."""
     metrics = {name for result in results for point in result.points for name in point.metrics if "loss" not in name}
-    compared = [sweep_of(comparison_rows(results, group), group.entries) for group in groups(results)]
-    sweeps = [each for each in compared if each is not None]
-    drawings = {f"sweep{index or ''}.png": partial(draw_sweep, sweep) for index, sweep in enumerate(sweeps)}
+    sweeps = enumerate(sweeps_of(results))
+    drawings = {f"sweep{index or ''}.png": partial(draw_sweep, sweep) for index, sweep in sweeps}
     drawings |= {f"{each}.png": partial(draw_curves, results, each) for each in sorted(metrics)}
     return record_drawn(log, drawings, "the curves")

@@ -65,6 +65,7 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     parent = tracking.start(title, params={}, tags=comparison, virtual=False) if several and tracking else None
     results: list[RunResult] = []
     ids: _Ids = {}  # MLflow's, by name and seed (None for a group of seeds)
+    stopped: KeyboardInterrupt | None = None
     try:
         with telling_what_is_left(loaded, suite, seeds, ids):
             for each, decision in zip(loaded, decisions, strict=True):
@@ -72,14 +73,18 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
                 results += _run_with_seeds(request, seeds, tracking, begin, ids)
                 if results[-1].outcome == INTERRUPTED:
                     break
+    except KeyboardInterrupt as error:  # between two runs
+        stopped = error
     finally:
         if parent is not None:
             _tell_speed_ups(parent, results, ids)
             _finish_comparison(parent, results, complete=len(results) == total)
-    if several:
+    if several and results:
         console.print_comparison(results, parent.where() if parent else "")
     elif len(results) > 1:
         console.print_seeds(results[0].name, results, summarise_seeds(results))
+    if stopped is not None:
+        raise stopped
     worst = min(results, key=lambda result: _WORST_FIRST.index(result.outcome))
     return worst.exit_code
 

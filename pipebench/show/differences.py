@@ -12,6 +12,8 @@ from pipebench.formats import UNKNOWN
 from pipebench.show.comparison import markdown_table
 from pipebench.show.pictures import draw_metric
 from pipebench.show.profile_picture import is_picture_by
+from pipebench.show.sweep_lines import sweeps_of
+from pipebench.show.sweep_picture import draw_lines
 from pipebench.show.verdict import comparison_markdown
 from pipebench.tracking.results import Recorded, short_id
 from pipebench.train.result import RunResult
@@ -72,11 +74,12 @@ def curves_of(results: Sequence[RunResult]) -> list[str]:
 
 
 def draw_all(results: Sequence[RunResult], path: str | os.PathLike[str]) -> None:
-    """Write a PNG of all curves of all runs, a panel per metric."""
-    metrics = curves_of(results)
-    figure = Figure(figsize=(_WIDTH_IN, _ROW_IN * len(metrics)), layout="constrained")
-    for axes, metric in zip(figure.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):
-        draw_metric(axes, results, metric)
+    """Write a PNG of all curves of all runs, a panel per metric, and of each sweep over a quantity."""
+    panels = [partial(draw_lines, sweep=sweep) for sweep in sweeps_of(results)]
+    panels += [partial(draw_metric, results=results, metric=metric) for metric in curves_of(results)]
+    figure = Figure(figsize=(_WIDTH_IN, _ROW_IN * len(panels)), layout="constrained")
+    for axes, draw in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
+        draw(axes)
     figure.savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
 
 

@@ -6,7 +6,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from pipebench.show.comparison import ComparedRun, ComparisonRow
+from pipebench.show.comparison import ComparedRun, ComparisonRow, comparison_rows, groups
+from pipebench.train.result import RunResult
 from pipebench.units import quantity
 
 _SAME = 1e-3  # relative: below, the line that was first stays first
@@ -43,7 +44,8 @@ class Sweep:
         name, since, until = "", "", ""
         for _, here in groupby(points, key=itemgetter(0)):
             costs = {each: (cost, text) for _, cost, each, text in here}
-            best, text = next(iter(costs)), next(iter(costs.values()))[1]
+            best = next(iter(costs))
+            text = costs[best][1]
             if name in costs and costs[name][0] - costs[best][0] <= _SAME * abs(costs[best][0]):
                 best = name
             if best != name and name:
@@ -59,10 +61,10 @@ def sweep_of(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> 
     for entry in entries:
         for key, text in entry.varied.items():
             texts.setdefault(key, set()).add(text)
-    swept = (key for key, each in texts.items() if len(each) > 1 and None not in map(quantity, each))
-    key = next(swept, None)
-    if key is None or not all(key in entry.varied for entry in entries):
+    swept = [key for key, each in texts.items() if len(each) > 1 and None not in map(quantity, each)]
+    if not swept or not all(swept[0] in entry.varied for entry in entries):
         return None
+    key = swept[0]
     metric = "time_to_accuracy_s" if any(row.num_targeted for row in found) else "throughput_samples_per_s"
     recipes = len({entry.recipe_name for entry in entries}) > 1
     others = [other for other in texts if other != key and len(texts[other]) > 1]
@@ -74,3 +76,9 @@ def sweep_of(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> 
         if value is not None and x is not None:
             lines.setdefault(", ".join(named), []).append(SweepPoint(x, entry.varied[key], value))
     return Sweep(key, metric, {name: sorted(line) for name, line in lines.items()})
+
+
+def sweeps_of(results: Sequence[RunResult]) -> list[Sweep]:
+    """Return the sweeps over a quantity that a comparison's groups are, if any."""
+    found = (sweep_of(comparison_rows(results, group), group.entries) for group in groups(results))
+    return [sweep for sweep in found if sweep is not None and any(sweep.lines.values())]

@@ -22,18 +22,21 @@ def draw_sweep(sweep: Sweep, path: str | os.PathLike[str]) -> None:
 def sweep_figure(sweep: Sweep) -> Figure:
     """Return the picture of `draw_sweep`, a line per mode."""
     figure = Figure(figsize=(8.0, 4.6), layout="constrained")
-    axes = figure.add_subplot()
+    draw_lines(figure.add_subplot(), sweep)
+    return figure
+
+
+def draw_lines(axes: Axes, sweep: Sweep) -> None:
+    """Draw a sweep's lines."""
     timed = sweep.metric == "time_to_accuracy_s"
-    scale, unit = (
-        axis_unit(max((p.value for line in sweep.lines.values() for p in line), default=1.0)) if timed else (1.0, "")
-    )
+    longest = max((point.value for line in sweep.lines.values() for point in line), default=1.0)
+    scale, unit = axis_unit(longest) if timed else (1.0, "")
     for index, (name, line) in enumerate(sweep.lines.items()):
         colour, marker = CURVE_COLOURS[index % len(CURVE_COLOURS)], _MARKERS[index % len(_MARKERS)]
         values = [point.value / scale for point in line]
         axes.plot([point.x for point in line], values, color=colour, marker=marker, label=plain_text(name, 60))
     _finish(axes, sweep)
     axes.set_ylabel(f"time to accuracy [{unit}]" if timed else "samples/s")
-    return figure
 
 
 def _finish(axes: Axes, sweep: Sweep) -> None:
