@@ -50,6 +50,16 @@ def parse_duration(given: object) -> float:
     return _parse(given, SECONDS, "duration", "s", smallest=0.0)
 
 
+def quantity(text: str) -> float | None:
+    """Return a number, or one with any unit, in the base unit; None for other texts.
+
+    >>> quantity("4"), quantity("1 kB"), quantity("2-1-1")
+    (4.0, 1000.0, None)
+    """
+    match, units = _QUANTITY.fullmatch(text[:100]), {"": 1.0, **BYTES, **BYTES_PER_S, **SECONDS}
+    return float(match["number"]) * units[match["unit"]] if match and match["unit"] in units else None
+
+
 def _parse(given: object, units: Mapping[str, float], what: str, base: str, smallest: float) -> float:
     match = None if isinstance(given, bool) else _QUANTITY.fullmatch(str(given)[:100])
     unit = (match["unit"] or base) if match else ""

@@ -41,4 +41,5 @@ PIPEDREAM = replace(
     mode="pipedream",
     plan="straight",
     metrics={**DP.metrics, "time_to_accuracy_s": 2.0},
+    stages=({**DP.stages[0], "replicas": 1},),
 )

@@ -191,7 +191,7 @@ def test_the_four_ways_of_readme_are_the_report_s() -> None:
     text = (ROOT / "README.md").read_text().split("## Four ways")[1].split("```\n")[1]
     lines = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
     header, shown = lines[0], {line[0]: line for line in lines[1:]}
-    columns = [header.index(name) for name in ("plan", "time to accuracy", "vs dp", "epochs", "sent per sample")]
+    columns = [header.index(name) for name in ("plan", "time to accuracy", "vs dp", "epochs", "bytes per sample")]
     columns.append(header.index("peak memory"))
     assert {name: [line[column] for column in columns] for name, line in shown.items()} == reported
 

@@ -113,14 +113,18 @@ class Checkpoints:
 
     Args:
         folder: where they are; need not exist.
-        keep: number of complete ones to retain; at least 1.
+        keep: number of complete ones to retain, the newest; at least 1.
         run: the run that writes and resumes; None for one without a folder.
+
+    Attributes:
+        best: the step that is retained beside them, None without one.
     """
 
     def __init__(self, folder: Path, keep: int = 2, run: RunIdentity | None = None) -> None:
         self.folder = folder
         self.keep = keep
         self.run = run
+        self.best: int | None = None
 
     def write_part(self, step: int, part: str, state: ModelState) -> CheckpointFile:
         """Write one worker's part to disk and sync it.
@@ -169,6 +173,11 @@ class Checkpoints:
             with suppress(OSError, CheckpointError):
                 self._tidy(_read(folder))
 
+    def remove(self) -> None:
+        """Remove all of them."""
+        for path, _ in self._entries():
+            _remove(path)
+
     def latest(
         self, fits: Callable[[Checkpoint], object] = lambda checkpoint: None
     ) -> tuple[Checkpoint | None, list[str]]:
@@ -215,7 +224,7 @@ class Checkpoints:
         self._tidy(_read(self._folder(committed)))
         kept = 1
         for path, step in sorted(self._entries(), key=lambda entry: -entry[1]):
-            if step == committed:
+            if step == committed or step == self.best:
                 continue
             if step < committed and kept < self.keep and _seems_whole(path):
                 kept += 1

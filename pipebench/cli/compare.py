@@ -10,12 +10,13 @@ from pipebench.cli.outputs import Output, refuse_to_overwrite
 from pipebench.garbage import without_collector
 from pipebench.run.folder import records
 from pipebench.show.differences import curves_of, is_our_page, markdown
+from pipebench.show.sweep_lines import sweeps_of
 from pipebench.show.terminal import standard_error, standard_output
-from pipebench.tracking.results import find_runs
+from pipebench.tracking.results import find_runs, runs_of
 
 
 @click.command
-@click.argument("runs", metavar="RUN RUN...", nargs=-1, required=True)
+@click.argument("runs", metavar="RUN RUN... | COMPARISON", nargs=-1, required=True)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -27,6 +28,7 @@ from pipebench.tracking.results import find_runs
 def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     """Print the results of recorded runs side by side, and what differs in their recipes; draw all curves in a picture.
 
+    COMPARISON is one that `pipebench runs` lists, by its id, the beginning of it, or its name: all of its runs.
     RUN is MLflow's id of a run, the name of its folder under pipebench-runs/, the beginning of one of these, or a name
     that no other run has: what MLflow calls it, or its recipe's. Runs that MLflow hasn't taken are found, too.
 
@@ -34,10 +36,9 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     Examples:
       pipebench compare quickstart-dp quickstart-pipedream
       pipebench compare 06a675db 1acc9300 --out figures
+      pipebench compare 5b1d0c9e
       pipebench compare "dp 4, seed 0" "pipedream straight, seed 0"
     """
-    if len(runs) < 2:
-        raise click.UsageError("name two runs at least, for example: pipebench compare quickstart-dp quickstart-gpipe")
     folder = out or (None if as_json else Path())
     with without_collector():
         from pipebench.show import figures
@@ -46,12 +47,12 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     page = Output("--out", folder and folder / "comparison.md", "a page of `pipebench compare`", is_our_page)
     picture = Output("--out", folder and folder / "curves.png", "a picture of `pipebench compare`", figures.is_curves)
     refuse_to_overwrite([page, picture])
-    found = recorded(find_runs(runs, records()), runs)
+    found = recorded(find_runs(runs, records()) if len(runs) > 1 else runs_of(runs[0]), runs)
     if as_json:
         print_json(found.to_dict())
     else:
         found.print_to(standard_output())
-    drawn = bool(curves_of(found.results))
+    drawn = bool(curves_of(found.results) or sweeps_of(found.results))
     console, text = standard_error() if as_json else None, markdown(found.results, "curves.png" if drawn else None)
     page.write(lambda path: path.write_text(text, encoding="utf-8"), console)
     if drawn:

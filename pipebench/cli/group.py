@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, str] = {
     "profile": "Show what every layer of a model costs.",
     "report": "Set published tables beside what is reproduced of them.",
     "run": "Train recipes to their target and record the answers.",
+    "runs": "List past runs and comparisons.",
     "show": "Print a recipe, or a cluster, with everything filled in.",
     "ui": "Open the recorded runs in the MLflow UI.",
 }

@@ -29,6 +29,7 @@ def cli() -> None:
       pipebench calibrate table1           a report's constants, fitted on the cells that it names
       pipebench ls modes                   what there is to choose from
       pipebench ui                         the recorded runs in a browser
+      pipebench runs                       past runs and comparisons
       pipebench compare RUN RUN            recorded runs side by side
       pipebench run --resume RUN           go on from a checkpoint, under another plan too
       pipebench export RUN                 a run's weights as a plain state_dict

@@ -82,7 +82,8 @@ def with_options(loaded: LoadedRecipe, options: PlanOptions) -> LoadedRecipe:
     changed = replace(recipe, cluster=cluster, engine=engine, parallelism=parallelism)
     if cluster == recipe.cluster:
         return replace(loaded, recipe=changed)
-    return replace(loaded, recipe=changed, cluster=load_cluster(cluster.name, cluster.servers, loaded.path.parent))
+    made = load_cluster(cluster.name, cluster.servers, loaded.path.parent, cluster.changes)
+    return replace(loaded, recipe=changed, cluster=made)
 
 
 def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:

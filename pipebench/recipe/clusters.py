@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pipebench.cluster import ALL_REDUCES, CONNECTIONS, LOCAL, Cluster, Level
@@ -16,6 +17,7 @@ from pipebench.recipe.typecheck import problem_with, shown
 from pipebench.units import UnitError, parse_bandwidth, parse_bytes, parse_duration
 
 MAX_WORKERS = 4096  # a straight plan lists every worker; the papers' largest cluster has 256
+CHANGED = "cluster."  # begins the keys of faults of a recipe's own numbers
 SERVERS = "servers"  # the key of the fault when only the number of servers is wrong
 SOURCES = {"published": "where", "assumed": "why", "calibrated": "on what"}  # of a number, and what its text says
 _FORM = " or ".join(f"{{value: ..., {source}: {word}}}" for source, word in SOURCES.items())
@@ -69,13 +71,17 @@ _LEVEL: Mapping[str, tuple[str, _Parse]] = {
 _NEEDED = {"device", "memory", "count", "bandwidth", "latency"}
 
 
-def load_cluster(name: str, servers: int, beside: Path | None = None) -> Cluster:
+def load_cluster(
+    name: str, servers: int, beside: Path | None = None, changes: Mapping[str, Any] = MappingProxyType({})
+) -> Cluster:
     """Return a cluster whose outermost level's count is multiplied by `servers`, at least 1.
 
-    `name` is a short name such as `cluster-a` or the path of a YAML file, relative to `beside` first.
+    `name` is a short name such as `cluster-a` or the path of a YAML file, relative to `beside` first; `changes` are a
+    recipe's `ClusterRecipe.changes`.
 
     Raises:
-        RecipeError: the file isn't there or isn't a cluster, or it can't have so many servers.
+        RecipeError: the file isn't there or isn't a cluster, it can't have so many servers, or a change is none (keys
+            of these faults begin with CHANGED).
     """
     path = find_cluster(name, beside)
     files, faults = cluster_files(path), list[Fault]()
@@ -88,13 +94,27 @@ def load_cluster(name: str, servers: int, beside: Path | None = None) -> Cluster
     most, file, key = files.keys.at("max_servers")
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
         faults.append(Fault(file, key, f"got {shown(most)}, allowed is a whole number of at least 1"))
+    own = {key: _parsed(key, value, faults) for key, value in changes.items()}
     if faults:
         raise RecipeError(faults)
+    if "count" in own:
+        found[0][1]["count"] = own["count"]
     levels = tuple(Level(name, **values) for name, values in found)
     _check_servers(servers, most if isinstance(most, int) else None, levels, display(path))
-    outermost = levels[-1]
-    grown = replace(outermost, count=outermost.count * servers)
-    return Cluster(path.stem, levels=(*levels[:-1], grown), **made)
+    grown = [*levels[:-1], replace(levels[-1], count=levels[-1].count * servers)]
+    joining = max((index for index, level in enumerate(grown) if level.count > 1), default=0)
+    rates = {_LEVEL[key][0]: own[key] for key in ("bandwidth", "latency") if key in own}
+    grown[joining] = replace(grown[joining], **rates)
+    made |= {_CLUSTER[key][0]: own[key] for key in ("memory",) if key in own}
+    return Cluster(path.stem, levels=tuple(grown), **made)
+
+
+def _parsed(key: str, value: Any, faults: list[Fault]) -> Any:
+    """Return the value of a recipe's key in place of the file's."""
+    try:
+        return {**_LEVEL, **_CLUSTER}[key][1](value)
+    except UnitError as error:
+        faults.append(Fault("", f"{CHANGED}{key}", str(error)))
 
 
 def as_text(path: Path) -> str:

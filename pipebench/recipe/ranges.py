@@ -59,6 +59,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "train.evaluate_every.minibatches": COUNT,
     "train.checkpoint_every.epochs": COUNT,
     "train.checkpoint_every.minibatches": COUNT,
+    "train.checkpoint_keep": (_within(0, 2**31), "a whole number from 0 on"),
     "engine.max_restarts": (_within(0, 2**31), "a whole number from 0 on, at most 2147483648"),
     "engine.stall_limit_s": (_within(0.1, _WEEK_S), _LIMIT),
     "engine.silence_limit_s": (_within(0.1, _WEEK_S), _LIMIT),

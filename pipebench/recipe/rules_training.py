@@ -2,18 +2,19 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from pipebench.cluster import RING
 from pipebench.errors import Fault, PlanError, RecipeError, choice, nearest
 from pipebench.lines import LinedFile
-from pipebench.recipe.clusters import SERVERS, load_cluster
+from pipebench.recipe.clusters import CHANGED, SERVERS, load_cluster
 from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.named import KINDS, OPTIMIZER
 from pipebench.recipe.plan_file import asked_replicas, form_problems, is_plan_file, load_plan
 from pipebench.recipe.ranges import TIMINGS
-from pipebench.recipe.schema import COLUMNS, LARGEST, OptimizerRecipe, ParallelismRecipe
+from pipebench.recipe.schema import COLUMNS, LARGEST, ClusterRecipe, OptimizerRecipe, ParallelismRecipe
 from pipebench.recipe.suited import DIRECTED, gives_direction, moves_little, sends_weights
 from pipebench.recipe.typecheck import shown
 from pipebench.schedule.csv_form import CsvError, is_csv, read_csv
@@ -34,13 +35,14 @@ def _name(name: str) -> Problems:
         yield "name", f"got {shown(name)}, allowed are letters, digits, '.', '_' and '-', at most 100"
 
 
-@rule("@draft", "cluster.name", "cluster.servers")
-def _cluster(draft: Draft, name: str, servers: int) -> Problems:
+@rule("@draft", *(f"cluster.{each.name}" for each in fields(ClusterRecipe)))
+def _cluster(draft: Draft, name: str, servers: int, *given: Any) -> Problems:
     try:
-        draft.made["@cluster"] = load_cluster(name, servers, draft.folder)
+        draft.made["@cluster"] = load_cluster(name, servers, draft.folder, ClusterRecipe(name, servers, *given).changes)
     except RecipeError as error:
         for fault in error.faults:
-            yield ("cluster.servers", fault.problem) if fault.key == SERVERS else ("cluster.name", str(fault))
+            own = "cluster.servers" if fault.key == SERVERS else fault.key
+            yield (own, fault.problem) if own.startswith(CHANGED) else ("cluster.name", str(fault))
 
 
 @rule("train.schedule.warmup_epochs", "train.max_epochs")

@@ -136,7 +136,10 @@ class TrainRecipe:
         loss_scale: fp16 only; null: the defaults.
         max_epochs: the run ends after so many, target reached or not.
         checkpoint_every: the pipeline drains before every checkpoint, too. Null: processes write one at every drain
-            that there is (after every evaluation), the virtual engine writes none.
+            that there is (after every evaluation), the virtual engine where an evaluation is the best so far, and at
+            the end.
+        checkpoint_keep: how many checkpoints stay, the newest, beside that of the best evaluation; 0: none once the run
+            has ended, and none at all where no process needs them.
     """
 
     seed: int = 0
@@ -150,19 +153,34 @@ class TrainRecipe:
     max_epochs: int = MISSING
     evaluate_every: PeriodRecipe = field(default_factory=lambda: PeriodRecipe(epochs=1))
     checkpoint_every: PeriodRecipe | None = None
+    checkpoint_keep: int = 2
 
 
 @dataclass(frozen=True)
 class ClusterRecipe:
-    """Which cluster, and how many components of its outermost level (servers).
+    """Which cluster, how many components of its outermost level (servers), and numbers in place of its file's.
 
     Attributes:
         name: of `pipebench ls clusters`, or the path of a cluster's file.
         servers: multiplies the outermost level.
+        count: devices in a component of the innermost level, such as GPUs per server.
+        bandwidth: of the outermost level that joins several components, such as `1 Gbit/s`; its other limits stay.
+        latency: of the same level, such as `50 us`.
+        memory: of a device, such as `16 GB`.
     """
 
     name: str = MISSING
     servers: int = 1
+    count: int | None = None
+    bandwidth: Any = None
+    latency: Any = None
+    memory: Any = None
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The keys in place of the file's, for `load_cluster`."""
+        given = {name: getattr(self, name) for name in ("count", "bandwidth", "latency", "memory")}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)

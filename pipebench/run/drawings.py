@@ -18,6 +18,8 @@ from pipebench.show.moves_over_time import MOVED, RATE, SENT, draw_moves
 from pipebench.show.occupancy_picture import draw_occupancy
 from pipebench.show.over_time import NUM_PARTS
 from pipebench.show.pictures import draw_curves, draw_timeline
+from pipebench.show.sweep_lines import sweeps_of
+from pipebench.show.sweep_picture import draw_sweep
 from pipebench.show.trace import write_trace
 from pipebench.simulate.memory_meter import MemoryTimeline
 from pipebench.simulate.timeline import Timeline
@@ -94,8 +96,9 @@ def record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], wh
 
 
 def record_curves(log: RunLog, results: Sequence[RunResult]) -> list[str]:
-    """Record a picture per metric of all curves; return their names."""
+    """Record a picture of each sweep over a quantity, and one per metric of all curves; return their names."""
     metrics = {name for result in results for point in result.points for name in point.metrics if "loss" not in name}
-    return record_drawn(
-        log, {f"{each}.png": partial(draw_curves, results, each) for each in sorted(metrics)}, "the curves"
-    )
+    sweeps = enumerate(sweeps_of(results))
+    drawings = {f"sweep{index or ''}.png": partial(draw_sweep, sweep) for index, sweep in sweeps}
+    drawings |= {f"{each}.png": partial(draw_curves, results, each) for each in sorted(metrics)}
+    return record_drawn(log, drawings, "the curves")

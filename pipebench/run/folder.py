@@ -137,6 +137,14 @@ class RunFolder:
             command = shlex.join(["pipebench", "run", "--resume", self.run_id, *changes])
             print(f"pipebench: its checkpoints are kept: {command}", file=sys.stderr, flush=True)
 
+    def finish(self, keep: int, *, tells: bool) -> None:
+        """Remove the checkpoints of a run that has ended if it is to `keep` none, else say how to export weights."""
+        if keep == 0:
+            self.checkpoints.remove()
+        elif tells and (steps := self.checkpoints.steps()):
+            earlier = f" (or --step {' or '.join(map(str, steps[:-1]))})" if len(steps) > 1 else ""
+            print(f"  weights  pipebench export {self.run_id}{earlier}", flush=True)
+
     def write(self, facts: RunFacts) -> None:
         """Write the run's facts atomically; raises an OSError."""
         replace_file(self.path / _RUN, f"{write(facts)}\n".encode())

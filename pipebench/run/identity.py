@@ -11,7 +11,6 @@ from pipebench.train.job import Job
 
 def checkpoints_of(folder: RunFolder, loaded: LoadedRecipe, job: Job) -> Checkpoints:
     """Return the checkpoints of a run; `loaded` gives the folders of user code, `job` is the prepared recipe."""
-    kept = folder.checkpoints
     identity = RunIdentity(
         run_id=folder.run_id,
         seed=job.setup.seed,
@@ -19,7 +18,7 @@ def checkpoints_of(folder: RunFolder, loaded: LoadedRecipe, job: Job) -> Checkpo
         minibatch_size=job.recipe.train.minibatch_size,
         code={"pipebench": source_version(), **code_hashes(loaded)},
     )
-    return Checkpoints(kept.folder, kept.keep, identity)
+    return Checkpoints(folder.checkpoints.folder, max(1, job.recipe.train.checkpoint_keep), identity)
 
 
 def _text(inputs: Inputs) -> str:

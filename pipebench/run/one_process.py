@@ -3,7 +3,7 @@
 import sys
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from pipebench.checkpoint.store import Checkpoints
@@ -96,11 +96,14 @@ class VirtualRuns(EngineRuns):
             made = recorder.record(train)
         if made.result.outcome == INTERRUPTED and folder.made is not None:
             folder.made.say_how_to_go_on(suite.changes)
+        elif folder.made is not None:
+            tells = suite.prints and not request.is_one_of_many
+            folder.made.finish(job.recipe.train.checkpoint_keep, tells=tells)
         return made
 
 
 class _LateFolder:
-    """The folder of a virtual run: created at the start if the recipe asks for checkpoints, else when it is stopped.
+    """The folder of a virtual run: created at the start if the recipe asks for checkpoints, else with the first one.
 
     Args:
         request: the run.
@@ -133,7 +136,8 @@ class _LateFolder:
                 print(f"pipebench: {printable(sentence)}", file=sys.stderr)
             return CheckpointPolicy(checkpoints, found)
         if job.recipe.train.checkpoint_every is None:
-            return CheckpointPolicy(when_stopped=partial(self._make_late, job))
+            keeps = job.recipe.train.checkpoint_keep > 0 and not self._request.suite.brief
+            return CheckpointPolicy(late=cache(partial(self._make_late, job)), keeps=keeps)
         return CheckpointPolicy(self._checkpoints(self._make(), job))
 
     def _make(self) -> RunFolder:
@@ -146,7 +150,7 @@ class _LateFolder:
         return checkpoints_of(folder, self._request.loaded, job)
 
     def _make_late(self, job: Job) -> Checkpoints | None:
-        """Create the folder of a run being stopped; a failure doesn't lose what was trained."""
+        """Create the folder of a run; a failure doesn't lose what was trained."""
         try:
             made = self._make()
         except UserError as error:

@@ -116,6 +116,9 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Run:
         raise WorkersFailedError(code or 3)
     if result.outcome == STOPPED:
         folder.say_how_to_go_on(suite.changes)
+    else:
+        tells = suite.prints and not request.is_one_of_many
+        folder.finish(job.recipe.train.checkpoint_keep, tells=tells)
     return Run(result, folder.mlflow_run_id)
 
 
@@ -177,8 +180,12 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
                 folder.update(started_at_s=time.time())
             recorder = RunRecorder(request, job, Tracking(request.suite.name), log_text, folder.record_path)
             result = recorder.record(train).result
-            if result.outcome == STOPPED and not launched_by_us():  # else the launcher prints it
+            if launched_by_us():  # the launcher says it
+                return
+            if result.outcome == STOPPED:
                 folder.say_how_to_go_on(suite.changes)
+            else:
+                folder.finish(job.recipe.train.checkpoint_keep, tells=True)
 
 
 def _remark(world: World) -> None:

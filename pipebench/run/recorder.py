@@ -24,10 +24,11 @@ from pipebench.run.deciding import plan_form
 from pipebench.run.request import RunRequest, recipe_yaml
 from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.pipeline import SPLIT
+from pipebench.show import console
 from pipebench.show.answers import Run
-from pipebench.show.comparison import comparison_markdown
 from pipebench.show.progress import RunProgress, Silent, Telling
 from pipebench.show.terminal import is_terminal, standard_output
+from pipebench.show.verdict import comparison_markdown
 from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import Inputs, RunLog, Tracking, identity_tags, logged_params
@@ -209,7 +210,10 @@ class RunRecorder:
         if self._request.suite.prints:
             # A worker must end normally even if its output's reader is gone; rich raises SystemExit for a broken pipe.
             with contextlib.suppress(OSError, SystemExit) if self._kind.in_processes else contextlib.nullcontext():
-                made.print_to(standard_output())
+                if self._request.is_one_of_many:
+                    console.print_outcome(result)
+                else:
+                    made.print_to(standard_output())
         return made
 
     def _train(self, train: Train) -> tuple[RunResult, Timeline]:

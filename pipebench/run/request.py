@@ -24,6 +24,11 @@ class RunRequest:
     decision: Decision | None = None  # None if one process runs it
 
     @property
+    def is_one_of_many(self) -> bool:
+        """Whether it is a run of a sweep or one of several seeds: the table below them has its numbers."""
+        return self.suite.resumed is None and (bool(self.loaded.varied) or self.name != self.loaded.run_name)
+
+    @property
     def words(self) -> Sequence[str]:
         """Command line for another process: recipe and overrides, or only these in a resumed run."""
         reference = () if self.suite.resumed is not None else (str(self.loaded.path),)

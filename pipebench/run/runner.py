@@ -22,8 +22,9 @@ from pipebench.schedule.as_csv import as_csv
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.show import console
 from pipebench.show.answers import Run, RunComparison
-from pipebench.show.comparison import comparison_markdown, short_names, speed_ups
+from pipebench.show.comparison import short_names, speed_ups
 from pipebench.show.terminal import is_terminal, standard_output
+from pipebench.show.verdict import comparison_markdown
 from pipebench.simulate.drawing import draw as draw_schedule
 from pipebench.tracking import RunLog, Tracking, logged_params, require_writable, seed_medians, summarise_seeds
 from pipebench.train.memory_forecast import MemoryForecast
@@ -79,6 +80,10 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
                 runs += _run_with_seeds(request, seeds, tracking, begin, ids)
                 if runs[-1].result.outcome == INTERRUPTED:
                     break
+    except KeyboardInterrupt:  # between two runs
+        if suite.prints and runs:
+            RunComparison(tuple(runs), parent.where() if parent else "").print_to(standard_output())
+        raise
     finally:
         results = [run.result for run in runs]
         if parent is not None:

@@ -130,7 +130,7 @@ class RunComparison(Shown):
 
 
 def recorded(found: Sequence[Recorded], references: Sequence[str]) -> RunComparison:
-    """Return recorded runs side by side; `references` are the names by which they were found.
+    """Return recorded runs side by side; `references` are the names by which they were found, one of a comparison.
 
     Raises:
         UserError: two of them are the same run.
@@ -142,7 +142,7 @@ def recorded(found: Sequence[Recorded], references: Sequence[str]) -> RunCompari
                 f"run: {references[index]!r} and {references[ids.index(run_id)]!r} are the same run, {run_id}"
             )
     runs = tuple(Run(result, each.run_id) for result, each in zip(labelled(found), found, strict=True))
-    return RunComparison(runs, tells_differences=True)
+    return RunComparison(runs, tells_differences=len(references) > 1)
 
 
 @dataclass(frozen=True, repr=False)

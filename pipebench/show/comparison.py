@@ -2,24 +2,24 @@
 
 A comparison varies one thing: rows share a group, and a dp baseline, only if their recipes agree in all but the
 parallelism. Runs of one recipe under several seeds are one row, with median and range. The runs of a sweep share a
-group whatever it varies; a sweep over workers adds columns of scaling.
+group whatever it varies; a sweep over workers adds columns of scaling. Rows are sorted by what was asked for: the time
+to accuracy, throughput without a target; those of a sweep over numbers keep its order.
 """
 
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
+from pipebench.schedule.modes import MODES
 from pipebench.train.result import COMPLETED, REACHED, RunResult
+from pipebench.units import quantity
 
 BASELINE_MODE = "dp"
 REACHED_HEADING = "reached"
-_NAMES = ("run", "plan")
-_HEADINGS = (
-    *("time to accuracy", "vs dp", "epochs", "epoch time", "vs dp"),
-    *("sent per sample", "peak memory", "bubble"),
-)
+MARK = " *"  # of samples per update other than the first row's
 # What two recipes of a comparison may differ in: the way of parallelising, what it asks of the learning rate (samples
 # per update differ), where the model may be cut, and what changes neither the training nor its clock.
 _FREE = (
@@ -37,8 +37,8 @@ _FREE = (
 )
 # Schedules whose rate depends on when training would end; for the others the number of epochs is only patience.
 _ENDING_SCHEDULES = ("cosine", "polynomial")
+_COUNTING = ("cluster.name", "cluster.servers", "cluster.count", "parallelism.plan")  # keys that say how many workers
 _Format = Callable[[float], str]
-_SCALING_HEADINGS = ("workers", "speed-up", "efficiency")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,10 @@ class ComparedRun:
         recipe = self.runs[0].recipe
         ends = recipe.get("train.schedule.name") in _ENDING_SCHEDULES
         free = _FREE if ends else (*_FREE, "train.max_epochs")
-        return {k: value for k, value in recipe.items() if not any(f"{k}.".startswith(f"{each}.") for each in free)}
+        given = {
+            key: value for key, value in recipe.items() if value != "null"
+        }  # what older runs don't know of is null
+        return {k: value for k, value in given.items() if not any(f"{k}.".startswith(f"{each}.") for each in free)}
 
     @property
     def reached(self) -> tuple[RunResult, ...]:
@@ -99,7 +102,7 @@ class RunGroup:
 
 
 def groups(results: Sequence[RunResult]) -> list[RunGroup]:
-    """Return a row per recipe, in groups of comparable rows, in the order of their first runs."""
+    """Return a row per recipe, in groups of comparable rows: groups in the order of their first runs, rows sorted."""
     runs: dict[str, list[RunResult]] = {}
     for result in results:
         runs.setdefault(result.name, []).append(result)
@@ -108,47 +111,173 @@ def groups(results: Sequence[RunResult]) -> list[RunGroup]:
         entry = ComparedRun(name, tuple(each))
         found.setdefault(frozenset(_shared(entry).items()), []).append(entry)
     titles = _titles([_shared(entries[0]) for entries in found.values()])
-    return [RunGroup(title, tuple(entries)) for title, entries in zip(titles, found.values(), strict=True)]
+    keeps = any(quantity(text) is not None for result in results for text in result.varied.values())
+    asked = (lambda entry: 0.0) if keeps else _time_to_target if _has_target(results) else _time_per_sample
+    return [RunGroup(title, tuple(sorted(each, key=asked))) for title, each in zip(titles, found.values(), strict=True)]
+
+
+def _has_target(results: Iterable[RunResult]) -> bool:
+    return any(result.outcome != COMPLETED for result in results)
+
+
+def _time_to_target(entry: ComparedRun) -> float:
+    return statistics.median([*_values(entry.reached, "time_to_accuracy_s")] or [math.inf])
+
+
+def _time_per_sample(entry: ComparedRun) -> float:
+    rates = _values(entry.runs, "throughput_samples_per_s")
+    return -statistics.median(rates) if rates else math.inf
+
+
+def _counted(entry: ComparedRun, metric: str) -> tuple[RunResult, ...]:
+    """Return the runs that a metric is taken of: those that reached their target, or all."""
+    return entry.reached if metric in ("time_to_accuracy_s", "epochs_to_target") else entry.runs
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """What a comparison says of a row: medians over its runs, None where unknown.
+
+    Attributes:
+        name: the recipe's, without what all names begin with.
+        mode: its parallelism mode.
+        plan: in the papers' notation.
+        is_dp: whether a mode that may have several stages has data parallelism on all workers as its plan.
+        outcome: of its runs.
+        num_reached: of its runs, those that reached their target.
+        num_targeted: of its runs, those that have one.
+        vs_dp: speed-up over data parallelism: to the target or, if no run has one, of epochs.
+        num_workers: this and the next two in a sweep over the number of workers.
+        ranges: smallest and largest value of metrics in which its runs differ.
+    """
+
+    name: str
+    mode: str
+    plan: str
+    is_dp: bool
+    outcome: str
+    num_reached: int
+    num_targeted: int
+    samples_per_update: float | None
+    throughput_samples_per_s: float | None
+    time_to_accuracy_s: float | None
+    vs_dp: float | None
+    epochs_to_target: float | None
+    epoch_time_s: float | None
+    comm_bytes_per_sample: float | None
+    peak_memory_bytes_max: float | None
+    bubble_fraction: float | None
+    num_workers: float | None
+    speed_up: float | None
+    efficiency: float | None
+    ranges: Mapping[str, tuple[float, float]]
+
+    def text(self, metric: str, say: _Format) -> str:
+        """Return a metric's median and, where it differs, its range."""
+        value = getattr(self, metric)
+        if value is None:
+            missed = metric == "time_to_accuracy_s" and self.num_targeted and not self.num_reached
+            return self.outcome if missed else UNKNOWN
+        middle, low, high = (say(each) for each in (value, *self.ranges.get(metric, (value, value))))
+        return middle if low == high else f"{middle} [{low} to {high}]"
+
+
+def _count(value: float) -> str:
+    return f"{value:g}" if value == int(value) else number(value)
+
+
+_VS_DP = ("vs dp", "vs_dp", ratio)
+# Heading, attribute, format; columns without any value are left out.
+_COLUMNS: tuple[tuple[str, str, _Format], ...] = (
+    ("samples per update", "samples_per_update", _count),
+    ("samples/s", "throughput_samples_per_s", number),
+    ("time to accuracy", "time_to_accuracy_s", seconds),
+    _VS_DP,
+    ("epochs", "epochs_to_target", _count),
+    ("epoch time", "epoch_time_s", seconds),
+    ("bytes per sample", "comm_bytes_per_sample", num_bytes),
+    ("peak memory", "peak_memory_bytes_max", num_bytes),
+    ("bubble", "bubble_fraction", percent),
+    ("workers", "num_workers", _count),
+    ("speed-up", "speed_up", ratio),
+    ("efficiency", "efficiency", percent),
+)
+_METRICS = tuple(metric for _, metric, _ in _COLUMNS[:-3] if metric != "vs_dp")
+
+
+def comparison_rows(results: Sequence[RunResult], group: RunGroup) -> list[ComparisonRow]:
+    """Return a row per recipe of a group of `results`."""
+    names = short_names([each.name for part in groups(results) for each in part.entries])
+    has_target, scales = _has_target(results), _scales(results)
+    found = []
+    for entry in group.entries:
+        first, values = entry.runs[0], {metric: _values(_counted(entry, metric), metric) for metric in _METRICS}
+        base = baseline(entry, group.entries)
+        scaled = (entry.num_workers, *scaling(entry, group.entries)) if scales else (None, None, None)
+        found.append(
+            ComparisonRow(
+                names[entry.name], first.mode, first.plan, _is_dp(first),
+                ", ".join(dict.fromkeys(run.outcome for run in entry.runs)),
+                len(entry.reached), sum(run.outcome != COMPLETED for run in entry.runs),
+                vs_dp=speed_up(entry, base) if has_target else epoch_speed_up(entry, base),
+                **{metric: _median(each) for metric, each in values.items()},
+                **dict(zip(("num_workers", "speed_up", "efficiency"), scaled, strict=True)),
+                ranges={metric: (min(each), max(each)) for metric, each in values.items() if len({*each}) > 1},
+            )
+        )  # fmt: skip
+    return found
 
 
 def headings(results: Sequence[RunResult]) -> tuple[str, ...]:
-    """Return the headings of `rows`.
+    """Return the headings of `rows`, without columns of which nothing is known.
 
     Several seeds add a column of how many reached the target; a sweep over the number of workers adds that number, the
     speed-up of epochs over the first number, and the efficiency per worker.
     """
-    counted = (REACHED_HEADING,) if _has_seeds(results) else ()
-    scaling = _SCALING_HEADINGS if _scales(results) else ()
-    return (*_NAMES, *counted, *_HEADINGS, *scaling)
+    counted = (REACHED_HEADING,) if has_seeds(results) else ()
+    return ("run", "plan", *counted, *(heading for heading, _, _ in _columns(results)))
 
 
 def rows(results: Sequence[RunResult], group: RunGroup) -> list[tuple[str, ...]]:
     """Return one row of texts per recipe of a group of `results`, under `headings`.
 
     A run that missed or diverged shows that instead of a time. Several seeds show the median and, where they differ,
-    the range: of times and epochs to the target over the seeds that reached it.
+    the range: of times and epochs to the target over the seeds that reached it. Samples per update are marked where
+    they aren't the first row's.
     """
-    names = short_names([each.name for part in groups(results) for each in part.entries])
-    counted = _has_seeds(results)
-    scales = _scales(results)
-    return [
-        (
-            *_row(names[entry.name], entry, baseline(entry, group.entries), counted),
-            *(_scaling(entry, group.entries) if scales else ()),
-        )
-        for entry in group.entries
-    ]
+    counted, columns, found = has_seeds(results), _columns(results), comparison_rows(results, group)
+    table = []
+    for row in found:
+        cells = [row.text(metric, say) for _, metric, say in columns]
+        if is_marked(row, found):
+            cells[0] += MARK
+        share = f"{row.num_reached} of {row.num_targeted}" if row.num_targeted else UNKNOWN
+        table.append((row.name, f"{row.plan} = dp" if row.is_dp else row.plan, *((share,) if counted else ()), *cells))
+    return table
 
 
-def comparison_markdown(results: Sequence[RunResult]) -> str:
-    """Return a Markdown table per group, followed by a sentence on the outcome of every run."""
-    parts = []
-    for group in groups(results):
-        table = markdown_table(headings(results), rows(results, group))
-        parts.append(f"**{group.title}**\n\n{table}" if group.title else table)
-    seeded = _has_seeds(results)
-    sentences = (f"- {run.name}{f', seed {run.seed}' if seeded else ''}: {run.sentence}" for run in results)
-    return "\n\n".join([*parts, "\n".join([*sentences, *(f"- {note}" for note in notes(results))])]) + "\n"
+def is_marked(row: ComparisonRow, others: Sequence[ComparisonRow]) -> bool:
+    """Return whether a row's updates are made of other numbers of samples than the first row's."""
+    each = {row.samples_per_update, others[0].samples_per_update}
+    return len(each) > 1 and None not in each
+
+
+def _columns(results: Sequence[RunResult]) -> list[tuple[str, str, _Format]]:
+    found = [row for group in groups(results) for row in comparison_rows(results, group)]
+    targeted = any(row.num_targeted for row in found)
+
+    def is_shown(metric: str) -> bool:
+        known = any(getattr(row, metric) is not None for row in found)
+        return known or (targeted and metric == "time_to_accuracy_s")
+
+    return [column for column in _COLUMNS if is_shown(column[1])]
+
+
+def _is_dp(run: RunResult) -> bool:
+    """Return whether a run's plan, which might have several stages in its mode, is data parallelism."""
+    mode = MODES.get(run.mode)
+    has_choice = mode is not None and mode.shape not in ("one", "one-stage")
+    return has_choice and len(run.stages) == 1 and run.stages[0].get("replicas", 1) > 1
 
 
 def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -234,17 +363,11 @@ def scaling(entry: ComparedRun, others: Iterable[ComparedRun]) -> tuple[float | 
     return faster, _divided(faster, wider)
 
 
-def _scaling(entry: ComparedRun, others: Iterable[ComparedRun]) -> tuple[str, ...]:
-    faster, each = scaling(entry, others)
-    workers = UNKNOWN if entry.num_workers is None else _count(entry.num_workers)
-    return workers, ratio(faster), percent(each)
-
-
 def _scales(results: Sequence[RunResult]) -> bool:
-    """Return whether a sweep varies the number of workers."""
+    """Return whether a sweep varies the number of workers; one that only leaves some idle doesn't."""
     numbers: dict[str, set[float]] = {}
     for result in results:
-        if result.varied and "num_workers" in result.metrics:
+        if "num_workers" in result.metrics and any(key in result.varied for key in _COUNTING):
             numbers.setdefault(result.recipe.get("name", result.name), set()).add(result.metrics["num_workers"])
     return any(len(each) > 1 for each in numbers.values())
 
@@ -252,40 +375,6 @@ def _scales(results: Sequence[RunResult]) -> bool:
 def _shared(entry: ComparedRun) -> dict[str, str]:
     """Return a row's setting without the keys that its sweep varies."""
     return {key: value for key, value in entry.setting.items() if key not in entry.varied}
-
-
-def _row(name: str, entry: ComparedRun, base: ComparedRun | None, counted: bool) -> tuple[str, ...]:
-    first = entry.runs[0]
-    outcomes = list(dict.fromkeys(run.outcome for run in entry.runs))
-    no_time = UNKNOWN if entry.has_succeeded() else ", ".join(outcomes)
-    times = _values(entry.reached, "time_to_accuracy_s")
-    targeted = sum(run.outcome != COMPLETED for run in entry.runs)
-    share = f"{len(entry.reached)} of {targeted}" if targeted else UNKNOWN
-    return (
-        name,
-        first.plan,
-        *((share,) if counted else ()),
-        _spread(times, seconds) if times else no_time,
-        ratio(speed_up(entry, base)),
-        _spread(_values(entry.reached, "epochs_to_target"), _count),
-        _spread(_values(entry.runs, "epoch_time_s"), seconds),
-        ratio(epoch_speed_up(entry, base)),
-        _spread(_values(entry.runs, "comm_bytes_per_sample"), num_bytes),
-        _spread(_values(entry.runs, "peak_memory_bytes_max"), num_bytes),
-        _spread(_values(entry.runs, "bubble_fraction"), percent),
-    )
-
-
-def _spread(values: Sequence[float], text: _Format) -> str:
-    """Return the median and, if it differs, the range."""
-    if not values:
-        return UNKNOWN
-    middle, low, high = (text(each(values)) for each in (statistics.median, min, max))
-    return middle if low == high else f"{middle} [{low} to {high}]"
-
-
-def _count(value: float) -> str:
-    return f"{value:g}" if value == int(value) else number(value)
 
 
 def _values(runs: Iterable[RunResult], metric: str) -> list[float]:
@@ -296,7 +385,8 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _has_seeds(results: Sequence[RunResult]) -> bool:
+def has_seeds(results: Sequence[RunResult]) -> bool:
+    """Return whether some runs differ in their seed only."""
     return len({result.name for result in results}) < len(results)
 
 

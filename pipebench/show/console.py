@@ -14,6 +14,7 @@ from pipebench.metrics import SPREAD_METRICS
 from pipebench.show.comparison import groups, headings, notes, rows, short_names, time_to_accuracy_s
 from pipebench.show.tables import new_table, print_facts, print_groups, print_table
 from pipebench.show.terminal import print_plain, standard_output
+from pipebench.show.verdict import verdict
 from pipebench.simulate.meter import EPOCHS, MEMORY, PLAN, PREDICTION, WORKERS_IDLE
 from pipebench.simulate.timeline import BUFFERS, EVALUATION, TRAINING_KINDS
 from pipebench.train.prediction import prediction_line
@@ -80,7 +81,7 @@ def print_summary(result: RunResult, picture: str, link: str, console: Console |
     """Print a run's result, its pipeline as text, `picture`, and `link`, how to open its record."""
     console = console or standard_output()
     print_plain(console, "")
-    print_plain(console, Text.assemble(result.name, ": ", (result.sentence, _STYLES.get(result.outcome, "bold"))))
+    print_outcome(result, console)
     print_facts(console, _facts(result))
     for lines, columns in ((result.stages, _STAGE_COLUMNS), (result.workers, _WORKER_COLUMNS)):
         if any(lines):
@@ -90,19 +91,26 @@ def print_summary(result: RunResult, picture: str, link: str, console: Console |
     _print_link(console, link)
 
 
+def print_outcome(result: RunResult, console: Console | None = None) -> None:
+    """Print a run's result in one line."""
+    style = _STYLES.get(result.outcome, "bold")
+    print_plain(console or standard_output(), Text.assemble(result.name, ": ", (result.sentence, style)))
+
+
 def print_comparison(results: Sequence[RunResult], link: str, console: Console | None = None) -> None:
     """Print runs side by side: a row per recipe, one table for each group that may be compared."""
     console = console or standard_output()
     print_plain(console, "")
-    tables = []
+    tables, verdicts = [], list[str]()
     for group in groups(results):
+        verdicts += verdict(results, group)
         table = new_table(*headings(results))
         for entry, (name, *cells) in zip(group.entries, rows(results, group), strict=True):
             style = "" if entry.has_succeeded() else "yellow"
             table.add_row(Text(name, style="bold"), *(Text(cell, style=style) for cell in cells))
         tables.append((group.title, table))
     print_groups(console, tables)
-    for line in notes(results):
+    for line in (*verdicts, *notes(results)):
         print_plain(console, Padding(Text(line), (0, 0, 0, 2)))
     _print_link(console, link)
 

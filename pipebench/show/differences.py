@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipebench.formats import UNKNOWN
-from pipebench.show.comparison import comparison_markdown, markdown_table
+from pipebench.show.comparison import markdown_table
+from pipebench.show.verdict import comparison_markdown
 from pipebench.tracking.results import Recorded, short_id
 from pipebench.train.result import RunResult
 

@@ -12,6 +12,8 @@ from pipebench.show.inline import InlineFigure
 from pipebench.show.pictures import draw_metric, timeline_figure
 from pipebench.show.plan_picture import plan_figure
 from pipebench.show.profile_picture import is_picture_by, profile_figure
+from pipebench.show.sweep_lines import sweeps_of
+from pipebench.show.sweep_picture import draw_lines
 from pipebench.train.result import RunResult
 
 __all__ = ["curves_figure", "draw_curves", "is_curves", "plan_figure", "profile_figure", "timeline_figure"]
@@ -29,13 +31,14 @@ is_curves = partial(is_picture_by, _SOFTWARE)  # whether a file is a picture tha
 
 
 def curves_figure(results: Sequence[RunResult]) -> Figure:
-    """Return all curves of all runs, a panel per metric; bars of runs that have none."""
-    metrics = curves_of(results)
-    if not metrics:
+    """Return each sweep over a quantity and all curves of all runs, a panel each; bars of runs that have neither."""
+    panels = [partial(draw_lines, sweep=sweep) for sweep in sweeps_of(results)]
+    panels += [partial(draw_metric, results=results, metric=metric) for metric in curves_of(results)]
+    if not panels:
         return _bars_figure(results)
-    figure = InlineFigure(figsize=(_WIDTH_IN, _ROW_IN * len(metrics)), layout="constrained")
-    for axes, metric in zip(figure.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):
-        draw_metric(axes, results, metric)
+    figure = InlineFigure(figsize=(_WIDTH_IN, _ROW_IN * len(panels)), layout="constrained")
+    for axes, draw in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
+        draw(axes)
     return figure
 
 

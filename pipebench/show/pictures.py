@@ -68,7 +68,7 @@ _TRANSFER_COLOURS = {
     SWAP_OUT: "#AA4499",
     SWAP_IN: "#332288",
 }
-_CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _CURVE_STYLES = ("-", "--", "-.", ":")
 _AXIS_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
@@ -306,8 +306,8 @@ def _draw_curve(axes: Axes, result: RunResult, metric: str, scale_s: float, inde
     points = [(point.clock_s / scale_s, point.metrics[metric]) for point in result.points if metric in point.metrics]
     if not points:
         return
-    colour = _CURVE_COLOURS[index % len(_CURVE_COLOURS)]
-    style = _CURVE_STYLES[(index // len(_CURVE_COLOURS)) % len(_CURVE_STYLES)]
+    colour = CURVE_COLOURS[index % len(CURVE_COLOURS)]
+    style = _CURVE_STYLES[(index // len(CURVE_COLOURS)) % len(_CURVE_STYLES)]
     axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=3, label=label or None)
     reached_s = result.metrics.get("time_to_accuracy_s")
     at_target = [point for point in points if reached_s is not None and point[0] * scale_s >= reached_s * (1 - 1e-9)]

@@ -14,7 +14,9 @@ from pipebench.recipe.code_identity import code_hashes
 from pipebench.recipe.load import LoadedRecipe
 
 RECIPE_TAG, VERSION_TAG = "recipe_hash", "pipebench_version"
-_NAME = "name"  # of the recipe: the one key that changes nothing
+_FREE = ("name", "train.checkpoint_keep")  # change nothing about the result
+# Keys that came after results were kept, with the value under which a recipe asks for what it asked for before.
+_LATER = {f"cluster.{name}": "null" for name in ("count", "bandwidth", "latency", "memory")}
 _RECIPE_DIGITS, _SOURCE_DIGITS = 16, 12
 
 
@@ -25,7 +27,7 @@ def recipe_hash(loaded: LoadedRecipe) -> str:
     variables count unexpanded, so that data may lie elsewhere, and data sets by name. Of the user's code every module
     counts that targets lead to (see `code_hashes`).
     """
-    asked = {key: value for key, value in loaded.flat.items() if key != _NAME}
+    asked = {key: value for key, value in loaded.flat.items() if key not in _FREE and _LATER.get(key) != value}
     contents = {key: digest for key, value in asked.items() if (digest := _content(value))}
     contents |= code_hashes(loaded)
     text = json.dumps([asked, asdict(loaded.cluster), contents], sort_keys=True)

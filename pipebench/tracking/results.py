@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _LISTED, _LONGEST = 5, 80  # runs in a sentence, characters of what was given
 _MLFLOW_ID, _ID_CHARS = re.compile(r"[0-9a-f]{32}"), 8
+_PARENT = "mlflow.parentRunId"  # the tag of MLflow's pages
 _PAGE = 1000  # runs, or experiments, that one question is answered with
 
 
@@ -64,6 +65,31 @@ class RecordedRun(NamedTuple):
     def text(self) -> str:
         """The run's name in lists."""
         return f"{short_id(self.ids[0])} ({self.names[0]})"
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run, or a comparison of runs.
+
+    Attributes:
+        run_id: MLflow's; of a run that MLflow hasn't, its folder's name.
+        parent_id: MLflow's, of its comparison; None without one.
+        kind: `run`, or `comparison`, `seeds` or `report`, which have runs.
+        name: in MLflow.
+        began_ms: milliseconds since the epoch.
+        outcome: `reached`, ...; of a comparison how many of each; MLflow's status without one.
+        time_to_accuracy_s: seconds on the run's clock, None without a target reached.
+        throughput_samples_per_s: None where unknown.
+    """
+
+    run_id: str
+    parent_id: str | None
+    kind: str
+    name: str
+    began_ms: int
+    outcome: str
+    time_to_accuracy_s: float | None
+    throughput_samples_per_s: float | None
 
 
 class RecordedRuns:
@@ -112,6 +138,30 @@ class RecordedRuns:
             )
             for run in self._search("tags.kind = 'run'")
         ]
+
+    def past(self) -> list[PastRun]:
+        """Return all runs and comparisons, the newest first; raises a UserError if MLflow can't be read."""
+        found = []
+        for run in self._search("tags.kind LIKE '%'"):
+            tags, metrics = run.data.tags, run.data.metrics
+            outcome = tags.get("outcome", run.info.status.lower())
+            times = (metrics.get("time_to_accuracy_s"), metrics.get("throughput_samples_per_s"))
+            ids = (run.info.run_id, tags.get(_PARENT), tags["kind"])
+            found.append(PastRun(*ids, run.info.run_name, run.info.start_time, outcome, *times))
+        return sorted(found, key=lambda run: -run.began_ms)
+
+    def below(self, run_id: str) -> list[Recorded]:
+        """Return a comparison's runs that have results, those of several seeds included, in the order of their start.
+
+        Raises:
+            UserError: MLflow can't be read.
+        """
+        found: list[Recorded] = []
+        children = self._search(f"tags.`{_PARENT}` = '{run_id}'")
+        for run in sorted(children, key=lambda run: int(run.info.start_time)):
+            recorded = self._recorded(run) if run.data.tags.get("kind") == "run" else None
+            found += [recorded] if recorded is not None else self.below(run.info.run_id)
+        return found
 
     def _search(self, question: str) -> "Iterator[Run]":
         """Yield the runs that match a filter, the latest first."""
@@ -166,19 +216,52 @@ def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Record
     return found
 
 
-def _chosen(reference: str, known: Sequence[RecordedRun]) -> RecordedRun:
-    """Return the run that a reference names."""
+def past_runs(folders: Iterable[Path]) -> list[PastRun]:
+    """Return all runs and comparisons, the newest first: MLflow's, and those of `folders` that it hasn't.
+
+    Raises:
+        UserError: MLflow can't be read.
+    """
+    found = RecordedRuns().past()
+    stored = {run.run_id for run in found}
+    for run in filter(None, map(_known_of, folders)):
+        recorded = run.load()
+        if recorded is not None and not stored.intersection(run.ids):
+            result, metrics = recorded.result, recorded.result.metrics
+            times = (metrics.get("time_to_accuracy_s"), metrics.get("throughput_samples_per_s"))
+            found.append(PastRun(run.ids[0], None, "run", run.names[0], recorded.ended_ms, result.outcome, *times))
+    return sorted(found, key=lambda run: -run.began_ms)
+
+
+def runs_of(reference: str) -> list[Recorded]:
+    """Return the runs of a comparison, by its id, the beginning of it, or its name in MLflow.
+
+    Raises:
+        UserError: no comparison or several go by the reference, or it has no run with a result.
+    """
+    runs = RecordedRuns()
+    parents = [run for run in runs.past() if run.kind != "run"]
+    known = [RecordedRun((run.run_id,), (run.name,), lambda: None) for run in parents]
+    chosen = _chosen(reference, known, "comparison")
+    found = runs.below(chosen.ids[0])
+    if not found:
+        raise UserError(f"comparison: {chosen.text} has no run with a result")
+    return found
+
+
+def _chosen(reference: str, known: Sequence[RecordedRun], what: str = "run") -> RecordedRun:
+    """Return the run, or `what` these are, that a reference names."""
     exact = [run for run in known if reference and reference in (*run.ids, *run.names)]
     found = exact or [run for run in known if reference and any(each.startswith(reference) for each in run.ids)]
     if len(found) == 1:
         return found[0]
-    got, names = f"run: got {reference[:_LONGEST]!r}", listed([run.text for run in found or known], _LISTED)
+    got, names = f"{what}: got {reference[:_LONGEST]!r}", listed([run.text for run in found or known], _LISTED)
     if found:
-        raise UserError(f"{got}, by which {len(found)} runs go: {names}; name one by the beginning of its id")
+        raise UserError(f"{got}, by which {len(found)} {what}s go: {names}; name one by the beginning of its id")
     if not known:
-        raise UserError(f"{got}, but no run is recorded at {shown_uri(default_uri())} or in the working directory")
+        raise UserError(f"{got}, but no {what} is recorded at {shown_uri(default_uri())} or in the working directory")
     close = nearest(reference[:_LONGEST], (each for run in known for each in (*run.names, *run.ids)))
-    raise UserError(f"{got}, allowed are ids, beginnings of ids and names of recorded runs: {names}{close}")
+    raise UserError(f"{got}, allowed are ids, beginnings of ids and names of recorded {what}s: {names}{close}")
 
 
 def short_id(run_id: str) -> str:

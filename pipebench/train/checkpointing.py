@@ -141,11 +141,13 @@ def _check_progress(progress: SavedProgress, job: Job, step: int) -> None:
 class CheckpointPolicy:
     """Where a run writes checkpoints, and the one it resumes from."""
 
-    checkpoints: Checkpoints | None = None  # None: only one when the run is stopped
+    checkpoints: Checkpoints | None = None  # None: only what the next two say
     resume_from: ResumePoint | None = None  # None: start from the beginning
     lost_s: float = 0.0  # seconds on the clock since that checkpoint, or since the start without one
-    # Where a stopped run without other checkpoints writes one; called then
-    when_stopped: Callable[[], Checkpoints | None] = lambda: None
+    # Where a run without other checkpoints writes those of its best evaluation and its end, if it `keeps` these, and
+    # one when it is stopped; called then
+    late: Callable[[], Checkpoints | None] = lambda: None
+    keeps: bool = False
 
 
 NO_CHECKPOINTS = CheckpointPolicy()

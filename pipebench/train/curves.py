@@ -42,6 +42,13 @@ class Curves:
         values = [point.metrics[metric] for point in self.points]
         return max(values) if self._metrics[metric] == "max" else min(values)
 
+    @property
+    def best_point(self) -> Point | None:
+        """The first point that is best by the target's metric, the data set's first one, or else the loss."""
+        name = self._target.metric if self._target is not None else next(iter(self._metrics), "eval_loss")
+        sign = -1 if self._metrics.get(name) == "max" else 1
+        return min(self.points, key=lambda point: sign * point.metrics[name], default=None)
+
     def final_metrics(self) -> dict[str, float]:
         """Return the last and best value of every metric of the data set."""
         if not self.points:

@@ -130,13 +130,17 @@ class TrainingLoop:
             self._curves.add(point, training_s)
             # Reported again, since the first process may have died before recording it; records ignore duplicates.
             self._on_point(point)
+        best, store = self._curves.best_point, self._policy.checkpoints
+        if best is not None and store is not None:
+            steps = (step for step in store.steps() if self._sampler.samples_before(step) == best.samples)
+            store.best = next(steps, None)
 
     def _train_to_target(self) -> None:
         periods = self._periods
         if periods.evaluates_at(self._done) and not self._curves.has_point_at(self._samples):
             # The run was stopped right before this evaluation.
             self._evaluate()
-            self._save(self._policy.checkpoints)
+            self._save(self._store())
         while self._done < periods.total and self._curves.reached is None:
             with self._clock.spending("training_s"):
                 self._done = self._moves.train(self._done, periods.next_drain(self._done))
@@ -148,7 +152,7 @@ class TrainingLoop:
                 with self._clock.spending("training_s"):
                     self._moves.replan(self._done)
             if periods.drains_at(self._done):
-                self._save(self._policy.checkpoints)
+                self._save(self._store())
 
     def _end_if_stopped(self) -> None:
         """Exchange the processes' states at a drain; end on an agreed stop or a loss that is not finite."""
@@ -160,7 +164,7 @@ class TrainingLoop:
         if reason is None:
             return
         if not reason.startswith(DIVERGED):
-            self._save(self._policy.checkpoints or self._policy.when_stopped())
+            self._save(self._policy.checkpoints or self._policy.late())
         raise _StoppedError(reason)
 
     def _evaluate(self) -> None:
@@ -175,6 +179,16 @@ class TrainingLoop:
         ends = self._done >= self._periods.total or self._curves.reached is not None
         for extension in self._extensions:
             extension.evaluated(point, self._done, ends=ends)
+
+    def _store(self) -> Checkpoints | None:
+        """Return where a checkpoint goes at this drain, None for none."""
+        policy, best = self._policy, self._curves.best_point
+        is_best = best is not None and best.samples == self._samples
+        is_over = self._done >= self._periods.total or self._curves.reached is not None
+        store = policy.late() if policy.keeps and (is_best or is_over) else policy.checkpoints
+        if store is not None and is_best:
+            store.best = self._done
+        return store
 
     def _save(self, store: Checkpoints | None) -> None:
         if store is not None:

@@ -140,3 +140,26 @@ def test_seeds_of_a_recipe_are_one_row_and_anything_else_has_a_name_of_its_own()
     slower = result(DP, {"train.optimizer.lr": "0.01"})
     assert named(DP_RUN, slower) == ["quickstart-dp 00000000", "quickstart-dp 00000001"]
     assert named(DP_RUN, DP_RUN) == ["quickstart-dp 00000000", "quickstart-dp 00000001"], "measured twice"
+
+
+def test_past_runs_are_listed_and_a_comparison_is_shown_by_its_id(folder: Path, runs: list[RunLog]) -> None:
+    tracking = Tracking("suite")
+    parent = tracking.start("both, by day", params={}, tags={"kind": "comparison"}, virtual=False)
+    group = tracking.start("dp, seeds", params={}, tags={"kind": "seeds"}, parent=parent, virtual=False)
+    for name, each, above in (("dp again", DP_RUN, group), ("pipedream again", PIPEDREAM_RUN, parent)):
+        tracking.start(name, params={"name": each.name}, tags={"kind": "run"}, parent=above).finish(each)
+    for log in (group, parent):
+        log.finish(None, status="FINISHED")
+    listed = CliRunner().invoke(cli, ["runs"])
+    assert listed.exit_code == 0, listed.output
+    assert "gpipe-0a1b2c3d" in listed.output, "MLflow hasn't taken it"
+    rows = [line.split() for line in CliRunner().invoke(cli, ["runs", "by day"]).output.splitlines() if "again" in line]
+    assert [(" ".join(row[3:5]), row[5]) for row in rows] == [("dp again", "reached"), ("pipedream again", "reached")]
+    shown = compare(str(parent.run_id)[:10], "--out", "out")
+    assert shown.exit_code == 0, shown.output
+    assert "quickstart-pipedream is first to" in shown.output or "pipedream is first to" in shown.output
+    assert "no run is recorded with 'zebra'" in CliRunner().invoke(cli, ["runs", "zebra"]).output
+    wrong = compare("both, by dey")
+    assert wrong.exit_code == 2
+    assert "comparison: got 'both, by dey', allowed are ids" in wrong.output
+    assert "did you mean 'both, by day'?" in wrong.output

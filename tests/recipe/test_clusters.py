@@ -215,3 +215,29 @@ def test_processes_do_not_choose_how_their_groups_sum(write: Write) -> None:
 def test_wrong_cluster_is_refused(write: Write, old: str, new: str, message: str) -> None:
     with pytest.raises(RecipeError, match=lined(message)):
         load_cluster(str(write(TINY.replace(old, new, 1), "tiny.yaml")), 1)
+
+
+def test_a_recipe_s_own_numbers_replace_the_file_s() -> None:
+    changes = {"count": 2, "bandwidth": "1 Gbit/s", "latency": "1 ms", "memory": "4 GB"}
+    alone = load_cluster("cluster-a", 1, None, changes)
+    assert (alone.num_workers, alone.memory_bytes) == (2, 4 * 10**9)
+    assert (alone.levels[0].bandwidth_bytes_per_s, alone.levels[0].latency_s) == (1.25e8, 1e-3)
+    assert alone.levels[1] == load_cluster("cluster-a", 1).levels[1], "it joins nothing"
+    several = load_cluster("cluster-a", 3, None, changes)
+    assert several.num_workers == 6
+    assert several.levels[0].bandwidth_bytes_per_s == load_cluster("cluster-a", 1).levels[0].bandwidth_bytes_per_s
+    assert (several.levels[1].bandwidth_bytes_per_s, several.levels[1].efficiency) == (1.25e8, 0.94)
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "allowed"),
+    [
+        ("bandwidth", "1 parsec", "allowed is a bandwidth"),
+        ("memory", "much", "allowed is a size"),
+        ("count", 0, "allowed is a whole number from 1 to 4096"),
+        ("latency", "-1 s", "allowed is a duration of at least 0 s"),
+    ],
+)
+def test_a_recipe_s_own_number_that_is_none(key: str, given: object, allowed: str) -> None:
+    with pytest.raises(RecipeError, match=rf"command line: cluster.{key}: got .*{allowed}"):
+        load("quickstart", [f"cluster.{key}={given}"], builds=False)

@@ -10,7 +10,7 @@ from pipebench.recipe.load import load_file
 from pipebench.show.comparison import (
     REACHED_HEADING,
     baseline,
-    comparison_markdown,
+    comparison_rows,
     epoch_speed_up,
     groups,
     headings,
@@ -18,6 +18,7 @@ from pipebench.show.comparison import (
     speed_up,
     speed_ups,
 )
+from pipebench.show.verdict import comparison_markdown, limit_of, verdict
 from pipebench.train.result import COMPLETED, DIVERGED, MISSED, REACHED, RunResult
 from tests.results import DP, PIPEDREAM
 
@@ -124,24 +125,24 @@ def test_runs_of_other_seeds_are_no_baseline() -> None:
 
 
 def test_without_dp_there_is_no_speed_up() -> None:
-    assert column([PIPEDREAM], "vs dp") == {"quickstart-pipedream": "-"}
+    assert "vs dp" not in headings([PIPEDREAM])
 
 
 def test_speed_ups_are_of_time_to_accuracy_and_of_epochs() -> None:
     (group,) = groups([DP, PIPEDREAM])
-    base, entry = group.entries
+    entry, base = group.entries
     assert baseline(entry, group.entries) is base
     assert speed_up(entry, base) == 3.0
     assert epoch_speed_up(entry, base) == 1.0
     assert speed_up(entry, None) is epoch_speed_up(entry, None) is None
 
 
-def test_a_missed_run_has_no_time_and_no_speed_up_but_epochs() -> None:
+def test_a_missed_run_has_no_time_and_no_speed_up() -> None:
     results = [DP, replace(PIPEDREAM, outcome=MISSED)]
     (group,) = groups(results)
     row = rows(results, group)[1]
-    assert row[:7] == ("pipedream", "straight", "missed", "-", "-", "1.80 s", "1.00x")
-    assert column([replace(DP, outcome=DIVERGED), PIPEDREAM], "vs dp")["pipedream"] == "-"
+    assert row[:8] == ("pipedream", "straight", "128", "2,222", "missed", "-", "-", "1.80 s")
+    assert "vs dp" not in headings([replace(DP, outcome=DIVERGED), PIPEDREAM])
 
 
 def test_seeds_of_a_recipe_are_one_row_with_median_range_and_how_many_reached() -> None:
@@ -163,14 +164,16 @@ def test_a_seed_that_missed_takes_the_speed_up_with_it() -> None:
 def test_without_a_target_nothing_is_counted() -> None:
     results = [replace(dp(seed), outcome=COMPLETED) for seed in (0, 1)]
     assert column(results, REACHED_HEADING) == {"dp": "-"}
+    assert "time to accuracy" not in headings(results)
 
 
 def test_markdown_is_a_table_and_a_sentence_each() -> None:
     lines = comparison_markdown([DP, PIPEDREAM]).splitlines()
-    assert lines[0].startswith("| run | plan | time to accuracy | vs dp |")
+    assert lines[0].startswith("| run | plan | samples per update | samples/s | time to accuracy | vs dp |")
     assert lines[1].count("---") == lines[0].count("|") - 1
-    assert lines[3].startswith("| pipedream | straight | 2.00 s | 3.00x |")
-    assert lines[5] == "- quickstart-dp: reached top1 0.95 (top1 0.957) after 3 epochs"
+    assert lines[2].startswith("| pipedream | straight | 128 | 2,222 | 2.00 s | 3.00x |")
+    assert lines[5].startswith("pipedream is first to the target: in 2.00 s, 3.00x as fast as dp with 6.00 s")
+    assert lines[7] == "- quickstart-dp: reached top1 0.95 (top1 0.957) after 3 epochs"
 
 
 def test_markdown_has_a_table_per_group_and_tells_seeds_apart() -> None:
@@ -202,8 +205,9 @@ def swept(servers: int, workers: int, epoch_s: float, mode: str = "dp", **others
 def test_runs_of_a_sweep_stand_together_whatever_varies() -> None:
     results = [swept(1, 4, 8.0), swept(2, 8, 5.0), swept(1, 4, 4.0, "pipedream"), swept(2, 8, 2.0, "pipedream")]
     assert [(group.title, len(group.entries)) for group in groups(results)] == [("", 4)]
-    epochs = [row[headings(results).index("epoch time") + 1] for row in rows(results, groups(results)[0])]
-    assert epochs == ["1.00x", "1.00x", "2.00x", "2.50x"], "against dp on as many servers"
+    untrained = [replace(each, outcome=COMPLETED) for each in results]
+    faster = [row[headings(untrained).index("vs dp")] for row in rows(untrained, groups(untrained)[0])]
+    assert faster == ["1.00x", "1.00x", "2.00x", "2.50x"], "against dp on as many servers"
 
 
 def test_a_sweep_over_workers_says_how_it_scales() -> None:
@@ -245,3 +249,78 @@ def test_how_much_faster_than_dp_a_run_was_is_told_by_its_own_seed() -> None:
     missed = speed_ups([*results[:3], run("gpipe", 1, 1.0, 4.0, MISSED)])
     assert missed["gpipe", 1] == {"epoch_speedup_over_dp": 0.5}
     assert speed_ups(results[2:])["gpipe", 0] == {}, "there is no dp to compare with"
+
+
+def timed(mode: str, time_s: float | None, samples: int = 32, **metrics: float) -> RunResult:
+    """A run of 4 workers, simulated if it has no time to accuracy."""
+    own = {"throughput_samples_per_s": 1000.0, "samples_per_update": samples, "epoch_time_s": 1.0, "num_workers": 4}
+    reached = {} if time_s is None else {"time_to_accuracy_s": time_s, "epochs_to_target": 2.0}
+    recipe = {**RECIPE, "parallelism.mode": mode, "train.target.metric": "top1"}
+    outcome = COMPLETED if time_s is None else REACHED
+    return replace(
+        DP, name=mode, mode=mode, outcome=outcome, recipe=recipe, metrics={**own, **reached, **metrics}, stages=()
+    )
+
+
+def stage(compute_s: float, replicas: int = 1, samples: int = 32) -> dict[str, float]:
+    times = {"forward_s": compute_s / 2, "backward_s": compute_s / 2, "update_s": 0.0}
+    return {**times, "replicas": replicas, "samples_per_update": samples}
+
+
+def test_rows_are_sorted_by_what_was_asked_for() -> None:
+    asked = [timed("dp", 3.0), replace(timed("gpipe", 1.0), outcome=MISSED), timed("pipedream", 2.0)]
+    assert [row.name for row in comparison_rows(asked, groups(asked)[0])] == ["pipedream", "dp", "gpipe"]
+    rates = [timed(mode, None, throughput_samples_per_s=rate) for mode, rate in (("dp", 5.0), ("gpipe", 7.0))]
+    assert [row.name for row in comparison_rows(rates, groups(rates)[0])] == ["gpipe", "dp"]
+    named = [replace(each, varied={"parallelism.mode": each.mode}) for each in asked]
+    assert [row.name for row in comparison_rows(named, groups(named)[0])] == ["pipedream", "dp", "gpipe"]
+    rated = [
+        replace(each, name=f"a-{rate}", varied={"cluster.bandwidth": rate})
+        for each, rate in zip(asked, ("1 Gbit/s", "10 Gbit/s", "25 Gbit/s"), strict=True)
+    ]
+    assert [row.mode for row in comparison_rows(rated, groups(rated)[0])] == ["dp", "gpipe", "pipedream"]
+
+
+def test_a_simulated_comparison_has_no_columns_of_dashes() -> None:
+    results = [timed("dp", None, 128), timed("pipedream", None, epoch_time_s=0.5, throughput_samples_per_s=2000.0)]
+    assert headings(results) == ("run", "plan", "samples per update", "samples/s", "vs dp", "epoch time", "workers")[:6]
+    assert not any("-" in row for row in rows(results, groups(results)[0]))
+    first, marked = verdict(results, groups(results)[0])
+    assert first == "pipedream has the highest throughput: 2,000 samples/s, 2.00x as fast as dp with 1,000."
+    assert marked.startswith("dp (*): an update is of other samples than pipedream's 32")
+    assert column(results, "samples per update") == {"pipedream": "32", "dp": "128 *"}
+
+
+def test_a_plan_that_is_data_parallelism_says_so_in_its_row() -> None:
+    whole = replace(timed("pipedream", 2.0), plan="4", stages=(stage(0.1, 4),))
+    results = [replace(timed("dp", 2.0), plan="4", stages=whole.stages), whole, timed("gpipe", 3.0)]
+    assert column(results, "plan") == {"dp": "4", "pipedream": "4 = dp", "gpipe": "4"}
+    assert verdict(results, groups(results)[0])[-1].startswith("pipedream: the plan is data parallelism on all workers")
+    assert "as fast as pipedream with" in verdict(results, groups(results)[0])[0]
+
+
+def test_what_limits_each_is_told_in_milliseconds() -> None:
+    """1,000 samples/s in minibatches of 32 are 32 ms each."""
+    piped = replace(timed("pipedream", 2.0, comm_stall_fraction=0.05), stages=(stage(0.020), stage(0.028)) * 2)
+    limit = limit_of(replace(piped, stages=piped.stages[:2], metrics={**piped.metrics, "num_workers": 2}))
+    assert limit is not None
+    assert (limit.stage, limit.minibatch_s, limit.compute_s) == (1, 0.032, 0.028)
+    assert limit.transfer_s == pytest.approx(0.0016)
+    assert limit.wait_s == pytest.approx(0.0024)
+    whole = replace(timed("dp", 3.0, 128, comm_stall_fraction=0.25), stages=(stage(0.096, 4, 128),))
+    text = verdict([piped, whole], groups([piped, whole])[0])[1]
+    assert text == (
+        "Milliseconds per minibatch of 32, of each one's slowest stage: pipedream 32.0 = 28.0 computing in stage 1 + "
+        "1.6 waiting for transfers + 2.4 waiting for others; dp 32.0 = 24.0 computing + 8.0 waiting for transfers."
+    )
+    halves = replace(piped, stages=(stage(0.010), stage(0.014)) * 2, metrics={**piped.metrics, "num_workers": 2})
+    assert (limit_of(halves) or limit).compute_s == pytest.approx(0.028), "a worker's stages count together"
+    assert limit_of(replace(piped, metrics={**piped.metrics, "throughput_samples_per_s": 9000.0})) is None
+
+
+def test_what_limits_a_measured_run_is_its_busiest_worker() -> None:
+    parts = {"waiting_s": 1.0, "sending_s": 0.0, "other_s": 0.0}
+    rows_of = ({"stage": 0, "compute_s": 1.0, **parts}, {"stage": 1, "compute_s": 3.0, **parts})
+    limit = limit_of(replace(timed("gpipe", 2.0), workers=rows_of))
+    assert limit is not None
+    assert (limit.stage, limit.compute_s) == (1, 0.024)

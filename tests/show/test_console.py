@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from pipebench.show import console
-from pipebench.show.comparison import comparison_markdown
 from pipebench.show.progress import RunProgress, preparing, searching
 from pipebench.show.terminal import is_terminal
+from pipebench.show.verdict import comparison_markdown
 from pipebench.simulate.meter import PREDICTION, WORKERS_IDLE
 from pipebench.tracking import summarise_seeds
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, Point, RunResult
@@ -125,7 +125,7 @@ def test_a_comparison_fits_a_terminal_of_80_columns() -> None:
     to = plain(80)
     console.print_comparison([DP, PIPEDREAM], "", to)
     lines = [line.split() for line in written(to).splitlines()]
-    assert ["dp", "4", "6.00", "s", "1.00x", "3", "1.80", "s", "1.00x", "300", "kB", "3.00", "MB", "14.1%"] in lines
+    assert ["dp", "4", "128", "2,222", "6.00", "s", "1.00x", "3", "1.80", "s"] in [line[:10] for line in lines]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
@@ -172,8 +172,8 @@ def test_groups_of_a_comparison_stand_below_each_other_under_what_they_differ_in
         "cluster.servers=1",
         "cluster.servers=3",
     ]
-    assert [line[0] for line in lines if "6.00" in line or "2.00" in line] == [
-        "dp-1", "pipedream-1", "dp-3", "pipedream-3"
+    assert [line[0] for line in lines if line[1:3] in (["4", "128"], ["straight", "128"])] == [
+        "pipedream-1", "dp-1", "pipedream-3", "dp-3"
     ]  # fmt: skip
 
 

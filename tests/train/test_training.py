@@ -433,7 +433,7 @@ def test_a_stop_that_was_asked_for_ends_with_a_checkpoint_where_it_is_to_go(tmp_
         return Checkpoints(tmp_path)
 
     result, _ = TrainingLoop(
-        given, on_virtual_clock(given, stop), Stopping(), lambda point: None, CheckpointPolicy(when_stopped=place)
+        given, on_virtual_clock(given, stop), Stopping(), lambda point: None, CheckpointPolicy(late=place)
     ).run()
     assert (result.outcome, result.sentence, asked) == (INTERRUPTED, "interrupted after 46 samples", [1])
     found = Checkpoints(tmp_path).latest()[0]

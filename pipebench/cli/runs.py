@@ -1,0 +1,31 @@
+"""`pipebench runs`: past runs and comparisons."""
+
+import click
+
+from pipebench.cli.group import tracebacks
+from pipebench.garbage import without_collector
+from pipebench.run.folder import records
+
+_MOST = 20  # runs and comparisons, those of comparisons not counted
+
+
+@click.command
+@click.argument("word", metavar="[WORD]", required=False)
+@click.option("--all", "everything", is_flag=True, help=f"List all, not only the last {_MOST}.")
+@tracebacks
+def runs(word: str | None, everything: bool) -> None:
+    """List past runs and comparisons, the newest first, the runs of a comparison below it.
+
+    WORD lists those that have it in their name. Runs that MLflow hasn't taken are listed, too. `pipebench compare`
+    takes the ids.
+
+    \b
+    Examples:
+      pipebench runs
+      pipebench runs pipedream --all
+    """
+    with without_collector():
+        from pipebench.show.past_runs import print_past_runs
+        from pipebench.tracking.results import past_runs
+
+    print_past_runs(past_runs(records()), word or "", None if everything else _MOST)

@@ -1,0 +1,53 @@
+"""Past runs as a table: comparisons with their runs below them."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from rich.console import Console
+from rich.text import Text
+
+from pipebench.errors import printable
+from pipebench.formats import UNKNOWN, number, seconds
+from pipebench.show.tables import new_table, print_table
+from pipebench.show.terminal import print_plain, standard_output
+from pipebench.tracking.results import PastRun, short_id
+
+_NAME_WIDTH = 44
+
+
+def print_past_runs(runs: Sequence[PastRun], word: str, most: int | None, console: Console | None = None) -> None:
+    """Print the runs that have `word` in their name, or whose comparison has; at most so many that are below none."""
+    console = console or standard_output()
+    known = {run.run_id for run in runs}
+    below: dict[str, list[PastRun]] = {}
+    for run in reversed(runs):  # of a comparison the first to begin stands on top
+        if run.parent_id in known:
+            below.setdefault(str(run.parent_id), []).append(run)
+    tops = [run for run in runs if run.parent_id not in known and _has(run, word, below)]
+    if not tops:
+        print_plain(console, "no run is recorded" + (f" with {printable(word)!r} in its name" if word else ""))
+        return
+    table = new_table("id", "began", "run", "outcome", "time to accuracy", "samples/s", left=4)
+
+    def add(run: PastRun, depth: int) -> None:
+        name = "  " * depth + printable(run.name)
+        table.add_row(
+            short_id(run.run_id),
+            f"{datetime.fromtimestamp(run.began_ms / 1000):%Y-%m-%d %H:%M}",
+            Text(name if len(name) <= _NAME_WIDTH else f"{name[: _NAME_WIDTH - 2]}..", style="" if depth else "bold"),
+            Text(printable(run.outcome)),
+            seconds(run.time_to_accuracy_s),
+            UNKNOWN if run.throughput_samples_per_s is None else number(run.throughput_samples_per_s),
+        )
+        for child in below.get(run.run_id, ()):
+            add(child, depth + 1)
+
+    for run in tops[:most]:
+        add(run, 0)
+    print_table(console, table, left=3)
+    if most is not None and len(tops) > most:
+        print_plain(console, Text(f"  {len(tops) - most:,} earlier ones are left out; --all lists them", style="dim"))
+
+
+def _has(run: PastRun, word: str, below: dict[str, list[PastRun]]) -> bool:
+    return word in run.name or any(_has(child, word, below) for child in below.get(run.run_id, ()))

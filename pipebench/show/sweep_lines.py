@@ -1,0 +1,84 @@
+"""A sweep over a quantity as lines along it, a line per mode say, and which of them is first where."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+from pipebench.show.comparison import ComparedRun, ComparisonRow, comparison_rows, groups
+from pipebench.train.result import RunResult
+from pipebench.units import quantity
+
+_SAME = 1e-3  # relative: below, the line that was first stays first
+
+
+class SweepPoint(NamedTuple):
+    """A row of a sweep: the swept quantity, the same as written, and what the row came to."""
+
+    x: float
+    text: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What was asked for, along a swept quantity.
+
+    Attributes:
+        key: the recipe's key that is swept.
+        metric: `time_to_accuracy_s`, or `throughput_samples_per_s` without a target.
+        lines: by the values of all other keys that vary, points in order of the quantity.
+    """
+
+    key: str
+    metric: str
+    lines: dict[str, list[SweepPoint]]
+
+    def first_places(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the lines that are first, in order of the quantity: name, and the first and last value as written."""
+        sign = 1 if self.metric == "time_to_accuracy_s" else -1
+        points = sorted(
+            (point.x, sign * point.value, name, point.text) for name, line in self.lines.items() for point in line
+        )
+        name, since, until = "", "", ""
+        for _, here in groupby(points, key=itemgetter(0)):
+            costs = {each: (cost, text) for _, cost, each, text in here}
+            best = next(iter(costs))
+            text = costs[best][1]
+            if name in costs and costs[name][0] - costs[best][0] <= _SAME * abs(costs[best][0]):
+                best = name
+            if best != name and name:
+                yield name, since, until
+            name, since, until = best, text if best != name else since, text
+        if name:
+            yield name, since, until
+
+
+def sweep_of(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> Sweep | None:
+    """Return the rows of a group as a sweep; None if no quantity varies. `found` are the rows of `entries`."""
+    texts: dict[str, set[str]] = {}
+    for entry in entries:
+        for key, text in entry.varied.items():
+            texts.setdefault(key, set()).add(text)
+    swept = [key for key, each in texts.items() if len(each) > 1 and None not in map(quantity, each)]
+    if not swept or not all(swept[0] in entry.varied for entry in entries):
+        return None
+    key = swept[0]
+    metric = "time_to_accuracy_s" if any(row.num_targeted for row in found) else "throughput_samples_per_s"
+    recipes = len({entry.recipe_name for entry in entries}) > 1
+    others = [other for other in texts if other != key and len(texts[other]) > 1]
+    lines: dict[str, list[SweepPoint]] = {}
+    for row, entry in zip(found, entries, strict=True):
+        named = [entry.recipe_name] if recipes or not others else []
+        named += [entry.varied[other] if len(others) == 1 else f"{other}={entry.varied[other]}" for other in others]
+        value, x = getattr(row, metric), quantity(entry.varied[key])
+        if value is not None and x is not None:
+            lines.setdefault(", ".join(named), []).append(SweepPoint(x, entry.varied[key], value))
+    return Sweep(key, metric, {name: sorted(line) for name, line in lines.items()})
+
+
+def sweeps_of(results: Sequence[RunResult]) -> list[Sweep]:
+    """Return the sweeps over a quantity that a comparison's groups are, if any."""
+    found = (sweep_of(comparison_rows(results, group), group.entries) for group in groups(results))
+    return [sweep for sweep in found if sweep is not None and any(sweep.lines.values())]

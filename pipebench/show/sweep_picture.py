@@ -1,0 +1,58 @@
+"""A sweep as a picture: throughput, or time to accuracy, along the swept quantity, where modes' lines may cross."""
+
+import os
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from pipebench.show.pictures import CURVE_COLOURS, axis_unit
+from pipebench.show.profile_picture import plain_text
+from pipebench.show.sweep_lines import Sweep
+
+_MARKERS = "os^Dv<>PX*"
+_WIDE = 8.0  # largest over smallest, from which on an axis is logarithmic
+
+
+def draw_sweep(sweep: Sweep, path: str | os.PathLike[str]) -> None:
+    """Write a PNG of a sweep."""
+    sweep_figure(sweep).savefig(path, dpi=110, format="png")
+
+
+def sweep_figure(sweep: Sweep) -> Figure:
+    """Return the picture of `draw_sweep`, a line per mode."""
+    figure = Figure(figsize=(8.0, 4.6), layout="constrained")
+    draw_lines(figure.add_subplot(), sweep)
+    return figure
+
+
+def draw_lines(axes: Axes, sweep: Sweep) -> None:
+    """Draw a sweep's lines."""
+    timed = sweep.metric == "time_to_accuracy_s"
+    longest = max((point.value for line in sweep.lines.values() for point in line), default=1.0)
+    scale, unit = axis_unit(longest) if timed else (1.0, "")
+    for index, (name, line) in enumerate(sweep.lines.items()):
+        colour, marker = CURVE_COLOURS[index % len(CURVE_COLOURS)], _MARKERS[index % len(_MARKERS)]
+        values = [point.value / scale for point in line]
+        axes.plot([point.x for point in line], values, color=colour, marker=marker, label=plain_text(name, 60))
+    _finish(axes, sweep)
+    axes.set_ylabel(f"time to accuracy [{unit}]" if timed else "samples/s")
+
+
+def _finish(axes: Axes, sweep: Sweep) -> None:
+    places = {point.x: point.text for line in sweep.lines.values() for point in line}
+    values = [point.value for line in sweep.lines.values() for point in line]
+    if min(places, default=0) > 0 and max(places) > _WIDE * min(places):
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+    if min(values, default=0) > 0 and max(values) > _WIDE * min(values):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_xticks(
+        list(places), [plain_text(text, 20) for text in places.values()], rotation=30 if len(places) > 6 else 0
+    )
+    axes.set_xlabel(plain_text(sweep.key, 60))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)

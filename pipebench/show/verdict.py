@@ -1,0 +1,189 @@
+"""What a comparison comes to, in sentences: who is first, by how much, and what limits every run."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pipebench.formats import listed, number, ratio, seconds
+from pipebench.show.comparison import (
+    ComparedRun,
+    ComparisonRow,
+    RunGroup,
+    comparison_rows,
+    groups,
+    has_seeds,
+    headings,
+    is_marked,
+    markdown_table,
+    notes,
+    rows,
+)
+from pipebench.show.sweep_lines import Sweep, sweep_of
+from pipebench.train.result import RunResult
+
+_MOST_NAMED = 6  # rows whose limits are told
+_SEEN = 0.01  # relative: below, times are the same, and a part isn't mentioned
+_WORKER_PARTS = ("compute_s", "waiting_s", "sending_s", "swapping_s", "other_s")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How the slowest stage spends the time of a minibatch, in seconds.
+
+    Attributes:
+        minibatch_s: seconds per minibatch, all workers together.
+        stage: the stage that computes longest, of several.
+        compute_s: of these seconds, those in which it computes.
+        transfer_s: it waits for bytes on their way; at most, as waits are known of all workers together.
+        wait_s: it waits for other stages, or for its data.
+    """
+
+    minibatch_s: float
+    stage: int | None
+    compute_s: float
+    transfer_s: float
+    wait_s: float
+
+
+def limit_of(run: RunResult) -> Limit | None:
+    """Return what limits a run; None where its stages' times aren't known, or they changed while it ran."""
+    rate, size = run.metrics.get("throughput_samples_per_s"), run.recipe.get("train.minibatch_size", "")
+    if not rate or not size.isdecimal():
+        return None
+    minibatch_s = int(size) / rate
+    busy_s = _measured_s(run, minibatch_s) if run.workers else _planned_s(run, int(size))
+    stage = max(range(len(busy_s)), key=busy_s.__getitem__, default=0)
+    if not busy_s or not 0 < busy_s[stage] <= minibatch_s * (1 + _SEEN):
+        return None
+    idle_s = max(0.0, minibatch_s - busy_s[stage])
+    transfer_s = min(idle_s, run.metrics.get("comm_stall_fraction", 0.0) * minibatch_s)
+    return Limit(minibatch_s, stage if len(busy_s) > 1 else None, busy_s[stage], transfer_s, idle_s - transfer_s)
+
+
+def _measured_s(run: RunResult, minibatch_s: float) -> list[float]:
+    """Return the seconds of every stage's busiest worker per minibatch."""
+    shares: dict[int, float] = {}
+    for row in run.workers:
+        total_s = sum(row.get(part, 0.0) for part in _WORKER_PARTS)
+        share = row.get("compute_s", 0.0) / total_s if total_s else 0.0
+        shares[row["stage"]] = max(share, shares.get(row["stage"], 0.0))
+    return [shares[stage] * minibatch_s for stage in sorted(shares)]
+
+
+def _planned_s(run: RunResult, minibatch_size: int) -> list[float]:
+    """Return the seconds that every stage computes per minibatch, those of a worker together; empty if unknown."""
+    parts = run.recipe.get("parallelism.microbatches", "1")
+    needed = ("forward_s", "backward_s", "update_s", "replicas", "samples_per_update")
+    if not parts.isdecimal() or any(stage.get(name) is None for stage in run.stages for name in needed):
+        return []
+    each = [
+        (stage["forward_s"] + stage["backward_s"]) * int(parts) / stage["replicas"]
+        + stage["update_s"] * minibatch_size / stage["samples_per_update"]
+        for stage in run.stages
+    ]
+    workers = sum(stage["replicas"] for stage in run.stages)
+    positions = round(len(each) * run.metrics.get("num_workers", workers) / workers) if workers else 0
+    return [sum(each[position::positions]) for position in range(positions)]
+
+
+def comparison_markdown(results: Sequence[RunResult]) -> str:
+    """Return a Markdown table per group with its verdict, followed by a sentence on the outcome of every run."""
+    parts = []
+    for group in groups(results):
+        table = markdown_table(headings(results), rows(results, group))
+        parts += [f"**{group.title}**\n\n{table}" if group.title else table, *verdict(results, group)]
+    seeded = has_seeds(results)
+    sentences = (f"- {run.name}{f', seed {run.seed}' if seeded else ''}: {run.sentence}" for run in results)
+    return "\n\n".join([*parts, "\n".join([*sentences, *(f"- {note}" for note in notes(results))])]) + "\n"
+
+
+def verdict(results: Sequence[RunResult], group: RunGroup) -> list[str]:
+    """Return sentences on a group of several rows: the first and its lead, what limits each, what the table marks."""
+    found = comparison_rows(results, group)
+    if len(found) < 2:
+        return []
+    sweep = sweep_of(found, group.entries)
+    if sweep is not None and len(sweep.lines) > 1:
+        return [*_crossovers(sweep), *_remarks(found)]
+    return [*_winner(found, group.entries), *_limits(found, group.entries), *_remarks(found)]
+
+
+def _crossovers(sweep: Sweep) -> Iterator[str]:
+    """Yield which line of a sweep is first where."""
+    what = "first to the target" if sweep.metric == "time_to_accuracy_s" else "highest in throughput"
+    places = [*sweep.first_places()]
+    where = [
+        f"{name} {f'from {since} to {until}' if since != until else f'at {since}'}" for name, since, until in places
+    ]
+    if len(places) == 1:
+        yield f"{places[0][0]} is {what} at every {sweep.key} of the sweep."
+    elif places:
+        yield f"Along {sweep.key}, {what}: {', '.join(where)}."
+
+
+def _winner(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> Iterator[str]:
+    """Yield which row is first in what was asked for, and by how much."""
+    ranked = sorted((row for row in found if row.time_to_accuracy_s is not None), key=_target_s)
+    recipe = entries[0].runs[0].recipe
+    goal = f"{recipe.get('train.target.metric', 'the target')} {recipe.get('train.target.value', '')}".rstrip()
+    if len(ranked) > 1:
+        (first, second), (one, other) = ranked[:2], map(_target_s, ranked[:2])
+        yield (
+            f"{first.name} is first to {goal}: in {seconds(one)}, {_lead(other / one)} {second.name} with "
+            f"{seconds(other)} ({_epochs(first)}, against {_epochs(second)})."
+        )
+    elif ranked:
+        yield f"Only {ranked[0].name} reached {goal}: in {seconds(ranked[0].time_to_accuracy_s)}."
+    elif any(row.num_targeted for row in found):
+        yield f"No run reached {goal}."
+    else:
+        rates = sorted(((row.throughput_samples_per_s or 0.0, row.name) for row in found), reverse=True)
+        (one, first_name), (other, second_name) = rates[:2]
+        if other:
+            text = f"{number(one)} samples/s, {_lead(one / other)} {second_name} with {number(other)}"
+            yield f"{first_name} has the highest throughput: {text}."
+
+
+def _target_s(row: ComparisonRow) -> float:
+    return row.time_to_accuracy_s or 0.0
+
+
+def _lead(times: float) -> str:
+    return "as fast as" if times < 1 + _SEEN else f"{ratio(times)} as fast as"
+
+
+def _epochs(row: ComparisonRow) -> str:
+    return f"{row.epochs_to_target or 0:g} epochs of {seconds(row.epoch_time_s)}"
+
+
+def _limits(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> Iterator[str]:
+    """Yield what every row's slowest stage does in the time of a minibatch, in milliseconds."""
+    told = []
+    for row, entry in list(zip(found, entries, strict=True))[:_MOST_NAMED]:
+        limit = limit_of(entry.runs[0])
+        if limit is not None:
+            stage = "" if limit.stage is None else f" in stage {limit.stage}"
+            parts = (
+                (f"computing{stage}", limit.compute_s),
+                ("waiting for transfers", limit.transfer_s),
+                ("waiting for others", limit.wait_s),
+            )
+            decimals = max(0, 2 - math.floor(math.log10(1e3 * limit.minibatch_s)))
+            seen = [f"{1e3 * s:.{decimals}f} {what}" for what, s in parts if s >= _SEEN * limit.minibatch_s]
+            told.append(f"{row.name} {1e3 * limit.minibatch_s:.{decimals}f} = {' + '.join(seen)}")
+    if told:
+        size = entries[0].runs[0].recipe["train.minibatch_size"]
+        yield f"Milliseconds per minibatch of {size}, of each one's slowest stage: {'; '.join(told)}."
+
+
+def _remarks(found: Sequence[ComparisonRow]) -> Iterator[str]:
+    """Yield what the table marks."""
+    marked = [row.name for row in found if is_marked(row, found)]
+    if marked:
+        yield (
+            f"{listed(marked, _MOST_NAMED)} (*): an update is of other samples than {found[0].name}'s "
+            f"{found[0].samples_per_update:g}, so an epoch learns otherwise, however long it takes."
+        )
+    for row in found:
+        if row.is_dp:
+            yield f"{row.name}: the plan is data parallelism on all workers, so {row.mode} adds nothing here."

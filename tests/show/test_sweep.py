@@ -1,0 +1,78 @@
+"""Sweeps over a quantity: lines along it, which is first where, and their picture."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipebench.show.comparison import comparison_rows, groups, headings
+from pipebench.show.sweep_lines import Sweep, SweepPoint, sweep_of
+from pipebench.show.sweep_picture import draw_sweep, sweep_figure
+from pipebench.show.verdict import verdict
+from pipebench.train.result import COMPLETED, RunResult
+from pipebench.units import quantity
+from tests.results import DP
+
+RATES = {"dp": {"1 Gbit/s": 100.0, "10Gbit/s": 900.0, "100 Gbit/s": 1000.0},
+         "pipedream": {"1 Gbit/s": 500.0, "10Gbit/s": 950.0, "100 Gbit/s": 960.0}}  # fmt: skip
+
+
+def swept(mode: str, bandwidth: str) -> RunResult:
+    varied = {"cluster.bandwidth": bandwidth, "parallelism.mode": mode}
+    metrics = {"throughput_samples_per_s": RATES[mode][bandwidth], "num_workers": 4 if mode == "dp" else 3}
+    name = f"quickstart-bandwidth={bandwidth},mode={mode}"
+    recipe = {"name": "quickstart", **varied}
+    return replace(DP, name=name, mode=mode, outcome=COMPLETED, metrics=metrics, varied=varied, recipe=recipe)
+
+
+RESULTS = [swept(mode, bandwidth) for bandwidth in ("100 Gbit/s", "1 Gbit/s", "10Gbit/s") for mode in RATES]
+
+
+def found_sweep() -> Sweep:
+    (group,) = groups(RESULTS)
+    sweep = sweep_of(comparison_rows(RESULTS, group), group.entries)
+    assert sweep is not None
+    return sweep
+
+
+def test_a_sweep_has_a_line_per_mode_in_order_of_the_quantity() -> None:
+    sweep = found_sweep()
+    assert (sweep.key, sweep.metric) == ("cluster.bandwidth", "throughput_samples_per_s")
+    assert {*sweep.lines} == {*RATES}
+    rates = {"1 Gbit/s": (1.25e8, 500.0), "10Gbit/s": (1.25e9, 950.0), "100 Gbit/s": (1.25e10, 960.0)}
+    assert sweep.lines["pipedream"] == [SweepPoint(x, text, rate) for text, (x, rate) in rates.items()]
+
+
+def test_the_crossover_of_modes_is_told() -> None:
+    sentences = verdict(RESULTS, groups(RESULTS)[0])
+    told = "pipedream from 1 Gbit/s to 10Gbit/s, dp at 100 Gbit/s"
+    assert sentences[0] == f"Along cluster.bandwidth, highest in throughput: {told}."
+    assert "efficiency" not in headings(RESULTS), "a plan that leaves workers idle is no sweep over their number"
+
+
+def test_a_tie_changes_nothing_and_one_line_is_no_crossover() -> None:
+    near = [SweepPoint(1.0, "1", 5.0), SweepPoint(2.0, "2", 6.0)]
+    times = Sweep("k", "time_to_accuracy_s", {"a": near, "b": [SweepPoint(1.0, "1", 7.0), SweepPoint(2.0, "2", 5.999)]})
+    assert [*times.first_places()] == [("a", "1", "2")]
+    alone = [each for each in RESULTS if each.mode == "dp"]
+    assert verdict(alone, groups(alone)[0])[0].startswith("bandwidth=100 Gbit/s,mode=dp has the highest throughput")
+
+
+def test_a_sweep_over_names_is_none() -> None:
+    named = [replace(each, varied={"parallelism.mode": each.mode}) for each in RESULTS[:2]]
+    (group,) = groups(named)
+    assert sweep_of(comparison_rows(named, group), group.entries) is None
+
+
+@pytest.mark.parametrize("text", ["2-1-1", "dp", "", "10 parsecs"])
+def test_what_is_no_quantity(text: str) -> None:
+    assert quantity(text) is None
+
+
+def test_the_picture_has_a_line_per_mode_and_the_values_as_written(tmp_path: Path) -> None:
+    (axes,) = sweep_figure(found_sweep()).axes
+    assert {line.get_label() for line in axes.lines} == {*RATES}
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    assert next(label.get_text() for label in axes.get_xticklabels()) == "1 Gbit/s"
+    draw_sweep(found_sweep(), tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").stat().st_size > 1000
