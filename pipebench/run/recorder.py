@@ -25,7 +25,6 @@ from pipebench.run.request import RunRequest, recipe_yaml
 from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.show import console
-from pipebench.show.comparison import comparison_markdown
 from pipebench.show.progress import RunProgress, Silent
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
@@ -192,14 +191,7 @@ class RunRecorder:
             result = drawings.record_features(log, result, self._job)
             warn_of_unlisted(result.metrics)
             log.result(result)
-            drawn: list[str] = []
-            if self._kind.trains or not self._request.suite.brief:
-                drawn += drawings.record_timeline(
-                    log, timeline, watch.memory if watch is not None and not measures else None
-                )
-                if watch is not None:
-                    drawn += drawings.record_watch(log, watch)
-            log.describe(comparison_markdown([result]), [each for each in drawn if each.endswith(".png")])
+            drawings.record_run(log, self._request, self._job, result, timeline, watch)
         finally:
             log.text("run.log", self._log_text.getvalue())
             log.finish()
