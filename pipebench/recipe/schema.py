@@ -351,6 +351,8 @@ class Recipe:
             (`package.module:function`), `loss`, `metrics` and `loader_processes` where it returns a pair of torch's
             data sets, and the function's own options.
         search: lets the model's architecture change as it trains; null: it stays.
+        tracking: where runs are recorded: `mlflow` always, and curves and results also by `tensorboard` and `wandb`,
+            where these are installed.
     """
 
     name: str = MISSING
@@ -361,3 +363,4 @@ class Recipe:
     parallelism: ParallelismRecipe = field(default_factory=ParallelismRecipe)
     engine: EngineRecipe = field(default_factory=EngineRecipe)
     search: SearchRecipe | None = None
+    tracking: list[str] = field(default_factory=lambda: ["mlflow"])

@@ -14,18 +14,18 @@ from pipebench.recipe.code_identity import code_hashes
 from pipebench.recipe.load import LoadedRecipe
 
 RECIPE_TAG, VERSION_TAG = "recipe_hash", "pipebench_version"
-_NAME = "name"  # of the recipe: the one key that changes nothing
+_CHANGE_NOTHING = ("name", "tracking")  # keys of a recipe
 _RECIPE_DIGITS, _SOURCE_DIGITS = 16, 12
 
 
 def recipe_hash(loaded: LoadedRecipe) -> str:
-    """Return 16 hexadecimal digits of all that a recipe asks for, its seed included, its name not.
+    """Return 16 hexadecimal digits of all that a recipe asks for, its seed included, its name and `tracking` not.
 
     Files count by content: the cluster with every number, plans, orders and profiles byte by byte. Environment
     variables count unexpanded, so that data may lie elsewhere, and data sets by name. Of the user's code every module
     counts that targets lead to (see `code_hashes`).
     """
-    asked = {key: value for key, value in loaded.flat.items() if key != _NAME}
+    asked = {key: value for key, value in loaded.flat.items() if key not in _CHANGE_NOTHING}
     contents = {key: digest for key, value in asked.items() if (digest := _content(value))}
     contents |= code_hashes(loaded)
     text = json.dumps([asked, asdict(loaded.cluster), contents], sort_keys=True)
