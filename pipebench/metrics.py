@@ -5,7 +5,7 @@ a data set (`top1`, `bleu`) belong to the data set; the table has only their `be
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Flag, auto
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -34,9 +34,11 @@ class Shown(Flag):
     SPREAD = auto()  # likewise, and mean, standard deviation, smallest and largest
     PREDICTED = auto()  # a run in processes also has the simulator's value, as `predicted_<name>`
     ZERO = auto()  # 0 if a run lacks it: nothing was sent, swapped or moved
+    CLOCKED = auto()  # on the run's clock: MLflow has it of runs on the wall clock as `wall_<name>`, see `ranked`
 
 
 COLUMN, MEDIAN, SPREAD, PREDICTED, ZERO = Shown.COLUMN, Shown.MEDIAN, Shown.SPREAD, Shown.PREDICTED, Shown.ZERO
+CLOCKED = Shown.CLOCKED
 
 
 class Metric(NamedTuple):
@@ -53,7 +55,7 @@ class Metric(NamedTuple):
 METRICS = (
     Metric("target_reached", COUNT, HIGHER, TRAINED, "1 if the target was reached, 0 if it was missed", COLUMN),
     Metric("time_to_accuracy_s", SECONDS, LOWER, TARGET,
-           "the run's clock at the first evaluation that reached the target", COLUMN | SPREAD),
+           "the run's clock at the first evaluation that reached the target", COLUMN | SPREAD | CLOCKED),
     Metric("comm_bytes_per_sample", BYTES, LOWER, ALL,
            "sent between workers per training sample, counted at the sender", COLUMN | MEDIAN | PREDICTED | ZERO),
     Metric("peak_memory_bytes_max", BYTES, LOWER, ALL, "the most that a worker held at once", COLUMN | MEDIAN),
@@ -63,9 +65,9 @@ METRICS = (
            "of the workers' time in training in which they computed nothing", COLUMN | MEDIAN | PREDICTED),
     Metric("epochs_to_target", COUNT, LOWER, TARGET, "epochs trained when the target was reached", COLUMN | SPREAD),
     Metric("epoch_time_s", SECONDS, LOWER, ALL,
-           "of training an epoch, without evaluation and checkpoints", COLUMN | SPREAD | PREDICTED),
+           "of training an epoch, without evaluation and checkpoints", COLUMN | SPREAD | PREDICTED | CLOCKED),
     Metric("throughput_samples_per_s", RATE, HIGHER, ALL,
-           "training samples over seconds of training", COLUMN | SPREAD | PREDICTED),
+           "training samples over seconds of training", COLUMN | SPREAD | PREDICTED | CLOCKED),
     Metric("best_*", OWN, NEITHER, TRAINED, "the best value of a curve", COLUMN),
     Metric("prediction_error", SHARE, NEITHER, MEASURED, "measured epoch time over the predicted one, less 1", COLUMN),
     Metric("comm_stall_fraction", SHARE, LOWER, ALL,
@@ -165,6 +167,18 @@ def known(name: str) -> Metric | None:
 def names(rows: Iterable[Metric]) -> Iterator[str]:
     """Yield the names of rows that stand for one metric each."""
     return (row.name for row in rows if not row.name.endswith("*"))
+
+
+def ranked(values: Mapping[str, float], clock: str) -> dict[str, float]:
+    """Return metrics under the names by which MLflow ranks runs: seconds of two clocks never share one.
+
+    >>> ranked({"epoch_time_s": 2.0, "epoch_time_s_mean": 2.0, "bubble_fraction": 0.1}, "wall")
+    {'wall_epoch_time_s': 2.0, 'wall_epoch_time_s_mean': 2.0, 'bubble_fraction': 0.1}
+    """
+    if clock != "wall":
+        return dict(values)
+    clocked = tuple(row.name for row in METRICS if CLOCKED in row.shown)
+    return {f"wall_{name}" if name.startswith(clocked) else name: value for name, value in values.items()}
 
 
 def warn_of_unlisted(logged: Iterable[str]) -> None:

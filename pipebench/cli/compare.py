@@ -56,4 +56,4 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     console, text = standard_error() if as_json else None, markdown(found.results, "curves.png" if drawn else None)
     page.write(lambda path: path.write_text(text, encoding="utf-8"), console)
     if drawn:
-        picture.write(lambda path: figures.draw_curves(found.results, path), console)
+        picture.write(lambda path: figures.draw_all(found.results, path), console)

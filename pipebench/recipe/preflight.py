@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.util import find_spec
 
 from pipebench.errors import Fault, RecipeError, UserCodeError
 from pipebench.files import FileError, read_text
@@ -10,7 +11,7 @@ from pipebench.recipe.load import LoadedRecipe, fault_of
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.named import KINDS, OPTIMIZER, SCHEDULE, given_arguments
 from pipebench.recipe.options import options, target_options, target_problems
-from pipebench.recipe.ranges import TIMINGS
+from pipebench.recipe.ranges import TIMINGS, TRACKERS
 from pipebench.recipe.rules_zoo import dataset_problems, model_problems, one_line
 from pipebench.recipe.targets import import_target, targets_of
 from pipebench.recipe.users_code import users_code
@@ -35,7 +36,7 @@ def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
     needs_data = (trains and engine_kind(loaded.recipe).trains) or measured
     _refuse(loaded, _targets(loaded))  # first, since everything else may call them
     own = [_own_dataset] if loaded.recipe.dataset.get("target") is not None else []
-    checks = (*own, *([_dataset] if needs_data else []), _device, _timing)
+    checks = (*own, *([_dataset] if needs_data else []), _device, _timing, *([_tracking] if trains else []))
     _refuse(loaded, (problem for check in checks for problem in check(loaded)))
 
 
@@ -107,6 +108,13 @@ def _device(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
         return
     if not torch.cuda.is_available():
         yield "engine.device", "got cuda, and torch sees no CUDA device here; allowed are cpu and auto"
+
+
+def _tracking(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
+    for name in loaded.recipe.tracking:
+        package = TRACKERS[name]
+        if find_spec(package) is None:
+            yield "tracking", f"got {name}, which needs the package {package}: pip install {package}"
 
 
 def _timing(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:

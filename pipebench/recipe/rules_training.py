@@ -1,7 +1,7 @@
 """Rules on combinations of training, parallelism and engine keys."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +13,7 @@ from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.named import KINDS, OPTIMIZER
 from pipebench.recipe.plan_file import asked_replicas, form_problems, is_plan_file, load_plan
-from pipebench.recipe.ranges import TIMINGS
+from pipebench.recipe.ranges import TIMINGS, TRACKERS
 from pipebench.recipe.schema import COLUMNS, LARGEST, ClusterRecipe, OptimizerRecipe, ParallelismRecipe
 from pipebench.recipe.suited import DIRECTED, gives_direction, moves_little, sends_weights
 from pipebench.recipe.typecheck import shown
@@ -33,6 +33,14 @@ MAX_THREADS = 1024
 def _name(name: str) -> Problems:
     if not _NAME.fullmatch(name):
         yield "name", f"got {shown(name)}, allowed are letters, digits, '.', '_' and '-', at most 100"
+
+
+@rule("tracking")
+def _tracking(names: Sequence[str]) -> Problems:
+    yield from (("tracking", choice(name[:60], TRACKERS)) for name in names if name not in TRACKERS)
+    if "mlflow" not in names:
+        why = "`pipebench compare`, reports and `--resume` read runs from it"
+        yield "tracking", f"got {shown(names)}, mlflow has to be among them: {why}"
 
 
 @rule("@draft", *(f"cluster.{each.name}" for each in fields(ClusterRecipe)))

@@ -333,6 +333,8 @@ class Recipe:
         dataset: `name`, `root` and `loader_processes` where the dataset takes them, and its own options; or `target`
             (`package.module:function`), `loss`, `metrics` and `loader_processes` where it returns a pair of torch's
             data sets, and the function's own options.
+        tracking: where runs are recorded: `mlflow` always, and curves and results also by `tensorboard` and `wandb`,
+            where these are installed.
     """
 
     name: str = MISSING
@@ -342,3 +344,4 @@ class Recipe:
     cluster: ClusterRecipe = field(default_factory=ClusterRecipe)
     parallelism: ParallelismRecipe = field(default_factory=ParallelismRecipe)
     engine: EngineRecipe = field(default_factory=EngineRecipe)
+    tracking: list[str] = field(default_factory=lambda: ["mlflow"])

@@ -6,8 +6,8 @@ from pipebench.formats import UNKNOWN, percent
 from pipebench.report.definition import Picture
 from pipebench.report.evaluated import Evaluated, Verdict
 from pipebench.report.origins import origins
-from pipebench.report.page import Block, Heading, Image, Page, PageEntry, RenderedTable, Text, Verbatim
 from pipebench.report.tables import tables
+from pipebench.show.page import Block, Heading, Image, Page, PageEntry, RenderedTable, Text, Verbatim
 
 PICTURES = "Pictures"  # the heading above them
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from pipebench.report.page import Block, Heading, Image, Page, RenderedTable, Text, Verbatim
+from pipebench.show.page import Block, Heading, Image, Page, RenderedTable, Text, Verbatim
 
 
 def markdown(page: Page) -> str:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from pipebench.formats import UNKNOWN
 from pipebench.report.evaluated import KEPT, Evaluated, Origin
-from pipebench.report.page import Block, Heading, PageEntry, PageLink, RenderedTable, Text
 from pipebench.report.wording import several
+from pipebench.show.page import Block, Heading, PageEntry, PageLink, RenderedTable, Text
 
 _SEED = "train.seed="
 

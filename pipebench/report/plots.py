@@ -11,13 +11,13 @@ from PIL import Image as Pixels
 from pipebench.files import replace as replace_file
 from pipebench.report.definition import Picture
 from pipebench.report.evaluated import Evaluated
-from pipebench.report.page import Image
 from pipebench.report.plot_bars import bars_figure
 from pipebench.report.plot_curves import curves_figure
 from pipebench.report.plot_lines import lines_figure
 from pipebench.report.plot_phases import phases_figure
 from pipebench.report.plot_scatter import scatter_figure
 from pipebench.report.plot_stages import stages_figure
+from pipebench.show.page import Image
 
 _FIGURES: Mapping[str, Callable[[Evaluated, Picture], Figure | None]] = {
     "bars": bars_figure,

@@ -13,10 +13,10 @@ from pipebench.files import replace as replace_file
 from pipebench.report import contents
 from pipebench.report.definition import PICTURES
 from pipebench.report.evaluated import Evaluated
-from pipebench.report.html import html
 from pipebench.report.markdown import blocks_markdown, markdown
 from pipebench.report.plots import draw_plots
 from pipebench.report.tables import tables
+from pipebench.show.html import html
 
 MARKDOWN, HTML = "report.md", "report.html"
 

@@ -6,7 +6,6 @@ from pipebench.formats import UNKNOWN
 from pipebench.report.definition import Measure, Row
 from pipebench.report.evaluated import Evaluated, TableCell
 from pipebench.report.origins import links
-from pipebench.report.page import Block, Heading, PageEntry, RenderedTable, Text
 from pipebench.report.reasons import same_plan
 from pipebench.report.wording import (
     CONSTRUCTED,
@@ -20,6 +19,7 @@ from pipebench.report.wording import (
     reproduced_text,
     several,
 )
+from pipebench.show.page import Block, Heading, PageEntry, RenderedTable, Text
 
 _BETTER = {"higher": ", higher is better", "lower": ", lower is better"}
 

@@ -11,16 +11,22 @@ from functools import partial
 from pathlib import Path
 
 from pipebench.model.plan_layers import form_of
+from pipebench.recipe.engines import engine_kind
+from pipebench.run.request import RunRequest
+from pipebench.run.story import PAGE, answer_of, story
 from pipebench.schedule import repartitions
 from pipebench.show.cuts_over_time import cuts_markdown, draw_cuts
+from pipebench.show.figures import draw_all
 from pipebench.show.memory_picture import draw_memory, draw_peaks
 from pipebench.show.moves_over_time import MOVED, RATE, SENT, draw_moves
 from pipebench.show.occupancy_picture import draw_occupancy
 from pipebench.show.over_time import NUM_PARTS
 from pipebench.show.pictures import draw_curves, draw_timeline
+from pipebench.show.plan_picture import draw_plan
 from pipebench.show.sweep_lines import sweeps_of
 from pipebench.show.sweep_picture import draw_sweep
 from pipebench.show.trace import write_trace
+from pipebench.show.verdict import comparison_markdown
 from pipebench.simulate.memory_meter import MemoryTimeline
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog
@@ -31,6 +37,37 @@ from pipebench.train.periods import Periods
 from pipebench.train.result import RunResult
 
 _LOG = logging.getLogger("pipebench.run")
+
+
+def record_run(
+    log: RunLog,
+    request: RunRequest,
+    job: Job,
+    result: RunResult,
+    timeline: Timeline,
+    watch: MemoryForecast | None,
+) -> None:
+    """Record a run's pictures, its page and its description; of one of many runs no page, nor pictures if simulated."""
+    kind, brief = engine_kind(job.recipe), request.suite.brief
+    drawn: list[str] = []
+    if kind.trains or not brief:
+        drawn += record_timeline(log, timeline, None if watch is None or kind.measures else watch.memory)
+        if watch is not None:
+            drawn += record_watch(log, watch)
+    if not brief:
+        record_page(log, request, job, result)
+    log.describe(comparison_markdown([result]), [each for each in drawn if each.endswith(".png")])
+
+
+def record_page(log: RunLog, request: RunRequest, job: Job, result: RunResult) -> None:
+    """Record a run's page, which shows the pictures that are recorded already, its plan and its curves."""
+    record_drawn(log, {"plan.png": lambda path: draw_plan(answer_of(job), path)}, "the plan")
+    if result.points:
+        record_drawn(log, {"curves.png": partial(draw_all, [result])}, "the curves")
+    try:
+        log.text(PAGE, story(request, job.recipe, result, log.folder))
+    except Exception as error:  # likewise
+        _LOG.warning("the run has no page: %s", error)
 
 
 def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | None = None) -> list[str]:

@@ -4,10 +4,12 @@ import contextlib
 import io
 import json
 import logging
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -28,16 +30,16 @@ from pipebench.show import console
 from pipebench.show.answers import Run
 from pipebench.show.progress import RunProgress, Silent, Telling
 from pipebench.show.terminal import is_terminal, standard_output
-from pipebench.show.verdict import comparison_markdown
 from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
 from pipebench.simulate.timeline import Timeline
-from pipebench.tracking import Inputs, RunLog, Tracking, identity_tags, logged_params
+from pipebench.tracking import Inputs, RunLog, Tracking, identity_tags, logged_params, mlperf
+from pipebench.tracking.writers import Described, Writers
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.periods import Periods
 from pipebench.train.prediction import compare, prediction_markdown
-from pipebench.train.result import RunResult
+from pipebench.train.result import Point, RunResult
 from pipebench.train.simulated import predicted_metrics
 from pipebench.train.simulated_moves import watch_of
 
@@ -157,8 +159,15 @@ class RunRecorder:
             folder=folder,
             system_metrics=self._kind.measures,
         )
+        self._writers = Writers(request.loaded.recipe.tracking, self._described(folder))
+        self._began_ms = time.time_ns() // 1_000_000
         self.log.inputs(Inputs.of(request.loaded, job.setup.dataset))
         record_inputs(self.log, request.loaded, job, facts)
+
+    def _described(self, folder: Path | None) -> Described:
+        unique = folder.parent.name if folder else f"{self.log.name} {datetime.now():%Y-%m-%d %H.%M.%S.%f}"
+        params = logged_params(self._request.loaded.flat)
+        return Described(self._request.suite.name, self.log.name, unique, params, not self._kind.measures)
 
     def record(self, train: Train, watch: MemoryForecast | None = None) -> Run:
         """Train, record the result and print it.
@@ -171,37 +180,22 @@ class RunRecorder:
         from pipebench.run import drawings
         from pipebench.show.pictures import text_picture
 
-        setup, log, measures, loaded = self._job.setup, self.log, self._kind.measures, self._request.loaded
-        if setup.clip_norm is not None and not setup.pipeline.flushes:
-            _LOG.warning("without a flush gradients are clipped by each stage's own norm, not by the global one")
-        if setup.loss_scale is not None and not setup.pipeline.flushes:
-            _LOG.warning("without a flush each stage has a loss scale of its own, and skips updates alone")
-        whole = unsplit(setup.graph) if setup.pipeline.backward == SPLIT else ""
-        told = {PLAN: f"backwards that can't be split run whole, in the input part: {whole}"} if whole else {}
+        log, measures = self.log, self._kind.measures
+        self._warn()
+        result = None
         try:
             result, timeline = self._train(train)
             watch = watch or self._watched(result)
-            if watch is not None and watch.out_of_memory:
-                told[MEMORY] = watch.out_of_memory
-                _LOG.warning("%s", watch.out_of_memory)
-            if whole and PLAN in result.notes:
-                told[PLAN] = f"{result.notes[PLAN]}; {told[PLAN]}"
-            notes = {**result.notes, **told}
-            result = replace(result, name=loaded.run_name, recipe=loaded.flat, varied=loaded.varied, notes=notes)
-            if measures:
-                result = self._with_prediction(result)
-            result = drawings.record_features(log, result, self._job)
+            result = drawings.record_features(log, self._completed(result, watch), self._job)
             warn_of_unlisted(result.metrics)
             log.result(result)
-            drawn: list[str] = []
-            if self._kind.trains or not self._request.suite.brief:
-                drawn += drawings.record_timeline(
-                    log, timeline, watch.memory if watch is not None and not measures else None
-                )
-                if watch is not None:
-                    drawn += drawings.record_watch(log, watch)
-            log.describe(comparison_markdown([result]), [each for each in drawn if each.endswith(".png")])
+            if result.points and self._kind.trains:
+                setup = self._job.setup
+                samples = setup.sampler.num_samples, setup.dataset.num_eval
+                log.text(mlperf.FILE, mlperf.mlperf_log(result, *samples, self._began_ms))
+            drawings.record_run(log, self._request, self._job, result, timeline, watch)
         finally:
+            self._writers.finish(result)
             log.text("run.log", self._log_text.getvalue())
             log.finish()
         shown = timeline.warmed_up() if measures else timeline
@@ -216,9 +210,29 @@ class RunRecorder:
                     made.print_to(standard_output())
         return made
 
+    def _warn(self) -> None:
+        """Warn of what acts stage by stage without a flush."""
+        setup = self._job.setup
+        if setup.clip_norm is not None and not setup.pipeline.flushes:
+            _LOG.warning("without a flush gradients are clipped by each stage's own norm, not by the global one")
+        if setup.loss_scale is not None and not setup.pipeline.flushes:
+            _LOG.warning("without a flush each stage has a loss scale of its own, and skips updates alone")
+
+    def _completed(self, result: RunResult, watch: MemoryForecast | None) -> RunResult:
+        """Return a result with recipe, notes and prediction."""
+        setup, loaded, told = self._job.setup, self._request.loaded, {**result.notes}
+        if setup.pipeline.backward == SPLIT and (whole := unsplit(setup.graph)):
+            unsplittable = f"backwards that can't be split run whole, in the input part: {whole}"
+            told[PLAN] = "; ".join(filter(None, (told.get(PLAN), unsplittable)))
+        if watch is not None and watch.out_of_memory:
+            told[MEMORY] = watch.out_of_memory
+            _LOG.warning("%s", watch.out_of_memory)
+        result = replace(result, name=loaded.run_name, recipe=loaded.flat, varied=loaded.varied, notes=told)
+        return self._with_prediction(result) if self._kind.measures else result
+
     def _train(self, train: Train) -> tuple[RunResult, Timeline]:
         if not self._kind.trains:
-            return train(Silent(), self.log.point)
+            return train(Silent(), self._point)
         if self._kind.measures:
             self._tracking.wait_until_ready()  # MLflow's import would otherwise compete with the first minibatches
         per_epoch = self._job.setup.sampler.num_samples
@@ -232,7 +246,11 @@ class RunRecorder:
             samples_per_epoch=per_epoch,
             clock=self._kind.clock,
         ) as progress:
-            return train(progress, self.log.point)
+            return train(progress, self._point)
+
+    def _point(self, point: Point) -> None:
+        self.log.point(point)
+        self._writers.point(point)
 
     def _watched(self, result: RunResult) -> MemoryForecast | None:
         """Return simulated memory and occupancy over time, if available."""

@@ -5,16 +5,17 @@ Experiment = suite, parent run = comparison (or the seeds of one recipe), child 
 
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 
+from pipebench.metrics import ranked
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.deciding import prepare_job
 from pipebench.run.left import telling_what_is_left
 from pipebench.run.one_process import EngineRuns, SimulatedRuns, VirtualRuns
+from pipebench.run.parents import finish_parent, start_parent
 from pipebench.run.processes import DistributedRuns
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
@@ -24,9 +25,8 @@ from pipebench.show import console
 from pipebench.show.answers import Run, RunComparison
 from pipebench.show.comparison import short_names, speed_ups
 from pipebench.show.terminal import is_terminal, standard_output
-from pipebench.show.verdict import comparison_markdown
 from pipebench.simulate.drawing import draw as draw_schedule
-from pipebench.tracking import RunLog, Tracking, logged_params, require_writable, seed_medians, summarise_seeds
+from pipebench.tracking import RunLog, Tracking, require_writable, seed_medians, summarise_seeds
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import INTERRUPTED, RunResult
 
@@ -62,7 +62,6 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
     processes_only = all(engine_kind(each.recipe).in_processes for each in loaded)
     # If the processes record everything, this one needs no MLflow.
     tracking = None if processes_only and not several and len(seeds or [0]) == 1 else Tracking(suite.name)
-    comparison = {"kind": "comparison"}
     total, numbers = len(loaded) * len(seeds or [0]), itertools.count(1)
 
     def begin(name: str) -> None:
@@ -70,7 +69,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
             console.print_position(next(numbers), total, name)
 
     title = comparison_title([each.run_name for each in loaded], datetime.now())
-    parent = tracking.start(title, params={}, tags=comparison, virtual=False) if several and tracking else None
+    parent = start_parent(tracking, title, "comparison", loaded) if several and tracking else None
     runs: list[Run] = []
     ids: _Ids = {}  # MLflow's, by name and seed (None for a group of seeds)
     try:
@@ -88,7 +87,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
         results = [run.result for run in runs]
         if parent is not None:
             _tell_speed_ups(parent, results, ids)
-            _finish_comparison(parent, results, complete=len(results) == total)
+            finish_parent(parent, results, complete=len(results) == total)
     return RunComparison(tuple(runs), parent.where() if parent else "")
 
 
@@ -140,13 +139,8 @@ def _run_with_seeds(
         ids[name, seed] = made.mlflow_run_id
         return [made]
     assert tracking is not None
-    group = tracking.start(
-        f"{name}, seeds {', '.join(map(str, seeds))}",
-        params=logged_params(loaded.flat),
-        tags={"kind": "seeds"},
-        parent=given.parent,
-        virtual=False,
-    )
+    title = f"{name}, seeds {', '.join(map(str, seeds))}"
+    group = start_parent(tracking, title, "seeds", [loaded], given.parent)
     runs: list[Run] = []
     try:
         for seed in seeds:
@@ -159,24 +153,10 @@ def _run_with_seeds(
     finally:
         results = [run.result for run in runs]
         if results:
-            group.tag("mode", results[0].mode)
-            group.tag("plan", results[0].plan)
-            group.metrics(summarise_seeds(results) | seed_medians(results))
+            group.metrics(ranked(summarise_seeds(results) | seed_medians(results), results[0].clock))
         ids[name, None] = group.run_id
-        _finish_comparison(group, results, complete=len(results) == len(seeds))
+        finish_parent(group, results, complete=len(results) == len(seeds))
     return runs
-
-
-def _finish_comparison(parent: RunLog, results: Sequence[RunResult], *, complete: bool) -> None:
-    """Record table and curves of a comparison or group of seeds, and close its record."""
-    if results:
-        parent.tag("outcome", _outcomes(results))
-        markdown = comparison_markdown(results)
-        parent.text("comparison.md", markdown)
-        from pipebench.run.drawings import record_curves  # late: imports matplotlib
-
-        parent.describe(markdown, record_curves(parent, results))
-    parent.finish(None, status="FINISHED" if complete else "KILLED")
 
 
 def comparison_title(names: Sequence[str], begun: datetime) -> str:
@@ -196,9 +176,3 @@ def _tell_speed_ups(parent: RunLog, results: Sequence[RunResult], ids: _Ids) -> 
         run_id = ids.get(key)
         if run_id is not None and values:
             parent.metrics(values, about=run_id)
-
-
-def _outcomes(results: Sequence[RunResult]) -> str:
-    """Count outcomes as text: `3 reached, 1 missed`."""
-    counts = Counter(result.outcome for result in results)
-    return ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common())

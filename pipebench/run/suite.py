@@ -10,7 +10,7 @@ from pipebench.recipe.catalog import recipes_folder
 from pipebench.recipe.load import IN_MEMORY, LoadedRecipe
 from pipebench.run.folder import RunFolder
 
-_SEVERAL = "comparison"  # of recipes in unrelated folders
+_MOST_NAMED = 4  # of unrelated folders
 _RECORDED = "recipe.yaml"  # in a run's folder, which is named by an id
 
 
@@ -46,10 +46,13 @@ def suite_name(loaded: Sequence[LoadedRecipe]) -> str:
     """Return the common, stable name of runs of these recipes (at least one) and others beside them.
 
     It is the folder's path below the shipped recipes (`small/gnmt8`) or the working directory, elsewhere the last two
-    parts of the path; a recipe at the top, or stored by a run, uses its own name. Several folders use their common
-    prefix.
+    parts of the path; a recipe at the top, or stored by a run, uses its own name. Several recipes use their common
+    prefix; without one the name of the folder that they are all in, or their names.
     """
-    return os.path.commonpath([_name(each) for each in loaded]) or _SEVERAL
+    names = [*dict.fromkeys(_name(each) for each in loaded)]
+    folders = {each.path.resolve().parent for each in loaded}
+    same_folder = folders.pop().name if len(folders) == 1 else ""
+    return os.path.commonpath(names) or same_folder or ", ".join(names[:_MOST_NAMED])
 
 
 def _name(loaded: LoadedRecipe) -> str:

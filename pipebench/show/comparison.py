@@ -24,6 +24,7 @@ MARK = " *"  # of samples per update other than the first row's
 # per update differ), where the model may be cut, and what changes neither the training nor its clock.
 _FREE = (
     "name",
+    "tracking",
     "parallelism",
     "train.seed",  # runs with the same seeds are compared
     "train.optimizer.lr",

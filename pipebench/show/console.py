@@ -82,7 +82,7 @@ def print_summary(result: RunResult, picture: str, link: str, console: Console |
     console = console or standard_output()
     print_plain(console, "")
     print_outcome(result, console)
-    print_facts(console, _facts(result))
+    print_facts(console, facts(result))
     for lines, columns in ((result.stages, _STAGE_COLUMNS), (result.workers, _WORKER_COLUMNS)):
         if any(lines):
             print_table(console, _table_of(lines, columns), indent=2)
@@ -179,10 +179,11 @@ def _table_of(lines: Sequence[Mapping[str, Any]], columns: _Columns) -> Table:
     return table
 
 
-def _facts(result: RunResult) -> list[tuple[str, str]]:
+def facts(result: RunResult) -> list[tuple[str, str]]:
+    """Return what is said of a run's result: names and texts, with the run's notes."""
     metrics = result.metrics
     to_target = (("epochs_to_target", lambda epochs: f"{epochs:g} to the target"),) if result.outcome == REACHED else ()
-    facts = [
+    told = [
         (PLAN, f"{result.plan} ({result.mode}, seed {result.seed}, {result.engine} engine, {result.clock} clock)"),
         ("durations", result.timing),
         ("time to accuracy", _time_to_accuracy(result)),
@@ -196,7 +197,7 @@ def _facts(result: RunResult) -> list[tuple[str, str]]:
         (MEMORY, _said(metrics, *_MEMORY)),
         ("this took", _said(metrics, ("wall_time_s", seconds))),
     ]
-    return [(name, "; ".join(filter(None, (text, result.notes.get(name))))) for name, text in facts if text]
+    return [(name, "; ".join(filter(None, (text, result.notes.get(name))))) for name, text in told if text]
 
 
 def _time_to_accuracy(result: RunResult) -> str:

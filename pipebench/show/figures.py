@@ -16,7 +16,7 @@ from pipebench.show.sweep_lines import sweeps_of
 from pipebench.show.sweep_picture import draw_lines
 from pipebench.train.result import RunResult
 
-__all__ = ["curves_figure", "draw_curves", "is_curves", "plan_figure", "profile_figure", "timeline_figure"]
+__all__ = ["curves_figure", "draw_all", "is_curves", "plan_figure", "profile_figure", "timeline_figure"]
 
 _SOFTWARE = "pipebench compare"
 _WIDTH_IN, _ROW_IN = 8.0, 4.2
@@ -27,7 +27,7 @@ _BARS = (
     ("peak_memory_bytes_max", "bytes of the fullest worker"),
 )
 
-is_curves = partial(is_picture_by, _SOFTWARE)  # whether a file is a picture that `draw_curves` wrote
+is_curves = partial(is_picture_by, _SOFTWARE)  # whether a file is a picture that `draw_all` wrote
 
 
 def curves_figure(results: Sequence[RunResult]) -> Figure:
@@ -42,7 +42,7 @@ def curves_figure(results: Sequence[RunResult]) -> Figure:
     return figure
 
 
-def draw_curves(results: Sequence[RunResult], path: str | os.PathLike[str]) -> None:
+def draw_all(results: Sequence[RunResult], path: str | os.PathLike[str]) -> None:
     """Write `curves_figure` as PNG, with its origin in the file's metadata."""
     curves_figure(results).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from urllib.parse import quote
 
-from pipebench.metrics import COLUMN, METRICS, known
+from pipebench.metrics import COLUMN, METRICS, known, ranked
 from pipebench.tracking.limits import MAX_TAG_CHARS
 from pipebench.tracking.record import LogEntry, Status
 from pipebench.tracking.summary import summarise_curves
@@ -62,7 +62,7 @@ def logged_metrics(result: RunResult) -> dict[str, float]:
     values = {**reached, **result.metrics, **summarise_curves(result.points)}
     ordered = dict.fromkeys(name for pattern in _METRICS for name in values if fnmatchcase(name, pattern))
     ordered |= dict.fromkeys(name for name in values if (row := known(name)) is not None and COLUMN in row.shown)
-    return {name: shown_value(values[name]) for name in ordered}
+    return ranked({name: shown_value(values[name]) for name in ordered}, result.clock)
 
 
 def shown_value(value: float) -> float:

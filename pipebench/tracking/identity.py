@@ -14,14 +14,14 @@ from pipebench.recipe.code_identity import code_hashes
 from pipebench.recipe.load import LoadedRecipe
 
 RECIPE_TAG, VERSION_TAG = "recipe_hash", "pipebench_version"
-_FREE = ("name", "train.checkpoint_keep")  # change nothing about the result
+_FREE = ("name", "tracking", "train.checkpoint_keep")  # change nothing about the result
 # Keys that came after results were kept, with the value under which a recipe asks for what it asked for before.
 _LATER = {f"cluster.{name}": "null" for name in ("count", "bandwidth", "latency", "memory")}
 _RECIPE_DIGITS, _SOURCE_DIGITS = 16, 12
 
 
 def recipe_hash(loaded: LoadedRecipe) -> str:
-    """Return 16 hexadecimal digits of all that a recipe asks for, its seed included, its name not.
+    """Return 16 hexadecimal digits of all that a recipe asks for, its seed included, its name and `tracking` not.
 
     Files count by content: the cluster with every number, plans, orders and profiles byte by byte. Environment
     variables count unexpanded, so that data may lie elsewhere, and data sets by name. Of the user's code every module

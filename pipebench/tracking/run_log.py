@@ -164,6 +164,11 @@ class RunLog:
         return self._sender.record.run_id
 
     @property
+    def folder(self) -> Path | None:
+        """The folder with the run's artifacts; None if the disk fails."""
+        return self._sender.record.path
+
+    @property
     def is_settled(self) -> bool:
         """Whether the sender is done with a finished run, successfully or not."""
         return self._sender.settled.is_set()

@@ -247,7 +247,7 @@ def _add_tags(client: "MlflowClient", experiment_id: str) -> None:
     """Set the tags of an experiment's view, except those that are set: the user may have changed them."""
     try:
         known = client.get_experiment(experiment_id).tags
-        for name, value in experiment_tags(experiment_id).items():
+        for name, value in experiment_tags().items():
             if name not in known:
                 client.set_experiment_tag(experiment_id, name, value)
     except Exception as error:

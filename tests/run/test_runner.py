@@ -68,7 +68,9 @@ def test_a_run_keeps_all_it_takes_to_run_it_again(folder: Path) -> None:
     (recipe,) = [path for path in folder.rglob("recipe.yaml") if "name: again" in path.read_text()]
     artifacts = {path.name for path in recipe.parent.iterdir()}
     wanted = {"environment.yaml", "plan.json", "profile.json", "result.json", "run.log", "timeline.png", "trace.json"}
-    assert wanted | {"memory.png", "occupancy.png"} <= artifacts
+    assert wanted | {"memory.png", "occupancy.png", "plan.png", "curves.png"} <= artifacts
+    assert min(artifacts) == "about.html"
+    assert (recipe.parent / "about.html").read_text().count("data:image/png;base64,") == 4
     events = json.loads((recipe.parent / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events if event["ph"] == "C"} == {0, 1, 2, 3}
     first = json.loads((recipe.parent / "result.json").read_text())

@@ -14,7 +14,7 @@ from pipebench.run.suite import suite_name
         (["gnmt8/single"], "gnmt8"),
         (["small/gnmt8/single", "small/gnmt8/dp"], "small/gnmt8"),
         (["small/gnmt8/single", "small/vgg16/single"], "small"),
-        (["gnmt8/single", "small/gnmt8/single"], "comparison"),
+        (["gnmt8/single", "small/gnmt8/single"], "gnmt8, small/gnmt8"),
         (["quickstart"], "quickstart"),
     ],
 )
@@ -42,6 +42,8 @@ def test_own_recipes_are_named_by_their_folder_below_the_working_directory(
     assert suite_name([own(mine / "gnmt8" / "a.yaml"), own(mine / "gnmt8" / "b.yaml")]) == "gnmt8"
     assert suite_name([own(mine / "wide" / "gnmt8" / "a.yaml")]) == "wide/gnmt8"
     assert suite_name([own(Path("try.yaml"))]) == "try"
+    assert suite_name([own(mine / "try.yaml"), own(mine / "again.yaml")]) == "mine", "0.1.0 said `comparison`"
+    assert suite_name([own(mine / "try.yaml"), own(mine / "gnmt8" / "a.yaml")]) == "try, gnmt8"
 
 
 def test_recipes_elsewhere_are_named_by_the_end_of_their_path(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

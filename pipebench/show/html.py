@@ -7,7 +7,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from pipebench.report.page import Block, Heading, Image, Page, PageEntry, PageLink, RenderedTable, Text, Verbatim
+from pipebench.show.page import Block, Heading, Image, Page, PageEntry, PageLink, RenderedTable, Text, Verbatim
 from pipebench.tracking.view import run_address
 
 # No raw HTML and no external images.
@@ -45,7 +45,7 @@ footer { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: .5rem
 
 
 def html(page: Page, folder: Path, server: str, footer: str) -> str:
-    """Return a page as HTML, embedding the SVG files in `folder`.
+    """Return a page as HTML, embedding the pictures in `folder`: SVG files, or PNGs where there is none.
 
     Links lead to `server`, MLflow's address; without one there are none.
     """
@@ -79,8 +79,10 @@ def _block(block: Block, folder: Path, server: str) -> str:
         case Text(text):
             return _paragraphs(text)
         case Image(name, told):
-            svg = base64.b64encode((folder / f"{name}.svg").read_bytes()).decode()
-            image = f'<img alt="{escape(told)}" src="data:image/svg+xml;base64,{svg}">'
+            vector, pixels = folder / f"{name}.svg", folder / f"{name}.png"
+            kind, path = ("svg+xml", vector) if vector.is_file() else ("png", pixels)
+            content = base64.b64encode(path.read_bytes()).decode()
+            image = f'<img alt="{escape(told)}" src="data:image/{kind};base64,{content}">'
             return f"<figure>{image}<figcaption>{_inline(told)}</figcaption></figure>"
         case Verbatim(text):
             return f"<pre>{escape(text)}</pre>"

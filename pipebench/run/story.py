@@ -1,0 +1,125 @@
+"""A run's page, `about.html`: recipe, plan, timeline, where the time went, curves, and what to try next.
+
+MLflow lists a run's artifacts by name, and this one stands first. The page needs no other file and no network.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pipebench
+from pipebench.formats import percent, seconds
+from pipebench.planner.planner import Planner
+from pipebench.planner.plans import Comparison, PlanEstimate
+from pipebench.recipe.schema import Recipe
+from pipebench.run.advice import advice, command
+from pipebench.run.request import RunRequest
+from pipebench.show.console import facts
+from pipebench.show.html import html
+from pipebench.show.page import Block, Heading, Image, Page, PageEntry, RenderedTable, Text, Verbatim
+from pipebench.show.plan_answer import Answer
+from pipebench.train.job import Job
+from pipebench.train.request import plan_request
+from pipebench.train.result import RunResult
+
+PAGE = "about.html"
+_BAR = 30  # characters of a whole
+# Pictures and what they show, in the order of the page.
+_PLAN = {"plan": "layers with their times and cuts, and what fills every stage's time by the cost model"}
+_TIMELINE = {
+    "timeline": "what workers and links did, from the start",
+    "memory": "memory of every worker, as simulated",
+}
+_CURVES = {"curves": "training loss and scores against the run's clock"}
+
+
+def story(request: RunRequest, recipe: Recipe, result: RunResult, folder: Path | None) -> str:
+    """Return the page of a run as HTML, with those pictures that are in `folder`; `recipe` has the mode resolved."""
+    loaded, overrides = request.loaded, request.suite.overrides
+    given = "\n".join(f"{key}: {loaded.flat[key]}" for key in loaded.flat if key in loaded.origins)
+    tried = "\n\n".join(f"{why}\n\n    {line}" for why, line in advice(loaded, recipe, result, overrides))
+    blocks: list[Block] = [
+        Text(result.sentence),
+        _table(("", ""), facts(result)),
+        *(Heading("Recipe"), Text("What the recipe says; the artifact `recipe.yaml` has the defaults, too.")),
+        Verbatim(given),
+        *_pictures("Plan", _PLAN, folder),
+        *_pictures("Timeline", _TIMELINE, folder),
+        *(Heading("Where the time went"), *_time_tables(result)),
+        *_pictures("Curves", _CURVES, folder),
+        *(Heading("What to try next"), Text(tried)),
+    ]
+    line = command("run", loaded, [*overrides, *loaded.words])
+    page = Page(line, f"{result.name}, seed {result.seed}", tuple(blocks))
+    footer = f"Written by pipebench {pipebench.__version__}: {result.engine} engine, {result.clock} clock."
+    return html(page, folder or Path(), "", footer)
+
+
+def answer_of(job: Job) -> Answer:
+    """Return a prepared run's own plan as `pipebench plan` would; raises a PlanError."""
+    recipe, setup = job.recipe, job.setup
+    request = plan_request(recipe, job.cluster, job.profile, setup.dataset)
+    planner = Planner(request, recipe.parallelism.mode)
+    found: PlanEstimate = planner.estimate_of(setup.plan)
+    comparison = Comparison(found, (), found, {}, {}, len(planner.work.states))
+    return Answer(recipe.name, request, recipe.parallelism.row, comparison, says_samples=True)
+
+
+def _pictures(title: str, pictures: Mapping[str, str], folder: Path | None) -> list[Block]:
+    there = [name for name in pictures if folder is not None and (folder / f"{name}.png").is_file()]
+    return [Heading(title), *(Image(name, pictures[name]) for name in there)] if there else []
+
+
+def _time_tables(result: RunResult) -> list[Block]:
+    """Return the parts of the run's time, and of its workers' time in training."""
+    parts = _parts_of_run(result.metrics)
+    workers = _parts_of_workers(result.metrics)
+    blocks: list[Block] = []
+    for told, shares in (
+        (f"Of the run, on its {result.clock} clock:", parts),
+        ("Of the workers' time in training:", workers),
+    ):
+        if shares:
+            timed = any(text for _, text, _ in shares)
+            lines = [
+                (name, "\u2588" * round(_BAR * share), percent(share), *((text,) if timed else ()))
+                for name, text, share in shares
+            ]
+            blocks += [Text(told), _table(("", "", "share", *(("time",) if timed else ())), lines)]
+    return blocks
+
+
+def _parts_of_run(metrics: Mapping[str, float]) -> list[tuple[str, str, float]]:
+    """Return name, seconds and share of each part of a run."""
+    total_s = metrics.get("total_time_s", 0.0)
+    names = {"evaluation": "evaluation_time_s", "checkpoints": "checkpoint_time_s", "lost by restarts": "lost_time_s"}
+    found = {name: metrics[key] for name, key in names.items() if metrics.get(key)}
+    if total_s <= 0:
+        return []
+    whole = {"training": total_s - sum(found.values()), **found}
+    return [(name, seconds(part_s), part_s / total_s) for name, part_s in whole.items()]
+
+
+def _parts_of_workers(metrics: Mapping[str, float]) -> list[tuple[str, str, float]]:
+    """Return name, seconds (where measured) and share of what workers did: measured seconds, or simulated shares."""
+    measured = {
+        "computing": "compute_s", "waiting": "waiting_s", "sending": "sending_s", "swapping": "swapping_s",
+        "other": "other_s",
+    }  # fmt: skip
+    found_s = {name: metrics[key] for name, key in measured.items() if metrics.get(key)}
+    if "computing" in found_s:
+        return [(name, seconds(part_s), part_s / sum(found_s.values())) for name, part_s in found_s.items()]
+    if "bubble_fraction" not in metrics:
+        return []
+    stalls = metrics.get("comm_stall_fraction", 0.0), metrics.get("swap_stall_fraction", 0.0)
+    shares = {
+        "computing": metrics.get("effective_fraction", 1.0 - metrics["bubble_fraction"]),
+        "computing again": metrics.get("recompute_fraction", 0.0),
+        "waiting for bytes on their way": stalls[0],
+        "waiting for copies from the host": stalls[1],
+        "waiting for other workers": max(0.0, metrics["bubble_fraction"] - sum(stalls)),
+    }
+    return [(name, "", share) for name, share in shares.items() if share]
+
+
+def _table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> RenderedTable:
+    return RenderedTable(headings, tuple(tuple(PageEntry(cell) for cell in row) for row in rows), left=2)

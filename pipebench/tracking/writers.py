@@ -1,0 +1,116 @@
+"""Where a run's curves go besides MLflow, by the recipe's `tracking`: TensorBoard, Weights & Biases.
+
+Each writes by its own library, into the working directory. One that fails is left out with one warning: neither is
+where results are kept.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from pipebench.errors import printable
+from pipebench.tracking.entries import logged_metrics, values_of
+from pipebench.tracking.record import LogEntry
+from pipebench.train.result import Point, RunResult
+
+
+class Described(NamedTuple):
+    """A run, as writers name it."""
+
+    suite: str  # the MLflow experiment
+    title: str  # the run's name in MLflow
+    folder: str  # a name that no other run of the suite has
+    params: Mapping[str, str]
+    virtual: bool  # whether the run's clock is virtual
+
+
+class _Writer(Protocol):
+    def values(self, values: Mapping[str, float], samples: int) -> None:
+        """Write the values of one moment."""
+
+    def finish(self, result: RunResult | None) -> None:
+        """Write the result, None if there is none, and end."""
+
+
+class _TensorBoard:
+    """Event files in `tensorboard/SUITE/FOLDER`."""
+
+    def __init__(self, run: Described) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = Path("tensorboard") / run.suite / re.sub(r"[^\w.+-]+", "-", run.folder)
+        self._writer: Any = SummaryWriter(str(folder))
+        self._params = dict(run.params)
+
+    def values(self, values: Mapping[str, float], samples: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, samples)
+
+    def finish(self, result: RunResult | None) -> None:
+        if result is not None:
+            self._writer.add_text("result", result.sentence)
+            self._writer.add_hparams(self._params, logged_metrics(result), run_name=".")
+        self._writer.close()
+
+
+class _WeightsAndBiases:
+    """A run of wandb's in the folder `wandb`; nothing is sent anywhere unless WANDB_MODE says so."""
+
+    def __init__(self, run: Described) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=re.sub(r"[^\w.-]+", "-", run.suite),
+            name=run.title,
+            config=dict(run.params),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def values(self, values: Mapping[str, float], samples: int) -> None:
+        self._run.log(dict(values), step=samples)
+
+    def finish(self, result: RunResult | None) -> None:
+        if result is not None:
+            self._run.summary.update({**logged_metrics(result), "outcome": result.outcome})
+        self._run.finish(exit_code=0 if result is not None else 1)
+
+
+_KINDS: dict[str, Callable[[Described], _Writer]] = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases}
+
+
+class Writers:
+    """A run's writers; no method raises because of one."""
+
+    def __init__(self, names: Iterable[str], run: Described) -> None:
+        """Begin with the writers among a recipe's `tracking`."""
+        self._virtual = run.virtual
+        self._writers: dict[str, _Writer] = {}
+        for name in names:
+            if name in _KINDS:
+                self._try(name, lambda name=name: self._writers.update({name: _KINDS[name](run)}))  # type: ignore[misc]
+
+    def point(self, point: Point) -> None:
+        """Write one moment of the curves, at the samples seen."""
+        if self._writers:
+            values, samples = values_of(LogEntry(point=point), virtual=self._virtual)
+            self._each(lambda writer: writer.values(values, samples))
+
+    def finish(self, result: RunResult | None) -> None:
+        """Write the run's result, if it has one, and end."""
+        self._each(lambda writer: writer.finish(result))
+
+    def _each(self, write: Callable[[_Writer], None]) -> None:
+        for name, writer in list(self._writers.items()):
+            self._try(name, lambda writer=writer: write(writer))  # type: ignore[misc]
+
+    def _try(self, name: str, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # whatever a library, the disk or the network can think of
+            self._writers.pop(name, None)
+            told = printable(f"{name} failed ({' '.join(str(error).split())[:160]}); MLflow has the run, which goes on")
+            print(f"pipebench: {told}", file=sys.stderr, flush=True)

@@ -1,0 +1,116 @@
+"""The page that a run's artifacts begin with, and what it says to try next."""
+
+import shlex
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from pipebench.recipe.load import load, load_each
+from pipebench.run.advice import advice
+from pipebench.run.request import RunRequest
+from pipebench.run.story import PAGE, story
+from pipebench.run.suite import Suite
+from pipebench.train.result import COMPLETED, DIVERGED, MISSED, REACHED
+from tests.tracking.records import RESULT
+
+
+class Page(HTMLParser):
+    """Headings of a page, and everything that it would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.headings: list[str] = []
+        self.sources: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href", "data", "srcset")]
+        if tag not in ("img", "meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["h2"]:
+            self.headings.append(data)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("plan", "timeline", "curves"):
+        Figure(figsize=(1, 1)).savefig(tmp_path / f"{name}.png")
+    return tmp_path
+
+
+def request_of(*overrides: str) -> RunRequest:
+    return RunRequest(load("quickstart/gpipe", overrides), "gpipe", Suite("quickstart", overrides))
+
+
+def test_a_run_s_page_tells_its_story_and_needs_nothing_else(folder: Path) -> None:
+    request = request_of("train.seed=7")
+    metrics = {**RESULT.metrics, "bubble_fraction": 0.45, "comm_stall_fraction": 0.05, "evaluation_time_s": 1.5}
+    result = replace(RESULT, metrics=metrics, name="a <b>name</b>")
+    text = story(request, request.loaded.recipe, result, folder)
+    page = Page(text)
+    assert not page.open
+    assert page.headings == ["Recipe", "Plan", "Timeline", "Where the time went", "Curves", "What to try next"]
+    assert sum(source.startswith("data:image/png;base64,") for source in page.sources) == 3
+    assert all(source.startswith(("data:", "#")) for source in page.sources)
+    assert "<b>name" not in text
+    for said in (RESULT.sentence, "train.seed: 7", "pipebench run quickstart/gpipe train.seed=7", "40.0%", "25.0%"):
+        assert said in text, said
+    assert sorted([PAGE, "changes.diff", "environment.yaml", "comparison.json"])[0] == PAGE, "MLflow sorts by name"
+
+
+def test_a_page_without_pictures_is_as_good() -> None:
+    request = request_of()
+    page = Page(story(request, request.loaded.recipe, replace(RESULT, points=()), None))
+    assert page.headings == ["Recipe", "Where the time went", "What to try next"]
+
+
+WAITED = ["--seeds 0,1,2", "train.evaluate_every={epochs: 2}", "parallelism.microbatches=8"]
+METRICS = {"total_time_s": 4.0, "evaluation_time_s": 2.0, "bubble_fraction": 0.5, "comm_stall_fraction": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "engine", "metrics", "tried"),
+    [
+        (MISSED, "virtual", {}, ["train.max_epochs=20"]),
+        (DIVERGED, "virtual", {}, ["train.optimizer.lr=0.01"]),
+        (COMPLETED, "virtual", {"best_top1": 0.987}, ["train.target={metric: top1, value: 0.987}"]),
+        (COMPLETED, "simulated", {}, ["engine.kind=virtual"]),
+        (REACHED, "virtual", METRICS, [*WAITED, "parallelism.plan=auto"]),
+        (
+            REACHED,
+            "virtual",
+            {**METRICS, "comm_bytes_total": 3.0, "comm_bytes_all_reduce": 2.0},
+            [*WAITED, "train.minibatch_size=64"],
+        ),
+    ],
+)
+def test_what_to_try_is_a_command_that_the_recipe_takes(
+    outcome: str, engine: str, metrics: dict[str, float], tried: list[str]
+) -> None:
+    overrides = ["parallelism.plan=straight", "train.seed=3"]
+    loaded = load("quickstart/gpipe", overrides)
+    result = replace(RESULT, outcome=outcome, engine=engine, metrics=metrics)
+    steps = advice(loaded, loaded.recipe, result, overrides)
+    lines = [shlex.split(line) for _, line in steps]
+    changed = [" ".join(word for word in words[3:] if word not in overrides) for words in lines]
+    assert changed == [*tried, ""]
+    assert [words[:3] for words in lines[:-1]] == [["pipebench", "run", "quickstart/gpipe"]] * len(tried)
+    assert lines[-1] == ["pipebench", "plan", "quickstart/gpipe", *overrides]
+    for words in lines:
+        assert load_each(loaded.path, [word for word in words[3:] if "=" in word])
+
+
+def test_what_a_recipe_refuses_is_not_advised() -> None:
+    overrides = ["train.minibatch_size=32", "parallelism.microbatches=32"]
+    loaded = load("quickstart/gpipe", overrides)
+    steps = advice(loaded, loaded.recipe, replace(RESULT, metrics={"bubble_fraction": 0.5}), overrides)
+    assert not [line for _, line in steps if "microbatches=64" in line]

@@ -1,0 +1,113 @@
+"""Runs as MLPerf logs them: its own checker accepts those of models that one of its rulesets has."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from pipebench.cli.main import cli
+from pipebench.recipe.load import load
+from pipebench.tracking.mlperf import FILE, mlperf_log
+from pipebench.train.result import MISSED, REACHED, Point, RunResult
+from pipebench.typed_json import read
+from tests.tracking.records import RESULT
+
+RECORDED = Path(__file__).parents[2] / "reports/studies/small_zoo_runs"
+BEGAN_MS = 1_700_000_000_000
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """Return the events of a log, each in the published form: a token, then JSON of these keys."""
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all(line.startswith(":::MLLOG {") for line in lines)
+    found = [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
+    assert all([*each] == ["namespace", "time_ms", "event_type", "key", "value", "metadata"] for each in found)
+    assert {each["event_type"] for each in found} == {"POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"}
+    assert [each["time_ms"] for each in found] == sorted(each["time_ms"] for each in found)
+    return found
+
+
+def accepted(text: str, folder: Path) -> bool:
+    """Return whether the checker accepts a log under the ruleset that its first line names, warnings included."""
+    compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
+    found = re.search(r"--ruleset (\S+) mlperf.log", text)
+    assert found is not None, text[:200]
+    path = folder / "checked.log"
+    path.write_text(text)
+    compliance.enqueued_configs.clear()  # the checker keeps them between files
+    checker = compliance.make_checker("training", found[1], quiet=False, werror=True)
+    return bool(checker.check_file(str(path), f"training_{found[1]}/common.yaml"))
+
+
+def recorded(name: str, model: str) -> RunResult:
+    """Return the result of a run of the study of small models."""
+    kept = json.loads((RECORDED / f"{name}-0.json").read_text())["result"]
+    result = read(RunResult, kept if isinstance(kept, str) else json.dumps(kept))
+    return replace(result, recipe=load(f"small/{model}/single").flat)
+
+
+@pytest.mark.parametrize(("model", "ruleset"), [("gnmt8", "0.7.0"), ("gnmt16", "0.7.0"), ("resnet50", "4.0.0")])
+def test_the_checker_accepts_recorded_runs(model: str, ruleset: str, tmp_path: Path) -> None:
+    text = mlperf_log(recorded(f"{model}-single", model), 4000, 200, BEGAN_MS)
+    assert f"--ruleset {ruleset} " in text.splitlines()[0]
+    assert accepted(text, tmp_path)
+    assert not accepted(text.replace('"key": "run_stop"', '"key": "run_end"'), tmp_path), "it does look"
+
+
+SHORT = {
+    # BLEU has to reach 25, which an epoch of the small model's recipe does.
+    "transformer": ["train.max_epochs=1", "train.schedule.warmup_epochs=0", "train.optimizer.lr=2e-3"],
+    "bert": ["train.max_epochs=1", "train.minibatch_size=256", "train.evaluate_every={epochs: 1}"],
+}
+
+
+@pytest.mark.parametrize("model", SHORT)
+def test_the_checker_accepts_what_a_run_records(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlperf_logging")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    done = CliRunner().invoke(cli, ["run", f"small/{model}/single", *SHORT[model]])
+    assert done.exit_code in (0, 1), done.output
+    (log,) = tmp_path.rglob(FILE)
+    assert accepted(log.read_text(), tmp_path)
+
+
+def log_of(points: Sequence[Point], **changes: Any) -> list[dict[str, Any]]:
+    return events(mlperf_log(replace(RESULT, points=tuple(points), **changes), 2000, 100, BEGAN_MS))
+
+
+def test_times_are_the_run_s_clock() -> None:
+    found = log_of(RESULT.points, recipe=load("quickstart").flat)
+    scores = [each for each in found if each["key"] == "eval_accuracy"]
+    assert [each["time_ms"] - BEGAN_MS for each in scores] == [1500, 3000, 4500, 6000]
+    assert [each["value"] for each in scores] == [0.5, 0.8, 0.96, 0.9]
+    assert [each["metadata"]["epoch_num"] for each in scores] == [0.5, 1.0, 1.5, 2.0]
+    last = found[-1]
+    assert (last["key"], last["metadata"]["clock"], last["metadata"]["status"]) == ("run_stop", "virtual", "success")
+    blocks = [each["metadata"] for each in found if each["key"] == "block_start"]
+    assert blocks[-1] == {"first_epoch_num": 2, "epoch_count": 0.5}
+
+
+def test_a_run_that_missed_or_diverged_is_aborted() -> None:
+    for outcome in (MISSED, REACHED):
+        stop = log_of(RESULT.points, outcome=outcome)[-1]
+        assert stop["metadata"]["status"] == ("success" if outcome == REACHED else "aborted")
+    diverged = log_of([Point(1000, 1.0, {"train_loss": math.nan, "top1": math.nan})])
+    assert [each["value"] for each in diverged if each["key"] == "eval_accuracy"] == [None]
+
+
+def test_bleu_is_a_share_there() -> None:
+    found = log_of([Point(2000, 1.0, {"train_loss": 2.0, "bleu": 24.5})], recipe=load("small/gnmt8/single").flat)
+    assert [each["value"] for each in found if each["key"] == "eval_accuracy"] == [0.245]
+
+
+def test_other_models_say_that_no_ruleset_has_them() -> None:
+    for recipe, named in ((load("quickstart").flat, "vgg16"), ({}, "this model")):
+        first = mlperf_log(replace(RESULT, recipe=recipe), 4000, 1000, BEGAN_MS).splitlines()[0]
+        assert first.startswith(f"# no ruleset of MLPerf Training has {named}: its checker refuses this")
