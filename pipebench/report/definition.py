@@ -164,6 +164,7 @@ class Calibration:
 
     column: str  # where the constants are used
     constants: tuple[Constant, ...]
+    leave_out: tuple[str, ...] = ()  # keys of the rows' `at`: the rows of each value are left out together
 
     @property
     def cells(self) -> frozenset[tuple[str, str]]:
