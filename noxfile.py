@@ -148,7 +148,7 @@ def reports(session: nox.Session) -> None:
 def studies(session: nox.Session) -> None:
     """Write `analytic_profile`, `planner_vs_simulator`, `table1_plans` and `live_moves.md` in `reports/` again.
 
-    All but the last need the profiles and published values in `../shared`. The other pages have sessions of their own.
+    All but the last two need the profiles in `../shared`. The other pages have sessions of their own.
     """
     python = python_with_pipebench(session)
     for name in ("analytic_profile", "planner_vs_simulator", "table1_plans", "live_moves"):

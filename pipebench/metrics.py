@@ -124,6 +124,7 @@ METRICS = (
     Metric("repartitions", COUNT, NEITHER, MOVED, "how often stages were cut anew", ZERO),
     Metric("migration_bytes", BYTES, LOWER, MOVED, "of layers that moved to another worker", ZERO),
     Metric("migration_stall_s", SECONDS, LOWER, MOVED, "in which nothing was computed since layers moved", ZERO),
+    Metric("migration_peak_bytes_per_s", BYTES, LOWER, SIMULATED, "of layers, at the peak", ZERO),
     Metric("predicted_*", OWN, NEITHER, MEASURED, "what the simulator says of the metric of that name"),
     Metric("compute_s", SECONDS, NEITHER, MEASURED, "that workers computed, summed over them"),
     Metric("sending_s", SECONDS, LOWER, MEASURED, "that workers spent on handing over messages"),

@@ -13,6 +13,8 @@ from pipebench.recipe.engines import ENGINES
 from pipebench.report.catalog import find_report, require_keepable
 from pipebench.report.load import load_report
 
+COVERAGE = "coverage"  # of the papers by all reports, instead of a report
+
 
 def parse_rows(text: str) -> tuple[str, ...]:
     """Return the names and patterns in a text such as `vgg16-*,gnmt8-2x8-b`; raises a ValueError if there are none."""
@@ -61,7 +63,8 @@ def report(
 
     NAME is a report from `pipebench report --list`, or the path of a YAML file of your own. What MLflow has of a
     recipe, run with this version, isn't run again; an interrupted report goes on. Markdown, a page of HTML and
-    pictures are written to rendered/NAME/ in the working directory, and recorded in MLflow with all runs.
+    pictures are written to rendered/NAME/ in the working directory, and recorded in MLflow with all runs. The NAME
+    coverage sets everything that the papers print beside the pages that were made.
 
     \b
     Examples:
@@ -84,6 +87,11 @@ def report(
         return 0
     if name is None:
         raise click.UsageError("name a report, for example: pipebench report table1; --list lists them")
+    if name == COVERAGE:
+        with without_collector():
+            from pipebench.report.coverage import write_coverage
+        click.echo(f"written: {write_coverage(out or Path('rendered', name))}")
+        return 0
     path = find_report(name)
     definition, asked = load_report(path, only or (), engine)
     with without_collector():

@@ -145,7 +145,7 @@ class SimulatedEngine(Engine):
         sampler = self.setup.sampler
         samples = sampler.samples_before(first + num_minibatches) - sampler.samples_before(first)
         if not self.marks or self.marks[-1].samples < samples:
-            self.marks.append(Mark(self.clock_s, samples, totals.num_bytes))
+            self.marks.append(Mark(self.clock_s, samples, totals.num_bytes, totals.busy_s))
         return num_minibatches
 
     def _measure(self, event: TimelineEvent, size_of: SizeOf) -> None:

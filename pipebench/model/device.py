@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -66,6 +66,12 @@ def environment(device: torch.device) -> dict[str, str]:
 def commit_diff() -> str:
     """Return the uncommitted changes of pipebench's checkout; "" without one."""
     return _git("diff", "HEAD")
+
+
+def tree_of(paths: Sequence[str]) -> str:
+    """Return the commit of pipebench's checkout, 12 digits, and how many files of `paths` differ; "" without one."""
+    commit, changed = _git("rev-parse", "HEAD").strip(), _git("status", "--porcelain", "--", *paths).splitlines()
+    return commit[:12] + (f" and {len(changed)} changed files" if commit and changed else "")
 
 
 def _git(*words: str) -> str:

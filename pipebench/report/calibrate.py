@@ -6,7 +6,7 @@ tried. Results are cached by recipe and cluster.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipebench.cluster import Cluster
 from pipebench.errors import UserError
@@ -32,6 +32,8 @@ class Calibrated:
     values: Mapping[Cell, float]  # reproduced with these constants, of every cell with an exact published number
     # Leave-one-out prediction of every fitted cell; None if its constants have no other cell
     left_out: Mapping[Cell, float | None]
+    # By key of the calibration's `leave_out`: cells as predicted without any cell of their own group
+    groups: Mapping[str, Mapping[Cell, float]]
 
 
 @dataclass
@@ -93,7 +95,30 @@ def calibrate(
     without = {
         cell: None if error is None else published_of(report, cell) * math.exp(error) for cell, error in errors.items()
     }
-    return Calibrated(report, places, fitted, values, without)
+    groups = {key: _without_groups(simulations, key, sought, fitted, values) for key in calibration.leave_out}
+    return Calibrated(report, places, fitted, values, without, groups)
+
+
+def _without_groups(
+    simulations: Simulations,
+    key: str,
+    sought: Sequence[Sought],
+    fitted: Mapping[str, float],
+    values: Mapping[Cell, float],
+) -> dict[Cell, float]:
+    """Return every cell as predicted by constants fitted without the cells of its group.
+
+    A constant without any cell left is its largest allowed, what the link carries as published.
+    """
+    report, found = simulations.report, dict(values)
+    for group in dict.fromkeys(report.row(row).at.get(key) for row, _ in values):
+        own = [cell for cell in values if report.row(cell[0]).at.get(key) == group]
+        left = [replace(each, cells=tuple(cell for cell in each.cells if cell not in own)) for each in sought]
+        if left != [*sought]:
+            unknown = {each.name: each.high for each in left if not each.cells}
+            constants = fit(left, simulations.error, {**fitted, **unknown})
+            found |= {cell: simulations.value(constants, cell) for cell in own}
+    return found
 
 
 def published_of(report: Report, cell: Cell) -> float:

@@ -131,6 +131,8 @@ def _scores(calibrated: Calibrated) -> Iterator[tuple[str, ...]]:
     left = [cell for cell in free if calibrated.left_out.get(cell, 0.0) is not None]
     without = [calibrated.left_out.get(cell) or values[cell] for cell in left]
     yield _score(calibrated, "all, each left out of the fit", left, without)
+    for key, predicted_without in calibrated.groups.items():
+        yield _score(calibrated, f"all, each {key} left out", free, [predicted_without[cell] for cell in free])
 
 
 def _score(calibrated: Calibrated, name: str, cells: Sequence[Cell], values: Sequence[float]) -> tuple[str, ...]:

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from pipebench.formats import UNKNOWN, percent
-from pipebench.report.definition import Picture
+from pipebench.report.definition import Picture, PublishedClaim
 from pipebench.report.evaluated import Evaluated, Verdict
 from pipebench.report.origins import origins
 from pipebench.report.tables import tables
+from pipebench.report.wording import published_number
 from pipebench.show.page import Block, Heading, Image, Page, PageEntry, RenderedTable, Text, Verbatim
 
 PICTURES = "Pictures"  # the heading above them
@@ -19,6 +20,7 @@ def page_of(evaluated: Evaluated, drawn: Mapping[Picture, Image]) -> Page:
     pictures = [block for picture in report.pictures for block in _picture(evaluated, picture, drawn)]
     blocks += [Heading(PICTURES), *pictures] if pictures else []
     blocks += [*scores(evaluated), *claims(evaluated), *origins(evaluated)]
+    blocks += [Text(f"Made {evaluated.made}, by `{evaluated.command}`.")] if evaluated.made else []
     return Page(evaluated.command, report.title, tuple(blocks))
 
 
@@ -49,8 +51,8 @@ def scores(evaluated: Evaluated) -> list[Block]:
     columns = {column.name: column.title for column in report.columns}
     rows = tuple(
         (
-            PageEntry(report.measure(score.measure).title),
-            PageEntry(columns[score.column]),
+            PageEntry(report.measure(score.measure).title if score.measure else "numbers in claims"),
+            PageEntry(columns.get(score.column, f"baseline: {score.column}")),
             PageEntry(score.over),
             PageEntry(f"{score.cells}"),
             PageEntry(percent(score.geometric_mean_error)),
@@ -65,9 +67,10 @@ def scores(evaluated: Evaluated) -> list[Block]:
 
 
 def claims(evaluated: Evaluated) -> list[Block]:
-    """Return a row per claim with a verdict per column and its reason."""
+    """Return a row per claim with its tolerance, a verdict per column and its reason."""
     columns = evaluated.report.columns
     wheres = any(claim.where for claim in evaluated.report.claims)
+    tolerances = any(tolerance_text(claim) for claim in evaluated.report.claims)
     rows = []
     for claim in evaluated.report.claims:
         found = {verdict.column: verdict for verdict in evaluated.verdicts if verdict.claim == claim}
@@ -78,11 +81,21 @@ def claims(evaluated: Evaluated) -> list[Block]:
         rows.append((
             PageEntry(claim.text),
             *((PageEntry(claim.where),) if wheres else ()),
+            *((PageEntry(tolerance_text(claim)),) if tolerances else ()),
             *(PageEntry(UNKNOWN if verdict is None else verdict.answer) for verdict in answers),
             PageEntry("; ".join(each for each in why if each)),
         ))  # fmt: skip
-    headings = ("claim", *(("where",) if wheres else ()), *(column.title for column in columns), "why")
+    told = [*(["where"] if wheres else []), *(["tolerance"] if tolerances else [])]
+    headings = ("claim", *told, *(column.title for column in columns), "why")
     return [Heading("Claims"), RenderedTable(headings, tuple(rows), left=len(headings))] if rows else []
+
+
+def tolerance_text(claim: PublishedClaim) -> str:
+    """Return what counts as holding: a published number and how near is near enough, or the claim's own words."""
+    if claim.number is None:
+        return claim.tolerance
+    number = claim.number
+    return f"{published_number(number.published, number.unit)}, within {percent(number.within)}"
 
 
 def _why(verdict: Verdict | None, title: str, answers: Sequence[Verdict | None]) -> str:

@@ -50,6 +50,12 @@ class Measure:
     against: str | None = None  # the run of the published plan, compared with if the chosen plan differs
     better: str | None = None  # `higher`, `lower` or None
     shown: bool = True  # in tables; False if used only in pictures, claims or text
+    published_as: str | None = None  # the measure whose published values it is compared with; None for its own
+
+    @property
+    def published_name(self) -> str:
+        """The measure under which rows have its published values."""
+        return self.published_as or self.name
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -89,6 +95,7 @@ class Row:
     where: str = ""  # place in the source if it differs from the report's
     by_construction: Mapping[str, str] = field(default_factory=dict)  # by measure, why no other value is possible
     hypothesis: Mapping[str, str] = field(default_factory=dict)  # by measure, the assumption behind the cell
+    chosen: Mapping[str, str] = field(default_factory=dict)  # by measure, what was chosen with its result in view
     note: str = ""  # one sentence, or ""
     at: Mapping[str, str | float] = field(default_factory=dict)  # keys of its `for` or `at`, such as gpus: 4
 
@@ -99,8 +106,20 @@ class PublishedClaim:
 
     text: str
     where: str = ""  # place in the source if it differs from the report's
-    holds: Expression | None = None  # over the cells of one column; None if untestable
+    holds: Expression | None = None  # over the cells of one column; None if untestable or about a number
     untestable: str | None = None  # the reason; None if testable
+    tolerance: str = ""  # of `holds`, in words: what counts as the same, and why
+    number: "ClaimedNumber | None" = None  # None without
+
+
+@dataclass(frozen=True)
+class ClaimedNumber:
+    """A number that the source states in its text, and how near to it counts as equal."""
+
+    value: Expression  # over the cells of one column
+    unit: str  # one of UNITS
+    published: float
+    within: float  # largest difference, relative to the published number
 
 
 @dataclass(frozen=True)
@@ -145,6 +164,7 @@ class Calibration:
 
     column: str  # where the constants are used
     constants: tuple[Constant, ...]
+    leave_out: tuple[str, ...] = ()  # keys of the rows' `at`: the rows of each value are left out together
 
     @property
     def cells(self) -> frozenset[tuple[str, str]]:

@@ -24,7 +24,7 @@ from pipebench.report.expressions import Cells, Look, NoValueError, Value, evalu
 from pipebench.report.metrics import value_of
 from pipebench.report.reasons import reason_for_plan, same_plan
 from pipebench.report.recipes import SAME
-from pipebench.report.scores import scores_of
+from pipebench.report.scores import claim_scores, scores_of
 from pipebench.report.wording import number_text
 from pipebench.simulate.meter import MEMORY
 from pipebench.train.result import RunResult
@@ -52,6 +52,7 @@ def evaluate_report(
     *,
     command: str,
     server: str = "",
+    made: str = "",
     drawings: Mapping[tuple[str, str], str] = MappingProxyType({}),
 ) -> Evaluated:
     """Evaluate a report.
@@ -61,6 +62,7 @@ def evaluate_report(
         outcomes: of every run.
         command: reproduces the report.
         server: MLflow's address, "" if unknown.
+        made: when and by which code, "" if unknown.
         drawings: by (row, run), pipelines drawn as text.
     """
     table = _ResultTable(report, outcomes)
@@ -71,15 +73,17 @@ def evaluate_report(
         for measure in report.measures
         if (cell := table.cell(row, measure, column.name)) is not None
     )
+    verdicts = tuple(verdict for claim in report.claims for verdict in _verdicts(report, claim, cells))
     return Evaluated(
         report=report,
         cells=cells,
-        scores=tuple(scores_of(report, cells)),
-        verdicts=tuple(verdict for claim in report.claims for verdict in _verdicts(report, claim, cells)),
+        scores=(*scores_of(report, cells), *claim_scores(report, verdicts)),
+        verdicts=verdicts,
         about="".join(piece if isinstance(piece, str) else _quoted(report, piece, cells) for piece in report.about),
         results=table.results(),
         command=command,
         server=server,
+        made=made,
         drawings=drawings,
     )
 
@@ -104,9 +108,9 @@ class _ResultTable:
 
     def cell(self, row: Row, measure: Measure, column: str) -> TableCell | None:
         """Return a cell; None if the row lacks its runs and nothing is published."""
-        published = row.published.get(measure.name)
+        published = row.published.get(measure.published_name)
         missing = any(run not in row.runs for run in measure.runs)
-        if missing and published is None:
+        if missing and (published is None or measure.published_as):
             return None
         calibrated = self._report.calibration is not None and self._report.calibration.column == column
         known: dict[str, Any] = {
@@ -114,9 +118,10 @@ class _ResultTable:
             "measure": measure.name,
             "column": column,
             "published": published,
-            "fitted": calibrated and (row.name, measure.name) in self._fitted,
+            "fitted": calibrated and (row.name, measure.published_name) in self._fitted,
             "by_construction": row.by_construction.get(measure.name),
             "hypothesis": row.hypothesis.get(measure.name),
+            "chosen": row.chosen.get(measure.name),
         }
         if missing:
             return TableCell(**known, problem=_NOT_RUN)
@@ -202,16 +207,27 @@ def _quoted(report: Report, quoted: Quoted, cells: Sequence[TableCell]) -> str:
 
 
 def _verdicts(report: Report, claim: PublishedClaim, cells: Sequence[TableCell]) -> Iterator[Verdict]:
-    if claim.holds is None:
-        yield Verdict(claim, "", UNTESTABLE, str(claim.untestable))
+    if claim.untestable is not None:
+        yield Verdict(claim, "", UNTESTABLE, claim.untestable)
         return
     for column in report.columns:
-        look = _look_in(report, cells, column.name)
         try:
-            answer = YES if evaluate(claim.holds, look) else NO
-            yield Verdict(claim, column.name, answer, explain(claim.holds, look))
+            yield verdict(claim, column.name, _look_in(report, cells, column.name))
         except NoValueError as error:
             yield Verdict(claim, column.name, UNTESTABLE, str(error))
+
+
+def verdict(claim: PublishedClaim, column: str, look: Look) -> Verdict:
+    """Return whether a testable claim holds for the cells of `look`; raises a NoValueError if one is missing."""
+    number = claim.number
+    if number is None:
+        assert claim.holds is not None
+        return Verdict(claim, column, YES if evaluate(claim.holds, look) else NO, explain(claim.holds, look))
+    value = evaluate(number.value, look)
+    assert not isinstance(value, Cells)  # validated
+    ratio = value / number.published
+    told_ratio = f"{number_text(value, number.unit)}, {ratio:.2f} of the published"
+    return Verdict(claim, column, YES if abs(ratio - 1) <= number.within else NO, told_ratio, value)
 
 
 def _look_in(report: Report, cells: Sequence[TableCell], column: str) -> Look:

@@ -7,6 +7,8 @@ from pipebench.report.definition import Published, PublishedClaim, Report
 from pipebench.train.result import RunResult
 
 ALL, NOT_BY_CONSTRUCTION, NOT_FITTED = "all", "not by construction", "not fitted on"
+NOT_CHOSEN = "nothing chosen in view of them"
+CONSTANT = "geometric mean of the fitted cells"  # a baseline instead of a column
 YES, NO, UNTESTABLE = "yes", "no", "not testable here"
 MISSED = "missed"  # problem of a cell whose run didn't reach its target
 MLFLOW, KEPT = "MLflow", "kept"
@@ -45,6 +47,7 @@ class TableCell:
     fitted: bool = False  # whether a constant of this column was fitted on it
     by_construction: str | None = None  # why no other value is possible
     hypothesis: str | None = None  # the assumption behind it
+    chosen: str | None = None  # what was chosen with its result in view
     origins: tuple[Origin, ...] = ()
     reason: str | None = None  # why a plan differs from the published one
 
@@ -62,9 +65,9 @@ class TableCell:
 class Score:
     """Agreement of a column's cells with the published values."""
 
-    column: str
-    measure: str
-    over: str  # ALL, NOT_BY_CONSTRUCTION, or NOT_FITTED (of those not by construction)
+    column: str  # or CONSTANT
+    measure: str  # "" for the numbers that claims state
+    over: str  # ALL, NOT_BY_CONSTRUCTION, NOT_FITTED (of these), or NOT_CHOSEN (of those)
     cells: int  # number of cells
     geometric_mean_error: float  # exp(mean |ln(reproduced / published)|) - 1
     rank_correlation: float | None  # Spearman's; None with fewer than three cells, or if all are equal
@@ -78,6 +81,13 @@ class Verdict:
     column: str  # "" for all, if untestable
     answer: str  # YES, NO or UNTESTABLE
     reason: str  # values that decided it, or why it is untestable
+    value: float | None = None  # of a claimed number
+
+    @property
+    def ratio(self) -> float | None:
+        """Reproduced / published of a claimed number; None without."""
+        number = self.claim.number
+        return None if self.value is None or number is None else self.value / number.published
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,7 @@ class Evaluated:
     drawings: Mapping[tuple[str, str], str] = field(default_factory=dict)
     command: str = ""  # reproduces the report
     about: str = ""  # the report's text, quoted numbers filled in
+    made: str = ""  # when, and by which code; "" if unknown
 
     def cell(self, row: str, measure: str, column: str) -> TableCell | None:
         """Return a cell; None if the row lacks its runs."""

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.text import Text
 
 from pipebench.errors import PlanError, UserError, printable
+from pipebench.model.device import tree_of
 from pipebench.recipe.load import load_file
 from pipebench.report.collect import Collection
 from pipebench.report.definition import Report
@@ -19,6 +22,7 @@ from pipebench.run.runner import draw
 from pipebench.show.terminal import standard_output
 from pipebench.tracking import RunLog, Tracking, require_writable
 from pipebench.tracking.connection import default_uri, shown_uri
+from pipebench.tracking.identity import source_version
 from pipebench.tracking.ui import DEFAULT_PORT, HOST
 from pipebench.train.largest_minibatch import largest_minibatch
 
@@ -48,7 +52,8 @@ def make_report(report: Report, asked: Sequence[Asked], *, command: str, fresh: 
         if not _run(collection, tracking, parent):
             return INTERRUPTED
         outcomes, drawings = collection.outcomes(), _drawings(report, asked)
-        evaluated = evaluate_report(report, outcomes, command=command, server=_server(), drawings=drawings)
+        about = {"command": command, "server": _server(), "made": _made()}
+        evaluated = evaluate_report(report, outcomes, **about, drawings=drawings)
         try:
             kept = collection.keep_trained(report.path.parent) if keeps else []
             rendered = render(evaluated, folder)
@@ -109,7 +114,8 @@ def _tell(evaluated: Evaluated, rendered: Rendered, kept: Sequence[Path], parent
     for score in evaluated.scores:
         rank = "" if score.rank_correlation is None else f", rank correlation {score.rank_correlation:.2f}"
         over = f"{score.cells} cells, {score.over}"
-        _say(f"{score.measure}, {score.column}: geometric-mean error {score.geometric_mean_error:.1%}{rank} ({over})")
+        measure = score.measure or "numbers in claims"
+        _say(f"{measure}, {score.column}: geometric-mean error {score.geometric_mean_error:.1%}{rank} ({over})")
     for verdict in evaluated.verdicts:
         column = f", {verdict.column}" if verdict.column else ""
         _say(f"{verdict.answer}{column}: {verdict.claim.text} ({verdict.reason})")
@@ -131,6 +137,14 @@ def _server() -> str:
     """Return MLflow's address: its server, or the default of `pipebench ui`."""
     uri = default_uri()
     return shown_uri(uri).rstrip("/") if uri.startswith("http") else f"http://{HOST}:{DEFAULT_PORT}"
+
+
+def _made() -> str:
+    """Return when and by which code a page is made."""
+    tree = tree_of(("pipebench", "zoo", "recipes", "reports/*.yaml"))
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    code = f"pipebench {source_version()}, torch {version('torch')}"
+    return f"{now} {f'from tree {tree} ' if tree else ''}with {code}"
 
 
 def _say(text: str) -> None:

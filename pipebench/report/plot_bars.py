@@ -8,7 +8,18 @@ from matplotlib.text import Annotation
 
 from pipebench.report.definition import Column, Measure, Picture, Row
 from pipebench.report.evaluated import Evaluated, TableCell
-from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, finish, label_of, plain, write_values
+from pipebench.report.plot_style import (
+    GREY,
+    NORMAL,
+    SMALL,
+    colour,
+    explain_marks,
+    finish,
+    label_of,
+    mark_of,
+    plain,
+    write_values,
+)
 from pipebench.report.wording import published_text, reproduced_text
 
 _BAR_IN, _GAP_IN, _FRAME_IN = 0.155, 0.12, 1.1
@@ -42,6 +53,7 @@ def bars_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
         figure.legend(
             named.values(), named.keys(), loc="outside upper left", ncols=len(named), frameon=False, fontsize=SMALL
         )
+    explain_marks(figure, [cell for cell in evaluated.cells if cell.measure in picture.measures])
     if bound is not None:
         _step_aside(figure, panels)
     return figure
@@ -90,7 +102,7 @@ def _draw(
         for place, cell, value in zip(places, cells, values, strict=True):
             if cell is not None:
                 ends.append(_draw_range(axes, cell, place, value))
-                _write(axes, ends[-1], place, reproduced_text(cell, measure), "black")
+                _write(axes, ends[-1], place, f"{reproduced_text(cell, measure)} {mark_of(cell)}", "black")
         if bound is not None:
             ends += _draw_bound(axes, evaluated, rows, bound, column, places, thick)
     ranges = any(cell.measure == measure.name and cell.low != cell.high for cell in evaluated.cells)
@@ -111,7 +123,7 @@ def _draw_published(axes: Axes, rows: Sequence[Row], measure: Measure, first: fl
     )  # fmt: skip
     for index, (bar, row, value) in enumerate(zip(bars, rows, values, strict=True)):
         if value is not None:
-            published = row.published[measure.name]
+            published = row.published[measure.published_name]
             bar.set_linestyle("-" if published.bound in ("exact", "about") else ":")
             _write(axes, value, index + first, published_text(published, measure), GREY)
             yield value
@@ -154,7 +166,7 @@ def _has(evaluated: Evaluated, row: Row, measure: Measure) -> bool:
 
 
 def _published(row: Row, measure: Measure) -> float | None:
-    published = row.published.get(measure.name)
+    published = row.published.get(measure.published_name)
     return None if published is None or isinstance(published.value, str) else published.value
 
 

@@ -30,7 +30,10 @@ def phases_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     for axes, (row, lines) in zip(panels, drawn, strict=True):
         results = [result for *_, result in lines]
         for run, column, label, result in lines:
-            look = {"color": colour(picture.runs.index(run)), "linestyle": _STYLES[column % len(_STYLES)]}
+            index = picture.runs.index(run)
+            # The first are the widest, so that none hides another of the same values.
+            look = {"color": colour(index), "linestyle": _STYLES[column % len(_STYLES)],
+                    "linewidth": 1.2 + 1.1 * (len(picture.runs) - 1 - index)}  # fmt: skip
             _draw(axes, result, picture.metric, label, look)
         _draw_bound(axes, results, picture.bound)
         _draw_changes(axes, results)
@@ -64,10 +67,10 @@ def _lines(evaluated: Evaluated, picture: Picture, row: Row) -> Iterator[tuple[s
                 seen.append(first)
 
 
-def _draw(axes: Axes, result: RunResult, metric: str, label: str, look: Mapping[str, str]) -> None:
+def _draw(axes: Axes, result: RunResult, metric: str, label: str, look: Mapping[str, str | float]) -> None:
     points = [point for point in result.points if metric in point.metrics]
     values, edges = [point.metrics[metric] for point in points], [0.0, *(point.clock_s for point in points)]
-    axes.stairs(values, edges, baseline=None, label=label, linewidth=1.5, **look)  # type: ignore[arg-type]
+    axes.stairs(values, edges, baseline=None, label=label, **look)  # type: ignore[arg-type]
 
 
 def _draw_bound(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
@@ -76,7 +79,7 @@ def _draw_bound(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
     if bounded:
         highest = max(bounded, key=lambda result: result.points[-1].metrics[metric])
         label = metric.removesuffix("_samples_per_s").replace("_", " ")
-        _draw(axes, highest, metric, label, {"color": "black", "linestyle": "--"})
+        _draw(axes, highest, metric, label, {"color": "black", "linestyle": "--", "linewidth": 1.5})
 
 
 def _draw_changes(axes: Axes, results: Sequence[RunResult]) -> None:

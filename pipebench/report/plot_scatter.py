@@ -14,7 +14,17 @@ from matplotlib.transforms import Bbox
 
 from pipebench.report.definition import Picture
 from pipebench.report.evaluated import Evaluated
-from pipebench.report.plot_style import GREY, SMALL, colour, finish, marker, plain, write_values
+from pipebench.report.plot_style import (
+    GREY,
+    SMALL,
+    colour,
+    explain_marks,
+    finish,
+    mark_of,
+    marker,
+    plain,
+    write_values,
+)
 
 _SIDE_IN = 6.4
 _BAND = 1.2
@@ -35,6 +45,12 @@ class _Point:
     measure: int
     published: float
     reproduced: float
+    mark: str  # "" for a plain prediction
+
+    @property
+    def label(self) -> str:
+        """Its row and mark."""
+        return f"{self.title} {self.mark}".strip()
 
 
 def scatter_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
@@ -55,10 +71,15 @@ def scatter_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
             label = ", ".join(
                 [*([column.title] if len(report.columns) > 1 else []), *([measure.title] if len(measures) > 1 else [])]
             )
-            axes.plot(
-                [point.published for point in own], [point.reproduced for point in own], linestyle="none", markersize=6,
-                marker=marker(number), color=colour(index), alpha=0.85, label=plain(label, 60) if own else "",
-            )  # fmt: skip
+            # Filled: a prediction. Hollow: fitted, chosen in view of it, under a hypothesis or by construction.
+            for hollow in (False, True):
+                some = [point for point in own if bool(point.mark) == hollow]
+                named = some and (not hollow or len(some) == len(own))
+                axes.plot(
+                    [point.published for point in some], [point.reproduced for point in some], linestyle="none",
+                    marker=marker(number), markersize=6, color=colour(index), alpha=0.85,
+                    markerfacecolor="white" if hollow else colour(index), label=plain(label, 60) if named else "",
+                )  # fmt: skip
     for axis, what in ((axes.xaxis, "published"), (axes.yaxis, "reproduced")):
         axis.set_label_text(plain(f"{measures[0].title}, {what}" if len(measures) == 1 else what, 70))
     _scale(axes, low, high)
@@ -66,6 +87,7 @@ def scatter_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
         write_values(axis, measures[0])
     axes.set_aspect("equal")
     finish(axes)
+    explain_marks(figure, (cell for cell in evaluated.cells if cell.measure in picture.measures and cell.ratio))
     if len(report.columns) + len(measures) > 2:
         axes.legend(frameon=False, fontsize=SMALL, loc="upper left")
     _name(figure, axes, points, len(report.columns) - 1)
@@ -82,7 +104,7 @@ def _points(evaluated: Evaluated, picture: Picture) -> Iterator[_Point]:
                     assert cell.published is not None
                     published, reproduced = cast("float", cell.published.value), cast("float", cell.value)
                     if published > 0:
-                        yield _Point(row.title, index, number, published, reproduced)
+                        yield _Point(row.title, index, number, published, reproduced, mark_of(cell))
 
 
 def _scale(axes: Axes, low: float, high: float) -> None:
@@ -110,7 +132,7 @@ def _name(figure: Figure, axes: Axes, points: list[_Point], column: int) -> None
     for point in sorted(own, key=lambda each: (-_distance(each), each.title)):
         for x, y, horizontal, vertical in _PLACES:
             text = axes.annotate(
-                plain(point.title), (point.published, point.reproduced), xytext=(x, y), textcoords="offset points",
+                plain(point.label), (point.published, point.reproduced), xytext=(x, y), textcoords="offset points",
                 ha=horizontal, va=vertical, fontsize=_NAME_POINTS, color="#333333", annotation_clip=True,
             )  # fmt: skip
             box = text.get_window_extent()

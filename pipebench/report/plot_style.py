@@ -3,14 +3,17 @@
 Published values are grey and hollow; columns have Okabe and Ito's colours, distinct for colour-blind readers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, Formatter, FuncFormatter
 
 from pipebench.errors import printable
 from pipebench.report.definition import Measure
+from pipebench.report.evaluated import TableCell
+from pipebench.report.wording import CHOSEN, CONSTRUCTED, FITTED, SUPPOSED, marks
 from pipebench.show.profile_report import shortened
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -39,6 +42,23 @@ def plain(text: str, width: int = _TITLE_WIDTH) -> str:
 def label_of(measure: Measure) -> str:
     """Return the axis label of a measure."""
     return f"{measure.title} [samples/s]" if measure.unit == "samples/s" else measure.title
+
+
+# Of cells that are no plain prediction, in a few words.
+_MARKS = {CONSTRUCTED: "by construction", FITTED: "fitted on", CHOSEN: "chosen in view of it", SUPPOSED: "a hypothesis"}
+
+
+def mark_of(cell: TableCell) -> str:
+    """Return the marks of a cell that pictures explain."""
+    return "".join(mark for mark in marks(cell) if mark in _MARKS)
+
+
+def explain_marks(figure: Figure, cells: Iterable[TableCell]) -> None:
+    """Write the meaning of the cells' marks below a picture."""
+    used = {mark for cell in cells for mark in mark_of(cell)}
+    if used:
+        told = "   ".join(f"{mark} {meaning}" for mark, meaning in _MARKS.items() if mark in used)
+        figure.supxlabel(told, fontsize=SMALL, color=GREY)
 
 
 def write_values(axis: "Axis", measure: Measure) -> None:

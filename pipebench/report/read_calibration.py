@@ -17,7 +17,7 @@ def read_calibration(
     """Return the constants and their cells, None if the report fits nothing; faults go to `reading`."""
     if given is None:
         return None
-    data = reading.mapping(given, "calibration", ("column", "constants", "fitted_on"))
+    data = reading.mapping(given, "calibration", ("column", "constants", "fitted_on", "leave_out"))
     names = [column.name for column in columns]
     column = reading.plain(data, "calibration", "column", str)
     if column and column not in names:
@@ -40,7 +40,14 @@ def read_calibration(
         cluster, inside = reading.plain(each, key, "cluster", str), reading.plain(each, key, "key", str)
         pairs = tuple(pair for pair in found if pair is not None)
         constants.append(Constant(name, cluster, inside, texts["from"], texts["to"], pairs))
-    return Calibration(column, tuple(constants))
+    groups, known = (
+        reading.words(data, "calibration", "leave_out"),
+        dict.fromkeys(key for row in rows for key in row.at),
+    )
+    for group in groups:
+        if group not in known:
+            reading.fault("calibration.leave_out", choice(group[:60], known))
+    return Calibration(column, tuple(constants), tuple(groups))
 
 
 def _cell(

@@ -1,12 +1,16 @@
 """Read the claims and pictures of a report."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pipebench.errors import choice
-from pipebench.report.definition import OVER, PICTURES, Measure, Picture, PublishedClaim, Row
-from pipebench.report.expressions import claim_expression
+from pipebench.report.definition import OVER, PICTURES, ClaimedNumber, Measure, Picture, PublishedClaim, Row
+from pipebench.report.expressions import Expression, claim_expression, quoted_expression, unit_of
 from pipebench.report.metrics import STAGE_METRICS
 from pipebench.report.reading import Reading
+
+_CLAIM = ("text", "where", "holds", "tolerance", "value", "published", "within", "untestable")
+_KINDS = {"holds": "an expression", "value": "a number, with published and within", "untestable": "why"}
 
 
 def read_claims(
@@ -14,22 +18,46 @@ def read_claims(
 ) -> tuple[PublishedClaim, ...]:
     """Return the claims of a report; faults go to `reading`."""
     claims = []
-    numbers = [measure.name for measure in measures if measure.expression is not None]
+    units = {measure.name: measure.unit for measure in measures if measure.expression is not None}
+    names = [row.name for row in rows]
     for index, entry in enumerate(reading.items(given, "claims", "claims, each a mapping")):
         key = f"claims.{index}"
-        data = reading.mapping(entry, key, ("text", "where", "holds", "untestable"))
-        holds = None
-        if ("holds" in data) == ("untestable" in data):
-            reading.fault(key, "needed is one of holds (an expression) and untestable (why)")
-        elif "holds" in data:
+        data = reading.mapping(entry, key, _CLAIM)
+        expressions: dict[str, Expression] = {}
+        for kind, parse in (("holds", claim_expression), ("value", quoted_expression)):
             try:
-                holds = claim_expression(str(data["holds"]), numbers, [row.name for row in rows])
+                expressions |= {kind: parse(str(data[kind]), [*units], names)} if kind in data else {}
             except ValueError as error:
-                reading.fault(f"{key}.holds", str(error))
-        untestable = reading.plain(data, key, "untestable", str) if "untestable" in data else None
-        text = reading.plain(data, key, "text", str)
-        claims.append(PublishedClaim(text, reading.plain(data, key, "where", str, ""), holds, untestable))
+                reading.fault(f"{key}.{kind}", str(error))
+        if sum(kind in data for kind in _KINDS) != 1:
+            reading.fault(key, f"needed is one of {', '.join(f'{kind} ({what})' for kind, what in _KINDS.items())}")
+        claims.append(
+            PublishedClaim(
+                text=reading.plain(data, key, "text", str),
+                where=reading.plain(data, key, "where", str, ""),
+                holds=expressions.get("holds"),
+                untestable=reading.plain(data, key, "untestable", str) if "untestable" in data else None,
+                tolerance=reading.plain(data, key, "tolerance", str, ""),
+                number=_number(data, expressions.get("value"), units, key, reading),
+            )
+        )
     return tuple(claims)
+
+
+def _number(
+    data: Mapping[str, Any], value: Expression | None, units: Mapping[str, str], key: str, reading: Reading
+) -> ClaimedNumber | None:
+    """Return the number that a claim states; None for one that states none."""
+    if "value" not in data:
+        for name in ("published", "within"):
+            if name in data:
+                reading.fault(f"{key}.{name}", "goes with value: what is compared with the published number")
+        return None
+    published, within = (reading.plain(data, key, name, float) for name in ("published", "within"))
+    for name, number in (("published", published), ("within", within)):
+        if number <= 0 and name in data:
+            reading.fault(f"{key}.{name}", f"got {number:g}, allowed is a number above 0")
+    return ClaimedNumber(value, unit_of(value, units), published or 1.0, within) if value is not None else None
 
 
 def read_pictures(

@@ -9,7 +9,7 @@ from pipebench.report.expressions import Expression, value_expression
 from pipebench.report.metrics import metric_problem
 from pipebench.report.reading import Reading, as_title
 
-_MEASURE = ("title", "unit", "value", "plan_of", "against", "better", "shown")
+_MEASURE = ("title", "unit", "value", "plan_of", "against", "better", "shown", "published_as")
 
 
 def read_columns(given: object, reading: Reading) -> tuple[Column, ...]:
@@ -65,6 +65,7 @@ def read_measures(given: object, rows: Sequence[Row], reading: Reading) -> tuple
             against=reading.plain(data, key, "against", str) if "against" in data else None,
             better=reading.one_of(data, key, "better", BETTER, "") or None,
             shown=reading.plain(data, key, "shown", bool, True),
+            published_as=reading.one_of(data, key, "published_as", [*spelled], "") or None,
         )
         if measure.against is not None and expression is not None:
             reading.fault(f"{key}.against", "goes with plan_of: it names the run that has the published plan")
@@ -100,6 +101,7 @@ def check_cells(rows: Sequence[Row], measures: tuple[Measure, ...], reading: Rea
             ("published", row.published),
             ("by_construction", row.by_construction),
             ("hypothesis", row.hypothesis),
+            ("chosen", row.chosen),
         ):
             for name in given:
                 if name not in names and not failed:

@@ -11,7 +11,7 @@ from pipebench.report.definition import Bound, Published, Row, RunReference
 from pipebench.report.reading import NO_WORD, WORD, Reading
 from pipebench.report.rows import MOST_ROWS, generated, substituted
 
-_ROW = ("name", "title", "for", "at", "runs", "published", "where", "by_construction", "hypothesis", "note")
+_ROW = ("name", "title", "for", "at", "runs", "published", "where", "by_construction", "hypothesis", "chosen", "note")
 _RUN = ("recipe", "engine", "seeds", "columns", "minibatch")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _BOUNDS = tuple(bound for bound in get_args(Bound) if bound != "exact")
@@ -65,6 +65,7 @@ def _row(data: Mapping[str, Any], at: Mapping[str, Any], shared: Mapping[str, An
         where=reading.plain(data, key, "where", str, ""),
         by_construction=_texts(data, key, "by_construction", reading),
         hypothesis=_texts(data, key, "hypothesis", reading),
+        chosen=_texts(data, key, "chosen", reading),
         note=reading.plain(data, key, "note", str, ""),
         at=at,
     )

@@ -3,11 +3,8 @@
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
-import pipebench
 from pipebench.files import FileError, read_text
 from pipebench.files import replace as replace_file
 from pipebench.report import contents
@@ -16,6 +13,7 @@ from pipebench.report.evaluated import Evaluated
 from pipebench.report.markdown import blocks_markdown, markdown
 from pipebench.report.plots import draw_plots
 from pipebench.report.tables import tables
+from pipebench.report.values import VALUES, values_of, write_values
 from pipebench.show.html import html
 
 MARKDOWN, HTML = "report.md", "report.html"
@@ -37,20 +35,16 @@ def render(evaluated: Evaluated, folder: Path) -> Rendered:
     drawn = draw_plots(evaluated, folder)
     removed = tuple(leftovers(evaluated.report.name, folder / MARKDOWN, {image.name for image in drawn.values()}))
     page = contents.page_of(evaluated, drawn)
-    texts = {MARKDOWN: markdown(page), HTML: html(page, folder, evaluated.server, _footer())}
-    for name, text in texts.items():
-        replace_file(folder / name, text.encode())
+    texts = {MARKDOWN: markdown(page).encode(), HTML: html(page, folder, evaluated.server).encode()}
+    texts[VALUES] = write_values(values_of(evaluated))
+    for name, content in texts.items():
+        replace_file(folder / name, content)
     for path in removed:
         path.unlink(missing_ok=True)
     pictures = tuple(folder / f"{image.name}.png" for image in drawn.values())
     vectors = tuple(path.with_suffix(".svg") for path in pictures)
     files = (*(folder / name for name in texts), *pictures, *vectors)
     return Rendered(files, pictures, removed, blocks_markdown(tables(evaluated)))
-
-
-def _footer() -> str:
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return f"Rendered {made} by pipebench {pipebench.__version__}, torch {version('torch')}."
 
 
 # Pictures of an earlier page are removed, but the folder may hold other files (`--out`): only those count that the

@@ -7,8 +7,17 @@ order of cells.
 import math
 from collections.abc import Iterator, Sequence
 
-from pipebench.report.definition import Report
-from pipebench.report.evaluated import ALL, NOT_BY_CONSTRUCTION, NOT_FITTED, Score, TableCell
+from pipebench.report.definition import Measure, Report
+from pipebench.report.evaluated import (
+    ALL,
+    CONSTANT,
+    NOT_BY_CONSTRUCTION,
+    NOT_CHOSEN,
+    NOT_FITTED,
+    Score,
+    TableCell,
+    Verdict,
+)
 
 _FEWEST = 3  # ranks of two are always right or always wrong
 
@@ -17,15 +26,44 @@ def scores_of(report: Report, cells: Sequence[TableCell]) -> Iterator[Score]:
     """Yield the scores of every column and measure: over all cells, then over informative subsets if smaller."""
     for measure in report.measures:
         for column in report.columns:
-            mine = [cell for cell in cells if (cell.measure, cell.column) == (measure.name, column.name)]
-            counted = [cell for cell in mine if cell.ratio is not None and cell.ratio > 0]
-            free = [cell for cell in counted if cell.by_construction is None]
             before: list[TableCell] = []
-            predicted = [cell for cell in free if not cell.fitted]
-            for over, some in ((ALL, counted), (NOT_BY_CONSTRUCTION, free), (NOT_FITTED, predicted)):
+            sets = _sets(report, measure, column.name, cells)
+            for over, some in sets.items():
                 if some and some != before:
                     yield _score(column.name, measure.name, over, some)
                 before = some
+            fitted = [cell for cell in sets[NOT_BY_CONSTRUCTION] if cell.fitted and not measure.published_as]
+            if fitted:
+                yield from _constant(measure, [_published(cell) for cell in fitted], sets)
+
+
+def _sets(report: Report, measure: Measure, column: str, cells: Sequence[TableCell]) -> dict[str, list[TableCell]]:
+    """Return the cells of a measure and column with a ratio: all, and each informative subset of the set before."""
+    mine = [cell for cell in cells if (cell.measure, cell.column) == (measure.name, column)]
+    counted = [cell for cell in mine if cell.ratio is not None and cell.ratio > 0]
+    name = measure.published_name
+    free = [cell for cell in counted if name not in report.row(cell.row).by_construction]
+    predicted = [cell for cell in free if not cell.fitted]
+    blind = [cell for cell in predicted if name not in report.row(cell.row).chosen]
+    return {ALL: counted, NOT_BY_CONSTRUCTION: free, NOT_FITTED: predicted, NOT_CHOSEN: blind}
+
+
+def _constant(measure: Measure, fitted: Sequence[float], sets: dict[str, list[TableCell]]) -> Iterator[Score]:
+    """Yield the scores of the simplest prediction: the geometric mean of the fitted cells' published values."""
+    mean = math.exp(math.fsum(map(math.log, fitted)) / len(fitted))
+    for over in (NOT_FITTED, NOT_CHOSEN):
+        ratios = [mean / _published(cell) for cell in sets[over]]
+        if ratios:
+            yield Score(CONSTANT, measure.name, over, len(ratios), geometric_mean_error(ratios), None)
+
+
+def claim_scores(report: Report, verdicts: Sequence[Verdict]) -> Iterator[Score]:
+    """Yield the scores of the numbers that claims state, per column."""
+    for column in report.columns:
+        found = [each for each in verdicts if each.column == column.name and each.ratio is not None and each.ratio > 0]
+        ratios = [each.ratio for each in found if each.ratio is not None]
+        if ratios:
+            yield Score(column.name, "", ALL, len(ratios), geometric_mean_error(ratios), None)
 
 
 def geometric_mean_error(ratios: Sequence[float]) -> float:
@@ -50,7 +88,12 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def _score(column: str, measure: str, over: str, cells: Sequence[TableCell]) -> Score:
-    pairs = [(cell.value, cell.published.value) for cell in cells if cell.published is not None]
-    ours, theirs = ([float(each) for each in side if each is not None] for side in zip(*pairs, strict=True))
+    ours, theirs = ([float(cell.value) for cell in cells if cell.value], [_published(cell) for cell in cells])
     ratios = [cell.ratio for cell in cells if cell.ratio is not None]
     return Score(column, measure, over, len(cells), geometric_mean_error(ratios), rank_correlation(ours, theirs))
+
+
+def _published(cell: TableCell) -> float:
+    """Return the published number of a cell with a ratio."""
+    assert cell.published is not None
+    return float(cell.published.value)

@@ -8,6 +8,7 @@ from pipebench.report.evaluated import Evaluated, TableCell
 from pipebench.report.origins import links
 from pipebench.report.reasons import same_plan
 from pipebench.report.wording import (
+    CHOSEN,
     CONSTRUCTED,
     FITTED,
     MARKS,
@@ -28,7 +29,7 @@ def tables(evaluated: Evaluated) -> list[Block]:
     """Return a table per published measure, one for all others, and legends."""
     report, grid = evaluated.report, _Grid(evaluated)
     shown = [measure for measure in report.measures if measure.shown]
-    compared = [measure for measure in shown if any(measure.name in row.published for row in report.rows)]
+    compared = [measure for measure in shown if any(measure.published_name in row.published for row in report.rows)]
     own = [measure for measure in shown if measure not in compared]
     blocks = [block for measure in compared if measure.plan_of is None for block in _compared(grid, measure)]
     blocks += _own(grid, own)
@@ -58,7 +59,10 @@ class _Grid:
         return [
             row
             for row in self.rows
-            if any(measure.name in row.published or any(self.cells(row, measure)) for measure in measures)
+            if any(
+                (not each.published_as and each.name in row.published) or any(self.cells(row, each))
+                for each in measures
+            )
         ]
 
 
@@ -73,7 +77,7 @@ def _compared(grid: _Grid, measure: Measure) -> list[Block]:
             (
                 PageEntry(row.title),
                 *((PageEntry(row.where),) if wheres else ()),
-                PageEntry(published_text(row.published.get(measure.name), measure)),
+                PageEntry(published_text(row.published.get(measure.published_name), measure)),
                 *(
                     entry
                     for cell in grid.cells(row, measure)
@@ -137,7 +141,7 @@ def _plans(grid: _Grid, measure: Measure) -> list[Block]:
 
 
 def _published_plan(row: Row, measure: Measure) -> tuple[str, str]:
-    text = published_text(row.published.get(measure.name), measure)
+    text = published_text(row.published.get(measure.published_name), measure)
     return text, UNKNOWN if text == UNKNOWN else plan_class(text)
 
 
@@ -202,7 +206,9 @@ def _remarks_on(cell: TableCell | None) -> list[str]:
     if cell is None:
         return []
     told = [
-        f"`{mark}` {text}" for mark, text in ((CONSTRUCTED, cell.by_construction), (SUPPOSED, cell.hypothesis)) if text
+        f"`{mark}` {text}"
+        for mark, text in ((CONSTRUCTED, cell.by_construction), (CHOSEN, cell.chosen), (SUPPOSED, cell.hypothesis))
+        if text
     ]
     problem = [cell.problem] if cell.problem and ":" in cell.problem else []
     return [*told, *problem, *cell.remarks, *([cell.reason] if cell.reason else [])]

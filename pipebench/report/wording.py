@@ -6,10 +6,11 @@ from pipebench.formats import UNKNOWN, num_bytes, number, ratio, seconds
 from pipebench.report.definition import Measure, Published
 from pipebench.report.evaluated import TableCell
 
-CONSTRUCTED, FITTED, SUPPOSED, REMARKED = "=", "*", "?", "!"
+CONSTRUCTED, FITTED, CHOSEN, SUPPOSED, REMARKED = "=", "*", "^", "?", "!"
 MARKS = {
     CONSTRUCTED: "holds by construction: such cells are counted apart",
     FITTED: "a constant of the column was fitted on this cell; all others are predictions",
+    CHOSEN: "something was chosen with this result in view, named below its first table: fitted, in effect",
     SUPPOSED: "rests on a hypothesis, named below its first table",
     REMARKED: "stands under a remark below its first table: it wouldn't fit in memory, or some seeds missed",
 }
@@ -53,6 +54,11 @@ def number_text(value: float, unit: str) -> str:
     return _REPRODUCED[unit](value)
 
 
+def published_number(value: float, unit: str) -> str:
+    """Return a published number in one of `UNITS`, with the digits it was printed with."""
+    return _PUBLISHED[unit](value)
+
+
 def reproduced_text(cell: TableCell | None, measure: Measure) -> str:
     """Return a reproduced value, with the range of several seeds, or the problem."""
     if cell is None:
@@ -72,7 +78,7 @@ def published_text(published: Published | None, measure: Measure) -> str:
         return UNKNOWN
     if isinstance(published.value, str):
         return published.value
-    return f"{_BOUNDS[published.bound]}{_PUBLISHED[measure.unit](published.value)}"
+    return f"{_BOUNDS[published.bound]}{published_number(published.value, measure.unit)}"
 
 
 def compared_text(cell: TableCell | None) -> str:
@@ -92,8 +98,14 @@ def marks(cell: TableCell | None) -> str:
     """Return the marks of a cell, in the order of `MARKS`."""
     if cell is None:
         return ""
-    marks = {CONSTRUCTED: cell.by_construction, FITTED: cell.fitted, SUPPOSED: cell.hypothesis, REMARKED: cell.remarks}
-    return "".join(mark for mark, holds in marks.items() if holds)
+    marked = {
+        CONSTRUCTED: cell.by_construction,
+        FITTED: cell.fitted,
+        CHOSEN: cell.chosen,
+        SUPPOSED: cell.hypothesis,
+        REMARKED: cell.remarks,
+    }
+    return "".join(mark for mark, holds in marked.items() if holds)
 
 
 def plan_class(plan: str) -> str:

@@ -49,9 +49,8 @@ def story(request: RunRequest, recipe: Recipe, result: RunResult, folder: Path |
         *(Heading("What to try next"), Text(tried)),
     ]
     line = command("run", loaded, [*overrides, *loaded.words])
-    page = Page(line, f"{result.name}, seed {result.seed}", tuple(blocks))
-    footer = f"Written by pipebench {pipebench.__version__}: {result.engine} engine, {result.clock} clock."
-    return html(page, folder or Path(), "", footer)
+    blocks.append(Text(f"Written by pipebench {pipebench.__version__}: {result.engine} engine, {result.clock} clock."))
+    return html(Page(line, f"{result.name}, seed {result.seed}", tuple(blocks)), folder or Path(), "")
 
 
 def answer_of(job: Job) -> Answer:

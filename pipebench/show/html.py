@@ -37,14 +37,13 @@ td code { overflow-wrap: anywhere; }
 .word .runs > * { margin: 0 .5em 0 0; }
 figure { margin: 1rem 0; }
 figure img { max-width: 100%; height: auto; }
-figcaption, footer { color: var(--pale); font-size: .87rem; }
+figcaption { color: var(--pale); font-size: .87rem; }
 @media (min-width: 50rem) { td:first-child { white-space: nowrap; } }
 summary { cursor: pointer; color: var(--link); }
-footer { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: .5rem; }
 """
 
 
-def html(page: Page, folder: Path, server: str, footer: str) -> str:
+def html(page: Page, folder: Path, server: str) -> str:
     """Return a page as HTML, embedding the pictures in `folder`: SVG files, or PNGs where there is none.
 
     Links lead to `server`, MLflow's address; without one there are none.
@@ -66,7 +65,6 @@ def html(page: Page, folder: Path, server: str, footer: str) -> str:
 <nav>
 {places}</nav>
 {body}
-<footer>{escape(footer)}</footer>
 </body>
 </html>
 """

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from pipebench.model.sampling import Size, UnitShape
 from pipebench.schedule.instructions import ENDS
 from pipebench.schedule.pipeline import Pipeline
+from pipebench.simulate.meter import COMPUTED
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import Transfer
 
@@ -47,6 +48,7 @@ class Mark(NamedTuple):
     clock_s: float
     samples: int  # finished
     num_bytes: Counter[tuple[str, str]]  # arrived, by kind and level
+    busy_s: float = 0.0  # of forwards, backwards and updates, over all workers
 
 
 class Marks:
@@ -56,6 +58,7 @@ class Marks:
         self.made: list[Mark] = []  # since the segment began, counted from there
         self._every, self._finishes = every, Finishes(pipeline)
         self._num_bytes: Counter[tuple[str, str]] = Counter()
+        self._busy_s = 0.0
 
     def begin(self, size_of: Callable[[int], Size]) -> None:
         """Start a segment."""
@@ -63,15 +66,18 @@ class Marks:
         self._finishes.units.clear()
         self._finishes.begin(size_of)
         self._num_bytes.clear()
+        self._busy_s = 0.0
 
     def event(self, event: TimelineEvent) -> None:
         """Record an event."""
+        if event.instruction.op in COMPUTED:
+            self._busy_s += event.end_s - event.start_s
         units = self._finishes.units
         before = len(units)
         self._finishes.event(event)
         if len(units) > before and len(units) % self._every == 0:
             samples = sum(unit.samples for unit in units)
-            self.made.append(Mark(units[-1].end_s, samples, Counter(self._num_bytes)))
+            self.made.append(Mark(units[-1].end_s, samples, Counter(self._num_bytes), self._busy_s))
 
     def transfer(self, transfer: Transfer) -> None:
         """Count what has arrived."""

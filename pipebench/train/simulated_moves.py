@@ -29,6 +29,8 @@ from pipebench.train.repartitioning import Repartitioning
 from pipebench.train.result import COMPLETED, Point, RunResult
 from pipebench.train.simulated import epoch_notes, planned_metrics, shares, totalled
 
+_MOVED = "migration_bytes_per_s"
+
 
 def simulate_moving(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
     """Simulate all epochs of a job whose layers may move; evaluations and checkpoints drain, and take no time.
@@ -54,7 +56,8 @@ def simulate_moving(job: Job, watch: MemoryForecast | None = None) -> tuple[RunR
         metrics=totalled(setup, samples, engine.totals)
         | {"steady_throughput_samples_per_s": setup.sampler.num_samples / epoch.end_s}
         | ({} if times else planned_metrics(job))
-        | move_metrics(made, engine.totals.num_bytes),
+        | move_metrics(made, engine.totals.num_bytes)
+        | {"migration_peak_bytes_per_s": max(point.metrics[_MOVED] for point in points)},
         points=points,
         stages=tuple(row | each for row, each in zip(describe_stages(last), shares(last, epoch), strict=True)),
         moves=made,
@@ -71,7 +74,7 @@ def _trained(periods: Periods, engine: SimulatedEngine, moves: Repartitioning) -
         samples, last = sampler.samples_before(done), before
         done = moves.train(done, periods.next_drain(done))
         for mark in engine.marks:
-            yield Point(samples + mark.samples, mark.clock_s, _rates(last, mark))
+            yield Point(samples + mark.samples, mark.clock_s, _rates(last, mark, engine.setup.pipeline.num_workers))
             last = mark
         before, sent = Mark(engine.clock_s, 0, Counter()), Counter(engine.totals.num_bytes)
         if done < periods.total:
@@ -80,15 +83,16 @@ def _trained(periods: Periods, engine: SimulatedEngine, moves: Repartitioning) -
                 before.num_bytes[key] = sent[key] - count
 
 
-def _rates(before: Mark, mark: Mark) -> dict[str, float]:
-    """Return rates per second between two moments of a segment."""
+def _rates(before: Mark, mark: Mark, num_workers: int) -> dict[str, float]:
+    """Return rates per second between two moments of a segment, and the share of it in which workers were busy."""
     took_s = mark.clock_s - before.clock_s
     sent = sum_by(mark.num_bytes - before.num_bytes, 0, (*TRAINING_KINDS, MIGRATION))
     moved = sent.pop(MIGRATION, 0)
     return {
         "throughput_samples_per_s": (mark.samples - before.samples) / took_s,
         "comm_bytes_per_s": sum(sent.values()) / took_s,
-        "migration_bytes_per_s": moved / took_s,
+        _MOVED: moved / took_s,
+        "busy_fraction": (mark.busy_s - before.busy_s) / (num_workers * took_s),
     }
 
 

@@ -1,8 +1,7 @@
 """What the planner's reports are about: Table 1's models and clusters, and how a table is written.
 
-Analytic profiles are those of the zoo's full-size recipes. The measured profiles and the published values aren't part
-of this repository: whoever has them puts them into `../shared/profiles` and `../shared/published`. Without them the
-reports leave them out, and say so.
+Analytic profiles are those of the zoo's full-size recipes. The measured profiles aren't part of this repository:
+whoever has them puts them into `../shared/profiles`. Without them the reports leave them out, and say so.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from pipebench.recipe.schema import Recipe
 from pipebench.train.profiled_model import profile_model
 from tests.profile.judging import GNMT_FILE, SENTENCES, VGG_FILE
 
-PUBLISHED = Path(__file__).parents[3] / "shared" / "published" / "pipedream_sosp19.yaml"
+PUBLISHED = Path(__file__).parents[1] / "published" / "pipedream_sosp19.yaml"
 _CLUSTERS = {"Cluster-A": "cluster-a", "Cluster-B": "cluster-b", "Cluster-C": "cluster-c"}
 # File and samples per minibatch of the models that the artifact measured.
 _MEASURED = {"vgg-16": (VGG_FILE, 128), "gnmt-8": (GNMT_FILE, SENTENCES)}
@@ -74,9 +73,7 @@ class TableRow:
 
 
 def published_rows() -> list[TableRow]:
-    """Return the rows of Table 1, or none if the published values aren't there."""
-    if not PUBLISHED.is_file():
-        return []
+    """Return the rows of Table 1."""
     entries = [entry for entry in yaml.safe_load(PUBLISHED.read_text())["entries"] if entry["id"].startswith("t1-")]
     rows = []
     for name, values in ((entry["id"], entry["values"]) for entry in entries):

@@ -1,7 +1,7 @@
 """Print what PipeDream's Table 1 chose beside what this planner chooses: `python -m reports.studies.table1_plans`.
 
-It needs the published values in `../shared/published`; what it prints is `table1_plans.md`. Nothing is tuned: where the
-choices differ, one thing at a time is varied until the planner chooses what the paper did, or nothing is left to vary.
+What it prints is `table1_plans.md`. Nothing is tuned: where the choices differ, one thing at a time is varied until the
+planner chooses what the paper did, or nothing is left to vary.
 """
 
 import itertools
@@ -273,9 +273,6 @@ def main(rows: Sequence[TableRow] | None = None, models: Sequence[CostModel] = t
     """Print the page; all rows under all cost models unless given."""
     rows = published_rows() if rows is None else rows
     print(HEAD)
-    if not rows:
-        print("The published values aren't there (`../shared/published`), so there is no table.")
-        return
     if missing():
         print(f"Left out, for want of `../shared/profiles`: the measured {', '.join(missing())}.\n")
     cases = []

@@ -1,0 +1,94 @@
+"""A claim of a shipped report says how near is near enough, and other results than today's make it fail."""
+
+import random
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+import pytest
+
+from pipebench.report.catalog import find_report, report_names, reports_folder
+from pipebench.report.definition import PublishedClaim, Report
+from pipebench.report.evaluate import verdict
+from pipebench.report.evaluated import NO, YES
+from pipebench.report.expressions import Cells, Look, NoValueError, Value
+from pipebench.report.load import read_report
+from pipebench.report.values import VALUES, ReportValues, read_values
+
+REPORTS = {name: read_report(find_report(name))[0] for name in report_names()}
+CLAIMS = [(name, claim) for name, report in REPORTS.items() for claim in report.claims if claim.untestable is None]
+NEAR = 0.35  # further off is not the number that was claimed
+LEAST_FAILURES = 0.05  # of random results
+
+
+def test_there_are_claims_of_both_kinds() -> None:
+    assert sum(claim.number is not None for _, claim in CLAIMS) > 20
+    assert sum(claim.number is None for _, claim in CLAIMS) > 50
+
+
+@pytest.mark.parametrize(("name", "claim"), [pytest.param(*each, id=f"{each[0]}: {each[1].text}") for each in CLAIMS])
+def test_a_claim_says_its_tolerance_and_can_fail(name: str, claim: PublishedClaim) -> None:
+    if claim.number is not None:
+        assert 0 < claim.number.within <= NEAR
+    else:
+        assert claim.tolerance
+    answers = [*_at_random(REPORTS[name], claim)]
+    assert answers.count(NO) >= LEAST_FAILURES * len(answers)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in REPORTS if (reports_folder() / f"rendered/{name}/{VALUES}").exists()]
+)
+def test_a_claim_that_holds_fails_when_one_measure_is_twice_or_half_as_large(name: str) -> None:
+    """From today's values: some row's cell, or a measure's cells of all rows, by a factor of two at most."""
+    values = read_values(reports_folder() / "rendered" / name / VALUES)
+    for claim in REPORTS[name].claims:
+        for column in values.columns:
+            if any((each.text, each.column, each.answer) == (claim.text, column, YES) for each in values.claims):
+                assert NO in _disturbed(values, claim, column), f"{claim.text}, {column}"
+
+
+def _disturbed(values: ReportValues, claim: PublishedClaim, column: str) -> Iterator[str]:
+    cells = {
+        (each.measure, each.row): each.value
+        for each in values.cells
+        if each.column == column and not isinstance(each.value, str)
+    }
+    places = {place for measure, row in cells for place in ((measure, row), (measure, ""))}
+    for measure, row in sorted(places):
+        for change in (0.5, 0.8, 1.25, 2.0):
+            changed = {
+                place: value * change + (change - 1) * 1e-6 if place[0] == measure and row in ("", place[1]) else value
+                for place, value in cells.items()
+            }
+            yield _answer(claim, changed)
+
+
+def _at_random(report: Report, claim: PublishedClaim) -> Iterator[str]:
+    """Yield a claim's answers for positive cells that know nothing of each other, over two orders of magnitude."""
+    chance = random.Random(0)
+    usual = {"bytes": 1e10, "count": 10.0}  # of others 1
+    cells = {
+        (measure.name, row.name): usual.get(measure.unit, 1.0)
+        for measure in report.measures
+        for row in report.rows
+        if measure.expression
+    }
+    for _ in range(200):
+        yield _answer(claim, {place: value * 10 ** chance.uniform(-1.5, 0.5) for place, value in cells.items()})
+
+
+def _answer(claim: PublishedClaim, cells: dict[tuple[str, str], float]) -> str:
+    try:
+        return verdict(claim, "", _look_in(cells)).answer
+    except NoValueError:
+        return YES  # no answer is no failure
+
+
+def _look_in(cells: dict[tuple[str, str], float]) -> Look:
+    def look(measure: str, row: str) -> Value:
+        if (measure, row) in cells:
+            return cells[measure, row]
+        found = {name: value for (of, name), value in cells.items() if of == measure}
+        return Cells({name: value for name, value in found.items() if not row or fnmatchcase(name, row)})
+
+    return look
