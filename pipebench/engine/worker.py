@@ -5,7 +5,7 @@ process, the distributed engine between processes. Everything else is the same i
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -23,10 +23,17 @@ from pipebench.engine.replicas import replica_of_stage
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, share_of
 from pipebench.engine.updates import Updates
-from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
 from pipebench.schedule.programs import NOTHING
 from pipebench.simulate.timeline import EVALUATION
+
+_OF_A_UNIT: Final = frozenset(
+    {
+        Op.LOAD_INPUT, Op.FORWARD, *BACKWARDS, *COPIES, Op.RECEIVE_ACTIVATION, Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT,
+        Op.SEND_GRADIENT,
+    }
+)  # fmt: skip
 
 
 class Worker:
@@ -152,27 +159,26 @@ class Worker:
         Raises:
             CrossingError: a value can't be sent to another stage; names its layer.
         """
+        if instruction.op in _OF_A_UNIT and self.feed.size(instruction.number) == 0:
+            # In a minibatch with fewer samples than microbatches: nothing to do, but a backward may end a round.
+            self._end_round(instruction, collectives)
+            return None
         return self.handlers[instruction.op](instruction, transport, collectives)
 
-    # One method per instruction. A unit without samples, in a minibatch with fewer samples than microbatches, does
-    # nothing, except that its backward may end a round.
+    # One method per instruction.
 
     def _load(self, it: Instruction, _: Transport, __: Collectives) -> None:
-        if self.feed.size(it.number) > 0:
-            names = self.running[it.stage].inputs if self._scores is None else self._stages[it.stage].inputs
-            inputs = self.feed.inputs(it.stage, self.index, it.number, names)
-            self._inputs[it.stage, it.number] = inputs
+        names = self.running[it.stage].inputs if self._scores is None else self._stages[it.stage].inputs
+        inputs = self.feed.inputs(it.stage, self.index, it.number, names)
+        self._inputs[it.stage, it.number] = inputs
 
     def _receive_activation(self, it: Instruction, transport: Transport, _: Collectives) -> None:
-        if self.feed.size(it.number) > 0:
-            kind = ACTIVATION if self._scores is None else EVALUATION
-            values = transport.receive(kind, it.number, it.peer, it.stage)
-            self.crossing.take_values(it.stage, it.number, values)
+        kind = ACTIVATION if self._scores is None else EVALUATION
+        values = transport.receive(kind, it.number, it.peer, it.stage)
+        self.crossing.take_values(it.stage, it.number, values)
 
     def _forward(self, it: Instruction, _: Transport, __: Collectives) -> UnitLoss | None:
         unit = it.number
-        if self.feed.size(unit) == 0:
-            return None
         inputs = self._inputs.pop((it.stage, unit), [])
         received = self.crossing.received(it.stage, unit)
         if self._scores is not None:
@@ -205,50 +211,42 @@ class Worker:
             scores.add(output, self.feed.targets(unit), self.feed.weight(unit))
 
     def _send_activation(self, it: Instruction, transport: Transport, _: Collectives) -> None:
-        if self.feed.size(it.number) > 0:
-            kind = ACTIVATION if self._scores is None else EVALUATION
-            values = self.crossing.values_for(it.stage, it.number, it.peer)
-            transport.send(kind, it.number, it.stage, it.peer, values)
+        kind = ACTIVATION if self._scores is None else EVALUATION
+        values = self.crossing.values_for(it.stage, it.number, it.peer)
+        transport.send(kind, it.number, it.stage, it.peer, values)
 
     def _receive_gradient(self, it: Instruction, transport: Transport, _: Collectives) -> None:
-        if self.feed.size(it.number) > 0:
-            gradients = transport.receive(GRADIENT, it.number, it.peer, it.stage)
-            self.crossing.take_gradients(it.stage, it.number, it.peer, gradients)
+        gradients = transport.receive(GRADIENT, it.number, it.peer, it.stage)
+        self.crossing.take_gradients(it.stage, it.number, it.peer, gradients)
 
     def _backward(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
-        if self.feed.size(it.number) > 0:
-            replica, arrived = self.running[it.stage], self.crossing.arrived(it.stage, it.number)
-            on_gradient, move = self._on_gradient(it, collectives), self.updates.move(it)
-            self._leave_back(it, replica.backward(it.number, arrived, on_gradient, move))
-            for extension in self.extensions.values():
-                extension.passed(it.stage)
+        replica, arrived = self.running[it.stage], self.crossing.arrived(it.stage, it.number)
+        on_gradient, move = self._on_gradient(it, collectives), self.updates.move(it)
+        self._leave_back(it, replica.backward(it.number, arrived, on_gradient, move))
+        for extension in self.extensions.values():
+            extension.passed(it.stage)
         self._end_round(it, collectives)
 
     def _backward_input(self, it: Instruction, _: Transport, __: Collectives) -> None:
-        if self.feed.size(it.number) > 0:
-            replica, arrived = self.replicas[it.stage], self.crossing.arrived(it.stage, it.number)
-            self._leave_back(it, replica.backward_input(it.number, arrived, self.updates.move(it)))
+        replica, arrived = self.replicas[it.stage], self.crossing.arrived(it.stage, it.number)
+        self._leave_back(it, replica.backward_input(it.number, arrived, self.updates.move(it)))
 
     def _backward_weight(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
-        if self.feed.size(it.number) > 0:
-            self.replicas[it.stage].backward_weight(it.number, self._on_gradient(it, collectives))
-            self.note_memory()
+        self.replicas[it.stage].backward_weight(it.number, self._on_gradient(it, collectives))
+        self.note_memory()
         self._end_round(it, collectives)
 
     def _send_gradient(self, it: Instruction, transport: Transport, _: Collectives) -> None:
-        if self.feed.size(it.number) > 0:
-            gradients = self.crossing.gradients_for(it.stage, it.number, it.peer)
-            transport.send(GRADIENT, it.number, it.stage, it.peer, gradients)
+        gradients = self.crossing.gradients_for(it.stage, it.number, it.peer)
+        transport.send(GRADIENT, it.number, it.stage, it.peer, gradients)
 
     def _swap_out(self, it: Instruction, transport: Transport, _: Collectives) -> None:
-        if self.feed.size(it.number) > 0:
-            transport.copied(SWAP_OUT, self.running[it.stage].swap_out(it.number))
-            self.note_memory()
+        transport.copied(SWAP_OUT, self.running[it.stage].swap_out(it.number))
+        self.note_memory()
 
     def _swap_in(self, it: Instruction, transport: Transport, _: Collectives) -> None:
-        if self.feed.size(it.number) > 0:
-            transport.copied(SWAP_IN, self.running[it.stage].swap_in(it.number))
-            self.note_memory()
+        transport.copied(SWAP_IN, self.running[it.stage].swap_in(it.number))
+        self.note_memory()
 
     def _wait_all_reduce(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         replica = self.replicas[it.stage]

@@ -69,7 +69,7 @@ class MovingWorker(WorkerExtension):
 
         def handle(it: Instruction, transport: Transport, collectives: Collectives) -> UnitLoss | None:
             done, worker = handler(it, transport, collectives), self._worker
-            if self.monitor is not None and worker.trains and worker.feed.size(it.number) > 0:
+            if self.monitor is not None and worker.trains:
                 (self.monitor.sent if it.op in _SENDS else self.monitor.received)(it, transport)
             return done
 
