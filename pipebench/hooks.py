@@ -1,11 +1,12 @@
 """Extensions: features beside the core, imported only by a run that enables them.
 
 The core looks up what an extension provides by the name of a hook, at one place each, and has no other reference to
-it. A recipe enables an extension by the section of its name, or by the `sync` that needs it.
+it. A recipe enables an extension by the section of its name, by one of its `keys`, or by the `sync` that needs it.
 
 | hook | used by | what it is |
 | --- | --- | --- |
 | `section` | `recipe/leaves.py` | a dataclass: the keys of a recipe's section of the extension's name |
+| `keys` | `recipe/draft.py` | keys of recipes, any of which enables it, in place of its section; no module |
 | `choices`, `ranges` | `recipe/draft.py` | what its keys may be, as in `recipe/ranges.py` |
 | `paths` | `recipe/load.py` | its keys that may name a file beside the recipe |
 | `rules` | `recipe/draft.py` | pairs of keys and a function of their values, as `draft.rule` takes them |
@@ -17,8 +18,10 @@ it. A recipe enables an extension by the section of its name, or by the `sync` t
 | `replica` | `engine/replicas.py` | a subclass of `Replica`, which runs stages in its place |
 | `worker` | `engine/worker.py` | a subclass of `WorkerExtension`: how instructions are executed |
 | `in_process`, `processes` | the engines' collectives | a subclass of `EngineExtension`: segments, drains, counts |
-| `loop` | `train/loop.py` | a subclass of `LoopExtension`: what follows from evaluations |
+| `channels` | `distributed/transport.py` | returns kinds of messages and the stages they are between, of a setup |
+| `loop` | `train/loop.py` | a subclass of `LoopExtension`: a segment's end, what follows from scores |
 | `simulate` | `train/engines.py` | simulates a run, in place of an epoch; the first one's does |
+| `forecast` | `run/recorder.py` | predicts memory of a run with the moves it made; the first one's does |
 | `rows` | `metrics.py` | rows of the list of metrics |
 | `metrics`, `result` | `train/metrics.py`, `train/loop.py` | returns metrics, or fields of the result, of the counts |
 | `record` | `run/drawings.py` | keeps artifacts |
@@ -30,6 +33,7 @@ from importlib import import_module
 from typing import Any
 
 _ASYNCHRONOUS = "pipebench.extensions.asynchronous"
+_MOVES = "pipebench.extensions.moves"
 _SEARCH = "pipebench.extensions.search"
 
 # Module and name of every extension's hooks.
@@ -58,6 +62,22 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "simulate": f"{_SEARCH}.simulated:simulate_search",
         "record": f"{_SEARCH}.record:record",
     },
+    "moves": {
+        "keys": "parallelism.vpipe.repartition parallelism.vpipe.moves search",
+        "rules": f"{_MOVES}.recipe:RULES",
+        "settings": f"{_MOVES}.recipe:settings",
+        "prepare": f"{_MOVES}.planned:MovesPlanned",
+        "program": f"{_MOVES}.program:moving_program",
+        "play": f"{_MOVES}.play:MovingPlay",
+        "worker": f"{_MOVES}.worker:MovingWorker",
+        "in_process": f"{_MOVES}.in_process:in_process",
+        "processes": f"{_MOVES}.processes:processes",
+        "channels": f"{_MOVES}.processes:channels",
+        "loop": f"{_MOVES}.repartitioning:Repartitioning",
+        "simulate": f"{_MOVES}.simulated:simulate_moving",
+        "forecast": f"{_MOVES}.simulated:watch_of",
+        "record": f"{_MOVES}.record:record",
+    },
 }
 
 
@@ -69,6 +89,11 @@ def hooks(name: str, extensions: Iterable[str]) -> dict[str, Any]:
 def with_section() -> list[str]:
     """Return the extensions that have a section in recipes."""
     return [each for each, found in EXTENSIONS.items() if "section" in found]
+
+
+def keys_of(name: str) -> list[str]:
+    """Return the keys of recipes that enable an extension."""
+    return EXTENSIONS[name].get("keys", name).split()
 
 
 @cache

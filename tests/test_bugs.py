@@ -14,8 +14,10 @@ from click.testing import CliRunner
 from pipebench.cli.main import cli
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.engine.protocols import UnitLoss
-from pipebench.engine.simulated_moves import SimulatedEngine
 from pipebench.errors import Fault, ProfileError
+from pipebench.extensions.moves.engine import moves_of
+from pipebench.extensions.moves.repartition_plan import Repartition
+from pipebench.extensions.moves.simulated_engine import SimulatedEngine
 from pipebench.model.graph import trace
 from pipebench.planner.planner import Planner
 from pipebench.profile import measure
@@ -28,7 +30,6 @@ from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.syncs import ALL_REDUCE
@@ -243,7 +244,7 @@ def test_copies_that_begin_with_a_move_took_lanes_that_messages_cross_for_free()
     setup = moving_setup([1, 3, 4], first, rate=30.0)
     trained, simulated = make_engine(setup), SimulatedEngine(setup)
     for engine in (trained, simulated):
-        engine.announce(Repartition(12, (2, 3, 6), after))
+        moves_of(engine).announce(Repartition(12, (2, 3, 6), after))
         for begin in (0, 20):
             engine.train(begin, 20)
     assert simulated.clock_s == pytest.approx(trained.clock_s, rel=1e-9)

@@ -13,14 +13,16 @@ import torch
 from click.testing import CliRunner
 
 from pipebench.cli.main import cli
+from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition
+from pipebench.extensions.moves.routes import Routes
+from pipebench.extensions.moves.settings import MOVES
 from pipebench.schedule.instructions import render
 from pipebench.schedule.modes import KEEP, MODES
-from pipebench.schedule.moves import CutLayout, Repartition
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
-from pipebench.schedule.routes import Routes
 from pipebench.simulate.drawing import draw
+from tests.schedule.moving import Drawn, moving, moving_programs
 from tests.test_rooms import ROOMS
 from zoo import DATASETS, MODELS
 
@@ -74,9 +76,9 @@ def test_pictures_of_layers_that_move(after: tuple[int, int]) -> None:
     text, pipeline = (ROOT / "docs/vpipe.md").read_text(), Pipeline((1,) * 3, chain(3), "1f1b", False, 3)
     routes = Routes(pipeline, CutLayout((3, 6), (KEEP,) * 9), lambda layout: pipeline)
     routes.announce(Repartition(6, after))
-    drawn = draw(pipeline, 10, [1] * 3, [2] * 3, routes=routes, since=12, width=126)
+    drawn = draw(moving(pipeline), 10, [1] * 3, [2] * 3, by_extension={MOVES: Drawn(routes)}, since=12, width=126)
     assert f"```\n{drawn}\n```" in text
-    lists = [[*program] for program in programs(pipeline, 10, routes)][:2]
+    lists = [[*program] for program in moving_programs(pipeline, 10, routes)][:2]
     for program in lists:
         shown = [it for it in program if it.op not in (Op.LOAD_INPUT, Op.RECEIVE_ACTIVATION, Op.SEND_ACTIVATION)]
         shown = [it for it in shown if it.op not in (Op.RECEIVE_GRADIENT, Op.SEND_GRADIENT)]

@@ -201,8 +201,22 @@ def test_a_run_loads_what_it_needs_of_an_extension_and_a_simulation_no_server() 
     assert not names & {"server", "processes", "record", "search"}
 
 
-def test_a_search_loads_no_other_extension_and_its_simulation_neither_loop_nor_pictures() -> None:
+def test_a_search_loads_moves_beside_its_own_and_its_simulation_neither_loop_nor_pictures() -> None:
     found = loaded_by("search/trace", "engine.kind=simulated", "engine.timing=analytic")
     names = {name.rpartition(".")[2] for name in found}
     assert names >= {"search", "setup", "simulated"}
     assert not names & {"asynchronous", "loop", "record"}
+
+
+VPIPE = ("engine.kind=simulated", "parallelism.plan=straight", "parallelism.vpipe.swap=false")
+
+
+def test_a_simulation_of_moves_loads_nothing_that_executes_them() -> None:
+    found = loaded_by("quickstart/pipedream", *SMALL, *VPIPE)
+    names = {name.rpartition(".")[2] for name in found}
+    assert names >= {"moves", "program", "play", "simulated_engine", "balancing"}
+    assert not names & {"asynchronous", "search", "worker", "migration", "in_process", "processes", "record"}
+
+
+def test_policies_that_vpipe_chooses_need_no_extension_if_layers_stay() -> None:
+    assert loaded_by("quickstart/pipedream", *SMALL, *VPIPE, "parallelism.vpipe.repartition=false") == set()

@@ -19,6 +19,7 @@ from pipebench.engine.ring import all_reduce, of_one_type
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
 from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
+from pipebench.simulate.simulation import RunPart
 from pipebench.simulate.sums import traffic
 from pipebench.simulate.timeline import BUFFERS, CONTROL, Transfer
 
@@ -56,10 +57,10 @@ class ProcessCollectives:
         self.extensions: dict[str, EngineExtension] = {name: make(self) for name, make in hooks.items()}
         self._connect()
 
-    def begin(self, first: int, limit: Callable[[], float]) -> None:
+    def begin(self, part: RunPart) -> None:
         """Start a segment of training; see `EngineExtension.begin`."""
         for extension in self.extensions.values():
-            extension.begin(first, limit)
+            extension.begin(part)
 
     def on_gradient(self, stage: int) -> OnGradient | None:
         """Return the function that takes each gradient of a round's last backward, if sums overlap with it."""

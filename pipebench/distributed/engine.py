@@ -23,19 +23,16 @@ from pipebench.distributed.world import World
 from pipebench.engine.admission import admitted_program
 from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.feed import Feed, training_feed
-from pipebench.engine.monitor import AllocatorPeak, monitors
 from pipebench.engine.pace import Pace
-from pipebench.engine.protocols import EngineExtension, UnitLoss
-from pipebench.engine.segment_cuts import SegmentCuts
+from pipebench.engine.protocols import EngineExtension, SegmentExtension, UnitLoss
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
 from pipebench.errors import DivergedError
 from pipebench.schedule.instructions import BACKWARDS, ENDS, Instruction
 from pipebench.schedule.operations import MIGRATION, Op
 from pipebench.schedule.programs import forward_programs, programs
-from pipebench.schedule.routes import Routes
 from pipebench.simulate.meter import PREDICTION, RunMeasurements
-from pipebench.simulate.simulation import TimelineEvent
+from pipebench.simulate.simulation import RunPart, TimelineEvent
 from pipebench.simulate.timeline import Transfer
 
 _CUDA_LOSS_EVERY = 50  # reading a loss waits for the GPU
@@ -76,7 +73,6 @@ class DistributedEngine(TrainingEngine):
         self._segment = 0
         self._num_losses = 0
         self._stop: str | None = None
-        self._monitor()
         self._watch = (DeviceWatch if on_gpu else HostWatch)(self.worker.index, self.clock, self._note)
         self._transport = ChannelTransport(setup, world, self.worker.index, self.clock, self.meter, self.num_bytes)
         self._collectives = self._connected()
@@ -116,7 +112,8 @@ class DistributedEngine(TrainingEngine):
         return self.workers[0]
 
     @property
-    def _extensions(self) -> dict[str, EngineExtension]:
+    def extensions(self) -> dict[str, EngineExtension]:
+        """See `Engine`."""
         return self._collectives.extensions
 
     @property
@@ -152,32 +149,27 @@ class DistributedEngine(TrainingEngine):
             PeerLostError: a worker is gone.
         """
         feed, divisors = training_feed(self.setup, first_minibatch, num_minibatches)
-        self._feed, phases = feed, self._begin_segment()
-        self.worker.begin_training(feed, first_minibatch, num_minibatches, divisors, phases)
+        self._feed, by_extension = feed, self._begin_segment()
+        self.worker.begin_training(feed, first_minibatch, num_minibatches, divisors, by_extension)
         try:
-            done = self._train(first_minibatch, num_minibatches, None if phases is None else phases.routes)
+            done = self._train(first_minibatch, num_minibatches, by_extension)
             self._transport.flush()
         finally:
             feed.close()
         self._watch.sync_clock()
         self.worker.end_training()
         self._end_segment()
-        if phases is not None:
+        if by_extension:
             self._transport.switch_setup(self.setup)
         self._collectives.drained()
         self.sync_clock()
         return done
 
-    def _end_at(self, minibatch: int) -> None:
-        """Shorten the segment to end before `minibatch`, which no worker may have started."""
-        if self._control is not None:
-            self._control.end_at(minibatch)
-
     def _note(self, event: TimelineEvent) -> None:
         """Record an instruction of this worker."""
         self.meter.event(event)
-        if self.worker.monitor is not None and not self.meter.evaluating:
-            self.worker.monitor.note(event.instruction, event.end_s - event.start_s)
+        if not self.meter.evaluating:
+            self.worker.took(event.instruction, event.end_s - event.start_s)
 
     def _run_evaluation(self, feed: Feed) -> None:
         """Execute this worker's program for an evaluation."""
@@ -226,18 +218,10 @@ class DistributedEngine(TrainingEngine):
 
     def _cut_stages(self, setup: Setup) -> None:
         self.setup = setup
-        self._phases = None
         self.workers = [Worker(setup, self.worker.index)]
-        self._monitor()
         self._transport.switch_setup(setup)
         self._collectives.close()
         self._collectives = self._connected()
-
-    def _monitor(self) -> None:
-        """Measure this worker's stage, if stages are rebalanced."""
-        if self.setup.balances:
-            allocator = AllocatorPeak(self.setup.device) if self.setup.device.type == "cuda" else None
-            self.worker.monitor = monitors(self.setup, self._decided, allocator)[self.worker.index]
 
     def _connected(self) -> ProcessCollectives:
         return ProcessCollectives(self.setup, self.world, self.worker, self.clock, self.meter, self.num_bytes)
@@ -274,34 +258,27 @@ class DistributedEngine(TrainingEngine):
 
     # The loop.
 
-    def _train(self, first_minibatch: int, num_minibatches: int, routes: Routes | None) -> int:
+    def _train(self, first: int, num_minibatches: int, by_extension: Mapping[str, SegmentExtension]) -> int:
         """Execute this worker's program, shortened if the workers agree on a stop."""
         pipeline, index = self.setup.pipeline, self.worker.index
-        foreseen = None if routes is None else self._foreseen(routes)
+        foreseen = {name: part.foreseen() for name, part in by_extension.items()}
         foreseeable = programs(pipeline, num_minibatches, foreseen)[index]
         self._transport.expect(foreseeable, lambda unit: self._feed.size(unit) == 0)
         if self._control is None:
-            self._collectives.begin(first_minibatch, lambda: num_minibatches)
-            for instruction in programs(pipeline, num_minibatches, routes)[index]:
+            self._collectives.begin(RunPart(first, lambda: num_minibatches, by_extension))
+            for instruction in programs(pipeline, num_minibatches, by_extension)[index]:
                 self._execute(instruction)
             return num_minibatches
         control = self._control
         control.begin(self._segment, num_minibatches)
         self._segment += 1
-        self._collectives.begin(first_minibatch, lambda: control.limit)
-        for instruction in admitted_program(pipeline, index, num_minibatches, control, routes):
+        self._collectives.begin(RunPart(first, lambda: control.limit, by_extension, control.end_at))
+        for instruction in admitted_program(pipeline, index, num_minibatches, control, by_extension):
             if control.limit < num_minibatches:
                 num_minibatches = control.limit
                 self.worker.end_early(num_minibatches)
             self._execute(instruction)
         return control.limit
-
-    def _foreseen(self, routes: Routes) -> Routes:
-        """Return routes with the moves known so far, for a program that is only looked ahead in."""
-        phases = SegmentCuts(self.setup)
-        for move in routes.moves.announced:
-            phases.announce(move)
-        return phases.routes
 
     def _execute(self, instruction: Instruction) -> None:
         """Execute an instruction, watched and timed."""

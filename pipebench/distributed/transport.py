@@ -274,9 +274,8 @@ def channels_of(setup: Setup) -> Iterator[Channel]:
             yield channel
             if has_gradient:
                 yield channel.answering
-            if setup.repartitions and setup.live and target == source + 1:
-                yield Channel(MIGRATION, source, target, sender, receiver)
-                yield Channel(MIGRATION, target, source, receiver, sender)
+    for kind, source, target in (each for found in pipeline.hooks("channels").values() for each in found(setup)):
+        yield Channel(kind, source, target, pipeline.worker(source, 0), pipeline.worker(target, 0))
 
 
 def _expected_bytes(setup: Setup, channel: Channel) -> int:

@@ -21,7 +21,7 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
@@ -29,8 +29,7 @@ from typing import Any, NamedTuple, Protocol
 from pipebench.schedule.instructions import MOVE_OPS, Instruction
 from pipebench.schedule.operations import OPERATIONS, ROUND
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.schedule.programs import programs
-from pipebench.schedule.routes import Routes
+from pipebench.schedule.programs import NOTHING, programs
 
 STOPPING = "pipebench: stopping at the next drain; Ctrl-C again ends now"
 _ROUND_OPS = tuple(op for op, row in OPERATIONS.items() if row.about == ROUND)
@@ -55,7 +54,11 @@ class Admission(Protocol):
 
 
 def admitted_program(
-    pipeline: Pipeline, worker: int, num_minibatches: int, admission: Admission, routes: Routes | None = None
+    pipeline: Pipeline,
+    worker: int,
+    num_minibatches: int,
+    admission: Admission,
+    by_extension: Mapping[str, Any] = NOTHING,
 ) -> Iterator[Instruction]:
     """Yield a worker's instructions for a segment, which may be shortened meanwhile.
 
@@ -72,7 +75,7 @@ def admitted_program(
     """
     size = pipeline.period
     admitted = 0  # minibatches before this one may start
-    for executed, instruction in enumerate(programs(pipeline, num_minibatches, routes)[worker]):
+    for executed, instruction in enumerate(programs(pipeline, num_minibatches, by_extension)[worker]):
         if instruction.op in MOVE_OPS:
             yield instruction
             continue
@@ -82,7 +85,7 @@ def admitted_program(
             minibatch = pipeline.minibatch(instruction.number)[0]
         if minibatch >= admitted:
             if not admission.admit(minibatch):
-                yield from itertools.islice(programs(pipeline, admission.limit, routes)[worker], executed, None)
+                yield from itertools.islice(programs(pipeline, admission.limit, by_extension)[worker], executed, None)
                 return
             admitted = (minibatch // size + 1) * size
         yield instruction

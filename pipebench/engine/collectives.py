@@ -14,6 +14,7 @@ from pipebench.engine.ring import SUMS, all_reduce, of_one_type
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
 from pipebench.schedule.syncs import SYNCS
+from pipebench.simulate.simulation import RunPart
 from pipebench.simulate.timeline import CONTROL
 
 
@@ -34,12 +35,12 @@ class InProcessCollectives:
         # Of the enabled extensions
         self.extensions: dict[str, EngineExtension] = {name: make(self) for name, make in hooks.items()}
 
-    def begin(self, first: int, limit: Callable[[], float]) -> None:
-        """Start a segment of training, in which rounds are numbered from 0; see `EngineExtension.begin`."""
+    def begin(self, part: RunPart) -> None:
+        """Start a segment of training, in which rounds are numbered from 0."""
         for of_round in (self._given, self._sums, self._norms):
             of_round.clear()
         for extension in self.extensions.values():
-            extension.begin(first, limit)
+            extension.begin(part)
 
     def on_gradient(self, stage: int) -> None:
         """Return None: gradients are contributed all at once, since nothing is sent while a backward runs."""

@@ -4,11 +4,10 @@ Values between two stages of one worker are available at once; those for other w
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.replica import Values
-from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.structure import CrossingError, flatten
 from pipebench.model.graph import LayerGraph
 from pipebench.model.stage import Stage
@@ -19,11 +18,20 @@ _SCALE = -1  # key for the factor that these gradients are scaled by, if any
 _Key = tuple[int, int]  # stage, unit
 
 
+class UnitEdges(Protocol):
+    """Which layers' values stages exchange, where that depends on the minibatch."""
+
+    def sends(self, stage: int, minibatch: int) -> Mapping[int, tuple[int, ...]]:
+        """Return the layers whose values a stage sends forward, by reading stage."""
+
+    def returns(self, stage: int, minibatch: int) -> Mapping[int, tuple[int, ...]]:
+        """Return the layers whose gradients a stage sends back, by stage of the layers."""
+
+
 class BoundaryValues:
     """Values and gradients in transit in one segment of training, or in one evaluation.
 
-    `stages` are the worker's, as cut when the segment begins; `scales` are of stages whose gradients are scaled;
-    `phases` are the segment's cuts, if layers may move.
+    `stages` are the worker's, as cut when the segment begins; `scales` are of stages whose gradients are scaled.
     """
 
     def __init__(
@@ -32,13 +40,12 @@ class BoundaryValues:
         pipeline: Pipeline,
         stages: Mapping[int, Stage],
         scales: Mapping[int, LossScale],
-        phases: SegmentCuts | None = None,
     ) -> None:
         self._graph = graph
         self._pipeline = pipeline
         self._stages = stages
         self._scales = scales
-        self._phases = phases
+        self.edges: UnitEdges | None = None  # in place of the stages' own
         self._received: dict[_Key, Values] = {}
         self._outgoing: dict[_Key, Values] = {}
         self._can_cross: set[tuple[int, int]] = set()
@@ -121,15 +128,15 @@ class BoundaryValues:
 
     def _sends(self, stage: int, unit: int) -> Mapping[int, tuple[int, ...]]:
         """Return the layers whose values of a unit go to other stages, by stage."""
-        if self._phases is None:
+        if self.edges is None:
             return self._stages[stage].sends
-        return self._phases.sends(stage, self._pipeline.minibatch(unit)[0])
+        return self.edges.sends(stage, self._pipeline.minibatch(unit)[0])
 
     def _returns(self, stage: int, unit: int) -> Mapping[int, tuple[int, ...]]:
         """Return the layers whose gradients of a unit go back to other stages, by stage."""
-        if self._phases is None:
+        if self.edges is None:
             return self._stages[stage].receives
-        return self._phases.returns(stage, self._pipeline.minibatch(unit)[0])
+        return self.edges.returns(stage, self._pipeline.minibatch(unit)[0])
 
     def _asks_last(self, sends: Iterable[int]) -> int:
         """Return the last stage to receive a unit's values: stages of this worker come first."""

@@ -1,7 +1,6 @@
-"""What engines share: a run goes from drain to drain; layers may move at drains or between them.
+"""What engines share: a run goes from drain to drain, and may go on with another setup there.
 
-Moves are announced from outside, or decided inside if stages balance. Training engines also evaluate, count, and resume
-from checkpoints.
+Training engines also evaluate, count, and resume from checkpoints.
 """
 
 from abc import ABC, abstractmethod
@@ -16,13 +15,11 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.engine.facts import facts_of, restore_extensions
 from pipebench.engine.feed import Feed
 from pipebench.engine.loss_scale import scale_metrics
-from pipebench.engine.protocols import EngineExtension
+from pipebench.engine.protocols import EngineExtension, SegmentExtension
 from pipebench.engine.scores import Scores, WholeModel
-from pipebench.engine.segment_cuts import SegmentCuts, phases_of
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker, host_peaks
 from pipebench.model.plan import Plan
-from pipebench.schedule.moves import Repartition
 from pipebench.simulate.meter import RunMeasurements
 
 OnLoss = Callable[[torch.Tensor, int, float, float], None]
@@ -35,15 +32,18 @@ class Engine(ABC):
     def __init__(self, setup: Setup) -> None:
         self.setup = setup  # under the current cuts
         self.clock_s = 0.0  # the run's clock at the last drain
-        self._phases: SegmentCuts | None = None  # of the running segment, or of the next one if it has moves
-        self._decisions: list[Repartition] = []
+
+    @property
+    @abstractmethod
+    def extensions(self) -> Mapping[str, EngineExtension]:
+        """The enabled extensions' parts in this process."""
 
     @abstractmethod
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
         """Train on minibatches from `first_minibatch` on, then drain.
 
         Returns:
-            How many were trained: fewer than requested if a stop or a move of layers ends the segment.
+            How many were trained: fewer than requested if a stop or an extension ends the segment.
         """
 
     @abstractmethod
@@ -58,46 +58,15 @@ class Engine(ABC):
         """
         self.switch_setup(self.setup.under(plan))
 
-    def announce(self, move: Repartition) -> None:
-        """Schedule a move of layers in the running segment, or in the next one.
-
-        Every process announces the same before any worker has reached that minibatch.
-
-        Raises:
-            PlanError: the layers can't move so, or not from that minibatch on.
-        """
-        self._phases = self._phases or SegmentCuts(self.setup)
-        self._phases.announce(move)
-
-    def take_decisions(self) -> list[Repartition]:
-        """Return the balancing decisions since the last call, numbered since the previous drain."""
-        taken, self._decisions = self._decisions, []
-        return taken
-
-    def _begin_segment(self) -> SegmentCuts | None:
-        """Return the cuts of the segment that begins now, if layers may move in it."""
-        self._phases = self._phases or phases_of(self.setup)
-        return self._phases
+    def _begin_segment(self) -> dict[str, SegmentExtension]:
+        """Return extensions' parts in the segment that begins now."""
+        found = {name: extension.segment() for name, extension in self.extensions.items()}
+        return {name: part for name, part in found.items() if part is not None}
 
     def _end_segment(self) -> None:
-        """Continue under the last cuts of the segment that has ended."""
-        phases, self._phases = self._phases, None
-        if phases is not None:
-            self.setup = phases.last
-
-    def _decided(self, move: Repartition) -> None:
-        """Handle a decision; called by every stage of a process, the first call counts."""
-        if move in self._decisions:
-            return
-        self._decisions.append(move)
-        if self.setup.live:
-            self.announce(move)
-        else:
-            self._end_at(move.at)
-
-    @abstractmethod
-    def _end_at(self, minibatch: int) -> None:
-        """Shorten the running segment to end before `minibatch`, which no worker may have started."""
+        """Let extensions end a segment, after which the run may go on with another setup."""
+        for extension in self.extensions.values():
+            self.setup = extension.ended(self.setup)
 
 
 class WorkersMeter(Protocol):
@@ -143,11 +112,6 @@ class TrainingEngine(Engine):
     @abstractmethod
     def stop_reason(self) -> str | None:
         """Why the run ends early, as far as this process knows."""
-
-    @property
-    @abstractmethod
-    def _extensions(self) -> Mapping[str, EngineExtension]:
-        """The enabled extensions' parts in this process."""
 
     @abstractmethod
     def start_clock(self, clock_s: float = 0.0) -> None:
@@ -262,7 +226,7 @@ class TrainingEngine(Engine):
         for worker, *counted in zip(self.workers, *columns, strict=True):
             worker.recall(*counted)
         self._recall_meter(facts)
-        restore_extensions(self._extensions, facts)
+        restore_extensions(self.extensions, facts)
 
     def facts(self) -> dict[str, Any]:
         """Return this process's counters as JSON values; lists are by worker of this process."""
@@ -272,5 +236,5 @@ class TrainingEngine(Engine):
             "weight_versions_max": [worker.versions_max for worker in self.workers],
             "host_peak_bytes": [worker.host_peak_bytes for worker in self.workers],
             **self._meter_facts(),
-            **facts_of(self._extensions),
+            **facts_of(self.extensions),
         }

@@ -13,7 +13,7 @@ _OTHERS = "extensions"
 def facts_of(extensions: Mapping[str, EngineExtension]) -> dict[str, Any]:
     """Return extensions' counters as part of an engine's."""
     found = {name: extension.facts() for name, extension in extensions.items()}
-    others = {name: facts for name, facts in found.items() if name not in _KEYS}
+    others = {name: facts for name, facts in found.items() if facts and name not in _KEYS}
     return {key: found.get(name, []) for name, key in _KEYS.items()} | ({_OTHERS: others} if others else {})
 
 

@@ -13,10 +13,24 @@ from pipebench.engine.crossing import Gradients
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement
 from pipebench.engine.replica import LiveBytes, Values
+from pipebench.engine.setup import Setup
 from pipebench.engine.streams import StreamSlot
+from pipebench.model.sampling import Size
 from pipebench.model.stage import LossFunction
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
+from pipebench.simulate.costs import Costs
+from pipebench.simulate.simulation import RunPart
+
+
+class SegmentCosts(NamedTuple):
+    """What instructions cost in a segment on the virtual clock."""
+
+    costs: Costs
+    size_of: Callable[[int], Size]  # of a unit, on which costs depend
+    recomputing_s: (
+        Callable[[int, int], float] | None
+    )  # of a stage's backward of a unit, the seconds of repeated forwards
 
 
 class UnitLoss(NamedTuple):
@@ -127,15 +141,47 @@ class WorkerExtension:
 
     handlers: Mapping[Op, Handler]  # added to `Worker.handlers`, or in place of some
 
-    def begin(self) -> None:
-        """Start a segment of training, with nothing in flight."""
+    def begin(self, segment: Any) -> None:
+        """Start a segment of training, with nothing in flight; `segment` is the extension's part in it, if any."""
+
+    def end(self) -> None:
+        """End a segment of training."""
+
+    def passed(self, stage: int) -> None:
+        """Take note of a backward of a stage, before its round may end."""
+
+    def took(self, instruction: Instruction, seconds: float) -> None:
+        """Take note of an instruction's time."""
+
+    def held(self, num_bytes: int) -> None:
+        """Take note of the bytes that the worker holds."""
+
+
+class SegmentExtension:
+    """An extension's part in one segment of training, on all workers."""
+
+    def costs(self, costs: SegmentCosts) -> SegmentCosts:
+        """Return what instructions cost on the virtual clock."""
+        return costs
+
+    def foreseen(self) -> "SegmentExtension":
+        """Return a copy for lists that are only looked ahead in."""
+        return self
 
 
 class EngineExtension:
     """An extension's part in a process's workers together; made with their collectives when stages are cut."""
 
-    def begin(self, first: int, limit: Callable[[], float]) -> None:
-        """Start a segment at minibatch `first` of the run; `limit` returns its known number of minibatches."""
+    def segment(self) -> SegmentExtension | None:
+        """Return the extension's part in the segment that begins next, if any."""
+        return None
+
+    def begin(self, part: RunPart) -> None:
+        """Start a segment."""
+
+    def ended(self, setup: Setup) -> Setup:
+        """End a segment; return the setup to go on with."""
+        return setup
 
     def drained(self) -> Iterable[Sent]:
         """Run a drain's exchange; yield what it sends if the links' clock is virtual."""

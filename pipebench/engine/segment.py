@@ -1,10 +1,9 @@
 """A segment of training on the virtual clock: the lists, costs and links of every engine that uses it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pipebench.engine.admission import StoppableAdmission, StopRequest, admitted_program
-from pipebench.engine.migration_costs import PhaseCosts
-from pipebench.engine.segment_cuts import SegmentCuts
+from pipebench.engine.protocols import SegmentCosts, SegmentExtension
 from pipebench.engine.setup import Setup
 from pipebench.model.sampling import Size
 from pipebench.simulate.meter import Meter, recomputing
@@ -15,7 +14,7 @@ SizeOf = Callable[[int], Size]
 
 
 class Segment:
-    """A segment between two drains, with its cuts if layers may move.
+    """A segment between two drains, with extensions' parts in it.
 
     `first` is its first minibatch in the run; `on_cut` is called with the new length if the segment is cut short.
     """
@@ -23,17 +22,16 @@ class Segment:
     def __init__(
         self,
         setup: Setup,
-        phases: SegmentCuts | None,
+        by_extension: Mapping[str, SegmentExtension],
         first: int,
         num_minibatches: int,
         stop: StopRequest | None = None,
         on_cut: Callable[[int], None] = lambda num_minibatches: None,
     ) -> None:
-        self._setup, self._phases, self._first, self._num_minibatches = setup, phases, first, num_minibatches
-        # Costs of moving layers, once simulated; None if they can't move
-        self.moving: PhaseCosts | None = None
+        self._setup, self._first, self._num_minibatches = setup, first, num_minibatches
         streams = setup.sampler.streams or 1
         self._admission = StoppableAdmission(stop or StopRequest(), setup.pipeline, num_minibatches, streams, on_cut)
+        self.part = RunPart(first, lambda: self.limit, by_extension, self.end_at)
 
     @property
     def limit(self) -> int:
@@ -49,16 +47,15 @@ class Segment:
 
         `start_s` is the clock at the segment's start; `meter` is notified of the start, not of events.
         """
-        setup, pipeline, phases, routes = self._setup, self._setup.pipeline, self._phases, None
-        costs, sizes, recomputing_s = setup.costs, size_of, recomputing(setup.costs, size_of)
-        if phases is not None:
-            moving = self.moving = PhaseCosts(phases, size_of, lambda unit: pipeline.minibatch(unit)[0])
-            routes = phases.routes
-            costs, sizes, recomputing_s = moving.costs, moving.size_of, moving.recomputing_s
+        pipeline, by_extension = self._setup.pipeline, self.part.by_extension
+        found = SegmentCosts(self._setup.costs, size_of, recomputing(self._setup.costs, size_of))
+        for extension in by_extension.values():
+            found = extension.costs(found)
         lists = [
-            admitted_program(pipeline, worker, self._num_minibatches, self._admission, routes)
+            admitted_program(pipeline, worker, self._num_minibatches, self._admission, by_extension)
             for worker in range(pipeline.num_workers)
         ]
-        part = RunPart(self._first, lambda: self.limit)
-        meter.begin(size_of, recomputing_s)
-        return Simulation(pipeline, lists, costs, network, sizes, start_s, part, self.moving)
+        meter.begin(size_of, found.recomputing_s)
+        costs, sizes, _ = found
+        copies = bool(by_extension)  # layers may change their policies, too
+        return Simulation(pipeline, lists, costs, network, sizes, start_s, self.part, copies)

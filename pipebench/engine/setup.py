@@ -44,9 +44,6 @@ class Setup:
     loss_scale: LossScaleRecipe | None = None  # None: no scaling
     correction_decay: float = CORRECTION_DECAY  # PipeMare's D, see `gamma`
     repartitions: bool = False  # whether layers may move: processes then keep the model and connect all stages
-    balances: bool = False  # whether stages are measured and layers move to balance them
-    live: bool = True  # whether layers move during training, else at drains
-    chooses: tuple[str, ...] = ()  # memory policies to choose from, beside a layer's own, when layers move
 
     @property
     def devices(self) -> tuple[int, ...]:

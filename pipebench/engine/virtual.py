@@ -16,7 +16,6 @@ from pipebench.engine.drain import DrainExchange
 from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.mailbox import InProcessTransport
-from pipebench.engine.monitor import monitors
 from pipebench.engine.protocols import EngineExtension
 from pipebench.engine.replica import Replica
 from pipebench.engine.segment import Segment
@@ -60,16 +59,13 @@ class VirtualEngine(TrainingEngine):
 
     def _cut_stages(self, setup: Setup) -> None:
         self.setup = setup
-        self._phases = None
         self.workers = [Worker(setup, index) for index in range(setup.pipeline.num_workers)]
-        if setup.balances:
-            for worker, monitor in zip(self.workers, monitors(setup, self._decided), strict=True):
-                worker.monitor = monitor
         self._mailbox = InProcessTransport(setup, self.num_bytes)
         self._rings = InProcessCollectives(setup, self.workers, self.num_bytes)
 
     @property
-    def _extensions(self) -> dict[str, EngineExtension]:
+    def extensions(self) -> dict[str, EngineExtension]:
+        """See `Engine`."""
         return self._rings.extensions
 
     @property
@@ -124,12 +120,12 @@ class VirtualEngine(TrainingEngine):
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
         """See `Engine`."""
-        setup, phases = self.setup, self._begin_segment()
+        setup, by_extension = self.setup, self._begin_segment()
         self._feed, divisors = training_feed(setup, first_minibatch, num_minibatches)
         for worker in self.workers:
-            worker.begin_training(self._feed, first_minibatch, num_minibatches, divisors, phases)
-        self._segment = segment = Segment(setup, phases, first_minibatch, num_minibatches, self._stop, self._cut)
-        self._rings.begin(first_minibatch, lambda: segment.limit)
+            worker.begin_training(self._feed, first_minibatch, num_minibatches, divisors, by_extension)
+        segment = Segment(setup, by_extension, first_minibatch, num_minibatches, self._stop, self._cut)
+        self._rings.begin(segment.part)
         try:
             self._play(segment.simulation(self.network, self._feed.size, self.clock_s, self.meter))
         finally:
@@ -140,9 +136,6 @@ class VirtualEngine(TrainingEngine):
         if segment.limit > 0:
             self.clock_s = self._drain.average()
         return segment.limit
-
-    def _end_at(self, minibatch: int) -> None:
-        self._segment.end_at(minibatch)
 
     def _cut(self, num_minibatches: int) -> None:
         """Shorten the segment."""
@@ -172,8 +165,7 @@ class VirtualEngine(TrainingEngine):
 
     def _execute(self, event: TimelineEvent) -> None:
         worker = self.workers[event.worker]
-        if worker.monitor is not None:
-            worker.monitor.note(event.instruction, event.end_s - event.start_s)
+        worker.took(event.instruction, event.end_s - event.start_s)
         loss = worker.execute(event.instruction, self._mailbox, self._rings)
         if loss is not None:
             self._on_loss(*loss, self.now_s)

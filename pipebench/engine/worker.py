@@ -5,7 +5,7 @@ process, the distributed engine between processes. Everything else is the same i
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -13,22 +13,27 @@ from pipebench.checkpoint.handover import StateClaim
 from pipebench.checkpoint.share import trained_names
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import OnGradient
-from pipebench.engine.block_transfers import BlockTransfers
 from pipebench.engine.clipping import squared_norms
 from pipebench.engine.crossing import BoundaryValues, Gradients
 from pipebench.engine.feed import Feed
-from pipebench.engine.monitor import StageMonitor
 from pipebench.engine.protocols import Collectives, Handler, StageRunner, Transport, UnitLoss, WorkerExtension
 from pipebench.engine.replica import Values
 from pipebench.engine.replica_state import held_by, names_in, restore, state_of
 from pipebench.engine.replicas import replica_of_stage
 from pipebench.engine.scores import Scores
-from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup, share_of
 from pipebench.engine.updates import Updates
-from pipebench.schedule.instructions import TRANSFER_OPS, Instruction
+from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
+from pipebench.schedule.programs import NOTHING
 from pipebench.simulate.timeline import EVALUATION
+
+_OF_A_UNIT: Final = frozenset(
+    {
+        Op.LOAD_INPUT, Op.FORWARD, *BACKWARDS, *COPIES, Op.RECEIVE_ACTIVATION, Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT,
+        Op.SEND_GRADIENT,
+    }
+)  # fmt: skip
 
 
 class Worker:
@@ -39,15 +44,14 @@ class Worker:
         self.index = index
         self.replica_index = setup.pipeline.replica_of(index)  # of its stages
         self.replicas = {stage: replica_of_stage(setup, stage) for stage in setup.pipeline.stages_of(index)}
-        self._phases: SegmentCuts | None = None
-        self._running: dict[int, StageRunner] = {**self.replicas}
-        self.monitor: StageMonitor | None = None  # if Algorithm 1 balances stages
+        self.running: dict[int, StageRunner] = {**self.replicas}  # while layers move, several for a stage
+        self.extensions: dict[str, WorkerExtension] = {}  # those enabled
         # Peaks over all its replicas, also within instructions (docs/memory.md); on the host, of swapped layers
         self.peak_bytes = self.host_peak_bytes = 0
         self._live: list[int] = []  # bytes by stage and kind at the last note
         self.note_memory()
         self._trained = trained_names(setup.graph)
-        self._shares = {stage: share_of(setup, stage, self.replica_index) for stage in self.replicas}
+        self.shares = {stage: share_of(setup, stage, self.replica_index) for stage in self.replicas}
         self.held_version = -1  # for forwards whose instruction names none (extensions)
         self.handlers: dict[Op, Handler] = {
             Op.LOAD_INPUT: self._load,
@@ -64,9 +68,7 @@ class Worker:
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
             Op.WAIT_NORM: self._wait_norm,
             Op.UPDATE: self._update,
-            **dict.fromkeys(TRANSFER_OPS, self._hand_over),
         }
-        self.extensions: dict[str, WorkerExtension] = {}  # those enabled
         for name, make in setup.pipeline.hooks("worker").items():
             self.extensions[name] = make(self)
             self.handlers.update(self.extensions[name].handlers)
@@ -90,40 +92,35 @@ class Worker:
         first: int,
         num_minibatches: int,
         divisors: list[float] | None,
-        phases: SegmentCuts | None = None,
+        by_extension: Mapping[str, Any] = NOTHING,
     ) -> None:
         """Start a segment of training at minibatch `first`, with nothing in flight.
 
-        `end_early` may lower `num_minibatches`; `divisors` are of `loss_divisors`; `phases` are the segment's cuts, if
-        layers may move.
+        `end_early` may lower `num_minibatches`; `divisors` are of `loss_divisors`; `by_extension` has extensions' parts
+        in the segment.
         """
         scales = {stage: replica.scale for stage, replica in self.replicas.items() if replica.scale is not None}
         self._stages = {stage: replica.stage for stage, replica in self.replicas.items()}
-        self._begin(feed, BoundaryValues(self.setup.graph, self.setup.pipeline, self._stages, scales, phases), None)
+        self._begin(feed, BoundaryValues(self.setup.graph, self.setup.pipeline, self._stages, scales), None)
         self.updates = Updates(self.setup, first, num_minibatches, divisors)
-        self._phases = phases
-        if phases is not None:
-            self._handing_over = BlockTransfers(
-                self.replicas, self._running, self._shares, feed, phases, self.note_memory
-            )
-        if self.monitor is not None:
-            self.monitor.begin()
         self._drained_versions = {stage: r.weights.newest.number for stage, r in self.replicas.items()}
-        for extension in self.extensions.values():
-            extension.begin()
+        for name, extension in self.extensions.items():
+            extension.begin(by_extension.get(name))
 
     def end_training(self) -> None:
-        """End a segment; if layers have moved, cut the stages as they are now, for evaluations too."""
-        phases, self._phases = self._phases, None
-        if phases is None or not phases.routes.moves.announced:
-            return
-        self.setup = phases.last
+        """End a segment."""
+        for extension in self.extensions.values():
+            extension.end()
+
+    def recut(self, setup: Setup) -> None:
+        """Cut the stages anew at a drain, of layers whose state is here already."""
+        self.setup = setup
         for stage, replica in self.replicas.items():
             made = replica_of_stage(self.setup, stage)
-            restore(made, held_by(replica, self._shares[stage]), self._shares[stage])
+            restore(made, held_by(replica, self.shares[stage]), self.shares[stage])
             made.weights.renumber(replica.weights.newest.number)
             made.weights.versions.most_alive = replica.weights.most_alive
-            self.replicas[stage] = self._running[stage] = made
+            self.replicas[stage] = self.running[stage] = made
 
     def begin_evaluation(self, feed: Feed, scores: Scores) -> None:
         """Start an evaluation, with nothing in flight; `scores` sums over the model's outputs."""
@@ -136,8 +133,8 @@ class Worker:
             replica.states.forget("eval")
 
     def _begin(self, feed: Feed, crossing: BoundaryValues, scores: Scores | None) -> None:
-        self._feed = feed
-        self._crossing = crossing
+        self.feed = feed
+        self.crossing = crossing
         self._scores = scores
         self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # by stage and unit
         self._norm: torch.Tensor | None = None
@@ -146,117 +143,110 @@ class Worker:
         """Shorten the segment by whole rounds of minibatches that have not started here."""
         self.updates.num_minibatches = num_minibatches
 
+    @property
+    def trains(self) -> bool:
+        """Whether it trains, rather than evaluates."""
+        return self._scores is None
+
+    def took(self, instruction: Instruction, seconds: float) -> None:
+        """Let extensions take note of an instruction's time."""
+        for extension in self.extensions.values():
+            extension.took(instruction, seconds)
+
     def execute(self, instruction: Instruction, transport: Transport, collectives: Collectives) -> UnitLoss | None:
         """Execute an instruction; return the loss of a unit after its forward through the last stage in training.
 
         Raises:
             CrossingError: a value can't be sent to another stage; names its layer.
         """
+        if instruction.op in _OF_A_UNIT and self.feed.size(instruction.number) == 0:
+            # In a minibatch with fewer samples than microbatches: nothing to do, but a backward may end a round.
+            self._end_round(instruction, collectives)
+            return None
         return self.handlers[instruction.op](instruction, transport, collectives)
 
-    # One method per instruction. A unit without samples, in a minibatch with fewer samples than microbatches, does
-    # nothing, except that its backward may end a round.
+    # One method per instruction.
 
     def _load(self, it: Instruction, _: Transport, __: Collectives) -> None:
-        if self._feed.size(it.number) > 0:
-            names = self._running[it.stage].inputs if self._scores is None else self._stages[it.stage].inputs
-            inputs = self._feed.inputs(it.stage, self.index, it.number, names)
-            self._inputs[it.stage, it.number] = inputs
+        names = self.running[it.stage].inputs if self._scores is None else self._stages[it.stage].inputs
+        inputs = self.feed.inputs(it.stage, self.index, it.number, names)
+        self._inputs[it.stage, it.number] = inputs
 
     def _receive_activation(self, it: Instruction, transport: Transport, _: Collectives) -> None:
-        if self._feed.size(it.number) > 0:
-            kind = ACTIVATION if self._scores is None else EVALUATION
-            values = transport.receive(kind, it.number, it.peer, it.stage)
-            self._crossing.take_values(it.stage, it.number, values)
-            if self.monitor is not None and self._scores is None:
-                self.monitor.received(it, transport)
+        kind = ACTIVATION if self._scores is None else EVALUATION
+        values = transport.receive(kind, it.number, it.peer, it.stage)
+        self.crossing.take_values(it.stage, it.number, values)
 
     def _forward(self, it: Instruction, _: Transport, __: Collectives) -> UnitLoss | None:
         unit = it.number
-        if self._feed.size(unit) == 0:
-            return None
         inputs = self._inputs.pop((it.stage, unit), [])
-        received = self._crossing.received(it.stage, unit)
+        received = self.crossing.received(it.stage, unit)
         if self._scores is not None:
             self._evaluate(it.stage, unit, inputs, received, self._scores)
             return None
-        replica, updates, minibatch = self._running[it.stage], self.updates, self.setup.pipeline.minibatch(unit)[0]
+        replica, updates, minibatch = self.running[it.stage], self.updates, self.setup.pipeline.minibatch(unit)[0]
         values, loss = replica.forward(
             unit,
-            self._feed.minibatch(unit),
+            self.feed.minibatch(unit),
             inputs,
             received,
-            self._feed.place(unit),
+            self.feed.place(unit),
             version=self.held_version if it.version < 0 else self._drained_versions[it.stage] + it.version,
             move=updates.move(it),
-            loss=updates.loss_function(self._feed.targets(unit), minibatch) if replica.is_last else None,
+            loss=updates.loss_function(self.feed.targets(unit), minibatch) if replica.is_last else None,
         )
         self.note_memory()
-        self._crossing.leave(it.stage, unit, values)
+        self.crossing.leave(it.stage, unit, values)
         if loss is None:
             return None
-        return UnitLoss(updates.summed_loss(loss, minibatch), self._feed.size(unit), self._feed.weight(unit))
+        return UnitLoss(updates.summed_loss(loss, minibatch), self.feed.size(unit), self.feed.weight(unit))
 
     def _evaluate(
         self, stage: int, unit: int, inputs: Sequence[torch.Tensor], received: Values, scores: Scores
     ) -> None:
-        draw, place = self._feed.minibatch(unit), self._feed.place(unit)
+        draw, place = self.feed.minibatch(unit), self.feed.place(unit)
         values, output = self.replicas[stage].evaluate(draw, inputs, received, place)
-        self._crossing.leave(stage, unit, values)
+        self.crossing.leave(stage, unit, values)
         if self._stages[stage].is_last:
-            scores.add(output, self._feed.targets(unit), self._feed.weight(unit))
+            scores.add(output, self.feed.targets(unit), self.feed.weight(unit))
 
     def _send_activation(self, it: Instruction, transport: Transport, _: Collectives) -> None:
-        if self._feed.size(it.number) > 0:
-            kind = ACTIVATION if self._scores is None else EVALUATION
-            values = self._crossing.values_for(it.stage, it.number, it.peer)
-            transport.send(kind, it.number, it.stage, it.peer, values)
-            if self.monitor is not None and self._scores is None:
-                self.monitor.sent(it, transport)
+        kind = ACTIVATION if self._scores is None else EVALUATION
+        values = self.crossing.values_for(it.stage, it.number, it.peer)
+        transport.send(kind, it.number, it.stage, it.peer, values)
 
     def _receive_gradient(self, it: Instruction, transport: Transport, _: Collectives) -> None:
-        if self._feed.size(it.number) > 0:
-            gradients = transport.receive(GRADIENT, it.number, it.peer, it.stage)
-            self._crossing.take_gradients(it.stage, it.number, it.peer, gradients)
-            if self.monitor is not None:
-                self.monitor.received(it, transport)
+        gradients = transport.receive(GRADIENT, it.number, it.peer, it.stage)
+        self.crossing.take_gradients(it.stage, it.number, it.peer, gradients)
 
     def _backward(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
-        if self._feed.size(it.number) > 0:
-            replica, arrived = self._running[it.stage], self._crossing.arrived(it.stage, it.number)
-            on_gradient, move = self._on_gradient(it, collectives), self.updates.move(it)
-            self._leave_back(it, replica.backward(it.number, arrived, on_gradient, move))
-            if self._phases is not None:
-                self._handing_over.gather(it.stage)
+        replica, arrived = self.running[it.stage], self.crossing.arrived(it.stage, it.number)
+        on_gradient, move = self._on_gradient(it, collectives), self.updates.move(it)
+        self._leave_back(it, replica.backward(it.number, arrived, on_gradient, move))
+        for extension in self.extensions.values():
+            extension.passed(it.stage)
         self._end_round(it, collectives)
 
     def _backward_input(self, it: Instruction, _: Transport, __: Collectives) -> None:
-        if self._feed.size(it.number) > 0:
-            replica, arrived = self.replicas[it.stage], self._crossing.arrived(it.stage, it.number)
-            self._leave_back(it, replica.backward_input(it.number, arrived, self.updates.move(it)))
+        replica, arrived = self.replicas[it.stage], self.crossing.arrived(it.stage, it.number)
+        self._leave_back(it, replica.backward_input(it.number, arrived, self.updates.move(it)))
 
     def _backward_weight(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
-        if self._feed.size(it.number) > 0:
-            self.replicas[it.stage].backward_weight(it.number, self._on_gradient(it, collectives))
-            self.note_memory()
+        self.replicas[it.stage].backward_weight(it.number, self._on_gradient(it, collectives))
+        self.note_memory()
         self._end_round(it, collectives)
 
     def _send_gradient(self, it: Instruction, transport: Transport, _: Collectives) -> None:
-        if self._feed.size(it.number) > 0:
-            gradients = self._crossing.gradients_for(it.stage, it.number, it.peer)
-            transport.send(GRADIENT, it.number, it.stage, it.peer, gradients)
-            if self.monitor is not None:
-                self.monitor.sent(it, transport)
+        gradients = self.crossing.gradients_for(it.stage, it.number, it.peer)
+        transport.send(GRADIENT, it.number, it.stage, it.peer, gradients)
 
     def _swap_out(self, it: Instruction, transport: Transport, _: Collectives) -> None:
-        if self._feed.size(it.number) > 0:
-            transport.copied(SWAP_OUT, self._running[it.stage].swap_out(it.number))
-            self.note_memory()
+        transport.copied(SWAP_OUT, self.running[it.stage].swap_out(it.number))
+        self.note_memory()
 
     def _swap_in(self, it: Instruction, transport: Transport, _: Collectives) -> None:
-        if self._feed.size(it.number) > 0:
-            transport.copied(SWAP_IN, self._running[it.stage].swap_in(it.number))
-            self.note_memory()
+        transport.copied(SWAP_IN, self.running[it.stage].swap_in(it.number))
+        self.note_memory()
 
     def _wait_all_reduce(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         replica = self.replicas[it.stage]
@@ -268,21 +258,16 @@ class Worker:
         self._norm = collectives.norm(it.number)
 
     def _update(self, it: Instruction, _: Transport, __: Collectives) -> None:
-        replica = self._running[it.stage]
+        replica = self.running[it.stage]
         gradients = replica.stepped()
         self.note_memory()
         keep_from = self._drained_versions[it.stage] + it.version
         self.updates.apply(replica, gradients, it.stage, it.number, self._norm, keep_from=keep_from)
         self.note_memory()
 
-    def _hand_over(self, it: Instruction, transport: Transport, _: Collectives) -> None:
-        self._handing_over.execute(it, transport)
-        self.note_memory()
-        self._handing_over.gather(it.stage)
-
     def _leave_back(self, it: Instruction, returning: Gradients) -> None:
-        self.note_memory(self._running[it.stage].again_bytes)
-        self._crossing.leave_back(it.stage, it.number, returning)
+        self.note_memory(self.running[it.stage].again_bytes)
+        self.crossing.leave_back(it.stage, it.number, returning)
 
     def _on_gradient(self, it: Instruction, collectives: Collectives) -> OnGradient | None:
         return collectives.on_gradient(it.stage) if it.reduce >= 0 else None
@@ -306,7 +291,7 @@ class Worker:
         """
         found = dict.fromkeys(self._trained, torch.zeros((), dtype=torch.float64, device=self.setup.device))
         for stage, replica in self.replicas.items() if self.replica_index == 0 else ():
-            names = (self._shares[stage].names[name] for name in replica.weights.names)
+            names = (self.shares[stage].names[name] for name in replica.weights.names)
             scale = 1.0 if replica.scale is None else replica.scale.value
             squares = squared_norms(replica.gradients, self.setup.device)
             found |= {name: square / scale**2 for name, square in zip(names, squares, strict=True)}
@@ -319,22 +304,22 @@ class Worker:
     def parts(self) -> list[tuple[str, ModelState]]:
         """Return this worker's parts of a checkpoint, by name."""
         return [
-            (f"stage-{stage}-replica-{self.replica_index}", state_of(replica, self._shares[stage]))
+            (f"stage-{stage}-replica-{self.replica_index}", state_of(replica, self.shares[stage]))
             for stage, replica in self.replicas.items()
         ]
 
     def restore(self, state: ModelState) -> None:
         """Restore from a checkpoint of the whole model, under any plan."""
         for stage, replica in self.replicas.items():
-            restore(replica, state, self._shares[stage])
+            restore(replica, state, self.shares[stage])
 
     def held(self) -> ModelState:
         """Return all state that this worker holds at a drain: references, not copies."""
-        return ModelState.merge(held_by(replica, self._shares[stage]) for stage, replica in self.replicas.items())
+        return ModelState.merge(held_by(replica, self.shares[stage]) for stage, replica in self.replicas.items())
 
     def claim(self) -> StateClaim:
         """Return the state that this worker needs."""
-        shares = self._shares
+        shares = self.shares
         return StateClaim(
             frozenset(shares[stage].names[n] for stage, replica in self.replicas.items() for n in names_in(replica)),
             frozenset(path for replica in self.replicas.values() for path in replica.stage.stateful),
@@ -368,13 +353,13 @@ class Worker:
 
     def note_memory(self, again_bytes: int = 0) -> None:
         """Update the peak: of each kind the larger of now and the last note, plus `again_bytes` recomputed since."""
-        now = [each for replica in self._running.values() for each in replica.live_by_kind()]
+        now = [each for replica in self.running.values() for each in replica.live_by_kind()]
         held_bytes = again_bytes + sum(map(max, now, self._live or now))
         self._live = now
         self.peak_bytes = max(self.peak_bytes, held_bytes)
-        if self.monitor is not None:
-            self.monitor.hold(held_bytes)
-        self.host_peak_bytes = max(self.host_peak_bytes, sum(each.host_bytes() for each in self._running.values()))
+        for extension in self.extensions.values():
+            extension.held(held_bytes)
+        self.host_peak_bytes = max(self.host_peak_bytes, sum(each.host_bytes() for each in self.running.values()))
 
 
 def host_peaks(facts: Mapping[str, Any]) -> list[int]:

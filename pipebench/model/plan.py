@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from pipebench.errors import PlanError, nearest
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.schedule.moves import CutLayout
 from pipebench.schedule.notation import format_plan
 from pipebench.schedule.pipeline import noam
 
@@ -196,12 +195,6 @@ def crossings(
         for hop in hops:
             crossing.setdefault(hop, set()).add(value)
     return {edge: tuple(sorted(values)) for edge, values in sorted(crossing.items())}
-
-
-def layout_of(plan: Plan) -> CutLayout:
-    """Return the first layers of a plan's later stages, and every layer's memory policy."""
-    memory = tuple(policy for stage in plan.stages for policy in stage.memory)
-    return CutLayout(tuple(stage.start for stage in plan.stages[1:]), memory)
 
 
 def starts_of_cuts(graph: "LayerGraph", cuts: Sequence[str]) -> list[int]:

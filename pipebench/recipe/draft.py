@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipebench.errors import choice
-from pipebench.hooks import EXTENSIONS, hooks
+from pipebench.hooks import EXTENSIONS, hooks, keys_of
 from pipebench.recipe.leaves import ARGUMENTS, Key, Leaves
 from pipebench.recipe.ranges import CHOICES, RANGES
 from pipebench.recipe.typecheck import shown
@@ -96,4 +96,8 @@ def turned_on(get: Callable[[str], Any]) -> list[str]:
     mode, given = get("parallelism.mode"), get("parallelism.sync")
     sync = MODES[mode].sync if given is None and mode in MODES else given
     needed = SYNCS[sync].extension if isinstance(sync, str) and sync in SYNCS else ""
-    return [name for name in EXTENSIONS if name == needed or get(name) is not None]
+    return [name for name in EXTENSIONS if name == needed or any(_is_on(get(key)) for key in keys_of(name))]
+
+
+def _is_on(value: Any) -> bool:
+    return value is not None and value is not False and value != []

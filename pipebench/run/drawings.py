@@ -6,19 +6,14 @@ Failures are logged: a picture must never cost a result.
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from pipebench.model.plan_layers import form_of
 from pipebench.recipe.engines import engine_kind
 from pipebench.run.request import RunRequest
 from pipebench.run.story import PAGE, answer_of, story
-from pipebench.schedule import repartitions
-from pipebench.show.cuts_over_time import cuts_markdown, draw_cuts
 from pipebench.show.figures import draw_all
 from pipebench.show.memory_picture import draw_memory, draw_peaks
-from pipebench.show.moves_over_time import MOVED, RATE, SENT, draw_moves
 from pipebench.show.occupancy_picture import draw_occupancy
 from pipebench.show.over_time import NUM_PARTS
 from pipebench.show.pictures import draw_curves, draw_timeline
@@ -32,8 +27,6 @@ from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
-from pipebench.train.moves import under
-from pipebench.train.periods import Periods
 from pipebench.train.result import RunResult
 
 _LOG = logging.getLogger("pipebench.run")
@@ -95,26 +88,10 @@ def record_watch(log: RunLog, watch: MemoryForecast) -> list[str]:
 
 
 def record_features(log: RunLog, result: RunResult, job: Job) -> RunResult:
-    """Record the results of extensions and of moves; return the result without them."""
+    """Record the results of extensions; return the result without them."""
     for record in job.setup.pipeline.hooks("record").values():
-        result = record(log, result)
-    return record_moves(log, result, job)
-
-
-def record_moves(log: RunLog, result: RunResult, job: Job) -> RunResult:
-    """Record when stages were recut, and the resulting plan; return the result without them."""
-    if not result.moves:
-        return result
-    layers = [layer.name for layer in job.setup.graph.layers]
-    log.text(repartitions.FILE_NAME, repartitions.to_text(result.moves))
-    log.text("plan-last.json", form_of(under(job.setup, result.moves), layers).text())
-    log.text("cuts.md", cuts_markdown(result.moves))
-    end = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
-    drawings: dict[str, Callable[[Path], None]] = {"cuts.png": partial(draw_cuts, result.moves, layers, end)}
-    if all({RATE, SENT, MOVED} <= point.metrics.keys() for point in result.points):
-        drawings["moves.png"] = partial(draw_moves, result.points, result.moves)
-    record_drawn(log, drawings, "cuts over time")
-    return replace(result, moves=())
+        result = record(log, result, job)
+    return result
 
 
 def record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], what: str) -> list[str]:

@@ -41,7 +41,6 @@ from pipebench.train.periods import Periods
 from pipebench.train.prediction import compare, prediction_markdown
 from pipebench.train.result import Point, RunResult
 from pipebench.train.simulated import predicted_metrics
-from pipebench.train.simulated_moves import watch_of
 
 _LOG = logging.getLogger("pipebench.run")
 
@@ -255,7 +254,11 @@ class RunRecorder:
     def _watched(self, result: RunResult) -> MemoryForecast | None:
         """Return simulated memory and occupancy over time, if available."""
         try:
-            return watch_of(self._job, result.moves)
+            job = self._job
+            for extended in job.setup.pipeline.hooks("forecast").values():  # of several, the first
+                found: MemoryForecast = extended(job, result.moves)
+                return found
+            return MemoryForecast.over(job)
         except Exception as error:  # a failed prediction must not lose the training's result
             _LOG.warning("memory over time could not be simulated: %s", error)
             return None

@@ -6,42 +6,44 @@ updates and weight versions are added here.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
+from typing import Any, Final
 
 from pipebench.schedule.instructions import COPIES, ENDS, Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.orders import order_of
 from pipebench.schedule.passes import Pass, forwards, with_copies
 from pipebench.schedule.pipeline import SPLIT, Pipeline
-from pipebench.schedule.routes import Routes
-from pipebench.schedule.transfer_steps import TransferSteps
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
 # From all seven fields in half the time of `Instruction(...)`: a list has millions.
 _instruction = partial(tuple.__new__, Instruction)
 
 
-# Given the shape, a worker, how many minibatches there are and the list that it would have, part by part, returns the
-# list that it has: with more in between, or another one. A list that nobody reads is never made.
+# Given the shape, a worker, how many minibatches there are, the list that it would have, part by part, and the
+# extension's part in the segment, if any, returns the list that it has: with more in between, or another one. A list
+# that nobody reads is never made.
 Parts = Iterator[list[Instruction]]
-ProgramHook = Callable[[Pipeline, int, int, Parts], Parts]
+ProgramHook = Callable[[Pipeline, int, int, Parts, Any], Parts]
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})  # of any extension
 
 
-def programs(pipeline: Pipeline, num_minibatches: int, routes: Routes | None = None) -> list[Iterator[Instruction]]:
+def programs(
+    pipeline: Pipeline, num_minibatches: int, by_extension: Mapping[str, Any] = NOTHING
+) -> list[Iterator[Instruction]]:
     """Return every worker's list of instructions between two drains, lazily.
 
-    If layers may move meanwhile, `routes` has the edges of each unit, read when it runs.
+    `by_extension` has extensions' parts in the segment.
     """
     workers = range(pipeline.num_workers)
-    if routes is None:
-        parts = [_program(pipeline, worker, num_minibatches) for worker in workers]
-    else:
-        parts = [_moving_program(pipeline, worker, num_minibatches, routes) for worker in workers]
+    parts = [_program(pipeline, worker, num_minibatches) for worker in workers]
     extended: ProgramHook
-    for extended in pipeline.hooks("program").values():
-        parts = [extended(pipeline, worker, num_minibatches, parts[worker]) for worker in workers]
+    for name, extended in pipeline.hooks("program").items():
+        own = by_extension.get(name)
+        parts = [extended(pipeline, worker, num_minibatches, parts[worker], own) for worker in workers]
     return [*map(chain.from_iterable, parts)]
 
 
@@ -73,7 +75,7 @@ def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[In
     """Yield passes, with an update of a stage after the last backward of a round, or of all stages at a flush."""
     stages = {stage: StageProgram(p, stage, worker, num_minibatches) for stage in p.stages_of(worker)}
     minibatch, swaps = p.minibatch, p.swaps
-    for units in _between_flushes(p, num_minibatches):
+    for units in between_flushes(p, num_minibatches):
         for stage, op, unit in passes_of(p, worker, units):
             program = stages[stage]
             if op is Op.FORWARD:
@@ -83,45 +85,12 @@ def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[In
             else:
                 yield program.backward(op, unit)
                 if program.left == 0 and not p.flushes:
-                    yield _update(p, [program])
+                    yield update_of(p, [program])
         if p.flushes:
-            yield _update(p, [*stages.values()])
+            yield update_of(p, [*stages.values()])
     for program in stages.values():  # the last, short round had no unit for this worker
         if not p.flushes and program.updates * p.round_size(program.stage) < num_minibatches:
-            yield _update(p, [program])
-
-
-def _moving_program(p: Pipeline, worker: int, num_minibatches: int, routes: Routes) -> Iterator[list[Instruction]]:
-    """Yield passes over the edges of each unit, and the transfers of layers in between."""
-    (stage,) = p.stages_of(worker)
-    program = StageProgram(p, stage, worker, num_minibatches)
-    transfers, minibatch, done = TransferSteps(routes.moves, stage, num_minibatches), p.minibatch, 0
-    for units in _between_flushes(p, num_minibatches):
-        # Decided per unit: layers may begin or cease to swap.
-        for _, op, unit in with_copies(order_of(p.order).passes(p, worker, units), (stage,)):
-            k = minibatch(unit)[0]
-            if op is Op.FORWARD:
-                if stage == 0:
-                    routes.moves.begin(k)
-                program.connect(routes.forward(k))
-                yield program.forward(unit, *program.read(k, unit))
-                yield transfers.after_forward(k)
-            elif op in COPIES:
-                yield [Instruction(op, stage, unit)] if stage in routes.forward(k).swaps else []
-            else:
-                yield transfers.before_backward(k)
-                program.connect(routes.backward(k))
-                yield program.backward(op, unit)
-                if program.left == 0 and not p.flushes:
-                    yield transfers.before_update(k)
-                    yield _update(p, [program])
-                    yield transfers.after_update(k)
-        if p.flushes:
-            yield _update(p, [program])
-            done += len(units) // p.microbatches
-            yield transfers.after_flush(done)
-    if not p.flushes:
-        yield transfers.at_end()
+            yield update_of(p, [program])
 
 
 def passes_of(p: Pipeline, worker: int, units: Sequence[int]) -> Iterable[Pass]:
@@ -130,7 +99,7 @@ def passes_of(p: Pipeline, worker: int, units: Sequence[int]) -> Iterable[Pass]:
     return with_copies(passes, p.swaps) if p.swaps else passes
 
 
-def _between_flushes(p: Pipeline, num_minibatches: int) -> Iterator[Sequence[int]]:
+def between_flushes(p: Pipeline, num_minibatches: int) -> Iterator[Sequence[int]]:
     """Yield the units of every group of minibatches that ends in a flush; all units if there are none."""
     if not p.flushes:
         yield _units(p, 0, num_minibatches)
@@ -146,7 +115,8 @@ def _units(p: Pipeline, start: int, stop: int) -> Sequence[int]:
     return sorted(unit for minibatch in range(start, stop) for unit in p.units(minibatch))
 
 
-def _update(p: Pipeline, programs: Sequence["StageProgram"]) -> list[Instruction]:
+def update_of(p: Pipeline, programs: Sequence["StageProgram"]) -> list[Instruction]:
+    """Return the updates of a worker's stages at the end of a round, and what they wait for."""
     instructions = [instruction for program in programs for instruction in program.wait()]
     if p.shares_norm:
         instructions.append(Instruction(Op.WAIT_NORM, programs[0].stage, programs[0].updates))

@@ -42,7 +42,7 @@ class Crowded(Simulation):
     def __post_init__(self) -> None:
         self._host = self.costs.host
         assert self._host.cores is not None
-        assert self.moving is None
+        assert not self.copies
         # Host costs are work on cores here, not durations.
         self.costs = replace(self.costs, host=HostCosts())
         super().__post_init__()
@@ -120,7 +120,7 @@ class Crowded(Simulation):
             return self._host.all_reduce(num_bytes, self.pipeline.replicas[stage])
         if op not in SENDS and op not in RECEIVES:
             return 0.0
-        num_bytes = self._messages.num_bytes(instruction)
+        num_bytes = self.messages.num_bytes(instruction)
         return self._host.message(num_bytes) if num_bytes else 0.0
 
     def _work(self, own_s: float, worker: int, done: _Done, now_s: float) -> None:

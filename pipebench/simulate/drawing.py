@@ -1,34 +1,17 @@
 """Schedules as text: one row per worker, one column per unit of time."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pipebench.cluster import Cluster, Level
-from pipebench.schedule.instructions import Instruction
-from pipebench.schedule.operations import OPERATIONS, Op
+from pipebench.schedule.operations import OPERATIONS
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.schedule.programs import programs
-from pipebench.schedule.routes import Routes
+from pipebench.schedule.programs import NOTHING, programs
 from pipebench.simulate.costs import Costs, Crossing, StageCosts
 from pipebench.simulate.network import Network
-from pipebench.simulate.simulation import Simulation, TimelineEvent
+from pipebench.simulate.simulation import RunPart, Simulation
 
 _LETTERS = {op: row.cell for op, row in OPERATIONS.items() if row.cell}
-
-
-class _FreeMoves:
-    """Costs of moving layers in drawings: one unit of time per repeated forward, else nothing."""
-
-    def update_s(self, stage: int, round_index: int) -> float:
-        """Return 0."""
-        return 0.0
-
-    def again_s(self, it: Instruction) -> float:
-        """Return one unit of time."""
-        return 1.0
-
-    def num_bytes(self, it: Instruction) -> int:
-        """Return 0."""
-        return 0
 
 
 def draw_cells(
@@ -40,14 +23,13 @@ def draw_cells(
     weight: Sequence[int] | None = None,
     first: int = 0,
     versions: bool = False,
-    routes: Routes | None = None,
+    by_extension: Mapping[str, Any] = NOTHING,
 ) -> list[list[str]]:
     """Return what every worker does in every unit of time: `F3`, `B3` or "" (idle); communication is free.
 
     Parts of a split backward are `I3` (input) and `W3` (weights). With several stages per worker the stage comes first:
-    `2F3`. If layers move by `routes`, passes under later cuts are marked, `F3'`, and `A3` is a forward repeated through
-    layers that have arrived, of one unit of time. Versions are appended, `F3@1`, with the updates they are predicted
-    ahead by, `F3@1~2`. Units are numbered from `first`.
+    `2F3`. Versions are appended, `F3@1`, with the updates they are predicted ahead by, `F3@1~2`. Units are numbered
+    from `first`. `by_extension` has extensions' parts in the segment, which mark events' cells.
 
     Stages' times are in units; `weight` is that of a split backward's weight part, half of it by default.
     """
@@ -58,28 +40,20 @@ def draw_cells(
     network = Network(Cluster("free", "unit", None, (Level("cluster", pipeline.num_workers, 1.0, 0.0),)))
     cells: list[list[str]] = [[] for _ in range(pipeline.num_workers)]
     simulation = Simulation(
-        pipeline, programs(pipeline, num_minibatches, routes), Costs(stages, nothing, nothing), network, lambda _: 1,
-        moving=None if routes is None else _FreeMoves(),
+        pipeline, programs(pipeline, num_minibatches, by_extension), Costs(stages, nothing, nothing), network,
+        lambda _: 1, part=RunPart(0, lambda: num_minibatches, by_extension),
     )  # fmt: skip
     for event in simulation:
         op, stage, number, *_, version, ahead = event.instruction
         if op in _LETTERS:
             row, start, end = cells[event.worker], round(event.start_s), round(event.end_s)
             row += [""] * (start - len(row))
-            cell = f"{stage if pipeline.chunks > 1 else ''}{_LETTERS[op]}{number + first}{_mark(routes, event)}"
+            cell = f"{stage if pipeline.chunks > 1 else ''}{_LETTERS[op]}{number + first}"
+            cell += "".join(part.mark(event) for part in by_extension.values())
             cell += f"@{version}{f'~{ahead}' if ahead else ''}" if versions else ""
             row += [cell] * (end - start)
     width = max(map(len, cells))
     return [row + [""] * (width - len(row)) for row in cells]
-
-
-def _mark(routes: Routes | None, event: TimelineEvent) -> str:
-    """Return the mark of passes under other cuts than the first."""
-    op, stage, unit, *_ = event.instruction
-    if routes is None or op is Op.FORWARD_AGAIN:
-        return ""
-    moved = ((block.at if op is Op.FORWARD else block.first) <= unit for block in routes.moves.at_stage(stage))
-    return "'" if any(moved) else ""
 
 
 def draw(
@@ -91,7 +65,7 @@ def draw(
     weight: Sequence[int] | None = None,
     width: int | None = None,
     versions: bool = False,
-    routes: Routes | None = None,
+    by_extension: Mapping[str, Any] = NOTHING,
     since: int = 0,
 ) -> str:
     """Return `draw_cells` as text, `.` for idle.
@@ -99,7 +73,9 @@ def draw(
     Without the first `since` units of time, and with lines of at most `width` characters, cut off after whole units;
     other arguments as in `draw_cells`.
     """
-    cells = draw_cells(pipeline, num_minibatches, forward, backward, weight=weight, versions=versions, routes=routes)
+    cells = draw_cells(
+        pipeline, num_minibatches, forward, backward, weight=weight, versions=versions, by_extension=by_extension
+    )
     rows = [row[since:] for row in cells]
     names = pipeline.worker_names
     cell_width = max(len(cell) for row in rows for cell in row)

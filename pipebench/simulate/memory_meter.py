@@ -8,7 +8,7 @@ long enough for fill, a few periods and drain.
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -22,7 +22,7 @@ from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.memory import KINDS, ON_HOST, RECEIVED, SENT, WEIGHTS, StageMemoryCosts
 from pipebench.simulate.replica_memory import Change, ReplicaMemory
-from pipebench.simulate.simulation import Moving, TimelineEvent
+from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import Transfer
 
 RECORDED_CHANGES = 200_000  # recorded as curves: some 20,000 units
@@ -81,12 +81,6 @@ class MemoryPeak:
         return sum(self.by_kind.values())
 
 
-def highest(*peaks: Iterable[MemoryPeak]) -> Iterator[MemoryPeak]:
-    """Yield, for every worker, the highest of several peaks; of equals, the first."""
-    for of_worker in zip(*peaks, strict=True):
-        yield max(of_worker, key=lambda peak: peak.num_bytes)
-
-
 @dataclass(frozen=True)
 class Curve:
     """A worker's memory over time: `num_bytes[:, i]` from `times_s[i]` to the next."""
@@ -131,10 +125,14 @@ class MemoryMeter:
         memories: of a replica, per stage.
         costs: sizes of messages.
         limit_bytes: memory of a device; None for no limit.
-        holdings: per worker, its stages' memory, where layers move; None: replicas with `memories`.
-        moving: sizes of what is transferred where they do.
+        holdings: per worker, its stages' memory; None: replicas with `memories`.
         start_s: the run's clock at the start.
+
+    Attributes:
+        between_stages: kinds of transfers whose bytes are at their sender until they have arrived.
     """
+
+    between_stages: Sequence[str] = (ACTIVATION, GRADIENT)
 
     def __init__(
         self,
@@ -144,10 +142,9 @@ class MemoryMeter:
         limit_bytes: int | None = None,
         *,
         holdings: Sequence[Mapping[int, ReplicaBytes]] | None = None,
-        moving: Moving | None = None,
         start_s: float = 0.0,
     ) -> None:
-        self._pipeline, self._costs, self._limit_bytes, self._moving = pipeline, costs, limit_bytes, moving
+        self._pipeline, self._costs, self._limit_bytes = pipeline, costs, limit_bytes
         workers = range(pipeline.num_workers)
         extensions = pipeline.hooks("memory").values()
         self._extensions: list[MemoryExtension] = [make(pipeline, memories) for make in extensions]
@@ -216,7 +213,7 @@ class MemoryMeter:
         if len(transfer.senders) > 1:
             return
         (sender,), (receiver,) = transfer.senders, transfer.receivers
-        if transfer.kind in (ACTIVATION, GRADIENT) or (transfer.kind == MIGRATION and self._moving is not None):
+        if transfer.kind in self.between_stages:
             if transfer.num_bytes:
                 waiting = self._on_their_way[sender, receiver, transfer.kind]
                 # Blocks and units are reported out of order; keeping the oldest is safe.
@@ -242,12 +239,12 @@ class MemoryMeter:
         return next((each for each in found if each is not None), None) or ReplicaMemory(memory)
 
     def _sent_bytes(self, it: Instruction) -> int:
-        """Return the bytes of a message, of a transferred unit, or of a block of layers."""
+        """Return the bytes of a message."""
         if it.op is Op.SEND_ACTIVATION:
             return self._costs.activation_bytes[it.stage, it.peer][self._size_of(it.number)]
         if it.op is Op.SEND_GRADIENT:
             return self._costs.gradient_bytes[it.peer, it.stage][self._size_of(it.number)]
-        return 0 if self._moving is None else self._moving.num_bytes(it)
+        return 0
 
     def _note(
         self, worker: int, changes: Iterable[Change], start_s: float, end_s: float, during: Instruction | None

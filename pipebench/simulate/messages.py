@@ -4,14 +4,13 @@ Stages send activations to their readers and gradients back and, if layers move,
 may occupy their workers.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import Instruction
-from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, OPERATIONS, RECEIVE, SEND, Op, with_role
+from pipebench.schedule.operations import ACTIVATION, GRADIENT, OPERATIONS, RECEIVE, SEND, Op, with_role
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.network import Connection, Message, Network
@@ -33,6 +32,7 @@ class _Edge:
     first: int  # worker of the reading stage: unit u goes to worker first + u mod replicas
     replicas: int
     values: float = 1.0  # number of equal values per message
+    weigh: Callable[[Instruction], int] | None = None  # in place of `num_bytes`
     connections: dict[tuple[int, int], Connection] = field(default_factory=dict)  # by sender and receiver
     # By unit, messages not yet received, and when they were sent
     arrived: dict[int, tuple[Message, float]] = field(default_factory=dict)
@@ -40,18 +40,10 @@ class _Edge:
     waiting: dict[int, tuple[float, Instruction]] = field(default_factory=dict)
 
 
-class Weighing(Protocol):
-    """Sizes of what is transferred when layers move."""
-
-    def num_bytes(self, it: Instruction) -> int:
-        """Return the bytes that an instruction sends."""
-
-
 class Messages:
     """All messages between the stages of a simulation.
 
-    `moving` gives the sizes of what is transferred when layers move; `copies` tells whether messages cross lanes to
-    hosts that copies also use; `wake` lets a worker continue at a time.
+    `copies` tells whether messages cross lanes to hosts that copies also use; `wake` lets a worker continue at a time.
     """
 
     def __init__(
@@ -60,16 +52,14 @@ class Messages:
         costs: Costs,
         network: Network,
         size_of: Callable[[int], Size],
-        moving: Weighing | None,
         wake: Wake,
         *,
         copies: bool,
     ) -> None:
         self._pipeline, self._host, self._network, self._size_of = pipeline, costs.host, network, size_of
-        self._moving, self._copies, self._wake = moving, copies, wake
+        self._copies, self._wake = copies, wake
         activations: dict[_Stages, _Edge] = {}
         gradients: dict[_Stages, _Edge] = {}
-        migrations: dict[_Stages, _Edge] = {}
         first, replicas = pipeline.first_workers, pipeline.replicas
         for (source, target), sizes in costs.activation_bytes.items():
             values, _ = costs.values.get((source, target), (1.0, 1.0))
@@ -77,21 +67,27 @@ class Messages:
         for (source, target), sizes in costs.gradient_bytes.items():
             _, values = costs.values.get((source, target), (1.0, 1.0))
             gradients[target, source] = _Edge(GRADIENT, "B", sizes, first[source], replicas[source], values)
-        for left in range(pipeline.num_stages - 1 if moving is not None else 0):
-            for source, target in ((left, left + 1), (left + 1, left)):
-                migrations[source, target] = _Edge(MIGRATION, "M", {}, first[target], replicas[target])
-        kinds = (activations, gradients, migrations, migrations)
-        self._edges = dict(zip((*SENDS, *RECEIVES), (*kinds, *kinds), strict=True))
+        self._edges = {
+            Op.SEND_ACTIVATION: activations,
+            Op.RECEIVE_ACTIVATION: activations,
+            Op.SEND_GRADIENT: gradients,
+            Op.RECEIVE_GRADIENT: gradients,
+        }
+
+    def connect(
+        self, kind: str, letter: str, edges: Iterable[_Stages], weigh: Callable[[Instruction], int], ops: Iterable[Op]
+    ) -> None:
+        """Let `ops` send and receive messages of another kind, whose bytes `weigh` tells, between pairs of stages."""
+        first, replicas = self._pipeline.first_workers, self._pipeline.replicas
+        made = {edge: _Edge(kind, letter, {}, first[edge[1]], replicas[edge[1]], weigh=weigh) for edge in edges}
+        self._edges |= dict.fromkeys(ops, made)
 
     def send(self, worker: int, send: Instruction, now_s: float) -> float:
         """Send a message; return the seconds that sending occupies the worker."""
         op, stage, unit, other, _, _, _ = send
         edge = self._edges[op][stage, other]
         peer = edge.first + unit % edge.replicas
-        if edge.kind == MIGRATION and self._moving is not None:
-            num_bytes = self._moving.num_bytes(send)
-        else:
-            num_bytes = edge.num_bytes[self._size_of(unit)]
+        num_bytes = edge.num_bytes[self._size_of(unit)] if edge.weigh is None else edge.weigh(send)
         connection = edge.connections.get((worker, peer))
         if connection is None:
             connection = edge.connections[worker, peer] = self._network.connection(edge.kind, worker, peer, edge.values)
@@ -129,7 +125,7 @@ class Messages:
     def waiting(self) -> Iterator[tuple[int, float, Instruction]]:
         """Yield waiting workers, since when, and their instructions."""
         for op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT, Op.TAKE):
-            for (_, stage), edge in self._edges[op].items():
+            for (_, stage), edge in self._edges.get(op, {}).items():
                 for unit, waiting in sorted(edge.waiting.items()):
                     yield self._pipeline.worker(stage, unit), *waiting
 

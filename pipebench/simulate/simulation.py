@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heappushpop
-from typing import NamedTuple, Protocol, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 from pipebench.errors import ScheduleError
 from pipebench.model.sampling import Size
@@ -18,7 +19,7 @@ from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.agenda import WORKERS, Action, Entry
 from pipebench.simulate.copies import Copies, Copy
 from pipebench.simulate.costs import Costs, StageCosts
-from pipebench.simulate.messages import RECEIVES, SENDS, Messages, Weighing
+from pipebench.simulate.messages import RECEIVES, SENDS, Messages
 from pipebench.simulate.network import Network
 from pipebench.simulate.reductions import EVERY_STAGE, Reductions, Wait
 
@@ -41,21 +42,14 @@ class TimelineEvent(NamedTuple):
     stall_s: float = 0.0
 
 
-class Moving(Weighing, Protocol):
-    """Costs of moving layers while a pipeline runs."""
-
-    def update_s(self, stage: int, round_index: int) -> float:
-        """Return the seconds of an update."""
-
-    def again_s(self, it: Instruction) -> float:
-        """Return the seconds of a unit's repeated forward through layers that have arrived."""
-
-
 class RunPart(NamedTuple):
     """Which part of a run it is that is played, where one is trained."""
 
     first: int  # the minibatch of the run that it begins with
     limit: Callable[[], float]  # tells how many minibatches of it will run, as far as is known
+    by_extension: Mapping[str, Any] = MappingProxyType({})  # extensions' parts in it
+    # Lets it end before a minibatch that no worker may have started
+    end_at: Callable[[int], None] = lambda minibatch: None
 
 
 # Begins an instruction of a worker at a time; returns the seconds that it keeps the worker, `LATER`, or None where that
@@ -92,16 +86,16 @@ class Simulation:
     size_of: Callable[[int], Size]  # a unit's size, on which its costs depend
     start_s: float = 0.0  # when every worker starts
     part: RunPart | None = None  # of a run; None if none is trained
-    moving: Moving | None = None  # costs of moving layers; None if they stay
+    copies: bool = False  # whether layers may begin to swap meanwhile
 
     def __post_init__(self) -> None:
         pipeline, costs, network, start_s = self.pipeline, self.costs, self.network, self.start_s
         self._made: list[TimelineEvent] = []  # events from actions
         self._reductions = Reductions(pipeline, costs, network, self.wake)
-        copies = bool(pipeline.swaps) or self.moving is not None  # a move may make layers swap
+        self.copies |= bool(pipeline.swaps)
         swapped = [stage.swap_bytes for stage in costs.stages]
-        self._copies = Copies(swapped, network, self.size_of, pipeline.label, self._copied) if copies else None
-        self._messages = Messages(pipeline, costs, network, self.size_of, self.moving, self.wake, copies=copies)
+        self._copies = Copies(swapped, network, self.size_of, pipeline.label, self._copied) if self.copies else None
+        self.messages = Messages(pipeline, costs, network, self.size_of, self.wake, copies=self.copies)
         self._durations = {op: [_durations(stage, op) for stage in costs.stages] for op in _COMPUTE}
         self.plays: dict[Op, Play] = self._all_plays()
         self._extensions: list[SimulationExtension] = []
@@ -117,15 +111,13 @@ class Simulation:
     def _all_plays(self) -> dict[Op, Play]:
         return {
             **dict.fromkeys(_COMPUTE, self._compute),
-            **dict.fromkeys(SENDS, self._messages.send),
-            **dict.fromkeys(RECEIVES, self._messages.receive),
+            **dict.fromkeys(SENDS, self.messages.send),
+            **dict.fromkeys(RECEIVES, self.messages.receive),
             **dict.fromkeys(COPIES, self._copy),
             Op.LOAD_INPUT: self._load,
             Op.UPDATE: self._update,
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
             Op.WAIT_NORM: self._wait_norm,
-            Op.RECUT: lambda *_: 0.0,
-            Op.FORWARD_AGAIN: self._forward_again,
         }
 
     def __iter__(self) -> Iterator[TimelineEvent]:
@@ -210,11 +202,7 @@ class Simulation:
         return lasts_s
 
     def _update(self, _worker: int, update: Instruction, _now_s: float) -> float:
-        _, stage, round_index, *_ = update
-        return self.costs.stages[stage].update_s if self.moving is None else self.moving.update_s(stage, round_index)
-
-    def _forward_again(self, _worker: int, again: Instruction, _now_s: float) -> float:
-        return 0.0 if self.moving is None else self.moving.again_s(again)
+        return self.costs.stages[update.stage].update_s
 
     def _copy(self, worker: int, copy: Instruction, now_s: float) -> float:
         """Ask for a copy, which keeps no worker."""
@@ -258,7 +246,7 @@ class Simulation:
         """
         if not self._running:
             return
-        waiting = [*self._messages.waiting(), *self._reductions.waiting()]
+        waiting = [*self.messages.waiting(), *self._reductions.waiting()]
         waiting += (each for extension in self._extensions for each in extension.waiting())
         stuck = [
             f"worker {worker} ({self.pipeline.worker_names[worker]}) waits in {instruction} since {since_s:g} s"

@@ -11,7 +11,6 @@ from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import simulate_epoch
-from pipebench.train.simulated_moves import simulate_moving
 
 
 def simulate(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
@@ -19,7 +18,7 @@ def simulate(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, 
     for extended in job.setup.pipeline.hooks("simulate").values():  # of several, the first
         found: tuple[RunResult, Timeline] = extended(job, watch)
         return found
-    return (simulate_moving if job.setup.repartitions else simulate_epoch)(job, watch)
+    return simulate_epoch(job, watch)
 
 
 def on_virtual_clock(job: Job, stop: StopRequest | None = None) -> MakeEngine:

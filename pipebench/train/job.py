@@ -11,7 +11,6 @@ from pipebench.planner.plans import Comparison
 from pipebench.profile.model import Profile
 from pipebench.recipe.plan_file import PlanForm
 from pipebench.recipe.schema import Recipe
-from pipebench.train.moves import PlannedMove
 from pipebench.train.profiled_model import ProfiledModel
 
 
@@ -48,7 +47,6 @@ class Job:
     setup: Setup  # that the run begins with
     comparison: Comparison | None = None  # of modes, if the recipe left the mode to the planner
     left_over: int = 0  # samples of an epoch that aren't run, if the profile has times of whole minibatches only
-    moves: tuple[PlannedMove, ...] = ()  # plans that the recipe asks for
     extensions: Mapping[str, JobExtension] = field(default_factory=dict)  # their parts, by name
     of_all_layers: Profile | None = None  # None: the setup's
 

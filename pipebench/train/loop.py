@@ -31,16 +31,13 @@ from pipebench.train.job import Job
 from pipebench.train.metrics import (
     EarlierWorkers,
     describe,
-    move_metrics,
     result_fields,
     run_metrics,
     run_notes,
     stage_rows,
     sum_facts,
 )
-from pipebench.train.moves import under
 from pipebench.train.periods import Periods
-from pipebench.train.repartitioning import Repartitioning
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 
 _LOG = logging.getLogger(__name__)
@@ -76,7 +73,6 @@ class TrainingLoop:
         self._curves = Curves(job.recipe.train.target, job.setup.dataset.metrics)
         self._earlier = EarlierWorkers()
         self._engine = make_engine(self._take_loss, self._take_unit)
-        self._moves = Repartitioning(job, self._engine, progress.note)
         self._clock = RunClock(self._engine)
         parts = job.setup.pipeline.hooks("loop").values()
         self._extensions: list[LoopExtension] = [make(job, self._engine, self._clock, progress.note) for make in parts]
@@ -114,13 +110,13 @@ class TrainingLoop:
         """Restore a checkpoint."""
         saved = found.progress
         for extension in self._extensions:
-            extension.restore(saved.points)
+            extension.restore(saved)
         self._job = replace(self._job, setup=self._engine.setup)
         same_workers = saved.taken_by == taken_by(self._job)
-        self._moves.made = [*saved.moves]
         self._earlier = earlier_workers(saved, same_workers=same_workers)
         facts = saved.facts[self._engine.position] if same_workers else None
-        plan = under(self._job.setup, saved.moves) if same_workers and saved.moves else None
+        plans = (extension.restored_plan(saved) for extension in self._extensions if same_workers)
+        plan = next((plan for plan in plans if plan is not None), None)
         self._engine.restore(found.state, facts, self._policy.lost_s + saved.clock_s, plan)
         self._done = found.step
         self._samples = self._seen = self._told = saved.samples
@@ -143,16 +139,26 @@ class TrainingLoop:
             self._save(self._store())
         while self._done < periods.total and self._curves.reached is None:
             with self._clock.spending("training_s"):
-                self._done = self._moves.train(self._done, periods.next_drain(self._done))
+                self._train(periods.next_drain(self._done))
             self._samples = self._seen = self._told = self._sampler.samples_before(self._done)
             self._end_if_stopped()
             if periods.evaluates_at(self._done):
                 self._evaluate()
             if self._done < periods.total and self._curves.reached is None:
                 with self._clock.spending("training_s"):
-                    self._moves.replan(self._done)
+                    for extension in self._extensions:
+                        extension.drained(self._done)
             if periods.drains_at(self._done):
                 self._save(self._store())
+
+    def _train(self, drain: int) -> None:
+        """Train up to the next drain, after `drain` minibatches of the run or before."""
+        done = self._done
+        for extension in self._extensions:
+            drain = extension.begins(done, drain)
+        self._done = done + self._engine.train(done, drain - done)
+        for extension in self._extensions:
+            extension.ended(done, self._done)
 
     def _end_if_stopped(self) -> None:
         """Exchange the processes' states at a drain; end on an agreed stop or a loss that is not finite."""
@@ -214,10 +220,13 @@ class TrainingLoop:
             clock_s=clock.drained_s,
             saved_at_s=time.time(),
             lost_s=clock.lost_s,
-            moves=tuple(self._moves.made),
             last_samples=last_samples(self._sampler, self._done),
             bytes_before=tuple((kind, level, num_bytes) for (kind, level), num_bytes in earlier.num_bytes.items()),
+            **self._kept_by_extensions(),
         ).to_json()
+
+    def _kept_by_extensions(self) -> dict[str, Any]:
+        return {field: value for extension in self._extensions for field, value in extension.saved().items()}
 
     # Callbacks of the engine.
 
@@ -265,15 +274,15 @@ class TrainingLoop:
         measured = self._engine.measured(self._clock.training_s - self._earlier.training_s)
         job = replace(self._job, setup=self._engine.setup)
         metrics = run_metrics(job, self._samples, self._clock, self._curves, facts, measured, self._earlier)
-        if job.setup.repartitions:
-            metrics |= move_metrics(self._moves.made, self._earlier.num_bytes + facts["num_bytes"])
+        for extension in self._extensions:
+            metrics |= extension.metrics(self._earlier.num_bytes + facts["num_bytes"])
         if self._policy.checkpoints is not None:
             metrics["checkpoint_time_s"] = self._clock.checkpoint_s
         metrics |= {"total_time_s": total_s, "wall_time_s": wall_s}
         result = RunResult(
             **describe(self._job), outcome=outcome, sentence=sentence, metrics=metrics,
             points=tuple(self._curves.points), stages=stage_rows(job, facts), workers=measured.workers,
-            notes={**run_notes(job, facts), **measured.notes}, moves=tuple(self._moves.made),
+            notes={**run_notes(job, facts), **measured.notes}, **self._kept_by_extensions(),
             **result_fields(job, facts),
         )  # fmt: skip
         for extension in self._extensions:

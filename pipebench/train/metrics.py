@@ -12,10 +12,8 @@ from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.plan_file import is_plan_file
 from pipebench.recipe.schema import LARGEST
 from pipebench.schedule.modes import KEEP
-from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.orders import order_of
 from pipebench.schedule.programs import most_in_flight
-from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.simulate.meter import MEMORY, PLAN, RunMeasurements, sum_by
 from pipebench.simulate.timeline import BUFFERS, EVALUATION, SWAP_KINDS, TRAINING_KINDS
 from pipebench.train.clock import RunClock
@@ -162,15 +160,6 @@ def byte_metrics(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict
             if kind in kinds:
                 metrics[f"comm_bytes_per_sample_{kind.replace('-', '_')}"] = kinds[kind] / samples
     return metrics
-
-
-def move_metrics(moves: Sequence[RepartitionRecord], num_bytes: Mapping[tuple[str, str], int]) -> dict[str, float]:
-    """Return the costs of moving layers; the stall is time without computation because of them."""
-    return {
-        "repartitions": len(moves),
-        "migration_bytes": sum(count for (kind, _), count in num_bytes.items() if kind == MIGRATION),
-        "migration_stall_s": sum(move.stall_s for move in moves),
-    }
 
 
 def describe_stages(job: Job) -> list[dict[str, Any]]:

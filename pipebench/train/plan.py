@@ -9,7 +9,7 @@ from pipebench.planner.planner import Planner
 from pipebench.profile.model import Profile
 from pipebench.recipe.plan_file import PlanForm, Problems, form_problems, is_plan_file, load_plan
 from pipebench.recipe.schema import ParallelismRecipe, Recipe
-from pipebench.schedule.modes import AUTO
+from pipebench.schedule.modes import AUTO, SWAP
 from pipebench.schedule.notation import format_plan, parse_plan, streams_problem
 from pipebench.schedule.pipeline import MOST_BEYOND_NOAM, noam
 from pipebench.train.request import plan_request
@@ -113,3 +113,17 @@ def _other_than_asked(
 def _over(graph: LayerGraph, plan: Plan) -> Plan:
     """Return a plan of a profile's layers as one of the graph's same layers; the graph knows buffers, too."""
     return recut(graph, plan, [stage.start for stage in plan.stages[1:]])
+
+
+def check_copies(cluster: Cluster, plan: Plan, where: str = "parallelism") -> None:
+    """Raise an error if layers swap and the cluster's copy rate is unknown.
+
+    `where` is the key that asks for it.
+    """
+    stages = [str(index) for index, stage in enumerate(plan.stages) if SWAP in stage.memory]
+    if stages and cluster.pcie_bytes_per_s is None:
+        raise PlanError(
+            f"{where}: layers of stage{'s' * (len(stages) > 1)} {', '.join(stages)} swap, and cluster {cluster.name} "
+            "doesn't say how fast a device copies to its host: add to its file, e.g., "
+            'pcie: {value: 15.76 GB/s, assumed: "PCIe 3.0 x16"}'
+        )

@@ -21,8 +21,6 @@ from pipebench.planner.predict import PlannedWorkload, make_pipeline
 from pipebench.profile.model import Profile
 from pipebench.recipe.draft import turned_on
 from pipebench.recipe.engines import engine_kind
-from pipebench.recipe.moves import AskedMove, asked_moves
-from pipebench.recipe.plan_file import is_plan_file
 from pipebench.recipe.schema import LARGEST, LossScaleRecipe, Recipe, TrainRecipe
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.pipeline import Pipeline
@@ -33,9 +31,7 @@ from pipebench.simulate.memory import stage_memories
 from pipebench.train.job import Decision, Job, JobExtension
 from pipebench.train.largest import with_largest_update
 from pipebench.train.learning_rate import learning_rate
-from pipebench.train.moves import check_copies, planned_moves
-from pipebench.train.periods import Periods
-from pipebench.train.plan import ANEW, choose_plan, recorded_plan
+from pipebench.train.plan import ANEW, check_copies, choose_plan, recorded_plan
 from pipebench.train.profiled_model import ProfiledModel, input_bytes, profile_model
 from pipebench.train.request import plan_request, samplers
 from zoo.registry import Dataset
@@ -82,9 +78,8 @@ def prepare(
         whole = replace(whole, profile=measure_again(whole, whole.profile))
         known, extensions = _extended(recipe, cluster, whole, parts)
     setup = _setup(recipe, cluster, known, plan, switches=any(each.switches for each in extensions.values()))
-    moves = planned_moves(_asked_moves(recipe), setup, Periods.of(recipe.train, setup.sampler.minibatches_per_epoch))
     extensions = {name: each.prepared(setup) for name, each in extensions.items()}
-    return Job(recipe, cluster, setup, comparison, known.left_over, moves, extensions, whole.profile)
+    return Job(recipe, cluster, setup, comparison, known.left_over, extensions, whole.profile)
 
 
 def _extended(
@@ -125,7 +120,7 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
     Raises:
         PlanError: impossible with this plan, cluster or precision.
     """
-    train, parallelism, vpipe = recipe.train, recipe.parallelism, recipe.parallelism.vpipe
+    train, parallelism = recipe.train, recipe.parallelism
     graph, dataset, profile = known.graph, known.dataset, known.profile
     sampler, held_out = samplers(train, dataset)
     pipeline = _pipeline(recipe, profile, plan)
@@ -135,7 +130,6 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
         memories = stage_memories(profile, plan, pipeline, input_bytes(graph, dataset, profile.by_size))
         pipeline = with_largest_update(PlannedWorkload(pipeline, costs, cluster, plan.devices, sampler), memories)
     _check_scaling(train, graph, plan, flushes=pipeline.flushes)
-    balances = vpipe is not None and vpipe.balances
     return Setup(
         graph=graph,
         plan=plan,
@@ -154,24 +148,8 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
         device=known.device,
         loss_scale=(train.loss_scale or LossScaleRecipe()) if _scales(train) else None,
         correction_decay=parallelism.correction_decay or CORRECTION_DECAY,
-        repartitions=balances or bool(_asked_moves(recipe)) or switches,
-        balances=balances,
-        live=vpipe is None or vpipe.live,
-        chooses=_choices(recipe),
+        repartitions=switches,
     )
-
-
-def _choices(recipe: Recipe) -> tuple[str, ...]:
-    """Return the memory policies that layers may choose after a move: those of the moves, or the initial choice.
-
-    If a plan's file sets policies, or vPipe chooses none, layers keep theirs.
-    """
-    parallelism, asked = recipe.parallelism, _asked_moves(recipe)
-    if asked:
-        return tuple(sorted({policy for move in asked for policy in (move.memory or {}).values()}))
-    if parallelism.vpipe is None or is_plan_file(parallelism.plan) or not parallelism.row.chooses:
-        return ()
-    return parallelism.vpipe.policies
 
 
 def _pipeline(recipe: Recipe, profile: Profile, plan: Plan) -> Pipeline:
@@ -198,12 +176,6 @@ def _value(section: Any, key: str) -> Any:
     for name in key.split("."):
         section = getattr(section, name, None)
     return section
-
-
-def _asked_moves(recipe: Recipe) -> list[AskedMove]:
-    """Return a recipe's moves."""
-    vpipe = recipe.parallelism.vpipe
-    return [] if vpipe is None else asked_moves(vpipe.moves)
 
 
 def _scales(train: TrainRecipe) -> bool:

@@ -6,22 +6,23 @@ badly; while it goes on it is cut anew, as well as contiguous stages can be bala
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from pipebench.engine.setup import Setup
-from pipebench.engine.simulated_moves import simulate_moves
+from pipebench.extensions.moves.engine import moving
+from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition, Starts, layout_problems
+from pipebench.extensions.moves.simulated_engine import simulate_moves
+from pipebench.extensions.moves.throughput import Finished, Finishes, throughput
 from pipebench.model.plan import recut
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.schedule.modes import KEEP
-from pipebench.schedule.moves import CutLayout, Repartition, Starts, layout_problems
 from pipebench.schedule.operations import MIGRATION
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import SegmentTotals
-from pipebench.simulate.throughput import Finished, Finishes, throughput
 from pipebench.train.prepare import prepare
 
 RECIPE = "recipes/vpipe/bert/pipedream.yaml"
@@ -194,7 +195,7 @@ def subject() -> Setup:
 
 def main() -> None:
     """Print the page, and draw its picture."""
-    setup = replace(subject(), repartitions=True)
+    setup = moving(subject())
     num_layers, after, text = len(setup.graph.layers), balanced(setup), HEAD
     made: dict[str, Sequence[Course]] = {}
     for title, shares in BEGINNINGS.items():

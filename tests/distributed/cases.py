@@ -20,12 +20,13 @@ from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.extensions.asynchronous.pushes import Pushes
+from pipebench.extensions.moves.engine import moves_of, moving
+from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.model.graph import trace
 from pipebench.model.optimizer import make_optimizer
 from pipebench.model.plan import recut
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.schedule.moves import Repartition
 from pipebench.schedule.orders import ALL_FORWARDS, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE
 from pipebench.schedule.pipeline import SPLIT, STASH, WHOLE
 from pipebench.schedule.weights import CORRECT, DOUBLE_BUFFER, ONE, PREDICT, VERTICAL_SYNC
@@ -167,7 +168,7 @@ def small_setup(case: Case) -> Setup:
         make_optimizer=partial(make_optimizer, case.optimizer) if case.optimizer else momentum,
         **columns,
     )
-    return replace(setup, repartitions=bool(case.recuts or case.moves or case.left_out))
+    return moving(setup) if case.moves else replace(setup, repartitions=bool(case.recuts or case.left_out))
 
 
 @dataclass
@@ -219,7 +220,7 @@ def in_processes(
     )
     engine.start_clock()
     for move in moves:
-        engine.announce(move)
+        moves_of(engine).announce(move)
     scores, done = [], list[int]()
     for index, count in enumerate(segments):
         leave_out(engine, setup, left_out, index)
@@ -265,7 +266,7 @@ def on_virtual_engine(
     engine = VirtualEngine(setup, network, on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight)))
     scores, done = [], 0
     for move in moves:
-        engine.announce(move)
+        moves_of(engine).announce(move)
     for index, count in enumerate(segments):
         leave_out(engine, setup, left_out, index)
         go_under(engine, recuts, index)

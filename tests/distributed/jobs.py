@@ -15,14 +15,16 @@ from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.world import World
 from pipebench.engine.engine import TrainingEngine
 from pipebench.engine.worker import Worker
-from pipebench.recipe.moves import asked_moves
+from pipebench.extensions.moves.asked import asked_moves
+from pipebench.extensions.moves.engine import moving
+from pipebench.extensions.moves.planned import MovesPlanned, planned_moves
+from pipebench.extensions.moves.settings import MOVES
 from pipebench.recipe.schema import PeriodRecipe
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from pipebench.train.checkpointing import CheckpointPolicy, newest
 from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop
-from pipebench.train.moves import planned_moves
 from pipebench.train.periods import Periods
 from pipebench.train.result import RunResult
 from tests.distributed.cases import momentum
@@ -55,11 +57,12 @@ class Moving:
         moves = [{"at": {"minibatches": at}, "cuts": list(to)} for at, to in zip(MOVES_AT, cuts, strict=True)]
         data = Blobs(num_train=46)
         setup = make_setup(Mlp(), (starts, [1, 1, 1]), dataset=data, make_optimizer=momentum)
-        setup = replace(setup, repartitions=True, live=self.live)
+        setup = moving(setup, live=self.live)
         every = PeriodRecipe(minibatches=SEGMENT)
         given = recipe(target=None, max_epochs=2, evaluate_every=every, checkpoint_every=every)
         periods = Periods.of(given.train, setup.sampler.minibatches_per_epoch)
-        return Job(given, setup.cluster, setup, moves=planned_moves(asked_moves(moves), setup, periods))
+        planned = planned_moves(asked_moves(moves), setup, periods)
+        return Job(given, setup.cluster, setup, extensions={MOVES: MovesPlanned(given, planned)})
 
 
 @dataclass(frozen=True)

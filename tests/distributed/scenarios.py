@@ -24,13 +24,14 @@ from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import HEADER_BYTES, read_header
 from pipebench.distributed.shared_memory import SharedSender
 from pipebench.distributed.world import World
-from pipebench.engine.balancing import RepartitionController
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
+from pipebench.extensions.moves.balancing import RepartitionController
+from pipebench.extensions.moves.engine import moves_of, moving
+from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.model.plan import recut
 from pipebench.model.sampling import InOrder
 from pipebench.schedule.instructions import Instruction
-from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import Op
 from tests.distributed.cases import Case, Outcome, in_processes, momentum, small_setup
 from tests.patience import PATIENCE_S
@@ -222,7 +223,7 @@ def balanced(world: World, starts: Sequence[int], live: bool, name: str) -> tupl
     while done < _MINIBATCHES:
         first = done
         done += engine.train(done, _MINIBATCHES - done)
-        for move in engine.take_decisions():
+        for move in moves_of(engine).take_decisions():
             made.append((first + move.at, list(move.starts)))
             if not live:
                 engine.replan(recut(setup.graph, engine.setup.plan, move.starts))
@@ -256,7 +257,7 @@ def balanced_setup(starts: Sequence[int], *, live: bool, balances: bool = True) 
     data = Blobs(num_train=4 * _MINIBATCHES)
     plan = (list(starts), [1] * (len(starts) + 1))
     setup = make_setup(model, plan, dataset=data, make_optimizer=momentum)
-    return replace(setup, repartitions=True, balances=balances, live=live)
+    return moving(setup, balances=balances, live=live)
 
 
 def decided_late(
@@ -267,7 +268,7 @@ def decided_late(
     Workers are delayed at random, one of them, which the seed draws, more than the others: these run as far ahead as
     they can.
     """
-    setup = replace(small_setup(case), repartitions=True, balances=True)
+    setup = moving(small_setup(case), balances=True)
     coming, depth, execute = itertools.cycle(courses), setup.pipeline.depth, Worker.execute
     slow, chance = random.Random(seed).randrange(world.size), random.Random(f"{seed} {world.rank}")
 
@@ -286,7 +287,7 @@ def decided_late(
         made = []
         for index, count in enumerate(case.segments):
             engine.train(sum(case.segments[:index]), count)
-            made.append([(move.at, [*move.starts]) for move in engine.take_decisions()])
+            made.append([(move.at, [*move.starts]) for move in moves_of(engine).take_decisions()])
     tensors = [{n: t.detach().clone() for n, t in r.tensors().items()} for r in engine.worker.replicas.values()]
     engine.close()
     return Outcome(engine.worker.index, tensors, [], [], {}, [], []), made

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.recipe.schema import LossScaleRecipe
-from pipebench.schedule.moves import Repartition
 from tests.distributed.cases import Case, Outcome, compare, random_case, virtually
 from tests.model.test_optimizer import OPTIMIZERS, named
 from tests.processes import Processes

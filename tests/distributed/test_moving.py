@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from pipebench.engine.virtual import VirtualEngine
+from pipebench.extensions.moves.engine import moves_of, moving
+from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.model.plan import recut
-from pipebench.schedule.moves import Repartition
 from pipebench.simulate.network import Network
 from tests.distributed.cases import Case, small_setup
 from tests.distributed.scenarios import _MINIBATCHES, balanced_setup
@@ -59,11 +60,11 @@ def test_what_is_decided_as_late_as_can_be_is_known_to_all_in_time(
     made = found[0][1]
     assert all(others == made for _, others in found), "all have heard the same"
     assert len(made[0]) >= 3
-    setup = replace(small_setup(case), repartitions=True)
+    setup = moving(small_setup(case))
     engine, done = VirtualEngine(setup, Network(setup.cluster, setup.devices)), 0
     for moves, count in zip(made, case.segments, strict=True):
         for at, starts in moves:
-            engine.announce(Repartition(at, tuple(starts)))
+            moves_of(engine).announce(Repartition(at, tuple(starts)))
         done += engine.train(done, count)
     for outcome, _ in found:
         (tensors,) = outcome.tensors
@@ -79,7 +80,7 @@ def virtually_again(starts: list[int], made: list[tuple[int, list[int]]], *, liv
     done = 0
     if live:
         for at, cuts in made:
-            engine.announce(Repartition(at, tuple(cuts)))
+            moves_of(engine).announce(Repartition(at, tuple(cuts)))
     for at, cuts in [] if live else made:
         if at < _MINIBATCHES:
             done += engine.train(done, at - done)

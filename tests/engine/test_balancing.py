@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from pipebench.engine.balancing import RepartitionController, StageReport
-from pipebench.engine.feasibility import FeasibilityCheck
-from pipebench.engine.monitor import StageMonitor
 from pipebench.engine.setup import Setup
-from pipebench.engine.simulated_moves import SimulatedEngine
-from pipebench.model.plan import layout_of, recut
-from pipebench.planner.rebalancing import Proposal, RepartitionSearch, problems_of
+from pipebench.extensions.moves.balancing import RepartitionController, StageReport
+from pipebench.extensions.moves.engine import moves_of, moving
+from pipebench.extensions.moves.feasibility import FeasibilityCheck
+from pipebench.extensions.moves.monitor import StageMonitor
+from pipebench.extensions.moves.rebalancing import Proposal, RepartitionSearch, problems_of
+from pipebench.extensions.moves.repartition_plan import Repartition, layout_of
+from pipebench.extensions.moves.settings import settings_of
+from pipebench.extensions.moves.simulated_engine import SimulatedEngine
+from pipebench.extensions.moves.worker import moving_worker
+from pipebench.model.plan import recut
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import Op
 from pipebench.schedule.programs import most_in_flight
 from pipebench.simulate.memory import stage_memories
@@ -37,7 +40,7 @@ SGD = OPTIMIZERS["fused-momentum"]
 def balancing(starts: list[int], *, live: bool, model: Any = Mlp, **columns: Any) -> Setup:
     data = Blobs(num_train=4 * 200)
     setup = make_setup(model(), (starts, [1] * (len(starts) + 1)), make_optimizer=SGD, dataset=data, **columns)
-    return replace(setup, repartitions=True, balances=True, live=live)
+    return moving(setup, balances=True, live=live)
 
 
 def with_momentum(setup: Setup) -> Setup:
@@ -67,9 +70,9 @@ def played(setup: Setup, total: int) -> tuple[Any, list[tuple[int, tuple[int, ..
     while done < total:
         first = done
         done += engine.train(done, total - done)
-        for move in engine.take_decisions():
+        for move in moves_of(engine).take_decisions():
             made.append((first + move.at, tuple(move.starts)))
-            if not setup.live:
+            if not settings_of(setup.pipeline).live:
                 engine.replan(recut(setup.graph, engine.setup.plan, move.starts))
     return engine, made
 
@@ -93,11 +96,11 @@ def test_bad_cuts_are_balanced(starts: list[int], columns: Any, live: bool) -> N
 def test_what_was_decided_can_be_done_again_by_hand(live: bool) -> None:
     setup = balancing([6, 7], live=live, model=SkipNet)
     engine, made = played(setup, 80)
-    again = make_engine(replace(setup, balances=False))
+    again = make_engine(moving(setup, balances=False))
     done = 0
     if live:
         for at, starts in made:
-            again.announce(Repartition(at, starts))
+            moves_of(again).announce(Repartition(at, starts))
     for at, starts in [] if live else made:
         again.train(done, at - done)
         again.replan(recut(setup.graph, again.setup.plan, starts))
@@ -118,7 +121,7 @@ def test_nothing_is_decided_where_a_stage_waits_for_no_gradients() -> None:
 def test_balanced_stages_stay_and_training_is_what_it_was() -> None:
     setup = balancing([3], live=True)
     engine, made = played(setup, 40)
-    other = make_engine(replace(setup, balances=False, repartitions=False))
+    other = make_engine(replace(setup, repartitions=False, pipeline=replace(setup.pipeline, extensions={})))
     other.train(0, 40)
     assert not made or slowest_s(engine.setup) < slowest_s(setup)
     if not made:
@@ -128,7 +131,7 @@ def test_balanced_stages_stay_and_training_is_what_it_was() -> None:
 def test_throughput_grows_while_it_goes_on() -> None:
     balanced, _ = played(balancing([1, 2], live=True), 150)
     drained, _ = played(balancing([1, 2], live=False), 150)
-    bad = make_engine(replace(balancing([1, 2], live=True), balances=False))
+    bad = make_engine(moving(balancing([1, 2], live=True), balances=False))
     bad.train(0, 150)
     assert balanced.clock_s < drained.clock_s < bad.clock_s
 
@@ -158,10 +161,10 @@ def choosing(starts: list[int], limit: int, *, live: bool = True, **columns: Any
     }
     cluster = replace(free.cluster, memory_bytes=limit, pcie_bytes_per_s=1e6)
     chosen = replace(
-        free, profile=replace(free.profile, layers=rows), cluster=cluster, chooses=(SWAP, RECOMPUTE),
+        free, profile=replace(free.profile, layers=rows), cluster=cluster,
         make_optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
     )  # fmt: skip
-    return chosen.under(chosen.plan)
+    return moving(chosen.under(chosen.plan), chooses=(SWAP, RECOMPUTE))
 
 
 @pytest.mark.parametrize("live", [True, False])
@@ -172,7 +175,7 @@ def test_layers_that_move_do_what_their_new_stages_have_room_for(live: bool) -> 
     while done < 120:
         first = done
         done += engine.train(done, 120 - done)
-        for move in engine.take_decisions():
+        for move in moves_of(engine).take_decisions():
             assert move.memory is not None
             moves.append((first + move.at, Repartition(move.at, move.starts, move.memory)))
             if not live:
@@ -181,11 +184,11 @@ def test_layers_that_move_do_what_their_new_stages_have_room_for(live: bool) -> 
     assert layout_of(engine.setup.plan) == moves[-1][1].after(layout_of(setup.plan))
     assert {*layout_of(engine.setup.plan).memory} > {KEEP}
     assert slowest_s(engine.setup) < slowest_s(setup)
-    kept = make_engine(replace(setup, balances=False))
+    kept = make_engine(moving(setup, balances=False))
     done = 0
     for at, move in moves:
         if live:
-            kept.announce(Repartition(at, move.starts))
+            moves_of(kept).announce(Repartition(at, move.starts))
         else:
             kept.train(done, at - done)
             kept.replan(recut(setup.graph, kept.setup.plan, move.starts))
@@ -237,8 +240,8 @@ def test_layers_stay_where_stages_that_keep_all_have_no_room_for_them_to_move(mo
     _, ((at, starts), *_) = played(setup, 120)
     peaks = []
     for cuts in (starts, (1, 3)):
-        simulated = SimulatedEngine(replace(setup, balances=False))
-        simulated.announce(Repartition(at, cuts))
+        simulated = SimulatedEngine(moving(setup, balances=False))
+        moves_of(simulated).announce(Repartition(at, cuts))
         simulated.train(0, 60)
         peaks.append(max(peak.num_bytes for peak in simulated.peaks))
     assert max(simulated_peaks(setup)) <= limit < min(peaks)
@@ -263,7 +266,7 @@ def test_what_stages_hold_is_reported_with_what_they_take() -> None:
     setup = balancing([2, 4], live=True)
     engine = make_engine(replace(setup, cluster=replace(setup.cluster, memory_bytes=10**9)))
     engine.train(0, 20)
-    monitors = [worker.monitor for worker in engine.workers]
+    monitors = [moving_worker(worker).monitor for worker in engine.workers]
     reports = [monitor.reports[-1] for monitor in monitors if monitor is not None]
     assert [report.stage for report in reports] == [0, 1, 2]
     assert [report.peak_bytes for report in reports] == [worker.peak_bytes for worker in engine.workers]

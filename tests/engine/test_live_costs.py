@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from pipebench.cluster import Cluster, Level
-from pipebench.engine.simulated_moves import simulate_moves
 from pipebench.engine.virtual import VirtualEngine
+from pipebench.extensions.moves.engine import moves_of, moving
+from pipebench.extensions.moves.repartition_plan import Repartition
+from pipebench.extensions.moves.simulated_engine import simulate_moves
+from pipebench.extensions.moves.throughput import Finishes, throughput
 from pipebench.model.plan import recut
-from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import MIGRATION, Op
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import TimelineEvent
-from pipebench.simulate.throughput import Finishes, throughput
 from tests.engine.test_live_moves import SEVERAL
 from tests.models import ConvNet
 from tests.support import Blobs, Mlp, make_setup
@@ -45,13 +46,13 @@ def timed(
         make_optimizer=lambda q: torch.optim.SGD(q, 0.1, 0.9),
     )  # fmt: skip
     profile = replace(setup.profile, update_floor_s=0.0, update_s_per_byte=update_s_per_byte, state_bytes_per_byte=1)
-    setup = replace(setup, profile=profile, repartitions=True)
+    setup = moving(replace(setup, profile=profile))
     setup = setup.under(setup.plan)
     events: list[TimelineEvent] = []
     meter = Meter(setup.pipeline)
     engine = VirtualEngine(setup, Network(cluster, setup.devices, meter.transfer), events.append, meter=meter)
     for move in moves:
-        engine.announce(move)
+        moves_of(engine).announce(move)
     engine.train(0, count)
     return engine, events, meter
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.model.graph import trace
 from pipebench.model.plan import make_plan
 from pipebench.model.sampling import Streams, mix, name_hash, seed_default_generator
-from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import SWAP_IN, SWAP_OUT
 from tests.engine.test_live_moves import TRAINED, check
 from tests.engine.test_streams import LENGTH, ROWS, STREAMS, LanguageModel, Text

@@ -1,7 +1,6 @@
 """Layers that move while training goes on: every update of every layer against the oracle, to the bit."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,13 +8,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipebench.engine.migration import MigratingReplica
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import PlanError
+from pipebench.extensions.moves.engine import moves_of, moving
+from pipebench.extensions.moves.migration import MigratingReplica
+from pipebench.extensions.moves.repartition_plan import Repartition, layout_of
+from pipebench.extensions.moves.worker import moving_worker
 from pipebench.model.optimizer import MakeOptimizer
-from pipebench.model.plan import layout_of, recut
+from pipebench.model.plan import recut
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import Op
 from pipebench.simulate.simulation import TimelineEvent
 from tests.oracles import migration
@@ -33,7 +34,7 @@ Loss = Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor], int], torch.
 def newest_of_all(engine: VirtualEngine, stage: int) -> dict[str, torch.Tensor]:
     """Return the newest parameters of a stage, wherever layers are on their way."""
     worker = engine.workers[stage]
-    running = worker._running[stage]
+    running = worker.running[stage]
     parts = running._parts if isinstance(running, MigratingReplica) else ()
     replicas = [part.replica for part in parts] or [worker.replicas[stage]]
     return {n: p for r in replicas for n, p in zip(r.weights.names, r.weights.newest.parameters, strict=True)}
@@ -72,9 +73,9 @@ def run(
 
     def announce() -> None:
         for move in moves:
-            engine.announce(move)
+            moves_of(engine).announce(move)
 
-    engine = make_engine(replace(setup.under(setup.plan), repartitions=True), observe)
+    engine = make_engine(moving(setup.under(setup.plan)), observe)
     if told_at is None:
         announce()
     assert engine.train(0, count) == count
@@ -181,19 +182,19 @@ def test_a_segment_may_end_before_in_or_after_a_move(after: Starts, at: int) -> 
 def test_a_stop_in_mid_move_ends_it_first(after: Starts, at: int) -> None:
     """The segment is cut short when minibatch 9 begins: every worker ends at the same minibatch, with its layers."""
     starts = (2, 4)
-    setup = replace(make_setup(Mlp(), (starts, [1] * 3), dataset=Blobs(num_train=4 * 22)), repartitions=True)
+    setup = moving(make_setup(Mlp(), (starts, [1] * 3), dataset=Blobs(num_train=4 * 22)))
 
     def stop(event: TimelineEvent) -> None:
         if event.instruction.op is Op.FORWARD and event.instruction[1:3] == (0, 9):
             engine._stop.reason = "asked to"
 
     engine = make_engine(setup, stop)
-    engine.announce(Repartition(at, after))
+    moves_of(engine).announce(Repartition(at, after))
     done = engine.train(0, 22)
     assert 9 < done < 14
     assert [stage.start for stage in engine.setup.plan.stages[1:]] == [*after]
     again = make_engine(setup)
-    again.announce(Repartition(at, after))
+    moves_of(again).announce(Repartition(at, after))
     again.train(0, done)
     mine, theirs = parameters_of(engine), parameters_of(again)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -205,9 +206,9 @@ def test_a_move_at_a_drain_is_a_run_that_is_planned_anew(after: Starts) -> None:
     made = []
     for live in (True, False):
         setup = make_setup(Mlp(), ((2, 4), [1] * 3), make_optimizer=OPTIMIZERS["adam"], dataset=Blobs(num_train=80))
-        engine = make_engine(replace(setup, repartitions=True))
+        engine = make_engine(moving(setup))
         if live:
-            engine.announce(Repartition(9, after))
+            moves_of(engine).announce(Repartition(9, after))
         engine.train(0, 9)
         if not live:
             engine.replan(recut(setup.graph, setup.plan, after))
@@ -229,9 +230,9 @@ def test_with_a_flush_layers_move_between_two_updates(after: Starts, columns: di
     found = []
     for moves in ([], [Repartition(6, after), Repartition(12, starts), Repartition(30, after)]):
         setup = make_setup(Mlp(), (starts, [1] * 3), dataset=Blobs(num_train=80), **columns)
-        engine = make_engine(replace(setup, repartitions=True))
+        engine = make_engine(moving(setup))
         for move in moves:
-            engine.announce(move)
+            moves_of(engine).announce(move)
         engine.train(0, 20)
         found.append(parameters_of(engine))
     assert [stage.start for stage in engine.setup.plan.stages[1:]] == [*after]
@@ -246,8 +247,8 @@ def test_what_a_worker_holds_while_layers_move(before: Starts, after: Starts) ->
     for mine, theirs in zip(moved.workers, stayed.workers, strict=True):
         assert mine.versions_max <= moved.setup.pipeline.warmups[mine.index]
         assert [r.live_bytes() for r in mine.replicas.values()] == [r.live_bytes() for r in theirs.replicas.values()]
-        assert not any(isinstance(each, MigratingReplica) for each in mine._running.values())
-        crossing, given = mine._crossing, mine._handing_over._given_units
+        assert not any(isinstance(each, MigratingReplica) for each in mine.running.values())
+        crossing, given = mine.crossing, moving_worker(mine).handing_over._given_units
         assert not any((crossing._outgoing, crossing._received, crossing._arriving, crossing._returning, given))
 
 
@@ -297,7 +298,7 @@ def test_what_layers_do_with_activations_changes_with_a_move(name: str, optimize
     assert engine.num_bytes["swap-out", "pcie"] == engine.num_bytes["swap-in", "pcie"]
     for worker in engine.workers:
         assert worker.versions_max <= engine.setup.pipeline.warmups[worker.index]
-        assert not any(isinstance(each, MigratingReplica) for each in worker._running.values())
+        assert not any(isinstance(each, MigratingReplica) for each in worker.running.values())
 
 
 @pytest.mark.parametrize("at", range(9, 15))
@@ -305,19 +306,19 @@ def test_what_layers_do_with_activations_changes_with_a_move(name: str, optimize
 def test_a_stop_around_new_policies(after: Starts, at: int) -> None:
     """The segment is cut short when minibatch 9 begins, before or after the policies hold."""
     setup = make_setup(Mlp(), ((2, 4), [1] * 3), make_optimizer=OPTIMIZERS["momentum"], dataset=Blobs(num_train=88))
-    engine = make_engine(replace(setup, repartitions=True), lambda event: stop(event))
+    engine = make_engine(moving(setup), lambda event: stop(event))
 
     def stop(event: TimelineEvent) -> None:
         if event.instruction.op is Op.FORWARD and event.instruction[1:3] == (0, 9):
             engine._stop.reason = "asked to"
 
-    engine.announce(Repartition(at, after, policies("srksrks")))
+    moves_of(engine).announce(Repartition(at, after, policies("srksrks")))
     done = engine.train(0, 22)
     assert 9 < done < 14
     assert layout_of(engine.setup.plan) == (after, policies("srksrks"))
-    again = make_engine(replace(setup, repartitions=True))
+    again = make_engine(moving(setup))
     if after != (2, 4):
-        again.announce(Repartition(at, after))
+        moves_of(again).announce(Repartition(at, after))
     again.train(0, done)
     mine, theirs = parameters_of(engine), parameters_of(again)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -329,10 +330,9 @@ def test_with_a_flush_policies_change_between_two_updates(columns: dict[str, Any
     moves = [Repartition(3, (2, 4), policies("sssrrrk")), Repartition(9, (3, 5), policies("rrkksss"))]
     found, copied = [], []
     for made in ([], moves):
-        engine = make_engine(replace(make_setup(Mlp(), ((2, 4), [1] * 3), dataset=Blobs(num_train=56), **columns),
-                                     repartitions=True))  # fmt: skip
+        engine = make_engine(moving(make_setup(Mlp(), ((2, 4), [1] * 3), dataset=Blobs(num_train=56), **columns)))
         for move in made:
-            engine.announce(move)
+            moves_of(engine).announce(move)
         engine.train(0, 14)
         found.append(parameters_of(engine))
         copied.append(engine.num_bytes["swap-out", "pcie"])
@@ -373,11 +373,11 @@ REFUSED = {
 @pytest.mark.parametrize(("columns", "moves", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_refusals(columns: dict[str, Any], moves: Sequence[Repartition], sentence: str) -> None:
     plan = columns.pop("plan", ((2, 4), (1, 1, 1)))
-    engine = make_engine(replace(make_setup(Mlp(), plan, **columns), repartitions=True))
+    engine = make_engine(moving(make_setup(Mlp(), plan, **columns)))
     for move in moves[:-1]:
-        engine.announce(move)
+        moves_of(engine).announce(move)
     with pytest.raises(PlanError, match=sentence):
-        engine.announce(moves[-1])
+        moves_of(engine).announce(moves[-1])
 
 
 def test_a_move_may_come_too_late_to_be_announced() -> None:

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup
-from pipebench.engine.simulated_moves import SimulatedEngine
-from pipebench.engine.simulated_segment import SimulatedSegment
+from pipebench.extensions.moves.engine import moves_of, moving
+from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition, layout_problems
+from pipebench.extensions.moves.segment import MovingSegment
+from pipebench.extensions.moves.simulated_engine import SimulatedEngine
+from pipebench.extensions.moves.simulated_segment import SimulatedSegment
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.schedule.moves import CutLayout, Repartition, layout_problems
 from pipebench.simulate.memory import ACTIVATIONS, AGAIN, KINDS, RECEIVED, SENT
 from pipebench.simulate.memory_meter import Curve
 from tests.simulate.test_memory import profile_of
@@ -33,20 +34,20 @@ def setup_of(starts: Sequence[int], memory: Sequence[str] | None, rate: float = 
         make_optimizer=lambda q: torch.optim.SGD(q, 0.1, 0.9), **columns,
     )  # fmt: skip
     profile = replace(profile_of(setup), state_bytes_per_byte=1)
-    return replace(setup, profile=profile, repartitions=True).under(setup.plan)
+    return moving(replace(setup, profile=profile)).under(setup.plan)
 
 
 def compared(setup: Setup, moves: Sequence[Repartition]) -> list[tuple[int, int]]:
     """Return what every worker is predicted to hold at most between two instructions, and what it has held."""
     engine = make_engine(setup)
     for move in moves:
-        engine.announce(move)
+        moves_of(engine).announce(move)
     engine.train(0, COUNT)
     simulated = SimulatedEngine(
         setup, inputs={size: {"x": setup.dataset.example(size)["x"].nbytes} for size in range(1, 5)}
     )
     for move in moves:
-        simulated.announce(move)
+        moves_of(simulated).announce(move)
     simulated.train(0, COUNT)
     assert all(held <= peak.num_bytes for held, peak in zip(simulated.held, simulated.peaks, strict=True))
     return [*zip(simulated.held, engine.peak_bytes, strict=True)]
@@ -90,7 +91,7 @@ def test_what_is_on_its_way_counts_while_it_waits() -> None:
     the layer's parameters and what it reads of the unit are set aside at stage 1, and travel.
     """
     setup = setup_of([2], [KEEP] * 7)
-    phases = SegmentCuts(setup)
+    phases = MovingSegment(setup)
     phases.announce(Repartition(6, (3,)))
     segment = SimulatedSegment(setup, phases, 0, 9)
     segment.played()
@@ -115,7 +116,7 @@ def test_nothing_is_released_that_has_not_come_and_nothing_stays_on_its_way(seed
     starts, moves = drawn(draw)
     words = (KEEP, RECOMPUTE, SWAP)
     setup = setup_of(starts, draw.choices(words, k=7), rate=10 ** draw.uniform(0.5, 4))
-    phases = SegmentCuts(setup)
+    phases = MovingSegment(setup)
     for move in moves:
         phases.announce(replace(move, memory=tuple(draw.choices(words, k=7))))
     segment = SimulatedSegment(setup, phases, 0, COUNT)

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from pipebench.engine.balancing import RepartitionController, StageReport
 from pipebench.engine.setup import Setup
-from pipebench.engine.simulated_moves import SimulatedEngine, simulate_moves
+from pipebench.extensions.moves.balancing import RepartitionController, StageReport
+from pipebench.extensions.moves.engine import moves_of, moving
+from pipebench.extensions.moves.repartition_plan import Repartition
+from pipebench.extensions.moves.settings import settings_of
+from pipebench.extensions.moves.simulated_engine import SimulatedEngine, simulate_moves
 from pipebench.model.plan import recut
 from pipebench.schedule.modes import RECOMPUTE
-from pipebench.schedule.moves import Repartition
 from pipebench.simulate.steady import SegmentTotals
 from tests.engine.test_balancing import balancing, with_momentum
 from tests.models import SkipNet
@@ -36,9 +38,9 @@ def played(engine: Any, drains: list[int]) -> list[tuple[int, tuple[int, ...]]]:
         while done < drain:
             first = done
             done += engine.train(first, drain - first)
-            for move in engine.take_decisions():
+            for move in moves_of(engine).take_decisions():
                 made.append((first + move.at, tuple(move.starts)))
-                if not engine.setup.live:
+                if not settings_of(engine.setup.pipeline).live:
                     engine.replan(recut(engine.setup.graph, engine.setup.plan, move.starts))
     return made
 
@@ -92,7 +94,7 @@ def test_the_same_is_decided_where_memory_is_limited(
     engine = make_engine(free)
     played(engine, [60])
     cluster = replace(free.cluster, memory_bytes=int(share * max(engine.peak_bytes)))
-    setup = replace(free, cluster=cluster, chooses=chooses)
+    setup = moving(replace(free, cluster=cluster), chooses=chooses)
     monkeypatch.setattr(RepartitionController, "decide", noted)
     trained, simulated = make_engine(setup), SimulatedEngine(setup)
     made = []
@@ -123,7 +125,7 @@ def numbers(totals: SegmentTotals) -> list[float]:
 def uneven(starts: list[int], **columns: Any) -> Setup:
     """Return a setup of epochs of 100 minibatches, the last of which has one sample instead of four."""
     setup = make_setup(Mlp(), (starts, [1] * (len(starts) + 1)), dataset=Blobs(num_train=397), **columns)
-    return with_momentum(replace(setup, repartitions=True))
+    return with_momentum(moving(setup))
 
 
 SHAPES = [
@@ -141,7 +143,7 @@ def test_what_isn_t_played_is_as_if_it_were(segments: list[int], columns: Any, m
     def run() -> tuple[SimulatedEngine, int]:
         counter, done = Counted(), 0
         engine = SimulatedEngine(uneven([1, 2], **columns), counter)
-        engine.announce(Repartition(32, (1, 3)))
+        moves_of(engine).announce(Repartition(32, (1, 3)))
         for count in segments:
             done += engine.train(done, count)
         assert done == sum(segments)
@@ -182,7 +184,7 @@ class Counted:
 def test_nothing_moves_where_stages_are_balanced() -> None:
     """And it is what it is where nobody looks."""
     setup = with_momentum(balancing([3], live=True))
-    engine, other = SimulatedEngine(setup), SimulatedEngine(replace(setup, balances=False))
+    engine, other = SimulatedEngine(setup), SimulatedEngine(moving(setup, balances=False))
     for each in (engine, other):
         assert each.train(0, 500) == 500
     assert engine.totals == other.totals

@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 
-from pipebench.planner.rebalancing import UNBALANCED, WORTHWHILE, RepartitionSearch, StageTimes, as_measured, one_step
+from pipebench.extensions.moves.rebalancing import (
+    UNBALANCED,
+    WORTHWHILE,
+    RepartitionSearch,
+    StageTimes,
+    as_measured,
+    one_step,
+)
+from pipebench.extensions.moves.repartition_plan import CutLayout
 from pipebench.planner.stage_problem import StageProblem
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.schedule.moves import CutLayout
 
 
 def chain(seconds: Sequence[float], saved: Sequence[int] = ()) -> list[LayerProfile]:

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition, Starts
+from pipebench.extensions.moves.routes import Routes
 from pipebench.schedule.instructions import Instruction, parse, render
 from pipebench.schedule.modes import KEEP
-from pipebench.schedule.moves import CutLayout, Repartition, Starts
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Edge, Pipeline, chain
 from pipebench.schedule.programs import programs
-from pipebench.schedule.routes import Routes
+from tests.schedule.moving import moving_programs
 
 MESSAGES = (Op.LOAD_INPUT, Op.SEND_ACTIVATION, Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT, Op.RECEIVE_GRADIENT)
 
@@ -25,7 +26,7 @@ def lists(
     routes = Routes(shape, CutLayout(before, (KEEP,) * 20), lambda layout: shape)
     for move in moves:
         routes.announce(move)
-    return routes, [list(program) for program in programs(shape, count, routes)]
+    return routes, [list(program) for program in moving_programs(shape, count, routes)]
 
 
 PICTURES = {
@@ -253,7 +254,7 @@ def test_edges_follow_the_owners_unit_by_unit() -> None:
     shapes: dict[Starts, Pipeline] = {(4, 8): skipping, (4, 10): near}
     routes = Routes(skipping, CutLayout((4, 8), (KEEP,) * 20), lambda layout: shapes[layout.starts])
     routes.announce(Repartition(7, (4, 10)))
-    found = [list(program) for program in programs(skipping, 12, routes)]
+    found = [list(program) for program in moving_programs(skipping, 12, routes)]
     forward = [it.number for it in found[0] if it.op is Op.SEND_ACTIVATION and it.peer == 2]
     back = [it.number for it in found[0] if it.op is Op.RECEIVE_GRADIENT and it.peer == 2]
     assert forward == list(range(7))
@@ -280,7 +281,7 @@ def test_what_swaps_is_copied_unit_by_unit() -> None:
     routes = Routes(shape, layout, lambda under: swapping if "swap" in under.memory else shape)
     routes.announce(Repartition(6, (6, 12), memory))
     routes.announce(Repartition(12, (6, 12), layout.memory))
-    program, *others = [list(each) for each in programs(shape, 16, routes)]
+    program, *others = [list(each) for each in moving_programs(shape, 16, routes)]
     for op in (Op.SWAP_OUT, Op.SWAP_IN):
         assert [it.number for it in program if it.op is op] == [*range(6, 12)]
     assert not any(it.op in (Op.SWAP_OUT, Op.SWAP_IN) for each in others for it in each)

@@ -14,6 +14,7 @@ from pipebench.engine.admission import StopRequest
 from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
+from pipebench.extensions.moves.engine import moving as moving_setup
 from pipebench.extensions.search.architectures import Architectures
 from pipebench.extensions.search.recipe import SearchRecipe
 from pipebench.extensions.search.setup import NAME, SearchSetup
@@ -210,7 +211,7 @@ def test_cuts_stay_whatever_is_left_out() -> None:
 def test_layers_that_move_meanwhile_change_nothing_of_a_search_whose_pipeline_flushes(live: bool) -> None:
     """As vPipe says of searches (TPDS'21, section 6.3): not one bit of a score or of a weight is another."""
     setup = whole(weights="one", plain=True, sizes=(1, 2, 4), microbatches=2, cuts=("cells_a_up", "cells_b_up"))
-    moving = dataclasses.replace(setup, repartitions=True, balances=True, live=live)
+    moving = moving_setup(setup, balances=True, live=live)
     (stays, engine), (moves, other) = (run(job(given)) for given in (setup, moving))
     assert moves.moves, "the last stage had nearly all layers"
     mine, theirs = ([(each.cells, each.scores) for each in history(result).individuals] for result in (stays, moves))

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from pipebench.extensions.moves.cuts_over_time import cuts_markdown, cuts_over_time, draw_cuts
 from pipebench.schedule.repartitions import RepartitionRecord
-from pipebench.show.cuts_over_time import cuts_markdown, cuts_over_time, draw_cuts
 
 LAYERS = ["a", "b", "c", "d", "e"]
 MOVES = [

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from pipebench.extensions.moves.moves_over_time import MOVED, RATE, SENT, draw_moves, until_settled_s
 from pipebench.schedule.repartitions import RepartitionRecord
-from pipebench.show.moves_over_time import MOVED, RATE, SENT, draw_moves, until_settled_s
 from pipebench.train.result import Point
 
 MOVES = [

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition, layout_problems
 from pipebench.schedule.modes import KEEP
-from pipebench.schedule.moves import CutLayout, Repartition, layout_problems
 from reports.studies.live_moves import balanced, steps
 from tests.support import Mlp, make_setup
 

@@ -1,7 +1,6 @@
 """Stages that are cut anew while a run goes on: at the minibatches it asks for, kept, resumed and repeated."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,21 @@ import torch
 
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.errors import PlanError, RecipeError
+from pipebench.extensions.moves.asked import AskedMove, asked_moves, load_moves
+from pipebench.extensions.moves.engine import moves_of, moving
+from pipebench.extensions.moves.moves_file import FILE_NAME, to_text
+from pipebench.extensions.moves.planned import BALANCED, MovesPlanned, planned_moves, under
+from pipebench.extensions.moves.repartition_plan import Repartition
+from pipebench.extensions.moves.settings import MOVES
 from pipebench.model.plan import recut
 from pipebench.model.plan_layers import form_of
-from pipebench.recipe.moves import AskedMove, asked_moves, load_moves
 from pipebench.recipe.schema import PeriodRecipe
 from pipebench.schedule.modes import RECOMPUTE
-from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import MIGRATION
-from pipebench.schedule.repartitions import FILE_NAME, to_text
 from pipebench.train.checkpointing import NO_CHECKPOINTS, CheckpointPolicy, resume_point
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop
-from pipebench.train.moves import BALANCED, planned_moves, under
 from pipebench.train.periods import Periods
 from pipebench.train.result import RunResult
 from pipebench.typed_json import JsonError
@@ -46,10 +47,11 @@ def job(
 ) -> Job:
     """Return epochs of twelve minibatches that evaluate after every seventh."""
     setup = make_setup(Mlp(), (starts, [1, 1, 1]), dataset=Blobs(num_train=46))
-    setup = replace(setup, repartitions=True, live=live, balances=balances)
+    setup = moving(setup, live=live, balances=balances)
     asked = recipe(target=None, max_epochs=epochs, evaluate_every=PeriodRecipe(minibatches=every))
     periods = Periods.of(asked.train, setup.sampler.minibatches_per_epoch)
-    return Job(asked, setup.cluster, setup, moves=planned_moves(asked_moves(moves), setup, periods))
+    planned = planned_moves(asked_moves(moves), setup, periods)
+    return Job(asked, setup.cluster, setup, extensions={MOVES: MovesPlanned(asked, planned)})
 
 
 def run(given: Job, policy: CheckpointPolicy = NO_CHECKPOINTS) -> tuple[RunResult, dict[str, torch.Tensor]]:
@@ -146,7 +148,7 @@ def test_what_a_run_has_kept_is_repeated(tmp_path: Path) -> None:
 
 def test_policies_are_kept_with_the_cuts() -> None:
     setup = make_setup(Mlp(), (FIRST, [1, 1, 1]), recompute={0, 1})
-    setup = replace(setup, live=False)
+    setup = moving(setup, live=False)
     (move,) = planned_moves([AskedMove(asked_moves(WRITTEN)[0].at, LAST)], setup, PERIODS)
     names = [layer.name for layer in setup.graph.layers]
     stages = form_of(move.plan, names).stages
@@ -260,7 +262,7 @@ def test_layers_move_while_the_run_goes_on() -> None:
     result, weights = run(given)
     engine = make_engine(given.setup)
     for at, starts in ((8, (3, 5)), (20, (2, 4))):
-        engine.announce(Repartition(at, starts))
+        moves_of(engine).announce(Repartition(at, starts))
     engine.train(0, 24)
     engine.train(24, 24)
     engine.replan(recut(given.setup.graph, engine.setup.plan, (3, 4)))
@@ -317,11 +319,11 @@ def test_live_moves_that_can_t_be_made_are_refused_before_anything_runs(moves: A
 
 def test_plans_and_modes_that_layers_can_t_move_in_are_refused() -> None:
     replicated = make_setup(Mlp(), ([2], [2, 1]))
-    live = replace(replicated, repartitions=True)
+    live = moving(replicated)
     with pytest.raises(PlanError, match=r"parallelism.vpipe: layers move .* only where every stage has one replica"):
         planned_moves([], live, PERIODS)
     with pytest.raises(PlanError, match=r"repartition: stages are balanced where each has one worker, and plan 2-1"):
-        planned_moves([], replace(live, live=False, balances=True), PERIODS)
+        planned_moves([], moving(live, live=False, balances=True), PERIODS)
     assert planned_moves([], replicated, PERIODS) == ()
 
 

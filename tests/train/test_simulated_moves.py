@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from pipebench.schedule.repartitions import FILE_NAME, RepartitionRecord, to_text
+from pipebench.engine.setup import Setup
+from pipebench.extensions.moves.moves_file import FILE_NAME, to_text
+from pipebench.extensions.moves.simulated import simulate_moving, watch_of
+from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.simulate.meter import MEMORY
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.engines import simulate
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
-from pipebench.train.simulated_moves import simulate_moving, watch_of
 from tests.train.test_moves import LIVE, WRITTEN, job, run
 
 
@@ -105,10 +107,14 @@ def test_rates_over_time_are_those_of_the_whole_run(asked: Any) -> None:
         assert 0 < move.clock_s <= later.clock_s + move.stall_s * (1 + 1e-9)
 
 
+def stays(setup: Setup) -> Setup:
+    return replace(setup, repartitions=False, pipeline=replace(setup.pipeline, extensions={}))
+
+
 def test_where_nothing_moves_it_is_an_epoch_as_ever() -> None:
     given = job(None, every=12, epochs=1, live=True, balances=True, starts=[3, 5])
     result, _ = simulate(given)
-    plain, _ = simulate(Job(given.recipe, given.cluster, replace(given.setup, repartitions=False, balances=False)))
+    plain, _ = simulate(Job(given.recipe, given.cluster, stays(given.setup)))
     assert result.moves == ()
     assert {name: result.metrics[name] for name in plain.metrics} == plain.metrics
     assert result.metrics["repartitions"] == result.metrics["migration_bytes"] == 0
@@ -125,7 +131,7 @@ def test_peaks_are_those_of_all_cuts_and_of_what_is_between_them() -> None:
     assert [max(of_stage) for of_stage in zip(*([peak.num_bytes for peak in part] for part in parts), strict=True)] == [
         row["peak_memory_bytes"] for row in result.stages
     ]
-    stayed = replace(given, moves=(), setup=replace(given.setup, repartitions=False))
+    stayed = replace(given, extensions={}, setup=stays(given.setup))
     first, _ = simulate(stayed, MemoryForecast(given, 12))
     assert result.metrics["peak_memory_bytes_max"] > first.metrics["peak_memory_bytes_max"]
 

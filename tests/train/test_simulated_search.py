@@ -9,13 +9,13 @@ from unittest.mock import Mock
 import pytest
 
 from pipebench.engine.admission import StopRequest
+from pipebench.extensions.moves.rebalancing import RepartitionSearch
+from pipebench.extensions.moves.record import record as record_moves
+from pipebench.extensions.moves.repartition_plan import CutLayout
 from pipebench.extensions.search.setup import search_of
 from pipebench.extensions.search.simulated import simulate_search
-from pipebench.planner.rebalancing import RepartitionSearch
 from pipebench.recipe.load import load, load_file
 from pipebench.run.deciding import prepare_job
-from pipebench.run.drawings import record_moves
-from pipebench.schedule.moves import CutLayout
 from pipebench.show.progress import Silent
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.engines import on_virtual_clock

@@ -1,6 +1,6 @@
 """The server for workers in separate processes: in the first worker's process, a link to it in the others."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from pipebench.engine.protocols import Sent
 from pipebench.extensions.asynchronous.server import Gradients, ParameterServer, Pulled, Server, connect
 from pipebench.extensions.asynchronous.serving import ServerLink, Serving
 from pipebench.schedule.syncs import ASYNCHRONOUS, SYNCS
+from pipebench.simulate.simulation import RunPart
 from pipebench.simulate.timeline import BUFFERS, Transfer
 
 
@@ -31,10 +32,10 @@ class ProcessServer(Server):
         else:
             (self._link,) = links
 
-    def begin(self, first: int, limit: Callable[[], float]) -> None:
+    def begin(self, part: RunPart) -> None:
         """Start a segment of training."""
         if self._serving is not None:
-            self._serving.begin(first, self._order.get(first), limit)
+            self._serving.begin(part.first, self._order.get(part.first), part.limit)
 
     def push(self, replica: int, minibatch: int, version: int, gradients: Gradients) -> None:
         """Apply a gradient, or send it to the server."""

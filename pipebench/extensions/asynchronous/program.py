@@ -1,12 +1,14 @@
 """The instruction list of a worker that pushes every gradient to a server and pulls its weights."""
 
+from typing import Any
+
 from pipebench.schedule.instructions import COPIES, Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import Parts, StageProgram, passes_of
 
 
-def pushing_program(p: Pipeline, worker: int, num_minibatches: int, whole: Parts) -> Parts:
+def pushing_program(p: Pipeline, worker: int, num_minibatches: int, whole: Parts, _: Any) -> Parts:
     """Return pull, forward, backward, push per minibatch, and a final pull after all pushes.
 
     A drain leaves the newest weights everywhere, so the first pull is left out: there are as many pulls as pushes.

@@ -12,10 +12,11 @@ from pipebench.extensions.asynchronous.pushes import FILE_NAME, histogram, to_te
 from pipebench.formats import percent
 from pipebench.run.drawings import record_drawn
 from pipebench.tracking import RunLog
+from pipebench.train.job import Job
 from pipebench.train.result import RunResult
 
 
-def record(log: RunLog, result: RunResult) -> RunResult:
+def record(log: RunLog, result: RunResult, _: Job) -> RunResult:
     """Record the order of pushes and their staleness; return the result without the order."""
     if not result.pushes:
         return result

@@ -6,7 +6,7 @@ order of calls is the order of updates. The model is one stage.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from pipebench.extensions.asynchronous.pushes import Pushes
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.syncs import ASYNCHRONOUS, SYNCS
+from pipebench.simulate.simulation import RunPart
 from pipebench.simulate.timeline import BUFFERS
 from pipebench.typed_json import JsonError, read
 
@@ -131,7 +132,7 @@ class PushAndPull(WorkerExtension):
         self.server = Server()
         self.handlers = {Op.PUSH: self._push, Op.PULL: self._pull}
 
-    def begin(self) -> None:
+    def begin(self, segment: Any) -> None:
         """Start a segment of training with the weights after the drain."""
         self._worker.held_version = self._replica.weights.hold()
 
@@ -171,10 +172,10 @@ class InProcessServer(Server):
         self.here = ParameterServer(collectives.setup, self._weights[0])
         self._pulled: dict[int, Pulled] = {}  # by replica
 
-    def begin(self, first: int, limit: Callable[[], float]) -> None:
+    def begin(self, part: RunPart) -> None:
         """Start a segment of training."""
         self._pulled.clear()
-        self.here.begin(first)
+        self.here.begin(part.first)
 
     def push(self, replica: int, minibatch: int, version: int, gradients: Gradients) -> None:
         """Apply a gradient."""

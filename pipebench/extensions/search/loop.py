@@ -4,10 +4,10 @@ Scores are evaluations, which checkpoints contain and all processes know: a resu
 processes need not agree.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-from pipebench.checkpoint.progress import CurvePoint
+from pipebench.checkpoint.progress import SavedProgress
 from pipebench.engine.engine import TrainingEngine
 from pipebench.extensions.search.search import IndividualStart
 from pipebench.extensions.search.setup import search_of
@@ -27,9 +27,9 @@ class SearchLoop(LoopExtension):
         self._architectures = search_of(job).architectures
         self._search = search_of(job).begin()
 
-    def restore(self, points: Sequence[CurvePoint]) -> None:
+    def restore(self, saved: SavedProgress) -> None:
         """Go on with the individual that follows these scores."""
-        for index, point in enumerate(points):
+        for index, point in enumerate(saved.points):
             done = min((index + 1) * self._periods.evaluation, self._periods.total)
             self._search.add_score(point["metrics"], IndividualStart(done, point["samples"], point["clock_s"]))
         self._take_up()

@@ -13,6 +13,7 @@ from pipebench.formats import measure, seconds
 from pipebench.run.drawings import record_drawn
 from pipebench.show.pictures import axis_unit
 from pipebench.tracking import RunLog
+from pipebench.train.job import Job
 from pipebench.train.result import Point, RunResult
 from pipebench.typed_json import write
 
@@ -20,7 +21,7 @@ _RATE, _LAYERS = "throughput_samples_per_s", "active_layers"
 _BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#999999"
 
 
-def record(log: RunLog, result: RunResult) -> RunResult:
+def record(log: RunLog, result: RunResult, _: Job) -> RunResult:
     """Record a search's history as file, table and picture; return the result without it."""
     found: SearchFile | None = result.search
     if found is None:

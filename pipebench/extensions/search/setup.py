@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
 from pipebench.errors import GraphError
+from pipebench.extensions.moves.planned import cuts_of
 from pipebench.extensions.search.architectures import Architectures, Cells
 from pipebench.extensions.search.evolution import Evolution, Rules
 from pipebench.extensions.search.recipe import SearchRecipe
@@ -15,7 +16,6 @@ from pipebench.extensions.search.trace_file import load_trace
 from pipebench.recipe.schema import Recipe
 from pipebench.schedule.notation import STRAIGHT
 from pipebench.train.job import Job, JobExtension
-from pipebench.train.moves import cuts_of
 from pipebench.train.plan import choose_plan
 from pipebench.train.profiled_model import ProfiledModel
 

@@ -10,7 +10,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pipebench.engine.setup import Setup
-from pipebench.engine.simulated_moves import SimulatedEngine
+from pipebench.extensions.moves.engine import moving
+from pipebench.extensions.moves.repartitioning import Repartitioning, move_metrics
+from pipebench.extensions.moves.settings import settings_of
+from pipebench.extensions.moves.simulated_engine import SimulatedEngine
+from pipebench.extensions.moves.throughput import Finishes, throughput
 from pipebench.extensions.search.architectures import Cells
 from pipebench.extensions.search.setup import SearchSetup, chosen, search_of
 from pipebench.extensions.search.trace import Step
@@ -18,14 +22,12 @@ from pipebench.extensions.search.trace_file import VERSION, SearchFile, Trained
 from pipebench.formats import seconds
 from pipebench.simulate.meter import MEMORY, Meter
 from pipebench.simulate.steady import simulate_segment
-from pipebench.simulate.throughput import Finishes, throughput
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.job import Job
 from pipebench.train.largest import most_within
 from pipebench.train.memory_forecast import MemoryForecast
-from pipebench.train.metrics import describe, describe_stages, move_metrics, recipe_notes
+from pipebench.train.metrics import describe, describe_stages, recipe_notes
 from pipebench.train.periods import Periods
-from pipebench.train.repartitioning import Repartitioning
 from pipebench.train.result import COMPLETED, Point, RunResult
 from pipebench.train.simulated import totalled
 
@@ -98,7 +100,7 @@ def _phases(
         if count > 0:
             done = _train(job, moves, first, first + count)
             played = [unit._replace(end_s=unit.end_s - begins_s) for unit in finishes.units[before:]]
-            length_s = played[-1].end_s if setup.balances and played else 0.0
+            length_s = played[-1].end_s if settings_of(setup.pipeline).balances and played else 0.0
             windows = throughput(played, _WINDOW_S, length_s)
             yield ArchitecturePeriod(
                 cells, (setup, engine.setup), begins_s, engine.clock_s, first, done - first, windows
@@ -114,7 +116,7 @@ def _train(job: Job, moves: Repartitioning, done: int, stop: int) -> int:
     while done < stop:
         done = moves.train(done, min(stop, periods.next_drain(done)))
         if done < stop:
-            moves.replan(done)
+            moves.drained(done)
     return done
 
 
@@ -128,10 +130,10 @@ def _minibatches_until(step: Step, job: Job, engine: SimulatedEngine, first: int
     assert step.second is not None
     left_s, setup, later_s = step.second - engine.clock_s, engine.setup, 0.0
     guess = max(1, int(left_s / _pace_s(setup)))
-    if setup.balances:
+    if settings_of(setup.pipeline).balances:
         trial = SimulatedEngine(setup, known=engine.known)
         _train(job, Repartitioning(job, trial), first, first + guess)
-        setup = replace(trial.setup, balances=False)
+        setup = moving(trial.setup, balances=False)
         later_s = trial.clock_s - _takes_s(job, setup, first, guess)
         guess = max(1, int((left_s - later_s) / _pace_s(setup)))
     return 1 + most_within(left_s - later_s, lambda count: _takes_s(job, setup, first, count), 2 * guess)

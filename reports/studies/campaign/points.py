@@ -167,7 +167,6 @@ def _between(
 def _wrap_loop(watch: Watch) -> None:
     from pipebench.tracking.run_log import RunLog
     from pipebench.train.loop import TrainingLoop
-    from pipebench.train.repartitioning import Repartitioning
 
     def done(loop: Any) -> int:
         return int(loop._done)
@@ -178,13 +177,13 @@ def _wrap_loop(watch: Watch) -> None:
         yield
 
     @contextlib.contextmanager
-    def segment(moves: Any, num_done: int, *args: Any) -> Iterator[None]:
-        watch.reached("segment", num_done)
+    def segment(loop: Any, *args: Any) -> Iterator[None]:
+        watch.reached("segment", loop._done)
         yield
 
     _wrap(TrainingLoop, "_train_to_target", begun)
     _wrap(TrainingLoop, "_restore", _between(watch, None, "restored", done))
-    _wrap(Repartitioning, "train", segment)
+    _wrap(TrainingLoop, "_train", segment)
     _wrap(TrainingLoop, "_evaluate", _between(watch, "evaluation", "evaluated", done))
     _wrap(TrainingLoop, "_result", _between(watch, "result", None, done))
     _wrap(RunLog, "finish", _between(watch, "finish", "finished", lambda log: 1 << 30))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from pipebench.schedule.moves import BlockTransfer
+from pipebench.extensions.moves.repartition_plan import BlockTransfer
 
 R = TypeVar("R")
 Make = Callable[[int, int, int], R]  # from layers [start, stop) and the minibatch whose policies apply

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from pipebench.errors import PlanError
-from pipebench.schedule.moves import CutLayout, Repartition, RepartitionPlan
+from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition, RepartitionPlan
 from pipebench.schedule.pipeline import Pipeline
 
 

@@ -4,13 +4,14 @@ import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 
-from pipebench.engine.held_bytes import Inputs, SegmentBytes
-from pipebench.engine.migration_memory import MigrationMemory
 from pipebench.engine.segment import Segment, SizeOf
-from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup
+from pipebench.extensions.moves.held_bytes import Inputs, SegmentBytes
+from pipebench.extensions.moves.migration_memory import MigrationMemory
+from pipebench.extensions.moves.repartition_plan import Repartition
+from pipebench.extensions.moves.segment import MovingSegment
+from pipebench.extensions.moves.settings import MOVES
 from pipebench.model.sampling import Size
-from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import Op
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
@@ -31,13 +32,14 @@ class SimulatedSegment(Segment):
     def __init__(
         self,
         setup: Setup,
-        phases: SegmentCuts | None,
+        phases: MovingSegment | None,
         first: int,
         num_minibatches: int,
         start_s: float = 0.0,
         inputs: Inputs | None = None,
     ) -> None:
-        super().__init__(setup, phases, first, num_minibatches)
+        super().__init__(setup, {} if phases is None else {MOVES: phases}, first, num_minibatches)
+        self._phases = phases
         self._start_s, self._inputs = start_s, inputs or {}
         self._drains_at = self._enough = 0
         self.is_quiet = False  # whether `enough` minibatches have run without a move
@@ -78,8 +80,8 @@ class SimulatedSegment(Segment):
         size_of = lru_cache(maxsize=_SIZES_KEPT)(self._size_of)
         network = Network(setup.cluster, setup.devices, partial(self._transferred, meter), copies=setup.copies)
         simulation = self.simulation(network, size_of, self._start_s, meter)
-        if self._phases is not None and self.moving is not None:
-            self.memory = MigrationMemory(self._phases, self.moving, size_of, self._inputs, self._start_s)
+        if self._phases is not None:
+            self.memory = MigrationMemory(self._phases, self._phases.moving, size_of, self._inputs, self._start_s)
         plain = SegmentBytes(setup, size_of, self._inputs, self._start_s) if held and not self.memory else None
         holds = self.memory or plain
         before = _counted(meter)

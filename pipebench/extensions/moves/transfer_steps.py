@@ -10,8 +10,8 @@ policies rebuilds itself (`RC` without a peer) after the update before the first
 
 from collections.abc import Iterable
 
+from pipebench.extensions.moves.repartition_plan import BlockTransfer, RepartitionPlan
 from pipebench.schedule.instructions import Instruction
-from pipebench.schedule.moves import BlockTransfer, RepartitionPlan
 from pipebench.schedule.operations import Op
 
 

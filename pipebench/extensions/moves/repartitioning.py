@@ -1,41 +1,72 @@
 """The moves of a run, asked for and decided: announced, made and recorded."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from pipebench.checkpoint.progress import SavedProgress
 from pipebench.engine.engine import Engine
-from pipebench.model.plan import Plan, layout_of, recut
-from pipebench.schedule.moves import Repartition, RepartitionPlan
-from pipebench.schedule.repartitions import RepartitionRecord, in_words
+from pipebench.extensions.moves.engine import moves_of
+from pipebench.extensions.moves.moves_file import in_words
+from pipebench.extensions.moves.planned import (
+    BALANCED,
+    BEFOREHAND,
+    PlannedMove,
+    cuts_of,
+    moves_planned,
+    policies_of,
+    under,
+)
+from pipebench.extensions.moves.repartition_plan import Repartition, RepartitionPlan, layout_of
+from pipebench.extensions.moves.settings import settings_of
+from pipebench.model.plan import Plan, recut
+from pipebench.schedule.operations import MIGRATION
+from pipebench.schedule.repartitions import RepartitionRecord
+from pipebench.train.clock import RunClock
+from pipebench.train.interfaces import LoopExtension
 from pipebench.train.job import Job
-from pipebench.train.moves import BALANCED, BEFOREHAND, PlannedMove, cuts_of, policies_of
 
 _LOG = logging.getLogger(__name__)
 
 
-class Repartitioning:
-    """Makes and records a run's moves; `tell` takes a sentence on each."""
+class Repartitioning(LoopExtension):
+    """Makes and records a run's moves; `note` takes a sentence on each."""
 
-    def __init__(self, job: Job, engine: Engine, tell: Callable[[str], None] = lambda sentence: None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        engine: Engine,
+        clock: RunClock | None = None,
+        note: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
         self.made: list[RepartitionRecord] = []  # the moves so far, ascending
-        self._planned, self._graph, self._sampler = job.moves, job.setup.graph, job.setup.sampler
-        self._engine, self._tell = engine, tell
+        self._planned, self._graph, self._sampler = moves_planned(job), job.setup.graph, job.setup.sampler
+        self._engine, self._tell = engine, note
         self._before = engine.setup
         self._announced: list[Repartition] = []
         self._decided: list[Plan] = []
 
     def train(self, done: int, drain: int) -> int:
-        """Train up to the next drain, and record the moves before it; `replan` makes those at the drain.
+        """Train up to the next drain, and record the moves before it; `drained` makes those at the drain.
 
         `done` and `drain` are minibatches of the run so far, and before the next regular drain. Returns those at the
         end: fewer than `drain` if it drains for a move, or is stopped.
         """
-        live = self._engine.setup.live
+        drain = self.begins(done, drain)
+        ended = done + self._engine.train(done, drain - done)
+        self.ended(done, ended)
+        return ended
+
+    def begins(self, done: int, drain: int) -> int:
+        """Announce the moves before the next drain; return the minibatches of the run before that."""
+        live = self._live
         drain = min([drain, *(move.minibatch for move in self._planned if move.minibatch > done and not live)])
         self._announce(done, drain)
-        ended = done + self._engine.train(done, drain - done)
-        self._note(done, ended)
-        return ended
+        return drain
+
+    @property
+    def _live(self) -> bool:
+        return settings_of(self._engine.setup.pipeline).live
 
     def _announce(self, done: int, drain: int) -> None:
         """Announce the recipe's moves between two drains, if layers move during training.
@@ -43,7 +74,7 @@ class Repartitioning:
         After a stop right before a move it is too late to announce it: it is made at once, with nothing in flight.
         After a stop between announcement and move, it has been made.
         """
-        planned = [move for move in self._planned if done < move.minibatch < drain] if self._engine.setup.live else []
+        planned = [move for move in self._planned if done < move.minibatch < drain] if self._live else []
         while planned and self._comes_too_late(planned[0], done):
             first = planned.pop(0)
             if first.plan != self._engine.setup.plan:
@@ -51,7 +82,7 @@ class Repartitioning:
         self._before = self._engine.setup
         self._announced = [Repartition(each.minibatch - done, *layout_of(each.plan)) for each in planned]
         for move in self._announced:
-            self._engine.announce(move)
+            moves_of(self._engine).announce(move)
 
     def _comes_too_late(self, first: PlannedMove, done: int) -> bool:
         """Return whether a segment's first move has been made, or can't be made within the segment."""
@@ -60,25 +91,42 @@ class Repartitioning:
         move = Repartition(first.minibatch - done, *layout_of(first.plan))
         return first.plan == setup.plan or any(moves.problems(move))
 
-    def _note(self, first: int, done: int) -> None:
+    def ended(self, first: int, done: int) -> None:
         """Record the moves of the segment of minibatches [first, done), and the decisions for the drain after it."""
-        before, decided = self._before, self._engine.take_decisions()
+        before, decided = self._before, moves_of(self._engine).take_decisions()
+        live = settings_of(before.pipeline).live
         moves = [(move, BEFOREHAND) for move in self._announced]
-        moves += [(move, BALANCED) for move in decided if before.live]
+        moves += [(move, BALANCED) for move in decided if live]
         plan = before.plan
         for move, why in sorted(moves, key=lambda each: each[0].at):
             was, plan = plan, recut(before.graph, plan, move.starts, move.memory)
             self._record(min(first + move.at, done), was, plan, why, live=True)
-        drained = [] if before.live else decided
+        drained = [] if live else decided
         self._decided = [recut(before.graph, before.plan, move.starts, move.memory) for move in drained]
 
-    def replan(self, done: int) -> None:
+    def drained(self, done: int) -> None:
         """Switch to the plans due at this drain."""
         for plan in self._decided:
             self._replan(done, plan, BALANCED)
         for move in self._planned:
             if move.minibatch == done and move.plan != self._engine.setup.plan:
                 self._replan(done, move.plan, BEFOREHAND)
+
+    def restore(self, saved: SavedProgress) -> None:
+        """Go on after the moves of a checkpoint."""
+        self.made = [*saved.moves]
+
+    def restored_plan(self, saved: SavedProgress) -> Plan | None:
+        """Return the plan after the moves of a checkpoint."""
+        return under(self._engine.setup, saved.moves) if saved.moves else None
+
+    def saved(self) -> dict[str, Any]:
+        """Return the moves so far, as a checkpoint and a result keep them."""
+        return {"moves": tuple(self.made)}
+
+    def metrics(self, num_bytes: Mapping[tuple[str, str], int]) -> dict[str, float]:
+        """Return the costs of moving layers."""
+        return move_metrics(self.made, num_bytes)
 
     def _replan(self, done: int, plan: Plan, why: str) -> None:
         was, before_s = self._engine.setup.plan, self._engine.clock_s
@@ -100,3 +148,12 @@ class Repartitioning:
         text = f"minibatch {minibatch}: stages begin at {', '.join(cuts)} now, not {', '.join(before)}{changed}; {why}"
         self._tell(text)
         _LOG.info("%s (%.3g s)", text, stall_s)
+
+
+def move_metrics(moves: Sequence[RepartitionRecord], num_bytes: Mapping[tuple[str, str], int]) -> dict[str, float]:
+    """Return the costs of moving layers; the stall is time without computation because of them."""
+    return {
+        "repartitions": len(moves),
+        "migration_bytes": sum(count for (kind, _), count in num_bytes.items() if kind == MIGRATION),
+        "migration_stall_s": sum(move.stall_s for move in moves),
+    }

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pipebench.engine.balancing import Known, RepartitionController, StageReport
 from pipebench.engine.protocols import Transport
 from pipebench.engine.setup import Setup
+from pipebench.extensions.moves.balancing import Known, RepartitionController, StageReport
+from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.modes import MEMORY_POLICIES
-from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import Op
 from pipebench.simulate.timeline import CONTROL
 

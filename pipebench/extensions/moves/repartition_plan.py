@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipebench.errors import PlanError
+from pipebench.model.plan import Plan
 from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.pipeline import STASH, WHOLE, Pipeline
 from pipebench.schedule.syncs import SYNCS
@@ -54,6 +55,12 @@ class CutLayout(NamedTuple):
             for stage, (start, stop) in enumerate(itertools.pairwise(self.ends))
         )
         return CutLayout(self.starts, tuple(itertools.chain.from_iterable(given)))
+
+
+def layout_of(plan: Plan) -> CutLayout:
+    """Return the first layers of a plan's later stages, and every layer's memory policy."""
+    memory = tuple(policy for stage in plan.stages for policy in stage.memory)
+    return CutLayout(tuple(stage.start for stage in plan.stages[1:]), memory)
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,16 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from pipebench.engine.feasibility import FeasibilityCheck, halfway
 from pipebench.engine.setup import Setup
+from pipebench.extensions.moves.feasibility import FeasibilityCheck, halfway
+from pipebench.extensions.moves.rebalancing import WORTHWHILE, RepartitionSearch, StageTimes, problems_of
+from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition, Starts
+from pipebench.extensions.moves.settings import settings_of
 from pipebench.formats import num_bytes, seconds
-from pipebench.planner.rebalancing import WORTHWHILE, RepartitionSearch, StageTimes, problems_of
 from pipebench.planner.stage_problem import StageProblem
 from pipebench.planner.states import prefixes
-from pipebench.schedule.moves import CutLayout, Repartition, Starts
 
-_LOG = logging.getLogger("pipebench.engine.balancing")
+_LOG = logging.getLogger(__name__)
 
 ENOUGH = 4  # fewest backwards per stage in a mean
 _MOST_TRIALS = 8  # of decisions that don't fit in simulation; two or three usually suffice
@@ -61,7 +62,12 @@ class RepartitionController:
         self._next: CutLayout | None = None  # decided to follow the last one, which makes room for it
         self._before: Sequence[StageTimes] | None = None  # the measurements when nothing better was found
         self._problem_of = problems_of(
-            setup.profile, pipeline, size, self._check.limit_bytes, setup.cluster.pcie_bytes_per_s, setup.chooses
+            setup.profile,
+            pipeline,
+            size,
+            self._check.limit_bytes,
+            setup.cluster.pcie_bytes_per_s,
+            settings_of(pipeline).chooses,
         )
 
     def decide(self, minibatch: int, reports: Sequence[StageReport]) -> Repartition | None:

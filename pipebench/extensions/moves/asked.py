@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipebench.schedule.repartitions import RepartitionFile, RepartitionRecord
+from pipebench.extensions.moves.moves_file import RepartitionFile
+from pipebench.recipe.schema import Recipe
+from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.typed_json import JsonError, Ordinal, read, read_file
 
 
@@ -47,6 +49,12 @@ def asked_moves(given: Any) -> list[AskedMove]:
             both = "neither" if move.at.epochs is None else "both"
             raise JsonError((f"[{index}].at", f"got {both} of epochs and minibatches, allowed is exactly one"))
     return found
+
+
+def moves_asked(recipe: Recipe) -> list[AskedMove]:
+    """Return a recipe's moves."""
+    vpipe = recipe.parallelism.vpipe
+    return [] if vpipe is None else asked_moves(vpipe.moves)
 
 
 def load_moves(path: str) -> list[RepartitionRecord]:

@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from pipebench.engine.held_bytes import HeldBytes, Inputs
-from pipebench.engine.migration_costs import PhaseCosts
-from pipebench.engine.segment_cuts import SegmentCuts
-from pipebench.engine.stage_parts import StagePart, StageParts
+from pipebench.extensions.moves.held_bytes import HeldBytes, Inputs
+from pipebench.extensions.moves.migration_costs import PhaseCosts
+from pipebench.extensions.moves.segment_cuts import SegmentCuts
+from pipebench.extensions.moves.stage_parts import StagePart, StageParts
 from pipebench.model.plan import StagePlan
 from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import COPIES, Instruction
-from pipebench.schedule.operations import ACTIVATION, GRADIENT, RECEIVE, Op, with_kind
+from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, Op, with_kind
 from pipebench.simulate.memory import AGAIN, GRADIENTS, RECEIVED, SENT, StageMemoryCosts, layers_memory
 from pipebench.simulate.memory_meter import MemoryMeter, MemoryTimeline
 from pipebench.simulate.replica_memory import Change, ReplicaMemory
@@ -42,9 +42,8 @@ class MigrationMemory:
             for index in range(pipeline.num_stages)
         ]
         holdings = [{index: stage} for index, stage in enumerate(self._stages)]
-        self._meter = MemoryMeter(
-            pipeline, (), costs.costs, limit_bytes, holdings=holdings, moving=costs, start_s=start_s
-        )
+        self._meter = _MigrationMeter(pipeline, (), costs.costs, limit_bytes, holdings=holdings, start_s=start_s)
+        self._meter.sizes = costs
         self._meter.begin(costs.size_of)
 
     def event(self, event: TimelineEvent) -> int:
@@ -69,6 +68,16 @@ class MigrationMemory:
     def timeline(self) -> MemoryTimeline:
         """Return each worker's memory over time."""
         return self._meter.timeline()
+
+
+class _MigrationMeter(MemoryMeter):
+    """Counts transferred units and blocks of layers, too."""
+
+    between_stages = (ACTIVATION, GRADIENT, MIGRATION)
+    sizes: PhaseCosts
+
+    def _sent_bytes(self, it: Instruction) -> int:
+        return self.sizes.num_bytes(it) if it.op in (Op.GIVE, Op.GIVE_UNIT) else super()._sent_bytes(it)
 
 
 class _MigratingMemory:

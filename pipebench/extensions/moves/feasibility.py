@@ -7,13 +7,14 @@ flight.
 import math
 from collections.abc import Sequence
 
-from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup
-from pipebench.engine.simulated_segment import SimulatedSegment
 from pipebench.errors import PlanError
-from pipebench.model.plan import layout_of, recut
+from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition, Starts, layout_of
+from pipebench.extensions.moves.segment import MovingSegment
+from pipebench.extensions.moves.settings import settings_of
+from pipebench.extensions.moves.simulated_segment import SimulatedSegment
+from pipebench.model.plan import recut
 from pipebench.planner.stage_problem import input_bytes_of
-from pipebench.schedule.moves import CutLayout, Repartition, Starts
 from pipebench.simulate.memory import stage_memories
 from pipebench.simulate.memory_meter import MemoryMeter
 from pipebench.simulate.meter import Meter
@@ -70,9 +71,9 @@ class FeasibilityCheck:
         If layers move at drains nothing is in flight, and a stage never holds more than before or afterwards.
         """
         now = self.after(layouts[0])
-        if now is None or math.isinf(self.limit_bytes) or not self._setup.live:
+        if now is None or math.isinf(self.limit_bytes) or not settings_of(self._setup.pipeline).live:
             return [0.0] * self._setup.pipeline.num_stages
-        phases, at = SegmentCuts(now), 0
+        phases, at = MovingSegment(now), 0
         for layout in layouts[1:]:
             at = self.earliest(at)
             phases.announce(Repartition(at, *layout))

@@ -6,11 +6,11 @@ from functools import partial
 from pipebench.checkpoint.share import Share
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.feed import Feed
-from pipebench.engine.migration import MigratingReplica, TransferredUnit
 from pipebench.engine.protocols import StageRunner, Transport
 from pipebench.engine.replica import Replica
 from pipebench.engine.replicas import make_replica
-from pipebench.engine.segment_cuts import SegmentCuts
+from pipebench.extensions.moves.migration import MigratingReplica, TransferredUnit
+from pipebench.extensions.moves.segment_cuts import SegmentCuts
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import MIGRATION, Op
 

@@ -1,18 +1,23 @@
 """Moves of layers in a run: those a recipe asks for, and those made."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError, choice, nearest
+from pipebench.extensions.moves.asked import AskedMove, moves_asked
+from pipebench.extensions.moves.repartition_plan import Repartition, RepartitionPlan, layout_of, shape_problems
+from pipebench.extensions.moves.settings import MOVES, settings_of
 from pipebench.model.graph import LayerGraph
-from pipebench.model.plan import Plan, layout_of, recut, starts_of_cuts
-from pipebench.recipe.moves import AskedMove
-from pipebench.schedule.modes import KEEP, MEMORY_POLICIES, SWAP
-from pipebench.schedule.moves import Repartition, RepartitionPlan, shape_problems
+from pipebench.model.plan import Plan, recut, starts_of_cuts
+from pipebench.recipe.schema import Recipe
+from pipebench.schedule.modes import KEEP, MEMORY_POLICIES
 from pipebench.schedule.repartitions import RepartitionRecord
+from pipebench.train.job import Job, JobExtension
 from pipebench.train.periods import Periods
+from pipebench.train.plan import check_copies
+from pipebench.train.profiled_model import ProfiledModel
 
 _KEY = "parallelism.vpipe.moves"
 BEFOREHAND, BALANCED = "decided beforehand", "to balance the stages"  # reasons for new cuts
@@ -24,6 +29,36 @@ class PlannedMove:
 
     minibatch: int  # first forward under the plan
     plan: Plan
+
+
+@dataclass(frozen=True)
+class MovesPlanned(JobExtension):
+    """The moves of a job."""
+
+    recipe: Recipe
+    planned: tuple[PlannedMove, ...] = ()  # plans that the recipe asks for
+
+    switches = True
+
+    @classmethod
+    def of(cls, recipe: Recipe, cluster: Cluster, known: ProfiledModel) -> "MovesPlanned":
+        """Return the part in a recipe's job, as yet without plans."""
+        return cls(recipe)
+
+    def prepared(self, setup: Setup) -> "MovesPlanned":
+        """Return the part with the plans that the recipe asks for.
+
+        Raises:
+            PlanError: see `planned_moves`.
+        """
+        periods = Periods.of(self.recipe.train, setup.sampler.minibatches_per_epoch)
+        return replace(self, planned=planned_moves(moves_asked(self.recipe), setup, periods))
+
+
+def moves_planned(job: Job) -> tuple[PlannedMove, ...]:
+    """Return the plans that a job's recipe asks for."""
+    found = job.extensions.get(MOVES)
+    return found.planned if isinstance(found, MovesPlanned) else ()
 
 
 def planned_moves(asked: Sequence[AskedMove], setup: Setup, periods: Periods) -> tuple[PlannedMove, ...]:
@@ -50,28 +85,14 @@ def planned_moves(asked: Sequence[AskedMove], setup: Setup, periods: Periods) ->
         plan = plan_after(setup.graph, plan, move.cuts, move.memory, where)
         check_copies(setup.cluster, plan, where)
         found.append(PlannedMove(minibatch, plan))
-    if setup.live:
+    if settings_of(setup.pipeline).live:
         _check_live(found, setup, periods)
     return tuple(found)
 
 
-def check_copies(cluster: Cluster, plan: Plan, where: str = "parallelism") -> None:
-    """Raise an error if layers swap and the cluster's copy rate is unknown.
-
-    `where` is the key that asks for it.
-    """
-    stages = [str(index) for index, stage in enumerate(plan.stages) if SWAP in stage.memory]
-    if stages and cluster.pcie_bytes_per_s is None:
-        raise PlanError(
-            f"{where}: layers of stage{'s' * (len(stages) > 1)} {', '.join(stages)} swap, and cluster {cluster.name} "
-            "doesn't say how fast a device copies to its host: add to its file, e.g., "
-            'pcie: {value: 15.76 GB/s, assumed: "PCIe 3.0 x16"}'
-        )
-
-
 def _check_movable(setup: Setup) -> None:
     """Raise an error if layers can't move, or stages can't be measured separately."""
-    if setup.repartitions and setup.live:
+    if setup.repartitions and settings_of(setup.pipeline).live:
         for problem in shape_problems(setup.pipeline):
             raise PlanError(f"parallelism.vpipe: {problem}")
         if setup.loss_scale is not None:
@@ -79,7 +100,7 @@ def _check_movable(setup: Setup) -> None:
                 "parallelism.vpipe: layers move while training goes on only where no stage scales its gradients; set "
                 "vpipe.live: false, or train.precision: bf16"
             )
-    if setup.balances and setup.pipeline.num_workers > setup.pipeline.num_stages:
+    if settings_of(setup.pipeline).balances and setup.pipeline.num_workers > setup.pipeline.num_stages:
         raise PlanError(
             f"parallelism.vpipe.repartition: stages are balanced where each has one worker, and plan {setup.plan} has "
             f"replicas; set vpipe.repartition: false, or parallelism.plan: straight"

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
+from pipebench.extensions.moves.repartition_plan import CutLayout, Starts
 from pipebench.planner.partition.consecutive import TOLERANCE, Fits, LayerChain, repartition
 from pipebench.planner.partition.graph import timed_graph
 from pipebench.planner.stage_problem import StageOutcome, StageProblem, input_bytes_of
 from pipebench.planner.swap_recompute import best_policies
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import KEEP, RECOMPUTE
-from pipebench.schedule.moves import CutLayout, Starts
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import most_in_flight
 from pipebench.schedule.weights import WEIGHT_POLICIES, delay

@@ -7,29 +7,32 @@ stops once nothing has moved for long enough: the rest of a segment costs what i
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pipebench.checkpoint.handover import Key, StateClaim, requests_of
-from pipebench.engine.balancing import ENOUGH, Known
 from pipebench.engine.engine import Engine
-from pipebench.engine.held_bytes import Inputs
 from pipebench.engine.mailbox import InProcessTransport
-from pipebench.engine.monitor import EVERY, monitors
+from pipebench.engine.protocols import EngineExtension
 from pipebench.engine.segment import SizeOf
-from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup, share_of
-from pipebench.engine.simulated_segment import SimulatedSegment
+from pipebench.extensions.moves.balancing import ENOUGH, Known
+from pipebench.extensions.moves.engine import EngineMoves
+from pipebench.extensions.moves.held_bytes import Inputs
+from pipebench.extensions.moves.monitor import EVERY, monitors
+from pipebench.extensions.moves.repartition_plan import Repartition
+from pipebench.extensions.moves.segment import MovingSegment
+from pipebench.extensions.moves.settings import MOVES, settings_of
+from pipebench.extensions.moves.simulated_segment import SimulatedSegment
+from pipebench.extensions.moves.throughput import Mark, Marks
 from pipebench.model.graph import attribute
 from pipebench.model.plan import Plan
-from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, SEND, with_kind
-from pipebench.simulate.memory_meter import MemoryPeak, highest
+from pipebench.simulate.memory_meter import MemoryPeak
 from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.steady import SegmentTotals, simulate_all, simulate_segment
-from pipebench.simulate.throughput import Mark, Marks
 from pipebench.simulate.timeline import Timeline
 
 _SENDS = with_kind(SEND, ACTIVATION, GRADIENT)
@@ -47,7 +50,7 @@ def simulate_moves(
     Raises:
         PlanError: a move can't be made.
     """
-    phases = SegmentCuts(setup)
+    phases = MovingSegment(setup)
     for move in moves:
         phases.announce(move)
     return SimulatedSegment(setup, phases, first, num_minibatches).played(meter)
@@ -75,24 +78,31 @@ class SimulatedEngine(Engine):
         self._shown = False  # whether the meter has any events
         self._begin_under(setup, {} if known is None else known)
 
+    @property
+    def extensions(self) -> dict[str, EngineExtension]:
+        """See `Engine`."""
+        return {MOVES: self._moves}
+
     def _begin_under(self, setup: Setup, known: Known) -> None:
         """Continue with a setup, whose stages are measured anew."""
         self.setup, self.known = setup, known  # `known`: Algorithm 1's decisions, also another run's
-        self._phases = None
-        self._monitors = monitors(setup, self._decided, known=known) if setup.balances else []
+        self._moves = EngineMoves(setup)
+        balances = settings_of(setup.pipeline).balances
+        self._monitors = monitors(setup, self._decided, known=known) if balances else []
         self._quiet = 0  # minibatches since the last decision
         self._totals_of: dict[tuple[int, int], SegmentTotals] = {}
 
     def train(self, first: int, num_minibatches: int) -> int:
         """Simulate a segment; return its minibatches: fewer than requested if it was drained for a move."""
         self.marks = []
-        if self._phases is None and not self._monitors:
+        if not self._moves.announced and not self._monitors:
             return self._took(self._steady(first, num_minibatches), num_minibatches, first)
-        before, phases = self.setup, self._begin_segment()
+        before, phases = self.setup, self._moves.segment()
         self._mailbox = InProcessTransport(before, Counter())
         for monitor in self._monitors:
             monitor.begin()
-        segment = self._segment = SimulatedSegment(before, phases, first, num_minibatches, self.clock_s, self._inputs)
+        segment = SimulatedSegment(before, phases, first, num_minibatches, self.clock_s, self._inputs)
+        self._moves.begin(segment.part)
         told, held = (self._measure, self._hold) if self._monitors else (None, None)
         played, done, self._shown = segment.played(self._meter, told, held, self._enough()), segment.limit, True
         self._end_segment()
@@ -175,12 +185,9 @@ class SimulatedEngine(Engine):
         return max(1, enough - self._quiet) if self._monitors else 8 * pipeline.depth
 
     def _decided(self, move: Repartition) -> None:
-        """See `Engine`; resets the count of minibatches since the last decision."""
-        super()._decided(move)
+        """Handle a decision; resets the count of minibatches since the last one."""
+        self._moves.decided(move)
         self._quiet = 0
-
-    def _end_at(self, minibatch: int) -> None:
-        self._segment.end_at(minibatch)
 
     def _steady(self, first: int, num_minibatches: int) -> SegmentTotals:
         """Return a segment's totals under the current cuts, without moves."""
@@ -209,6 +216,12 @@ class SimulatedEngine(Engine):
         """Minibatches that fill and empty a pipeline, with a margin."""
         pipeline = self.setup.pipeline
         return math.ceil(8 * pipeline.depth / pipeline.period) * pipeline.period
+
+
+def highest(*peaks: Iterable[MemoryPeak]) -> Iterator[MemoryPeak]:
+    """Yield, for every worker, the highest of several peaks; of equals, the first."""
+    for of_worker in zip(*peaks, strict=True):
+        yield max(of_worker, key=lambda peak: peak.num_bytes)
 
 
 def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[int, int], int]:

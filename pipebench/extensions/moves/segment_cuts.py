@@ -2,17 +2,12 @@
 
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
-from pipebench.model.plan import layout_of, make_plan, recut
+from pipebench.extensions.moves.repartition_plan import BlockTransfer, CutLayout, Policies, Repartition, layout_of
+from pipebench.extensions.moves.routes import Routes
+from pipebench.model.plan import make_plan, recut
 from pipebench.model.stage import Stage, cut_stage
-from pipebench.schedule.moves import BlockTransfer, CutLayout, Policies, Repartition, shape_problems
-from pipebench.schedule.routes import Routes
 
 _Values = dict[int, tuple[int, ...]]  # layers whose values are exchanged, by the other stage
-
-
-def phases_of(setup: Setup) -> "SegmentCuts | None":
-    """Return the cuts of a segment in which layers may move; None if they can't, or only at drains."""
-    return SegmentCuts(setup) if setup.repartitions and not [*shape_problems(setup.pipeline)] else None
 
 
 class SegmentCuts:

@@ -22,11 +22,11 @@ from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement
 from pipebench.engine.replica import LiveBytes, Replica, Values
 from pipebench.engine.replica_state import restore, state_of
-from pipebench.engine.segment_cuts import SegmentCuts
-from pipebench.engine.stage_parts import StagePart, StageParts
 from pipebench.engine.streams import StreamSlot
+from pipebench.extensions.moves.repartition_plan import BlockTransfer
+from pipebench.extensions.moves.segment_cuts import SegmentCuts
+from pipebench.extensions.moves.stage_parts import StagePart, StageParts
 from pipebench.model.stage import LossFunction, Stage
-from pipebench.schedule.moves import BlockTransfer
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup
+from pipebench.extensions.moves.repartition_plan import BlockTransfer, CutLayout
+from pipebench.extensions.moves.segment_cuts import SegmentCuts
 from pipebench.model.graph import attribute
 from pipebench.model.sampling import Size, UnitShape
 from pipebench.schedule.instructions import Instruction
-from pipebench.schedule.moves import BlockTransfer, CutLayout
 from pipebench.schedule.operations import Op
 from pipebench.simulate.costs import Costs, StageCosts
 from pipebench.simulate.memory import swapped_bytes

@@ -9,23 +9,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pipebench.engine.setup import Setup
-from pipebench.engine.simulated_moves import SimulatedEngine
+from pipebench.extensions.moves.engine import moving
+from pipebench.extensions.moves.planned import MovesPlanned, PlannedMove, plan_after
+from pipebench.extensions.moves.repartitioning import Repartitioning, move_metrics
+from pipebench.extensions.moves.settings import MOVES
+from pipebench.extensions.moves.simulated_engine import SimulatedEngine, highest
+from pipebench.extensions.moves.throughput import Mark
 from pipebench.formats import num_bytes
 from pipebench.model.plan import Plan
 from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.repartitions import RepartitionRecord
-from pipebench.simulate.memory_meter import MemoryPeak, highest
+from pipebench.simulate.memory_meter import MemoryPeak
 from pipebench.simulate.meter import MEMORY, Meter, sum_by
 from pipebench.simulate.steady import simulate_segment
-from pipebench.simulate.throughput import Mark
 from pipebench.simulate.timeline import TRAINING_KINDS, Timeline
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast, Moved
-from pipebench.train.metrics import describe, describe_stages, move_metrics, recipe_notes
-from pipebench.train.moves import PlannedMove, plan_after
+from pipebench.train.metrics import describe, describe_stages, recipe_notes
 from pipebench.train.periods import Periods
 from pipebench.train.profiled_model import input_bytes
-from pipebench.train.repartitioning import Repartitioning
 from pipebench.train.result import COMPLETED, Point, RunResult
 from pipebench.train.simulated import epoch_notes, planned_metrics, shares, totalled
 
@@ -78,7 +80,7 @@ def _trained(periods: Periods, engine: SimulatedEngine, moves: Repartitioning) -
             last = mark
         before, sent = Mark(engine.clock_s, 0, Counter()), Counter(engine.totals.num_bytes)
         if done < periods.total:
-            moves.replan(done)
+            moves.drained(done)
             for key, count in engine.totals.num_bytes.items():  # moves at a drain count with the next segment
                 before.num_bytes[key] = sent[key] - count
 
@@ -98,11 +100,12 @@ def _rates(before: Mark, mark: Mark, num_workers: int) -> dict[str, float]:
 
 def watch_of(job: Job, moves: Sequence[RepartitionRecord]) -> MemoryForecast:
     """Return the memory forecast of a job that has run on any engine, with the moves it made."""
-    if not moves or job.extensions:  # an extension changes more than the cuts: of the beginning only
+    if not moves or job.extensions.keys() - {MOVES}:  # others change more than the cuts: of the beginning only
         return MemoryForecast.over(job)
     planned = (PlannedMove(m.minibatch, s.plan) for m, s in zip(moves, _setups(job.setup, moves), strict=True))
     watch = MemoryForecast(job, job.setup.sampler.minibatches_per_epoch)
-    simulate_moving(replace(job, moves=tuple(planned), setup=replace(job.setup, balances=False)), watch)
+    extensions = {MOVES: MovesPlanned(job.recipe, tuple(planned))}
+    simulate_moving(replace(job, extensions=extensions, setup=moving(job.setup, balances=False)), watch)
     return watch
 
 

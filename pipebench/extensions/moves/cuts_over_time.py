@@ -7,8 +7,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from pipebench.extensions.moves.moves_file import in_words
 from pipebench.formats import seconds
-from pipebench.schedule.repartitions import RepartitionRecord, in_words
+from pipebench.schedule.repartitions import RepartitionRecord
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # of stages, again after the last
 

@@ -1,0 +1,81 @@
+"""Moves in an engine: announced from outside, or decided inside if stages balance."""
+
+from dataclasses import replace
+from typing import Any
+
+from pipebench.engine.engine import Engine
+from pipebench.engine.protocols import EngineExtension
+from pipebench.engine.setup import Setup
+from pipebench.extensions.moves.repartition_plan import Repartition
+from pipebench.extensions.moves.segment import MovingSegment, segment_of
+from pipebench.extensions.moves.settings import MOVES, MoveSettings, settings_of
+from pipebench.simulate.simulation import RunPart
+
+
+class EngineMoves(EngineExtension):
+    """The moves of an engine's segments; `setup` has the current cuts."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup, self._settings = setup, settings_of(setup.pipeline)
+        self._segment: MovingSegment | None = None  # of the running segment, or of the next one if it has moves
+        self._decisions: list[Repartition] = []
+
+    @property
+    def announced(self) -> bool:
+        """Whether there are moves in the running segment, or in the next one."""
+        return self._segment is not None
+
+    def announce(self, move: Repartition) -> None:
+        """Schedule a move of layers in the running segment, or in the next one.
+
+        Every process announces the same before any worker has reached that minibatch.
+
+        Raises:
+            PlanError: the layers can't move so, or not from that minibatch on.
+        """
+        self._segment = self._segment or MovingSegment(self._setup)
+        self._segment.announce(move)
+
+    def take_decisions(self) -> list[Repartition]:
+        """Return the balancing decisions since the last call, numbered since the previous drain."""
+        taken, self._decisions = self._decisions, []
+        return taken
+
+    def segment(self) -> MovingSegment | None:
+        """Return the cuts of the segment that begins now, if layers may move in it."""
+        self._segment = self._segment or segment_of(self._setup)
+        return self._segment
+
+    def begin(self, part: RunPart) -> None:
+        """Start a segment."""
+        self._end_at = part.end_at
+
+    def ended(self, setup: Setup) -> Setup:
+        """Return the setup under the last cuts of the segment that has ended."""
+        ended, self._segment = self._segment, None
+        self._setup = setup if ended is None else ended.last
+        return self._setup
+
+    def decided(self, move: Repartition) -> None:
+        """Handle a decision; called by every stage of a process, the first call counts."""
+        if move in self._decisions:
+            return
+        self._decisions.append(move)
+        if self._settings.live:
+            self.announce(move)
+        else:
+            self._end_at(move.at)
+
+
+def moves_of(engine: Engine) -> EngineMoves:
+    """Return the moves of an engine."""
+    found = engine.extensions[MOVES]
+    assert isinstance(found, EngineMoves)
+    return found
+
+
+def moving(setup: Setup, **changes: Any) -> Setup:
+    """Return a setup whose layers may move, with these settings changed; see `MoveSettings`."""
+    known = setup.pipeline.extensions
+    settings = replace(known.get(MOVES, MoveSettings()), **changes)
+    return replace(setup, repartitions=True, pipeline=replace(setup.pipeline, extensions={**known, MOVES: settings}))

@@ -1,0 +1,30 @@
+"""Moves in one process of several, and what it sends layers over."""
+
+from collections.abc import Iterator
+
+from pipebench.distributed.collectives import ProcessCollectives
+from pipebench.engine.setup import Setup
+from pipebench.extensions.moves.engine import EngineMoves
+from pipebench.extensions.moves.monitor import AllocatorPeak, monitors
+from pipebench.extensions.moves.repartition_plan import shape_problems
+from pipebench.extensions.moves.settings import settings_of
+from pipebench.extensions.moves.worker import moving_worker
+from pipebench.schedule.operations import MIGRATION
+
+
+def processes(collectives: ProcessCollectives) -> EngineMoves:
+    """Return the moves of a worker with a process of its own."""
+    moves, setup, worker = EngineMoves(collectives.setup), collectives.setup, collectives.worker
+    if settings_of(setup.pipeline).balances:
+        allocator = AllocatorPeak(setup.device) if setup.device.type == "cuda" else None
+        moving_worker(worker).monitor = monitors(setup, moves.decided, allocator)[worker.index]
+    return moves
+
+
+def channels(setup: Setup) -> Iterator[tuple[str, int, int]]:
+    """Yield kind, sending and receiving stage of the channels between neighbours, if layers may move so."""
+    if not settings_of(setup.pipeline).live or any(shape_problems(setup.pipeline)):
+        return
+    for left in range(setup.pipeline.num_stages - 1):
+        yield MIGRATION, left, left + 1
+        yield MIGRATION, left + 1, left

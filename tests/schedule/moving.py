@@ -1,0 +1,51 @@
+"""Layers that move in lists and pictures, without a model."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pipebench.extensions.moves.routes import Routes
+from pipebench.extensions.moves.settings import MOVES, MoveSettings
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.operations import Op
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.schedule.programs import programs
+from pipebench.simulate.simulation import TimelineEvent
+
+
+class FreeMoves:
+    """Costs of moving layers in drawings: one unit of time per repeated forward, else nothing."""
+
+    def update_s(self, stage: int, round_index: int) -> float:
+        return 0.0
+
+    def again_s(self, it: Instruction) -> float:
+        return 1.0
+
+    def num_bytes(self, it: Instruction) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A segment in which layers move by `routes`."""
+
+    routes: Routes
+    moving = FreeMoves()
+
+    def mark(self, event: TimelineEvent) -> str:
+        """Return the mark of passes under other cuts than the first."""
+        op, stage, unit, *_ = event.instruction
+        if op is Op.FORWARD_AGAIN:
+            return ""
+        moves = self.routes.moves.at_stage(stage)
+        return "'" if any((block.at if op is Op.FORWARD else block.first) <= unit for block in moves) else ""
+
+
+def moving(pipeline: Pipeline) -> Pipeline:
+    """Return a pipeline whose layers may move."""
+    return replace(pipeline, extensions={MOVES: MoveSettings()})
+
+
+def moving_programs(pipeline: Pipeline, num_minibatches: int, routes: Routes) -> list[Iterator[Instruction]]:
+    """Return every worker's list while layers move by `routes`."""
+    return programs(moving(pipeline), num_minibatches, {MOVES: Drawn(routes)})
