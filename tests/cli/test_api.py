@@ -19,7 +19,7 @@ from pipebench.cli.main import cli
 from pipebench.recipe import objects
 from tests.recipes import uniform_recipe
 
-SIMULATED = {"engine": {"kind": "simulated"}}
+SIMULATED: dict[str, Any] = {"engine": {"kind": "simulated"}}
 POINTS = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 DATA = (TensorDataset(POINTS[:48], POINTS[:48].argmax(1)), TensorDataset(POINTS[48:], POINTS[48:].argmax(1)))
 SMALL: dict[str, Any] = {
@@ -99,9 +99,9 @@ def test_a_profile_is_what_its_command_prints() -> None:
 
 def test_models_and_data_are_objects() -> None:
     given = net()
-    first = given[0].weight.clone()
+    first = given[0].get_parameter("weight").clone()
     runs = [pipebench.run(SMALL, model=given, on_progress=silent) for _ in range(2)]
-    assert torch.equal(given[0].weight, first), "each run trains a copy"
+    assert torch.equal(given[0].get_parameter("weight"), first), "each run trains a copy"
     curves = [run.frame()["eval_loss"].to_list() for run in runs]
     assert curves[0] == curves[1]
     assert runs[0].result.plan == "straight"
