@@ -5,6 +5,7 @@ What they need is imported when one is first used.
 """
 
 import importlib
+import inspect
 import sys
 from types import ModuleType
 from typing import Any
@@ -31,11 +32,15 @@ class _Called(ModuleType):
     """A package that has the name of a function, and can be called like it."""
 
     def __call__(self, *args: Any, **keys: Any) -> Any:
-        return self.__wrapped__(*args, **keys)
+        return self._function(*args, **keys)
 
     @property
-    def __wrapped__(self) -> Any:  # where `help` and IPython look for the signature
-        return getattr(importlib.import_module("pipebench.cli.api"), self.__name__.rpartition(".")[2])
+    def __signature__(self) -> inspect.Signature:  # for `help` and IPython
+        return inspect.signature(self._function)
+
+    @property
+    def _function(self) -> Any:
+        return __getattr__(self.__name__.rpartition(".")[2])
 
 
 def make_callable(name: str) -> None:

@@ -1,7 +1,9 @@
 """What README and the tutorial tell a reader to write and to run, is written and run."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +13,11 @@ from click.testing import CliRunner
 
 import pipebench
 from pipebench.cli.main import cli
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 README, TUTORIAL, HOW_TO = ROOT / "README.md", ROOT / "docs/tutorial.md", ROOT / "docs/how-to.md"
+NOTEBOOK = ROOT / "docs/tutorial.ipynb"
 ELSEWHERE = ("pipebench run quickstart", "pipebench report modes.yaml")  # each has a test of its own
 
 
@@ -85,13 +89,34 @@ def test_losses_of_models_as_the_how_to_has_them(tmp_path: Path, monkeypatch: py
     for name, metric in (("hf", "top1"), ("lit", "eval_loss")):
         cut, whole = (
             pipebench.run(f"{name}.yaml", parallelism=parallelism, on_progress=lambda facts: None)
-            for parallelism in ({"mode": "gpipe", "plan": "straight"}, {"mode": "single"})
+            for parallelism in ({"mode": "gpipe", "plan": "straight"}, {"mode": "single", "plan": "auto"})
         )
         assert (cut.result.plan, whole.result.plan) == ("straight", "1")
         losses, expected = (run.frame()[["eval_loss", metric]].dropna().to_numpy() for run in (cut, whole))
         assert losses == pytest.approx(expected, rel=1e-5)
         assert len(losses) == 2
         assert losses[1][0] < losses[0][0]
+
+
+def test_the_notebook_runs_and_says_what_it_said(tmp_path: Path) -> None:
+    """`python -m nbconvert --to notebook --execute --inplace docs/tutorial.ipynb` writes its answers again."""
+    pytest.importorskip("nbconvert")
+    pytest.importorskip("ipykernel")
+    shutil.copy(NOTEBOOK, tmp_path)
+    command = (
+        f"nbconvert --to notebook --execute --ExecutePreprocessor.timeout={PATIENCE_S} --output ran tutorial.ipynb"
+    )
+    done = in_a_process(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    stored, ran = (
+        ["".join(output.get("text") or output.get("data", {}).get("text/plain", "")) for output in outputs]
+        for path in (NOTEBOOK, tmp_path / "ran.ipynb")
+        for outputs in [[each for cell in json.loads(path.read_text())["cells"] for each in cell.get("outputs", ())]]
+    )
+    assert len(stored) == len(ran) >= 8
+    plan = next(index for index, text in enumerate(stored) if "cost model" in text)
+    assert ran[plan].splitlines()[0] == stored[plan].splitlines()[0]
+    assert "did you mean 'max_epochs'?" in ran[-1]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pipebench.cli.json_output import json_flag, print_json
 from pipebench.cli.outputs import Output, refuse_to_overwrite
 from pipebench.garbage import without_collector
 from pipebench.run.folder import records
+from pipebench.show.answers import recorded
 from pipebench.show.differences import curves_of, is_our_page, markdown
 from pipebench.show.sweep_lines import sweeps_of
 from pipebench.show.terminal import standard_error, standard_output
@@ -42,7 +43,6 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     folder = out or (None if as_json else Path())
     with without_collector():
         from pipebench.show import figures
-        from pipebench.show.answers import recorded
 
     page = Output("--out", folder and folder / "comparison.md", "a page of `pipebench compare`", is_our_page)
     picture = Output("--out", folder and folder / "curves.png", "a picture of `pipebench compare`", figures.is_curves)

@@ -8,6 +8,8 @@ from pipebench.cli.references import load_one
 from pipebench.garbage import without_collector
 from pipebench.recipe.load import faults_of
 from pipebench.recipe.preflight import preflight
+from pipebench.show.answers import LargestMinibatch
+from pipebench.show.progress import trying
 from pipebench.show.terminal import standard_error, standard_output
 
 
@@ -29,8 +31,6 @@ def largest(words: tuple[str, ...], as_json: bool) -> None:
     """
     loaded = load_one(words)
     with without_collector():
-        from pipebench.show.answers import LargestMinibatch
-        from pipebench.show.progress import trying
         from pipebench.train.largest_minibatch import Trial, largest_minibatch
 
     preflight(loaded, trains=False)

@@ -137,7 +137,8 @@ def only_one(each: Sequence[LoadedRecipe]) -> LoadedRecipe:
     loaded = each[0]
     if loaded.varied:
         problem = (
-            "got a list, one value is needed here: `pipebench run` and `pipebench plan` make a run of each element"
+            "got a list, one value is needed here: `pipebench run` and `pipebench plan` make a run of each element, in "
+            "Python `pipebench.compare`"
         )
         raise RecipeError(Fault(loaded.origin(key), key, problem) for key in loaded.varied)
     return loaded

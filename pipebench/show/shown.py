@@ -35,10 +35,9 @@ class Shown(ABC):
         return pandas.DataFrame(self.rows())
 
     def __repr__(self) -> str:
-        console = Console(file=io.StringIO(), highlight=False, width=_WIDTH, force_jupyter=False)
-        with console.capture() as captured:
-            self.print_to(console)
-        return captured.get().strip("\n")
+        file = io.StringIO()  # ipykernel asks for colours, which a notebook's text has none of
+        self.print_to(Console(file=file, highlight=False, width=_WIDTH, force_terminal=False, force_jupyter=False))
+        return file.getvalue().strip("\n")
 
     def _repr_html_(self) -> str:
         options: dict[str, Any] = {"force_terminal": True, "force_jupyter": False, "record": True}

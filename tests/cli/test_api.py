@@ -17,14 +17,15 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 import pipebench
 from pipebench.cli.main import cli
 from pipebench.recipe import objects
+from tests.recipes import uniform_recipe
 
-SIMULATED = {"engine": {"kind": "simulated"}}
+SIMULATED: dict[str, Any] = {"engine": {"kind": "simulated"}}
 POINTS = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 DATA = (TensorDataset(POINTS[:48], POINTS[:48].argmax(1)), TensorDataset(POINTS[48:], POINTS[48:].argmax(1)))
 SMALL: dict[str, Any] = {
     "name": "small",
     "dataset": {"target": DATA, "loss": nn.CrossEntropyLoss(), "metrics": ["top1"]},
-    "train": {"minibatch_size": 12, "max_epochs": 2},
+    "train": {"minibatch_size": 12, "max_epochs": 2, "optimizer": {"name": "sgd", "lr": 0.1}},
     "cluster": {"name": "cluster-a"},
     "parallelism": {"mode": "pipedream", "plan": "straight"},
 }
@@ -42,6 +43,7 @@ def net(depth: int = 2) -> nn.Sequential:
 def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    Path("small.yaml").write_text(uniform_recipe(8, 2000, 250, minibatch_size=250))
 
 
 def invoke(*words: str) -> Result:
@@ -61,24 +63,24 @@ def test_importing_it_is_cheap() -> None:
 
 
 def test_keys_are_sections_or_dotted_and_answers_are_rows_and_figures() -> None:
-    one = pipebench.simulate("quickstart/dp", train={"minibatch_size": 64}, **{"cluster.servers": 1})
-    assert one.result.recipe["train.minibatch_size"] == "64"
+    one = pipebench.simulate("small.yaml", train={"minibatch_size": 125}, **{"parallelism.mode": "dp"})
+    assert (one.result.recipe["train.minibatch_size"], one.result.mode) == ("125", "dp")
     assert (one.result.engine, one.mlflow_run_id is None) == ("simulated", False)
     assert one.to_dict()["metrics"] == one.metrics
-    assert "quickstart-dp: simulated one epoch" in repr(one)
-    assert "quickstart-dp" in one._repr_html_()
+    assert f"{one.result.name}: simulated one epoch" in repr(one)
+    assert f"{one.result.name}: " in one._repr_html_()
     assert isinstance(one.figure(), Figure)
     assert one.figure()._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
 
-    both = pipebench.compare("quickstart", parallelism={"mode": ["dp", "gpipe"]}, on_progress=silent, **SIMULATED)
+    both = pipebench.compare("small.yaml", parallelism={"mode": ["dp", "gpipe"]}, on_progress=silent, **SIMULATED)
     assert both.frame()["mode"].to_list() == ["dp", "gpipe"]
     assert {*both.to_dict()["differences"]} >= {"parallelism.mode"}
     assert isinstance(both.figure(), Figure)
     again = pipebench.recorded(*(str(run.mlflow_run_id) for run in both.runs))
     assert [run.metrics for run in again.runs] == [run.metrics for run in both.runs]
 
-    plan = pipebench.plan("quickstart", others=False)
-    shown = json.loads(invoke("plan", "quickstart", "--no-others", "--json").stdout)
+    plan = pipebench.plan("small.yaml", others=False)
+    shown = json.loads(invoke("plan", "small.yaml", "--no-others", "--json").stdout)
     made = json.loads(json.dumps(plan.to_dict()))
     assert {**made, "took_s": 0, "solve_s": 0} == {**shown, "took_s": 0, "solve_s": 0}
     assert isinstance(plan.frame(), pandas.DataFrame)
@@ -86,20 +88,20 @@ def test_keys_are_sections_or_dotted_and_answers_are_rows_and_figures() -> None:
 
 
 def test_a_profile_is_what_its_command_prints() -> None:
-    found = pipebench.profile("quickstart", samples=32)
-    shown = invoke("profile", "quickstart", "--json", "--samples", "32")
+    found = pipebench.profile("small.yaml")
+    shown = invoke("profile", "small.yaml", "--json")
     assert json.loads(shown.stdout) == found.to_dict()
     assert not [*Path().glob("*.profile.*")]
-    assert "features_0" in found.frame()["name"].to_list()
+    assert found.frame()["name"].to_list()[-1] == "loss"
     assert isinstance(found.figure(), Figure)
-    assert "--samples: got 9, allowed are" in mistake(pipebench.profile, "quickstart", samples=9)
+    assert "--samples: got 9, allowed are" in mistake(pipebench.profile, "small.yaml", samples=9)
 
 
 def test_models_and_data_are_objects() -> None:
     given = net()
-    first = given[0].weight.clone()
+    first = given[0].get_parameter("weight").clone()
     runs = [pipebench.run(SMALL, model=given, on_progress=silent) for _ in range(2)]
-    assert torch.equal(given[0].weight, first), "each run trains a copy"
+    assert torch.equal(given[0].get_parameter("weight"), first), "each run trains a copy"
     curves = [run.frame()["eval_loss"].to_list() for run in runs]
     assert curves[0] == curves[1]
     assert runs[0].result.plan == "straight"
@@ -114,7 +116,7 @@ def test_loaders_say_the_data_and_objects_replace_a_file_s_section() -> None:
     loaded = pipebench.load_recipe("quickstart/dp", model=net, dataset=dataset)
     assert {*loaded.recipe.model} == {"target"}
     assert loaded.recipe.train.max_epochs == pipebench.load_recipe("quickstart/dp").recipe.train.max_epochs
-    assert pipebench.simulate(loaded).result.outcome == "completed"
+    assert pipebench.plan(loaded, others=False).rows()[0]["mode"] == "dp"
     drawn = DataLoader(DATA[0], 12, sampler=WeightedRandomSampler([1.0] * 48, 48))
     told = mistake(pipebench.plan, SMALL, model=net, dataset={**dataset, "target": (drawn, held_out)})
     assert "the loader of train has a sampler of its own" in told
@@ -136,12 +138,13 @@ def test_mistakes_are_the_command_s_sentences(words: str) -> None:
 
 
 def test_mistakes_with_objects() -> None:
-    assert "model: got 3" in mistake(pipebench.run, SMALL, model=3)
+    assert "model: got '3', allowed is a mapping" in mistake(pipebench.run, SMALL, model=3)
     assert "engine.kind: distributed starts processes" in mistake(
         pipebench.run, SMALL, model=net, engine={"kind": "distributed"}
     )
     assert "was an object of a process that has ended" in mistake(getattr, objects, "net_9")
     assert "give load_recipe this key, too" in mistake(pipebench.run, pipebench.load_recipe("quickstart"), name="x")
+    assert "in Python `pipebench.compare`" in mistake(pipebench.run, "small.yaml", train={"seed": [0, 1]})
     assert "is a folder; one recipe is needed" in mistake(pipebench.run, "recipes/quickstart")
     assert "dataset.target: got a object" in mistake(pipebench.run, SMALL, model=net, dataset={"target": object()})
 
@@ -152,23 +155,35 @@ def test_mistakes_with_objects() -> None:
 
 
 def test_json_is_all_that_is_printed_on_standard_output() -> None:
-    done = invoke("run", "quickstart/dp", "engine.kind=simulated", "--json")
-    assert done.exit_code == 0
-    assert json.loads(done.stdout)["outcome"] == "completed"
-    command = [sys.executable, "-m", "pipebench", "run", "quickstart/dp", "train.max_epochs=1", "--json-lines"]
-    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    """By processes of the run, too."""
+    assert json.loads(invoke("run", "small.yaml", "engine.kind=simulated", "--json").stdout)["outcome"] == "completed"
+    keys = ("train.max_epochs=1", "engine.kind=distributed", "cluster.name=local", "parallelism.plan=1-1")
+    command = [sys.executable, "-m", "pipebench", "run", "small.yaml", "--json", *keys]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["engine"] == "distributed"
+    lines = invoke("run", "small.yaml", "train.max_epochs=1", "--json-lines").stdout.splitlines()
     events = [json.loads(line)["event"] for line in lines]
     assert events[-1] == "result"
     assert "evaluation" in events
+    largest = json.loads(invoke("largest", "small.yaml", "--json").stdout)
+    assert largest["minibatch_size"] in [trial["minibatch_size"] for trial in largest["trials"]]
+
+
+def test_json_of_what_there_is_to_name() -> None:
     assert json.loads(invoke("show", "quickstart/dp", "--json").stdout)["name"] == "quickstart-dp"
     assert json.loads(invoke("show", "cluster-a", "--json").stdout)["device"]
-    for words, hint in (
+    assert {*json.loads(invoke("ls", "--json", "modes").stdout)["modes"]} >= {"dp", "gpipe"}
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
         ("profile q.json --graph-txt g.txt", "--graph-txt: is now --out OUT.txt"),
         ("profile quickstart --json q.json", "to write q.json, say --out q.json"),
         ("draw quickstart --occupancy o.png", "--occupancy: is now --picture OUT.png --of occupancy"),
         ("export r --output w.pt", "--output: is now --out FILE.pt"),
-    ):
-        assert hint in invoke(*words.split()).stderr
-    assert {*json.loads(invoke("ls", "--json", "modes").stdout)["modes"]} >= {"dp", "gpipe"}
-    largest = json.loads(invoke("largest", "quickstart/dp", "train.minibatch_size=2048", "--json").stdout)
-    assert largest["minibatch_size"] in [trial["minibatch_size"] for trial in largest["trials"]]
+    ],
+)
+def test_old_names_of_options_are_refused_with_the_new_one(words: str, hint: str) -> None:
+    assert hint in invoke(*words.split()).stderr
