@@ -17,19 +17,22 @@ LISTS = ("models", "datasets", "optimizers", "schedules", "clusters", "modes", "
 
 @click.command
 @click.argument("what", type=click.Choice(LISTS), required=False)
-def ls(what: str | None) -> None:
-    """List what a recipe can name, one line each.
+@click.argument("word", required=False)
+def ls(what: str | None, word: str | None) -> None:
+    """List what a recipe can name, one line each; with a WORD the lines that have it.
 
     \b
     Examples:
       pipebench ls
       pipebench ls clusters
+      pipebench ls recipes gnmt
     """
     for index, heading in enumerate(LISTS if what is None else (what,)):
         if what is None:
             click.echo(f"{chr(10) if index else ''}{heading}:")
         for line in _lines(heading, indent="" if what else "  "):
-            click.echo(line)
+            if word is None or word.lower() in line.lower():
+                click.echo(line)
 
 
 def _lines(what: str, indent: str = "") -> Iterator[str]:

@@ -20,6 +20,7 @@ def plan_json(answer: Answer) -> str:
         "bottleneck": {"stage": next(iter(bottleneck.stages), None), **asdict(bottleneck)},
         "plan": form_of(best.plan, answer.layer_names).data(),
         "stages": [asdict(stage) for stage in best.stages],
+        "stage_times": [asdict(each) for each in answer.times],
         "idle_workers": cluster.num_workers - len(best.plan.devices),
         "noam": best.plan.noam,
         "depth_lowered_for_memory": depth_is_lowered(answer),
