@@ -181,16 +181,20 @@ def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 8
         if span.kind not in (SEND, WAIT):
             starts_s.setdefault(span.worker, span.start_s)
     filled_s = int(max(starts_s.values(), default=0.0) / unit_s) * unit_s
-    for begin_s, longer in ((0.0, 1), (filled_s, 1), *((0.0, 2**power) for power in range(1, 6))):
-        lines, is_whole = _text_lines(timeline.shifted(-begin_s), unit_s, longer, width)
+    lines, begin_s = list[str](), 0.0
+    for since_s, longer in ((0.0, 1), (filled_s, 1), *((0.0, 2**power) for power in range(1, 6))):
+        drawn, working = _text_lines(timeline.shifted(-since_s), unit_s, longer, width)
+        is_whole = working >= starts_s.keys()
+        if is_whole or not lines:
+            lines, begin_s = drawn, since_s
         if is_whole:
             break
     told = [f"from {seconds(begin_s)} on, when all stages work"] if begin_s else []
     return "\n".join([*told, *lines])
 
 
-def _text_lines(timeline: Timeline, unit_s: float, longer: int, width: int) -> tuple[list[str], bool]:
-    """Return a line per worker, in cells of `longer` units, and whether each of them shows work."""
+def _text_lines(timeline: Timeline, unit_s: float, longer: int, width: int) -> tuple[list[str], set[int]]:
+    """Return a line per worker, in cells of `longer` units, and the workers whose lines show work."""
     work = [span for span in timeline.spans if span.kind not in (SEND, WAIT) and span.end_s > 0]
     name_width = max(len(name) for name in timeline.worker_names)
     cell_s = unit_s * longer
@@ -201,7 +205,7 @@ def _text_lines(timeline: Timeline, unit_s: float, longer: int, width: int) -> t
         f"{name:<{name_width}}  {''.join(f'{cell:<{cell_width}}' for cell in row)}".rstrip()
         for name, row in zip(timeline.worker_names, rows, strict=True)
     ]
-    return lines, all(any(cell != "." for cell in row) for row in rows)
+    return lines, {worker for worker, row in enumerate(rows) if {*row} != {"."}}
 
 
 def natural_unit_s(timeline: Timeline) -> float:

@@ -98,9 +98,7 @@ def _stage_table(answer: Answer, *, narrow: bool) -> Table:
             layers,
             f"{place.replicas:,}",
             *(seconds(value) for value in (stage.compute_s, stage.sync_s, stage.transfer_s, stage.stage_s)),
-            " / ".join(f"{100 * each:.0f}" for each in astuple(answer.times[index]))
-            if answer.times
-            else percent(share),
+            _shares(answer.times[index]) if answer.times else percent(quotient(stage.stage_s, best.bottleneck_s)),
             num_bytes(stage.memory_bytes) + (f" ({percent(stage.memory_bytes / limit)})" if limit else ""),
             f"{stage.in_flight}",
             style="bold" if index in slowest else "",
