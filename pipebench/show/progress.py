@@ -28,6 +28,7 @@ _SHORT_S = 2.0  # what takes less needs no progress
 # Between plain lines: half as long as the run has taken so far, within these bounds: a dozen lines in the first twenty
 # minutes, then six an hour.
 _SOONEST_S, _LATEST_S = 10.0, 600.0
+_PREPARING_S = 3.0  # what takes no longer needs no line
 
 
 class Silent:
@@ -262,7 +263,7 @@ def _plain(name: str, console: Console, first: str = "") -> Callable[[str], None
     """Return what prints plain lines of progress: `first` at once, others if it takes long, and not too often."""
     if first:
         console.print(Text(f"{name}  {first}"), soft_wrap=True)
-    due_s = time.monotonic() + _SHORT_S
+    due_s = time.monotonic() + _PREPARING_S
 
     def say(text: str) -> None:
         nonlocal due_s
