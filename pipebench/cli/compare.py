@@ -37,7 +37,6 @@ def compare(runs: tuple[str, ...], out: Path) -> None:
     """
     with without_collector():
         from pipebench.show import console, differences
-        from pipebench.show.sweep_lines import sweeps_of
         from pipebench.tracking.results import find_runs, runs_of
 
     page = Output("--out", out / "comparison.md", "a page of `pipebench compare`", differences.is_our_page)
@@ -52,7 +51,7 @@ def compare(runs: tuple[str, ...], out: Path) -> None:
     if len(runs) > 1:
         console.print_differences(results, differences.differences(results))
     console.print_comparison(results, "")
-    drawn = bool(differences.curves_of(results) or sweeps_of(results))
+    drawn = differences.has_picture(results)
     text = differences.markdown(results, "curves.png" if drawn else None)
     page.write(lambda path: path.write_text(text, encoding="utf-8"))
     if drawn:

@@ -51,18 +51,14 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     several = len(loaded) > 1
     # Faults visible only in the traced model must be raised before the first recipe runs.
     decisions = [RUNS[each.recipe.engine.kind].decide(each, suite, alone=not several) for each in loaded]
-    processes_only = all(engine_kind(each.recipe).in_processes for each in loaded)
-    # If the processes record everything, this one needs no MLflow.
-    tracking = None if processes_only and not several and len(seeds or [0]) == 1 else Tracking(suite.name)
-    comparison = {"kind": "comparison"}
+    tracking = None if _is_recorded_elsewhere(loaded, seeds) else Tracking(suite.name)
     total, numbers = len(loaded) * len(seeds or [0]), itertools.count(1)
 
     def begin(name: str) -> None:
         if total > 1:
             console.print_position(next(numbers), total, name)
 
-    title = comparison_title([each.run_name for each in loaded], datetime.now())
-    parent = tracking.start(title, params={}, tags=comparison, virtual=False) if several and tracking else None
+    parent = _begun_comparison(loaded, tracking) if several and tracking else None
     results: list[RunResult] = []
     ids: _Ids = {}  # MLflow's, by name and seed (None for a group of seeds)
     stopped: KeyboardInterrupt | None = None
@@ -79,14 +75,29 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
         if parent is not None:
             _tell_speed_ups(parent, results, ids)
             _finish_comparison(parent, results, complete=len(results) == total)
+    _print_together(results, parent, several=several)
+    if stopped is not None:
+        raise stopped
+    return min(results, key=lambda result: _WORST_FIRST.index(result.outcome)).exit_code
+
+
+def _is_recorded_elsewhere(loaded: Sequence[LoadedRecipe], seeds: Sequence[int] | None) -> bool:
+    """Return whether a run's processes record everything, so that this one needs no MLflow."""
+    processes_only = all(engine_kind(each.recipe).in_processes for each in loaded)
+    return processes_only and len(loaded) * len(seeds or [0]) == 1
+
+
+def _begun_comparison(loaded: Sequence[LoadedRecipe], tracking: Tracking) -> RunLog:
+    title = comparison_title([each.run_name for each in loaded], datetime.now())
+    return tracking.start(title, params={}, tags={"kind": "comparison"}, virtual=False)
+
+
+def _print_together(results: Sequence[RunResult], parent: RunLog | None, *, several: bool) -> None:
+    """Print the table of a comparison of several recipes, or of the seeds of one."""
     if several and results:
         console.print_comparison(results, parent.where() if parent else "")
     elif len(results) > 1:
         console.print_seeds(results[0].name, results, summarise_seeds(results))
-    if stopped is not None:
-        raise stopped
-    worst = min(results, key=lambda result: _WORST_FIRST.index(result.outcome))
-    return worst.exit_code
 
 
 def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> str:

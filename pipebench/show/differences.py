@@ -73,6 +73,11 @@ def curves_of(results: Sequence[RunResult]) -> list[str]:
     return sorted(metrics, key=lambda name: ("loss" in name, name))
 
 
+def has_picture(results: Sequence[RunResult]) -> bool:
+    """Return whether there is anything for `draw_all` to draw."""
+    return bool(curves_of(results) or sweeps_of(results))
+
+
 def draw_all(results: Sequence[RunResult], path: str | os.PathLike[str]) -> None:
     """Write a PNG of all curves of all runs, a panel per metric, and of each sweep over a quantity."""
     panels = [partial(draw_lines, sweep=sweep) for sweep in sweeps_of(results)]

@@ -33,11 +33,7 @@ def plan_json(answer: Answer) -> str:
         "others": [_summary(answer, found) for found in comparison.others],
         "refused": comparison.refused,
         "cost_model": request.model.name,
-        "cluster": {
-            "name": cluster.name,
-            "device": cluster.device,
-            "levels": [asdict(level) for level in cluster.levels],
-        },
+        "cluster": {"name": cluster.name, "device": cluster.device, "levels": [*map(asdict, cluster.levels)]},
         "num_workers": cluster.num_workers,
         "memory_limit_bytes": cluster.memory_bytes,
         "minibatch_size": request.minibatch_size if answer.says_samples else None,
