@@ -10,8 +10,7 @@ from pipebench.cli.outputs import Output, refuse_to_overwrite
 from pipebench.garbage import without_collector
 from pipebench.run.folder import records
 from pipebench.show.answers import recorded
-from pipebench.show.differences import curves_of, is_our_page, markdown
-from pipebench.show.sweep_lines import sweeps_of
+from pipebench.show.differences import has_picture, is_our_page, markdown
 from pipebench.show.terminal import standard_error, standard_output
 from pipebench.tracking.results import find_runs, runs_of
 
@@ -52,7 +51,7 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
         print_json(found.to_dict())
     else:
         found.print_to(standard_output())
-    drawn = bool(curves_of(found.results) or sweeps_of(found.results))
+    drawn = has_picture(found.results)
     console, text = standard_error() if as_json else None, markdown(found.results, "curves.png" if drawn else None)
     page.write(lambda path: path.write_text(text, encoding="utf-8"), console)
     if drawn:

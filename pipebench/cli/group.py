@@ -7,7 +7,9 @@ import os
 import select
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
+from threading import Timer
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +19,7 @@ from pipebench.errors import UserError, printable_lines
 from pipebench.recipe.users_code import as_users, traceback_of
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
+_SHORT_S = 2.0  # what takes no longer needs no word on it
 _VERBOSE = "pipebench.verbose"  # in click's meta, which outlives the command
 
 
@@ -74,7 +77,8 @@ class Commands(click.Group):
         """Run a command; hide broken pipes and ends of files from click, which would attribute them to the terminal."""
         self._meta = ctx.meta
         try:
-            result = super().invoke(ctx)
+            with _telling(ctx):
+                result = super().invoke(ctx)
             sys.stdout.flush()
             return result
         except BrokenPipeError as error:
@@ -131,6 +135,30 @@ class Commands(click.Group):
         if self._meta.get(_VERBOSE):
             _say(traceback_of(error))
         return USER_ERROR
+
+
+@contextmanager
+def _telling(ctx: click.Context) -> Iterator[None]:
+    """Say on a standard error that is no terminal what a command does that takes longer than 2 s before it says so."""
+    try:
+        has_reader = not os.isatty(sys.stderr.fileno()) and "RANK" not in os.environ
+    except (OSError, ValueError):  # no file
+        has_reader = False
+    timer = Timer(
+        _SHORT_S, lambda: _say(f"pipebench {ctx.invoked_subcommand or ''}: {_what_is_loading(sys.modules)}\n")
+    )
+    timer.daemon = True
+    if has_reader:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _what_is_loading(modules: Container[str]) -> str:
+    """Return what takes the first seconds of a command, by the modules whose import has begun."""
+    return next((f"loading {name}" for name in ("matplotlib", "mlflow", "torch") if name in modules), "starting")
 
 
 def note_verbose(ctx: click.Context, option: click.Parameter, value: bool) -> bool:

@@ -18,31 +18,40 @@ LISTS = ("models", "datasets", "optimizers", "schedules", "clusters", "modes", "
 
 @click.command
 @click.argument("what", type=click.Choice(LISTS), required=False)
+@click.argument("word", required=False)
 @json_flag
-def ls(what: str | None, as_json: bool) -> None:
-    """List what a recipe can name, one line each; with --json an object per list, from name to description.
+def ls(what: str | None, word: str | None, as_json: bool) -> None:
+    """List what a recipe can name, one line each; with a WORD the lines that have it.
+
+    With --json an object per list, from name to description.
 
     \b
     Examples:
       pipebench ls
       pipebench ls clusters
+      pipebench ls recipes gnmt
     """
     if as_json:
-        print_json({heading: _rows(heading) for heading in (LISTS if what is None else (what,))})
+        print_json({heading: _rows_with(word, heading) for heading in (LISTS if what is None else (what,))})
         return
     for index, heading in enumerate(LISTS if what is None else (what,)):
         if what is None:
             click.echo(f"{chr(10) if index else ''}{heading}:")
-        for line in _lines(heading, indent="" if what else "  "):
+        for line in _lines(word, heading, indent="" if what else "  "):
             click.echo(line)
 
 
-def _lines(what: str, indent: str = "") -> Iterator[str]:
-    """Yield name and description of every thing of a kind."""
-    rows = _rows(what)
+def _lines(word: str | None, what: str, indent: str = "") -> Iterator[str]:
+    """Yield name and description of every thing of a kind that has a word in them."""
+    rows = _rows_with(word, what)
     width = max((len(name) for name in rows), default=0)
     for name, about in rows.items():
         yield f"{indent}{name:<{width}}  {about}".rstrip()
+
+
+def _rows_with(word: str | None, what: str) -> dict[str, str]:
+    rows = _rows(what)
+    return {name: about for name, about in rows.items() if (word or "").lower() in f"{name} {about}".lower()}
 
 
 def _rows(what: str) -> dict[str, str]:

@@ -244,12 +244,12 @@ def _answer(
     best = comparison.best
     spare_s = None
     row = request.row or MODES[best.plan.mode]
+    planner = Planner(request if best.plan.mode == mode else replace(request, row=None), best.plan.mode)
     waits = best.is_simulated and best.minibatch_s > _DIFFERS * best.bottleneck_s
     if waits and not row.flush and len(best.stages) > 1:
-        planner = Planner(request if best.plan.mode == mode else replace(request, row=None), best.plan.mode)
         deeper = replace(best, plan=replace(best.plan, depth=best.plan.depth + 1), is_simulated=False)
         spare_s = planner.with_prediction(deeper).minibatch_s
-    return Answer(name, request, row, comparison, says_samples, spare_s)
+    return Answer(name, request, row, comparison, says_samples, spare_s, planner.times_of(best))
 
 
 def _with_others(answer: Answer, options: PlanOptions, known_states: dict[int, States]) -> Answer:

@@ -3,8 +3,9 @@
 import click
 
 from pipebench.cli.group import tracebacks
-from pipebench.garbage import without_collector
 from pipebench.run.folder import records
+from pipebench.show.past_runs import print_past_runs
+from pipebench.tracking.results import past_runs
 
 _MOST = 20  # runs and comparisons, those of comparisons not counted
 
@@ -24,8 +25,4 @@ def runs(word: str | None, everything: bool) -> None:
       pipebench runs
       pipebench runs pipedream --all
     """
-    with without_collector():
-        from pipebench.show.past_runs import print_past_runs
-        from pipebench.tracking.results import past_runs
-
     print_past_runs(past_runs(records()), word or "", None if everything else _MOST)

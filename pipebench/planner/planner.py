@@ -20,8 +20,8 @@ from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.placements import placements
-from pipebench.planner.plans import PlanEstimate, Request
-from pipebench.planner.predict import arrange
+from pipebench.planner.plans import PlanEstimate, Request, StageTime
+from pipebench.planner.predict import arrange, stage_times
 from pipebench.planner.refusal import why_nothing_fits
 from pipebench.planner.searches import Searches
 from pipebench.planner.states import States
@@ -150,6 +150,13 @@ class Planner(Estimator):
         if memory != self.memory_policies:
             return Planner(replace(self.request, memory=memory), self.name, known=self._known).estimate_of(plan)
         return self.with_prediction(self._estimate_of(plan, "the plan's file"))
+
+    def times_of(self, found: PlanEstimate) -> tuple[StageTime, ...]:
+        """Return how every stage's workers spend their time in the simulator; empty if the plan isn't simulated."""
+        memory = tuple(policy for stage in found.plan.stages for policy in stage.memory)
+        if self.request.chooses and memory != self.memory_policies:
+            return Planner(replace(self.request, memory=memory), self.name, known=self._known).times_of(found)
+        return stage_times(*self.workload(found)) if found.is_simulated else ()
 
     def bottleneck_of(self, plan: Plan) -> float:
         """Return the seconds per minibatch of a plan's slowest stage by the cost model, without simulating it.

@@ -46,6 +46,15 @@ class StageEstimate:
 
 
 @dataclass(frozen=True)
+class StageTime:
+    """Shares of the time of a stage's workers in the simulator's steady state, together 1."""
+
+    computing: float
+    transfers: float  # waiting for bytes on their way: what of transfers and gradient sums isn't hidden
+    waiting: float  # for other stages and for data
+
+
+@dataclass(frozen=True)
 class PlanEstimate:
     """A plan and its costs; seconds are per minibatch."""
 

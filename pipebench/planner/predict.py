@@ -4,15 +4,16 @@ The payload does not depend on the cost model, which may charge for more than cr
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.model.plan import Plan
-from pipebench.model.sampling import Sampler
+from pipebench.model.sampling import Sampler, Size
 from pipebench.planner.flat import SearchStage
-from pipebench.planner.plans import PlanEstimate, Request
+from pipebench.planner.plans import PlanEstimate, Request, StageTime
 from pipebench.planner.states import States
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import SWAP, Mode
@@ -21,7 +22,10 @@ from pipebench.schedule.pipeline import Edge, Pipeline, noam
 from pipebench.schedule.syncs import SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
 from pipebench.simulate.costs import Costs, stage_costs
-from pipebench.simulate.steady import simulate_segment
+from pipebench.simulate.meter import COMPUTED, Meter
+from pipebench.simulate.simulation import TimelineEvent
+from pipebench.simulate.steady import simulate_all, simulate_segment
+from pipebench.simulate.timeline import Transfer
 
 FILL_ROUNDS = 4  # updates of every stage, at least, before the steady state is read off
 _DEEP_ROUNDS = 8  # at most so many times more beyond NOAM, where queues take long to fill
@@ -140,6 +144,48 @@ def predict(workload: PlannedWorkload, count: int) -> float:
         if math.isclose(found, before, rel_tol=_SETTLED):
             break
     return found
+
+
+class _Spent:
+    """Adds up when workers compute and when they wait for bytes; a listener."""
+
+    def __init__(self) -> None:
+        self.events: list[TimelineEvent] = []
+
+    def begin(self, size_of: Callable[[int], Size]) -> None:
+        """Ignore the beginning."""
+
+    def event(self, event: TimelineEvent) -> None:
+        """Take an event that lasts."""
+        if event.end_s > event.start_s:
+            self.events.append(event)
+
+    def transfer(self, transfer: Transfer) -> None:
+        """Ignore a transfer: its receiver's wait is an event."""
+
+    def shares(self, pipeline: Pipeline, since_s: float, until_s: float) -> Iterator[StageTime]:
+        """Yield every stage's shares of a part of the run."""
+        busy: Counter[tuple[int, int]] = Counter()  # seconds by worker and stage
+        stalled: Counter[tuple[int, int]] = Counter()
+        for start_s, end_s, worker, instruction, stall_s in self.events:
+            inside = max(0.0, min(end_s, until_s) - max(start_s, since_s))
+            counted, value_s = (busy, inside) if instruction.op in COMPUTED else (stalled, min(inside, stall_s))
+            counted[worker, instruction.stage] += value_s  # type: ignore[assignment] # Counter is typed for int
+        for stage in range(len(pipeline.replicas) * pipeline.chunks):
+            own = pipeline.workers_of(stage)
+            whole_s = len(own) * (until_s - since_s)
+            computing, transfers = (sum(each[worker, stage] for worker in own) / whole_s for each in (busy, stalled))
+            others = sum(each[key] for each in (busy, stalled) for key in each if key[0] in own and key[1] != stage)
+            yield StageTime(computing, transfers, max(0.0, 1.0 - computing - transfers - others / whole_s))
+
+
+def stage_times(workload: PlannedWorkload, count: int) -> tuple[StageTime, ...]:
+    """Return how every stage's workers spend the steady state, reached after `count` minibatches."""
+    spent = _Spent()
+    end_s = simulate_all(workload, 2 * count, Meter(workload.pipeline, spent)).end_s
+    # Every flush is alike; elsewhere the first and the last third hold fill and drain.
+    since_s, until_s = (0.0, end_s) if workload.pipeline.flushes else (end_s / 3, 2 * end_s / 3)
+    return tuple(spent.shares(workload.pipeline, since_s, until_s))
 
 
 def payload(rows: Sequence[LayerProfile], plan: Plan, mode: Mode, units: int, accumulate: int) -> dict[str, float]:

@@ -262,7 +262,7 @@ def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:
     resolved, pending = _resolve(given, leaves)
     _anchor_paths(resolved, leaves.found)
     draft = Draft(resolved, leaves, {fault.key for fault in pending}, display(path), path.parent)
-    if builds:
+    if builds and not leaves.faults:  # a mistyped key costs no import of torch
         draft.made["@builds"] = True
     check(draft)
     if leaves.faults:

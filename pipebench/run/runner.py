@@ -59,9 +59,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
     several = len(loaded) > 1
     # Faults visible only in the traced model must be raised before the first recipe runs.
     decisions = [RUNS[each.recipe.engine.kind].decide(each, suite, alone=not several) for each in loaded]
-    processes_only = all(engine_kind(each.recipe).in_processes for each in loaded)
-    # If the processes record everything, this one needs no MLflow.
-    tracking = None if processes_only and not several and len(seeds or [0]) == 1 else Tracking(suite.name)
+    tracking = None if _is_recorded_elsewhere(loaded, seeds) else Tracking(suite.name)
     total, numbers = len(loaded) * len(seeds or [0]), itertools.count(1)
 
     def begin(name: str) -> None:
@@ -89,6 +87,12 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
             _tell_speed_ups(parent, results, ids)
             finish_parent(parent, results, complete=len(results) == total)
     return RunComparison(tuple(runs), parent.where() if parent else "")
+
+
+def _is_recorded_elsewhere(loaded: Sequence[LoadedRecipe], seeds: Sequence[int] | None) -> bool:
+    """Return whether a run's processes record everything, so that this one needs no MLflow."""
+    processes_only = all(engine_kind(each.recipe).in_processes for each in loaded)
+    return processes_only and len(loaded) * len(seeds or [0]) == 1
 
 
 def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> str:

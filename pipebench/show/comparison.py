@@ -197,7 +197,7 @@ _COLUMNS: tuple[tuple[str, str, _Format], ...] = (
     ("epochs", "epochs_to_target", _count),
     ("epoch time", "epoch_time_s", seconds),
     ("bytes per sample", "comm_bytes_per_sample", num_bytes),
-    ("peak memory", "peak_memory_bytes_max", num_bytes),
+    ("memory", "peak_memory_bytes_max", num_bytes),
     ("bubble", "bubble_fraction", percent),
     ("workers", "num_workers", _count),
     ("speed-up", "speed_up", ratio),

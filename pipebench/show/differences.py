@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pipebench.formats import UNKNOWN
 from pipebench.show.comparison import markdown_table
+from pipebench.show.sweep_lines import sweeps_of
 from pipebench.show.verdict import comparison_markdown
 from pipebench.tracking.results import Recorded, short_id
 from pipebench.train.result import RunResult
@@ -59,6 +60,11 @@ def curves_of(results: Sequence[RunResult]) -> list[str]:
     """Return the metrics that have curves, scores before losses."""
     metrics = {name for result in results for point in result.points for name in point.metrics}
     return sorted(metrics, key=lambda name: ("loss" in name, name))
+
+
+def has_picture(results: Sequence[RunResult]) -> bool:
+    """Return whether there are curves, or a sweep over a quantity, to draw."""
+    return bool(curves_of(results) or sweeps_of(results))
 
 
 def _but_seed(run: Recorded) -> tuple[tuple[str, str], ...]:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
-from pipebench.formats import is_share
+from pipebench.formats import is_share, seconds
 from pipebench.schedule.operations import (
     ACTIVATION,
     BACKWARD,
@@ -168,7 +168,8 @@ def draw_metric(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
 def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 80) -> str:
     """Draw the pipeline as text: a row per worker, a cell per `unit_s`, `.` where a worker waits.
 
-    A cell by default lasts as long as a short forward or backward; lines have at most `width` characters.
+    A cell by default lasts as long as a short forward or backward; lines have at most `width` characters. A pipeline so
+    long that rows would be empty begins when its last worker does, which a line above says, or has longer cells.
 
     Returns:
         Lines like `stage 0  F0 F1 F2 F3 .  .  B0`, without a newline at the end.
@@ -176,15 +177,36 @@ def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 8
     if not timeline.spans:
         return ""
     unit_s = unit_s or natural_unit_s(timeline)
-    work = [span for span in timeline.spans if span.kind not in (SEND, WAIT)]
+    starts_s: dict[int, float] = {}
+    for span in timeline.spans:
+        if span.kind not in (SEND, WAIT):
+            starts_s.setdefault(span.worker, span.start_s)
+    filled_s = int(max(starts_s.values(), default=0.0) / unit_s) * unit_s
+    lines, begin_s = list[str](), 0.0
+    for since_s, longer in ((0.0, 1), (filled_s, 1), *((0.0, 2**power) for power in range(1, 6))):
+        drawn, working = _text_lines(timeline.shifted(-since_s), unit_s, longer, width)
+        is_whole = working >= starts_s.keys()
+        if is_whole or not lines:
+            lines, begin_s = drawn, since_s
+        if is_whole:
+            break
+    told = [f"from {seconds(begin_s)} on, when all stages work"] if begin_s else []
+    return "\n".join([*told, *lines])
+
+
+def _text_lines(timeline: Timeline, unit_s: float, longer: int, width: int) -> tuple[list[str], set[int]]:
+    """Return a line per worker, in cells of `longer` units, and the workers whose lines show work."""
+    work = [span for span in timeline.spans if span.kind not in (SEND, WAIT) and span.end_s > 0]
     name_width = max(len(name) for name in timeline.worker_names)
-    num_cells, cell_width = _cells(work, unit_s, width - name_width - 2)
-    num_cells = min(num_cells, _cells_until(max((span.end_s for span in work), default=0.0), unit_s))
-    rows = _text_rows(work, len(timeline.worker_names), num_cells, unit_s)
-    return "\n".join(
+    cell_s = unit_s * longer
+    num_cells, cell_width = _cells(work, cell_s, width - name_width - 2)
+    num_cells = min(num_cells, _cells_until(max((span.end_s for span in work), default=0.0), cell_s))
+    rows = _text_rows(work, len(timeline.worker_names), num_cells, cell_s, unit_s / 3)
+    lines = [
         f"{name:<{name_width}}  {''.join(f'{cell:<{cell_width}}' for cell in row)}".rstrip()
         for name, row in zip(timeline.worker_names, rows, strict=True)
-    )
+    ]
+    return lines, {worker for worker, row in enumerate(rows) if {*row} != {"."}}
 
 
 def natural_unit_s(timeline: Timeline) -> float:
@@ -210,14 +232,16 @@ def _cells(spans: Sequence[Span], unit_s: float, width: int) -> tuple[int, int]:
     return max(1, best[0]), best[1]
 
 
-def _text_rows(spans: Iterable[Span], num_workers: int, num_cells: int, unit_s: float) -> list[list[str]]:
+def _text_rows(
+    spans: Iterable[Span], num_workers: int, num_cells: int, unit_s: float, least_s: float
+) -> list[list[str]]:
     rows = [["."] * num_cells for _ in range(num_workers)]
     filled_s = [[0.0] * num_cells for _ in range(num_workers)]
     for span in spans:
-        for cell in range(int(span.start_s / unit_s), min(num_cells, _cells_until(span.end_s, unit_s))):
+        for cell in range(max(0, int(span.start_s / unit_s)), min(num_cells, _cells_until(span.end_s, unit_s))):
             overlap_s = min(span.end_s, (cell + 1) * unit_s) - max(span.start_s, cell * unit_s)
-            # A cell shows the span that fills most of it, if that is at least a third.
-            if overlap_s > max(filled_s[span.worker][cell] + 1e-9 * unit_s, unit_s / 3):
+            # A cell shows the span that fills most of it, if that is at least `least_s`.
+            if overlap_s > max(filled_s[span.worker][cell] + 1e-9 * unit_s, least_s):
                 filled_s[span.worker][cell] = overlap_s
                 rows[span.worker][cell] = span.label
     return rows

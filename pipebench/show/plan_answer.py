@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pipebench.model.plan import stage_of_layers
-from pipebench.planner.plans import Comparison, PlanEstimate, Request
+from pipebench.planner.plans import Comparison, PlanEstimate, Request, StageTime
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import Mode
 
@@ -31,6 +31,7 @@ class Answer:
         comparison: the planner's result.
         says_samples: whether the minibatch size is known; otherwise rates are in minibatches.
         spare_s: predicted seconds per minibatch of the best plan with one more minibatch in flight; None if not asked.
+        times: how every stage of the best plan spends its time in the simulator; empty if that is too large for it.
         given: the plan that the recipe names, if it does.
         total_s: seconds from the recipe or the file to the answer.
     """
@@ -41,6 +42,7 @@ class Answer:
     comparison: Comparison
     says_samples: bool
     spare_s: float | None = None
+    times: tuple[StageTime, ...] = ()
     given: PlanEstimate | None = None
     total_s: float = 0.0
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipebench.formats import num_bytes, seconds
-from pipebench.planner.plans import PlanEstimate
+from pipebench.planner.plans import PlanEstimate, StageTime
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.show.inline import InlineFigure
@@ -24,6 +24,12 @@ _PARTS = (
     ("compute_s", "computing", "#56B4E9"),
     ("sync_s", "gradient sum", "#333333"),
     ("transfer_s", "transfers", "#0072B2"),
+)
+# What fills a stage's time: attribute of `StageTime`, label, colour, hatch.
+_TIMES = (
+    ("computing", "simulated: computes", "#56B4E9", "////"),
+    ("transfers", "waits for transfers", "#CC79A7", "////"),
+    ("waiting", "waits for others", "#E8E8E8", "////"),
 )
 _HATCHES = {KEEP: "", RECOMPUTE: "///", SWAP: "..."}  # of layers' bars, by what is done with their activations
 _SAID = {RECOMPUTE: "striped: recomputed", SWAP: "dotted: swapped"}
@@ -48,7 +54,7 @@ def plan_figure(answer: Answer) -> Figure:
     figure = InlineFigure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
     layers, stages = figure.subplots(2, 1, height_ratios=(3, 2))
     _draw_layers(layers, answer.rows, found)
-    _draw_stages(stages, found)
+    _draw_stages(stages, found, answer.times)
     cluster = answer.request.cluster
     bottleneck = f"bottleneck: {bottleneck_of(answer, found)}, {seconds(found.bottleneck_s)} per minibatch"
     heading = f"{answer.name}: {shortened(str(found.plan), 60)} ({found.plan.mode}), {cluster.num_workers:,} workers"
@@ -112,12 +118,21 @@ def _draw_layers(axes: Axes, rows: Sequence[LayerProfile], found: PlanEstimate) 
     )
 
 
-def _draw_stages(axes: Axes, found: PlanEstimate) -> None:
-    width = 0.27
+def _draw_stages(axes: Axes, found: PlanEstimate, times: Sequence[StageTime]) -> None:
+    """Draw what every stage takes by the cost model, beside what fills its time in the simulator."""
+    width = 0.2
     for number, (attribute, label, colour) in enumerate(_PARTS):
-        places = [index + (number - 1) * width for index in range(len(found.stages))]
+        places = [index + (number - 1.5) * width for index in range(len(found.stages))]
         heights = [getattr(stage, attribute) for stage in found.stages]
         axes.bar(places, heights, width, color=colour, label=label, linewidth=0)
+    bottom_s = [0.0] * len(times)
+    for attribute, label, colour, hatch in _TIMES:
+        heights = [getattr(each, attribute) * found.minibatch_s for each in times]
+        places = [index + 1.5 * width for index in range(len(times))]
+        axes.bar(
+            places, heights, width, bottom_s, color=colour, label=label, linewidth=0.5, edgecolor="#333333", hatch=hatch
+        )
+        bottom_s = [below + height for below, height in zip(bottom_s, heights, strict=True)]
     positions = range(len(found.stages))
     totals = [stage.stage_s for stage in found.stages]
     left, right = ([index + side for index in positions] for side in (-0.45, 0.45))
@@ -127,9 +142,10 @@ def _draw_stages(axes: Axes, found: PlanEstimate) -> None:
     names = [f"{index} x {stage.replicas:,}" for index, stage in enumerate(found.plan.stages)][::step]
     axes.set_xticks(range(0, len(found.stages), step), names, rotation=90 if len(found.stages) > 20 else 0, fontsize=8)
     axes.set_xlim(-0.6, len(found.stages) - 0.4)
+    axes.margins(y=0.08)
     axes.set_xlabel("stage x replicas", fontsize=8)
     finish(axes, "per minibatch", "s")
-    axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=5)
+    axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=8)
 
 
 def _layer_label(row: LayerProfile) -> str:

@@ -1,6 +1,7 @@
 """A plan as tables and sentences that give the reasons for it."""
 
 from collections.abc import Iterator
+from dataclasses import astuple
 
 from rich.console import Console
 from rich.table import Table
@@ -10,7 +11,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
 from pipebench.model.plan import Plan
-from pipebench.planner.plans import PlanEstimate
+from pipebench.planner.plans import PlanEstimate, StageTime
 from pipebench.planner.searches import MOST_COMPONENTS, searches_levels
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.schedule.modes import RECOMPUTE, SWAP
@@ -25,6 +26,7 @@ from pipebench.simulate.timeline import TRAINING_KINDS
 _DIFFERS = 1.1
 _SEEN = 5e-4  # relative: below, nothing is said of it
 _HELPS = 1.02  # times as fast, for one more minibatch in flight to be the remedy
+_TIMES = "computes / transfers / waits, %"
 _NAME_WIDTH, _PLAN_WIDTH = 16, 24
 _ROOMY_WIDTH = 100
 
@@ -78,7 +80,8 @@ def _questions(answer: Answer) -> Iterator[tuple[str, str]]:
 def _stage_table(answer: Answer, *, narrow: bool) -> Table:
     best, limit = answer.comparison.best, answer.request.cluster.memory_bytes
     slowest = bottleneck_of(answer, best).stages
-    headings = ["stage", "layers", "replicas", "compute", "sync", "transfer", "in all", "share"]
+    headings = ["stage", "layers", "replicas", "compute", "sync", "transfer", "in all"]
+    headings.append(_TIMES if answer.times else "share")
     headings.append("memory (of limit)" if limit else "memory")
     table = new_table(*headings, "in flight")
     for column in table.columns:
@@ -95,12 +98,16 @@ def _stage_table(answer: Answer, *, narrow: bool) -> Table:
             layers,
             f"{place.replicas:,}",
             *(seconds(value) for value in (stage.compute_s, stage.sync_s, stage.transfer_s, stage.stage_s)),
-            percent(quotient(stage.stage_s, best.bottleneck_s)),
+            _shares(answer.times[index]) if answer.times else percent(quotient(stage.stage_s, best.bottleneck_s)),
             num_bytes(stage.memory_bytes) + (f" ({percent(stage.memory_bytes / limit)})" if limit else ""),
             f"{stage.in_flight}",
             style="bold" if index in slowest else "",
         )
     return table
+
+
+def _shares(spent: StageTime) -> str:
+    return " / ".join(f"{100 * each:.0f}" for each in astuple(spent))
 
 
 def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
@@ -112,6 +119,11 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
     if best.port_s > 0 and bottleneck.cause != PORT:
         yield "ports", f"the busiest between components takes {seconds(best.port_s)} per minibatch"
     yield "throughput", f"{_rate(answer, best)}: {_prediction(best)}"
+    if answer.times:
+        yield (
+            "a stage's time",
+            "computes / waits for transfers that computing doesn't hide / waits for others, simulated",
+        )
     reason = _why_it_differs(answer, best)
     if reason:
         yield "", reason
@@ -167,10 +179,13 @@ def _activations(best: PlanEstimate) -> Iterator[tuple[str, str]]:
 
 def _mode_table(answer: Answer) -> Table:
     best = answer.comparison.best
-    table = new_table("mode", "plan", "found by", f"{answer.units}/s", "of best", "memory", f"bytes/{answer.unit}")
+    table = new_table(
+        "mode", "plan", "found by", f"{answer.units}/s", "of the fastest", "memory", f"bytes/{answer.unit}"
+    )
     for column in table.columns:
         column.no_wrap = column.header not in ("plan", "found by")
     table.columns[2].justify = "left"
+    fastest_s = min(found.minibatch_s for found in (best, *answer.comparison.others))
     for found in (best, *answer.comparison.others):
         update = f", update per {found.accumulate}" if found.accumulate > 1 else ""
         table.add_row(
@@ -178,7 +193,7 @@ def _mode_table(answer: Answer) -> Table:
             f"{shortened(str(found.plan), _PLAN_WIDTH)}{_stages_text(found)}{update}",
             found.found_by,
             number(answer.size / found.minibatch_s) if found.minibatch_s > 0 else UNKNOWN,
-            percent(quotient(best.minibatch_s, found.minibatch_s)),
+            percent(quotient(fastest_s, found.minibatch_s)),
             num_bytes(found.memory_bytes),
             num_bytes(sum(found.num_bytes.values()) / answer.size),
             style="bold" if found is best else "",

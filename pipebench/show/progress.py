@@ -19,6 +19,7 @@ from rich.text import Text
 
 from pipebench.errors import printable
 from pipebench.formats import measure, number, percent, seconds
+from pipebench.show.terminal import standard_error
 from pipebench.train.result import Point
 
 _REDRAW_EVERY_S = 0.1
@@ -196,11 +197,13 @@ def preparing(
 ) -> Iterator[Callable[[int, int], None]]:
     """Show that a run is being prepared; yields what takes (layers profiled, layers to profile).
 
-    `tells` writes plain lines where the console isn't a terminal; otherwise that gets nothing, as it may be a file.
+    `tells` writes plain lines where the console isn't a terminal, as a log of the run; otherwise these go to the
+    standard error, once it takes long.
     """
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        yield _plain_preparing(name, console) if tells else lambda _done, _total: None
+        say = _plain(name, console, "preparing") if tells else _plain(name, standard_error())
+        yield lambda done, total: say(f"profiling layer {done} of {total}")
         return
     with console.status(Text(f"{name}: preparing")) as status:
         yield lambda done, total: status.update(Text(f"{name}: profiling layer {done} of {total}"))
@@ -208,10 +211,11 @@ def preparing(
 
 @contextmanager
 def trying(name: str, console: Console | None = None) -> Iterator[Callable[[int], None]]:
-    """Show the search for a size on a terminal; yields what takes each size that has been tried."""
+    """Show the search for a size, on the standard error without a terminal; yields what takes each size tried."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        yield lambda _size: None
+        say = _plain(name, standard_error())
+        yield lambda size: say(f"looking for the largest minibatch, last tried {size:,}")
         return
     with console.status(Text(f"{name}: looking for the largest minibatch")) as status:
         yield lambda size: status.update(Text(f"{name}: looking for the largest minibatch, last tried {size:,}"))
@@ -219,10 +223,14 @@ def trying(name: str, console: Console | None = None) -> Iterator[Callable[[int]
 
 @contextmanager
 def searching(name: str, console: Console | None = None) -> Iterator[Callable[[int, int, str], None]]:
-    """Show a search on a terminal once it takes 2 s; yields what takes (parts done, parts in all, what is searched)."""
+    """Show a search once it takes long; yields what takes (parts done, parts in all, what is searched).
+
+    Without a terminal, plain lines go to the standard error.
+    """
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        yield lambda _done, _total, _search: None
+        say = _plain(name, standard_error())
+        yield lambda done, total, search: say(f"planning mode {done + 1} of {total}: {search}")
         return
     bar = Progress(
         TextColumn("{task.description}", style="bold", markup=False),
@@ -280,15 +288,16 @@ def _bars(name: str, total_samples: int) -> tuple[Progress, Progress]:
     return learnt, speed
 
 
-def _plain_preparing(name: str, console: Console) -> Callable[[int, int], None]:
-    """Print that a run is being prepared; return what prints profiling's progress, if it takes long."""
-    console.print(Text(f"{name}  preparing"), soft_wrap=True)
+def _plain(name: str, console: Console, first: str = "") -> Callable[[str], None]:
+    """Return what prints plain lines of progress: `first` at once, others if it takes long, and not too often."""
+    if first:
+        console.print(Text(f"{name}  {first}"), soft_wrap=True)
     due_s = time.monotonic() + _PREPARING_S
 
-    def tell(done: int, total: int) -> None:
+    def say(text: str) -> None:
         nonlocal due_s
         if time.monotonic() >= due_s:
             due_s = time.monotonic() + _SOONEST_S
-            console.print(Text(f"{name}  profiling layer {done} of {total}"), soft_wrap=True)
+            console.print(Text(f"{name}  {text}"), soft_wrap=True)
 
-    return tell
+    return say

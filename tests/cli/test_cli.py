@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import pipebench.run
+from pipebench.cli import group
 from pipebench.cli.main import cli
 from pipebench.errors import PlanError, ScheduleError, WorkersFailedError
 from pipebench.recipe.load import LoadedRecipe
@@ -227,3 +229,39 @@ def test_a_pipe_that_breaks_inside_is_a_failure(runner: FakeRunner) -> None:
         answer = invoke("run", "quickstart")
     assert answer.exit_code == 3
     assert "a worker died" in answer.stderr
+
+
+def test_ls_lists_what_has_a_word() -> None:
+    lines = CliRunner().invoke(cli, ["ls", "recipes", "GNMT16"]).output.splitlines()
+    assert lines
+    assert all("gnmt" in line.lower() for line in lines)
+    assert CliRunner().invoke(cli, ["ls", "models", "vgg"]).output.splitlines()[0].startswith("vgg16")
+
+
+def test_a_slow_command_says_what_it_loads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever its output is read by: a line on the standard error, once it takes long, unless that is no file."""
+
+    class Late:
+        daemon = False
+
+        def __init__(self, after_s: float, tell: Callable[[], None]) -> None:
+            self.tell = tell
+
+        def start(self) -> None:
+            told.append(self.tell)
+
+        def cancel(self) -> None:
+            told.append(self.cancel)
+
+    told: list[Callable[[], None]] = []
+    monkeypatch.setattr(group, "Timer", Late)
+    read, write = os.pipe()
+    with os.fdopen(read), os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stderr", pipe)
+        assert cli.main(["ls", "modes"], standalone_mode=False) == 0
+    monkeypatch.undo()
+    assert len(told) == 2
+    told[0]()
+    assert capsys.readouterr().err.startswith("pipebench ls: ")
+    assert group._what_is_loading({"torch", "mlflow"}) == "loading mlflow"
+    assert group._what_is_loading(set[str]()) == "starting"

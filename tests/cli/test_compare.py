@@ -112,7 +112,7 @@ def test_nothing_else_is_overwritten(folder: Path) -> None:
         (("pipedream", "goes on"), r"\(goes on\) has no result: it is running, or ended without one"),
         (("pipedream", ""), r"got '', allowed are ids"),
         (("dp, pipedream", "pipedream"), r"got 'dp, pipedream', allowed are"),
-        (("pipedream",), r"name two runs at least"),
+        (("pipedream",), r"comparison: got 'pipedream', allowed are ids"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compared_is_told_in_one_sentence(words: tuple[str, ...], said: str) -> None:

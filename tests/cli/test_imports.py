@@ -50,3 +50,16 @@ for words in (["--help"], *([name, "--help"] for name in COMMANDS), ["ls"], *(["
 def test_help_ls_and_show_need_no_torch(names: str) -> None:
     done = subprocess.run([sys.executable, "-c", EVERYTHING.replace("NAMES", names)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "draw", "profile", "largest"])
+def test_a_mistyped_key_costs_no_import_of_torch(command: str) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules.update(torch=None, mlflow=None)\n"
+        "from pipebench.cli.main import cli\n"
+        f"sys.exit(cli.main([{command!r}, 'quickstart', 'train.sed=1'], standalone_mode=False))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "train.sed: unknown key" in done.stderr

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,19 @@ def test_the_plan_that_a_recipe_names_stands_beside_the_best(few: str) -> None:
     wrong = invoke(few, "parallelism.plan=2-2", "parallelism.cuts=[layer1.2]")
     assert wrong.exit_code == 2
     assert "the model has no layer 'layer1.2'" in wrong.stderr
+
+
+def test_what_fills_a_stage_s_time_is_told_and_no_mode_is_faster_than_the_fastest(few: str) -> None:
+    found = answer(few)
+    assert len(found["stage_times"]) == len(found["stages"])
+    for stage, spent in zip(found["stages"], found["stage_times"], strict=True):
+        assert sum(spent.values()) == pytest.approx(1.0)
+        assert spent["computing"] == pytest.approx(stage["compute_s"] / found["minibatch_s"], rel=0.02)
+    flushed = answer(few, "--mode", "model", "--no-others")["stage_times"]
+    assert sum(each["computing"] for each in flushed) <= 1.0, "one works at a time"
+    printed = invoke(few, "--mode", "model").stdout
+    shares = [float(share) for share in re.findall(r" ([0-9.]+)% ", printed.split("of fastest")[-1])]
+    assert max(shares) == 100.0
 
 
 def test_picture(graph: str) -> None:

@@ -166,5 +166,18 @@ def test_labels_that_grow_keep_a_blank_between_them() -> None:
     assert text_picture(counting, unit_s=1e-3, width=45).splitlines()[0].endswith("F8 F9")
 
 
+def test_a_long_pipeline_has_no_rows_of_dots() -> None:
+    """Sixteen stages had rows of dots: the lines ended before the last stage began."""
+    fill = {f"stage {i}": " ".join([*["."] * i, *(f"F{k}" for k in range(30))]) for i in range(16)}
+    lines = text_picture(parse(fill), unit_s=1e-3, width=40).splitlines()
+    assert lines[0] == "from 15.0 ms on, when all stages work"
+    assert [line.split()[2] for line in lines[1:]] == [f"F{15 - i}" for i in range(16)]
+    alone = {f"stage {i}": " ".join([*["."] * i, "F0", *["."] * (30 - 2 * i), "B0"]) for i in range(16)}
+    lines = text_picture(parse(alone), unit_s=1e-3, width=40).splitlines()
+    assert len(lines) == 16, "one minibatch at a time: longer cells"
+    assert all("F0" in line or "B0" in line for line in lines)
+    assert max(map(len, lines)) <= 40
+
+
 def test_the_natural_unit_is_the_short_forward() -> None:
     assert natural_unit_s(parse(TWO_STAGES)) == pytest.approx(1e-3)

@@ -439,3 +439,20 @@ def test_a_stop_that_was_asked_for_ends_with_a_checkpoint_where_it_is_to_go(tmp_
     found = Checkpoints(tmp_path).latest()[0]
     assert found is not None
     assert resume_point(found, given).progress.samples == 46
+
+
+def test_a_run_without_checkpoints_keeps_those_of_its_best_evaluation_and_its_end(tmp_path: Path) -> None:
+    given = prepared(recipe(max_epochs=4))
+    store = Checkpoints(tmp_path, keep=1)
+    policy = CheckpointPolicy(late=lambda: store, keeps=True)
+    loop = TrainingLoop(given, on_virtual_clock(given, StopRequest()), Silent(), lambda point: None, policy)
+    result, _ = loop.run()
+    metric = next(iter(given.setup.dataset.metrics))
+    best = min if given.setup.dataset.metrics[metric] == "min" else max
+    values = [point.metrics[metric] for point in result.points]
+    per_epoch = given.setup.sampler.minibatches_per_epoch
+    steps = {(values.index(best(values)) + 1) * per_epoch, 4 * per_epoch}  # the best may be the last
+    assert {*store.steps()} == steps
+    assert "checkpoint_time_s" not in result.metrics
+    store.remove()
+    assert not store.steps()
