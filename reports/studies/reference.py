@@ -181,9 +181,9 @@ def metrics_page() -> Iterator[str]:
     yield (
         "What a run logs, under these names in MLflow, `result.json` and reports. Shares are fractions, never per "
         "cent; a `*` stands for any ending. [Tracking](../tracking.md) says where they are seen. "
-        "*Also logged* in MLflow: the `median` of a group of seeds under the same name; its `spread` as `<name>_mean` and "
-        "so on; what the simulator `predicted` of a run in processes; and in place of the name itself `wall_<name>` where "
-        "the run's clock is the `wall`'s."
+        "*Also logged* in MLflow: the `median` of a group of seeds under the same name; its `spread` as "
+        "`<name>_mean` and so on; what the simulator `predicted` of a run in processes; and in place of the name "
+        "itself `wall_<name>` where the run's clock is the `wall`'s."
     )
     yield "## Of a run"
     yield _metrics_table(METRICS)
