@@ -28,8 +28,8 @@ def advice(loaded: LoadedRecipe, recipe: Recipe, result: RunResult, overrides: S
     given = [*overrides, *loaded.words]
     found = []
     for why, words in _steps(recipe, result):
-        keys = {word.partition("=")[0] for word in words}
-        changed = [*(word for word in given if word.partition("=")[0] not in keys), *words]
+        keys = tuple(f"{word.partition('=')[0]}." for word in words)  # of which keys inside are replaced, too
+        changed = [*(word for word in given if not f"{word.partition('=')[0]}.".startswith(keys)), *words]
         try:
             load_each(loaded.path, [word for word in changed if "=" in word])
         except RecipeError:

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -39,10 +40,8 @@ class _TensorBoard:
     """Event files in `tensorboard/SUITE/FOLDER`."""
 
     def __init__(self, run: Described) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         folder = Path("tensorboard") / run.suite / re.sub(r"[^\w.+-]+", "-", run.folder)
-        self._writer: Any = SummaryWriter(str(folder))
+        self._writer: Any = import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
         self._params = dict(run.params)
 
     def values(self, values: Mapping[str, float], samples: int) -> None:
@@ -60,8 +59,7 @@ class _WeightsAndBiases:
     """A run of wandb's in the folder `wandb`; nothing is sent anywhere unless WANDB_MODE says so."""
 
     def __init__(self, run: Described) -> None:
-        import wandb
-
+        wandb: Any = import_module("wandb")
         self._run: Any = wandb.init(
             project=re.sub(r"[^\w.-]+", "-", run.suite),
             name=run.title,

@@ -184,7 +184,10 @@ def metrics_page() -> Iterator[str]:
     """Yield the parts of the page about metrics."""
     yield (
         "What a run logs, under these names in MLflow, `result.json` and reports. Shares are fractions, never per "
-        "cent; a `*` stands for any ending. [Tracking](../tracking.md) says where they are seen."
+        "cent; a `*` stands for any ending. [Tracking](../tracking.md) says where they are seen. "
+        "*Also logged* in MLflow: the `median` of a group of seeds under the same name; its `spread` as "
+        "`<name>_mean` and so on; what the simulator `predicted` of a run in processes; and in place of the name "
+        "itself `wall_<name>` where the run's clock is the `wall`'s."
     )
     yield "## Of a run"
     yield _metrics_table(METRICS)
@@ -194,7 +197,7 @@ def metrics_page() -> Iterator[str]:
 
 
 def _metrics_table(rows: Iterable[Metric]) -> str:
-    shown = {Shown.SPREAD: "spread", Shown.MEDIAN: "median", Shown.PREDICTED: "predicted"}
+    shown = {Shown.SPREAD: "spread", Shown.MEDIAN: "median", Shown.PREDICTED: "predicted", Shown.CLOCKED: "wall"}
     return table(
         ("metric", "unit", "better", "which runs", "what it is", "also logged"),
         (

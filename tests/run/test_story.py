@@ -109,6 +109,15 @@ def test_what_to_try_is_a_command_that_the_recipe_takes(
         assert load_each(loaded.path, [word for word in words[3:] if "=" in word])
 
 
+def test_a_key_that_is_advised_replaces_the_command_s() -> None:
+    overrides = ["train.evaluate_every={epochs: 1}", "train.max_epochs=3"]
+    loaded = load("quickstart/gpipe", overrides)
+    result = replace(RESULT, outcome=MISSED, metrics={"total_time_s": 4.0, "evaluation_time_s": 2.0})
+    lines = [shlex.split(line)[3:] for _, line in advice(loaded, loaded.recipe, result, overrides)]
+    assert lines[0] == ["train.evaluate_every={epochs: 1}", "train.max_epochs=6"]
+    assert lines[1] == ["train.max_epochs=3", "train.evaluate_every={epochs: 2}"]
+
+
 def test_what_a_recipe_refuses_is_not_advised() -> None:
     overrides = ["train.minibatch_size=32", "parallelism.microbatches=32"]
     loaded = load("quickstart/gpipe", overrides)

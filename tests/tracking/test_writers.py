@@ -1,0 +1,107 @@
+"""Curves by TensorBoard and Weights & Biases, read back by their own readers where they are installed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipebench.errors import RecipeError
+from pipebench.recipe import preflight as preflight_module
+from pipebench.recipe.load import load
+from pipebench.recipe.preflight import preflight
+from pipebench.tracking import writers
+from pipebench.tracking.identity import recipe_hash
+from pipebench.tracking.writers import Described, Writers
+from tests.tracking.records import RESULT
+
+RUN = Described("small/gnmt8", "pipedream straight, seed 0", "pipedream 2026-11-22 15.31", {"train.seed": "0"}, True)
+
+
+def written(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one writer write the curves and the result of a run."""
+    monkeypatch.chdir(folder)
+    found = Writers(["mlflow", name], RUN)
+    for point in RESULT.points:
+        found.point(point)
+    found.finish(replace(RESULT, clock="wall"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_reads_back_curves_and_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    written("tensorboard", tmp_path, monkeypatch)
+    assert capsys.readouterr().err == ""
+    (folder,) = (tmp_path / "tensorboard" / "small" / "gnmt8").iterdir()
+    events = accumulators.EventAccumulator(str(folder)).Reload()
+    curve = events.Scalars("curves/top1")
+    assert [(each.step, each.value) for each in curve] == [
+        (point.samples, pytest.approx(point.metrics["top1"])) for point in RESULT.points
+    ]
+    assert [each.value for each in events.Scalars("curves/virtual_time_s")] == [1.5, 3.0, 4.5, 6.0]
+    assert [each.value for each in events.Scalars("wall_time_to_accuracy_s")] == [4.5]
+    assert events.PluginTagToContent("hparams")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_wandb_keeps_a_run_on_disk_and_sends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    written("wandb", tmp_path, monkeypatch)
+    assert "failed" not in capsys.readouterr().err
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    content = file.read_bytes()
+    assert all(word in content for word in (b"curves/top1", b"wall_time_to_accuracy_s", b"train.seed"))
+
+
+class Failing:
+    def __init__(self, run: Described) -> None:
+        self.written = 0
+
+    def values(self, values: object, samples: int) -> None:
+        raise OSError("disk full")
+
+    def finish(self, result: object) -> None:
+        raise AssertionError("it failed before")
+
+
+def test_one_that_fails_is_told_once_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(writers._KINDS, "tensorboard", Failing)
+    found = Writers(["mlflow", "tensorboard"], RUN)
+    for point in RESULT.points:
+        found.point(point)
+    found.finish(RESULT)
+    told = "pipebench: tensorboard failed (disk full); MLflow has the run, which goes on\n"
+    assert capsys.readouterr().err == told
+
+
+def test_a_package_that_is_missing_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight_module, "find_spec", lambda name: None if name == "tensorboard" else name)
+    loaded = load("quickstart", ["tracking=[mlflow,tensorboard]"])
+    preflight(loaded, trains=False)  # a plan records nothing
+    said = r"tracking: got tensorboard, which needs the package tensorboard: pip install tensorboard"
+    with pytest.raises(RecipeError, match=said):
+        preflight(loaded)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("[mlflow,tensorbord]", "tracking: got 'tensorbord', allowed are .*; did you mean 'tensorboard'"),
+        ("[tensorboard]", r"tracking: got \['tensorboard'\], mlflow has to be among them: .* read runs from it"),
+        ("tensorboard", "tracking: "),
+    ],
+)
+def test_a_wrong_list_is_refused(given: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        load("quickstart", [f"tracking={given}"])
+
+
+def test_where_runs_are_recorded_changes_nothing_about_them() -> None:
+    plain, more = load("quickstart"), load("quickstart", ["tracking=[mlflow,wandb]"])
+    assert recipe_hash(plain) == recipe_hash(more)
