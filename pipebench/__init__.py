@@ -1,3 +1,3 @@
 """pipebench: which way of parallelising training reaches the target accuracy first, and what does it cost?"""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -21,8 +21,8 @@ from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
 from pipebench.schedule.routes import Routes
 from pipebench.simulate.drawing import draw
+from pipebench.zoo import DATASETS, MODELS
 from tests.test_rooms import ROOMS
-from zoo import DATASETS, MODELS
 
 ROOT = Path(__file__).parents[1]
 MOST_WORDS = 900  # of README, code included

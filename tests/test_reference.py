@@ -15,8 +15,8 @@ from pipebench.recipe.cluster_files import KEYS, LEVEL_KEYS
 from pipebench.recipe.schema import Recipe
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.operations import OPERATIONS
+from pipebench.zoo import DATASETS, MODELS
 from reports.studies.reference import FOLDER, documented, pages
-from zoo import DATASETS, MODELS
 
 
 def page(name: str) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, default_collate
 
-from zoo.registry import DataError, Dataset
+from pipebench.zoo.registry import DataError, Dataset
 
 _INPUT, _TARGET = "input", "target"
 _SPLITS = ("train", "eval")

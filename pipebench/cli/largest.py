@@ -3,14 +3,14 @@
 import click
 
 from pipebench.cli.group import tracebacks
-from pipebench.cli.references import load_one
+from pipebench.cli.references import complete, load_one
 from pipebench.garbage import without_collector
 from pipebench.recipe.load import faults_of
 from pipebench.recipe.preflight import preflight
 
 
 @click.command
-@click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
+@click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True, shell_complete=complete)
 @tracebacks
 def largest(words: tuple[str, ...]) -> None:
     """Find the largest minibatch with which a recipe's plan fits in the memory of its cluster's devices.

@@ -5,12 +5,12 @@ from pathlib import Path
 import click
 
 from pipebench.cli.group import tracebacks
-from pipebench.cli.references import load_one, split
+from pipebench.cli.references import complete, load_one, split
 from pipebench.recipe.preflight import preflight
 
 
 @click.command
-@click.argument("words", metavar="RECIPE|FILE [KEY=VALUE...]", nargs=-1, required=True)
+@click.argument("words", metavar="RECIPE|FILE [KEY=VALUE...]", nargs=-1, required=True, shell_complete=complete)
 @click.option(
     "--json",
     "json_file",

@@ -3,12 +3,12 @@
 import click
 from omegaconf import OmegaConf
 
-from pipebench.cli.references import find_cluster_named, load_one
+from pipebench.cli.references import complete, find_cluster_named, load_one
 from pipebench.recipe.clusters import as_text
 
 
 @click.command
-@click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
+@click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True, shell_complete=complete)
 def show(words: tuple[str, ...]) -> None:
     """Print a recipe as YAML with its base, overrides and defaults filled in; the output is a recipe of its own.
 

@@ -40,7 +40,7 @@ from pipebench.train.periods import Periods
 from pipebench.train.plan import ANEW, choose_plan, kept_plan
 from pipebench.train.profiled_model import ProfiledModel, input_bytes, profile_model
 from pipebench.train.request import plan_request, samplers
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 
 def prepare(
