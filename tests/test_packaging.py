@@ -30,6 +30,7 @@ def test_the_zoo_is_part_of_the_package_and_nobody_takes_the_folder_for_a_packag
     taken = [path for path in sources if re.search(r"^\s*(import|from) zoo\b", path.read_text(), re.MULTILINE)]
     assert len(sources) > 500
     assert not taken
+    assert all(entry.target.startswith(".") for entry in (*zoo.MODELS.values(), *zoo.DATASETS.values()))
 
 
 def test_targets_of_recipes_from_when_the_zoo_was_a_package_of_its_own_are_found() -> None:

@@ -13,7 +13,8 @@ from pipebench.model.graph import trace
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES
 from pipebench.recipe.schema import OptimizerRecipe
-from pipebench.zoo.bert import BERT, AddLearntPositions, Block, bert_base
+from pipebench.zoo.bert import BERT, Block, bert_base
+from pipebench.zoo.multi_head import AddLearntPositions
 from pipebench.zoo.segments import SegmentOptions, Segments
 from pipebench.zoo.text import BOS, EOS, PAD
 from pipebench.zoo.wmt16_segments import wmt16_segments
