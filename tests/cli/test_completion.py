@@ -32,7 +32,8 @@ def test_commands_and_options_are_completed_too() -> None:
 
 def test_the_lines_of_the_documentation_work_in_bash(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-to.md").read_text()
-    (tmp_path / "pipebench").write_text(f'#!/bin/sh\nexec {sys.executable} -m pipebench "$@"\n')
+    installed = "import sys; from pipebench.cli.main import main; sys.argv[0] = 'pipebench'; main()"
+    (tmp_path / "pipebench").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{installed}" "$@"\n')
     (tmp_path / "pipebench").chmod(0o755)
     lines = [line for line in page.splitlines() if "bash_source" in line or line.startswith("complete ")]
     asked = (
