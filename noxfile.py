@@ -75,7 +75,7 @@ def docs(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """Check types, of the tests too."""
-    session.run(python_with_pipebench(session), "-m", "mypy", "pipebench", "zoo", "tests", external=True)
+    session.run(python_with_pipebench(session), "-m", "mypy", "pipebench", "tests", external=True)
 
 
 @nox.session
@@ -90,7 +90,7 @@ def package(session: nox.Session) -> None:
     session.chdir(elsewhere)
     session.run("pipebench", "run", "quickstart", env=ONE_THREAD)
     session.run("pipebench", "report", "table1", env=ONE_THREAD)
-    session.run("python", "-c", "import pipebench, zoo; print(pipebench.__file__, zoo.__file__)")
+    session.run("python", "-c", "import pipebench.zoo; print(pipebench.zoo.__file__)")
 
 
 @nox.session(venv_backend="none")
@@ -226,7 +226,7 @@ def data(session: nox.Session) -> None:
     if not session.posargs and "PIPEBENCH_DATA" not in os.environ:
         session.error("where to? Set PIPEBENCH_DATA to a folder for data, or name one: nox -s data -- FOLDER")
     folder = session.posargs[0] if session.posargs else str(Path(os.environ["PIPEBENCH_DATA"]) / "gettext_pairs")
-    session.run(python_with_pipebench(session), "-m", "zoo.catalogues", folder, external=True)
+    session.run(python_with_pipebench(session), "-m", "pipebench.zoo.catalogues", folder, external=True)
 
 
 def extra(name: str) -> list[str]:

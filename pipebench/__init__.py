@@ -10,7 +10,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _FUNCTIONS = ("compare", "load_recipe", "plan", "profile", "recorded", "run", "simulate")
 _ERRORS = ("RecipeError", "UserError")
 

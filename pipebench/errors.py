@@ -8,11 +8,56 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 
 _SHORTEST_SECRET = 4  # characters; shorter values are in too many words
 _SHORTEST_CUT = 40  # characters that a message leaves of a long value if it doesn't append ...
 _hidden: dict[str, str] = {}  # value to expression
+_CLOSE, _CLOSE_ELSEWHERE = 0.55, 0.8  # least likeness to a name that is allowed, and to a key of another section
+# What other frameworks call keys and modes, by letters and digits, and pipebench's names in order of preference.
+_OURS = {
+    **dict.fromkeys(("learningrate", "baselr"), ("train.optimizer.lr", "lr")),
+    **dict.fromkeys(("batchsize", "batch", "bs"), ("train.minibatch_size", "minibatch_size")),
+    **dict.fromkeys(
+        ("microbatchsize", "nummicrobatches", "nmicrobatches"), ("parallelism.microbatches", "microbatches")
+    ),
+    **dict.fromkeys(
+        ("gradientaccumulationsteps", "gradaccum", "gradaccumsteps"), ("parallelism.accumulate", "accumulate")
+    ),
+    **dict.fromkeys(("epochs", "numepochs", "numtrainepochs"), ("train.max_epochs", "max_epochs")),
+    **dict.fromkeys(("dtype", "amp", "fp16", "bf16", "mixedprecision"), ("train.precision", "precision")),
+    **dict.fromkeys(("maxgradnorm", "gradclip", "gradientclipping"), ("train.optimizer.clip_norm", "clip_norm")),
+    **dict.fromkeys(("gradientcheckpointing", "activationcheckpointing"), ("parallelism.recompute", "recompute")),
+    **dict.fromkeys(("stages", "numstages", "pp", "ppsize", "pipelineparallelsize"), ("parallelism.plan", "plan")),
+    **dict.fromkeys(("gpus", "ngpus", "devices", "numnodes", "nnodes", "worldsize"), ("cluster.servers", "servers")),
+    **dict.fromkeys(("strategy", "parallelismmode"), ("parallelism.mode", "mode")),
+    **dict.fromkeys(("scheduler", "lrscheduler"), ("train.schedule", "schedule")),
+    "backend": ("engine.kind", "kind"),
+    **dict.fromkeys(("nccl", "gloo", "mpi", "torchrun"), ("distributed",)),
+    "data": ("dataset",),
+    **dict.fromkeys(("ddp", "dataparallel", "distributeddataparallel"), ("dp", "parallelism.mode")),
+    **dict.fromkeys(("1f1b", "schedule1f1b", "dapple", "megatron"), ("pipedream-flush", "parallelism.mode")),
+    **dict.fromkeys(("interleaved1f1b", "scheduleinterleaved1f1b"), ("interleaved",)),
+    **dict.fromkeys(("zb", "zbh1", "zerobubble"), ("zero-bubble",)),
+    **dict.fromkeys(("naive", "modelparallel"), ("model",)),
+    **dict.fromkeys(("2bw", "pipedream2bw"), ("pipedream-2bw",)),
+    **dict.fromkeys(("none", "serial"), ("single",)),
+}
+_SHARDS = (
+    "fsdp",
+    "fsdp2",
+    "zero",
+    "zero1",
+    "zero2",
+    "zero3",
+    "deepspeed",
+    "tp",
+    "tensor",
+    "tensorparallel",
+    "sp",
+    "cp",
+    "ep",
+)
 
 
 class PipebenchError(Exception):
@@ -157,10 +202,41 @@ def _without_cut(text: str, form: str) -> str:
     return text
 
 
-def nearest(given: object, allowed: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the closest allowed name, or "" if nothing is close."""
-    matches = difflib.get_close_matches(str(given), list(allowed), n=1, cutoff=0.55)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+def nearest(given: object, allowed: Iterable[str], keys: Iterable[str] = ()) -> str:
+    """Return `; did you mean X?` for the closest allowed name, or "" if nothing is close.
+
+    Case, dashes and the like don't count, and names that other frameworks use are known. `keys` are full keys of other
+    sections, found by their last part.
+
+    >>> nearest("clusterA", ["cluster-a", "cluster-b"]), nearest("seed", ["train"], ["train.seed"])
+    ("; did you mean 'cluster-a'?", "; did you mean 'train.seed'?")
+    """
+    names = sorted(allowed, key=lambda name: _likeness(name, str(given)), reverse=True)
+    others, word = list(keys), _folded(given)
+    ours = (name for name in _OURS.get(word, ()) if name in names or name in others)
+    same = (name for name in names if _folded(name) == word)
+    elsewhere = (key for key in others if _folded(key.rpartition(".")[2]) == word)
+    found = next(chain(ours, same, elsewhere), None)
+    if found is None and word in _SHARDS and (others or "dp" in names):
+        return f"; {given} shards layers or their state over workers, which pipebench doesn't: mode dp comes nearest"
+    if found is None:
+        folded = {_folded(name): name for name in reversed(names)}
+        close = difflib.get_close_matches(word, folded, n=1, cutoff=_CLOSE)
+        found = folded[close[0]] if close else None
+    if found is None:
+        folded = {_folded(key.rpartition(".")[2]): key for key in reversed(others)}
+        close = difflib.get_close_matches(word, folded, n=1, cutoff=_CLOSE_ELSEWHERE)
+        found = folded[close[0]] if close else None
+    return f"; did you mean {found!r}?" if found else ""
+
+
+def _folded(name: object) -> str:
+    """Return a name's letters and digits in lower case; all of it if it has none."""
+    return re.sub(r"[\W_]+", "", str(name)).lower() or str(name)
+
+
+def _likeness(name: str, given: str) -> float:
+    return difflib.SequenceMatcher(None, name, given).ratio()
 
 
 def choice(given: object, allowed: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ from pipebench.schedule.pipeline import Edge, Pipeline
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.evaluation import evaluation_of
 from pipebench.simulate.network import Network
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 
 def raise_as_ours(error: BaseException) -> NoReturn:

@@ -123,6 +123,22 @@ def test_a_fixed_plan_of_a_tied_model_is_cut_where_the_planner_cuts_it(
     assert [stage.start for stage in stages] == [stage.start for stage in expected]
 
 
+@pytest.mark.parametrize("mode", ["gpipe", "model", "pipedream", "interleaved"])
+@pytest.mark.parametrize("kind", ["simulated", "virtual"])
+def test_a_tie_is_named_where_it_leaves_too_few_places_to_cut(mode: str, kind: str, tmp_path: Path) -> None:
+    """0.1.0: only plans with cuts said why; `straight` said how many stages the model could have, and no more."""
+    (tmp_path / "tied.yaml").write_text(TIED_RECIPE)
+    words = [f"parallelism.mode={mode}", f"engine.kind={kind}", "cluster.servers=2"]
+    words.append("parallelism.plan=" + ("1-1-1-1" if mode == "interleaved" else "straight"))
+    answer = CliRunner().invoke(cli, ["draw", str(tmp_path / "tied.yaml"), *words])
+    assert answer.exit_code == 2
+    assert (
+        "8 stages were asked for, but the model can be cut in 6 at most; parameter one.weight is tied: layers one,"
+        in (answer.stderr)
+    )
+    assert "two share it and must stay in one stage" in answer.stderr
+
+
 def test_a_profile_without_any_time_was_taken_and_could_not_be_drawn() -> None:
     """0.1.0: only each time's range was checked; `draw` then looked for the smallest time above 0, and found none."""
     profile = unit_profile(trace(SkipNet()), Blobs(), [4])

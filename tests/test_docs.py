@@ -22,9 +22,9 @@ from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
 from pipebench.simulate.drawing import draw
+from pipebench.zoo import DATASETS, MODELS
 from tests.schedule.moving import Drawn, moving, moving_programs
 from tests.test_rooms import ROOMS
-from zoo import DATASETS, MODELS
 
 ROOT = Path(__file__).parents[1]
 MOST_WORDS = 900  # of README, code included

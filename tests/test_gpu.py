@@ -17,14 +17,14 @@ from pipebench.model.plan import make_plan
 from pipebench.model.sampling import Streams
 from pipebench.model.stage import cut_stage
 from pipebench.recipe.schema import EngineRecipe
+from pipebench.zoo.awd_lm import awd_lm
+from pipebench.zoo.king_james import king_james
+from pipebench.zoo.mnist5k import mnist5k
+from pipebench.zoo.vgg import vgg16
 from tests.engine.test_modes import momentum
 from tests.engine.test_recurrent import Recurrent
 from tests.models import ConvNet
 from tests.support import Blobs, make_engine, make_setup, parameters_of
-from zoo.awd_lm import awd_lm
-from zoo.king_james import king_james
-from zoo.mnist5k import mnist5k
-from zoo.vgg import vgg16
 
 pytestmark = [
     pytest.mark.gpu,

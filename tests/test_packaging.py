@@ -6,7 +6,8 @@ from pathlib import Path
 import yaml
 
 import pipebench
-import zoo
+from pipebench import zoo
+from pipebench.recipe.targets import import_target, module_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,6 +21,21 @@ def test_the_citation_is_of_this_version() -> None:
 
 def test_both_packages_say_that_they_are_typed() -> None:
     assert all((Path(str(package.__file__)).parent / "py.typed").is_file() for package in (pipebench, zoo))
+
+
+def test_the_zoo_is_part_of_the_package_and_nobody_takes_the_folder_for_a_package() -> None:
+    """In a checkout `import zoo` finds the folder, too: its classes would be others than those of the package."""
+    assert (ROOT / "pipebench" / "zoo").resolve() == ROOT / "zoo" == Path(str(zoo.__file__)).resolve().parent
+    sources = [path for folder in ("pipebench", "zoo", "tests", "reports") for path in (ROOT / folder).rglob("*.py")]
+    taken = [path for path in sources if re.search(r"^\s*(import|from) zoo\b", path.read_text(), re.MULTILINE)]
+    assert len(sources) > 500
+    assert not taken
+    assert all(entry.target.startswith(".") for entry in (*zoo.MODELS.values(), *zoo.DATASETS.values()))
+
+
+def test_targets_of_recipes_from_when_the_zoo_was_a_package_of_its_own_are_found() -> None:
+    assert import_target("zoo.uniform:uniform") is import_target("pipebench.zoo.uniform:uniform")
+    assert module_of("zoo.mine:model") == "zoo.mine"
 
 
 def test_every_session_of_nox_is_in_the_list_for_contributors() -> None:

@@ -16,8 +16,8 @@ from pipebench.recipe.cluster_files import KEYS, LEVEL_KEYS
 from pipebench.recipe.leaves import recipe_with
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.operations import OPERATIONS
+from pipebench.zoo import DATASETS, MODELS
 from reports.studies.reference import FOLDER, documented, pages
-from zoo import DATASETS, MODELS
 
 RECIPE = recipe_with(tuple((name, True) for name in with_section()))
 

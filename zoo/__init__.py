@@ -1,5 +1,5 @@
 """Models, datasets and metrics: plain torch, usable without the engine."""
 
-from zoo.registry import DATASETS, MODELS, Dataset, Entry
+from pipebench.zoo.registry import DATASETS, MODELS, Dataset, Entry
 
 __all__ = ["DATASETS", "MODELS", "Dataset", "Entry"]

@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from zoo.convnet import ConvNet, scaled
-from zoo.options import at_least, below_one, more_than
+from pipebench.zoo.convnet import ConvNet, scaled
+from pipebench.zoo.options import at_least, below_one, more_than
 
 _LARGEST_MAP = 6
 _SMALLEST_IMAGE = 63  # leaves a map of 1x1 after the last pool

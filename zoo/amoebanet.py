@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zoo.options import at_least, one_of
+from pipebench.zoo.options import at_least, one_of
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from zoo.dropouts import VariationalDropout, WordDropoutEmbedding
-from zoo.options import at_least, below_one
-from zoo.recurrent import CarriedLSTM
+from pipebench.zoo.dropouts import VariationalDropout, WordDropoutEmbedding
+from pipebench.zoo.options import at_least, below_one
+from pipebench.zoo.recurrent import CarriedLSTM
 
 _INITIAL_RANGE = 0.1
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zoo.options import at_least
-from zoo.text import BOS, EOS
+from pipebench.zoo.options import at_least
+from pipebench.zoo.text import BOS, EOS
 
 Tensors = tuple[torch.Tensor, ...]
 # Tokens [n, beam] int64, state and context to log-probabilities [n, beam, vocabulary], attention [n, beam, source] or

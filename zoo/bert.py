@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zoo.multi_head import AddLearntPositions, AddNorm, HidePadding, MultiHeadAttention
-from zoo.options import at_least, below_one
-from zoo.text import NUM_SPECIAL
+from pipebench.zoo.multi_head import AddLearntPositions, AddNorm, HidePadding, MultiHeadAttention
+from pipebench.zoo.options import at_least, below_one
+from pipebench.zoo.text import NUM_SPECIAL
 
 VOCABULARY = 30_522  # WordPieces of the released uncased models; the paper says 30,000
 NUM_SEGMENTS = 2

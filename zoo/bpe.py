@@ -14,8 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from zoo.places import cache_folder, write_whole
-from zoo.text import NUM_SPECIAL, SPECIAL_TOKENS, UNK
+from pipebench.zoo.places import cache_folder, write_whole
+from pipebench.zoo.text import NUM_SPECIAL, SPECIAL_TOKENS, UNK
 
 _PARALLELISM = "TOKENIZERS_PARALLELISM"  # the library's own environment variable
 

@@ -6,10 +6,10 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from zoo import meteor
-from zoo.late import torch
-from zoo.registry import Dataset
-from zoo.text import BOS, EOS, NUM_SPECIAL, PAD, SPECIAL_TOKENS, UNK, pad_rows
+from pipebench.zoo import meteor
+from pipebench.zoo.late import torch
+from pipebench.zoo.registry import Dataset
+from pipebench.zoo.text import BOS, EOS, NUM_SPECIAL, PAD, SPECIAL_TOKENS, UNK, pad_rows
 
 _CLIPS_AT_ONCE = 100  # decoded together; more would hold more features at a time, fewer would take longer
 

@@ -10,8 +10,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from zoo.gettext_files import CATALOGUES
-from zoo.places import write_whole
+from pipebench.zoo.gettext_files import CATALOGUES
+from pipebench.zoo.places import write_whole
 
 
 def fetch(folder: Path) -> list[Path]:

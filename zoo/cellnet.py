@@ -5,7 +5,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from zoo.options import at_least
+from pipebench.zoo.options import at_least
 
 _KERNELS = (3, 5, 3, 7)  # of the cells of a group, over and over: cells of one group differ
 

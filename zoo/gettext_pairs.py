@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from zoo import bpe, gettext_files
-from zoo.gettext_files import Pair
-from zoo.late import torch
-from zoo.options import at_least
-from zoo.places import DATA_VARIABLE, data_folder
-from zoo.translation import SIDES, Translation, TranslationOptions, check_split
+from pipebench.zoo import bpe, gettext_files
+from pipebench.zoo.gettext_files import Pair
+from pipebench.zoo.late import torch
+from pipebench.zoo.options import at_least
+from pipebench.zoo.places import DATA_VARIABLE, data_folder
+from pipebench.zoo.translation import SIDES, Translation, TranslationOptions, check_split
 
 # Text as people write it (the last six: dashes and quotation marks); placeholders, markup and code have other
 # characters.

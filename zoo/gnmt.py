@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zoo.attention import BahdanauAttention
-from zoo.beam_search import Tensors, Translator
-from zoo.options import at_least, below_one, more_than, one_size
-from zoo.text import NUM_SPECIAL, PAD
+from pipebench.zoo.attention import BahdanauAttention
+from pipebench.zoo.beam_search import Tensors, Translator
+from pipebench.zoo.options import at_least, below_one, more_than, one_size
+from pipebench.zoo.text import NUM_SPECIAL, PAD
 
 VOCABULARY = 32320
 

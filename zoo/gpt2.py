@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zoo.multi_head import AddLearntPositions, HideFuture, MultiHeadAttention
-from zoo.options import at_least, below_one
+from pipebench.zoo.multi_head import AddLearntPositions, HideFuture, MultiHeadAttention
+from pipebench.zoo.options import at_least, below_one
 
 VOCABULARY = 50_257  # byte pairs
 _INIT_STD = 0.02

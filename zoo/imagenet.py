@@ -15,11 +15,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zoo import metrics
-from zoo.late import torch
-from zoo.options import at_least
-from zoo.places import DATA_VARIABLE, data_folder
-from zoo.registry import Dataset
+from pipebench.zoo import metrics
+from pipebench.zoo.late import torch
+from pipebench.zoo.options import at_least
+from pipebench.zoo.places import DATA_VARIABLE, data_folder
+from pipebench.zoo.registry import Dataset
 
 _FOLDERS = {"train": "train", "eval": "val"}
 _SUFFIXES = (".jpeg", ".jpg", ".png")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.options import at_least, below_one
+from pipebench.zoo.options import at_least, below_one
 
 _SMALLEST_IMAGE = 75  # leaves a map of 1x1 before the average pool
 _STEPS = 16  # every channel count of the network is a multiple of it

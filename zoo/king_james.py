@@ -11,8 +11,8 @@ import re
 from functools import cache, lru_cache
 from pathlib import Path
 
-from zoo.language import END, Text, encode, most_frequent
-from zoo.late import torch
+from pipebench.zoo.language import END, Text, encode, most_frequent
+from pipebench.zoo.late import torch
 
 # What the package's text gives, split by chapters as below.
 TRAIN_TOKENS, EVAL_TOKENS, TEST_TOKENS = 743_538, 39_186, 40_058

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from zoo import king_james
-from zoo.language import END, UNKNOWN, most_frequent
-from zoo.segments import SegmentOptions, Segments
-from zoo.text import NUM_SPECIAL, UNK
+from pipebench.zoo import king_james
+from pipebench.zoo.language import END, UNKNOWN, most_frequent
+from pipebench.zoo.segments import SegmentOptions, Segments
+from pipebench.zoo.text import NUM_SPECIAL, UNK
 
 # What the package's text gives, in the splits of `king_james`.
 TRAIN_VERSES, EVAL_VERSES = 28_045, 1_484

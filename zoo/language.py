@@ -7,9 +7,9 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from zoo.late import torch
-from zoo.options import at_least
-from zoo.registry import Dataset
+from pipebench.zoo.late import torch
+from pipebench.zoo.options import at_least
+from pipebench.zoo.registry import Dataset
 
 UNKNOWN, END = "<unk>", "<eos>"
 NOTHING = -1  # the target where there is none

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zoo.late import torch
+from pipebench.zoo.late import torch
 
 # Inception-v3's paper (Szegedy et al. 2016) doesn't print the auxiliary loss's weight; 0.4 is that of the authors' own
 # training script in TensorFlow's TF-Slim and of PyTorch's tutorial on fine-tuning torchvision's models.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 
-from zoo import metrics
-from zoo.late import torch
-from zoo.registry import Dataset
+from pipebench.zoo import metrics
+from pipebench.zoo.late import torch
+from pipebench.zoo.registry import Dataset
 
 NUM_TRAIN, NUM_EVAL = 4000, 1000
 _NUM_CLASSES = 10

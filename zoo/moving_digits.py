@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from zoo.captions import Captions, Vocabulary
-from zoo.late import torch
-from zoo.mnist5k import PIXEL_MEAN, PIXEL_STD, mnist5k
-from zoo.options import at_least
+from pipebench.zoo.captions import Captions, Vocabulary
+from pipebench.zoo.late import torch
+from pipebench.zoo.mnist5k import PIXEL_MEAN, PIXEL_STD, mnist5k
+from pipebench.zoo.options import at_least
 
 SIDE = 16  # height and width of a frame, in pixels
 _DIGIT_SIDE = 10  # MNIST's digits fill 20 x 20 pixels: halved

@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zoo.captions import Captions, Vocabulary
-from zoo.late import torch
-from zoo.options import at_least, more_than, one_of
-from zoo.places import data_folder
-from zoo.text import NUM_SPECIAL
+from pipebench.zoo.captions import Captions, Vocabulary
+from pipebench.zoo.late import torch
+from pipebench.zoo.options import at_least, more_than, one_of
+from pipebench.zoo.places import data_folder
+from pipebench.zoo.text import NUM_SPECIAL
 
 HELD_OUT = ("valid", "test")
 _SPLITS = {"train": "train.txt", "valid": "valid.txt", "test": "test.txt"}

@@ -8,7 +8,7 @@ a query is computed where it is hidden, from the model's input: no mask crosses 
 import torch
 from torch import nn
 
-from zoo.attention import NEVER
+from pipebench.zoo.attention import NEVER
 
 
 class Heads(nn.Linear):

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from zoo import bpe
-from zoo.late import torch
-from zoo.options import at_least
-from zoo.translation import SIDES, Translation, TranslationOptions, check_split
+from pipebench.zoo import bpe
+from pipebench.zoo.late import torch
+from pipebench.zoo.options import at_least
+from pipebench.zoo.translation import SIDES, Translation, TranslationOptions, check_split
 
 _LANGUAGES = {"source": "en", "target": "de"}
 _MOST_NUMBERS = 1_000_000  # from a million on, German needs several words

@@ -24,7 +24,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from zoo.registry import DataError, Dataset
+from pipebench.zoo.registry import DataError, Dataset
 
 _INPUT, _TARGET = "input", "target"
 _SPLITS = ("train", "eval")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from zoo.language import END, Text, encode, most_frequent
-from zoo.late import torch
-from zoo.options import at_least
-from zoo.places import DATA_VARIABLE, data_folder
+from pipebench.zoo.language import END, Text, encode, most_frequent
+from pipebench.zoo.late import torch
+from pipebench.zoo.options import at_least
+from pipebench.zoo.places import DATA_VARIABLE, data_folder
 
 # Tokens with one <eos> per line, and words: the sizes of the files ptb.{train,valid,test}.txt that everyone uses.
 TRAIN_TOKENS, VALID_TOKENS, TEST_TOKENS = 929_589, 73_760, 82_430

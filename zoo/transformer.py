@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zoo.beam_search import Tensors, Translator
-from zoo.multi_head import AddNorm, HideFuture, HidePadding, MultiHeadAttention
-from zoo.options import at_least, below_one, one_size
-from zoo.text import NUM_SPECIAL
-from zoo.wmt16 import VOCABULARY
+from pipebench.zoo.beam_search import Tensors, Translator
+from pipebench.zoo.multi_head import AddNorm, HideFuture, HidePadding, MultiHeadAttention
+from pipebench.zoo.options import at_least, below_one, one_size
+from pipebench.zoo.text import NUM_SPECIAL
+from pipebench.zoo.wmt16 import VOCABULARY
 
 _LONGEST_WAVE = 10_000.0  # the paper's, in tokens over 2 pi
 

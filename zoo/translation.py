@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zoo import bleu
-from zoo.late import torch
-from zoo.options import at_least, below_one
-from zoo.registry import Dataset
-from zoo.text import BOS, EOS, PAD, content, pad_rows
+from pipebench.zoo import bleu
+from pipebench.zoo.late import torch
+from pipebench.zoo.options import at_least, below_one
+from pipebench.zoo.registry import Dataset
+from pipebench.zoo.text import BOS, EOS, PAD, content, pad_rows
 
 SIDES = ("source", "target")
 _SCORED_TOGETHER = 64  # sentences translated at a time: bounds memory, changes no translation

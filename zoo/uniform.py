@@ -5,7 +5,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from zoo.options import at_least
+from pipebench.zoo.options import at_least
 
 
 class Uniform(nn.Sequential):

@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from zoo.convnet import ConvNet, scaled
-from zoo.options import at_least, below_one, more_than, one_of
+from pipebench.zoo.convnet import ConvNet, scaled
+from pipebench.zoo.options import at_least, below_one, more_than, one_of
 
 _CHANNELS = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)  # 0: pool, halves the image
 _HIDDEN = 4096

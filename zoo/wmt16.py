@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy
 
-from zoo import line_index
-from zoo.bpe import undo_marks
-from zoo.line_index import Integers, LineIndex
-from zoo.places import cache_folder, data_folder, write_whole
-from zoo.registry import LengthClass
-from zoo.text import NUM_SPECIAL, SPECIAL_TOKENS, UNK, round_up
-from zoo.translation import SIDES, Translation, TranslationOptions, check_split
+from pipebench.zoo import line_index
+from pipebench.zoo.bpe import undo_marks
+from pipebench.zoo.line_index import Integers, LineIndex
+from pipebench.zoo.places import cache_folder, data_folder, write_whole
+from pipebench.zoo.registry import LengthClass
+from pipebench.zoo.text import NUM_SPECIAL, SPECIAL_TOKENS, UNK, round_up
+from pipebench.zoo.translation import SIDES, Translation, TranslationOptions, check_split
 
 # Pairs and ids in the logs of MLPerf Training v0.5's closed GNMT submissions: 4,068,191 pairs, 3,498,161 of them within
 # 50 tokens, and a vocabulary padded to 32,320 ids. newstest2014 has 3,003 sentences.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zoo.segments import SegmentOptions, Segments
-from zoo.wmt16 import NUM_EVAL, NUM_TRAIN, VOCABULARY, Wmt16, wmt16
+from pipebench.zoo.segments import SegmentOptions, Segments
+from pipebench.zoo.wmt16 import NUM_EVAL, NUM_TRAIN, VOCABULARY, Wmt16, wmt16
 
 _MASK = VOCABULARY - 1  # MLPerf's 32,317 ids are padded to a multiple of 8: the last one is nobody's
 

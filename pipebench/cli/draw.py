@@ -10,7 +10,7 @@ import click
 from pipebench.cli.group import tracebacks
 from pipebench.cli.json_output import moved_option
 from pipebench.cli.outputs import Output, refuse_to_overwrite
-from pipebench.cli.references import load_one
+from pipebench.cli.references import complete, load_one
 from pipebench.garbage import without_collector
 from pipebench.recipe.preflight import preflight
 from pipebench.schedule.csv_form import is_schedule
@@ -23,7 +23,7 @@ PICTURES = (MEMORY, "occupancy")
 
 
 @click.command
-@click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
+@click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True, shell_complete=complete)
 @click.option("--versions", is_flag=True, help="Tell which weight version each uses: F3@1.")
 @click.option(
     "--out",

@@ -4,7 +4,7 @@ import click
 
 from pipebench.cli.group import tracebacks
 from pipebench.cli.json_output import json_flag, print_json
-from pipebench.cli.references import load_one
+from pipebench.cli.references import complete, load_one
 from pipebench.garbage import without_collector
 from pipebench.recipe.load import faults_of
 from pipebench.recipe.preflight import preflight
@@ -14,7 +14,7 @@ from pipebench.show.terminal import standard_error, standard_output
 
 
 @click.command
-@click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
+@click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True, shell_complete=complete)
 @json_flag
 @tracebacks
 def largest(words: tuple[str, ...], as_json: bool) -> None:

@@ -11,7 +11,7 @@ from pipebench.recipe.clusters import sources
 from pipebench.recipe.named import KINDS, OPTIMIZER, SCHEDULE
 from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import MODES
-from zoo.registry import DATASETS, MODELS
+from pipebench.zoo.registry import DATASETS, MODELS
 
 LISTS = ("models", "datasets", "optimizers", "schedules", "clusters", "modes", "cost-models", "recipes")
 

@@ -10,7 +10,7 @@ import click
 from pipebench.cli.group import tracebacks
 from pipebench.cli.json_output import json_flag
 from pipebench.cli.parameters import MOST_WORKERS, Parameter, count, name_of, parse_levels
-from pipebench.cli.references import load_to_plan, split
+from pipebench.cli.references import complete, load_to_plan, split
 from pipebench.errors import UserError
 from pipebench.recipe.preflight import preflight
 from pipebench.recipe.ranges import CHOICES
@@ -18,7 +18,7 @@ from pipebench.units import parse_bytes, parse_duration
 
 
 @click.command
-@click.argument("words", metavar="[RECIPE] [KEY=VALUE...]", nargs=-1)
+@click.argument("words", metavar="[RECIPE] [KEY=VALUE...]", nargs=-1, shell_complete=complete)
 @click.option("--profile", metavar="FILE", help="Layer costs: a profile (.json) or the PipeDream artifact's graph.txt.")
 @click.option("--cluster", metavar="NAME", help="Devices and links, from `pipebench ls clusters`, or a YAML file.")
 @click.option(

@@ -6,14 +6,14 @@ import click
 
 from pipebench.cli.group import tracebacks
 from pipebench.cli.json_output import json_flag, moved_option, print_json
-from pipebench.cli.references import load_one, split
+from pipebench.cli.references import complete, load_one, split
 from pipebench.errors import UserError
 from pipebench.recipe.preflight import preflight
 from pipebench.show.terminal import standard_error, standard_output
 
 
 @click.command
-@click.argument("words", metavar="RECIPE|FILE [KEY=VALUE...]", nargs=-1, required=True)
+@click.argument("words", metavar="RECIPE|FILE [KEY=VALUE...]", nargs=-1, required=True, shell_complete=complete)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),

@@ -9,9 +9,18 @@ import click
 from pipebench.errors import Fault, RecipeError
 from pipebench.recipe.catalog import cluster_names, find, find_cluster, find_recipes, recipe_names
 from pipebench.recipe.cluster_files import LEVELS
+from pipebench.recipe.leaves import full_keys
 from pipebench.recipe.load import LoadedRecipe, load, load_each
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.run.preflight_all import same_names
+
+
+def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the recipes and keys that a word on a command line may become, for the shell; `=` follows a key."""
+    keys = [*full_keys(), "model.name", "dataset.name"]
+    sections = {key.rpartition(".")[0] for key in keys}
+    known = [*recipe_names(), *(f"{key}=" for key in keys if key not in sections)]
+    return [name for name in known if name.startswith(incomplete)]
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:

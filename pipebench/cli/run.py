@@ -10,7 +10,7 @@ import click
 from pipebench.cli.group import note_verbose, trust
 from pipebench.cli.json_output import json_flag, json_line, json_text, only_json
 from pipebench.cli.parameters import Parameter, parse_seeds
-from pipebench.cli.references import load_all, split
+from pipebench.cli.references import complete, load_all, split
 from pipebench.errors import UserError, WorkersFailedError
 from pipebench.garbage import without_collector
 from pipebench.recipe.engines import engine_kind
@@ -22,7 +22,7 @@ from pipebench.run.suite import Suite, suite_name
 
 
 @click.command
-@click.argument("words", metavar="RECIPE... [KEY=VALUE...]", nargs=-1)
+@click.argument("words", metavar="RECIPE... [KEY=VALUE...]", nargs=-1, shell_complete=complete)
 @click.option(
     "--seeds",
     type=Parameter(parse_seeds),

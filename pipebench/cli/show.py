@@ -4,13 +4,13 @@ import click
 from omegaconf import OmegaConf
 
 from pipebench.cli.json_output import json_flag, print_json
-from pipebench.cli.references import find_cluster_named, load_one
+from pipebench.cli.references import complete, find_cluster_named, load_one
 from pipebench.recipe.clusters import as_text
 from pipebench.recipe.yaml_file import parse
 
 
 @click.command
-@click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
+@click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True, shell_complete=complete)
 @json_flag
 def show(words: tuple[str, ...], as_json: bool) -> None:
     """Print a recipe as YAML with its base, overrides and defaults filled in; the output is a recipe of its own.

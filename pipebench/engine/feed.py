@@ -17,7 +17,7 @@ from pipebench.engine.streams import StreamSlot
 from pipebench.errors import UserCodeError
 from pipebench.model.sampling import microbatch_sizes, mix, name_hash
 from pipebench.recipe.users_code import as_users
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 _AHEAD = 2  # minibatches prefetched per loader process
 _SIZES_KEPT = 1024  # more than there are units in flight

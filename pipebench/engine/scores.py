@@ -10,7 +10,7 @@ from torch import nn
 
 from pipebench.checkpoint.share import own_names
 from pipebench.engine.setup import Setup
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 _LOSS, _WEIGHT = "eval_loss", "weight of all samples"
 

@@ -19,7 +19,7 @@ from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES, delay
 from pipebench.simulate.costs import Costs, stage_costs
 from pipebench.simulate.evaluation import Evaluation, evaluation_of
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 
 @dataclass(frozen=True)

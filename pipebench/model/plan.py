@@ -249,17 +249,29 @@ def _matching(names: Sequence[str], patterns: Sequence[str], key: str) -> dict[s
 def split_ties(graph: Cuttable, stages: Sequence[StagePlan]) -> Iterator[str]:
     """Yield a sentence for every parameter or buffer that layers of different stages share."""
     stage_of = stage_of_layers(stages)
-    all_users: dict[tuple[str, str], list[int]] = {}
-    for index, layer in enumerate(graph.layers):
-        for name in layer.parameters:
-            all_users.setdefault(("parameter", name), []).append(index)
-        for name in layer.buffers:
-            all_users.setdefault(("buffer", name), []).append(index)
-    for (kind, name), users in all_users.items():
+    for users, sentence in ties(graph.layers):
         found = sorted({stage_of[index] for index in users})
         if len(found) > 1:
-            layers = ", ".join(graph.layers[index].name for index in users)
-            yield (
-                f"{kind} {name} is tied: layers {layers} share it and must stay in one stage, "
-                f"but these cuts put them in stages {found}"
-            )
+            yield f"{sentence}, but these cuts put them in stages {found}"
+
+
+def ties(layers: Sequence[_Layer]) -> Iterator[tuple[Sequence[int], str]]:
+    """Yield the layers that share a parameter or buffer, and a sentence that says so.
+
+    Both ends of a tied embedding in stages of their own would have to add their gradients before every update.
+    """
+    all_users: dict[tuple[str, str], list[int]] = {}
+    for index, layer in enumerate(layers):
+        for kind, names in (("parameter", layer.parameters), ("buffer", layer.buffers)):
+            for name in names:
+                all_users.setdefault((kind, name), []).append(index)
+    for (kind, name), users in all_users.items():
+        if len(users) > 1:
+            sharing = ", ".join(layers[index].name for index in users)
+            yield users, f"{kind} {name} is tied: layers {sharing} share it and must stay in one stage"
+
+
+def too_few_places(layers: Sequence[_Layer], problem: str) -> str:
+    """Return a sentence on how few stages a model can be cut into, with the tie that holds most of it together."""
+    widest = max(ties(layers), key=lambda tie: tie[0][-1] - tie[0][0], default=None)
+    return problem if widest is None else f"{problem}; {widest[1]}"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 # Attributes and methods of a data set that rounding leaves as they are.
 _UNCHANGED = (

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from zoo.late import torch
+from pipebench.zoo.late import torch
 
 _MASK = (1 << 64) - 1
 _COLUMNS_KEPT = 1 << 16

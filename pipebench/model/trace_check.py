@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from pipebench.errors import GraphError
 from pipebench.model.graph import LayerGraph, forget_states
-from zoo.plain import plain_output, seeded
-from zoo.registry import Dataset
+from pipebench.zoo.plain import plain_output, seeded
+from pipebench.zoo.registry import Dataset
 
 _LOG = logging.getLogger("pipebench.model.trace_check")
 _SAMPLES = 2  # one alone would be refused by BatchNorm behind a global pool

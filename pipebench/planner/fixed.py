@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
+from pipebench.model.plan import too_few_places
 from pipebench.planner.coarsening import MOST_EXACT, is_coarsened, refined
 from pipebench.planner.cost_models import CostModel, StageGrid, UnitWork
 from pipebench.planner.flat import SearchStage
@@ -37,7 +38,8 @@ def plan_fixed(
     """
     states, last = work.states, len(work.states) - 1
     if len(replicas) > last:
-        raise PlanError(f"{len(replicas)} stages were asked for, but the model can be cut in {last} at most")
+        problem = f"{len(replicas)} stages were asked for, but the model can be cut in {last} at most"
+        raise PlanError(too_few_places(states.rows, problem))
 
     exactly = partial(_plan_exactly, model=model, cluster=cluster, replicas=replicas, chunks=chunks, fits=fits)
 

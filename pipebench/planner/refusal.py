@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipebench.formats import num_bytes
+from pipebench.model.plan import too_few_places
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.memory import StraightPlans
@@ -55,10 +56,11 @@ def why_nothing_fits(of: Estimator) -> str:
 def _too_few_places(of: Estimator) -> str:
     """Say that there are too few workers, or places to cut, for several stages per worker."""
     workers, stages = of.request.cluster.num_workers, len(of.work.states) - 1
-    return (
+    problem = (
         f"no plan of mode {of.name}: {of.mode.chunks} stages on each of at least 2 workers are needed; there "
         f"{'is' if workers == 1 else 'are'} {workers:,}, and the model can be cut into {stages:,} stages at most"
     )
+    return too_few_places(of.work.states.rows, problem)
 
 
 def _without_activations(profile: Profile) -> Profile:

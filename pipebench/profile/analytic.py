@@ -20,7 +20,7 @@ from pipebench.profile.roofline import priced
 from pipebench.profile.shapes import without_data
 from pipebench.profile.walk import walk
 from pipebench.recipe.schema import OptimizerRecipe
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 
 def analytic_profile(

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from pipebench.model.graph import Layer, LayerGraph
 from pipebench.profile.model import LayerProfile, Profile
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 
 def work_of(profile: Profile) -> Profile:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import zoo
+from pipebench import zoo
 from pipebench.cluster import LOCAL, Cluster
 from pipebench.errors import ProfileError
 from pipebench.model.device import torch_settings
@@ -33,8 +33,8 @@ from pipebench.profile.walk import LOSS
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.ranges import TIMINGS
 from pipebench.recipe.schema import Recipe
-from pipebench.recipe.targets import targets_of
-from zoo.registry import Dataset
+from pipebench.recipe.targets import module_of, targets_of
+from pipebench.zoo.registry import Dataset
 
 
 def profile_for(
@@ -260,10 +260,10 @@ def _model_parts(recipe: Recipe, graph: LayerGraph, sizes: Sequence[int]) -> dic
 
 def _source_hash(recipe: Recipe, graph: LayerGraph) -> str:
     """Return a hash of the source files of the model and the data set: edited code is profiled again."""
-    names = {importlib.import_module(target.split(":")[0]).__name__ for _, target in targets_of(asdict(recipe))}
+    names = {importlib.import_module(module_of(target)).__name__ for _, target in targets_of(asdict(recipe))}
     # A layer's class may come from anywhere; torch's are known by its version.
     classes = (type(module).__module__ for module in graph.root.modules())
-    names |= {name for name in classes if name.split(".")[0] not in ("torch", "zoo")}
+    names |= {name for name in classes if not f"{name}.".startswith(("torch.", f"{zoo.__name__}."))}
     sources = [file.read_text() for file in sorted(Path(zoo.__file__).parent.glob("*.py"))]
     return hashlib.sha256("".join([*sources, *map(_source, sorted(names))]).encode()).hexdigest()
 

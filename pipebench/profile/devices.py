@@ -11,7 +11,7 @@ from pathlib import Path
 from pipebench.cluster import LOCAL, Cluster
 from pipebench.errors import ProfileError, choice
 from pipebench.profile.efficiencies import LAUNCH_S
-from zoo.late import torch
+from pipebench.zoo.late import torch
 
 # Host to device, pinned memory. Assumed: 12 of the 15.75 GB/s of PCIe 3.0 x16, the same fraction of later versions.
 _PCIE3, _PCIE4, _PCIE5 = 12e9, 24e9, 48e9

@@ -24,7 +24,7 @@ from pipebench.profile.devices import local_device_name
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.walk import Clock, Reading, idle_backward_s, walk
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 # The first passes meet cold caches, CUDA's start-up and cuDNN's search for algorithms.
 _WARM_UPS = 2

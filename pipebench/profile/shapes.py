@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from pipebench.errors import ProfileError
 from pipebench.model.graph import LayerGraph, forget_states, run_node
 from pipebench.model.precision import lower
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 
 def without_data(root: nn.Module) -> nn.Module:

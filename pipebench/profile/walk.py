@@ -22,7 +22,7 @@ from pipebench.model.graph import Layer, LayerGraph, attribute, bind_node, forge
 from pipebench.model.splitting import splittable
 from pipebench.profile.model import LayerProfile
 from pipebench.recipe.users_code import told
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 LOSS = "loss"
 Reading = Callable[[], float]

@@ -19,7 +19,7 @@ from pipebench.errors import Fault, nearest
 from pipebench.hooks import hooks, with_section
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.sweep import Several, elements, problem_with_elements, several
-from pipebench.recipe.typecheck import in_words, problem_with, shown
+from pipebench.recipe.typecheck import cut, in_words, problem_with, shown
 from pipebench.recipe.yaml_file import MAX_DEPTH, parse
 
 COMMAND_LINE = "command line"
@@ -92,6 +92,15 @@ def expected_type(key: Key) -> Any:
     return expected
 
 
+def full_keys(section: type = Recipe, prefix: Key = ()) -> Iterator[str]:
+    """Yield the schema's full keys in order, sections too; without the options of models, data sets and targets."""
+    for name, expected in types_of(section).items():
+        if name != ARGUMENTS:
+            yield dotted((*prefix, name))
+            inside = section_in(expected)
+            yield from () if inside is None else full_keys(inside, (*prefix, name))
+
+
 class Leaves:
     """The leaves of a recipe and the faults found in them."""
 
@@ -132,7 +141,7 @@ class Leaves:
         """Add a fault for an unknown key; `allowed` are those of its section."""
         names = [name for name in allowed if name != ARGUMENTS]
         where = "here" if len(key) > 1 else "at the top of a recipe"
-        problem = f"unknown key, allowed {where} are {', '.join(names)}{nearest(key[-1][:60], names)}"
+        problem = f"unknown key, allowed {where} are {', '.join(names)}{nearest(key[-1][:60], names, full_keys())}"
         self.faults.append(Fault(file, dotted(key), problem))
 
     def is_faulty(self, key: Key) -> bool:
@@ -167,7 +176,7 @@ class Leaves:
         elif section is None and (swept := several(value, expected, is_option=_is_option(key))) is not None:
             yield from self._each(key, swept, expected, file)
         elif value != MISSING and (problem := _problem(value, expected)) is not None:
-            self.fault(key, problem, file)
+            self.fault(key, problem + _key_of_word(key, value, expected), file)
         else:
             yield key, value
 
@@ -257,6 +266,16 @@ def _problem(value: object, expected: Any) -> str | None:
     except OmegaConfBaseException:
         return f"got {shown(value)}, which is no interpolation: allowed is ${{key}} or ${{oc.env:NAME}}"
     return None
+
+
+def _key_of_word(key: Key, value: object, expected: Any) -> str:
+    """Return a hint for a word where a section is expected: the section's key that takes it."""
+    keys = types_of(section) if (section := section_in(expected)) is not None else ("name",)
+    takes = next((name for name in ("name", "kind", "mode") if name in keys), None)
+    holds_keys = section is not None or get_origin(expected) is dict
+    if takes is None or not holds_keys or not isinstance(value, str) or is_expression(value):
+        return ""
+    return f"; did you mean '{dotted((*key, takes))}={cut(value)}'?"
 
 
 def _nesting(text: str) -> int:

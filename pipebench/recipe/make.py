@@ -9,8 +9,8 @@ from pipebench.errors import UserCodeError
 from pipebench.recipe.options import options
 from pipebench.recipe.targets import import_target
 from pipebench.recipe.users_code import users_code
-from zoo.late import torch
-from zoo.registry import DATASETS, MODELS
+from pipebench.zoo.late import torch
+from pipebench.zoo.registry import DATASETS, MODELS
 
 
 def make_model(model: Mapping[str, Any]) -> Any:
@@ -32,7 +32,7 @@ def make_model(model: Mapping[str, Any]) -> Any:
 
 
 def make_dataset(dataset: Mapping[str, Any]) -> Any:
-    """Return the `zoo.Dataset` of a recipe's `dataset`; a data set of the zoo is made without its files.
+    """Return the `pipebench.zoo.Dataset` of a recipe's `dataset`; a data set of the zoo is made without its files.
 
     Raises:
         UserCodeError: the `target` isn't there, raises, or returns something else.

@@ -11,7 +11,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from pipebench.errors import UserError
-from zoo.late import torch
+from pipebench.zoo.late import torch
 
 _SECTIONS = ("model", "dataset")
 _PLAIN = (str, int, float, bool, type(None))

@@ -13,7 +13,7 @@ from typing import Any
 from pipebench.errors import nearest
 from pipebench.recipe.class_options import Option
 from pipebench.recipe.typecheck import checkable, in_words, problem_with
-from zoo.registry import DATASETS, MODELS
+from pipebench.zoo.registry import DATASETS, MODELS
 
 RESERVED = ("name", "target", "leaves")
 # Keys of `dataset` that are not arguments of its target.

@@ -8,8 +8,8 @@ from pipebench.errors import UserCodeError
 from pipebench.recipe.options import OF_PAIRS, target_options
 from pipebench.recipe.targets import import_target, target_in
 from pipebench.recipe.users_code import users_code
-from zoo.plain import LOSSES, METRICS, DatasetPair, Fields, Measure, Metric, seeded
-from zoo.registry import Dataset
+from pipebench.zoo.plain import LOSSES, METRICS, DatasetPair, Fields, Measure, Metric, seeded
+from pipebench.zoo.registry import Dataset
 
 # Randomly made data must be the same in every process and run, whatever the run's seed.
 _SEED = 0
@@ -29,7 +29,7 @@ def own_dataset(dataset: Mapping[str, Any]) -> Dataset:
         return _with_its_own(made, dataset)
     if not isinstance(made, tuple | list) or len(made) != 2:
         raise UserCodeError(
-            f"{target} returned {type(made).__name__}, needed is a zoo.Dataset or a pair of torch data "
+            f"{target} returned {type(made).__name__}, needed is a pipebench.zoo.Dataset or a pair of torch data "
             "sets, to train on and held out",
             "dataset.target",
         )

@@ -15,7 +15,7 @@ from pipebench.recipe.ranges import TIMINGS, TRACKERS
 from pipebench.recipe.rules_zoo import dataset_problems, model_problems, one_line
 from pipebench.recipe.targets import import_target, targets_of
 from pipebench.recipe.users_code import users_code
-from zoo.late import torch
+from pipebench.zoo.late import torch
 
 
 def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:

@@ -19,7 +19,7 @@ from pipebench.recipe.targets import ALLOWED, is_target, target_in
 from pipebench.recipe.typecheck import cut, problem_with, shown
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import streams_problem
-from zoo.registry import DATASETS, MODELS
+from pipebench.zoo.registry import DATASETS, MODELS
 
 _MOST_PROCESSES = 1024
 EVAL_LOSS = "eval_loss"
@@ -100,7 +100,7 @@ def _dataset(draft: Draft) -> Problems:
 def _own_dataset(draft: Draft, dataset: Mapping[str, Any]) -> Problems:
     """Check the keys of a data set with a target; its result is checked when the recipe runs."""
     from pipebench.recipe.own_data import directions
-    from zoo.plain import LOSSES, METRICS
+    from pipebench.zoo.plain import LOSSES, METRICS
 
     loss, metrics, inputs, targets, processes = (dataset.get(name) for name in OF_PAIRS)
     problems: list[tuple[str, str]] = []

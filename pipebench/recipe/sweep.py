@@ -4,6 +4,7 @@
 Several lists are combined in all ways or, zipped, element by element.
 """
 
+import hashlib
 import itertools
 import json
 import math
@@ -15,7 +16,7 @@ from pipebench.errors import printable
 
 MOST_RUNS = 64  # of one recipe; more are a mistake, or better several comparisons
 _CLOSING = {"[": "]", "{": "}"}
-_LONGEST = 60
+_LONGEST, _LEAST = 60, 7  # characters of a name or a value; of a value in a long name
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,19 @@ class Varied:
 
     @property
     def name(self) -> str:
-        """Name of the run in its sweep: `depth=4`, `servers=2,minibatch_size=32`."""
+        """Name of the run in its sweep: `depth=4`, `servers=2,minibatch_size=32`.
+
+        If long, values lose their middle; a few digits keep names apart.
+        """
         lasts = [key.rpartition(".")[2] for key in self.values]
         short = [last if lasts.count(last) == 1 else key for key, last in zip(self.values, lasts, strict=True)]
-        return ",".join(f"{name}={text}" for name, text in zip(short, self.texts.values(), strict=True))
+        texts = self.texts.values()
+        name = ",".join(f"{key}={text}" for key, text in zip(short, texts, strict=True))
+        if len(name) <= _LONGEST:
+            return name
+        room = max(_LEAST, (_LONGEST - sum(len(key) + 2 for key in short)) // len(short))
+        cut = ",".join(f"{key}={_without_middle(text, room)}" for key, text in zip(short, texts, strict=True))
+        return f"{_without_middle(cut, _LONGEST)}~{hashlib.sha256(name.encode()).hexdigest()[:4]}"
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -133,3 +143,12 @@ def _text(value: object) -> str:
         return json.dumps(value)
     text = f"[{' '.join(map(_text, value))}]" if isinstance(value, list) else str(value)
     return printable(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 2]}..")
+
+
+def _without_middle(text: str, most: int) -> str:
+    """Return a text of at most so many characters.
+
+    >>> _without_middle("recipes/quickstart/dp.yaml", 12)
+    'recip..yaml'
+    """
+    return text if len(text) <= most else f"{text[: (most - 1) // 2]}..{text[-((most - 3) // 2) :]}"

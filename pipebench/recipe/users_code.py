@@ -17,6 +17,7 @@ import pipebench
 from pipebench.errors import PipebenchError, UserCodeError, UserError
 
 _PACKAGE = Path(pipebench.__file__).resolve().parent
+_ZOO = _PACKAGE / "zoo"
 # torch.fx removes the frames of the code it generates from a model's forward from tracebacks; its own line stays last.
 _TRACED = os.path.join("torch", "fx", "graph_module.py")
 # What operations raise on unsuitable data; running out of memory and failing devices raise other classes.
@@ -91,7 +92,7 @@ def is_users(file: str) -> bool:
 
 def _is_about_data(error: BaseException) -> bool:
     """Return whether the zoo already describes what is wrong with a user's data, loss or metric."""
-    registry = sys.modules.get("zoo.registry")
+    registry = sys.modules.get("pipebench.zoo.registry")
     return registry is not None and isinstance(error, registry.DataError)
 
 
@@ -102,17 +103,22 @@ def _place(error: BaseException) -> str | None:
     called what failed.
     """
     if isinstance(error, SyntaxError) and error.filename and not _is_library(error.filename):
-        if Path(error.filename).is_relative_to(_PACKAGE):
+        if _is_pipebench(error.filename):
             return None
         return f"{_display(error.filename)}:{error.lineno}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if Path(frame.filename).is_relative_to(_PACKAGE):
+        if _is_pipebench(frame.filename):
             return None
         if frame.filename.endswith(_TRACED) and type(error) in _OF_DATA:
             return "the model's forward, as traced"
         if not _is_library(frame.filename):
             return f"{_display(frame.filename)}:{frame.lineno}, in {frame.name}"
     return None
+
+
+def _is_pipebench(file: str) -> bool:
+    """Return whether a file is pipebench's; the zoo is as a library, which a user's code may call."""
+    return Path(file).is_relative_to(_PACKAGE) and not Path(file).is_relative_to(_ZOO)
 
 
 def _is_library(file: str) -> bool:
@@ -128,7 +134,7 @@ def _is_library(file: str) -> bool:
 def _libraries() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     found = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    found |= {*site.getsitepackages(), site.getusersitepackages(), str(_PACKAGE.parent / "zoo")}
+    found |= {*site.getsitepackages(), site.getusersitepackages(), str(_ZOO)}
     return tuple({path for folder in found for path in (folder, os.path.realpath(folder))})
 
 

@@ -26,8 +26,8 @@ from pipebench.recipe.schema import OptimizerRecipe, Recipe
 from pipebench.recipe.users_code import users_code
 from pipebench.train.learning_rate import rate_of_samples
 from pipebench.train.profiled_model import initial_model
-from zoo.plain import seeded
-from zoo.registry import Dataset
+from pipebench.zoo.plain import seeded
+from pipebench.zoo.registry import Dataset
 
 _SAMPLES = 16
 

@@ -45,7 +45,7 @@ def heaviest(rows: Sequence[LayerProfile], most: int) -> list[int]:
 
 def profile_table(rows: Sequence[LayerProfile], shown: Sequence[int]) -> Table:
     """Return the costs of the layers whose indices are `shown`, and the totals of all `rows`."""
-    table = new_table("#", "layer", "kind", "forward", "backward", "share", "output", "parameters", "kept", left=3)
+    table = new_table("#", "layer", "kind", "forward", "backward", "share", "output", "parameter bytes", "kept", left=3)
     total_s = sum(map(_work_s, rows))
     for index in shown:
         row = rows[index]

@@ -10,7 +10,7 @@ from pipebench.profile.model import Profile
 from pipebench.profile.shapes import output_bytes
 from pipebench.schedule.pipeline import Edge, Pipeline
 from pipebench.simulate.costs import Costs, Crossing
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,12 @@ def identity_tags(loaded: LoadedRecipe) -> Mapping[str, str]:
 
 @functools.cache
 def source_version() -> str:
-    """Return pipebench's version and 12 hexadecimal digits of its source and the zoo's: `0.1.0+1f0c9a7e22d4`."""
+    """Return pipebench's version and 12 hexadecimal digits of its source and the zoo's: `0.2.0+1f0c9a7e22d4`."""
     package = Path(pipebench.__file__).resolve().parent
     digest = hashlib.sha256()
-    for folder in (package, package.parent / "zoo"):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(f"{path.relative_to(folder.parent).as_posix()}\0".encode())
-            digest.update(path.read_bytes())
+    for path in sorted({*package.rglob("*.py"), *(package / "zoo").rglob("*.py")}):  # a link in a checkout
+        digest.update(f"{path.relative_to(package.parent).as_posix()}\0".encode())
+        digest.update(path.read_bytes())
     return f"{pipebench.__version__}+{digest.hexdigest()[:_SOURCE_DIGITS]}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipebench.recipe.load import LoadedRecipe
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 _DIGITS = 8
 _NAMES = ("target", "name", "profile")  # what a section is known by

@@ -13,7 +13,7 @@ from pipebench.schedule.modes import AUTO, SWAP
 from pipebench.schedule.notation import format_plan, parse_plan, streams_problem
 from pipebench.schedule.pipeline import MOST_BEYOND_NOAM, noam
 from pipebench.train.request import plan_request
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 ANEW = "remove the file to have it decided anew"
 

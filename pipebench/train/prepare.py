@@ -34,7 +34,7 @@ from pipebench.train.learning_rate import learning_rate
 from pipebench.train.plan import ANEW, check_copies, choose_plan, recorded_plan
 from pipebench.train.profiled_model import ProfiledModel, input_bytes, profile_model
 from pipebench.train.request import plan_request, samplers
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 
 def prepare(

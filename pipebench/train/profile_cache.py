@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pipebench
-import zoo
+from pipebench import zoo
 from pipebench.cluster import Cluster
 from pipebench.profile.cache import cached
 from pipebench.profile.devices import device_of, is_computed
@@ -25,7 +25,7 @@ from pipebench.recipe.make import make_dataset
 from pipebench.recipe.preflight import check_model
 from pipebench.recipe.schema import Recipe
 from pipebench.train.request import travelling_sizes
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 if TYPE_CHECKING:
     from pipebench.model.graph import LayerGraph
@@ -89,6 +89,6 @@ def _determining(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> dict[str
 @functools.cache
 def _code_hash() -> str:
     """Return a hash of all code of the zoo and pipebench, more than is needed."""
-    folders = (Path(pipebench.__file__).parent, Path(zoo.__file__).parent)
-    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+    folders = (Path(pipebench.__file__).parent, Path(str(zoo.__file__)).parent)  # in a checkout the second is a link
+    files = sorted({file for folder in folders for file in folder.rglob("*.py")})
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

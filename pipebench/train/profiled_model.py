@@ -28,8 +28,8 @@ from pipebench.recipe.schema import Recipe
 from pipebench.recipe.weightless import weightless
 from pipebench.schedule.modes import AUTO
 from pipebench.train.request import travelling_sizes, whole_minibatches
-from zoo.plain import seeded
-from zoo.registry import Dataset
+from pipebench.zoo.plain import seeded
+from pipebench.zoo.registry import Dataset
 
 _LOG = logging.getLogger("pipebench.train.profiled_model")
 KEPT = "of the kept decision"

@@ -13,7 +13,7 @@ from pipebench.recipe.schema import ParallelismRecipe, Recipe, TrainRecipe
 from pipebench.recipe.suited import unsuited_modes
 from pipebench.schedule.modes import AUTO, KEEP, MODES, RECOMPUTE
 from pipebench.schedule.pipeline import SPLIT
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 
 def samplers(train: TrainRecipe, dataset: Dataset) -> tuple[Sampler, Sampler]:

@@ -29,7 +29,7 @@ from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.recipe.make import make_dataset
 from pipebench.show.profile_report import print_profile
 from pipebench.train.profiled_model import initial_model
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 # The models, and what makes each of them narrow enough for a test; every layer stays.
 SMALL: Mapping[str, Sequence[str]] = {

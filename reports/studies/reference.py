@@ -31,7 +31,7 @@ from pipebench.schedule.operations import OPERATIONS
 from pipebench.schedule.orders import ORDERS
 from pipebench.schedule.syncs import SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
-from zoo import DATASETS, MODELS
+from pipebench.zoo import DATASETS, MODELS
 
 FOLDER = Path(__file__).parents[2] / "docs/reference"
 WRITTEN_BY = "<!-- written by `python -m reports.studies.reference`: change what it reads, not this file -->"

@@ -31,12 +31,12 @@ from pipebench.train.prepare import prepare
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import simulate_epoch
 from pipebench.typed_json import read
+from pipebench.zoo.captions import Captions
+from pipebench.zoo.language import Text
+from pipebench.zoo.translation import Translation, copy_baseline
 from reports.studies.ngram import Trigram
 from reports.studies.planned_models import table
 from reports.studies.recipe_key import recipe_key
-from zoo.captions import Captions
-from zoo.language import Text
-from zoo.translation import Translation, copy_baseline
 
 RESULTS = Path(__file__).parent / "small_zoo_runs"
 MODELS = ("vgg16", "resnet50", "alexnet", "gnmt8", "gnmt16", "awd_lm", "s2vt")

@@ -31,12 +31,12 @@ from pipebench.simulate.costs import Costs, Crossing, SimulatedBucket, StageCost
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Simulation
 from pipebench.simulate.steady import simulate_segment
+from pipebench.zoo.mnist5k import mnist5k
+from pipebench.zoo.vgg import vgg16
 from tests.bench.pairs import NUM_PAIRS, Ratio, compare
 from tests.bench.planning import planning_tables
 from tests.bench.starting import starting_table
 from tests.support import make_engine, make_setup
-from zoo.mnist5k import mnist5k
-from zoo.vgg import vgg16
 
 BATCH, STEPS = 64, 6
 MODEL = f"VGG-16 with BatchNorm, width 0.25, {BATCH} digits of 32x32"

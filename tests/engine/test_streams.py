@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from pipebench.model.sampling import Streams
+from pipebench.zoo.registry import Dataset
 from tests.support import make_engine, make_setup, parameters_of
-from zoo.registry import Dataset
 
 VOCABULARY, LENGTH, ROWS, STREAMS = 7, 3, 4, 2
 

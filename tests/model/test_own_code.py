@@ -227,7 +227,7 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     ),
     (
         ["dataset.target=OWN:nothing"],
-        "dataset.target: OWN:nothing returned int, needed is a zoo.Dataset or a pair of torch",
+        "dataset.target: OWN:nothing returned int, needed is a pipebench.zoo.Dataset or a pair of torch",
     ),
     (["dataset.length=x"], "dataset.length: got 'x', allowed is a whole number (OWN:data)"),
     (["dataset.length=5"], "train.minibatch_size: got 10, allowed are 1 to 5, the training samples there are"),

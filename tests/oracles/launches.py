@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 # What only allocates or looks at a tensor otherwise, by its name in ATen.
 _NO_KERNEL = frozenset(

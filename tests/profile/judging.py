@@ -20,9 +20,9 @@ from pipebench.profile.efficiencies import SHIPPED, Efficiencies
 from pipebench.profile.model import LayerProfile
 from pipebench.profile.roofline import priced
 from pipebench.profile.walk import walk
+from pipebench.zoo.gnmt import gnmt8
+from pipebench.zoo.registry import Dataset
 from tests.support import Blobs
-from zoo.gnmt import gnmt8
-from zoo.registry import Dataset
 
 FOLDER = Path(__file__).parents[3] / "shared" / "profiles"
 VGG_FILE, GNMT_FILE = FOLDER / "vgg16_v100_b128.graph.txt", FOLDER / "gnmt8_v100.graph.txt"

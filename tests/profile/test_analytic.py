@@ -17,9 +17,9 @@ from pipebench.profile.model import Profile
 from pipebench.profile.recurrent import GpuKernels
 from pipebench.profile.roofline import Roofline
 from pipebench.recipe.schema import OptimizerRecipe
+from pipebench.zoo.mnist5k import mnist5k
+from pipebench.zoo.vgg import vgg16
 from tests.support import Blobs
-from zoo.mnist5k import mnist5k
-from zoo.vgg import vgg16
 
 SGD = OptimizerRecipe("sgd", lr=0.1)
 V100 = DEVICES["V100"]

@@ -22,9 +22,9 @@ from pipebench.profile.load import load_profile
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe, Recipe, TrainRecipe
-from zoo.mnist5k import mnist5k
-from zoo.registry import Dataset
-from zoo.vgg import vgg16
+from pipebench.zoo.mnist5k import mnist5k
+from pipebench.zoo.registry import Dataset
+from pipebench.zoo.vgg import vgg16
 
 OPTIONS: dict[str, Any] = {"width": 0.125, "num_classes": 10, "in_channels": 1, "image_size": 32}
 GRAPH = trace(vgg16(**OPTIONS))

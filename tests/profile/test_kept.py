@@ -13,10 +13,10 @@ from pipebench.profile.devices import DEVICES
 from pipebench.profile.graph_txt import read_graph_txt, write_graph_txt
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.recipe.schema import OptimizerRecipe
-from zoo.alexnet import alexnet
-from zoo.imagenet import imagenet
-from zoo.resnet import resnet50
-from zoo.vgg import vgg16
+from pipebench.zoo.alexnet import alexnet
+from pipebench.zoo.imagenet import imagenet
+from pipebench.zoo.resnet import resnet50
+from pipebench.zoo.vgg import vgg16
 
 SIZE = 8
 IMAGES = SIZE * 3 * 224 * 224 * 4  # which the first layer keeps, and of which a file of ours has no size

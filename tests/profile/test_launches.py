@@ -16,15 +16,15 @@ from pipebench.profile.recurrent import GpuKernels
 from pipebench.profile.roofline import Roofline
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.schema import OptimizerRecipe
+from pipebench.zoo.bert import bert_base
+from pipebench.zoo.cellnet import cellnet
+from pipebench.zoo.mnist5k import mnist5k
+from pipebench.zoo.registry import Dataset
+from pipebench.zoo.transformer import transformer
+from pipebench.zoo.wmt16 import VOCABULARY, wmt16
+from pipebench.zoo.wmt16_segments import wmt16_segments
 from tests.oracles.launches import launches
 from tests.support import Blobs
-from zoo.bert import bert_base
-from zoo.cellnet import cellnet
-from zoo.mnist5k import mnist5k
-from zoo.registry import Dataset
-from zoo.transformer import transformer
-from zoo.wmt16 import VOCABULARY, wmt16
-from zoo.wmt16_segments import wmt16_segments
 
 V100 = DEVICES["V100"]
 SGD = OptimizerRecipe("sgd", lr=0.1)

@@ -14,9 +14,9 @@ from pipebench.profile import measure
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
+from pipebench.zoo.mnist5k import mnist5k
+from pipebench.zoo.vgg import VGG, vgg16
 from tests.support import Blobs
-from zoo.mnist5k import mnist5k
-from zoo.vgg import VGG, vgg16
 
 SGD = OptimizerRecipe("sgd", lr=0.1, momentum=0.9)
 CPU = torch.device("cpu")

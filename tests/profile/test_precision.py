@@ -24,10 +24,10 @@ from pipebench.recipe.load import load
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
 from pipebench.schedule.modes import RECOMPUTE
 from pipebench.train.prepare import prepare
+from pipebench.zoo.registry import Dataset
 from tests.engine.test_precision import Normed, blobs, images
 from tests.evaluations import MODES, mode_setup, trained
 from tests.models import ConvNet
-from zoo.registry import Dataset
 
 SGD = OptimizerRecipe(lr=0.1, momentum=0.9)
 

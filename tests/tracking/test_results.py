@@ -112,7 +112,7 @@ def test_data_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_version_is_of_all_source_files() -> None:
     number, _, digits = source_version().partition("+")
     root = Path(pipebench.__file__).parent.parent
-    files = sorted((root / "pipebench").rglob("*.py")) + sorted((root / "zoo").rglob("*.py"))
+    files = sorted([*(root / "pipebench").rglob("*.py"), *(root / "pipebench" / "zoo").rglob("*.py")])
     content = b"".join(f"{path.relative_to(root)}\0".encode() + path.read_bytes() for path in files)
     assert (number, digits) == (pipebench.__version__, hashlib.sha256(content).hexdigest()[:12])
 

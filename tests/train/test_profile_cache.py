@@ -83,7 +83,7 @@ def test_changed_code_or_torch_has_it_made_anew(built: list[str], monkeypatch: p
     assert len(built) == 3
 
 
-@pytest.mark.parametrize("package", ["pipebench", "zoo"])
+@pytest.mark.parametrize("package", ["pipebench", "pipebench.zoo"])
 def test_all_code_counts(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "copy" / "inner").mkdir(parents=True)
     (tmp_path / "copy" / "__init__.py").write_text("")

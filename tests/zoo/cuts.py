@@ -18,7 +18,7 @@ from pipebench.errors import PlanError
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.model.plan import Plan, make_plan
 from pipebench.model.stage import cut_stage
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 Fields = dict[str, torch.Tensor]
 

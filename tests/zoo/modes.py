@@ -9,10 +9,10 @@ from torch import nn
 
 from pipebench.model.graph import trace
 from pipebench.model.sampling import Sampler, mix, name_hash
+from pipebench.zoo.registry import Dataset
 from tests.evaluations import MODES, mode_setup, trained
 from tests.oracles import sequential, staleness
 from tests.support import parameters_of
-from zoo.registry import Dataset
 
 # Without a flush, and the columns that the formula of staleness is told.
 STALE: dict[str, dict[str, Any]] = {

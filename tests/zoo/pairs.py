@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from zoo.translation import Translation, TranslationOptions
+from pipebench.zoo.translation import Translation, TranslationOptions
 
 
 class Pairs(Translation):

@@ -5,10 +5,10 @@ import torch
 import torchvision
 from torch import nn
 
-import zoo
+from pipebench import zoo
+from pipebench.zoo.alexnet import alexnet
+from pipebench.zoo.synthetic import synthetic
 from tests.zoo.cuts import check_every_cut
-from zoo.alexnet import alexnet
-from zoo.synthetic import synthetic
 
 
 def test_state_dict_and_layers_are_torchvisions() -> None:

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import zoo
+from pipebench import zoo
 from pipebench.model.graph import trace
+from pipebench.zoo.amoebanet import NORMAL, REDUCTION, AmoebaNet, Cell, Halved, amoebanet_d
+from pipebench.zoo.synthetic import synthetic
 from tests.evaluations import Images
 from tests.zoo.cuts import check_every_cut
 from tests.zoo.modes import check_mode
-from zoo.amoebanet import NORMAL, REDUCTION, AmoebaNet, Cell, Halved, amoebanet_d
-from zoo.synthetic import synthetic
 
 NORMAL_CELL = 48  # layers of one that follows two normal cells; one state less is prepared where channels agree
 DATA = synthetic(shape=(1, 9, 9), num_classes=4)

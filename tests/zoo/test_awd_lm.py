@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-import zoo
+from pipebench import zoo
 from pipebench.model.graph import trace
 from pipebench.model.sampling import Streams
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES
 from pipebench.recipe.schema import OptimizerRecipe
+from pipebench.zoo.awd_lm import AwdLm, awd_lm
+from pipebench.zoo.recurrent import CarriedLSTM
 from tests.support import make_engine, make_setup, parameters_of
 from tests.zoo.cuts import check_every_cut
 from tests.zoo.texts import PANGRAM, Letters
-from zoo.awd_lm import AwdLm, awd_lm
-from zoo.recurrent import CarriedLSTM
 
 NO_DROPOUT = {
     "weight_drop": 0.0,

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from zoo.beam_search import MLPERF, Penalties, Tensors, beam_search, coverage_penalty, length_norm
-from zoo.text import BOS, EOS
+from pipebench.zoo.beam_search import MLPERF, Penalties, Tensors, beam_search, coverage_penalty, length_norm
+from pipebench.zoo.text import BOS, EOS
 
 VOCABULARY, SOURCE = 5, 3  # tokens 0 to 4, of which 3 ends
 PLAIN = Penalties(length_power=0.0, coverage=0.0)

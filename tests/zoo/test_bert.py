@@ -8,19 +8,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import zoo
+from pipebench import zoo
 from pipebench.model.graph import trace
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES
 from pipebench.recipe.schema import OptimizerRecipe
+from pipebench.zoo.bert import BERT, Block, bert_base
+from pipebench.zoo.multi_head import AddLearntPositions
+from pipebench.zoo.segments import SegmentOptions, Segments
+from pipebench.zoo.text import BOS, EOS, PAD
+from pipebench.zoo.wmt16_segments import wmt16_segments
 from tests.evaluations import MODES
 from tests.zoo.cuts import check_every_cut
 from tests.zoo.modes import check_mode
-from zoo.bert import BERT, Block, bert_base
-from zoo.multi_head import AddLearntPositions
-from zoo.segments import SegmentOptions, Segments
-from zoo.text import BOS, EOS, PAD
-from zoo.wmt16_segments import wmt16_segments
 
 SMALL: dict[str, Any] = {
     "num_layers": 2, "width": 8, "feed_forward": 12, "num_heads": 2, "vocabulary": 23, "max_tokens": 13, "dropout": 0.0,

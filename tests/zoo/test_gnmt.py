@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-import zoo
+from pipebench import zoo
 from pipebench.model.graph import trace
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES
 from pipebench.recipe.schema import OptimizerRecipe
+from pipebench.zoo.gnmt import GNMT, gnmt8, gnmt16
+from pipebench.zoo.text import BOS, EOS, PAD, pad_rows
 from tests.zoo.cuts import check_every_cut
 from tests.zoo.pairs import Pairs
 from tests.zoo.translators import check_padding_of_the_source, check_translation, check_what_is_not_padding
-from zoo.gnmt import GNMT, gnmt8, gnmt16
-from zoo.text import BOS, EOS, PAD, pad_rows
 
 SMALL: dict[str, Any] = {"hidden_size": 6, "source_vocabulary": 11, "target_vocabulary": 13, "init_range": 0.5}
 LOUD: dict[str, Any] = {

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import zoo
+from pipebench import zoo
 from pipebench.model.graph import trace
+from pipebench.zoo.gpt2 import GPT2, Block, gpt2
+from pipebench.zoo.language import Text
 from tests.evaluations import MODES
 from tests.zoo.cuts import check_every_cut
 from tests.zoo.modes import check_mode
-from zoo.gpt2 import GPT2, Block, gpt2
-from zoo.language import Text
 
 SMALL: dict[str, Any] = {
     "num_layers": 2, "width": 8, "num_heads": 2, "vocabulary": 23, "max_tokens": 7, "dropout": 0.0,

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop, v2
 
-import zoo
-from zoo import imagenet as module
-from zoo.imagenet import PIXEL_MEAN, PIXEL_STD, ImageNet, generator_of, imagenet, random_crop
+from pipebench import zoo
+from pipebench.zoo import imagenet as module
+from pipebench.zoo.imagenet import PIXEL_MEAN, PIXEL_STD, ImageNet, generator_of, imagenet, random_crop
 
 CLASSES = ("n01440764", "n01443537", "n02102040")
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torchvision
 
-import zoo
+from pipebench import zoo
+from pipebench.zoo.inception import inception_v3
+from pipebench.zoo.synthetic import synthetic
 from tests.zoo.cuts import check_every_cut
-from zoo.inception import inception_v3
-from zoo.synthetic import synthetic
 
 
 @pytest.mark.parametrize(("aux_logits", "num_parameters"), [(True, 27_161_264), (False, 23_834_568)])

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-import zoo
+from pipebench import zoo
+from pipebench.zoo import king_james as module
+from pipebench.zoo.king_james import EVAL_TOKENS, TEST_TOKENS, TRAIN_TOKENS, king_james, normalise
 from reports.studies.ngram import Trigram
-from zoo import king_james as module
-from zoo.king_james import EVAL_TOKENS, TEST_TOKENS, TRAIN_TOKENS, king_james, normalise
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

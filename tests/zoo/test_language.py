@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pipebench.model.sampling import Streams
+from pipebench.zoo.language import encode, most_frequent
+from pipebench.zoo.registry import Dataset
 from tests.zoo.texts import PANGRAM, Letters
-from zoo.language import encode, most_frequent
-from zoo.registry import Dataset
 
 FIELDS = ["tokens", "next_tokens"]
 

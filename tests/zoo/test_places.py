@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zoo.places import cache_folder, data_folder, write_whole
+from pipebench.zoo.places import cache_folder, data_folder, write_whole
 
 
 def test_the_option_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

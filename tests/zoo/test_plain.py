@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from zoo.plain import LOSSES, METRICS, DatasetPair, Metric
-from zoo.registry import DataError
+from pipebench.zoo.plain import LOSSES, METRICS, DatasetPair, Metric
+from pipebench.zoo.registry import DataError
 
 POINTS, LABELS = torch.arange(24.0).reshape(8, 3), torch.arange(8) % 3
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import zoo
-from zoo.ptb import PennTreebank, ptb
+from pipebench import zoo
+from pipebench.zoo.ptb import PennTreebank, ptb
 
 TRAIN = " the <unk> sat \n the cat N \n"  # Mikolov's files have a space at both ends of a line
 VALID, TEST = " the dog \n", " cat \n cat \n"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zoo.recurrent import CarriedLSTM
+from pipebench.zoo.recurrent import CarriedLSTM
 
 SAMPLES, STEPS, INPUTS, HIDDEN = 3, 5, 4, 6
 

@@ -5,10 +5,10 @@ import torch
 import torchvision
 from torch import nn
 
-import zoo
+from pipebench import zoo
+from pipebench.zoo.resnet import ResNet, resnet50
+from pipebench.zoo.synthetic import synthetic
 from tests.zoo.cuts import check_every_cut
-from zoo.resnet import ResNet, resnet50
-from zoo.synthetic import synthetic
 
 NUM_LAYERS = 175  # 53 convolutions and as many BatchNorms, 49 ReLUs, 16 sums, two pools, flatten, the linear layer
 

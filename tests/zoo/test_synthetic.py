@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import zoo
-from zoo.synthetic import synthetic
+from pipebench import zoo
+from pipebench.zoo.synthetic import synthetic
 
 
 def test_published_sizes_and_no_metric() -> None:

@@ -3,7 +3,19 @@
 import pytest
 import torch
 
-from zoo.text import BOS, EOS, NUM_SPECIAL, PAD, SPECIAL_TOKENS, UNK, content, lengths, num_tokens, pad_rows, round_up
+from pipebench.zoo.text import (
+    BOS,
+    EOS,
+    NUM_SPECIAL,
+    PAD,
+    SPECIAL_TOKENS,
+    UNK,
+    content,
+    lengths,
+    num_tokens,
+    pad_rows,
+    round_up,
+)
 
 
 def test_special_ids_are_mlperfs() -> None:

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-import zoo
+from pipebench import zoo
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES
 from pipebench.recipe.schema import OptimizerRecipe
+from pipebench.zoo.multi_head import MultiHeadAttention
+from pipebench.zoo.text import BOS, PAD
+from pipebench.zoo.transformer import AddPositions, DecoderBlock, EncoderBlock, Transformer, transformer
 from tests.evaluations import MODES
 from tests.zoo.cuts import check_every_cut
 from tests.zoo.modes import check_mode
 from tests.zoo.pairs import Pairs
 from tests.zoo.translators import check_padding_of_the_source, check_translation, check_what_is_not_padding
-from zoo.multi_head import MultiHeadAttention
-from zoo.text import BOS, PAD
-from zoo.transformer import AddPositions, DecoderBlock, EncoderBlock, Transformer, transformer
 
 SMALL: dict[str, Any] = {
     "num_layers": 2, "width": 8, "feed_forward": 12, "num_heads": 2, "source_vocabulary": 11, "target_vocabulary": 13,

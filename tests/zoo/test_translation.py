@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zoo.text import BOS, EOS, PAD
-from zoo.translation import Translation, TranslationOptions, copy_baseline
+from pipebench.zoo.text import BOS, EOS, PAD
+from pipebench.zoo.translation import Translation, TranslationOptions, copy_baseline
 
 FIELDS = ("source", "source_length", "target_in", "target_out")
 WORDS = ["", "", "", "", "eins", "zwei", "drei", "vier", "one", "two", "three", "four"]
@@ -139,7 +139,7 @@ def test_bleu_of_a_model_that_translates() -> None:
 
 
 def test_sentences_are_translated_a_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zoo.translation._SCORED_TOGETHER", 3)
+    monkeypatch.setattr("pipebench.zoo.translation._SCORED_TOGETHER", 3)
     model = Shifting(4)
     assert Counting().whole_model_metrics(model) == {"bleu": pytest.approx(100)}
     assert model.batches == [3, 1]

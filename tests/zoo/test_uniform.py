@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import fx
 
-import zoo
-from zoo.uniform import uniform
+from pipebench import zoo
+from pipebench.zoo.uniform import uniform
 
 
 def test_is_a_product_of_its_layers() -> None:

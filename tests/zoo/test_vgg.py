@@ -5,10 +5,10 @@ import torch
 import torchvision
 from torch import fx
 
-import zoo
+from pipebench import zoo
+from pipebench.zoo.synthetic import synthetic
+from pipebench.zoo.vgg import vgg16
 from tests.zoo.cuts import check_every_cut
-from zoo.synthetic import synthetic
-from zoo.vgg import vgg16
 
 
 def num_parameters(model: torch.nn.Module) -> int:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-import zoo
-from zoo import line_index
-from zoo import wmt16 as module
-from zoo.text import BOS, EOS, PAD, UNK
-from zoo.translation import copy_baseline
-from zoo.wmt16 import Wmt16, wmt16
+from pipebench import zoo
+from pipebench.zoo import line_index
+from pipebench.zoo import wmt16 as module
+from pipebench.zoo.text import BOS, EOS, PAD, UNK
+from pipebench.zoo.translation import copy_baseline
+from pipebench.zoo.wmt16 import Wmt16, wmt16
 
 FIELDS = ("source", "source_length", "target_in", "target_out")
 WORDS = [f"w{i}" for i in range(20)]

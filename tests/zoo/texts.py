@@ -2,7 +2,7 @@
 
 import torch
 
-from zoo.language import Text
+from pipebench.zoo.language import Text
 
 LETTERS = " abcdefghijklmnopqrstuvwxyz"
 PANGRAM = "the quick brown fox jumps over the lazy dog "

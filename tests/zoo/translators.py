@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
+from pipebench.zoo.beam_search import Translator
+from pipebench.zoo.text import BOS, EOS, pad_rows
 from tests.zoo.pairs import Pairs
-from zoo.beam_search import Translator
-from zoo.text import BOS, EOS, pad_rows
 
 
 def check_padding_of_the_source(model: nn.Module, *, rtol: float, atol: float) -> None:

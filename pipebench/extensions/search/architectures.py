@@ -17,7 +17,7 @@ from pipebench.model.graph import LayerGraph
 from pipebench.profile.model import Profile
 from pipebench.profile.shapes import output_forms
 from pipebench.recipe.schema import OptimizerRecipe
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 Cells = frozenset[int]  # positions among the cells that can be left out
 _CACHED = 64  # architectures: a child's parent returns now and then

@@ -17,7 +17,7 @@ from pipebench.profile.devices import DEVICES, device_of
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.schema import OptimizerRecipe
-from zoo.registry import Dataset
+from pipebench.zoo.registry import Dataset
 
 Rows = Mapping[int, tuple[LayerProfile, ...]]
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from pipebench.zoo.mnist5k import mnist5k
 from tests.bench.processes import memory, traffic
 from tests.bench.processes.duel import duel
 from tests.bench.processes.ours import Ours
 from tests.bench.processes.references import DDP, distance_from_plain_loop
 from tests.bench.processes.sides import OURS, Given, make_side
-from zoo.mnist5k import mnist5k
 
 _WARM_UP = 2
 

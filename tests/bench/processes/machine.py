@@ -25,9 +25,9 @@ from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.schema import EngineRecipe
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
+from pipebench.zoo.mnist5k import mnist5k
 from tests.bench.processes import crew
 from tests.bench.processes.subject import OPTIMIZER, Case, Subject, cut_at, make_setup
-from zoo.mnist5k import mnist5k
 
 _SMALL_BYTES, _LARGE_BYTES = 4, 4 << 20
 _TRIPS, _WARM_UPS = 200, 10

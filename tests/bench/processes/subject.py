@@ -18,8 +18,8 @@ from pipebench.schedule.modes import MODES
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts, stage_costs
 from pipebench.simulate.evaluation import evaluation_of
-from zoo.mnist5k import Mnist5k, mnist5k
-from zoo.vgg import vgg16
+from pipebench.zoo.mnist5k import Mnist5k, mnist5k
+from pipebench.zoo.vgg import vgg16
 
 OPTIMIZER = OptimizerRecipe(name="sgd", lr=0.01, momentum=0.9, weight_decay=5e-4)
 

@@ -13,6 +13,7 @@ from torch import distributed
 from pipebench.cluster import Cluster, Level
 from pipebench.profile.measure import mean_profile
 from pipebench.profile.stored import read_profile, write_profile
+from pipebench.zoo.mnist5k import mnist5k
 from tests.bench.processes import crew, figure15, jobs, machine, memory, traffic
 from tests.bench.processes.duel import duel
 from tests.bench.processes.figure15 import Point
@@ -22,7 +23,6 @@ from tests.bench.processes.sides import OURS, Given, make_side
 from tests.bench.processes.subject import Case, Subject, cut_at
 from tests.patience import PATIENCE_S
 from tests.support import unit_profile
-from zoo.mnist5k import mnist5k
 
 NARROW = Subject(width=0.03125, minibatch_size=16)
 SAME_WORK = (GPIPE, ONE_F_ONE_B, DDP, *(OURS[side] for side in (GPIPE, ONE_F_ONE_B, DDP)))
