@@ -56,7 +56,7 @@ def _constant(measure: Measure, fitted: Sequence[float], sets: dict[str, list[Ta
     mean = math.exp(math.fsum(map(math.log, fitted)) / len(fitted))
     for over in (NOT_FITTED, NOT_CHOSEN):
         ratios = [mean / _published(cell) for cell in sets[over]]
-        if ratios:
+        if ratios and (over == NOT_FITTED or sets[over] != sets[NOT_FITTED]):
             yield Score(CONSTANT, measure.name, over, len(ratios), geometric_mean_error(ratios), None)
 
 
