@@ -142,6 +142,7 @@ def reports(session: nox.Session) -> None:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(render, names))
+    render("coverage")  # of what the pages say
 
 
 @nox.session(venv_backend="none")

@@ -108,15 +108,17 @@ def _without_groups(
 ) -> dict[Cell, float]:
     """Return every cell as predicted by constants fitted without the cells of its group.
 
-    A constant without any cell left is its largest allowed, what the link carries as published.
+    Constants with no cell in the group keep their fitted value; one without any cell left is its largest allowed, what
+    the link carries as published.
     """
     report, found = simulations.report, dict(values)
     for group in dict.fromkeys(report.row(row).at.get(key) for row, _ in values):
         own = [cell for cell in values if report.row(cell[0]).at.get(key) == group]
         left = [replace(each, cells=tuple(cell for cell in each.cells if cell not in own)) for each in sought]
-        if left != [*sought]:
-            unknown = {each.name: each.high for each in left if not each.cells}
-            constants = fit(left, simulations.error, {**fitted, **unknown})
+        changed = [each for each, before in zip(left, sought, strict=True) if each != before]
+        if changed:
+            unknown = {each.name: each.high for each in changed if not each.cells}
+            constants = fit(changed, simulations.error, {**fitted, **unknown})
             found |= {cell: simulations.value(constants, cell) for cell in own}
     return found
 

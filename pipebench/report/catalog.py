@@ -30,10 +30,19 @@ def find_report(reference: str) -> Path:
 
 
 def require_keepable(path: Path) -> None:
-    """Raise a UserError if the report is part of the installed package: results can't be stored beside it."""
+    """Raise a UserError if results can't be stored beside a report.
+
+    Not in the installed package, nor in a checkout of it from a working directory elsewhere.
+    """
     package = Path(pipebench.__file__).resolve().parent
     if path.resolve().is_relative_to(package):
         raise UserError(
             f"--keep: {path} is a part of the installed package, where nothing is written; copy it, with the recipes "
             "that it names by path, and name the copy"
+        )
+    shipped = reports_folder().resolve()
+    if path.resolve().is_relative_to(shipped) and not Path.cwd().resolve().is_relative_to(shipped.parent):
+        raise UserError(
+            f"--keep: {path} is in a checkout of pipebench, which only a command that runs there writes to; run it "
+            "there, or copy the report and name the copy"
         )

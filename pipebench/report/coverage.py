@@ -5,18 +5,17 @@ Published values and the index of answers are in `reports/published/`; what come
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pipebench.files import replace as replace_file
-from pipebench.formats import UNKNOWN, number, percent
+from pipebench.formats import UNKNOWN, percent
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.report.catalog import find_report, report_names, reports_folder
 from pipebench.report.definition import Measure, Published, Report
-from pipebench.report.evaluated import UNTESTABLE, YES
 from pipebench.report.load import read_report
 from pipebench.report.markdown import blocks_markdown
 from pipebench.report.scores import geometric_mean_error
@@ -50,12 +49,13 @@ class Answer:
     """One answer to an entry."""
 
     page: str  # Markdown
+    what: str = ""  # cell or claim; "" for none
     published: str = UNKNOWN
     here: str = UNKNOWN
     ratio: float | None = None
     verdict: str = ""
     marks: str = ""
-    place: tuple[str, ...] = ()  # of a cell or claim, to count it once
+    place: tuple[str, ...] = ()  # of a cell or claim, to count it once; () for one that doesn't count
 
 
 class Pages:
@@ -93,43 +93,45 @@ class Pages:
         """Yield what an answer of the index stands for."""
         kind, _, rest = answer.partition(" ")
         if kind in (NONE, PAGE):
-            yield Answer(UNKNOWN, verdict=f"no cell: {rest}") if kind == NONE else Answer(f"[{rest}](../../../{rest})")
+            linked = f"[{rest}](../../../{rest})"
+            yield Answer(UNKNOWN, verdict=f"no cell: {rest}") if kind == NONE else Answer(linked, verdict="see there")
         elif kind.endswith(":"):
             yield from (self._claim(*found) for found in self.claims(answer))
         else:
-            yield from (self._cell(*found) for found in self.cells(answer))
+            cells = (self._cell(*found) for found in self.cells(answer))
+            yield from (replace(cell, place=()) if kind == DERIVED else cell for cell in cells)
 
     def _claim(self, report: Report, text: str) -> Answer:
         values = self.values.get(report.name)
         found = [each for each in values.claims if each.text == text] if values else []
         if not found:
-            return Answer(_link(report), verdict=f"{text}: the page isn't made")
+            return Answer(_link(report), text, verdict="the page isn't made")
         last = found[-1]
         number_of = next((claim.number for claim in report.claims if claim.text == text), None)
         if number_of is None or last.value is None:
-            answers = f"{text}: {last.answer}"
-            return Answer(_link(report), verdict=answers if last.answer != UNTESTABLE else f"{text}: not testable here")
+            return Answer(_link(report), text, verdict=last.answer)
         ratio = last.value / number_of.published
         return Answer(
             _link(report),
+            text,
             published=published_text(Published(number_of.published), Measure("", "", number_of.unit)),
             here=number_text(last.value, number_of.unit),
             ratio=ratio,
-            verdict=f"{text}: {'yes' if last.answer == YES else 'no'}",
+            verdict=last.answer,
             place=(report.name, text),
         )
 
     def _cell(self, report: Report, row: str, measure: Measure) -> Answer:
         published = report.row(row).published[measure.published_name]
-        text = published_text(published, measure)
+        what, text = f"{report.row(row).title}: {measure.title}", published_text(published, measure)
         values = self.values.get(report.name)
         found = [c for c in (values.cells if values else ()) if (c.row, c.measure) == (row, measure.name)]
         if not found:
-            return Answer(_link(report), text, verdict="no value" if values else "the page isn't made")
+            return Answer(_link(report), what, text, verdict="no value" if values else "the page isn't made")
         last = found[-1]
         here = last.value if isinstance(last.value, str) else number_text(last.value, measure.unit)
         place = () if measure.published_as else (report.name, row, measure.name)
-        return Answer(_link(report), text, here, _ratio(last), _verdict(last), last.marks, place)
+        return Answer(_link(report), what, text, here, _ratio(last), _verdict(last), last.marks, place)
 
 
 def entries() -> list[PublishedEntry]:
@@ -171,24 +173,36 @@ _HEADINGS = ("item", "where", "what", "published", "here", "ratio", "verdict", "
 def _row(entry: PublishedEntry, answer: Answer) -> tuple[PageEntry, ...]:
     ratio = UNKNOWN if answer.ratio is None else f"{answer.ratio:.2f}"
     here = f"{answer.here} {answer.marks}".strip()
-    texts = (entry.name, entry.where, entry.claim, answer.published, here, ratio, answer.verdict, answer.page)
+    texts = (
+        entry.name,
+        entry.where,
+        answer.what or entry.claim,
+        answer.published,
+        here,
+        ratio,
+        answer.verdict,
+        answer.page,
+    )
     return tuple(PageEntry(text) for text in texts)
 
 
 def _scores(counted: Sequence[tuple[str, Answer]]) -> list[Block]:
-    """Return the geometric-mean errors of all numbers, and of those that nothing forced, per source."""
+    """Return the geometric-mean errors of all numbers, and of those that nothing forced, per source and per page."""
     rows = []
-    for source in [*dict.fromkeys(source for source, _ in counted), "all"]:
-        mine = [answer for of, answer in counted if source in (of, "all")]
+    scopes = {scope: None for source, answer in counted for scope in (source, answer.page)}
+    for scope in [*sorted(scopes, key=lambda each: each.startswith("[")), "all"]:
+        mine = [answer for source, answer in counted if scope in (source, answer.page, "all")]
         free = [answer for answer in mine if CONSTRUCTED not in answer.marks]
         blind = [answer for answer in free if not {FITTED, CHOSEN} & {*answer.marks}]
+        before: list[Answer] = []
         for over, some in (("all", mine), ("not by construction", free), ("nothing fitted or chosen", blind)):
             ratios = [answer.ratio for answer in some if answer.ratio is not None]
-            if ratios:
+            if ratios and some != before:
                 near = sum(1 / NEAR <= ratio <= NEAR for ratio in ratios)
-                told = (source, over, number(len(ratios)), f"{near}", percent(geometric_mean_error(ratios)))
+                told = (scope, over, f"{len(ratios)}", f"{near}", percent(geometric_mean_error(ratios)))
                 rows.append(tuple(PageEntry(text) for text in told))
-    headings = ("source", "over", "numbers", "within 20%", "geometric-mean error")
+            before = some
+    headings = ("source or page", "over", "numbers", "within 20%", "geometric-mean error")
     return [Heading("Scores"), RenderedTable(headings, tuple(rows), left=2)]
 
 

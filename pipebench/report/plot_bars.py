@@ -102,7 +102,7 @@ def _draw(
         for place, cell, value in zip(places, cells, values, strict=True):
             if cell is not None:
                 ends.append(_draw_range(axes, cell, place, value))
-                _write(axes, ends[-1], place, f"{reproduced_text(cell, measure)} {mark_of(cell)}", "black")
+                _write(axes, ends[-1], place, f"{reproduced_text(cell, measure)} {mark_of(cell)}".strip(), "black")
         if bound is not None:
             ends += _draw_bound(axes, evaluated, rows, bound, column, places, thick)
     ranges = any(cell.measure == measure.name and cell.low != cell.high for cell in evaluated.cells)

@@ -71,15 +71,15 @@ def scatter_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
             label = ", ".join(
                 [*([column.title] if len(report.columns) > 1 else []), *([measure.title] if len(measures) > 1 else [])]
             )
-            # Filled: a prediction. Hollow: fitted, chosen in view of it, under a hypothesis or by construction.
-            for hollow in (False, True):
-                some = [point for point in own if bool(point.mark) == hollow]
-                named = some and (not hollow or len(some) == len(own))
-                axes.plot(
-                    [point.published for point in some], [point.reproduced for point in some], linestyle="none",
-                    marker=marker(number), markersize=6, color=colour(index), alpha=0.85,
-                    markerfacecolor="white" if hollow else colour(index), label=plain(label, 60) if named else "",
-                )  # fmt: skip
+            axes.plot(
+                [point.published for point in own], [point.reproduced for point in own], linestyle="none", markersize=6,
+                marker=marker(number), color=colour(index), alpha=0.85, label=plain(label, 60) if own else "",
+            )  # fmt: skip
+            hollow = [point for point in own if point.mark]  # no plain predictions
+            axes.plot(
+                [point.published for point in hollow], [point.reproduced for point in hollow], linestyle="none",
+                markersize=3.5, marker=marker(number), color="white",
+            )  # fmt: skip
     for axis, what in ((axes.xaxis, "published"), (axes.yaxis, "reproduced")):
         axis.set_label_text(plain(f"{measures[0].title}, {what}" if len(measures) == 1 else what, 70))
     _scale(axes, low, high)

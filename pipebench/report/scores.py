@@ -41,10 +41,13 @@ def _sets(report: Report, measure: Measure, column: str, cells: Sequence[TableCe
     """Return the cells of a measure and column with a ratio: all, and each informative subset of the set before."""
     mine = [cell for cell in cells if (cell.measure, cell.column) == (measure.name, column)]
     counted = [cell for cell in mine if cell.ratio is not None and cell.ratio > 0]
-    name = measure.published_name
-    free = [cell for cell in counted if name not in report.row(cell.row).by_construction]
+    # Another measure that is compared with the same numbers counts over the same rows.
+    rows = [row for row in report.rows if measure.published_as]
+    constructed = {row.name for row in rows if measure.published_name in row.by_construction}
+    chosen = {row.name for row in rows if measure.published_name in row.chosen}
+    free = [cell for cell in counted if cell.by_construction is None and cell.row not in constructed]
     predicted = [cell for cell in free if not cell.fitted]
-    blind = [cell for cell in predicted if name not in report.row(cell.row).chosen]
+    blind = [cell for cell in predicted if cell.chosen is None and cell.row not in chosen]
     return {ALL: counted, NOT_BY_CONSTRUCTION: free, NOT_FITTED: predicted, NOT_CHOSEN: blind}
 
 
@@ -53,7 +56,7 @@ def _constant(measure: Measure, fitted: Sequence[float], sets: dict[str, list[Ta
     mean = math.exp(math.fsum(map(math.log, fitted)) / len(fitted))
     for over in (NOT_FITTED, NOT_CHOSEN):
         ratios = [mean / _published(cell) for cell in sets[over]]
-        if ratios:
+        if ratios and (over == NOT_FITTED or sets[over] != sets[NOT_FITTED]):
             yield Score(CONSTANT, measure.name, over, len(ratios), geometric_mean_error(ratios), None)
 
 

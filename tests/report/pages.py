@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 _NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
 TOLERANCE = 0.005
+MADE = "Made 20"
 
 
 def differences(one: str, other: str) -> list[str]:
@@ -12,10 +13,15 @@ def differences(one: str, other: str) -> list[str]:
 
     A number that is written with few digits may differ by one in the last.
     """
-    lines = one.splitlines(), other.splitlines()
+    lines = _lines(one), _lines(other)
     if len(lines[0]) != len(lines[1]):
         return [f"{len(lines[0])} lines, then {len(lines[1])}"]
     return [f"{a}\n{b}" for a, b in zip(*lines, strict=True) if not _same(a, b)]
+
+
+def _lines(page: str) -> list[str]:
+    """Return a page's lines without the last, which says when and by which code it was made."""
+    return [line for line in page.splitlines() if not line.startswith(MADE)]
 
 
 def _same(one: str, other: str) -> bool:

@@ -133,6 +133,16 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"claims__0__holds": "speedup >= 1"}, "claims.0.holds: is about several rows, needed is one answer"),
     ({"claims__0__holds": None}, "claims.0: needed is one of holds"),
     ({"claims__0__text": None}, "claims.0.text: is missing"),
+    ({"claims__0__published": 2.0}, "claims.0.published: goes with value"),
+    ({"claims__0": {"text": "Twice", "value": "max(speedup) > 1"}}, "claims.0.value: gives yes or no"),
+    (
+        {"claims__0": {"text": "Twice", "value": "max(speedup)", "published": -2.0, "within": 0.1}},
+        "claims.0.published: got -2, allowed is a number above 0",
+    ),
+    ({"claims__0": {"text": "Twice", "value": "max(speedup)", "published": 2.0}}, "claims.0.within: is missing"),
+    ({"measures__twice__published_as": "sped"}, "measures.twice.published_as: got 'sped'.*did you mean 'speedup'"),
+    ({"rows__0__chosen": {"sped": "the best of ten"}}, "rows.first.chosen.sped: unknown measure"),
+    ({"calibration__leave_out": ["szie"]}, "calibration.leave_out: got 'szie'.*did you mean 'size'"),
     # pictures
     ({"pictures__0__kind": "bar"}, "pictures.0.kind: got 'bar', allowed are bars, .*did you mean 'bars'"),
     ({"pictures__0__bound": "speed"}, "pictures.0.bound: got 'speed', allowed are .*did you mean 'speedup'"),

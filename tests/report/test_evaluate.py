@@ -172,3 +172,16 @@ def test_a_text_quotes_the_column_that_it_names(write: Write) -> None:
         )
     }
     assert evaluated(report, runs).about == "8.00x after 3.00x"
+
+
+@pytest.mark.parametrize(("published", "answer"), [(2.0, YES), (2.25, NO), (2.75, NO)])
+def test_a_claimed_number_holds_within_its_tolerance_and_is_scored(write: Write, published: float, answer: str) -> None:
+    claims = [{"text": "Twice as fast", "value": "max(speedup)", "published": published, "within": 0.1}]
+    report = one_column(write, claims=claims)
+    found = evaluated(
+        report, {("first", "dp", "ideal"): [result(epoch_s=5.0)], ("first", "straight", "ideal"): [result(epoch_s=2.5)]}
+    )
+    (verdict,) = found.verdicts
+    assert (verdict.answer, verdict.ratio) == (answer, pytest.approx(2 / published))
+    assert verdict.reason == f"2.00x, {2 / published:.2f} of the published"
+    assert [score.cells for score in found.scores if not score.measure] == [1]

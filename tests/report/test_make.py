@@ -121,6 +121,15 @@ def test_pages_are_written_below_the_working_directory_wherever_the_report_is(ma
     assert not Path("mine/rendered").exists()
 
 
+def test_nothing_is_written_into_the_checkout_from_elsewhere(make: Make) -> None:
+    shipped = catalog.find_report("quickstart")
+    before = {path: path.stat().st_mtime_ns for path in shipped.parent.rglob("*")}
+    code, said = make("quickstart", "--keep")
+    assert code == 2
+    assert "only a command that runs there writes to" in said
+    assert {path: path.stat().st_mtime_ns for path in shipped.parent.rglob("*")} == before
+
+
 def test_nothing_is_kept_inside_the_installed_package(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = Path("site-packages/pipebench")
     installed.mkdir(parents=True)

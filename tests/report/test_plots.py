@@ -67,7 +67,8 @@ def test_bars_are_as_long_as_the_values() -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == [row.title for row in REPORT.rows]
     middles = [bar.get_y() + bar.get_height() / 2 for container in axes.containers for bar in container]
     assert len({round(middle, 6) for middle in middles}) == 12  # no bar hides another
-    assert {"5.28x", "2.66x", "5.22x"} <= {text.get_text() for text in axes.texts}
+    assert {"5.28x", "2.66x", "5.22x *"} <= {text.get_text() for text in axes.texts}
+    assert figure.get_supxlabel() == "= by construction   * fitted on   ? a hypothesis"
 
 
 def test_bounds_are_dotted_and_seeds_have_their_range() -> None:

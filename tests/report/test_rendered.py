@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from PIL import Image, ImageChops, ImageStat
 
 from pipebench.cli.main import cli
-from tests.report.pages import differences
+from pipebench.cli.report import COVERAGE
+from pipebench.report.values import VALUES, read_values
+from tests.report.pages import MADE, differences
 
 ROOT = Path(__file__).parents[2]
 KEPT = sorted([*ROOT.glob("reports/rendered/*/report.md"), *ROOT.glob("docs/**/rendered/*/report.md")])
@@ -16,7 +19,8 @@ OWN = ROOT / "docs/example/report/rendered/four_modes/report.md"
 
 
 # Of a few runs, or of runs that are kept; the others are made again with what is slow.
-QUICK = {"four_modes", "quickstart", "figure10_11", "figure13", "asp"}
+QUICK = {"coverage", "four_modes", "quickstart", "figure10_11", "figure13", "figure16", "figure18", "asp"}
+ALIKE = 3.0  # mean difference of two pictures' pixels, of 255: another font, not another number
 
 
 def test_the_example_of_a_user_s_own_table_is_among_them() -> None:
@@ -49,4 +53,26 @@ def test_the_command_in_its_first_line_makes_a_page_again(
     assert differences(text, page) == []
     drawn = {*re.findall(r"\]\(([^/)]*\.png)\)", page)}  # its own: a text may show another page's
     assert drawn == {path.name for path in out.glob("*.png")} == {path.name for path in kept.parent.glob("*.png")}
-    assert (out / "report.html").stat().st_size > len(page)
+    assert [name for name in sorted(drawn) if _differ(out / name, kept.parent / name)] == []
+    assert kept.parent.name == COVERAGE or (out / "report.html").stat().st_size > len(page)
+
+
+@pytest.mark.parametrize("kept", [pytest.param(path, id=path.parent.name) for path in KEPT if MADE in path.read_text()])
+def test_a_page_says_when_from_which_tree_and_by_which_command_it_was_made(kept: Path) -> None:
+    first, *_, last = kept.read_text().splitlines()
+    assert re.fullmatch(
+        r"Made \d{4}-\d\d-\d\d \d\d:\d\d UTC from tree [0-9a-f]{12}( and \d+ changed files)? "
+        r"with pipebench [\d.]+\+[0-9a-f]{12}, torch [^ ]+, by (`pipebench report .+`)\.",
+        last,
+    )
+    assert last.endswith(f"by {first}.")
+    values = read_values(kept.parent / VALUES)
+    assert last == f"Made {values.made}, by {first}."
+    assert values.report == kept.parent.name
+
+
+def _differ(one: Path, other: Path) -> bool:
+    with Image.open(one) as a, Image.open(other) as b:
+        if a.size != b.size:
+            return True
+        return max(ImageStat.Stat(ImageChops.difference(a.convert("RGB"), b.convert("RGB"))).mean) > ALIKE

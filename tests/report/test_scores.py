@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipebench.report.definition import Column, Measure, Published, Report
-from pipebench.report.evaluated import ALL, NOT_BY_CONSTRUCTION, NOT_FITTED, TableCell
+from pipebench.report.definition import Column, Measure, Published, Report, Row
+from pipebench.report.evaluated import ALL, CONSTANT, NOT_BY_CONSTRUCTION, NOT_FITTED, TableCell
 from pipebench.report.scores import geometric_mean_error, rank_correlation, scores_of
 
 
@@ -56,7 +56,37 @@ def test_scores_are_of_all_cells_and_then_of_those_that_say_more() -> None:
         cell("f", None, Published(1.0), problem="missed"),
         cell("g", 9.0, None),
     ]
-    found = {score.over: score for score in scores_of(report, cells)}
+    found = {score.over: score for score in scores_of(report, cells) if score.column == "c"}
     assert {over: score.cells for over, score in found.items()} == {ALL: 4, NOT_BY_CONSTRUCTION: 3, NOT_FITTED: 2}
     errors = [score.geometric_mean_error for score in found.values()]
     assert errors == pytest.approx([2 ** (4 / 4) - 1, 2 ** (4 / 3) - 1, 1.0])
+
+
+def test_a_baseline_is_scored_over_the_rows_of_what_it_stands_for() -> None:
+    measures = (Measure("m", "M"), Measure("bytes", "B", published_as="m"))
+    rows = tuple(
+        Row(
+            name,
+            name,
+            {},
+            by_construction={"m": "equal"} if name == "b" else {},
+            chosen={"m": "x"} if name == "d" else {},
+        )
+        for name in "abcd"
+    )
+    report = Report("small", Path("small.yaml"), "Small", (Column("c", "C"),), measures, rows)
+    cells = [
+        TableCell(
+            row, name, "c", 2.0, published=Published(published), fitted=row in "ac",
+            by_construction="equal" if (row, name) == ("b", "m") else None,
+            chosen="x" if (row, name) == ("d", "m") else None,
+        )
+        for name in ("m", "bytes")
+        for row, published in zip("abcd", (2.0, 1.0, 8.0, 4.0), strict=True)
+    ]  # fmt: skip
+    found = {(score.measure, score.column, score.over): score for score in scores_of(report, cells)}
+    counts = {ALL: 4, NOT_BY_CONSTRUCTION: 3, NOT_FITTED: 1}
+    wanted = {(name, "c", over): count for name in ("m", "bytes") for over, count in counts.items()}
+    assert {key: score.cells for key, score in found.items()} == wanted | {("m", CONSTANT, NOT_FITTED): 1}
+    # The geometric mean of 2 and 8 is the published 4.
+    assert found["m", CONSTANT, NOT_FITTED].geometric_mean_error == pytest.approx(0)
