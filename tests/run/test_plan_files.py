@@ -100,12 +100,12 @@ def test_a_run_s_artifacts_run_again_with_its_plan(here: Path) -> None:
     invoke("plan", "small.yaml", "--out", "plan.json")
     edit(here / "plan.json", move_a_layer)
     invoke("run", "small.yaml", "parallelism.plan=plan.json")
-    (artifacts,) = {path.parent for path in here.rglob("recipe.yaml")}
+    (artifacts,) = {path.parent for path in here.rglob("artifacts/recipe.yaml")}
     first = json.loads((artifacts / "result.json").read_text())
     (here / "plan.json").unlink()
     overrides = [f"parallelism.plan={artifacts / 'plan.json'}", f"engine.timing={artifacts / 'profile.json'}"]
     invoke("run", str(artifacts / "recipe.yaml"), *overrides)
-    others = [path for path in here.rglob("result.json") if path.parent != artifacts]
+    others = [path for path in here.rglob("artifacts/result.json") if path.parent != artifacts]
     second = json.loads(others[0].read_text())
     assert second["points"] == first["points"]
     assert (others[0].parent / "plan.json").read_text() == (artifacts / "plan.json").read_text()
@@ -117,7 +117,7 @@ def test_a_run_keeps_the_file_of_its_order(here: Path) -> None:
     given = Path("mine.csv").read_text()
     invoke("run", "modes/zbv", *words, "parallelism.order=mine.csv")
     Path("mine.csv").unlink()
-    (artifacts,) = {path.parent for path in here.rglob("recipe.yaml")}
+    (artifacts,) = {path.parent for path in here.rglob("artifacts/recipe.yaml")}
     assert (artifacts / "order.csv").read_text() == given
     invoke("run", str(artifacts / "recipe.yaml"), f"parallelism.order={artifacts / 'order.csv'}")
 

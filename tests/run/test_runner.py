@@ -6,6 +6,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import pipebench
@@ -65,7 +66,7 @@ def test_two_seeds_are_children_of_a_run_with_their_spread(folder: Path) -> None
 
 def test_a_run_keeps_all_it_takes_to_run_it_again(folder: Path) -> None:
     assert run("quickstart/gpipe", *SHORT, "name=again").exit_code == 1
-    (recipe,) = [path for path in folder.rglob("recipe.yaml") if "name: again" in path.read_text()]
+    (recipe,) = [path for path in folder.rglob("artifacts/recipe.yaml") if "name: again" in path.read_text()]
     artifacts = {path.name for path in recipe.parent.iterdir()}
     wanted = {"environment.yaml", "plan.json", "profile.json", "result.json", "run.log", "timeline.png", "trace.json"}
     assert wanted | {"memory.png", "occupancy.png", "plan.png", "curves.png"} <= artifacts
@@ -75,9 +76,21 @@ def test_a_run_keeps_all_it_takes_to_run_it_again(folder: Path) -> None:
     assert {event["pid"] for event in events if event["ph"] == "C"} == {0, 1, 2, 3}
     first = json.loads((recipe.parent / "result.json").read_text())
     assert run(str(recipe), "name=twin").exit_code == 1
-    (twin,) = [path for path in folder.rglob("result.json") if '"name": "twin"' in path.read_text()]
+    (twin,) = [path for path in folder.rglob("artifacts/result.json") if '"name": "twin"' in path.read_text()]
     second = json.loads(twin.read_text())
     assert second["points"] == first["points"], "same recipe, same seed, same curve"
+
+
+def test_a_finished_run_s_weights_are_exported(folder: Path, tmp_path: Path) -> None:
+    """On the virtual engine, too: export said that there was no run."""
+    done = run("quickstart/dp", *SHORT, "name=weighed")
+    told = [line for line in done.output.splitlines() if line.startswith("  weights  pipebench export weighed-")]
+    assert len(told) == 1, done.output
+    exported = CliRunner().invoke(cli, ["export", "weighed", "--output", str(tmp_path / "weights.pt")])
+    assert exported.exit_code == 0, exported.output
+    assert torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert run("quickstart/dp", *SHORT, "name=weightless", "train.checkpoint_keep=0").exit_code == 1
+    assert not [*folder.glob("pipebench-runs/weightless-*")]
 
 
 def test_training_on_a_virtual_clock_does_not_wait_for_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +185,7 @@ def test_seeds_of_several_recipes_are_a_row_per_recipe(folder: Path) -> None:
     result = run("quickstart/dp", "quickstart/pipedream", "engine.kind=simulated", "--seeds", "0,1")
     assert result.exit_code == 0, result.output
     comparison = result.output[result.output.rindex("vs dp") :].splitlines()
-    assert [line.split()[0] for line in comparison if "%" in line] == ["dp", "pipedream"]
+    assert [line.split()[0] for line in comparison if "%" in line] == ["pipedream", "dp"]
     assert "4 of 4  quickstart-pipedream-seed1" in result.output
     with sqlite3.connect(folder / "mlflow.db") as store:
         found = "select name, round(value, 6) from runs natural join metrics where key = 'epoch_speedup_over_dp'"
