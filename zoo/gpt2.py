@@ -111,8 +111,9 @@ def gpt2(
         ValueError: an option out of its range.
     """
     model = GPT2(GPT2Options(num_layers, width, num_heads, vocabulary, max_tokens, dropout, share_embedding))
+    blocks = [block for block in model.blocks if isinstance(block, Block)]
     # What a block adds to what it reads begins smaller the more blocks there are (section 2.3).
-    added = {id(each) for block in model.blocks for each in (block.attention.output, block.narrow)}
+    added = {id(each) for block in blocks for each in (block.attention.output, block.narrow)}
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding | AddLearntPositions):
             std = _INIT_STD * (2 * num_layers) ** -0.5 if id(module) in added else _INIT_STD
