@@ -189,7 +189,8 @@ def test_a_run_without_an_extension_loads_none_of_its_modules(runs: str) -> None
 
 def test_a_resolved_recipe_whose_sections_are_null_loads_none_either(tmp_path: Path) -> None:
     path = tmp_path / "resolved.yaml"
-    path.write_text(f"# as a run records it\n{json.dumps(dict(load('quickstart/dp', [*DP]).plain))}")
+    plain = {key: value for key, value in load("quickstart/dp", [*DP]).plain.items() if key != "clamp"}  # only here
+    path.write_text(f"# as a run records it\n{json.dumps(plain)}")
     assert '"search": null' in path.read_text()
     assert loaded_by(str(path), *SMALL, "engine.kind=simulated") == set()
 
