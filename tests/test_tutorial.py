@@ -104,7 +104,7 @@ def test_the_notebook_runs_and_says_what_it_said(tmp_path: Path) -> None:
     pytest.importorskip("ipykernel")
     shutil.copy(NOTEBOOK, tmp_path)
     command = (
-        f"nbconvert --to notebook --execute --ExecutePreprocessor.timeout={PATIENCE_S} --output ran tutorial.ipynb"
+        f"nbconvert --to notebook --execute --ExecutePreprocessor.timeout={PATIENCE_S:.0f} --output ran tutorial.ipynb"
     )
     done = in_a_process(command, tmp_path)
     assert done.returncode == 0, done.stderr
