@@ -78,8 +78,9 @@ class Processes:
         Raises:
             AssertionError: one of them raised, with its traceback; or gave no answer.
         """
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")  # theirs would stay that of the test that began them
         for pipe in self._pipes:
-            pipe.send((function, args, kwargs))
+            pipe.send((test, function, args, kwargs))
         self._lost |= set(lost)
         answers: dict[int, tuple[bool, Any]] = {}
         limit_s = time.monotonic() + PATIENCE_S
@@ -111,7 +112,7 @@ def _serve(rank: int, size: int, port: int, device: str, environment: dict[str, 
     world = join(device, limit_s=PATIENCE_S, place=place)
     while True:
         try:
-            name, args, kwargs = pipe.recv()
+            os.environ["PYTEST_CURRENT_TEST"], name, args, kwargs = pipe.recv()
         except EOFError:
             break
         module, function = name.split(":")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zoo.multi_head import AddNorm, HidePadding, MultiHeadAttention
+from zoo.multi_head import AddLearntPositions, AddNorm, HidePadding, MultiHeadAttention
 from zoo.options import at_least, below_one
 from zoo.text import NUM_SPECIAL
 
@@ -47,31 +47,6 @@ class BERTOptions:
                 f"{self.name}: width is {self.width}, allowed is a multiple of num_heads, {self.num_heads}"
             )
         below_one(self.name, dropout=self.dropout)
-
-
-class AddLearntPositions(nn.Module):
-    """Adds a learnt vector to every position.
-
-    Args:
-        max_tokens: most positions.
-        width: of the model.
-    """
-
-    one_layer = True
-
-    def __init__(self, max_tokens: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(max_tokens, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x, [samples, tokens, width], plus the vectors of its positions.
-
-        Raises:
-            ValueError: there are fewer of them than tokens.
-        """
-        if x.shape[1] > len(self.weight):
-            raise ValueError(f"the text has {x.shape[1]} tokens and the model {len(self.weight)} positions")
-        return x + self.weight[: x.shape[1]]
 
 
 class Embedding(nn.Module):

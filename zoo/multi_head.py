@@ -1,4 +1,4 @@
-"""Multi-head attention, operator by operator: what Transformer and BERT are made of, every operator a layer.
+"""Multi-head attention, operator by operator: what Transformer, BERT and GPT-2 are made of, every operator a layer.
 
 Vaswani et al. (2017), "Attention is all you need", section 3.2 and figure 2. The products with the heads' matrices put
 their results where the next product reads them, so that no layer does nothing but change a shape. What is hidden from
@@ -101,6 +101,31 @@ class MultiHeadAttention(nn.Module):
         scores = self.hide(torch.matmul(queries, keys) * self.scale, *hidden_by)
         attended: torch.Tensor = self.output(torch.matmul(self.dropout(self.softmax(scores)), values))
         return attended
+
+
+class AddLearntPositions(nn.Module):
+    """Adds a learnt vector to every position.
+
+    Args:
+        max_tokens: most positions.
+        width: of the model.
+    """
+
+    one_layer = True
+
+    def __init__(self, max_tokens: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(max_tokens, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x, [samples, tokens, width], plus the vectors of its positions.
+
+        Raises:
+            ValueError: there are fewer of them than tokens.
+        """
+        if x.shape[1] > len(self.weight):
+            raise ValueError(f"the text has {x.shape[1]} tokens and the model {len(self.weight)} positions")
+        return x + self.weight[: x.shape[1]]
 
 
 class AddNorm(nn.Module):

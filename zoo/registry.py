@@ -218,6 +218,11 @@ MODELS: dict[str, Entry] = {
         {"hidden_size": 1024, "source_vocabulary": 32320, "target_vocabulary": 32320, "dropout": 0.2,
          "input_dropout": 0.0, "share_embedding": False, "init_range": 0.1},
     ),
+    "gpt2": Entry(
+        "zoo.gpt2:gpt2", "GPT-2, 124 M parameters, every operator a layer; layers, width, heads, vocabulary",
+        {"num_layers": 12, "width": 768, "num_heads": 12, "vocabulary": 50257, "max_tokens": 1024, "dropout": 0.1,
+         "share_embedding": False},
+    ),
     "inception_v3": Entry(
         "zoo.inception:inception_v3",
         "Inception-v3 with torchvision's parameter names; width, image size, auxiliary logits",

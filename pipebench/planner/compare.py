@@ -45,7 +45,8 @@ def compare(
         raise PlanError(refused[mode or "pipedream"])
     fastest = _by_time(best_of.values())
     best = best_of[mode] if mode else fastest[0]
-    boundless = replace(request, cluster=replace(request.cluster, memory_bytes=None), streams=None)
+    unlimited = replace(request.cluster, memory_bytes=None)
+    boundless = replace(request, row=None, cluster=unlimited, streams=None)  # the row is of `mode`
     dp = best_of.get("dp") or Planner(boundless, "dp").best()
     planner = planners[best.plan.mode]
     at_most = planner.at_most()

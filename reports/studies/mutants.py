@@ -2,7 +2,8 @@
 
 A hundred changes are drawn by seed over the rooms in which a silent mistake would be a wrong result. First, all tests
 run once on a copy of the tree that notes which of them run which of the changed places, in whatever process; then every
-change is made on a copy of its own, and the tests that run its place are run, the quickest first, until one fails. So a
+change is made on a copy of its own, and the tests that run its place are run, the quickest first, until one fails; then
+the others of their files, since what a fixture ran for several tests is noted for the first. So a
 change costs seconds, where a whole suite for each would take days: that is why this is no existing tool. What the
 tests of a tree ran and every verdict are stored below `.nox/mutants/`, where an interrupted study resumes.
 
@@ -71,7 +72,7 @@ class Mutant:
         line, words: where and what it is, for the page.
         verdict: "caught", "survived" or "in no test"; empty until it is known.
         by: the first test that failed.
-        num_tests: tests that run its place.
+        num_tests: tests that run its place, and the others of their files.
     """
 
     number: int
@@ -184,9 +185,16 @@ def in_order(tests: Sequence[str], seconds: dict[str, float]) -> list[str]:
     return sorted(tests, key=lambda name: (files[name.partition("::")[0]], name.partition("::")[0]))
 
 
+def with_their_files(tests: Sequence[str], seconds: dict[str, float]) -> list[str]:
+    """Return tests in order, then the others of their files."""
+    files = {name.partition("::")[0] for name in tests}
+    others = [name for name in seconds.keys() - {*tests} if name.partition("::")[0] in files]
+    return [*in_order(tests, seconds), *in_order(sorted(others), seconds)]
+
+
 def judge(tree: Path, mutant: Mutant, change: Mutation, ran: Ran) -> None:
     """Make a change on a tree, run what runs its place, and take it back."""
-    tests = ran.tests.get(mutant.number, [])
+    tests = with_their_files(ran.tests.get(mutant.number, []), ran.seconds)
     mutant.num_tests = len(tests)
     if not tests:
         mutant.verdict = "in no test"
@@ -196,7 +204,7 @@ def judge(tree: Path, mutant: Mutant, change: Mutation, ran: Ran) -> None:
     path.write_bytes(change.applied(source))
     try:
         names = tree / "mutant-tests.txt"
-        names.write_text("\n".join(in_order(tests, ran.seconds)))
+        names.write_text("\n".join(tests))
         limit_s = _PATIENCE_S + _PATIENCE * sum(ran.seconds[name] for name in tests)
         printed = run_tests(tree, ["-x", "--tb=no", "-rfE", f"@{names}"], {}, limit_s)
     finally:

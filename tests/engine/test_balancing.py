@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -275,6 +276,23 @@ def test_what_stages_hold_is_reported_with_what_they_take() -> None:
     assert monitor.reports[-1].peak_bytes == 70
     monitor.hear(3, Repartition(8, (3, 4)))
     assert monitor.reports[-1].peak_bytes == 0
+
+
+def test_a_unit_whose_gradients_go_to_two_stages_carries_one_decision() -> None:
+    """The last stage decides once per unit, and sends the same to everyone."""
+    decided = []
+
+    def decide(minibatch: int, reports: Sequence[StageReport]) -> Repartition:
+        decided.append(minibatch)
+        return Repartition(minibatch + 8, (2, 4))
+
+    setup = balancing([2, 4], live=True)
+    monitor = StageMonitor(setup, 2, decide, lambda move: None)
+    first, again = monitor.decision(4), monitor.decision(4)
+    assert decided == [setup.pipeline.minibatch(4)[0]]
+    assert first is again
+    other = StageMonitor(setup, 0, None, lambda move: None)
+    assert other.decision(4) is None
 
 
 def test_a_stage_that_holds_too_much_makes_room_though_all_are_balanced() -> None:

@@ -116,6 +116,20 @@ def test_a_stage_costs_what_the_formulas_say(model: str, data: st.DataObject) ->
                     assert seconds[start, stop] == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
+@pytest.mark.parametrize("model", ["sosp19", "artifact"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_what_is_said_of_a_stage_makes_up_its_time(model: str, data: st.DataObject) -> None:
+    """SOSP'19 section 3.1 overlaps computing and summing; the published optimizer adds them."""
+    case, level, m = data.draw(cases(model)), data.draw(levels(4)), data.draw(st.integers(1, 5))
+    last = len(case.states) - 1
+    compute_s, sum_s, _ = case.model.parts(case.work, level, 0, last, m)
+    whole = case.members(0), case.members(last)
+    expected_s = case.search.given.stage_s(*whole, m, link(level), first=True, inner=None)
+    found_s = max(compute_s, sum_s) if model == "sosp19" else compute_s + sum_s
+    assert found_s == pytest.approx(expected_s, rel=1e-9, abs=1e-15)
+
+
 def test_latency_alone_stops_replication_from_paying() -> None:
     """Term.tail: a ring of very many replicas waits for 2 (m-1) messages per round."""
     level = Level("level", 1000, 1e15, 1e-3)

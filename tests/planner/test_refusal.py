@@ -6,10 +6,12 @@ import pytest
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
+from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.schedule.modes import MODES
 from tests.bench.planning import chain, flat
 
 
@@ -58,3 +60,11 @@ def test_a_model_that_takes_no_time_has_a_plan() -> None:
     idle = replace(profile, layers={1: rows})
     asked = Request(idle, Cluster("drawn", "drawn", None, flat(4)), COST_MODELS["overlap"], 1)
     assert Planner(asked, "pipedream").best().minibatch_s == 0
+
+
+def test_data_parallelism_beside_a_plan_is_data_parallelism_where_it_does_not_fit() -> None:
+    """It was the mode asked for without a limit on memory, where that had columns of its own."""
+    asked = request(1000, 10, 6000)
+    found = compare(replace(asked, row=replace(MODES["gpipe"], recompute=True)), "gpipe", others=False)
+    assert "dp" in found.refused
+    assert (found.dp.plan.mode, found.dp.plan.replicas, len(found.dp.plan.stages)) == ("dp", (2,), 1)

@@ -113,6 +113,17 @@ def test_a_worker_s_memory_is_that_of_all_its_stages_and_decides() -> None:
         planner("interleaved", request([0.1] * 16, memory_bytes=MB)).best()
 
 
+def test_stages_of_two_per_worker_take_their_share_of_memory_where_the_best_cuts_do_not_fit() -> None:
+    """The best cuts give one worker two layers and the other eight; three layers per stage fit both."""
+    seconds = [0.4, 0.1, 0.1, 0.1, 0.1] * 2
+    (free,) = candidates("interleaved", request(seconds, 2, weights=100 * MB))
+    assert [stage.stop - stage.start for stage in free.plan.stages] == [1, 4, 1, 4]
+    limit_bytes = int(0.8 * free.memory_bytes)
+    best = planner("interleaved", request(seconds, 2, weights=100 * MB, memory_bytes=limit_bytes)).best()
+    assert best.memory_bytes <= limit_bytes
+    assert [stage.stop - stage.start for stage in best.plan.stages] == [2, 3, 2, 3]
+
+
 def test_microbatches_in_flight_where_workers_have_several_stages() -> None:
     """2 workers of 2 stages: as many as there are of one group, then those that the next group adds."""
     assert in_flight_interleaved("interleaved", 2, 2, 2) == [2, 2, 2, 1]

@@ -11,7 +11,10 @@ from pipebench.recipe.preflight import preflight
 from pipebench.recipe.schema import OptimizerRecipe, PeriodRecipe, Recipe, ScheduleRecipe, TargetRecipe
 from tests.recipe.conftest import VALID, Write
 
-SMALL = ("vgg16", "resnet50", "alexnet", "gnmt8", "gnmt16", "awd_lm", "s2vt", "transformer", "bert", "amoebanet")
+SMALL = (
+    *("vgg16", "resnet50", "alexnet", "gnmt8", "gnmt16", "awd_lm", "s2vt"),
+    *("transformer", "bert", "gpt2", "amoebanet"),
+)
 QUICKSTART = ["quickstart/dp", "quickstart/gpipe", "quickstart/model", "quickstart/pipedream"]
 
 
@@ -31,6 +34,7 @@ COUNTS = {
     "s2vt": 6,
     "transformer": 9,
     "bert": 8,
+    "gpt2": 7,
     "amoebanet": 8,
     "lab": 4,
     "search": 5,

@@ -16,7 +16,8 @@ from pipebench.recipe.schema import OptimizerRecipe
 from tests.evaluations import MODES
 from tests.zoo.cuts import check_every_cut
 from tests.zoo.modes import check_mode
-from zoo.bert import BERT, AddLearntPositions, Block, bert_base
+from zoo.bert import BERT, Block, bert_base
+from zoo.multi_head import AddLearntPositions
 from zoo.segments import SegmentOptions, Segments
 from zoo.text import BOS, EOS, PAD
 from zoo.wmt16_segments import wmt16_segments
