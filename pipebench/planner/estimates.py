@@ -14,14 +14,7 @@ from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule, in_flight_interleaved
 from pipebench.planner.placement_costs import Sketch, along, cut_levels, placed_s, spanned
 from pipebench.planner.plans import PlanEstimate, Request, StageEstimate
-from pipebench.planner.predict import (
-    PlannedWorkload,
-    arrange,
-    arranged,
-    payload,
-    planned_workload,
-    predict,
-)
+from pipebench.planner.predict import PlannedWorkload, arrange, arranged, payload, planned_workload, predict
 from pipebench.planner.stage_problem import StageProblem, input_bytes_of
 from pipebench.planner.states import States, antichains, prefixes
 from pipebench.profile.model import LayerProfile, Profile, Rows

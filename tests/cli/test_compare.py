@@ -79,7 +79,7 @@ def test_runs_stand_side_by_side_with_what_differs_in_their_recipes(folder: Path
     assert ["parallelism.mode", "dp", "pipedream", "gpipe"] in lines
     assert not [line for line in lines if line[:1] in (["name"], ["train.seed"])], "what is the same, or only a name"
     (row,) = [line for line in lines if line[:2] == ["quickstart-pipedream", "straight"]]
-    assert row[2:5] == ["2.00", "s", "3.00x"]
+    assert row[4:7] == ["2.00", "s", "3.00x"]
     page = (folder / "out" / "comparison.md").read_text()
     assert "| train.optimizer.lr | 0.08 | 0.02 | 0.08 |" in page
     assert "![curves](curves.png)" in page
