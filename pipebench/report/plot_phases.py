@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, PercentFormatter
 
 from pipebench.report.definition import Picture, Row
 from pipebench.report.evaluated import Evaluated
@@ -38,7 +38,8 @@ def phases_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
         _draw_bound(axes, results, picture.bound)
         _draw_changes(axes, results)
         axes.set_title(plain(row.title), fontsize=NORMAL, loc="left")
-        axes.yaxis.set_major_formatter(EngFormatter())
+        share = picture.metric.endswith("_fraction")
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0) if share else EngFormatter())
         finish(axes)
     panels[0].set_ylim(bottom=0)  # shared by all, so after drawing
     panels[0].set_xlim(left=0)
