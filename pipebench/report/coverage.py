@@ -76,10 +76,12 @@ class Pages:
         """Return the report, row and measure of every cell with a published value that `REPORT ROW.MEASURE` names."""
         name, _, pattern = answer.removeprefix(f"{DERIVED} ").partition(" ")
         report = self.reports.get(name)
+        if report is None:
+            return []
         return [
             (report, row.name, measure)
-            for row in (report.rows if report else ())
-            for measure in (report.measures if report else ())
+            for row in report.rows
+            for measure in report.measures
             if measure.published_name in row.published and fnmatchcase(f"{row.name}.{measure.name}", pattern)
         ]
 
@@ -87,7 +89,7 @@ class Pages:
         """Return the report and text of every claim that `REPORT: BEGINNING` names."""
         name, _, begins = answer.partition(": ")
         report = self.reports.get(name)
-        return [(report, claim.text) for claim in (report.claims if report else ()) if claim.text.startswith(begins)]
+        return [(report, claim.text) for claim in report.claims if claim.text.startswith(begins)] if report else []
 
     def answers(self, answer: str) -> Iterator[Answer]:
         """Yield what an answer of the index stands for."""
@@ -149,7 +151,8 @@ def entries() -> list[PublishedEntry]:
 
 def write_coverage(folder: Path) -> Path:
     """Write the page into a folder and return its path; raises an OSError on failure."""
-    pages, blocks, counted = Pages(), [Text(_ABOUT)], dict[tuple[str, ...], tuple[str, Answer]]()
+    blocks: list[Block] = [Text(_ABOUT)]
+    pages, counted = Pages(), dict[tuple[str, ...], tuple[str, Answer]]()
     told = entries()
     for source in dict.fromkeys(entry.source for entry in told):
         rows = []

@@ -32,7 +32,7 @@ def phases_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
         for run, column, label, result in lines:
             index = picture.runs.index(run)
             # The first are the widest, so that none hides another of the same values.
-            look = {"color": colour(index), "linestyle": _STYLES[column % len(_STYLES)],
+            look: dict[str, str | float] = {"color": colour(index), "linestyle": _STYLES[column % len(_STYLES)],
                     "linewidth": 1.2 + 1.1 * (len(picture.runs) - 1 - index)}  # fmt: skip
             _draw(axes, result, picture.metric, label, look)
         _draw_bound(axes, results, picture.bound)

@@ -85,8 +85,11 @@ def _is_among(published: Published, values: Any) -> bool:
     if isinstance(published.value, str):
         return published.value.lower() in [str(each).lower() for each in found]
     numbers = [float(each) for each in found if isinstance(each, int | float) and not isinstance(each, bool)]
-    forms = (lambda x: x, lambda x: x / 100, lambda x: 1 + x / 100, lambda x: x * 1e6, lambda x: x * 1e9)
-    return any(math.isclose(published.value, form(each), rel_tol=1e-6) for each in numbers for form in forms)
+    return any(
+        math.isclose(published.value, form, rel_tol=1e-6)
+        for each in numbers
+        for form in (each, each / 100, 1 + each / 100, each * 1e6, each * 1e9)
+    )
 
 
 def _leaves(values: Any) -> Iterator[Any]:

@@ -10,9 +10,10 @@ from tests.search.test_searching import history, job, run
 
 
 def test_a_search_is_recorded_as_file_table_and_picture(tmp_path: Path) -> None:
-    result, _ = run(job(whole(weights="one", cuts=())))
+    searched = job(whole(weights="one", cuts=()))
+    result, _ = run(searched)
     log, found = Mock(), history(result)
-    assert record(log, result).search is None
+    assert record(log, result, searched).search is None
     texts = dict(call.args for call in log.text.call_args_list)
     assert texts.keys() == {FILE_NAME, "search.md"}
     rows = texts["search.md"].splitlines()[2:]
