@@ -40,10 +40,8 @@ def read_calibration(
         cluster, inside = reading.plain(each, key, "cluster", str), reading.plain(each, key, "key", str)
         pairs = tuple(pair for pair in found if pair is not None)
         constants.append(Constant(name, cluster, inside, texts["from"], texts["to"], pairs))
-    groups, known = (
-        reading.words(data, "calibration", "leave_out"),
-        dict.fromkeys(key for row in rows for key in row.at),
-    )
+    groups = reading.words(data, "calibration", "leave_out")
+    known = dict.fromkeys(key for row in rows for key in row.at)
     for group in groups:
         if group not in known:
             reading.fault("calibration.leave_out", choice(group[:60], known))
