@@ -11,6 +11,7 @@ from pipebench.errors import printable
 from pipebench.garbage import without_collector
 from pipebench.recipe.engines import ENGINES
 from pipebench.report.catalog import find_report, require_keepable
+from pipebench.report.coverage import write_coverage
 from pipebench.report.load import load_report
 
 COVERAGE = "coverage"  # of the papers by all reports, instead of a report
@@ -88,8 +89,6 @@ def report(
     if name is None:
         raise click.UsageError("name a report, for example: pipebench report table1; --list lists them")
     if name == COVERAGE:
-        with without_collector():
-            from pipebench.report.coverage import write_coverage
         click.echo(f"written: {write_coverage(out or Path('rendered', name))}")
         return 0
     path = find_report(name)

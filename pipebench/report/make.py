@@ -3,13 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 from rich.text import Text
 
 from pipebench.errors import PlanError, UserError, printable
-from pipebench.model.device import tree_of
 from pipebench.recipe.load import load_file
 from pipebench.report.collect import Collection
 from pipebench.report.definition import Report
@@ -18,11 +16,11 @@ from pipebench.report.evaluated import KEPT, MLFLOW, Evaluated
 from pipebench.report.progress import RunsProgress, guess
 from pipebench.report.recipes import Asked
 from pipebench.report.render import Rendered, render
+from pipebench.run.identity import code_identity
 from pipebench.run.runner import draw
 from pipebench.show.terminal import standard_output
 from pipebench.tracking import RunLog, Tracking, require_writable
 from pipebench.tracking.connection import default_uri, shown_uri
-from pipebench.tracking.identity import source_version
 from pipebench.tracking.ui import DEFAULT_PORT, HOST
 from pipebench.train.largest_minibatch import largest_minibatch
 
@@ -141,10 +139,7 @@ def _server() -> str:
 
 def _made() -> str:
     """Return when and by which code a page is made."""
-    tree = tree_of(("pipebench", "zoo", "recipes", "reports/*.yaml"))
-    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    code = f"pipebench {source_version()}, torch {version('torch')}"
-    return f"{now} {f'from tree {tree} ' if tree else ''}with {code}"
+    return f"{datetime.now(UTC).strftime('%Y-%m-%d %H:%M UTC')} {code_identity()}"
 
 
 def _say(text: str) -> None:

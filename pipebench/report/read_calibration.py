@@ -1,6 +1,7 @@
 """Read a report's calibration."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pipebench.errors import choice, nearest
 from pipebench.report.definition import Calibration, Column, Constant, Measure, Row
@@ -40,12 +41,18 @@ def read_calibration(
         cluster, inside = reading.plain(each, key, "cluster", str), reading.plain(each, key, "key", str)
         pairs = tuple(pair for pair in found if pair is not None)
         constants.append(Constant(name, cluster, inside, texts["from"], texts["to"], pairs))
+    groups = _groups(data, rows, reading)
+    return Calibration(column, tuple(constants), groups)
+
+
+def _groups(data: Mapping[str, Any], rows: Sequence[Row], reading: Reading) -> tuple[str, ...]:
+    """Return the keys of rows' `at` by which rows are left out together."""
     groups = reading.words(data, "calibration", "leave_out")
     known = dict.fromkeys(key for row in rows for key in row.at)
     for group in groups:
         if group not in known:
             reading.fault("calibration.leave_out", choice(group[:60], known))
-    return Calibration(column, tuple(constants), tuple(groups))
+    return tuple(groups)
 
 
 def _cell(

@@ -1,7 +1,10 @@
 """The identity that a run's checkpoints carry; known once the run is prepared."""
 
+from importlib.metadata import version
+
 from pipebench.checkpoint.identity import RunIdentity
 from pipebench.checkpoint.store import Checkpoints
+from pipebench.model.device import tree_of
 from pipebench.recipe.code_identity import code_hashes
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.folder import RunFolder
@@ -27,3 +30,9 @@ def _text(inputs: Inputs) -> str:
     samples = ", ".join(f"{number:,} samples to {split}" for split, number in inputs.num_samples.items())
     fields = ", ".join(f"{field.name} {field.dtype} {[*field.shape]}" for field in inputs.fields)
     return f"{inputs.dataset}{options} ({samples}; {fields})"
+
+
+def code_identity() -> str:
+    """Return the commit of a checkout and the versions, as the end of a sentence: `from tree 8176d1e4a3b2 with ...`."""
+    tree = tree_of(("pipebench", "zoo", "recipes", "reports/*.yaml"))
+    return f"{f'from tree {tree} ' if tree else ''}with pipebench {source_version()}, torch {version('torch')}"

@@ -20,7 +20,7 @@ def completed(args: list[str], incomplete: str) -> list[str]:
 def test_words_become_recipes_and_keys(command: str) -> None:
     assert completed([command], "quickstart/") == [n for n in recipe_names() if n.startswith("quickstart/")]
     assert completed([command, "quickstart"], "train.min") == ["train.minibatch_size="]
-    assert completed([command], "cluster.") == ["cluster.name=", "cluster.servers="]
+    assert completed([command], "cluster.s") == ["cluster.servers="]
     assert completed([command], "model.") == ["model.name="]
     assert completed([command], "nothing-of-this") == []
 
