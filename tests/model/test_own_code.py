@@ -233,7 +233,7 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     (["dataset.length=5"], "train.minibatch_size: got 10, allowed are 1 to 5, the training samples there are"),
     (
         ["dataset.loss=null"],
-        "dataset.loss: is missing, which a pair of torch data sets needs: cross_entropy, mse or a target",
+        "dataset.loss: is missing, which a pair of torch data sets needs: cross_entropy, mse, model or a target",
     ),
     (
         ["dataset.loss=mse"],
