@@ -177,7 +177,10 @@ def test_table_1_of_the_results_is_the_report_s() -> None:
     shown = {cells[0]: cells[2:] for cells in map(_cells, itertools.takewhile(lambda line: line[0] == "|", rows))}
     epochs, times = (
         {cells[0]: cells for cells in map(_cells, page.split(f"## {title}, higher")[1].split("\n\n")[1].splitlines())}
-        for title in ("Epoch time, stated plan", "Time to accuracy")
+        for title in (
+            "Epoch-time speed-up over data parallelism, stated plan",
+            "Time-to-accuracy speed-up over data parallelism",
+        )
     )
     assert [*shown] == [name for name, cells in epochs.items() if cells[1].endswith("x")]
     for name, cells in shown.items():

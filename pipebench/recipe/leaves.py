@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, make_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -80,7 +80,16 @@ class _WithExtensions(dict[str, Any]):
 def recipe_with(sections: tuple[tuple[str, bool], ...]) -> type[Recipe]:
     """Return the recipe class with extensions' sections, each with whether it may be anything but null."""
     made = [(name, types_of(Recipe)[name] if on else None, None) for name, on in sections]
-    return make_dataclass(Recipe.__name__, made, bases=(Recipe,), namespace={"__doc__": Recipe.__doc__}, frozen=True)
+
+    def reduced(recipe: Recipe) -> tuple[Any, ...]:  # pickle looks classes up by name, and this one has none
+        return _with_sections, (sections, {each.name: getattr(recipe, each.name) for each in fields(recipe)})
+
+    own = {"__doc__": Recipe.__doc__, "__reduce__": reduced}
+    return make_dataclass(Recipe.__name__, made, bases=(Recipe,), namespace=own, frozen=True)
+
+
+def _with_sections(sections: tuple[tuple[str, bool], ...], values: Mapping[str, Any]) -> Recipe:
+    return recipe_with(sections)(**values)
 
 
 def expected_type(key: Key) -> Any:

@@ -270,7 +270,7 @@ OVERRIDES = [
     ("dataset={name: null, target: x}", "dataset.target: got 'x', allowed is package.module:function"),
     (
         "dataset={name: null, target: 'm:f', loss: cross}",
-        "dataset.loss: got 'cross', allowed are cross_entropy, mse; did you mean 'cross_entropy'.*or a target",
+        "dataset.loss: got 'cross', allowed are cross_entropy, mse, model; did you mean 'cross_entropy'.*or a target",
     ),
     (
         "dataset={name: null, target: 'm:f', metrics: [top1, top2]}",

@@ -246,7 +246,10 @@ def test_pictures_that_the_page_shows_no_longer_are_removed(make: Make, write: W
     write(changed(**one, pictures=[bars, lines, {**lines, "measure": "twice"}]) | {"about": us})
     assert make("small.yaml")[0] == 0
     names = {f"{name}.{kind}" for name in ("bars-speedup", "lines-speedup", "lines-twice") for kind in ("png", "svg")}
-    texts, others = {"report.md", "report.html"}, {"bars-us.png", "photo.png", "lines-other.png", "stages.svg"}
+    texts, others = (
+        {"report.md", "report.html", "values.json"},
+        {"bars-us.png", "photo.png", "lines-other.png", "stages.svg"},
+    )
     assert {path.name for path in folder.iterdir()} == names | texts
     for name in others:
         (folder / name).touch()

@@ -86,7 +86,7 @@ def test_a_finished_run_s_weights_are_exported(folder: Path, tmp_path: Path) -> 
     done = run("quickstart/dp", *SHORT, "name=weighed")
     told = [line for line in done.output.splitlines() if line.startswith("  weights  pipebench export weighed-")]
     assert len(told) == 1, done.output
-    exported = CliRunner().invoke(cli, ["export", "weighed", "--output", str(tmp_path / "weights.pt")])
+    exported = CliRunner().invoke(cli, ["export", "weighed", "--out", str(tmp_path / "weights.pt")])
     assert exported.exit_code == 0, exported.output
     assert torch.load(tmp_path / "weights.pt", weights_only=True)
     assert run("quickstart/dp", *SHORT, "name=weightless", "train.checkpoint_keep=0").exit_code == 1

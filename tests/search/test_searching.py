@@ -60,7 +60,7 @@ def job(setup: Setup, given: Recipe | None = None, steps: tuple[Step, ...] | Non
         setup.graph, setup.profile, setup.dataset, given.train.optimizer, flat_cluster(4), RULES.cells
     )
     search = SearchSetup(RULES, architectures, architectures.all, "eval_loss", False, seed, steps)
-    pipeline = dataclasses.replace(setup.pipeline, extensions={NAME: RULES})
+    pipeline = dataclasses.replace(setup.pipeline, extensions={**setup.pipeline.extensions, NAME: RULES})
     return Job(given, flat_cluster(4), dataclasses.replace(setup, pipeline=pipeline), extensions={NAME: search})
 
 
