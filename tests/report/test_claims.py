@@ -39,7 +39,7 @@ def test_a_claim_says_its_tolerance_and_can_fail(name: str, claim: PublishedClai
     "name", [name for name in REPORTS if (reports_folder() / f"rendered/{name}/{VALUES}").exists()]
 )
 def test_a_claim_that_holds_fails_when_one_measure_is_another(name: str) -> None:
-    """From today's values: some row's cell, or a measure's cells of all rows, by a factor of ten at most, or of the other sign.
+    """From today's values: a row's cell, or a measure's cells of all rows, by a factor of ten at most, or its sign.
 
     Twice or half would do for claims of numbers; where one thing is said to be above another, it may be so by more.
     """
