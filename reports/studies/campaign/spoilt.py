@@ -241,7 +241,7 @@ def _spoil(way: str, case: Case, made: Sequence[Left], folder: Path, chance: Ran
 
 
 def _answer(code: int, said: str, found: Path, expected: Path) -> str:
-    lines = said.splitlines()
+    lines = _own_lines(said)
     if code == _MISTAKE:
         fine = len(lines) == 1 and lines[0].startswith("pipebench: error: ")
         return REFUSED if fine else f"refused in {len(lines)} lines: {lines[-1:]}"
@@ -250,6 +250,11 @@ def _answer(code: int, said: str, found: Path, expected: Path) -> str:
     assert Checkpoints(expected).steps()[-1] == LAST
     problems = [*other_bits(found, expected)]
     return f"taken: {problems[0]}" if problems else PASSED_OVER
+
+
+def _own_lines(said: str) -> list[str]:
+    """Return the lines of standard error but those that say whose code a resumed run executes."""
+    return [line for line in said.splitlines() if "model.target: executes " not in line]
 
 
 def spoil_drawn(seed: int, count: int, only: str, room: Path, settings: Mapping[str, str]) -> list[Spoilt]:
@@ -286,7 +291,7 @@ def _lines(module: str, words: Sequence[str], room: Path, settings: Mapping[str,
 
 
 def _in_table(row: Mapping[str, Any], weights: set[str]) -> str:
-    lines = row["said"].splitlines()
+    lines = _own_lines(row["said"])
     if row["code"] == _MISTAKE and len(lines) == 1:
         return REFUSED
     if row["code"] == 0 and len(weights) == 1:
