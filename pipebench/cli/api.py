@@ -27,7 +27,6 @@ from pipebench.run.preflight_all import preflight_all, same_names
 from pipebench.run.suite import Suite, suite_name
 from pipebench.show.answers import ModelProfile, PlanAnswer, Run, RunComparison
 from pipebench.show.answers import recorded as side_by_side
-from pipebench.tracking.results import find_runs
 
 Recipe = str | os.PathLike[str] | Mapping[str, Any] | LoadedRecipe
 OnProgress = Callable[[dict[str, Any]], None] | None
@@ -100,12 +99,14 @@ def recorded(*runs: str) -> RunComparison:
     """Return recorded runs side by side, and what differs in their recipes, as `pipebench compare` prints them.
 
     Args:
-        runs: MLflow's ids or names, names of folders in `pipebench-runs/`, or beginnings of ids.
+        runs: MLflow's ids or names, names of folders in `pipebench-runs/`, or beginnings of ids; or one comparison's.
 
     Raises:
         UserError: there is no such run, or several go by that name.
     """
-    return side_by_side(find_runs(runs, records()), runs)
+    if not runs:
+        raise UserError('name a comparison, or two runs at least, such as pipebench.recorded("06a675db", "1acc9300")')
+    return side_by_side(runs, records())
 
 
 def plan(recipe: Recipe, /, *, others: bool = True, **keys: Any) -> PlanAnswer:

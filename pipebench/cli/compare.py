@@ -12,7 +12,6 @@ from pipebench.run.folder import records
 from pipebench.show.answers import recorded
 from pipebench.show.differences import has_picture, is_our_page, markdown
 from pipebench.show.terminal import standard_error, standard_output
-from pipebench.tracking.results import find_runs, runs_of
 
 
 @click.command
@@ -46,7 +45,7 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     page = Output("--out", folder and folder / "comparison.md", "a page of `pipebench compare`", is_our_page)
     picture = Output("--out", folder and folder / "curves.png", "a picture of `pipebench compare`", figures.is_curves)
     refuse_to_overwrite([page, picture])
-    found = recorded(find_runs(runs, records()) if len(runs) > 1 else runs_of(runs[0]), runs)
+    found = recorded(runs, records())
     if as_json:
         print_json(found.to_dict())
     else:

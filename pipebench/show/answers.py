@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from pipebench.show.plan_report import print_modes, print_plan
 from pipebench.show.profile_report import print_profile
 from pipebench.show.shown import Shown
 from pipebench.tracking import summarise_seeds
-from pipebench.tracking.results import Recorded
+from pipebench.tracking.results import find_runs, runs_of
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
 
 if TYPE_CHECKING:
@@ -129,12 +130,13 @@ class RunComparison(Shown):
         return made
 
 
-def recorded(found: Sequence[Recorded], references: Sequence[str]) -> RunComparison:
-    """Return recorded runs side by side; `references` are the names by which they were found, one of a comparison.
+def recorded(references: Sequence[str], folders: Sequence[Path]) -> RunComparison:
+    """Return recorded runs side by side; a single reference names a comparison, all of whose runs these are.
 
     Raises:
-        UserError: two of them are the same run.
+        UserError: no run, several, or the same as another goes by a reference.
     """
+    found = find_runs(references, folders) if len(references) > 1 else runs_of(references[0])
     ids = [run.run_id for run in found]
     for index, run_id in enumerate(ids):
         if run_id in ids[:index]:

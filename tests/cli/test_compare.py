@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+import pipebench
 from pipebench.cli.main import cli
 from pipebench.show import figures
 from pipebench.show.differences import labelled
@@ -155,6 +156,8 @@ def test_past_runs_are_listed_and_a_comparison_is_shown_by_its_id(folder: Path, 
     assert "gpipe-0a1b2c3d" in listed.output, "MLflow hasn't taken it"
     rows = [line.split() for line in CliRunner().invoke(cli, ["runs", "by day"]).output.splitlines() if "again" in line]
     assert [(" ".join(row[3:5]), row[5]) for row in rows] == [("dp again", "reached"), ("pipedream again", "reached")]
+    Path("out").mkdir(exist_ok=True)
+    assert len(pipebench.recorded(str(parent.run_id)[:10]).runs) == 2
     shown = compare(str(parent.run_id)[:10], "--out", "out")
     assert shown.exit_code == 0, shown.output
     assert "quickstart-pipedream is first to" in shown.output or "pipedream is first to" in shown.output

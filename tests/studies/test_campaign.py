@@ -217,7 +217,7 @@ def test_the_page_says_what_was_done_and_lost(tmp_path: Path) -> None:
         assert line in text
     lost = replace(found, outcomes=[outcome(problems=["other parameters"])], left=2)
     assert not lost.fine
-    assert "1 runs lost something; 0 came too late; 20 spoilt checkpoints, all handled; 2 parts left to do." in page(
+    assert "1 runs lost something; 0 came too late; 20 spoilt checkpoints, all handled; parts left to do: 2." in page(
         lost
     )
     assert "- kill-0 (dp 2 distributed): other parameters" in page(lost)

@@ -90,7 +90,7 @@ class Findings:
             f"{self.num_kills} kills and {_num_others(self.outcomes)} other disturbances of {len(self.outcomes)} runs, "
             f"{f'{lost} runs lost something' if lost else 'all recovered'}; {undone} came too late; {len(rows)} spoilt "
             f"checkpoints, {f'{taken} not handled' if taken else 'all handled'}"
-            f"{f'; {self.left} parts left to do' if self.left else ''}."
+            f"{f'; parts left to do: {self.left}' if self.left else ''}."
         )
 
 
