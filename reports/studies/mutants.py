@@ -112,9 +112,9 @@ def tracked(root: Path) -> list[str]:
 def copy_tree(root: Path, to: Path) -> Path:
     """Copy what git tracks, as it is now."""
     for name in tracked(root):
-        if (root / name).is_file():
+        if (root / name).exists():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(root / name, to / name)
+            shutil.copy(root / name, to / name, follow_symlinks=False)  # `pipebench/zoo` is a link to a folder
     return to
 
 

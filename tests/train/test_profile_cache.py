@@ -135,7 +135,8 @@ def test_a_plan_that_is_known_is_made_without_torch(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
         for _ in range(2)
     )
-    assert (first.stderr[-4:], second.stderr) == ("True", "False")
+    # The last line: above it, a slow machine's command may have said that it is starting.
+    assert [each.stderr.splitlines()[-1] for each in (first, second)] == ["True", "False"]
     answers = [json.loads(each.stdout) for each in (first, second)]
     for answer in answers:
         del answer["took_s"], answer["solve_s"]
