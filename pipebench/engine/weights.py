@@ -409,8 +409,8 @@ def _recurrent(module: nn.Module, parameters: Sequence[torch.Tensor]) -> Iterato
             continue
         names = sorted(part._flat_weights_names, key=lambda name: name.startswith("bias"))  # stable
         order = [index.get(id(getattr(part, name)), -1) for name in names]
-        one_type = len({parameters[index].dtype for index in order if index >= 0}) == 1
-        if -1 not in order and one_type and len({*order}) == len(order) and taken.isdisjoint(order):
+        apart = -1 not in order and len({*order}) == len(order) and taken.isdisjoint(order)
+        if apart and len({parameters[index].dtype for index in order}) == 1:
             taken.update(order)
             yield part, order
 
