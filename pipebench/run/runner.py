@@ -85,7 +85,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
         results = [run.result for run in runs]
         if parent is not None:
             _tell_speed_ups(parent, results, ids)
-            finish_parent(parent, results, complete=len(results) == total)
+            finish_parent(parent, runs, complete=len(runs) == total)
     return RunComparison(tuple(runs), parent.where() if parent else "")
 
 
@@ -159,7 +159,7 @@ def _run_with_seeds(
         if results:
             group.metrics(ranked(summarise_seeds(results) | seed_medians(results), results[0].clock))
         ids[name, None] = group.run_id
-        finish_parent(group, results, complete=len(results) == len(seeds))
+        finish_parent(group, runs, complete=len(runs) == len(seeds))
     return runs
 
 
