@@ -50,8 +50,8 @@ def run(recipe: Recipe, /, *, on_progress: OnProgress = None, **keys: Any) -> Ru
 
     Args:
         recipe: a name, a file, a dict, or what `load_recipe` returned.
-        on_progress: gets a mapping per evaluation, and about every second one on how far training is; without it,
-            lines are printed.
+        on_progress: gets a mapping per evaluation, and about every second one on how far training is, of runs in
+            processes in a thread; without it, lines are printed.
         keys: keys of the recipe and their values.
 
     Raises:

@@ -36,15 +36,18 @@ INTERRUPTED = 130
 _POLL_S, _KILLING_S = 0.02, 10.0
 # After a worker failed, the others end by themselves or on SIGTERM within this time, or are stuck or suspended.
 _CLOSING_S = 5.0
+_NOTHING: Mapping[str, int] = {}
 
 
 class Attempt:
     """One start of all workers."""
 
-    def __init__(self, command: Sequence[str], num_workers: int, number: int, settings: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], num_workers: int, number: int, settings: Mapping[str, str], passed: Sequence[int]
+    ) -> None:
         """Start `num_workers` workers, all on this host, with a command and additional environment variables.
 
-        `number` is 0, then 1 for the first restart, ...
+        `number` is 0, then 1 for the first restart, ...; `passed` are file descriptors that they inherit.
         """
         server = StoreServer()
         self.store = PrivateStore(server.connect())
@@ -65,7 +68,7 @@ class Attempt:
         self._processes = []
         for rank in range(num_workers):
             with server.connect() as connection:
-                given = (connection.fileno(), self._failures[rank].fileno())
+                given = (connection.fileno(), self._failures[rank].fileno(), *passed)
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), STORE: str(given[0]), FAILURE: str(given[1])}
                 # Every worker leads a process group, which includes its loader's processes.
                 process = subprocess.Popen(words, env=everyone | own, start_new_session=True, pass_fds=given)
@@ -137,6 +140,7 @@ def run_workers(
     grace_s: float = GRACE_S,
     say: Callable[[str], None] | None = None,
     verbose: bool = False,
+    passed: Mapping[str, int] = _NOTHING,
 ) -> int:
     """Start the workers of a run on this host and wait for them, restarting all when one dies.
 
@@ -144,16 +148,18 @@ def run_workers(
     after `grace_s` seconds. Signals are handled only in the main thread.
 
     The workers run `command` with RANK, WORLD_SIZE and the like in their environment, and the folder `run` as
-    PIPEBENCH_RUN. `say` prints messages, by default to standard error; `verbose` adds the user code's traceback.
+    PIPEBENCH_RUN. `say` prints messages, by default to standard error; `verbose` adds the user code's traceback;
+    `passed` has file descriptors that they inherit, by the environment variable that tells them.
 
     Returns:
         0 when every worker finished; 2 for a user's mistake, 3 for a failure, 130 when a second signal ended them. All
         but 0 have been reported.
     """
     say, settings = say or _say, {RUN: str(run), **worker_settings(num_workers)}
+    settings |= {name: str(descriptor) for name, descriptor in passed.items()}
     with _Signals(grace_s) as signals:
         for number in range(max_restarts + 1):
-            attempt = Attempt(command, num_workers, number, settings)
+            attempt = Attempt(command, num_workers, number, settings, [*passed.values()])
             try:
                 if not _watch(attempt, signals, say):
                     return INTERRUPTED

@@ -74,7 +74,13 @@ def test_keys_are_sections_or_dotted_and_answers_are_rows_and_figures() -> None:
 
     both = pipebench.compare("small.yaml", parallelism={"mode": ["dp", "gpipe"]}, on_progress=silent, **SIMULATED)
     assert both.frame()["mode"].to_list() == ["dp", "gpipe"]
-    assert {*both.to_dict()["differences"]} >= {"parallelism.mode"}
+    found = both.to_dict()
+    assert {*found["differences"]} >= {"parallelism.mode"}
+    times_s = [run.metrics["epoch_time_s"] for run in both.runs]
+    assert [row["epoch_time_s"] for row in found["rows"]] == times_s
+    assert [row["vs_dp"] for row in found["rows"]] == [1.0, times_s[0] / times_s[1]]
+    assert [row["parallelism.mode"] for row in both.rows()] == ["dp", "gpipe"]
+    assert all(" ".join(line.split()) in " ".join(repr(both).split()) for line in found["verdict"])
     assert isinstance(both.figure(), Figure)
     again = pipebench.recorded(*(str(run.mlflow_run_id) for run in both.runs))
     assert [run.metrics for run in again.runs] == [run.metrics for run in both.runs]
@@ -158,10 +164,14 @@ def test_json_is_all_that_is_printed_on_standard_output() -> None:
     """By processes of the run, too."""
     assert json.loads(invoke("run", "small.yaml", "engine.kind=simulated", "--json").stdout)["outcome"] == "completed"
     keys = ("train.max_epochs=1", "engine.kind=distributed", "cluster.name=local", "parallelism.plan=1-1")
-    command = [sys.executable, "-m", "pipebench", "run", "small.yaml", "--json", *keys]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pipebench", "run", "small.yaml", *keys]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["engine"] == "distributed"
+    done = subprocess.run([*command, "--json-lines"], capture_output=True, text=True)
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert ([each["event"] for each in told][-1], {each["name"] for each in told}) == ("result", {told[-1]["name"]})
+    assert {"progress", "evaluation"} <= {each["event"] for each in told}, done.stderr
     lines = invoke("run", "small.yaml", "train.max_epochs=1", "--json-lines").stdout.splitlines()
     events = [json.loads(line)["event"] for line in lines]
     assert events[-1] == "result"
