@@ -164,13 +164,12 @@ def test_json_is_all_that_is_printed_on_standard_output() -> None:
     """By processes of the run, too."""
     assert json.loads(invoke("run", "small.yaml", "engine.kind=simulated", "--json").stdout)["outcome"] == "completed"
     keys = ("train.max_epochs=1", "engine.kind=distributed", "cluster.name=local", "parallelism.plan=1-1")
-    command = [sys.executable, "-m", "pipebench", "run", "small.yaml", *keys]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "pipebench", "run", "small.yaml", *keys, "--json-lines"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["engine"] == "distributed"
-    done = subprocess.run([*command, "--json-lines"], capture_output=True, text=True)
     told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert ([each["event"] for each in told][-1], {each["name"] for each in told}) == ("result", {told[-1]["name"]})
+    assert (told[-1]["event"], told[-1]["engine"]) == ("result", "distributed")
+    assert {each["name"] for each in told} == {told[-1]["name"]}
     assert {"progress", "evaluation"} <= {each["event"] for each in told}, done.stderr
     lines = invoke("run", "small.yaml", "train.max_epochs=1", "--json-lines").stdout.splitlines()
     events = [json.loads(line)["event"] for line in lines]
