@@ -9,6 +9,8 @@ from rich.console import Console
 from pipebench.errors import UserError
 from pipebench.show.console import print_written
 
+PNG = (".png",)
+
 
 @dataclass(frozen=True)
 class Output:
@@ -18,6 +20,7 @@ class Output:
     path: Path | None  # None to write nothing
     what: str  # in words
     is_ours: Callable[[Path], bool]  # whether an existing file is of the same kind
+    suffixes: tuple[str, ...] = ()  # one of which its name has; () for any
 
     def write(self, write: Callable[[Path], object], console: Console | None = None) -> None:
         """Write it, unless `path` is None, and print its path."""
@@ -36,7 +39,8 @@ def refuse_to_overwrite(outputs: Iterable[Output]) -> None:
     Raises a UserError that names the option if one isn't writable, exists as something else, or is given twice.
     """
     taken: dict[Path, str] = {}
-    for option, path, what, is_ours in ((each.option, each.path, each.what, each.is_ours) for each in outputs):
+    for each in outputs:
+        option, path, what = each.option, each.path, each.what
         if path is None:
             continue
         try:
@@ -49,5 +53,8 @@ def refuse_to_overwrite(outputs: Iterable[Output]) -> None:
             raise UserError(f"{option}: got {path}, which {other} writes to as well; give each a file of its own")
         if not path.parent.is_dir():
             raise UserError(f"{option}: got {path}, but there is no folder {path.parent}")
-        if there and not (path.is_file() and is_ours(path)):
+        if there and not (path.is_file() and each.is_ours(path)):
             raise UserError(f"{option}: {path} is there and isn't {what}, so it is left alone; name another file")
+        if each.suffixes and path.suffix.lower() not in each.suffixes:
+            other_name = path.with_suffix(each.suffixes[0]).name
+            raise UserError(f"{option}: got {path}, allowed is a name such as {other_name}, of {what}")
