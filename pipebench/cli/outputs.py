@@ -1,6 +1,6 @@
 """Files that a command writes: new, or replacing one of the same kind, so no mistyped name loses data."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class Output:
         print_written(str(self.path), console)
 
 
-def refuse_to_overwrite(outputs: Iterable[Output]) -> None:
+def refuse_to_overwrite(outputs: Sequence[Output]) -> None:
     """Check all files before any work.
 
     Raises a UserError that names the option if one isn't writable, exists as something else, or is given twice.
@@ -55,6 +55,7 @@ def refuse_to_overwrite(outputs: Iterable[Output]) -> None:
             raise UserError(f"{option}: got {path}, but there is no folder {path.parent}")
         if there and not (path.is_file() and each.is_ours(path)):
             raise UserError(f"{option}: {path} is there and isn't {what}, so it is left alone; name another file")
-        if each.suffixes and path.suffix.lower() not in each.suffixes:
-            other_name = path.with_suffix(each.suffixes[0]).name
-            raise UserError(f"{option}: got {path}, allowed is a name such as {other_name}, of {what}")
+    for each in outputs:
+        if each.path is not None and each.suffixes and each.path.suffix.lower() not in each.suffixes:
+            fitting = each.path.with_suffix(each.suffixes[0]).name
+            raise UserError(f"{each.option}: got {each.path}, allowed is a name such as {fitting}, of {each.what}")

@@ -150,6 +150,11 @@ def test_mistakes_with_objects() -> None:
     )
     assert "was an object of a process that has ended" in mistake(getattr, objects, "net_9")
     assert "give load_recipe this key, too" in mistake(pipebench.run, pipebench.load_recipe("quickstart"), name="x")
+    for given in (net(), None, ["small.yaml"]):
+        assert f"recipe: got a {type(given).__name__}, allowed is a name" in mistake(pipebench.run, given)
+    for seeds in (3, "0,1", [0, 0], [-1], []):
+        assert f"seeds: got {seeds!r}, allowed are" in mistake(pipebench.compare, SMALL, model=net, seeds=seeds)
+    assert "on_progress: got True, allowed is a function" in mistake(pipebench.run, SMALL, model=net, on_progress=True)
     assert "in Python `pipebench.compare`" in mistake(pipebench.run, "small.yaml", train={"seed": [0, 1]})
     assert "is a folder; one recipe is needed" in mistake(pipebench.run, "recipes/quickstart")
     assert "dataset.target: got a object" in mistake(pipebench.run, SMALL, model=net, dataset={"target": object()})
