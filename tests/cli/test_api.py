@@ -154,6 +154,11 @@ def test_mistakes_with_objects() -> None:
         assert f"recipe: got a {type(given).__name__}, allowed is a name" in mistake(pipebench.run, given)
     for seeds in (3, "0,1", [0, 0], [-1], []):
         assert f"seeds: got {seeds!r}, allowed are" in mistake(pipebench.compare, SMALL, model=net, seeds=seeds)
+    tokens = TensorDataset(torch.zeros(48, 7, dtype=torch.long), torch.zeros(48, 7, dtype=torch.long))
+    data = {"target": (tokens, tokens), "loss": "cross_entropy"}
+    assert "takes them second, logits.transpose(1, 2): " in mistake(
+        pipebench.run, SMALL, model=nn.Embedding(9, 9), dataset=data
+    )
     assert "on_progress: got True, allowed is a function" in mistake(pipebench.run, SMALL, model=net, on_progress=True)
     assert "in Python `pipebench.compare`" in mistake(pipebench.run, "small.yaml", train={"seed": [0, 1]})
     assert "is a folder; one recipe is needed" in mistake(pipebench.run, "recipes/quickstart")
