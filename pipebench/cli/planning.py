@@ -13,7 +13,7 @@ from types import ModuleType
 from rich.console import Console
 
 from pipebench.cli.json_output import print_json
-from pipebench.cli.outputs import Output, refuse_to_overwrite
+from pipebench.cli.outputs import PNG, Output, refuse_to_overwrite
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError, RecipeError, UserError
 from pipebench.files import replace as replace_file
@@ -93,7 +93,9 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     is missing, or nothing fits in memory.
     """
     out = Output("--out", options.out, "a plan's file", is_our_plan)
-    picture = Output("--picture", options.picture, "a picture of a plan", lambda path: _pictures().is_our_picture(path))
+    picture = Output(
+        "--picture", options.picture, "a picture of a plan", lambda path: _pictures().is_our_picture(path), PNG
+    )
     refuse_to_overwrite((out, picture))
     began_s = time.perf_counter()
     known: dict[int, States] = {}
