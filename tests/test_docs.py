@@ -261,6 +261,7 @@ def test_the_quick_start_prints_what_readme_says(tmp_path: Path) -> None:
     assert (tmp_path / "mlflow.db").exists()
 
 
+@pytest.mark.usefixtures("rendered")
 def test_the_plan_of_its_page_is_what_the_planner_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "110")
     page = (ROOT / "docs/planner.md").read_text()
@@ -274,6 +275,7 @@ def test_the_plan_of_its_page_is_what_the_planner_prints(tmp_path: Path, monkeyp
     assert unlike(drawn, ROOT / "docs/plan.png") < MOST_UNLIKE, f"{command} --picture docs/plan.png"
 
 
+@pytest.mark.usefixtures("rendered")
 def test_the_occupancy_of_its_page_is_what_is_drawn(tmp_path: Path) -> None:
     drawn = tmp_path / "occupancy.png"
     done = CliRunner().invoke(cli, ["draw", "quickstart", "--picture", str(drawn), "--of", "occupancy"])
