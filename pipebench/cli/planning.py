@@ -185,7 +185,8 @@ def _given(parallelism: ParallelismRecipe, known: ToPlan, request: Request, mode
         from pipebench.train.plan import plan_of_file  # late: imports torch
 
         assert known.graph is not None
-        plan = plan_of_file(parallelism, request.cluster.num_workers, known.graph, request.streams)
+        num_workers = request.cluster.num_workers
+        plan = plan_of_file(parallelism, num_workers, known.graph, request.streams, ties=planner.ties)
         return planner.estimate_of(plan)
     if parallelism.plan == AUTO or planner.mode.shape in ("one", "one-stage"):
         return None

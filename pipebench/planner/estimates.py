@@ -77,6 +77,11 @@ class ModeRequest:
         update_s_per_byte = profile.update_s_per_byte * self.weights.update_cost
         return UnitWork(states, update_s_per_byte, profile.update_floor_s, load_s)
 
+    @property
+    def ties(self) -> bool:
+        """Whether stages may have a copy each of a weight that their layers share."""
+        return self.mode.ties and self.request.ties
+
     @cached_property
     def memory_policies(self) -> tuple[str, ...]:
         """Activation policy of every layer of the profile."""
@@ -249,6 +254,7 @@ class Estimator(ModeRequest):
             chunks=self.mode.chunks,
             memory=[self.memory_policies[layer] for layer in order],
             relay=self.request.relay,
+            ties=self.ties,
         )
         return plan, order, rows
 

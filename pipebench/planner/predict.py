@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
-from pipebench.model.plan import Plan
+from pipebench.model.plan import Plan, tied_parameters
 from pipebench.model.sampling import Sampler, Size
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.plans import PlanEstimate, Request, StageTime
@@ -111,7 +111,7 @@ def pipeline_under(pipeline: Pipeline, plan: Plan, rows: Sequence[LayerProfile])
         index for index, stage in enumerate(plan.stages) if any(row.inputs for row in rows[stage.start : stage.stop])
     )
     swaps = tuple(index for index, stage in enumerate(plan.stages) if SWAP in stage.memory)
-    return replace(pipeline, edges=edges, loads=loads, swaps=swaps)
+    return replace(pipeline, edges=edges, loads=loads, swaps=swaps, ties=tuple(tied_parameters(rows, plan)))
 
 
 def planned_workload(

@@ -34,7 +34,7 @@ class _PendingReduction:
     """What is summed by which group, and its cost on each member's processor."""
 
     buckets: Sequence[SimulatedBucket]
-    workers: range
+    workers: Sequence[int]
     way: str
     kind: str
     host_s: float = 0.0
@@ -56,6 +56,10 @@ class Reductions:
             num_bytes, workers = sum(bucket.num_bytes for bucket in each.buckets), pipeline.workers_of(stage)
             host_s = costs.host.all_reduce(num_bytes, len(workers))
             self._groups[stage] = _PendingReduction(each.buckets, workers, sync.way, sync.kind, host_s, sync.overlaps)
+        for group, bucket in enumerate(costs.ties, pipeline.num_stages):
+            members = pipeline.members(group)
+            host_s = costs.host.all_reduce(bucket.num_bytes, len(members))
+            self._groups[group] = _PendingReduction((bucket,), members, sync.way, sync.kind, host_s, overlaps=False)
 
     def join(
         self, stage: int, round_index: int, now_s: float, duration_s: float = 0.0, *, in_part: bool = False
