@@ -63,9 +63,10 @@ class InProcessCollectives:
     def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
         """Return the sum of a tie's gradients; whoever asks first, all have theirs by then, and nobody has updated."""
         if (group, round_index) not in self._sums:
-            members = self.setup.pipeline.members(group)
-            own = {index: self.workers[worker].tied[group].gradients() for index, worker in enumerate(members)}
-            self._given[group, round_index] = own
+            self._given[group, round_index] = {
+                index: self.workers[worker].tied[group].gradients()
+                for index, worker in enumerate(self.setup.pipeline.members(group))
+            }
         return self.wait(group, round_index)
 
     def norm(self, round_index: int) -> torch.Tensor:

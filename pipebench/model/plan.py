@@ -134,10 +134,8 @@ def make_plan(
     bounds, widths = [0, *starts, len(graph.layers)], replicas[: len(replicas) // chunks]
     check_bounds(bounds)
     policies = as_they_run(graph.layers, [memory] * len(graph.layers) if isinstance(memory, str) else memory)
-    stages = tuple(
-        StagePlan(a, b, r, (), tuple(policies[a:b]))
-        for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True)
-    )
+    cuts = zip(itertools.pairwise(bounds), replicas, strict=True)
+    stages = tuple(StagePlan(a, b, r, (), tuple(policies[a:b])) for (a, b), r in cuts)
     for problem in split_ties(graph, stages, ties=ties):
         raise PlanError(f"{problem}; move parallelism.cuts or use plan: auto")
     crossed = crossings(graph, stage_of_layers(stages), len(stages) - 1, relay=relay)

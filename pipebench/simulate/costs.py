@@ -1,7 +1,7 @@
 """Costs of every instruction: a profile summed over stages, as the simulator reads it."""
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipebench.model.plan import Plan, tied_parameters
 from pipebench.model.sampling import Size
@@ -127,14 +127,21 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0) -> Costs
         stages.append(
             StageCosts(forward, backward, weight, load, update, buckets, buffer_bytes, swapped, again_s, tied_bytes)
         )
+    ties = tuple(SimulatedBucket(_num_bytes(rows, names), 1.0, tuple(names)) for names in tied.values())
+    return _with_crossings(Costs(tuple(stages), {}, {}, ties=ties), plan, by_size)
+
+
+def _with_crossings(costs: Costs, plan: Plan, by_size: Mapping[Size, Sequence[LayerProfile]]) -> Costs:
+    """Return costs with those of the values that cross a plan's cuts."""
+    nothing: dict[Size, int] = {0: 0}
+    rows = next(iter(by_size.values()))
     activation, gradient, values = {}, {}, {}
     for edge, producers in plan.crossings.items():
         activation[edge] = nothing | {n: sum(at[i].output_bytes for i in producers) for n, at in by_size.items()}
         gradient[edge] = nothing | {n: sum(at[i].gradient_bytes for i in producers) for n, at in by_size.items()}
         sent, returned = [rows[i].output_bytes for i in producers], [rows[i].gradient_bytes for i in producers]
         values[edge] = as_values(sent), as_values(returned)
-    ties = tuple(SimulatedBucket(_num_bytes(rows, names), 1.0, tuple(names)) for names in tied.values())
-    return Costs(tuple(stages), activation, gradient, values=values, ties=ties)
+    return replace(costs, activation_bytes=activation, gradient_bytes=gradient, values=values)
 
 
 def _num_bytes(rows: Sequence[LayerProfile], names: Container[str]) -> int:
