@@ -15,7 +15,7 @@ from pipebench.schedule.pipeline import noam
 if TYPE_CHECKING:
     from pipebench.model.graph import LayerGraph
 
-_PARAMETER, _BUFFER = "parameter", "buffer"  # what layers may share
+PARAMETER, _BUFFER = "parameter", "buffer"  # what layers may share
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def split_ties(graph: Cuttable, stages: Sequence[StagePlan], *, ties: bool = Fal
     stage_of = stage_of_layers(stages)
     for (kind, name), users in shared(graph.layers).items():
         found = sorted({stage_of[index] for index in users})
-        if len(found) == 1 or (ties and kind == _PARAMETER):
+        if len(found) == 1 or (ties and kind == PARAMETER):
             continue
         yield f"{_tied(graph.layers, kind, name, users)}, but these cuts put them in stages {found}"
 
@@ -264,7 +264,7 @@ def shared(layers: Sequence[_Layer]) -> dict[tuple[str, str], list[int]]:
     """Return (kind, name) to the layers that share it, ascending, of every shared parameter and buffer."""
     users: dict[tuple[str, str], list[int]] = {}
     for index, layer in enumerate(layers):
-        for kind, names in ((_PARAMETER, layer.parameters), (_BUFFER, layer.buffers)):
+        for kind, names in ((PARAMETER, layer.parameters), (_BUFFER, layer.buffers)):
             for name in names:
                 users.setdefault((kind, name), []).append(index)
     return {key: own for key, own in users.items() if len(own) > 1}
@@ -277,19 +277,26 @@ def tied_parameters(layers: Sequence[_Layer], plan: Plan) -> dict[tuple[int, ...
         stage_of = stage_of_layers(plan.stages)
         for (kind, name), users in shared(layers[: len(stage_of)]).items():
             stages = tuple(sorted({stage_of[index] for index in users}))
-            if kind == _PARAMETER and len(stages) > 1:
+            if kind == PARAMETER and len(stages) > 1:
                 found.setdefault(stages, []).append(name)
     return dict(sorted(found.items()))
 
 
 def _tied(layers: Sequence[_Layer], kind: str, name: str, users: Sequence[int]) -> str:
     sharing = ", ".join(layers[index].name for index in users)
-    # Copies stay equal only where the updates of their stages are of the same minibatches; see docs/modes.md.
-    where = " unless stages update together (modes that flush, pipedream-2bw)" if kind == _PARAMETER else ""
-    return f"{kind} {name} is tied: layers {sharing} share it and must stay in one stage{where}"
+    # Copies stay equal only where all stages' updates are of the same minibatches; see docs/modes.md.
+    where = ", except under modes whose stages update together: those with a flush, and pipedream-2bw"
+    return (
+        f"{kind} {name} is tied: layers {sharing} share it and must stay in one stage"
+        f"{where if kind == PARAMETER else ''}"
+    )
 
 
-def too_few_places(layers: Sequence[_Layer], problem: str) -> str:
-    """Return a sentence on how few stages a model can be cut into, with the tie that holds most of it together."""
-    widest = max(shared(layers).items(), key=lambda tie: tie[1][-1] - tie[1][0], default=None)
+def too_few_places(layers: Sequence[_Layer], problem: str, *, ties: bool) -> str:
+    """Return a sentence on how few stages a model can be cut into, with the tie that holds most of it together.
+
+    `ties` as in `Plan`.
+    """
+    together = (tie for tie in shared(layers).items() if not (ties and tie[0][0] == PARAMETER))
+    widest = max(together, key=lambda tie: tie[1][-1] - tie[1][0], default=None)
     return problem if widest is None else f"{problem}; {_tied(layers, *widest[0], widest[1])}"
