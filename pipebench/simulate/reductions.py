@@ -56,10 +56,11 @@ class Reductions:
             num_bytes, workers = sum(bucket.num_bytes for bucket in each.buckets), pipeline.workers_of(stage)
             host_s = costs.host.all_reduce(num_bytes, len(workers))
             self._groups[stage] = _PendingReduction(each.buckets, workers, sync.way, sync.kind, host_s, sync.overlaps)
-        for group, bucket in enumerate(costs.ties, pipeline.num_stages):
-            members = pipeline.members(group)
-            host_s = costs.host.all_reduce(bucket.num_bytes, len(members))
-            self._groups[group] = _PendingReduction((bucket,), members, sync.way, sync.kind, host_s, overlaps=False)
+        for tie in range(len(pipeline.ties)):
+            buckets, members = costs.ties[tie : tie + 1], pipeline.members(pipeline.num_stages + tie)
+            host_s = costs.host.all_reduce(sum(bucket.num_bytes for bucket in buckets), len(members))
+            group = _PendingReduction(buckets, members, sync.way, sync.kind, host_s, overlaps=False)
+            self._groups[pipeline.num_stages + tie] = group
 
     def join(
         self, stage: int, round_index: int, now_s: float, duration_s: float = 0.0, *, in_part: bool = False
