@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 
@@ -24,30 +23,12 @@ from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.memory import WHATEVER_SIZE
 from pipebench.simulate.simulation import TimelineEvent
 from tests.checkpoint.support import captured, restored
+from tests.models import TiedEnds
 from tests.oracles import sequential
 from tests.simulate.test_memory import Levels, live
 from tests.support import Blobs, make_engine, make_setup
 
 SIZE = 4
-
-
-class TiedEnds(nn.Module):
-    """A language model's shape: both ends share a matrix, and two layers between share another."""
-
-    def __init__(self, *, seed: int = 3) -> None:
-        super().__init__()
-        torch.default_generator.manual_seed(seed)
-        self.words, self.one, self.norm = nn.Linear(6, 4, bias=False), nn.Linear(4, 4), nn.LayerNorm(4)
-        self.two, self.three, self.classifier = nn.Linear(4, 4), nn.Linear(4, 6), nn.Linear(6, 4, bias=False)
-        self.classifier.weight = self.words.weight
-        self.two.weight = self.one.weight
-        self.double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [n, 6] to [n, 4]."""
-        hidden = self.norm(torch.tanh(self.one(torch.tanh(self.words(x)))))
-        output: torch.Tensor = self.classifier(torch.tanh(self.three(torch.tanh(self.two(hidden)))))
-        return output
 
 
 # Layers: words, tanh, one, tanh, norm, two, tanh, three, tanh, classifier.
