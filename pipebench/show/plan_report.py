@@ -144,6 +144,11 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
     elif answer.request.depth is None and best.plan.depth > best.plan.noam:
         yield "depth", f"{best.plan.depth}, more than NOAM's {best.plan.noam}: transfers wait less"
     yield from _activations(best) if any(stage.virtual for stage in best.stages) else _not_kept(best.plan)
+    yield from _ties(answer)
+
+
+def _ties(answer: Answer) -> Iterator[tuple[str, str]]:
+    """Yield the parameters that several layers share, and what copies of them cost."""
     for tied in ties(answer):
         text = f"{' and '.join(tied.layers)} share {tied.parameter}"
         if len(tied.stages) == 1:

@@ -117,9 +117,7 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0) -> Costs
         load = {n: load_s.get(n, 0.0) if reads_inputs else 0.0 for n in by_size}
         buckets = _buckets(rows, range(stage.start, stage.stop), again, apart)
         tied_bytes = _num_bytes(rows[stage.start : stage.stop], apart)
-        num_bytes = (
-            sum(bucket.num_bytes for bucket in buckets) + tied_bytes
-        )  # a parameter of several layers counts once
+        num_bytes = sum(bucket.num_bytes for bucket in buckets) + tied_bytes
         update = profile.update_floor_s + num_bytes * profile.update_s_per_byte * update_cost if num_bytes else 0.0
         buffer_bytes = sum({k: v for i in indices for k, v in rows[i].buffer_sizes.items()}.values())
         forward, backward, weight, load = (nothing | each for each in (forward, backward, weight, load))
