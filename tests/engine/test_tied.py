@@ -19,8 +19,12 @@ from pipebench.planner.predict import payload
 from pipebench.schedule.instructions import BACKWARDS
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.operations import Op
+from pipebench.schedule.programs import programs
 from pipebench.schedule.syncs import ALL_REDUCE
+from pipebench.simulate.costs import HostCosts
+from pipebench.simulate.crowded import simulation_of
 from pipebench.simulate.memory import WHATEVER_SIZE
+from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import TimelineEvent
 from tests.checkpoint.support import captured, restored
 from tests.models import TiedEnds
@@ -285,3 +289,17 @@ def test_evaluations_are_those_of_the_tied_model() -> None:
     loss = functional.cross_entropy(model(fields["x"]), fields["label"]).detach()
     assert engine.evaluate()["eval_loss"] == pytest.approx(float(loss), rel=1e-12)
     assert len(losses) == 6
+
+
+@pytest.mark.parametrize("cores", [None, 8.0])
+def test_a_sum_costs_the_processor_of_every_copy_s_worker(cores: float | None) -> None:
+    """Of 2 copies each sends the weight's bytes once in all; with cores for all, it takes them no longer."""
+    setup = make_setup(TiedEnds(), (ENDS, [1, 1]), weights="one", ties=True, depth=1)
+    ends = []
+    for byte_s in (0.0, 1e-3):
+        costs = replace(setup.costs, host=HostCosts(ring_byte_s=byte_s, cores=cores))
+        lists = programs(setup.pipeline, 1)
+        simulation = simulation_of(setup.pipeline, lists, costs, Network(setup.cluster), lambda unit: 4)
+        ends.append({e.worker: e.end_s for e in simulation if e.instruction.op is Op.WAIT_TIED})
+    for worker in range(2):
+        assert ends[1][worker] - ends[0][worker] == pytest.approx(8 * (24 + 16) * 1e-3)
