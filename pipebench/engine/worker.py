@@ -20,8 +20,10 @@ from pipebench.engine.protocols import Collectives, Handler, StageRunner, Transp
 from pipebench.engine.replica import Values
 from pipebench.engine.replica_state import held_by, names_in, restore, state_of
 from pipebench.engine.replicas import replica_of_stage
+from pipebench.engine.ring import of_one_type
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, share_of
+from pipebench.engine.tied import positions_of, tied_copies
 from pipebench.engine.updates import Updates
 from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
@@ -52,6 +54,7 @@ class Worker:
         self.note_memory()
         self._trained = trained_names(setup.graph)
         self.shares = {stage: share_of(setup, stage, self.replica_index) for stage in self.replicas}
+        self.tied = tied_copies(setup, self.replicas, self.shares)  # by group
         self.held_version = -1  # for forwards whose instruction names none (extensions)
         self.handlers: dict[Op, Handler] = {
             Op.LOAD_INPUT: self._load,
@@ -66,6 +69,7 @@ class Worker:
             Op.SWAP_OUT: self._swap_out,
             Op.SWAP_IN: self._swap_in,
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
+            Op.WAIT_TIED: self._wait_tied,
             Op.WAIT_NORM: self._wait_norm,
             Op.UPDATE: self._update,
         }
@@ -121,6 +125,7 @@ class Worker:
             made.weights.renumber(replica.weights.newest.number)
             made.weights.versions.most_alive = replica.weights.most_alive
             self.replicas[stage] = self.running[stage] = made
+        self.tied = tied_copies(setup, self.replicas, self.shares)
 
     def begin_evaluation(self, feed: Feed, scores: Scores) -> None:
         """Start an evaluation, with nothing in flight; `scores` sums over the model's outputs."""
@@ -252,7 +257,13 @@ class Worker:
         replica = self.replicas[it.stage]
         if it.reduce >= 0:  # no backward of the round ran here
             collectives.contribute(it.stage, self.replica_index, it.reduce, replica.gradients)
-        replica.gradients = collectives.wait(it.stage, it.number)
+        summed = collectives.wait(it.stage, it.number)
+        for position in replica.apart:
+            summed[position] = replica.gradients[position]
+        replica.gradients = summed
+
+    def _wait_tied(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
+        self.tied[it.peer].take(collectives.tied(it.peer, it.number))
 
     def _wait_norm(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         self._norm = collectives.norm(it.number)
@@ -280,25 +291,38 @@ class Worker:
 
     # Other methods.
 
+    def summed(self, group: int) -> tuple[list[torch.Tensor], list[list[int]]]:
+        """Return the parameters that a stage's replicas, or a tie's copies, sum, and their positions per bucket."""
+        costs, num_stages = self.setup.costs, self.setup.pipeline.num_stages
+        if group >= num_stages:
+            like = self.tied[group].like
+            return like, of_one_type(range(len(like)), like)
+        replica, share = self.replicas[group], self.shares[group]
+        like = replica.weights.newest.parameters
+        named = (positions_of(bucket.parameters, replica, share) for bucket in costs.stages[group].buckets)
+        return like, [part for bucket in named for part in of_one_type(bucket, like)]
+
     def squared_norms(self) -> torch.Tensor:
         """Return the squared norms of the round's gradients, for a norm shared by all stages.
 
         Every parameter of the model has its own entry, so adding the workers' results changes no bit. Only the first
-        replica of a stage reports, the others have 0: all have the same gradients by now.
+        replica of a stage reports, the others have 0: all have the same gradients by now. Of a tie, the first stage's.
 
         Returns:
             [parameters of the model, at least one] float64.
         """
         found = dict.fromkeys(self._trained, torch.zeros((), dtype=torch.float64, device=self.setup.device))
         for stage, replica in self.replicas.items() if self.replica_index == 0 else ():
-            names = (self.shares[stage].names[name] for name in replica.weights.names)
-            scale = 1.0 if replica.scale is None else replica.scale.value
-            squares = squared_norms(replica.gradients, self.setup.device)
-            found |= {name: square / scale**2 for name, square in zip(names, squares, strict=True)}
+            share, scale = self.shares[stage], 1.0 if replica.scale is None else replica.scale.value
+            names = (share.names[name] for name in replica.weights.names)
+            squares = zip(names, squared_norms(replica.gradients, self.setup.device), strict=True)
+            found |= {name: square / scale**2 for name, square in squares if name not in share.elsewhere}
         return torch.stack([*found.values()])
 
     def buffers(self, stage: int) -> list[torch.Tensor]:
         """Return a stage's running statistics, which a drain averages over its replicas."""
+        if stage not in self.replicas:  # a tie has none
+            return []
         return [buffer for buffer in self.replicas[stage].module.buffers() if buffer.is_floating_point()]
 
     def parts(self) -> list[tuple[str, ModelState]]:

@@ -110,8 +110,8 @@ class MemoryRule:
     def _beside(self, grid: StageGrid) -> tuple[Floats, Floats]:
         """Return constant and per-unit bytes without activations."""
         states = grid.work.states
-        weights = grid.sums(states.parameter_bytes)
-        once = grid.sums(states.stepped_bytes) * (1 + self.state_bytes_per_byte + self.masters)
+        weights = grid.weights
+        once = (grid.sums(states.stepped_bytes) + grid.copies[1]) * (1 + self.state_bytes_per_byte + self.masters)
         before, after = grid.cuts(states.sent_bytes)
         stashed = weights if self.versions is None else 0.0 * weights
         return once + weights * (self.versions or 0) + 2 * (before + after), stashed

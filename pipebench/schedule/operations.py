@@ -34,6 +34,7 @@ class Op(enum.IntEnum):
     TAKE_UNIT = 19
     FORWARD_AGAIN = 20
     TAKE = 21
+    WAIT_TIED = 22
 
 
 # What an instruction's number is: a minibatch or microbatch, a round of updates, the first minibatch of a move.
@@ -121,6 +122,10 @@ OPERATIONS = {
     ),
     Op.TAKE: Operation(
         "T", RECEIVE, "waits for layers from worker {peer}, which it runs from {unit} on", MOVE, MIGRATION, "layers"
+    ),
+    Op.WAIT_TIED: Operation(
+        "WT", WAIT, "waits for the gradients of tied weights of {round} with {others}", ROUND, label="tied weights",
+        column="waiting_all_reduce_s",
     ),
 }  # fmt: skip
 

@@ -118,6 +118,9 @@ def _units(p: Pipeline, start: int, stop: int) -> Sequence[int]:
 def update_of(p: Pipeline, programs: Sequence["StageProgram"]) -> list[Instruction]:
     """Return the updates of a worker's stages at the end of a round, and what they wait for."""
     instructions = [instruction for program in programs for instruction in program.wait()]
+    for group, stages in enumerate(p.ties, p.num_stages):
+        own = [program for program in programs if program.stage in stages]
+        instructions += [Instruction(Op.WAIT_TIED, each.stage, each.updates, group) for each in own[:1]]
     if p.shares_norm:
         instructions.append(Instruction(Op.WAIT_NORM, programs[0].stage, programs[0].updates))
     instructions += [program.update() for program in programs]

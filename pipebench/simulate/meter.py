@@ -120,7 +120,7 @@ def span_of(pipeline: Pipeline, event: TimelineEvent, evaluating: bool) -> Span:
     own = stage if pipeline.chunks > 1 else ""  # which of the worker's stages
     if op is Op.UPDATE:
         return Span(worker, UPDATE, f"{own}U{number}", start_s, end_s, -1)
-    if op in (Op.WAIT_ALL_REDUCE, Op.WAIT_NORM):
+    if op in (Op.WAIT_ALL_REDUCE, Op.WAIT_TIED, Op.WAIT_NORM):
         return Span(worker, WAIT, _WAIT_LABELS[op], start_s, end_s, -1)
     minibatch = number if evaluating else pipeline.minibatch(number)[0]
     if op in _WAIT_LABELS:

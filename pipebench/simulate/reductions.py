@@ -34,7 +34,7 @@ class _PendingReduction:
     """What is summed by which group, and its cost on each member's processor."""
 
     buckets: Sequence[SimulatedBucket]
-    workers: range
+    workers: Sequence[int]
     way: str
     kind: str
     host_s: float = 0.0
@@ -56,6 +56,11 @@ class Reductions:
             num_bytes, workers = sum(bucket.num_bytes for bucket in each.buckets), pipeline.workers_of(stage)
             host_s = costs.host.all_reduce(num_bytes, len(workers))
             self._groups[stage] = _PendingReduction(each.buckets, workers, sync.way, sync.kind, host_s, sync.overlaps)
+        for tie in range(len(pipeline.ties)):
+            buckets, members = costs.ties[tie : tie + 1], pipeline.members(pipeline.num_stages + tie)
+            host_s = costs.host.all_reduce(sum(bucket.num_bytes for bucket in buckets), len(members))
+            group = _PendingReduction(buckets, members, sync.way, sync.kind, host_s, overlaps=False)
+            self._groups[pipeline.num_stages + tie] = group
 
     def join(
         self, stage: int, round_index: int, now_s: float, duration_s: float = 0.0, *, in_part: bool = False

@@ -139,7 +139,7 @@ class ReplicaMemory:
         elif it.op is Op.SWAP_IN:
             yield Change(ACTIVATIONS, self._memory.swapped[size], False)
             yield Change(ON_HOST, -self._memory.swapped[size], True)
-        elif it.op is Op.WAIT_ALL_REDUCE:
+        elif it.op in (Op.WAIT_ALL_REDUCE, Op.WAIT_TIED):
             yield self._gradients_are(self._memory.weights, at_end=True)
         elif it.op is Op.UPDATE:
             yield from self._update(it)

@@ -118,6 +118,7 @@ class Simulation:
             Op.UPDATE: self._update,
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
             Op.WAIT_NORM: self._wait_norm,
+            Op.WAIT_TIED: self._wait_tied,
         }
 
     def __iter__(self) -> Iterator[TimelineEvent]:
@@ -215,6 +216,10 @@ class Simulation:
         if reduce >= 0:  # no backward of the round ran here
             self._reductions.join(stage, round_index, now_s)
         return self._wait(worker, stage, wait, now_s)
+
+    def _wait_tied(self, worker: int, wait: Instruction, now_s: float) -> float | None:
+        self._reductions.join(wait.peer, wait.number, now_s)
+        return self._wait(worker, wait.peer, wait, now_s)
 
     def _wait_norm(self, worker: int, wait: Instruction, now_s: float) -> float | None:
         self._reductions.join(EVERY_STAGE, wait.number, now_s)
