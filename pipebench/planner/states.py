@@ -325,8 +325,6 @@ class _Graph:
         """Sum the layers' costs over every state; unless `ties`, without states that separate tied parameters."""
         tied = tied_layers(self.rows, self.working)
         kept = [state for state in members if self.ties or all(state & group in (0, group) for group in tied.values())]
-        if kept[-1] != self.everything or len(kept) < 2:
-            raise PlanError("the profile has no layer to plan")
         if are_prefixes:
             arrays = self._sums_of_prefixes(np.array([state.bit_count() for state in kept]))
         else:
