@@ -14,9 +14,11 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.profile.devices import DEVICES
 from pipebench.profile.load import load_profile
+from pipebench.report.catalog import find_report
+from pipebench.report.load import load_report
 from pipebench.zoo.ptb import ptb
 from pipebench.zoo.wmt16 import wmt16
-from reports.studies import gpu_profiles, planner_regret, planner_vs_simulator, table1_plans
+from reports.studies import effects, gpu_profiles, planner_regret, planner_vs_simulator, table1_plans
 from reports.studies.planned_models import TableRow, analytic, cluster, published_rows, recipe
 from tests.bench.planning import CASES, chain, seconds
 from tests.patience import PATIENCE_S
@@ -195,3 +197,17 @@ def test_a_gpu_is_found_in_the_catalogue_by_its_full_name(gpu: str, entry: str |
 
 def test_the_planners_bench_measures() -> None:
     assert all(value > 0 for value in seconds(chain(20, 0), "overlap", CASES[0].levels))
+
+
+def test_the_page_of_effects_is_of_this_tree() -> None:
+    """Every effect has its lines, and a quick row comes out as the page says."""
+    page, row = (Path(effects.__file__).parents[1] / "effects.md").read_text(), "alexnet-2x8-b"
+    assert page.startswith(effects.HEAD)
+    lines = {line.split(" | ")[0]: line for line in page.splitlines() if line.startswith("| ")}
+    assert all(page.count(f"| {effect.name} |") == 2 for effect in effects.EFFECTS)
+    report, asked = load_report(find_report(effects.REPORT))
+    rows = effects.Rows(report, {(each.row, each.run): each for each in asked if each.column == effects.COLUMN})
+    place = 1 + rows.names.index(row)
+    for name in ("nothing: all effects", "copies that the GPU waits for, between servers"):
+        (effect,) = (each for each in effects.EFFECTS if each.name == name)
+        assert lines[f"| {name}"].split("|")[1 + place].strip() == f"{rows.value(row, effect):.2f}"
