@@ -18,7 +18,14 @@ from pipebench.report.catalog import find_report
 from pipebench.report.load import load_report
 from pipebench.zoo.ptb import ptb
 from pipebench.zoo.wmt16 import wmt16
-from reports.studies import effects, gpu_profiles, planner_regret, planner_vs_simulator, table1_plans
+from reports.studies import (
+    effects,
+    gpu_profiles,
+    planner_regret,
+    planner_seconds,
+    planner_vs_simulator,
+    table1_plans,
+)
 from reports.studies.planned_models import TableRow, analytic, cluster, published_rows, recipe
 from tests.bench.planning import CASES, chain, seconds
 from tests.patience import PATIENCE_S
@@ -211,3 +218,12 @@ def test_the_page_of_effects_is_of_this_tree() -> None:
     for name in ("nothing: all effects", "copies that the GPU waits for, between servers"):
         (effect,) = (each for each in effects.EFFECTS if each.name == name)
         assert lines[f"| {name}"].split("|")[1 + place].strip() == f"{rows.value(row, effect):.2f}"
+
+
+def test_the_page_of_the_planner_s_seconds_is_of_this_script() -> None:
+    page = (Path(planner_seconds.__file__).parents[1] / "planner_seconds.md").read_text()
+    assert page.startswith(planner_seconds.HEAD)
+    assert sum(line.startswith("| ") for line in page.splitlines()) == 2 + len(published_rows())
+    text, said = planner_seconds.lines([LONELY], [COST_MODELS["artifact"]])
+    assert "| alexnet, 4 workers of cluster-a | " in text
+    assert " s under `artifact`: less than the paper's 8 s." in said
