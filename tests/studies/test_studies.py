@@ -24,6 +24,7 @@ from reports.studies import (
     planner_regret,
     planner_seconds,
     planner_vs_simulator,
+    search_growth,
     table1_plans,
 )
 from reports.studies.planned_models import TableRow, analytic, cluster, published_rows, recipe
@@ -227,3 +228,22 @@ def test_the_page_of_the_planner_s_seconds_is_of_this_script() -> None:
     text, said = planner_seconds.lines([LONELY], [COST_MODELS["artifact"]])
     assert "| alexnet, 4 workers of cluster-a | " in text
     assert " s under `artifact`: less than the paper's 8 s." in said
+
+
+def test_growth_that_slows_a_stage() -> None:
+    """Four stages of 1 s; from 10 s on one has 2 s more of work, from 20 s on half as much less in the next."""
+    page = (Path(search_growth.__file__).parents[1] / "search_growth.md").read_text()
+    assert page.startswith(search_growth.HEAD)
+    trace = search_growth.Trace((1.0,) * 4, ((10.0, 0, 2.0), (20.0, 1, -1.0)), 30.0, 8, 40)
+    worst, mean = trace.gains(1.0)
+    assert worst == pytest.approx(3 / 1.25)
+    assert mean == pytest.approx((10 + 10 / 1.5 + 10 / 1.25) / (10 + 10 / 3 + 10 / 3))
+    factor = search_growth.needed(lambda each: trace.gains(each)[0], worst)
+    assert factor == pytest.approx(1.0, abs=2e-3)
+    assert search_growth.needed(lambda each: trace.gains(each)[0], 4.0) is None, "no more than there are stages"
+    as_printed, *needed = search_growth.rows("made up", trace)
+    assert as_printed[2:4] == ["1", "8 of 40"]
+    assert [row[1] for row in needed[::2]] == [
+        "3.45x as over GPipe, at the worst",
+        "5.21x as over PipeDream, at the worst",
+    ]
