@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from pipebench.model.plan import PARAMETER, shared, stage_of_layers
 from pipebench.planner.cost_models import ring_s
-from pipebench.planner.placement_costs import spanned
 from pipebench.planner.plans import Comparison, PlanEstimate, Request, StageTime
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import Mode
@@ -160,7 +159,8 @@ def _tied(answer: Answer, name: str, layers: tuple[str, ...], stages: tuple[int,
     if len(stages) == 1 or len(devices) == 1:
         return TiedParameter(name, layers, stages, 0, 0.0)
     size = next(row.parameter_sizes[name] for row in answer.rows if name in row.parameter_sizes)
-    seconds = ring_s(cluster.levels[spanned(cluster, devices)], size, len(devices))
+    hops = zip(devices, [*devices[1:], devices[0]], strict=True)
+    seconds = ring_s([cluster.levels[cluster.level_between(a, b)] for a, b in hops], size)
     return TiedParameter(name, layers, stages, 2 * (len(devices) - 1) * size, seconds)
 
 
