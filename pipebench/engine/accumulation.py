@@ -22,6 +22,7 @@ class Accumulation:
     def __init__(self, num_parameters: int) -> None:
         # Sums in the order of the parameters; None without a gradient
         self.gradients: list[torch.Tensor | None] = [None] * num_parameters
+        self._num_parameters = num_parameters
         self._hooks: WeakKeyDictionary[Version, _GradientHooks] = WeakKeyDictionary()
 
     @property
@@ -31,7 +32,7 @@ class Accumulation:
 
     def clear(self) -> None:
         """Drop the sums."""
-        self.gradients = [None] * len(self.gradients)
+        self.gradients = [None] * self._num_parameters
 
     @contextmanager
     def add(self, version: Version, on_gradient: OnGradient | None) -> Iterator[None]:

@@ -13,8 +13,10 @@ from pipebench.engine.protocols import EngineExtension
 from pipebench.engine.ring import SUMS, all_reduce, of_one_type
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
-from pipebench.schedule.syncs import SYNCS
+from pipebench.engine.weights import Weights
+from pipebench.schedule.syncs import ALL_GATHER
 from pipebench.simulate.simulation import RunPart
+from pipebench.simulate.sums import WAYS
 from pipebench.simulate.timeline import CONTROL
 
 
@@ -31,6 +33,7 @@ class InProcessCollectives:
         self._given: dict[tuple[int, int], dict[int, Sequence[torch.Tensor | None]]] = {}  # by replica
         self._sums: dict[tuple[int, int], tuple[list[torch.Tensor | None], int]] = {}  # and reads left
         self._norms: dict[int, torch.Tensor] = {}
+        self._gathering: Counter[int] = Counter()  # replicas that have joined the gather under way, by stage
         hooks = setup.pipeline.hooks("in_process")
         # Of the enabled extensions
         self.extensions: dict[str, EngineExtension] = {name: make(self) for name, make in hooks.items()}
@@ -50,7 +53,7 @@ class InProcessCollectives:
         if (stage, round_index) not in self._sums:
             self._given.setdefault((stage, round_index), {})[replica] = gradients
 
-    def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
+    def wait(self, stage: int, replica: int, round_index: int) -> list[torch.Tensor | None]:
         """Return the sum of all replicas' gradients; the virtual clock guarantees that they are there."""
         key = (stage, round_index)
         if key not in self._sums:
@@ -58,7 +61,42 @@ class InProcessCollectives:
         total, asking = self._sums.pop(key)
         if asking > 1:
             self._sums[key] = total, asking - 1
-        return list(total)
+        sharding = self._weights(stage, replica).sharding
+        if sharding is None:
+            return list(total)
+        own = ((total[piece.index], piece) for piece in sharding.own)
+        return [None if gradient is None else piece.of(gradient) for gradient, piece in own]
+
+    def gather(self, stage: int) -> None:
+        """Join a gather; when all replicas have, each gets what the others have stepped on.
+
+        None of them makes another update before it has waited for this, so all have these weights.
+        """
+        size = self.setup.pipeline.replicas[stage]
+        self._gathering[stage] += 1
+        if self._gathering[stage] < size:
+            return
+        self._gathering[stage] = 0
+        weights = [self._weights(stage, replica) for replica in range(size)]
+        for owner, given in enumerate(weights):
+            assert given.sharding is not None
+            for taker in weights:
+                if taker is not given or not given.sharding.keeps_all:
+                    taker.gathered(given.sharding.own, given.own_pieces())
+        self._count_half(stage, ALL_GATHER, weights[0].version_bytes)
+
+    def wait_gathered(self, stage: int) -> None:
+        """Do nothing: the virtual clock guarantees that the weights are there."""
+
+    def _weights(self, stage: int, replica: int) -> Weights:
+        worker = self.setup.pipeline.workers_of(stage)[replica]
+        return self.workers[worker].replicas[stage].weights
+
+    def _count_half(self, stage: int, kind: str, num_bytes: int) -> None:
+        """Count the bytes of a reduce-scatter or an all-gather."""
+        ring = self.of_stage(stage)
+        for sender, receiver, sent in WAYS[self.setup.pipeline.way].traffic(num_bytes, self.setup.servers(ring)):
+            self.count(kind, ring[sender], ring[receiver], sent)
 
     def norm(self, round_index: int) -> torch.Tensor:
         """Return the norm of all stages' gradients, after replicas have summed theirs."""
@@ -90,7 +128,7 @@ class InProcessCollectives:
 
     def _reduced(self, stage: int, given: Mapping[int, Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
         """Sum a round's gradients bucket by bucket; a member without a gradient contributes zeros."""
-        ring, sync = self.of_stage(stage), SYNCS[self.setup.pipeline.sync]
+        ring, pipeline = self.of_stage(stage), self.setup.pipeline
         weights = self.workers[ring[0]].replicas[stage].weights
         names, like = weights.names, weights.newest.parameters
         nothing: list[torch.Tensor | None] = [None] * len(names)
@@ -100,10 +138,12 @@ class InProcessCollectives:
         named = ([names.index(name) for name in bucket.parameters] for bucket in buckets)
         for indices in (part for bucket in named for part in of_one_type(bucket, like)):
             flats = [
-                torch.cat([(like[i].detach() * 0 if m[i] is None else m[i]).reshape(-1) for i in indices])  # type: ignore[union-attr]
+                torch.cat([(torch.zeros_like(like[i]) if m[i] is None else m[i]).reshape(-1) for i in indices])  # type: ignore[union-attr]
                 for m in members
             ]
-            total = SUMS[sync.way](flats, self.setup.servers(ring), self._counter(sync.kind, ring))
+            if pipeline.is_sharded:
+                self._count_half(stage, pipeline.sum_kind, flats[0].nbytes)
+            total = SUMS[pipeline.way](flats, self.setup.servers(ring), self._counter(pipeline.sum_kind, ring))
             pieces = torch.split(total, [like[i].numel() for i in indices])
             for i, piece in zip(indices, pieces, strict=True):
                 result[i] = None if all(m[i] is None for m in members) else piece.view(like[i].shape)

@@ -125,8 +125,14 @@ class Collectives(Protocol):
     def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Contribute a replica's gradients of a round, except those taken by `on_gradient`."""
 
-    def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
-        """Return the sum of a round's gradients over the stage's replicas; waits for them."""
+    def wait(self, stage: int, replica: int, round_index: int) -> list[torch.Tensor | None]:
+        """Return the sum of a round's gradients over the stage's replicas, or the replica's pieces; waits for them."""
+
+    def gather(self, stage: int) -> None:
+        """Start to gather the newest weights of a stage from its replicas."""
+
+    def wait_gathered(self, stage: int) -> None:
+        """Wait for the weights of a stage that are on their way."""
 
     def norm(self, round_index: int) -> torch.Tensor:
         """Return the norm of a round's gradients of all stages; waits for them."""

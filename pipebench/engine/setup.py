@@ -43,6 +43,7 @@ class Setup:
     device: torch.device  # of the arithmetic
     loss_scale: LossScaleRecipe | None = None  # None: no scaling
     correction_decay: float = CORRECTION_DECAY  # PipeMare's D, see `gamma`
+    steps_on_whole: bool = False  # whether the optimizer needs parameters whole: shards don't cut them then
     repartitions: bool = False  # whether layers may move: processes then keep the model and connect all stages
 
     @property

@@ -8,6 +8,9 @@ overwriting all.
 Each dtype has a buffer of its own. So has each recurrent module, laid out as cuDNN requires; otherwise cuDNN would copy
 the weights at every call.
 
+Where replicas are sharded, the optimizer steps on pieces of parameters: views of the newest version or, where no replica
+keeps all, tensors of their own; the version then has memory only while its weights are gathered.
+
 In mixed precision versions are 16-bit copies. The optimizer then steps on a single separate version in the model's own
 types, the masters.
 """
@@ -22,6 +25,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from pipebench.engine.shards import Divide, Piece
 from pipebench.model.optimizer import MakeOptimizer, average_in
 from pipebench.schedule.version_ledger import VersionLedger
 
@@ -53,9 +57,11 @@ class _ParameterGroup(NamedTuple):
 class Version:
     """The parameters of a stage after some number of updates; parameters of one group share a buffer."""
 
-    __slots__ = ("__weakref__", "flats", "number", "parameters")
+    __slots__ = ("__weakref__", "flats", "number", "parameters", "stepped")
 
-    def __init__(self, likes: Sequence[_Like], groups: Sequence[_ParameterGroup]) -> None:
+    def __init__(
+        self, likes: Sequence[_Like], groups: Sequence[_ParameterGroup], pieces: Sequence[Piece] | None = None
+    ) -> None:
         self.number = 0  # updates since the start of the run
         self.flats: list[torch.Tensor] = []  # one-dimensional, one per group
         views: dict[int, torch.Tensor] = {}
@@ -68,6 +74,8 @@ class Version:
                 shape = likes[index].shape
                 views[index] = flat[start : start + shape.numel()].view(shape).detach().requires_grad_()
         self.parameters = [views[index] for index in range(len(likes))]  # leaf views, in the stage's order
+        # What an optimizer steps on: all of them, or these pieces
+        self.stepped = self.parameters if pieces is None else [p.of(self.parameters[p.index]) for p in pieces]
 
 
 def _places_in_buffer(likes: Sequence[_Like], *, packed: bool) -> tuple[list[int], int]:
@@ -100,6 +108,7 @@ class Weights:
         overwrite: update in place even with minibatches in flight: the naive pipeline, whose backward sees newer
             weights than its forward.
         also: other modules with some of the parameters.
+        divide: returns which pieces of the parameters the optimizer steps on; None: all.
         masters: mixed precision: the rounded parameters before rounding, by name. None: the optimizer steps on the
             versions themselves.
     """
@@ -111,6 +120,7 @@ class Weights:
         *,
         overwrite: bool = False,
         also: Sequence[nn.Module] = (),
+        divide: Divide | None = None,
         masters: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -121,9 +131,16 @@ class Weights:
         self._likes = [_Like(p.shape, p.dtype, p.device) for _, p in named]
         self._groups = _groups([order for _, order in self._recurrent], self._likes)
         self.version_bytes = sum(like.nbytes for like in self._likes)  # of one version
+        self.sharding = sharding = None if divide is None else divide(dict(named))
+        self._pieces = None if sharding is None else sharding.own
+        # Names of what the optimizer steps on
+        self.stepped_names = self.names if self._pieces is None else tuple(self.names[p.index] for p in self._pieces)
         self.newest = self.new_version()  # with the most updates
         _fill(self.newest, [p for _, p in named])
-        self._masters = None if masters is None else _masters([masters.get(name, p) for name, p in named])
+        exact = [(masters or {}).get(name, p) for name, p in named]
+        self._masters = None if masters is None else _apart(self._own(exact))
+        # Own pieces in the parameters' types, where no replica keeps all; the version is freed after use
+        self._shard = None if sharding is None or sharding.keeps_all else _apart(self.newest.stepped)
         self._alive = [self.newest]
         self._free: list[Version] = []
         self._averages: Version | None = None
@@ -131,7 +148,7 @@ class Weights:
         self._lock = threading.RLock()
         # Live versions; a single one if nothing is trained
         self.versions = VersionLedger(in_place=overwrite or not named)
-        self.optimizer = make_optimizer(self._stepped.parameters) if named else None
+        self.optimizer = make_optimizer(self._stepped) if self._stepped else None
         # Bytes of the masters, or 0
         self.master_bytes = sum(p.nbytes for p in self._masters.parameters) if self._masters else 0
         self.state_bytes = 0  # of the optimizer's state, as of the latest update
@@ -140,6 +157,51 @@ class Weights:
         # A user's parameter groups keep the ratios of their rates.
         self._shares = [_share(group.get("lr"), self.optimizer) for group in groups]
         self.bind(self.newest)
+        self.is_gathered = True  # whether the newest version has its memory
+        self.free()
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all live versions."""
+        if self._shard is None:
+            return self.num_alive * self.version_bytes
+        return sum(p.nbytes for p in self._shard.parameters)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the weights that are gathered for now."""
+        return self.version_bytes if self._shard is not None and self.is_gathered else 0
+
+    @property
+    def whole_sizes(self) -> Sequence[int] | None:
+        """Elements of the whole parameter of every own piece; None without pieces."""
+        return None if self._pieces is None else [self._likes[piece.index].shape.numel() for piece in self._pieces]
+
+    def own_pieces(self) -> list[torch.Tensor]:
+        """Return the newest values of the own pieces, which other replicas gather."""
+        return self.newest.stepped if self._shard is None else self._shard.parameters
+
+    def allocate(self) -> None:
+        """Give the newest version its memory back, to gather weights in."""
+        if not self.is_gathered:
+            self.is_gathered = True
+            for flat in self.newest.flats:
+                flat.untyped_storage().resize_(flat.nbytes)
+
+    def free(self) -> None:
+        """Free the newest version's memory, if its weights can be gathered again."""
+        if self._shard is not None and self.is_gathered:
+            self.is_gathered = False
+            for flat in self.newest.flats:
+                flat.untyped_storage().resize_(0)
+
+    def gathered(self, pieces: Sequence[Piece], values: Sequence[torch.Tensor]) -> None:
+        """Take pieces of the newest weights from the replica that has stepped on them."""
+        newest = self.newest
+        # A backward meets the same numbers as its forward, in memory that was freed in between.
+        with torch.no_grad(), _unsafe_preserve_version_counter((*newest.flats, *newest.parameters)):
+            for piece, value in zip(pieces, values, strict=True):
+                piece.of(newest.parameters[piece.index]).copy_(value)
 
     @property
     def num_alive(self) -> int:
@@ -163,7 +225,7 @@ class Weights:
     def use(self, number: int) -> Version:
         """Return a live version by number for a minibatch in flight; without parameters one stands for all."""
         self.versions.use(number)
-        if self.optimizer is None:
+        if self.optimizer is None and self._pieces is None:
             return self.newest
         return next(version for version in self._alive if version.number == number)
 
@@ -176,7 +238,7 @@ class Weights:
         if self._averages is not None:
             return self._averages
         states = self.optimizer.state if self.optimizer else {}
-        stepped = self._stepped.parameters
+        stepped = self._stepped
         averages = [average_in(states.get(parameter, {})) for parameter in stepped]
         if all(average is None for average in averages):
             return self.newest
@@ -237,8 +299,8 @@ class Weights:
         target = self._next(keep_from)
         if self.optimizer is None:
             return
-        stepped = self._masters or target
-        for parameter, gradient in zip(stepped.parameters, gradients, strict=True):
+        stepped = self._stepped
+        for parameter, gradient in zip(stepped, gradients, strict=True):
             parameter.grad = gradient
         for group, share in zip(self.optimizer.param_groups, self._shares, strict=True):
             group["lr"] = lr * share
@@ -246,9 +308,8 @@ class Weights:
         unnoticed = (*target.flats, *target.parameters) if self._overwrite and self.versions.in_use else ()
         with _unsafe_preserve_version_counter(unnoticed):
             (self._step_apart if self._some_are_fresh else self.optimizer.step)()
-            if self._masters is not None:
-                _fill(target, self._masters.parameters)
-        for parameter in stepped.parameters:
+            self._round()
+        for parameter in stepped:
             parameter.grad = None
         self._count_state()
 
@@ -258,19 +319,18 @@ class Weights:
         torch's fused SGD requires that all parameters have momentum, or none.
         """
         assert self.optimizer is not None
-        gradients = [(p, p.grad) for p in self._stepped.parameters if p.grad is not None]
+        gradients = [(p, p.grad) for p in self._stepped if p.grad is not None]
         fresh = {id(p) for p, _ in gradients if not self.optimizer.state.get(p)}
         for turn in (True, False):
             for parameter, gradient in gradients:
                 parameter.grad = gradient if (id(parameter) in fresh) is turn else None
             self.optimizer.step()
-        self._some_are_fresh = any(not self.optimizer.state.get(p) for p in self._stepped.parameters)
+        self._some_are_fresh = any(not self.optimizer.state.get(p) for p in self._stepped)
 
     def skip(self, *, keep_from: int) -> None:
         """Make a new version without changes, since the schedule counts it."""
-        target = self._next(keep_from)
-        if self._masters is not None:
-            _fill(target, self._masters.parameters)
+        self._next(keep_from)
+        self._round()
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer's state of every updated parameter, by name: references, not copies."""
@@ -281,23 +341,29 @@ class Weights:
         """Return gradients in the types the optimizer steps on."""
         if self._masters is None:
             return list(gradients)
-        stepped = self._stepped.parameters
-        return [None if g is None else g.to(p.dtype) for g, p in zip(gradients, stepped, strict=True)]
+        return [None if g is None else g.to(p.dtype) for g, p in zip(gradients, self._stepped, strict=True)]
 
     def trained(self) -> dict[str, torch.Tensor]:
-        """Return the newest parameters as the optimizer steps on them, by name: the masters if any."""
-        return dict(zip(self.names, self._stepped.parameters, strict=True))
+        """Return the newest parameters, or pieces, as the optimizer steps on them, by name: the masters if any."""
+        return dict(zip(self.stepped_names, self._stepped, strict=True))
 
     def restore(self, parameters: Mapping[str, torch.Tensor], optimizer: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore the newest weights and the optimizer's state, by name; nothing may be in flight."""
         self._averages = None
+        whole = [parameters[name] for name in self.names]
+        if self._shard is None:
+            _fill(self.newest, whole)
         with torch.no_grad():
-            for name, parameter in self.trained().items():
-                parameter.copy_(parameters[name])
-        if self._masters is not None:
-            _fill(self.newest, self._masters.parameters)
+            for parameter, value in zip(self._stepped, self._own(whole), strict=True):
+                parameter.copy_(value)
+        self._round()
         if self.optimizer is None:
             return
+        if self._pieces is not None:
+            optimizer = {
+                self.names[p.index]: _state_of(p, parameters[self.names[p.index]], optimizer[self.names[p.index]])
+                for p in self._pieces if self.names[p.index] in optimizer
+            }  # fmt: skip
         names = {id(p): name for name, p in self.trained().items()}
         order = [p for group in self.optimizer.param_groups for p in group["params"]]  # the optimizer's order
         given = {i: optimizer[names[id(p)]] for i, p in enumerate(order) if names[id(p)] in optimizer}
@@ -312,13 +378,23 @@ class Weights:
         self._count_state()
 
     @property
-    def _stepped(self) -> Version:
-        """The version that the optimizer steps on."""
-        return self._masters or self.newest
+    def _stepped(self) -> list[torch.Tensor]:
+        """What the optimizer steps on."""
+        return self._masters.parameters if self._masters is not None else self.own_pieces()
+
+    def _own(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return, of values of all parameters, what belongs to what the optimizer steps on."""
+        return values if self._pieces is None else [piece.of(values[piece.index]) for piece in self._pieces]
+
+    def _round(self) -> None:
+        """Round the masters, if any, to the newest version."""
+        if self._masters is not None and self._masters.parameters:
+            with torch.no_grad():
+                torch._foreach_copy_(self.own_pieces(), self._masters.parameters)
 
     def new_version(self) -> Version:
         """Return a version's buffers, all zeros."""
-        return Version(self._likes, self._groups)
+        return Version(self._likes, self._groups, self._pieces)
 
     def _next(self, keep_from: int) -> Version:
         """Return the buffers for an update, holding the newest parameters."""
@@ -334,7 +410,8 @@ class Weights:
             with torch.no_grad():
                 for theirs, mine in zip(target.flats, newest.flats, strict=True):
                     theirs.copy_(mine)
-            self._move_optimizer(newest, target)
+            if self.optimizer is not None:
+                self._move_optimizer(newest, target)
         target.number = self.versions.newest
         self.newest = target
         self._alive.append(target)
@@ -343,10 +420,10 @@ class Weights:
     def _move_optimizer(self, old: Version, new: Version) -> None:
         assert self.optimizer is not None
         state = self.optimizer.state
-        for before, after in zip(old.parameters, new.parameters, strict=True):
+        for before, after in zip(old.stepped, new.stepped, strict=True):
             if before in state:
                 state[after] = state.pop(before)
-        moved = {id(before): after for before, after in zip(old.parameters, new.parameters, strict=True)}
+        moved = {id(before): after for before, after in zip(old.stepped, new.stepped, strict=True)}
         for group in self.optimizer.param_groups:
             group["params"] = [moved[id(parameter)] for parameter in group["params"]]
 
@@ -358,11 +435,20 @@ class Weights:
         """Free the buffers of dead versions for the next ones."""
         gone = [version for version in self._alive if version.number not in self.versions.alive]
         self._alive = [version for version in self._alive if version not in gone]
-        self._free = [*self._free, *gone] if self.optimizer is not None else []  # none follow a retirement
+        is_retired = self.optimizer is None and self._pieces is None
+        self._free = [] if is_retired else [*self._free, *gone]  # none follow a retirement
 
 
-def _masters(values: Sequence[torch.Tensor]) -> Version:
-    """Return parameters for the optimizer alone; no module needs a buffer layout."""
+def _state_of(piece: Piece, parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a piece's optimizer state, given the whole parameter's."""
+    return {
+        key: piece.of(value) if isinstance(value, torch.Tensor) and value.shape == parameter.shape else value
+        for key, value in state.items()
+    }
+
+
+def _apart(values: Sequence[torch.Tensor]) -> Version:
+    """Return copies of parameters for the optimizer alone; no module needs a buffer layout."""
     likes = [_Like(value.shape, value.dtype, value.device) for value in values]
     made = Version(likes, _groups([], likes))
     _fill(made, values)

@@ -43,7 +43,7 @@ class Worker:
         self.setup = setup
         self.index = index
         self.replica_index = setup.pipeline.replica_of(index)  # of its stages
-        self.replicas = {stage: replica_of_stage(setup, stage) for stage in setup.pipeline.stages_of(index)}
+        self.replicas = {s: replica_of_stage(setup, s, self.replica_index) for s in setup.pipeline.stages_of(index)}
         self.running: dict[int, StageRunner] = {**self.replicas}  # while layers move, several for a stage
         self.extensions: dict[str, WorkerExtension] = {}  # those enabled
         # Peaks over all its replicas, also within instructions (docs/memory.md); on the host, of swapped layers
@@ -66,6 +66,10 @@ class Worker:
             Op.SWAP_OUT: self._swap_out,
             Op.SWAP_IN: self._swap_in,
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
+            Op.WAIT_SCATTER: self._wait_scatter,
+            Op.GATHER: self._gather,
+            Op.WAIT_GATHER: self._wait_gather,
+            Op.FREE: self._free,
             Op.WAIT_NORM: self._wait_norm,
             Op.UPDATE: self._update,
         }
@@ -252,7 +256,23 @@ class Worker:
         replica = self.replicas[it.stage]
         if it.reduce >= 0:  # no backward of the round ran here
             collectives.contribute(it.stage, self.replica_index, it.reduce, replica.gradients)
-        replica.gradients = collectives.wait(it.stage, it.number)
+        replica.gradients = collectives.wait(it.stage, self.replica_index, it.number)
+
+    def _wait_scatter(self, it: Instruction, transport: Transport, collectives: Collectives) -> None:
+        self._wait_all_reduce(it, transport, collectives)
+        self.note_memory()
+
+    def _gather(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
+        self.replicas[it.stage].weights.allocate()
+        collectives.gather(it.stage)
+        self.note_memory()
+
+    def _wait_gather(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
+        collectives.wait_gathered(it.stage)
+
+    def _free(self, it: Instruction, _: Transport, __: Collectives) -> None:
+        self.replicas[it.stage].weights.free()
+        self.note_memory()
 
     def _wait_norm(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         self._norm = collectives.norm(it.number)
@@ -284,16 +304,19 @@ class Worker:
         """Return the squared norms of the round's gradients, for a norm shared by all stages.
 
         Every parameter of the model has its own entry, so adding the workers' results changes no bit. Only the first
-        replica of a stage reports, the others have 0: all have the same gradients by now.
+        replica of a stage reports, the others have 0: all have the same gradients by now. Sharded replicas report those
+        of their pieces.
 
         Returns:
             [parameters of the model, at least one] float64.
         """
         found = dict.fromkeys(self._trained, torch.zeros((), dtype=torch.float64, device=self.setup.device))
-        for stage, replica in self.replicas.items() if self.replica_index == 0 else ():
-            names = (self.shares[stage].names[name] for name in replica.weights.names)
+        for stage, replica in self.replicas.items():
+            if self.replica_index > 0 and not self.setup.pipeline.shards(stage):
+                continue
+            names = (self.shares[stage].names[name] for name in replica.weights.stepped_names)
             scale = 1.0 if replica.scale is None else replica.scale.value
-            squares = squared_norms(replica.gradients, self.setup.device)
+            squares = squared_norms(replica.gradients, self.setup.device, replica.weights.whole_sizes)
             found |= {name: square / scale**2 for name, square in zip(names, squares, strict=True)}
         return torch.stack([*found.values()])
 

@@ -34,6 +34,10 @@ class Op(enum.IntEnum):
     TAKE_UNIT = 19
     FORWARD_AGAIN = 20
     TAKE = 21
+    GATHER = 22
+    WAIT_GATHER = 23
+    FREE = 24
+    WAIT_SCATTER = 25
 
 
 # What an instruction's number is: a minibatch or microbatch, a round of updates, the first minibatch of a move.
@@ -84,6 +88,16 @@ OPERATIONS = {
         "W", WAIT, "waits for the all-reduce of {round} with {others}", ROUND, label="all-reduce",
         column="waiting_all_reduce_s",
     ),
+    Op.WAIT_SCATTER: Operation(
+        "RS", WAIT, "waits for its shard of the gradients of {round}, reduced and scattered with {others}", ROUND,
+        label="reduce-scatter", column="waiting_all_reduce_s",
+    ),
+    Op.GATHER: Operation("AG", OTHER, "starts to gather the weights of {round} from {others}", ROUND),
+    Op.WAIT_GATHER: Operation(
+        "WG", WAIT, "waits for the weights of {round}, gathered from {others}", ROUND, label="all-gather",
+        column="waiting_all_reduce_s",
+    ),
+    Op.FREE: Operation("FW", OTHER, "frees the weights of {round} but its shard", ROUND),
     Op.WAIT_NORM: Operation(
         "N", WAIT, "waits for the gradients' norm of {round} from all workers", ROUND, label="gradient norm",
         column="waiting_norm_s",
