@@ -208,7 +208,7 @@ def make_setup(
     )  # fmt: skip
     pipeline = replace(pipeline, extensions={} if push_order is None else {"asynchronous": push_order})
     return Setup(
-        graph=graph, plan=plan, pipeline=pipeline, profile=profile, costs=stage_costs(profile, plan),
+        graph=graph, plan=plan, pipeline=pipeline, profile=profile, costs=stage_costs(profile, plan, sharded=pipeline.is_sharded),
         evaluation=evaluation_of(graph, plan, pipeline, profile, dataset),
         cluster=cluster or flat_cluster(pipeline.num_workers),
         dataset=dataset,

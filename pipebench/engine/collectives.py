@@ -14,7 +14,6 @@ from pipebench.engine.ring import SUMS, all_reduce, of_one_type
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
 from pipebench.engine.weights import Weights
-from pipebench.schedule.syncs import ALL_GATHER
 from pipebench.simulate.simulation import RunPart
 from pipebench.simulate.sums import WAYS
 from pipebench.simulate.timeline import CONTROL
@@ -67,7 +66,7 @@ class InProcessCollectives:
         own = ((total[piece.index], piece) for piece in sharding.own)
         return [None if gradient is None else piece.of(gradient) for gradient, piece in own]
 
-    def gather(self, stage: int) -> None:
+    def gather(self, stage: int, kind: str) -> None:
         """Join a gather; when all replicas have, each gets what the others have stepped on.
 
         None of them makes another update before it has waited for this, so all have these weights.
@@ -83,7 +82,7 @@ class InProcessCollectives:
             for taker in weights:
                 if taker is not given or not given.sharding.keeps_all:
                     taker.gathered(given.sharding.own, given.own_pieces())
-        self._count_half(stage, ALL_GATHER, weights[0].version_bytes)
+        self._count_half(stage, kind, weights[0].version_bytes)
 
     def wait_gathered(self, stage: int) -> None:
         """Do nothing: the virtual clock guarantees that the weights are there."""

@@ -128,8 +128,8 @@ class Collectives(Protocol):
     def wait(self, stage: int, replica: int, round_index: int) -> list[torch.Tensor | None]:
         """Return the sum of a round's gradients over the stage's replicas, or the replica's pieces; waits for them."""
 
-    def gather(self, stage: int) -> None:
-        """Start to gather the newest weights of a stage from its replicas."""
+    def gather(self, stage: int, kind: str) -> None:
+        """Start to gather the newest weights of a stage from its replicas; bytes are counted as `kind`."""
 
     def wait_gathered(self, stage: int) -> None:
         """Wait for the weights of a stage that are on their way."""

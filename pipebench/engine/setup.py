@@ -72,7 +72,8 @@ class Setup:
         plan = recut(self.graph, plan, [stage.start for stage in plan.stages[1:]], memory)
         rows = next(iter(self.profile.layers.values()))
         pipeline = pipeline_under(self.pipeline, plan, rows)
-        costs = stage_costs(self.profile, plan, WEIGHT_POLICIES[pipeline.weights].update_cost)
+        cost = WEIGHT_POLICIES[pipeline.weights].update_cost
+        costs = stage_costs(self.profile, plan, cost, sharded=pipeline.is_sharded)
         return replace(
             self,
             plan=plan,

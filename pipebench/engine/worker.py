@@ -26,6 +26,7 @@ from pipebench.engine.updates import Updates
 from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
 from pipebench.schedule.programs import NOTHING
+from pipebench.schedule.syncs import ALL_GATHER
 from pipebench.simulate.timeline import EVALUATION
 
 _OF_A_UNIT: Final = frozenset(
@@ -264,7 +265,7 @@ class Worker:
 
     def _gather(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         self.replicas[it.stage].weights.allocate()
-        collectives.gather(it.stage)
+        collectives.gather(it.stage, ALL_GATHER if self.trains else EVALUATION)
         self.note_memory()
 
     def _wait_gather(self, it: Instruction, _: Transport, collectives: Collectives) -> None:

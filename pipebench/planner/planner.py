@@ -187,6 +187,8 @@ class Planner(Estimator):
 
     def _given_stages(self, widths: Sequence[int], starts: Sequence[int] | None) -> tuple[SearchStage, ...]:
         replicas = [*widths] * self.mode.chunks
+        if starts is None and self.mode.shape == "one-stage":
+            return tuple(SearchStage(*each, *widths) for each in self.groups)
         if starts is None:
             return plan_fixed(self.work, self.request.model, self.request.cluster, replicas, chunks=self.mode.chunks)
         states = self.work.states

@@ -22,6 +22,7 @@ from pipebench.hooks import hooks, with_section
 from pipebench.recipe import (  # noqa: F401 # for the rules that they register
     rules_named,
     rules_training,
+    rules_sharding,
     rules_vpipe,
     rules_zoo,
 )

@@ -58,6 +58,11 @@ class Mode:
         return self.microbatches and (flush or (policy.aim is not None and self.shape == "equal"))
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether replicas of a stage each step on a shard of its parameters."""
+        return self.shard != NOT_SHARDED
+
+    @property
     def chooses(self) -> bool:
         """Whether stages can choose their layers' activation policies, as vPipe's do.
 
