@@ -201,14 +201,16 @@ def make_setup(
     profile = unit_profile(graph, dataset, sizes or range(1, minibatch_size + 1))
     rows = profile.layers[minibatch_size]
     flushes, agrees = weights == "one", clip_norm is not None or loss_scale is not None
+    agrees &= flushes and (len(plan.stages) > 1 or shard != "none")
     pipeline = pipeline_of(
         graph, plan, rows, order=order, flushes=flushes, depth=depth or plan.depth, microbatches=microbatches,
-        accumulate=accumulate, shares_norm=agrees and flushes and (len(plan.stages) > 1 or shard != "none"), weights=weights,
-        chunks=chunks, sync=sync, backward=backward, sums=sums, shard=shard, reshards=reshards,
+        accumulate=accumulate, shares_norm=agrees, weights=weights, chunks=chunks,
+        sync=sync, backward=backward, sums=sums, shard=shard, reshards=reshards,
     )  # fmt: skip
     pipeline = replace(pipeline, extensions={} if push_order is None else {"asynchronous": push_order})
     return Setup(
-        graph=graph, plan=plan, pipeline=pipeline, profile=profile, costs=stage_costs(profile, plan, sharded=pipeline.is_sharded),
+        graph=graph, plan=plan, pipeline=pipeline, profile=profile,
+        costs=stage_costs(profile, plan, sharded=pipeline.is_sharded),
         evaluation=evaluation_of(graph, plan, pipeline, profile, dataset),
         cluster=cluster or flat_cluster(pipeline.num_workers),
         dataset=dataset,

@@ -12,8 +12,8 @@ from pipebench.engine.clipping import norm_of
 from pipebench.engine.protocols import EngineExtension
 from pipebench.engine.ring import SUMS, all_reduce, of_one_type
 from pipebench.engine.setup import Setup
-from pipebench.engine.worker import Worker
 from pipebench.engine.weights import Weights
+from pipebench.engine.worker import Worker
 from pipebench.simulate.simulation import RunPart
 from pipebench.simulate.sums import WAYS
 from pipebench.simulate.timeline import CONTROL
@@ -63,7 +63,7 @@ class InProcessCollectives:
         sharding = self._weights(stage, replica).sharding
         if sharding is None:
             return list(total)
-        own = ((total[piece.index], piece) for piece in sharding.own)
+        own = ((total[piece.place], piece) for piece in sharding.own)
         return [None if gradient is None else piece.of(gradient) for gradient, piece in own]
 
     def gather(self, stage: int, kind: str) -> None:
@@ -77,7 +77,7 @@ class InProcessCollectives:
             return
         self._gathering[stage] = 0
         weights = [self._weights(stage, replica) for replica in range(size)]
-        for owner, given in enumerate(weights):
+        for given in weights:
             assert given.sharding is not None
             for taker in weights:
                 if taker is not given or not given.sharding.keeps_all:

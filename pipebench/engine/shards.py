@@ -14,15 +14,16 @@ _ROW = 512  # of `clipping`
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of a parameter, flat; `index` is its position in the stage's order."""
+    """Elements [start, stop) of a parameter, flat; `place` is its position in the stage's order."""
 
-    index: int
+    place: int
     start: int
     stop: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of the piece: [elements]."""
-        return tensor.detach().view(-1)[self.start : self.stop]
+        """Return a view of the piece: [elements] or, of a whole tensor, its own shape."""
+        whole = tensor.detach()
+        return whole if self.stop - self.start == whole.numel() else whole.view(-1)[self.start : self.stop]
 
 
 class Sharding(NamedTuple):

@@ -8,8 +8,8 @@ overwriting all.
 Each dtype has a buffer of its own. So has each recurrent module, laid out as cuDNN requires; otherwise cuDNN would copy
 the weights at every call.
 
-Where replicas are sharded, the optimizer steps on pieces of parameters: views of the newest version or, where no replica
-keeps all, tensors of their own; the version then has memory only while its weights are gathered.
+Where replicas are sharded, the optimizer steps on pieces of parameters: views of the newest version or, where no
+replica keeps all, tensors of their own; the version then has memory only while its weights are gathered.
 
 In mixed precision versions are 16-bit copies. The optimizer then steps on a single separate version in the model's own
 types, the masters.
@@ -75,7 +75,7 @@ class Version:
                 views[index] = flat[start : start + shape.numel()].view(shape).detach().requires_grad_()
         self.parameters = [views[index] for index in range(len(likes))]  # leaf views, in the stage's order
         # What an optimizer steps on: all of them, or these pieces
-        self.stepped = self.parameters if pieces is None else [p.of(self.parameters[p.index]) for p in pieces]
+        self.stepped = self.parameters if pieces is None else [p.of(self.parameters[p.place]) for p in pieces]
 
 
 def _places_in_buffer(likes: Sequence[_Like], *, packed: bool) -> tuple[list[int], int]:
@@ -134,7 +134,7 @@ class Weights:
         self.sharding = sharding = None if divide is None else divide(dict(named))
         self._pieces = None if sharding is None else sharding.own
         # Names of what the optimizer steps on
-        self.stepped_names = self.names if self._pieces is None else tuple(self.names[p.index] for p in self._pieces)
+        self.stepped_names = self.names if self._pieces is None else tuple(self.names[p.place] for p in self._pieces)
         self.newest = self.new_version()  # with the most updates
         _fill(self.newest, [p for _, p in named])
         exact = [(masters or {}).get(name, p) for name, p in named]
@@ -175,7 +175,12 @@ class Weights:
     @property
     def whole_sizes(self) -> Sequence[int] | None:
         """Elements of the whole parameter of every own piece; None without pieces."""
-        return None if self._pieces is None else [self._likes[piece.index].shape.numel() for piece in self._pieces]
+        return None if self._pieces is None else [self._likes[piece.place].shape.numel() for piece in self._pieces]
+
+    def places_of_pieces(self) -> dict[str, torch.Tensor]:
+        """Return the first element, flat, and the whole's shape of every own piece, by name; empty without pieces."""
+        places = ((piece, self._likes[piece.place].shape) for piece in self._pieces or ())
+        return {self.names[piece.place]: torch.tensor([piece.start, *shape]) for piece, shape in places}
 
     def own_pieces(self) -> list[torch.Tensor]:
         """Return the newest values of the own pieces, which other replicas gather."""
@@ -201,7 +206,7 @@ class Weights:
         # A backward meets the same numbers as its forward, in memory that was freed in between.
         with torch.no_grad(), _unsafe_preserve_version_counter((*newest.flats, *newest.parameters)):
             for piece, value in zip(pieces, values, strict=True):
-                piece.of(newest.parameters[piece.index]).copy_(value)
+                piece.of(newest.parameters[piece.place]).copy_(value)
 
     @property
     def num_alive(self) -> int:
@@ -361,8 +366,8 @@ class Weights:
             return
         if self._pieces is not None:
             optimizer = {
-                self.names[p.index]: _state_of(p, parameters[self.names[p.index]], optimizer[self.names[p.index]])
-                for p in self._pieces if self.names[p.index] in optimizer
+                self.names[p.place]: _state_of(p, parameters[self.names[p.place]], optimizer[self.names[p.place]])
+                for p in self._pieces if self.names[p.place] in optimizer
             }  # fmt: skip
         names = {id(p): name for name, p in self.trained().items()}
         order = [p for group in self.optimizer.param_groups for p in group["params"]]  # the optimizer's order
@@ -384,7 +389,7 @@ class Weights:
 
     def _own(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return, of values of all parameters, what belongs to what the optimizer steps on."""
-        return values if self._pieces is None else [piece.of(values[piece.index]) for piece in self._pieces]
+        return values if self._pieces is None else [piece.of(values[piece.place]) for piece in self._pieces]
 
     def _round(self) -> None:
         """Round the masters, if any, to the newest version."""

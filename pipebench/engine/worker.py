@@ -68,9 +68,7 @@ class Worker:
             Op.SWAP_IN: self._swap_in,
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
             Op.WAIT_SCATTER: self._wait_scatter,
-            Op.GATHER: self._gather,
-            Op.WAIT_GATHER: self._wait_gather,
-            Op.FREE: self._free,
+            **dict.fromkeys((Op.GATHER, Op.WAIT_GATHER, Op.FREE), self._of_weights),
             Op.WAIT_NORM: self._wait_norm,
             Op.UPDATE: self._update,
         }
@@ -263,16 +261,19 @@ class Worker:
         self._wait_all_reduce(it, transport, collectives)
         self.note_memory()
 
-    def _gather(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
-        self.replicas[it.stage].weights.allocate()
-        collectives.gather(it.stage, ALL_GATHER if self.trains else EVALUATION)
-        self.note_memory()
+    def _of_weights(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
+        self.collective(it, collectives)
 
-    def _wait_gather(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
-        collectives.wait_gathered(it.stage)
-
-    def _free(self, it: Instruction, _: Transport, __: Collectives) -> None:
-        self.replicas[it.stage].weights.free()
+    def collective(self, it: Instruction, collectives: Collectives) -> None:
+        """Gather the weights of a sharded stage, wait for them, or free them."""
+        weights = self.replicas[it.stage].weights
+        if it.op is Op.GATHER:
+            weights.allocate()
+            collectives.gather(it.stage, ALL_GATHER if self.trains else EVALUATION)
+        elif it.op is Op.WAIT_GATHER:
+            collectives.wait_gathered(it.stage)
+        else:
+            weights.free()
         self.note_memory()
 
     def _wait_norm(self, it: Instruction, _: Transport, collectives: Collectives) -> None:

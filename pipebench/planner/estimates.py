@@ -288,7 +288,9 @@ class Estimator(ModeRequest):
     ) -> tuple[StageEstimate, ...]:
         """Return the stages' costs per minibatch of `units`, given their seconds per unit."""
         work, model, cluster, found = self.work, self.request.model, self.request.cluster, list[StageEstimate]()
-        whole = transient_bytes([float(work.states.parameter_bytes[b] - work.states.parameter_bytes[a]) for a, b, _ in stages])
+        whole = transient_bytes(
+            [float(work.states.parameter_bytes[b] - work.states.parameter_bytes[a]) for a, b, _ in stages]
+        )
         replicas = [stage.replicas for stage in stages]
         for index, stage in enumerate(stages):
             level = cluster.levels[spanned(cluster, devices[index])]

@@ -14,8 +14,8 @@ from pipebench.planner.states import States
 def layer_groups(states: States, most: int) -> list[tuple[int, int]]:
     """Return the groups of a model as pairs of states, at most `most` and each with parameters.
 
-    Borders lie nearest to equal shares of the bytes of parameters; of equally near ones the last, so that layers without
-    parameters stay with those before them. Tied parameters are in one group.
+    Borders lie nearest to equal shares of the bytes of parameters; of equally near ones the last, so that layers
+    without parameters stay with those before them. Tied parameters are in one group.
     """
     held, last = states.parameter_bytes, len(states) - 1
     bounds = [0]

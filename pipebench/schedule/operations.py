@@ -88,16 +88,6 @@ OPERATIONS = {
         "W", WAIT, "waits for the all-reduce of {round} with {others}", ROUND, label="all-reduce",
         column="waiting_all_reduce_s",
     ),
-    Op.WAIT_SCATTER: Operation(
-        "RS", WAIT, "waits for its shard of the gradients of {round}, reduced and scattered with {others}", ROUND,
-        label="reduce-scatter", column="waiting_all_reduce_s",
-    ),
-    Op.GATHER: Operation("AG", OTHER, "starts to gather the weights of {round} from {others}", ROUND),
-    Op.WAIT_GATHER: Operation(
-        "WG", WAIT, "waits for the weights of {round}, gathered from {others}", ROUND, label="all-gather",
-        column="waiting_all_reduce_s",
-    ),
-    Op.FREE: Operation("FW", OTHER, "frees the weights of {round} but its shard", ROUND),
     Op.WAIT_NORM: Operation(
         "N", WAIT, "waits for the gradients' norm of {round} from all workers", ROUND, label="gradient norm",
         column="waiting_norm_s",
@@ -135,6 +125,16 @@ OPERATIONS = {
     ),
     Op.TAKE: Operation(
         "T", RECEIVE, "waits for layers from worker {peer}, which it runs from {unit} on", MOVE, MIGRATION, "layers"
+    ),
+    Op.GATHER: Operation("AG", OTHER, "starts to gather the weights of {round} from {others}", ROUND),
+    Op.WAIT_GATHER: Operation(
+        "WG", WAIT, "waits for the weights of {round}, gathered from {others}", ROUND, label="all-gather",
+        column="waiting_all_reduce_s",
+    ),
+    Op.FREE: Operation("FW", OTHER, "frees the weights of {round} but its shard", ROUND),
+    Op.WAIT_SCATTER: Operation(
+        "RS", WAIT, "waits for its shard of the gradients of {round}, reduced and scattered with {others}", ROUND,
+        label="reduce-scatter", column="waiting_all_reduce_s",
     ),
 }  # fmt: skip
 

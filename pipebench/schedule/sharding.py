@@ -20,13 +20,17 @@ def with_gathers(passes: Sequence[Pass], *, reshards: bool) -> Iterator[Pass]:
     `reshards`: whether weights are also freed after a forward, and gathered again for its backward.
     """
     there: set[int] = set()  # stages whose weights are gathered or on their way
+    coming: set[int] = set()  # of these, the latter
     for each, following in itertools.pairwise([*passes, None]):
         assert each is not None
         for wanted in (each, following):
             if wanted is not None and wanted.stage not in there:
                 there.add(wanted.stage)
+                coming.add(wanted.stage)
                 yield Pass(wanted.stage, Op.GATHER, wanted.unit)
-        yield Pass(each.stage, Op.WAIT_GATHER, each.unit)
+        if each.stage in coming:
+            coming.discard(each.stage)
+            yield Pass(each.stage, Op.WAIT_GATHER, each.unit)
         yield each
         if reshards or each.op in ENDS:
             there.discard(each.stage)

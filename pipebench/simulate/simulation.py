@@ -234,9 +234,7 @@ class Simulation:
     def _wait(self, worker: int, stage: int, wait: Instruction, now_s: float) -> float | None:
         return self._awaited(worker, wait, now_s, self._reductions.wait(worker, stage, wait, now_s))
 
-    def _awaited(
-        self, worker: int, wait: Instruction, now_s: float, found: tuple[float, float] | None
-    ) -> float | None:
+    def _awaited(self, worker: int, wait: Instruction, now_s: float, found: tuple[float, float] | None) -> float | None:
         if found is None:
             return None
         ready_s, joined_s = found
