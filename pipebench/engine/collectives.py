@@ -16,7 +16,7 @@ from pipebench.engine.weights import Weights
 from pipebench.engine.worker import Worker
 from pipebench.simulate.simulation import RunPart
 from pipebench.simulate.sums import WAYS
-from pipebench.simulate.timeline import CONTROL
+from pipebench.simulate.timeline import BUFFERS, CONTROL
 
 
 class InProcessCollectives:
@@ -116,6 +116,10 @@ class InProcessCollectives:
     def all_reduce(self, kind: str, ring: Sequence[int], buffers: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum of a ring's buffers, and count its bytes."""
         return all_reduce(buffers, self.setup.servers(ring), self._counter(kind, ring))
+
+    def sum_buffers(self, ring: Sequence[int], buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of a ring's running statistics, and count its bytes."""
+        return SUMS[self.setup.pipeline.buffer_way](buffers, self.setup.servers(ring), self._counter(BUFFERS, ring))
 
     def _counter(self, kind: str, ring: Sequence[int]) -> Callable[[int, int, int], None]:
         """Return a function that counts the bytes one member of a ring sends another."""

@@ -94,6 +94,11 @@ class Pipeline:
         return PARAMETER_SERVER if self.sums == ORDERED and way == ALL_REDUCE else way
 
     @property
+    def buffer_way(self) -> str:
+        """How replicas sum running statistics."""
+        return PARAMETER_SERVER if self.sums == ORDERED else ALL_REDUCE
+
+    @property
     def sum_kind(self) -> str:
         """As which the bytes of a sum are counted."""
         return REDUCE_SCATTER if self.is_sharded else SYNCS[self.sync].kind

@@ -138,7 +138,9 @@ def _units(p: Pipeline, start: int, stop: int) -> Sequence[int]:
 def update_of(p: Pipeline, programs: Sequence["StageProgram"]) -> list[Instruction]:
     """Return the updates of a worker's stages at the end of a round, and what they wait for."""
     instructions = [gathered for program in programs for gathered in program.gathered()]
-    instructions += [instruction for program in programs for instruction in program.wait()]
+    # Sharded replicas share groups: one without a unit joins sums in the order in which backwards start them.
+    waiting = reversed(programs) if p.is_sharded else programs
+    instructions += [instruction for program in waiting for instruction in program.wait()]
     if p.shares_norm:
         instructions.append(Instruction(Op.WAIT_NORM, programs[0].stage, programs[0].updates))
     instructions += [program.update() for program in programs]
