@@ -98,7 +98,7 @@ class _Scatter:
         self.missing = set(self.indices)
         shaped = zip(self.pieces, torch.split(total, [p.stop - p.start for p in self.pieces]), strict=True)
         like = dict(zip(self.indices, self._like, strict=True))
-        return [values.view_as(piece.of(like[piece.place])) for piece, values in shaped]
+        return [values.view(*piece.shape(like[piece.place])) for piece, values in shaped]
 
 
 class ShardReducer:
@@ -197,6 +197,7 @@ class WeightGather:
             given = [values[piece].reshape(-1) for piece in bucket[exchange.order[exchange.own]]]
             flat = torch.cat(given) if given else like.new_empty(0)
             whole = exchange.travelling(like.new_empty(0)).new_empty(sum(sizes))
+            work: Any
             with peers():
                 if exchange.native:
                     sent = flat
@@ -220,6 +221,6 @@ class WeightGather:
                     continue
                 pieces = bucket[replica]
                 values = torch.split(part, [piece.stop - piece.start for piece in pieces])
-                like = (piece.of(weights.newest.parameters[piece.place]) for piece in pieces)
-                weights.gathered(pieces, [v.view(each.shape) for v, each in zip(values, like, strict=True)])
+                shapes = (piece.shape(weights.newest.parameters[piece.place]) for piece in pieces)
+                weights.gathered(pieces, [v.view(*shape) for v, shape in zip(values, shapes, strict=True)])
         self._work.clear()

@@ -20,6 +20,10 @@ class Piece(NamedTuple):
     start: int
     stop: int
 
+    def shape(self, whole: torch.Tensor) -> Sequence[int]:
+        """Return the shape of the piece of a tensor, which may have no memory for now."""
+        return whole.shape if self.stop - self.start == whole.numel() else (self.stop - self.start,)
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a view of the piece: [elements] or, of a whole tensor, its own shape."""
         whole = tensor.detach()

@@ -39,8 +39,13 @@ def compare(
     """
     began_s = time.perf_counter()
     known = {} if known is None else known
-    wanted = [name for name in MODES if mode is None or name in (mode, "dp")]
+    wanted = [name for name in MODES if not MODES[name].is_sharded and (mode is None or name in (mode, "dp"))]
+    wanted += [mode] if mode is not None and mode not in wanted else []
     planners, best_of, refused = _planned(request, mode, wanted, known, tell)
+    if mode is None and "dp" in refused:  # where memory binds, replicas may share it out
+        sharded = [name for name in MODES if MODES[name].is_sharded]
+        more_planners, more, more_refused = _planned(request, mode, sharded, known, tell)
+        planners, best_of, refused = planners | more_planners, best_of | more, refused | more_refused
     if mode in refused or not best_of:
         raise PlanError(refused[mode or "pipedream"])
     fastest = _by_time(best_of.values())
