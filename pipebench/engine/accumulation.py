@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from pipebench.engine.weights import Version
+from pipebench.engine.version import Version
 
 OnGradient = Callable[[int, torch.Tensor], None]  # position of a parameter in the stage's order, its gradient
 

@@ -1,12 +1,7 @@
 """Weight versions of one stage replica, shared by reference.
 
-A version is a few flat buffers with one view per parameter. A minibatch in flight refers to the version of its forward;
-an update writes the next version into unused buffers, or in place if nothing refers to the newest. Every buffer is its
-own storage, since slices of one storage share autograd's version counter: writing one version would look like
-overwriting all.
-
-Each dtype has a buffer of its own. So has each recurrent module, laid out as cuDNN requires; otherwise cuDNN would copy
-the weights at every call.
+A minibatch in flight refers to the version of its forward; an update writes the next version into unused buffers, or in
+place if nothing refers to the newest.
 
 Where replicas are sharded, the optimizer steps on pieces of parameters: views of the newest version or, where no
 replica keeps all, tensors of their own; the version then has memory only while its weights are gathered.
@@ -18,74 +13,20 @@ types, the masters.
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from pipebench.engine.shards import Divide, Piece
+from pipebench.engine.version import Like, Version, apart, fill, grouped, recurrent_in
 from pipebench.model.optimizer import MakeOptimizer, average_in
 from pipebench.schedule.version_ledger import VersionLedger
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_ALIGNED_BYTES = 256  # cudaMalloc's alignment: kernels read as fast as from separate tensors
-
-
-class _Like(NamedTuple):
-    """A parameter's shape, dtype and device."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parameter."""
-        return self.shape.numel() * self.dtype.itemsize
-
-
-class _ParameterGroup(NamedTuple):
-    """Parameters of one dtype that share a buffer."""
-
-    indices: Sequence[int]  # positions in the stage's order, in buffer order
-    packed: bool  # whether without gaps
-
-
-class Version:
-    """The parameters of a stage after some number of updates; parameters of one group share a buffer."""
-
-    __slots__ = ("__weakref__", "flats", "number", "parameters", "stepped")
-
-    def __init__(
-        self, likes: Sequence[_Like], groups: Sequence[_ParameterGroup], pieces: Sequence[Piece] | None = None
-    ) -> None:
-        self.number = 0  # updates since the start of the run
-        self.flats: list[torch.Tensor] = []  # one-dimensional, one per group
-        views: dict[int, torch.Tensor] = {}
-        for group in groups:
-            starts, total = _places_in_buffer([likes[index] for index in group.indices], packed=group.packed)
-            first = likes[group.indices[0]]
-            flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-            self.flats.append(flat)
-            for index, start in zip(group.indices, starts, strict=True):
-                shape = likes[index].shape
-                views[index] = flat[start : start + shape.numel()].view(shape).detach().requires_grad_()
-        self.parameters = [views[index] for index in range(len(likes))]  # leaf views, in the stage's order
-        # What an optimizer steps on: all of them, or these pieces
-        self.stepped = self.parameters if pieces is None else [p.of(self.parameters[p.place]) for p in pieces]
-
-
-def _places_in_buffer(likes: Sequence[_Like], *, packed: bool) -> tuple[list[int], int]:
-    """Return each parameter's offset in a buffer, and the buffer's length, in elements."""
-    starts, end = [], 0
-    for like in likes:
-        starts.append(end)
-        step = 1 if packed else max(1, _ALIGNED_BYTES // like.dtype.itemsize)
-        end += -(-like.shape.numel() // step) * step
-    return starts, end
 
 
 def _one_at_a_time(method: Callable[Concatenate["Weights", P], R]) -> Callable[Concatenate["Weights", P], R]:
@@ -127,20 +68,18 @@ class Weights:
         self.names = tuple(name for name, _ in named)
         self._overwrite = overwrite
         self._places = _places([module, *also], [p for _, p in named])
-        self._recurrent = list(_recurrent(module, [p for _, p in named]))
-        self._likes = [_Like(p.shape, p.dtype, p.device) for _, p in named]
-        self._groups = _groups([order for _, order in self._recurrent], self._likes)
+        self._recurrent = list(recurrent_in(module, [p for _, p in named]))
+        self._likes = [Like(p.shape, p.dtype, p.device) for _, p in named]
+        self._groups = grouped([order for _, order in self._recurrent], self._likes)
         self.version_bytes = sum(like.nbytes for like in self._likes)  # of one version
         self.sharding = sharding = None if divide is None else divide(dict(named))
         self._pieces = None if sharding is None else sharding.own
-        # Names of what the optimizer steps on
-        self.stepped_names = self.names if self._pieces is None else tuple(self.names[p.place] for p in self._pieces)
         self.newest = self.new_version()  # with the most updates
-        _fill(self.newest, [p for _, p in named])
+        fill(self.newest, [p for _, p in named])
         exact = [(masters or {}).get(name, p) for name, p in named]
-        self._masters = None if masters is None else _apart(self._own(exact))
+        self._masters = None if masters is None else apart(self._own(exact))
         # Own pieces in the parameters' types, where no replica keeps all; the version is freed after use
-        self._shard = None if sharding is None or sharding.keeps_all else _apart(self.newest.stepped)
+        self._shard = None if sharding is None or sharding.keeps_all else apart(self.newest.stepped)
         self._alive = [self.newest]
         self._free: list[Version] = []
         self._averages: Version | None = None
@@ -148,17 +87,24 @@ class Weights:
         self._lock = threading.RLock()
         # Live versions; a single one if nothing is trained
         self.versions = VersionLedger(in_place=overwrite or not named)
-        self.optimizer = make_optimizer(self._stepped) if self._stepped else None
         # Bytes of the masters, or 0
         self.master_bytes = sum(p.nbytes for p in self._masters.parameters) if self._masters else 0
-        self.state_bytes = 0  # of the optimizer's state, as of the latest update
-        self._some_are_fresh = False
-        groups = self.optimizer.param_groups if self.optimizer else []
-        # A user's parameter groups keep the ratios of their rates.
-        self._shares = [_share(group.get("lr"), self.optimizer) for group in groups]
+        self._use(make_optimizer(self._stepped) if self._stepped else None)
         self.bind(self.newest)
         self.is_gathered = True  # whether the newest version has its memory
         self.free()
+
+    def _use(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Step with an optimizer; a user's parameter groups keep the ratios of their rates."""
+        self.optimizer = optimizer
+        self.state_bytes = 0  # of the optimizer's state, as of the latest update
+        self._some_are_fresh = False
+        self._shares = [_share(group.get("lr"), optimizer) for group in (optimizer.param_groups if optimizer else [])]
+
+    @property
+    def stepped_names(self) -> tuple[str, ...]:
+        """Names of what the optimizer steps on."""
+        return self.names if self._pieces is None else tuple(self.names[piece.place] for piece in self._pieces)
 
     @property
     def live_bytes(self) -> int:
@@ -248,13 +194,13 @@ class Weights:
         if all(average is None for average in averages):
             return self.newest
         self._averages = self.new_version()
-        _fill(self._averages, [p if average is None else average for p, average in zip(stepped, averages, strict=True)])
+        fill(self._averages, [p if average is None else average for p, average in zip(stepped, averages, strict=True)])
         return self._averages
 
     def take_averages(self, averages: Sequence[torch.Tensor]) -> None:
         """Use averages from elsewhere in evaluations, until the next update or copy."""
         self._averages = self.new_version()
-        _fill(self._averages, averages)
+        fill(self._averages, averages)
 
     def bind(self, version: Version) -> None:
         """Make the module compute with a version."""
@@ -290,7 +236,7 @@ class Weights:
     def take(self, number: int, parameters: Sequence[torch.Tensor]) -> None:
         """Overwrite the only version with a copy of another; nothing may be in flight."""
         self._averages = None
-        _fill(self.newest, parameters)
+        fill(self.newest, parameters)
         self.renumber(number)
 
     @_one_at_a_time
@@ -357,7 +303,7 @@ class Weights:
         self._averages = None
         whole = [parameters[name] for name in self.names]
         if self._shard is None:
-            _fill(self.newest, whole)
+            fill(self.newest, whole)
         with torch.no_grad():
             for parameter, value in zip(self._stepped, self._own(whole), strict=True):
                 parameter.copy_(value)
@@ -452,21 +398,6 @@ def _state_of(piece: Piece, parameter: torch.Tensor, state: Mapping[str, Any]) -
     }
 
 
-def _apart(values: Sequence[torch.Tensor]) -> Version:
-    """Return copies of parameters for the optimizer alone; no module needs a buffer layout."""
-    likes = [_Like(value.shape, value.dtype, value.device) for value in values]
-    made = Version(likes, _groups([], likes))
-    _fill(made, values)
-    return made
-
-
-def _fill(version: Version, values: Sequence[torch.Tensor]) -> None:
-    """Set a version's parameters, rounded to their types."""
-    if values:
-        with torch.no_grad():
-            torch._foreach_copy_(version.parameters, list(values))
-
-
 def _share(lr: Any, optimizer: torch.optim.Optimizer | None) -> float:
     """Return a group's rate as a multiple of the optimizer's."""
     whole = optimizer.defaults.get("lr") if optimizer is not None else None
@@ -485,33 +416,3 @@ def _places(
         for key, parameter in part._parameters.items()
         if id(parameter) in index
     ]
-
-
-def _recurrent(module: nn.Module, parameters: Sequence[torch.Tensor]) -> Iterator[tuple[nn.RNNBase, list[int]]]:
-    """Yield every recurrent module whose weights cuDNN can use in place, with the order of its parameters.
-
-    In cuDNN's buffer all matrices come first, layer by layer, then all biases; PyTorch expects them from the start of
-    the storage. Modules with projections, or with frozen or shared parameters, are left to PyTorch.
-    """
-    index = {id(parameter): i for i, parameter in enumerate(parameters)}
-    taken: set[int] = set()
-    for part in module.modules():
-        if not isinstance(part, nn.RNNBase) or part.proj_size > 0:
-            continue
-        names = sorted(part._flat_weights_names, key=lambda name: name.startswith("bias"))  # stable
-        order = [index.get(id(getattr(part, name)), -1) for name in names]
-        one_type = len({parameters[index].dtype for index in order if index >= 0}) == 1
-        if -1 not in order and one_type and len({*order}) == len(order) and taken.isdisjoint(order):
-            taken.update(order)
-            yield part, order
-
-
-def _groups(recurrent: Sequence[Sequence[int]], likes: Sequence[_Like]) -> list[_ParameterGroup]:
-    """Return which parameters share a buffer: those of each recurrent module, and the others by dtype."""
-    apart = {index for order in recurrent for index in order}
-    by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, like in enumerate(likes):
-        if index not in apart:
-            by_type.setdefault((like.dtype, like.device), []).append(index)
-    rest = [_ParameterGroup(indices, packed=False) for indices in by_type.values()]
-    return [*rest, *(_ParameterGroup(order, packed=True) for order in recurrent)]

@@ -39,13 +39,8 @@ def compare(
     """
     began_s = time.perf_counter()
     known = {} if known is None else known
-    wanted = [name for name in MODES if not MODES[name].is_sharded and (mode is None or name in (mode, "dp"))]
-    wanted += [mode] if mode is not None and mode not in wanted else []
+    wanted = _all(request, known) if mode is None else [name for name in MODES if name in (mode, "dp")]
     planners, best_of, refused = _planned(request, mode, wanted, known, tell)
-    if mode is None and "dp" in refused:  # where memory binds, replicas may share it out
-        sharded = [name for name in MODES if MODES[name].is_sharded]
-        more_planners, more, more_refused = _planned(request, mode, sharded, known, tell)
-        planners, best_of, refused = planners | more_planners, best_of | more, refused | more_refused
     if mode in refused or not best_of:
         raise PlanError(refused[mode or "pipedream"])
     fastest = _by_time(best_of.values())
@@ -100,6 +95,15 @@ def _planned(
         except PlanError as error:
             refused[name] = str(error)
     return planners, best_of, refused
+
+
+def _all(request: Request, known: dict[int, States]) -> list[str]:
+    """Return the modes to choose from: replicas share out what they hold only where memory binds."""
+    try:
+        Planner(request, "dp", known=known).best()
+    except PlanError:
+        return [*MODES]
+    return [name for name, row in MODES.items() if not row.is_sharded]
 
 
 def _by_time(found: Iterable[PlanEstimate]) -> list[PlanEstimate]:

@@ -80,6 +80,10 @@ class Pipeline:
         """Whether replicas of a stage share something out."""
         return self.is_sharded and self.replicas[stage] > 1
 
+    def parts(self, stage: int) -> int:
+        """Return into how many shards a stage's parameters are divided."""
+        return self.replicas[stage] if self.is_sharded else 1
+
     @property
     def gathers(self) -> bool:
         """Whether passes need weights that are gathered first."""

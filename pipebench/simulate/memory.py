@@ -108,10 +108,8 @@ def layers_memory(
     masters = {name: size for i in own for name, size in rows[i].master_sizes.items()}
     split = {name: size for i in own if rows[i].weight_s > 0 for name, size in rows[i].parameter_sizes.items()}
     weights, stepped = sum(sizes.values()), sum((sizes | masters).values())
-    gathered, scattered = weights, weights
-    if pipeline.shards(index):
-        stepped, scattered = (-(-each // stage.replicas) for each in (stepped, weights))
-        weights = scattered if pipeline.gathers else weights
+    gathered, (stepped, scattered) = weights, (-(-each // pipeline.parts(index)) for each in (stepped, weights))
+    weights = scattered if pipeline.gathers else weights
     moves = policy.moves(pipeline, index) and weights > 0
     unit, swapped, again, rest = _nothing(), _nothing(), _nothing(), _nothing()
     by_size = profile.by_size
