@@ -8,7 +8,7 @@ from pipebench.recipe.schema import OptimizerRecipe, ParallelismRecipe
 from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import AUTO, MODES, Mode
 from pipebench.schedule.syncs import ALL_REDUCE, NOT_SHARDED, OPTIMIZER, ORDERED, PARAMETERS, SYNCS
-from pipebench.schedule.weights import ONE, WEIGHT_POLICIES
+from pipebench.schedule.weights import WEIGHT_POLICIES
 
 _KEPT = ("plan", "cuts", "chunks", "order", "flush", "weights", "sync", "sums", "shard", "reshard_after_forward")
 
@@ -33,9 +33,10 @@ def _shards(draft: Draft, mode: str, order: str | None, weights: str | None, sha
     if row.shard != OPTIMIZER and row.shape != "one-stage":
         why = f"{told} with mode {mode}, whose stages have several microbatches in flight"
         yield key, f"{why}: allowed is none or optimizer, or mode dp"
-    elif WEIGHT_POLICIES[row.weights].versions != 1 or row.weights != ONE:
-        why = f"{told} with weights {row.weights}, whose versions aren't gathered"
-        yield key, f"{why}: allowed is none, or weights {ONE}"
+    elif not WEIGHT_POLICIES[row.weights].stashed:
+        stashed = " or ".join(name for name, policy in WEIGHT_POLICIES.items() if policy.stashed and policy.waits)
+        why = f"{told} with weights {row.weights}, whose backwards use weights that aren't gathered"
+        yield key, f"{why}: allowed is none, or weights {stashed}"
     if SYNCS[row.sync].way != ALL_REDUCE or not SYNCS[row.sync].waits:
         names = " or ".join(name for name, each in SYNCS.items() if each.way == ALL_REDUCE)
         where = "parallelism.sync" if sync is not None else key
@@ -59,14 +60,21 @@ def _only_where(draft: Draft, mode: str, sums: str | None, reshard: bool | None,
         yield "parallelism.sums", f"{why}: allowed is null or {ORDERED}"
 
 
-@rule("@draft", "parallelism.mode", "train.optimizer", "parallelism.vpipe", "parallelism.shard")
+@rule("@draft", "train.optimizer", "train.precision", "parallelism.vpipe", "parallelism.flush", "parallelism.shard")
 def _goes_with(
-    draft: Draft, mode: str, optimizer: Mapping[str, Any], vpipe: Mapping[str, Any] | None, shard: str | None
+    draft: Draft, optimizer: Mapping[str, Any], precision: str, vpipe: Any, flush: bool | None, shard: str | None
 ) -> Problems:
     """Shards are of the layers that a stage begins with, and of optimizers that keep no averages."""
     row, _ = _row(draft)
     if row is None or not row.is_sharded:
         return
+    if not row.flush:
+        why = f"with shard {row.shard} and no flush, where no replica knows its stage's norm"
+        clip_norm = optimizer.get("clip_norm")
+        if clip_norm is not None:
+            yield "train.optimizer.clip_norm", f"got {clip_norm:g} {why}: allowed is null, or shard: {NOT_SHARDED}"
+        if precision == "fp16":
+            yield "train.precision", f"got {precision} {why}: allowed are fp32 and bf16, or shard: {NOT_SHARDED}"
     if OptimizerRecipe(**optimizer).name == "asgd":
         why = f"got asgd with shard {row.shard}, and evaluations need its averages of all parameters"
         yield "train.optimizer.name", f"{why}: allowed are others, or shard: {NOT_SHARDED}"

@@ -108,8 +108,7 @@ def layers_memory(
     masters = {name: size for i in own for name, size in rows[i].master_sizes.items()}
     split = {name: size for i in own if rows[i].weight_s > 0 for name, size in rows[i].parameter_sizes.items()}
     weights, stepped = sum(sizes.values()), sum((sizes | masters).values())
-    gathered, (stepped, scattered) = weights, (-(-each // pipeline.parts(index)) for each in (stepped, weights))
-    weights = scattered if pipeline.gathers else weights
+    stepped, scattered = (-(-each // pipeline.parts(index)) for each in (stepped, weights))
     moves = policy.moves(pipeline, index) and weights > 0
     unit, swapped, again, rest = _nothing(), _nothing(), _nothing(), _nothing()
     by_size = profile.by_size
@@ -121,8 +120,8 @@ def layers_memory(
         again[size] = _again_bytes(at, stage)
         rest[size] = _kept_for_weights(at, own, fed)
     return StageMemoryCosts(
-        weights=weights,
-        gathered=gathered,
+        weights=scattered if pipeline.gathers else weights,
+        gathered=weights,
         scattered=scattered,
         masters=stepped if profile.has_masters else 0,
         state=stepped * profile.state_bytes_per_byte,
@@ -133,7 +132,7 @@ def layers_memory(
         swapped=swapped,
         again=again,
         rest=rest,
-        early_gradients=gathered - sum(split.values()) if pipeline.backward == SPLIT else 0,
+        early_gradients=weights - sum(split.values()) if pipeline.backward == SPLIT else 0,
         received=dict.fromkeys(unit, 0),
         returned=dict.fromkeys(unit, 0),
         relayed=dict.fromkeys(unit, 0),

@@ -221,6 +221,13 @@ THREE |= {
     "dp, ordered": Case("conv", (), (3,), {"weights": "one", "depth": 1, "sums": "ordered"}),
     "zero1 of three": Case("conv", (2, 4), (3, 3, 3), SHARDED | {"shard": "optimizer", "clip_norm": 0.3}),
     "zero2 of three": Case("skip", (2, 4), (3, 3, 3), SHARDED | {"shard": "gradients"}),
+    "1F1B, sharded optimizer": Case(
+        "skip",
+        (4,),
+        (2, 1),
+        {"weights": "one", "microbatches": 2, "sums": "ordered", "shard": "optimizer", "clip_norm": 0.3},
+    ),
+    "pipedream, sharded optimizer": Case("conv", (4,), (2, 1), {"sums": "ordered", "shard": "optimizer"}),
     "fsdp of three": Case("conv", (2, 4), (3, 3, 3), SHARDED | {"shard": "parameters"}),
 }
 THREE_REPLICAS = {"dp": Case("conv", (), (3,), {"weights": "one", "depth": 1})}

@@ -269,3 +269,43 @@ def test_a_border_of_shards_is_at_a_row_or_between_parameters() -> None:
     ]  # fmt: skip
     whole = divided([1, 0], [1000, 3000], 3, whole=True)
     assert sorted((p.place, p.start, p.stop) for run in whole for p in run) == [(0, 0, 1000), (1, 0, 3000)]
+
+
+PIPELINES: dict[str, tuple[tuple[list[int], list[int]], dict[str, Any]]] = {
+    "1f1b": (([4], [3, 2]), {"weights": "one", "microbatches": 2}),
+    "gpipe": (([4], [2, 2]), {"weights": "one", "order": "all-forwards", "microbatches": 2, "clip_norm": 0.05}),
+    "interleaved": (
+        ([2, 4, 5], [2] * 4), {"weights": "one", "order": "interleaved", "chunks": 2, "microbatches": 4},
+    ),
+    "zero-bubble": (
+        ([4], [1, 3]), {"weights": "one", "order": "zero-bubble", "backward": "split", "microbatches": 4},
+    ),
+    "hybrid": (([4], [3, 1]), {"weights": "one", "depth": 1}),
+    "pipedream": (([2, 4], [1, 3, 1]), {"weights": "stash", "precision": "bf16"}),
+    "vertical sync": (([4], [2, 2]), {"weights": "stash-vertical-sync"}),
+    "2bw": (([4], [2, 2]), {"weights": "double-buffer", "accumulate": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_replicas_of_a_pipeline_s_stage_share_the_optimizer(name: str) -> None:
+    """The weights of unsharded ones, to the bit; versions in use stay what they were."""
+    plan, columns = PIPELINES[name]
+    engines = [
+        make_engine(
+            make_setup(
+                Wide(), plan, sums="ordered", shard=shard, make_optimizer=adamw, lr=lambda *_: 0.01,
+                dataset=Blobs(56), **columns,
+            )
+        )
+        for shard in ("none", "optimizer")
+    ]  # fmt: skip
+    for engine in engines:
+        engine.train(0, 13)
+    plain, sharded = engines
+    assert sharded.num_bytes == sharded.network.num_bytes
+    if "clip_norm" not in columns:
+        assert_equal(state_of(sharded), state_of(plain))
+    for name, value in state_of(plain).parameters.items():
+        torch.testing.assert_close(state_of(sharded).parameters[name], value, rtol=1e-12, atol=1e-13)
+    assert sum(r.weights.state_bytes for r in sharded.replicas) < sum(r.weights.state_bytes for r in plain.replicas)
