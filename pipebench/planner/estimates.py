@@ -114,6 +114,7 @@ class ModeRequest:
             state_bytes_per_byte=self.request.profile.state_bytes_per_byte,
             masters=self.request.profile.has_masters,
             shard=self.mode.shard,
+            in_place=self.mode.shape == "one-stage",
             in_flight=in_flight,
             depth_at_most=self.request.depth,
         )

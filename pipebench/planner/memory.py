@@ -50,6 +50,7 @@ class MemoryRule:
     beyond: int = 0  # minibatches above NOAM, summed over the input stage's replicas
     shard: str = NOT_SHARDED  # what a stage's replicas share out, a name in `syncs.SHARDS`
     replicas: int = 1  # that share it
+    in_place: bool = False  # whether all stages are on the same workers, and send each other nothing
     masters: bool = False  # whether the optimizer updates master weights, kept besides the versions
 
     def num_bytes(self, states: States, start: int, stop: int, in_flight: int) -> float:
@@ -120,7 +121,7 @@ class MemoryRule:
         states = grid.work.states
         weights = grid.sums(states.parameter_bytes)
         once = grid.sums(states.stepped_bytes) * (1 + self.state_bytes_per_byte + self.masters)
-        before, after = grid.cuts(states.sent_bytes)
+        before, after = grid.cuts(states.sent_bytes * (not self.in_place))
         if self.shard != NOT_SHARDED and self.replicas > 1:
             part = 1 / self.replicas
             own = grid.sums(states.stepped_bytes) * (self.state_bytes_per_byte + self.masters) * part
