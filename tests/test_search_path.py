@@ -48,8 +48,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "start"),
-    [("virtual", SCRIPT), ("simulated", SCRIPT), ("distributed", SCRIPT), ("distributed", ("-m", "pipebench"))],
-    ids=["virtual", "simulated", "distributed", "distributed-m"],
+    [
+        pytest.param("virtual", SCRIPT, id="virtual", marks=pytest.mark.slow),
+        pytest.param("simulated", SCRIPT, id="simulated"),
+        pytest.param("distributed", SCRIPT, id="distributed"),
+        pytest.param("distributed", ("-m", "pipebench"), id="distributed-m", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_imports_a_recipes_code_and_nothing_else_of_the_working_directory(
     kind: str, start: tuple[str, ...], here: Path

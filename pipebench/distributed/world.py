@@ -275,7 +275,7 @@ def shared_folder_check(world: World, folder: Path) -> None:
 
 def _device(device: str, place: HostSlot) -> tuple[torch.device, dict[str, Any]]:
     """Return this worker's device, and facts about it for the others."""
-    facts = {"host": socket.gethostname(), "gpu": None, "shares": False}
+    facts = {"host": socket.gethostname(), "gpu": None}
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu"), facts
     chosen = torch.device("cuda", place.local_rank % torch.cuda.device_count())

@@ -98,8 +98,8 @@ def recurrent_in(module: nn.Module, parameters: Sequence[torch.Tensor]) -> Itera
             continue
         names = sorted(part._flat_weights_names, key=lambda name: name.startswith("bias"))  # stable
         order = [index.get(id(getattr(part, name)), -1) for name in names]
-        one_type = len({parameters[index].dtype for index in order if index >= 0}) == 1
-        if -1 not in order and one_type and len({*order}) == len(order) and taken.isdisjoint(order):
+        is_own = -1 not in order and len({*order}) == len(order) and taken.isdisjoint(order)
+        if is_own and len({parameters[index].dtype for index in order}) == 1:
             taken.update(order)
             yield part, order
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
@@ -95,22 +96,29 @@ class _Modules:
 def _imported(path: Path, package: str) -> Iterator[str]:
     """Yield the full names of what a module may import, functions of other modules among them."""
     try:
-        tree = ast.parse(path.read_bytes() if path.suffix == ".py" else b"")
+        found = _imports(path.read_bytes() if path.suffix == ".py" else b"")
     except (SyntaxError, ValueError, OSError):
         return
-    for node in ast.walk(tree):
+    for name, taken in found:
+        if name is None:
+            yield from (each.name for each in _beside(path.parent, f"{package}." if package else ""))
+        elif base := _absolute(name, package):
+            yield from (base, *(f"{base}.{each}" for each in taken))
+
+
+@lru_cache(maxsize=1024)  # runs of one comparison have the same code
+def _imports(source: bytes) -> list[tuple[str | None, Sequence[str]]]:
+    """Return a module's imports: of which module, maybe relative (None: computed), and what is taken from it."""
+    found: list[tuple[str | None, Sequence[str]]] = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [(alias.name, ()) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = _absolute("." * node.level + (node.module or ""), package)
-            yield from (base, *(f"{base}.{alias.name}" for alias in node.names)) if base else ()
+            found.append(("." * node.level + (node.module or ""), [alias.name for alias in node.names]))
         elif isinstance(node, ast.Call) and _called(node.func) in _IMPORTERS and node.args:
             given = node.args[0]
-            if isinstance(given, ast.Constant):
-                yield from filter(None, [_absolute(str(given.value), package)])
-            else:
-                prefix = f"{package}." if package else ""
-                yield from (each.name for each in _beside(path.parent, prefix))
+            found.append((str(given.value) if isinstance(given, ast.Constant) else None, ()))
+    return found
 
 
 def _called(function: ast.expr) -> str:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from functools import partial
 
-from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from pipebench.show.differences import curves_of
@@ -30,7 +29,7 @@ _BARS = (
 is_curves = partial(is_picture_by, _SOFTWARE)  # whether a file is a picture that `draw_all` wrote
 
 
-def curves_figure(results: Sequence[RunResult]) -> Figure:
+def curves_figure(results: Sequence[RunResult]) -> InlineFigure:
     """Return each sweep over a quantity and all curves of all runs, a panel each; bars of runs that have neither."""
     panels = [partial(draw_lines, sweep=sweep) for sweep in sweeps_of(results)]
     panels += [partial(draw_metric, results=results, metric=metric) for metric in curves_of(results)]
@@ -44,10 +43,10 @@ def curves_figure(results: Sequence[RunResult]) -> Figure:
 
 def draw_all(results: Sequence[RunResult], path: str | os.PathLike[str]) -> None:
     """Write `curves_figure` as PNG, with its origin in the file's metadata."""
-    curves_figure(results).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
+    curves_figure(results).write(path, _SOFTWARE)
 
 
-def _bars_figure(results: Sequence[RunResult]) -> Figure:
+def _bars_figure(results: Sequence[RunResult]) -> InlineFigure:
     """Return a panel per number that simulations give, a bar per run."""
     figure = InlineFigure(figsize=(1.5 * _WIDTH_IN, 1 + 0.4 * len(results)), layout="constrained")
     for axes, (metric, heading) in zip(figure.subplots(1, len(_BARS), sharey=True), _BARS, strict=True):

@@ -7,11 +7,11 @@ from typing import Final
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from pipebench.formats import num_bytes, percent
+from pipebench.show.inline import InlineFigure
 from pipebench.show.over_time import MOST_ROWS, NUM_PARTS, Map, Stacks, map_figure, stacks_figure
 from pipebench.show.pictures import axis_unit
 from pipebench.show.profile_picture import is_picture_by
@@ -53,10 +53,10 @@ is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether a file is a pictur
 
 def draw_memory(memory: MemoryTimeline, path: str | os.PathLike[str]) -> None:
     """Write a PNG of workers' memory over time."""
-    memory_figure(memory).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
+    memory_figure(memory).write(path, _SOFTWARE)
 
 
-def memory_figure(memory: MemoryTimeline) -> Figure:
+def memory_figure(memory: MemoryTimeline) -> InlineFigure:
     """Return the picture of `draw_memory`: a row per worker; of many, the fullest one's above a map of all."""
     highest, limit = memory.fullest.num_bytes or 1, memory.limit_bytes
     scale, unit = next((scale, unit) for scale, unit in _UNITS if highest >= scale)
@@ -88,10 +88,10 @@ def memory_figure(memory: MemoryTimeline) -> Figure:
 
 def draw_peaks(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeline, path: str | os.PathLike[str]) -> None:
     """Write a PNG of workers' peak memory in several parts of a run."""
-    peaks_figure(parts, memory).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
+    peaks_figure(parts, memory).write(path, _SOFTWARE)
 
 
-def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeline) -> Figure:
+def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeline) -> InlineFigure:
     """Return the picture of `draw_peaks`: a row per part of the run, with a bar per worker.
 
     `parts` has every worker's peak, by part; `memory`, of any part, has workers' names and the limit.
@@ -99,7 +99,7 @@ def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeli
     limit, names = memory.limit_bytes, memory.worker_names
     most = max(peak.num_bytes for row in parts.values() for peak in row)
     scale, unit = next((scale, unit) for scale, unit in _UNITS if (most or 1) >= scale)
-    figure = Figure(figsize=(_BARS_IN, 1.3 + _PART_IN * len(parts)), layout="constrained")
+    figure = InlineFigure(figsize=(_BARS_IN, 1.3 + _PART_IN * len(parts)), layout="constrained")
     every = figure.subplots(len(parts), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (part, peaks) in zip(every, parts.items(), strict=True):
         bottom = np.zeros(len(peaks))

@@ -5,9 +5,9 @@ from functools import partial
 from typing import Final
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from pipebench.formats import percent
+from pipebench.show.inline import InlineFigure
 from pipebench.show.over_time import MOST_ROWS, Map, Stacks, map_figure, stacks_figure
 from pipebench.show.profile_picture import is_picture_by
 from pipebench.simulate.occupancy import COMMUNICATING, COMPUTING, IDLE, STATES, Occupancy
@@ -20,10 +20,10 @@ is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether a file is a pictur
 
 def draw_occupancy(occupancy: Occupancy, path: str | os.PathLike[str]) -> None:
     """Write a PNG of workers' occupancy."""
-    occupancy_figure(occupancy).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
+    occupancy_figure(occupancy).write(path, _SOFTWARE)
 
 
-def occupancy_figure(occupancy: Occupancy) -> Figure:
+def occupancy_figure(occupancy: Occupancy) -> InlineFigure:
     """Return the picture of `draw_occupancy`: a row per worker; of many, their mean above a map of all."""
     assert tuple(COLOURS) == STATES
     shares, names = occupancy.shares, occupancy.worker_names

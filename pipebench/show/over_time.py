@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from pipebench.show.inline import InlineFigure
 from pipebench.show.pictures import axis_unit
 
 MOST_ROWS = 12  # workers with a row of their own; of more, one has, and all have a line in a map
@@ -58,10 +58,10 @@ class Map:
     top: float
 
 
-def stacks_figure(stacks: Stacks) -> tuple[Figure, Sequence[Axes]]:
+def stacks_figure(stacks: Stacks) -> tuple[InlineFigure, Sequence[Axes]]:
     """Return a picture with a row per worker, and its axes."""
     rows = len(stacks.worker_names)
-    figure = Figure(figsize=(_WIDTH_IN, 1.3 + _ROW_IN * rows), layout="constrained")
+    figure = InlineFigure(figsize=(_WIDTH_IN, 1.3 + _ROW_IN * rows), layout="constrained")
     every = [*figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0]]
     for worker, axes in enumerate(every):
         _draw_stack(axes, stacks, worker)
@@ -69,9 +69,9 @@ def stacks_figure(stacks: Stacks) -> tuple[Figure, Sequence[Axes]]:
     return figure, every
 
 
-def map_figure(stacks: Stacks, values: Map) -> tuple[Figure, Sequence[Axes]]:
+def map_figure(stacks: Stacks, values: Map) -> tuple[InlineFigure, Sequence[Axes]]:
     """Return a picture of one row above a map of all workers, and its axes, the map's last."""
-    figure = Figure(figsize=(_WIDTH_IN, 1.3 + _STACK_IN + _MAP_IN), layout="constrained")
+    figure = InlineFigure(figsize=(_WIDTH_IN, 1.3 + _STACK_IN + _MAP_IN), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(_STACK_IN, _MAP_IN))
     _draw_stack(above, stacks, 0)
     count, scale_s = len(values.worker_names), axis_unit(stacks.end_s)[0]
@@ -104,7 +104,7 @@ def _draw_stack(axes: Axes, stacks: Stacks, worker: int) -> None:
     axes.set_title(stacks.notes[worker], loc="right", fontsize=8, pad=2)
 
 
-def _finish(figure: Figure, every: Sequence[Axes], stacks: Stacks) -> None:
+def _finish(figure: InlineFigure, every: Sequence[Axes], stacks: Stacks) -> None:
     _, unit = axis_unit(stacks.end_s)
     every[-1].set_xlabel(f"time since the start [{unit}]; at the right: {stacks.unit}")
     every[0].set_title(stacks.title, loc="left", fontsize=9, pad=4)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
@@ -87,10 +86,10 @@ _PLOT_IN = 0.88 * _WIDTH_IN  # the rest of the width is for the workers' names
 
 def draw_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Write a PNG of workers' and links' activity: the whole timeline if it is readable, else its first part."""
-    timeline_figure(timeline).savefig(path, dpi=110)
+    timeline_figure(timeline).write(path)
 
 
-def timeline_figure(timeline: Timeline) -> Figure:
+def timeline_figure(timeline: Timeline) -> InlineFigure:
     """Return the picture of `draw_timeline`; one row per worker, the first on top."""
     num_workers = len(timeline.worker_names)
     figure = InlineFigure(figsize=(_WIDTH_IN, 1.35 + _ROW_IN * num_workers), layout="constrained")
@@ -133,10 +132,10 @@ def readable_end_s(timeline: Timeline) -> float:
 
 def draw_curves(results: Sequence[RunResult], metric: str, path: str | os.PathLike[str]) -> None:
     """Write a PNG of a metric against each run's clock, e.g. accuracy against virtual time."""
-    curves_figure(results, metric).savefig(path, dpi=110)
+    curves_figure(results, metric).write(path)
 
 
-def curves_figure(results: Sequence[RunResult], metric: str) -> Figure:
+def curves_figure(results: Sequence[RunResult], metric: str) -> InlineFigure:
     """Return the picture of `draw_curves`; a star marks where a run reached its target."""
     figure = InlineFigure(figsize=(8.0, 4.6), layout="constrained")
     draw_metric(figure.add_subplot(), results, metric)
@@ -297,7 +296,7 @@ def _box_text(span: Span) -> str:
     return "" if span.kind in (SEND, WAIT) else span.label
 
 
-def _add_legend(figure: Figure, spans: Sequence[Span], transfers: Sequence[Transfer]) -> None:
+def _add_legend(figure: InlineFigure, spans: Sequence[Span], transfers: Sequence[Transfer]) -> None:
     span_kinds, transfer_kinds = {span.kind for span in spans}, {transfer.kind for transfer in transfers}
     handles = [Patch(color=colour, label=kind) for kind, colour in _SPAN_COLOURS.items() if kind in span_kinds]
     handles += [

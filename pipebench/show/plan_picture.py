@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from pipebench.formats import num_bytes, seconds
 from pipebench.planner.plans import PlanEstimate, StageTime
@@ -45,10 +44,10 @@ is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether a file is a pictur
 
 def draw_plan(answer: Answer, path: str | os.PathLike[str]) -> None:
     """Write a PNG of the best plan, with its origin in the file's metadata."""
-    plan_figure(answer).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
+    plan_figure(answer).write(path, _SOFTWARE)
 
 
-def plan_figure(answer: Answer) -> Figure:
+def plan_figure(answer: Answer) -> InlineFigure:
     """Return the picture of `draw_plan`."""
     found = answer.comparison.best
     figure = InlineFigure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")

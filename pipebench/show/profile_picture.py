@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from pipebench.errors import printable
@@ -27,7 +26,7 @@ _LABEL_WIDTH = 20
 
 def draw_profile(profile: Profile, num_samples: int, name: str, path: str | os.PathLike[str]) -> None:
     """Write a PNG of the layers of one size, with its origin in the file's metadata."""
-    profile_figure(profile, num_samples, name).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
+    profile_figure(profile, num_samples, name).write(path, _SOFTWARE)
 
 
 def is_picture_by(software: str, path: Path) -> bool:
@@ -43,7 +42,7 @@ def is_picture_by(software: str, path: Path) -> bool:
 is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether it is one that `draw_profile` wrote
 
 
-def profile_figure(profile: Profile, num_samples: int, name: str) -> Figure:
+def profile_figure(profile: Profile, num_samples: int, name: str) -> InlineFigure:
     """Return the picture of `draw_profile`."""
     numbered = [(index, row) for index, row in enumerate(profile.layers[num_samples]) if not row.is_input]
     rows = [row for _, row in numbered]

@@ -3,9 +3,9 @@
 import os
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from pipebench.show.inline import InlineFigure
 from pipebench.show.pictures import CURVE_COLOURS, axis_unit
 from pipebench.show.profile_picture import plain_text
 from pipebench.show.sweep_lines import Sweep
@@ -16,12 +16,12 @@ _WIDE = 8.0  # largest over smallest, from which on an axis is logarithmic
 
 def draw_sweep(sweep: Sweep, path: str | os.PathLike[str]) -> None:
     """Write a PNG of a sweep."""
-    sweep_figure(sweep).savefig(path, dpi=110, format="png")
+    sweep_figure(sweep).write(path)
 
 
-def sweep_figure(sweep: Sweep) -> Figure:
+def sweep_figure(sweep: Sweep) -> InlineFigure:
     """Return the picture of `draw_sweep`, a line per mode."""
-    figure = Figure(figsize=(8.0, 4.6), layout="constrained")
+    figure = InlineFigure(figsize=(8.0, 4.6), layout="constrained")
     draw_lines(figure.add_subplot(), sweep)
     return figure
 

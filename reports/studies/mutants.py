@@ -3,15 +3,17 @@
 A hundred changes are drawn by seed over the rooms in which a silent mistake would be a wrong result. First, all tests
 run once on a copy of the tree that notes which of them run which of the changed places, in whatever process; then every
 change is made on a copy of its own, and the tests that run its place are run, the quickest first, until one fails; then
-the others of their files, since what a fixture ran for several tests is noted for the first. So a
-change costs seconds, where a whole suite for each would take days: that is why this is no existing tool. What the
-tests of a tree ran and every verdict are stored below `.nox/mutants/`, where an interrupted study resumes.
+the others of their files, since what a fixture ran for several tests is noted for the first; ten minutes of tests at
+most, beyond which a change counts as not caught. So a change costs seconds, where a whole suite for each would take
+days: that is why this is no existing tool. What the tests of a tree ran and every verdict are stored below
+`.nox/mutants/`, where an interrupted study resumes.
 
 A change that no test notices has survived: its place gets a test, or goes, or the page says why nothing differs.
 """
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -59,6 +61,7 @@ def pytest_runtest_logreport(report):
 _CALL = f'__import__("{_PROBE}").hit'
 # A change may make a loop endless. Tests that took t seconds among others get this factor times t, and this much.
 _PATIENCE, _PATIENCE_S = 3, 180
+_MOST_S = 600.0  # of tests for one change, as long as they took in the first run: a place may be in the way of all
 _STORED = Path(".nox") / "mutants"
 
 
@@ -186,10 +189,12 @@ def in_order(tests: Sequence[str], seconds: dict[str, float]) -> list[str]:
 
 
 def with_their_files(tests: Sequence[str], seconds: dict[str, float]) -> list[str]:
-    """Return tests in order, then the others of their files."""
+    """Return tests in order, then the others of their files, as far as there is time."""
     files = {name.partition("::")[0] for name in tests}
     others = [name for name in seconds.keys() - {*tests} if name.partition("::")[0] in files]
-    return [*in_order(tests, seconds), *in_order(sorted(others), seconds)]
+    every = [*in_order(tests, seconds), *in_order(sorted(others), seconds)]
+    ends_s = itertools.accumulate(seconds[name] for name in every)
+    return [name for name, end_s in zip(every, ends_s, strict=True) if end_s <= _MOST_S] or every[:1]
 
 
 def judge(tree: Path, mutant: Mutant, change: Mutation, ran: Ran) -> None:

@@ -4,11 +4,13 @@ NCCL's communicators connect at their first use, and CUDA loads code at the firs
 stands in for them here.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from pipebench.distributed import warm_up
 from pipebench.distributed.channel import _ROOM_FOR_TEXT
 from pipebench.distributed.message import HEADER_BYTES
 from pipebench.schedule.operations import Op
@@ -19,6 +21,7 @@ from tests.distributed.cases import Case, compare, virtually
 from tests.distributed.test_equality import THREE, TWO
 from tests.distributed.zoo_cases import ZooCase
 from tests.processes import Processes
+from tests.support import Mlp, make_setup
 
 # In fewer processes than at their full depth (1-3-1 takes five), these hang in the same way.
 WAITING = {3: Case("conv", (4,), (1, 2), {"depth": 1}), 4: Case("conv", (4, 7), (1, 2, 1), {"depth": 3})}
@@ -78,6 +81,15 @@ def stuck(num_workers: int, *, connected: bool) -> list[tuple[int, ...]]:
         if gets_stuck(pipeline, 40, connected=connected):
             found.append(plan)
     return found
+
+
+def test_messages_of_a_rehearsal_between_two_stages_have_tags_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    tags: list[int] = []
+    monkeypatch.setattr(warm_up, "ChannelLink", lambda peer, lanes, tag, *others: tags.append(tag))
+    neighbours = warm_up._Neighbours(make_setup(Mlp(), ([2, 4, 6], [1] * 4)), 0)
+    for edge in itertools.combinations(range(4), 2):
+        neighbours._link(edge, edge[1], 0)
+    assert len({*tags}) == len(tags) == 6
 
 
 def test_a_first_all_reduce_that_waits_would_hang_plans() -> None:

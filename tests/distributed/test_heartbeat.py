@@ -53,6 +53,13 @@ def test_a_silent_worker_is_named_with_its_host_when_the_limit_is_over(ear: Sile
     )
 
 
+def test_the_limit_itself_is_too_long_for_the_store(ear: SilenceMonitor) -> None:
+    heard = {rank: beat(1, rank) for rank in (1, 2)}
+    assert ear.listen(0.5, 1, heard) == ""
+    assert ear.listen(29.5, 1, heard) == ""
+    assert ear.listen(0.5, 1, heard).startswith(STORE)
+
+
 def test_several_silent_workers_are_named_together(ear: SilenceMonitor) -> None:
     assert told(ear, 40, silent=(1, 2)).startswith("rank 1 on node1, rank 2 on node2 have not been heard of for 30 s")
 

@@ -95,3 +95,10 @@ def test_shared_and_frozen_weights_stay_where_they_are_found() -> None:
     weights = Weights(model, sgd)
     assert len(weights.newest.flats) == 2
     model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+
+
+def test_a_recurrent_module_of_two_types_stays_where_it_is_found() -> None:
+    module = nn.RNN(2, 3)
+    module.weight_ih_l0 = nn.Parameter(module.weight_ih_l0.double())
+    flats = Weights(module, sgd).newest.flats
+    assert sorted(str(flat.dtype) for flat in flats) == ["torch.float32", "torch.float64"]

@@ -215,6 +215,13 @@ def test_the_budget_bounds_how_much_is_simulated(monkeypatch: pytest.MonkeyPatch
     assert 0 < sum(sum(sketch.replicas) for sketch in weighed) <= climb.BUDGET
 
 
+def test_a_floor_costs_a_third_of_an_instruction_per_part_of_it() -> None:
+    """Of two ends per stage, of every replica, and of every layer over the stages' ends; measured, see `BUDGET`."""
+    made = planner("pipedream", request([0.1, 0.2, 0.3, 0.1] * 2))
+    sketch = Sketch(STRAIGHT, ((0,), (1,), (2,), (3,)), 4)
+    assert climb._Climb(made)._floor_cost(sketch) == pytest.approx((2 * 4 + 4 + 9 / 8) / 3)
+
+
 def test_what_is_chosen_is_predicted_like_every_plan_not_glimpsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """However wrong glimpses are: plans that only look fast are dropped, and what is said of the chosen one holds."""
     made = Planner(instance("random", 6).request, MODE)

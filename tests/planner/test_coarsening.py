@@ -115,6 +115,15 @@ def test_given_plans_are_cut_near_the_best_cuts(replicas: tuple[int, ...], monke
 
 
 @pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("seed", range(4))
+def test_around_the_first_cut_all_places_are_looked_at(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, cluster = UnitWork(prefixes(chain(400, seed))), Cluster("one", "V100", None, SERVERS[:1])
+    found = plan_fixed(work, COST_MODELS["overlap"], cluster, (1, 1))
+    _exactly(monkeypatch)
+    assert found == plan_fixed(work, COST_MODELS["overlap"], cluster, (1, 1))
+
+
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(("limit_bytes", "near"), [(1.3e9, 1.15), pytest.param(2e9, NEAR, marks=pytest.mark.slow)])
 def test_memory_limits_bind_coarsened_searches_too(
     limit_bytes: float, near: float, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,5 @@
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -45,6 +45,12 @@ def test_states_and_their_sums_are_the_oracles(rows: tuple[LayerProfile, ...]) -
                 assert states.antichain_bytes[index] == carried
             for other, larger in enumerate(members):
                 assert states.inside[index, other] == (state < larger)
+
+
+@pytest.mark.parametrize("rule", [antichains, prefixes])
+def test_a_profile_of_nothing_but_a_loss_has_nothing_to_plan(rule: Callable[[Sequence[LayerProfile]], States]) -> None:
+    with pytest.raises(PlanError, match="the profile has no layer to plan"):
+        rule((_layer("loss"),))
 
 
 def test_a_chain_is_cut_everywhere_under_both_rules() -> None:

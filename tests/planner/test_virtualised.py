@@ -1,6 +1,7 @@
 """Plans whose stages choose what their layers do: they fit, cost as little as can be, and are what runs."""
 
 import itertools
+import time
 from dataclasses import replace
 
 import pytest
@@ -118,3 +119,17 @@ def test_modes_with_one_stage_or_several_per_worker_choose_nothing() -> None:
     assert {"interleaved", "zero-bubble"} & {*others}
     for name in {"interleaved", "zero-bubble", "dp"} & {*others}:
         assert {policy for stage in others[name].plan.stages for policy in stage.memory} == {KEEP}
+
+
+@pytest.mark.parametrize("mode", ["pipedream", "gpipe"])
+@pytest.mark.parametrize("chooses", [(), (SWAP, RECOMPUTE)], ids=["fixed", "chooses"])
+def test_searching_and_simulating_take_no_longer_than_all_of_it(
+    mode: str, chooses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that goes on by a second whenever it is read."""
+    seconds = itertools.count(1000)
+    made = Planner(replace(request(None), chooses=chooses), mode)
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
+    made.best()
+    assert min(made.search_s, made.predict_s) >= 1
+    assert made.search_s + made.predict_s < next(seconds) - 1000

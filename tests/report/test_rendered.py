@@ -19,7 +19,7 @@ OWN = ROOT / "docs/example/report/rendered/four_modes/report.md"
 
 
 # Of a few runs, or of runs that are kept; the others are made again with what is slow.
-QUICK = {"coverage", "four_modes", "quickstart", "figure10_11", "figure13", "figure16", "figure18", "asp"}
+QUICK = {"coverage", "four_modes", "quickstart", "figure10_11", "figure13", "asp"}
 ALIKE = 3.0  # mean difference of two pictures' pixels, of 255: another font, not another number
 
 

@@ -112,6 +112,7 @@ def test_the_picture_never_ends_before_the_pipeline_is_full() -> None:
     assert readable_end_s(filling) == pytest.approx(0.201)
 
 
+@pytest.mark.usefixtures("rendered")
 def test_the_timeline_file_is_a_png_of_a_readable_size(tmp_path: Path) -> None:
     draw_timeline(parse(TWO_STAGES), tmp_path / "timeline.png")
     content = (tmp_path / "timeline.png").read_bytes()

@@ -69,6 +69,7 @@ def test_what_is_no_quantity(text: str) -> None:
     assert quantity(text) is None
 
 
+@pytest.mark.usefixtures("rendered")
 def test_the_picture_has_a_line_per_mode_and_the_values_as_written(tmp_path: Path) -> None:
     (axes,) = sweep_figure(found_sweep()).axes
     assert {line.get_label() for line in axes.lines} == {*RATES}

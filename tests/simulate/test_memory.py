@@ -315,9 +315,10 @@ def test_a_long_run_keeps_its_first_part_and_all_of_its_peaks(monkeypatch: pytes
         assert (short.num_bytes == long.num_bytes[:, :count]).all()
 
 
+@pytest.mark.parametrize("plan", [FOUR, ([], [4])], ids=["one by one", "all at once"])
 @pytest.mark.parametrize("share", [0.999, 0.5])
-def test_the_first_moment_of_too_much_is_found(share: float) -> None:
-    setup = setup_of(Mlp(), FOUR, {"weights": "stash", "cluster": slow_links(4)})
+def test_the_first_moment_of_too_much_is_found(share: float, plan: Plan) -> None:
+    setup = setup_of(Mlp(), plan, {"weights": "stash", "cluster": slow_links(4)})
     free = metered(setup)
     assert free.overflow is None
     limit = int(share * free.fullest.num_bytes)

@@ -43,6 +43,17 @@ def test_extrapolation_is_exact(plan: tuple[list[int], list[int]], columns: dict
     assert short.num_bytes == whole.num_bytes
 
 
+@pytest.mark.parametrize("first", [-1, 0], ids=["alike", "drawn"])
+def test_microbatches_of_different_sizes_take_each_its_own_time(first: int) -> None:
+    setup = make_setup(Mlp(), ([], [1]), dataset=Blobs(num_train=40, num_eval=4), weights="one", microbatches=3)
+    sizes = setup.sampler.sizes(0, 3)
+    assert sorted(sizes) == [1, 1, 2]
+    times = {"forward_s": {1: 1.0, 2: 1.5}, "backward_s": {1: 2.0, 2: 2.5}}
+    costs = replace(setup.costs.stages[0], **times, update_s=0.25)
+    setup = replace(setup, costs=replace(setup.costs, stages=(costs,)))
+    assert simulate_all(setup, 10, first=first).busy_s == pytest.approx(10 * (3.0 + 3.0 + 4.0 + 0.25))
+
+
 @pytest.mark.parametrize("columns", [{"weights": "stash"}, {"weights": "one", "microbatches": 2}], ids=str)
 def test_what_is_over_is_freed_without_a_search_for_cycles(columns: dict[str, Any]) -> None:
     """A message and what was to happen when it arrived held each other; searching took half the time of 4,096 workers.
@@ -61,17 +72,18 @@ def test_what_is_over_is_freed_without_a_search_for_cycles(columns: dict[str, An
     assert max(left) < min(left) + 20
 
 
+@pytest.mark.parametrize("patience", [48, 51])  # 17 blocks of three have no whole halves
 @pytest.mark.parametrize("plan", [([2, 4, 6], [1] * 4), ([4], [3, 1])], ids=str)
 def test_where_no_state_repeats_itself_the_later_half_stands_for_the_rest(
-    plan: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
+    plan: tuple[list[int], list[int]], patience: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No period is tried here, as if none were there."""
     monkeypatch.setattr(steady, "_BLOCKS", ())
-    monkeypatch.setattr(steady, "_PATIENCE", 48)
+    monkeypatch.setattr(steady, "_PATIENCE", patience)
     setup = make_setup(Mlp(), plan, dataset=Blobs(num_train=400 * 12 + 3, num_eval=4))
     num_minibatches = setup.sampler.minibatches_per_epoch
     whole, mean = simulate_all(setup, num_minibatches), simulate_segment(setup, num_minibatches)
-    assert 48 <= mean.num_simulated < num_minibatches / 2
+    assert patience <= mean.num_simulated < num_minibatches / 2
     assert mean.end_s == pytest.approx(whole.end_s, rel=1e-3)
     assert abs(mean.end_s - whole.end_s) <= 3 * mean.error_s + 1e-9 * whole.end_s
     assert mean.num_bytes == whole.num_bytes

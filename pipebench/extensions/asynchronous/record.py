@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from pipebench.extensions.asynchronous.pushes import FILE_NAME, histogram, to_text
 from pipebench.formats import percent
 from pipebench.run.drawings import record_drawn
+from pipebench.show.inline import InlineFigure
 from pipebench.tracking import RunLog
 from pipebench.train.job import Job
 from pipebench.train.result import RunResult
@@ -37,11 +37,11 @@ def staleness_markdown(counts: Mapping[int, int]) -> str:
 
 def draw_staleness(counts: Mapping[int, int], path: str | os.PathLike[str]) -> None:
     """Draw the same as a PNG."""
-    figure = Figure(figsize=(6.0, 3.2), layout="constrained")
+    figure = InlineFigure(figsize=(6.0, 3.2), layout="constrained")
     axes = figure.add_subplot()
     axes.bar(list(counts), list(counts.values()), color="#0072B2", width=0.8)
     axes.set_xlabel("staleness: updates made between a minibatch's pull and its push")
     axes.set_ylabel("minibatches")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    figure.write(path)

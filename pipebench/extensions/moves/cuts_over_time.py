@@ -4,12 +4,12 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from pipebench.extensions.moves.moves_file import in_words
 from pipebench.formats import seconds
 from pipebench.schedule.repartitions import RepartitionRecord
+from pipebench.show.inline import InlineFigure
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # of stages, again after the last
 
@@ -46,7 +46,7 @@ def draw_cuts(
 ) -> None:
     """Write a PNG of the layers of every stage over a run's minibatches; arguments as `cuts_over_time`."""
     times, ends = cuts_over_time(moves, layers, end)
-    figure = Figure(figsize=(7.0, 3.6), layout="constrained")
+    figure = InlineFigure(figsize=(7.0, 3.6), layout="constrained")
     axes = figure.add_subplot()
     steps = np.array([*ends, ends[-1]])
     for stage in range(steps.shape[1] - 1):
@@ -62,4 +62,4 @@ def draw_cuts(
         axis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False)
-    figure.savefig(path, dpi=110)
+    figure.write(path)

@@ -3,9 +3,8 @@
 import os
 from collections.abc import Sequence
 
-from matplotlib.figure import Figure
-
 from pipebench.schedule.repartitions import RepartitionRecord
+from pipebench.show.inline import InlineFigure
 from pipebench.show.pictures import axis_unit
 from pipebench.train.result import Point
 
@@ -27,7 +26,7 @@ def draw_moves(points: Sequence[Point], moves: Sequence[RepartitionRecord], path
     end_s = until_settled_s(points, moves)
     scale_s, unit = axis_unit(end_s)
     edges = [0.0, *(point.clock_s / scale_s for point in points)]
-    figure = Figure(figsize=(9.0, 4.8), layout="constrained")
+    figure = InlineFigure(figsize=(9.0, 4.8), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     above.stairs([point.metrics[RATE] for point in points], edges, color=_BLUE, baseline=None)
     above.set_ylabel("samples/s")
@@ -43,4 +42,4 @@ def draw_moves(points: Sequence[Point], moves: Sequence[RepartitionRecord], path
         axes.set_xlim(0, end_s / scale_s)
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    figure.write(path)

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from pipebench.extensions.search.trace_file import FILE_NAME, SearchFile
 from pipebench.formats import measure, seconds
 from pipebench.run.drawings import record_drawn
+from pipebench.show.inline import InlineFigure
 from pipebench.show.pictures import axis_unit
 from pipebench.tracking import RunLog
 from pipebench.train.job import Job
@@ -51,7 +51,7 @@ def search_markdown(found: SearchFile) -> str:
 def draw_search(found: SearchFile, points: Sequence[Point], end_s: float, path: str | os.PathLike[str]) -> None:
     """Write active layers over time as a PNG, below them scores, or throughput if nothing was trained."""
     scale_s, unit = axis_unit(end_s)
-    figure = Figure(figsize=(9.0, 4.8), layout="constrained")
+    figure = InlineFigure(figsize=(9.0, 4.8), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     edges = [*(each.second / scale_s for each in found.individuals), end_s / scale_s]
     above.stairs([each.layers for each in found.individuals], edges, color=_BLUE, baseline=None)
@@ -72,4 +72,4 @@ def draw_search(found: SearchFile, points: Sequence[Point], end_s: float, path: 
     below.set_xlabel(f"time since the start [{unit}]")
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    figure.write(path)
