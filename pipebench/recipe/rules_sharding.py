@@ -78,6 +78,9 @@ def _goes_with(
     if OptimizerRecipe(**optimizer).name == "asgd":
         why = f"got asgd with shard {row.shard}, and evaluations need its averages of all parameters"
         yield "train.optimizer.name", f"{why}: allowed are others, or shard: {NOT_SHARDED}"
+    if isinstance(draft.values.get("search"), dict):
+        why = f"got a mapping with shard {row.shard}, whose layers all stay"
+        yield "search", f"{why}: allowed is null, or shard: {NOT_SHARDED}"
     if vpipe is not None:
         why = f"got a mapping with shard {row.shard}, whose layers stay where they are"
         yield "parallelism.vpipe", f"{why}: allowed is null, or shard: {NOT_SHARDED}"
