@@ -3,30 +3,29 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipebench.recipe.draft import Draft, Problems, rule
+from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
 from pipebench.recipe.schema import OptimizerRecipe, ParallelismRecipe
 from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import AUTO, MODES, Mode
 from pipebench.schedule.syncs import ALL_REDUCE, NOT_SHARDED, OPTIMIZER, ORDERED, PARAMETERS, SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
-_KEPT = ("plan", "cuts", "chunks", "order", "flush", "weights", "sync", "sums", "shard", "reshard_after_forward")
+_KEPT = ("cuts", "chunks", "order", "flush", "weights", "sync", "sums", "shard", "reshard_after_forward")
 
 
-def _row(draft: Draft) -> tuple[Mode | None, dict[str, Any]]:
+def _row(draft: Draft) -> Mode | None:
     """Return the row of a recipe's mode with its columns, or None where it can't be known."""
-    given = draft.values["parallelism"]
-    mode = given.get("mode") if isinstance(given, dict) else None
-    if mode == AUTO or mode not in MODES:
-        return None, {}
-    own = {name: given[name] for name in _KEPT if name in given}
-    return ParallelismRecipe(mode, **own).row, given
+    given = {name: draft.get(f"parallelism.{name}") for name in ("mode", *_KEPT)}
+    mode = given.pop("mode")
+    if mode is UNUSABLE or mode == AUTO or mode not in MODES or UNUSABLE in given.values():
+        return None
+    return ParallelismRecipe(mode, **{name: value for name, value in given.items() if value is not None}).row
 
 
 @rule("@draft", "parallelism.mode", "parallelism.order", "parallelism.weights", "parallelism.shard", "parallelism.sync")
 def _shards(draft: Draft, mode: str, order: str | None, weights: str | None, shard: str | None, sync: str) -> Problems:
     """Shards need replicas that wait for each other, and one version of the weights."""
-    row, _ = _row(draft)
+    row = _row(draft)
     if row is None or not row.is_sharded:
         return
     key, told = "parallelism.shard" if shard is not None else "parallelism.mode", f"got shard {row.shard}"
@@ -46,7 +45,7 @@ def _shards(draft: Draft, mode: str, order: str | None, weights: str | None, sha
 @rule("@draft", "parallelism.mode", "parallelism.sums", "parallelism.reshard_after_forward", "parallelism.shard")
 def _only_where(draft: Draft, mode: str, sums: str | None, reshard: bool | None, shard: str | None) -> Problems:
     """Some columns mean something only beside others."""
-    row, _ = _row(draft)
+    row = _row(draft)
     if row is None:
         return
     if reshard is not None and row.shard != PARAMETERS:
@@ -65,7 +64,7 @@ def _goes_with(
     draft: Draft, optimizer: Mapping[str, Any], precision: str, vpipe: Any, flush: bool | None, shard: str | None
 ) -> Problems:
     """Shards are of the layers that a stage begins with, and of optimizers that keep no averages."""
-    row, _ = _row(draft)
+    row = _row(draft)
     if row is None or not row.is_sharded:
         return
     if not row.flush:
