@@ -122,9 +122,15 @@ def lab(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def ui(session: nox.Session) -> None:
-    """Look at recorded runs in headless Chromium; skips where there is none with its driver. Arguments go to pytest."""
+    """Look at recorded runs in headless Chromium; skips where there is none with its driver. Arguments go to pytest.
+
+    `-- picture` takes README's picture, `docs/mlflow.png`, again instead.
+    """
     python = python_with_pipebench(session)
     session.run(python, "-m", "pip", "install", "--quiet", *extra("ui"), external=True)
+    if session.posargs == ["picture"]:
+        session.run(python, "-m", "reports.studies.mlflow_picture", env=ONE_THREAD, external=True)
+        return
     session.run(python, "-m", "pytest", "-m", "browser", *session.posargs, env=ONE_THREAD, external=True)
 
 

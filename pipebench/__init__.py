@@ -6,6 +6,7 @@ What they need is imported when one is first used.
 
 import importlib
 import inspect
+import os
 import sys
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 __version__ = "0.2.0"
 _FUNCTIONS = ("compare", "load_recipe", "plan", "profile", "recorded", "run", "simulate")
 _ERRORS = ("RecipeError", "UserError")
+
+if not os.path.isdir(os.path.join(__path__[0], "zoo")):  # the link of a checkout where there are none, as on Windows
+    __path__.append(os.path.dirname(os.path.abspath(__path__[0])))
 
 
 def __getattr__(name: str) -> Any:

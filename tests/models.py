@@ -75,6 +75,25 @@ class Tied(nn.Module):
         return output
 
 
+class TiedEnds(nn.Module):
+    """A language model's shape: both ends share a matrix, and two layers between share another."""
+
+    def __init__(self, *, seed: int = 3) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(seed)
+        self.words, self.one, self.norm = nn.Linear(6, 4, bias=False), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.two, self.three, self.classifier = nn.Linear(4, 4), nn.Linear(4, 6), nn.Linear(6, 4, bias=False)
+        self.classifier.weight = self.words.weight
+        self.two.weight = self.one.weight
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 4]."""
+        hidden = self.norm(torch.tanh(self.one(torch.tanh(self.words(x)))))
+        output: torch.Tensor = self.classifier(torch.tanh(self.three(torch.tanh(self.two(hidden)))))
+        return output
+
+
 class Branching(nn.Module):
     """Control flow on data: torch.fx can't trace it."""
 

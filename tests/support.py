@@ -18,7 +18,7 @@ from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.graph import LayerGraph, attribute, forget_states, run_node, trace
 from pipebench.model.optimizer import MakeOptimizer
-from pipebench.model.plan import Plan, make_plan
+from pipebench.model.plan import Plan, make_plan, tied_parameters
 from pipebench.model.precision import in_precision, lower
 from pipebench.model.rounded_data import RoundedData
 from pipebench.model.sampling import InOrder, Sampler
@@ -143,7 +143,8 @@ def pipeline_of(graph: LayerGraph, plan: Plan, rows: Sequence[LayerProfile], **s
     edges = tuple(Edge(a, b, any(rows[v].gradient_bytes for v in values)) for (a, b), values in plan.crossings.items())
     loads = tuple(i for i, s in enumerate(plan.stages) if any(x.inputs for x in graph.layers[s.start : s.stop]))
     swaps = tuple(i for i, s in enumerate(plan.stages) if SWAP in s.memory)
-    return Pipeline(replicas=plan.replicas, edges=edges, loads=loads, swaps=swaps, **shape)
+    ties = tuple(tied_parameters(rows, plan))
+    return Pipeline(replicas=plan.replicas, edges=edges, loads=loads, swaps=swaps, ties=ties, **shape)
 
 
 def _memory(graph: LayerGraph, recompute: bool | Container[int]) -> list[str]:
@@ -189,6 +190,7 @@ def make_setup(
     relay: bool = False,
     steps_on_whole: bool = False,
     repartitions: bool = False,
+    ties: bool = False,
 ) -> Setup:
     """Return a setup with unit costs; `plan` is a plan or (starts of later stages, replicas)."""
     graph = in_precision(graph or trace(model), precision)
@@ -197,7 +199,9 @@ def make_setup(
         dataset = RoundedData(dataset, graph.rounding.low_type)
     if not isinstance(plan, Plan):
         memory = memory or _memory(graph, recompute)
-        plan = make_plan(graph, *plan, devices=devices, depth=depth, chunks=chunks, memory=memory, relay=relay)
+        plan = make_plan(
+            graph, *plan, devices=devices, depth=depth, chunks=chunks, memory=memory, relay=relay, ties=ties
+        )
     profile = unit_profile(graph, dataset, sizes or range(1, minibatch_size + 1))
     rows = profile.layers[minibatch_size]
     flushes, agrees = weights == "one", clip_norm is not None or loss_scale is not None

@@ -123,7 +123,7 @@ def test_a_fixed_plan_of_a_tied_model_is_cut_where_the_planner_cuts_it(
     assert [stage.start for stage in stages] == [stage.start for stage in expected]
 
 
-@pytest.mark.parametrize("mode", ["gpipe", "model", "pipedream", "interleaved"])
+@pytest.mark.parametrize("mode", ["gpipe", "model", "pipedream", "interleaved", "pipemare"])
 @pytest.mark.parametrize("kind", ["simulated", "virtual"])
 def test_a_tie_is_named_where_it_leaves_too_few_places_to_cut(mode: str, kind: str, tmp_path: Path) -> None:
     """0.1.0: only plans with cuts said why; `straight` said how many stages the model could have, and no more."""
@@ -131,6 +131,9 @@ def test_a_tie_is_named_where_it_leaves_too_few_places_to_cut(mode: str, kind: s
     words = [f"parallelism.mode={mode}", f"engine.kind={kind}", "cluster.servers=2"]
     words.append("parallelism.plan=" + ("1-1-1-1" if mode == "interleaved" else "straight"))
     answer = CliRunner().invoke(cli, ["draw", str(tmp_path / "tied.yaml"), *words])
+    if mode in ("gpipe", "model", "interleaved"):  # which may part a tie since
+        assert answer.exit_code == 0, answer.stderr
+        return
     assert answer.exit_code == 2
     assert (
         "8 stages were asked for, but the model can be cut in 6 at most; parameter one.weight is tied: layers one,"

@@ -1,6 +1,7 @@
 """What the documentation shows is what the code does."""
 
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -8,26 +9,31 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from PIL import Image
 
 from pipebench.cli.main import cli
 from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition
 from pipebench.extensions.moves.routes import Routes
 from pipebench.extensions.moves.settings import MOVES
+from pipebench.formats import num_bytes, number, percent, ratio, seconds
 from pipebench.schedule.instructions import render
 from pipebench.schedule.modes import KEEP, MODES
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
 from pipebench.simulate.drawing import draw
+from pipebench.tracking.view import view_state
 from pipebench.zoo import DATASETS, MODELS
 from tests.schedule.moving import Drawn, moving, moving_programs
 from tests.test_rooms import ROOMS
 
 ROOT = Path(__file__).parents[1]
 MOST_WORDS = 900  # of README, code included
+MOST_UNLIKE = 2.0  # of 255 grey levels, on average: a picture with another panel is ten apart
 
 DRAWN = [
     ("single", (1,), 3, 1),
@@ -193,16 +199,21 @@ def test_table_1_of_the_results_is_the_report_s() -> None:
 
 
 def test_the_four_ways_of_readme_are_the_report_s() -> None:
-    """The runs kept in the repository; MLflow's picture beside them was taken of the same ones."""
+    """The runs kept in the repository."""
     page = (ROOT / "reports/rendered/quickstart/report.md").read_text()
     rows = [_cells(line) for line in page.split("## Side by side")[1].split("## ")[0].splitlines() if line]
     reported = {name: [plan, *others] for name, *others, plan in rows[2:]}
-    text = (ROOT / "README.md").read_text().split("## Four ways")[1].split("```\n")[1]
-    lines = [re.split(r" {2,}", line.strip()) for line in text.partition("\n\n")[0].splitlines()]
-    header, shown = lines[0], {line[0]: line for line in lines[1:]}
+    header, shown = four_ways()
     columns = [header.index(name) for name in ("plan", "time to accuracy", "vs dp", "epochs", "bytes per sample")]
     columns.append(header.index("memory"))
     assert {name: [line[column] for column in columns] for name, line in shown.items()} == reported
+
+
+def four_ways() -> tuple[list[str], dict[str, list[str]]]:
+    """Return the headings of README's table, and its rows by their first cell."""
+    text = (ROOT / "README.md").read_text().split("## Four ways")[1].split("```\n")[1]
+    lines = [re.split(r" {2,}", line.strip()) for line in text.partition("\n\n")[0].splitlines()]
+    return lines[0], {line[0]: line for line in lines[1:]}
 
 
 def test_the_errors_of_readme_and_the_results_are_the_report_s() -> None:
@@ -254,15 +265,58 @@ def test_the_quick_start_prints_what_readme_says(tmp_path: Path) -> None:
     assert (tmp_path / "mlflow.db").exists()
 
 
-def test_the_plan_of_its_page_is_what_the_planner_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("rendered")
+def test_the_plan_of_its_page_is_what_the_planner_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "110")
     page = (ROOT / "docs/planner.md").read_text()
     command, shown = re.findall(r"```\n(.*?)\n```", page, re.DOTALL)[:2]
-    done = CliRunner().invoke(cli, command.split()[1:])
+    drawn = tmp_path / "plan.png"
+    done = CliRunner().invoke(cli, [*command.split()[1:], "--picture", str(drawn)])
     assert done.exit_code == 0, done.output
     printed = {line.strip() for line in done.output.splitlines()}
     missing = [line for line in shown.splitlines() if line != "..." and line.strip() not in printed]
     assert not missing
+    assert unlike(drawn, ROOT / "docs/plan.png") < MOST_UNLIKE, f"{command} --picture docs/plan.png"
+
+
+@pytest.mark.usefixtures("rendered")
+def test_the_occupancy_of_its_page_is_what_is_drawn(tmp_path: Path) -> None:
+    drawn = tmp_path / "occupancy.png"
+    done = CliRunner().invoke(cli, ["draw", "quickstart", "--picture", str(drawn), "--of", "occupancy"])
+    assert done.exit_code == 0, done.output
+    assert unlike(drawn, ROOT / "docs/occupancy.png") < MOST_UNLIKE
+
+
+def unlike(one: Path, other: Path) -> float:
+    """Return how far two pictures are apart as thumbnails, in grey levels: other releases of matplotlib move text."""
+    pixels = [np.asarray(Image.open(path).convert("L").resize((96, 54)), dtype=float) for path in (one, other)]
+    return float(np.abs(pixels[0] - pixels[1]).mean())
+
+
+def test_the_runs_of_mlflow_s_picture_are_those_of_readme_s_table() -> None:
+    """The study that takes it writes the page's cells into the file."""
+    with Image.open(ROOT / "docs/mlflow.png") as picture:
+        about = json.loads(picture.info["Description"])
+    cells = [dict(zip(about["columns"], row, strict=True)) for row in about["rows"]]
+    shown = {cell["mode"]: cell for cell in cells if "," not in cell["mode"]}
+    told = {
+        mode: [seconds(float(cell["time_to_accuracy_s"])), ratio(float(cell["speedup_over_dp"])),
+               num_bytes(float(cell["comm_bytes_per_sample"])), num_bytes(float(cell["peak_memory_bytes_max"])),
+               percent(float(cell["bubble_fraction"])), cell["epochs_to_target"], seconds(float(cell["epoch_time_s"])),
+               number(float(cell["throughput_samples_per_s"])), cell["plan"]]
+        for mode, cell in shown.items()
+    }  # fmt: skip
+    header, rows = four_ways()
+    columns = (
+        *("time to accuracy", "vs dp", "bytes per sample", "memory", "bubble", "epochs", "epoch time", "samples/s"),
+        "plan",
+    )
+    assert {name: [row[header.index(column)] for column in columns] for name, row in rows.items()} == told
+    state = json.loads(view_state())["columnOrder"]
+    places = [state.index(f"{kind}.`{name}`") for name in about["columns"][3:] for kind in ("tags", "metrics", "params")
+              if f"{kind}.`{name}`" in state]  # fmt: skip
+    assert len(places) == len(about["columns"]) - 3
+    assert places == sorted(places), "the columns of the view, in its order"
 
 
 def test_the_page_of_the_zoo_has_every_name_and_its_size() -> None:

@@ -1,6 +1,10 @@
 """What surrounds the code: metadata that has to agree with it."""
 
 import re
+import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import yaml
@@ -31,6 +35,25 @@ def test_the_zoo_is_part_of_the_package_and_nobody_takes_the_folder_for_a_packag
     assert len(sources) > 500
     assert not taken
     assert all(entry.target.startswith(".") for entry in (*zoo.MODELS.values(), *zoo.DATASETS.values()))
+
+
+def test_a_checkout_without_links_finds_the_zoo(tmp_path: Path) -> None:
+    """Git on Windows, and some archives, leave a file with the link's text in its place."""
+    for package in ("pipebench", "zoo"):
+        (tmp_path / package).mkdir()
+    shutil.copy(str(pipebench.__file__), tmp_path / "pipebench")
+    (tmp_path / "pipebench" / "zoo").write_text("../zoo")
+    (tmp_path / "zoo" / "__init__.py").touch()
+    code = "import pipebench.zoo; print(pipebench.zoo.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()).samefile(tmp_path / "zoo" / "__init__.py")
+
+
+def test_a_source_distribution_takes_the_zoo_from_its_folder() -> None:
+    targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    assert targets["sdist"]["exclude"] == ["/pipebench/zoo"]
+    assert targets["sdist"]["force-include"] == {"zoo": "pipebench/zoo"}
+    assert all((ROOT / path.lstrip("/")).exists() for path in targets["sdist"]["include"] if "*" not in path)
 
 
 def test_targets_of_recipes_from_when_the_zoo_was_a_package_of_its_own_are_found() -> None:

@@ -116,7 +116,14 @@ def test_the_notebook_runs_and_says_what_it_said(tmp_path: Path) -> None:
     assert len(stored) == len(ran) >= 8
     plan = next(index for index, text in enumerate(stored) if "cost model" in text)
     assert ran[plan].splitlines()[0] == stored[plan].splitlines()[0]
+    assert headings_of(ran) == headings_of(stored)
     assert "did you mean 'max_epochs'?" in ran[-1]
+
+
+def headings_of(texts: list[str]) -> list[str]:
+    """Return the words above the first row of the comparison, of a notebook's answers."""
+    (table,) = (text for text in texts if "mode=dp" in text and "epoch" in text)
+    return sorted(table.partition("mode=dp")[0].split())
 
 
 @pytest.mark.slow

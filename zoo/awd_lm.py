@@ -65,7 +65,8 @@ def awd_lm(
         embedding_size: features of a word, and of the last LSTM layer's output.
         hidden_size: width of all LSTM layers but the last.
         num_layers: LSTM layers, at least 1.
-        tied: the decoder's weight is the embedding's; both must then be on one stage.
+        tied: the decoder's weight is the embedding's; in modes whose stages don't update together, pipedream for one,
+            both are then in one stage.
         weight_drop: probability of dropping a hidden-to-hidden weight of an LSTM, per minibatch.
         dropout_embedding: of dropping a word wherever it occurs in the minibatch.
         dropout_input: of dropping a feature of the first LSTM layer's input, at all steps of a sample alike.

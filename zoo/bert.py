@@ -174,9 +174,8 @@ def bert_base(
         vocabulary: token ids, at least 4.
         max_tokens: positions there are vectors for.
         dropout: probability of dropping a feature or an attention's weight, in [0, 1).
-        share_embedding: the words' vectors are the matrix before the softmax, too, as in the paper. pipebench keeps
-            tied parameters in one stage, so a model that shares them can't be cut between its ends; the default
-            has two.
+        share_embedding: the words' vectors are the matrix before the softmax, too, as in the paper; the default has
+            two. In modes whose stages don't update together, pipedream for one, both ends are then in one stage.
 
     Raises:
         ValueError: an option out of its range.

@@ -211,8 +211,8 @@ def gnmt8(
         dropout: probability before every LSTM layer but the two that read embeddings, in [0, 1).
         input_dropout: probability before those two. The PipeDream artifact has none there; MLPerf v0.6 has 0.2.
         share_embedding: one embedding for both languages, as MLPerf; needs equal vocabularies. PipeDream's artifact
-            trains with two and so does the default: pipebench keeps tied parameters in one stage, and a shared
-            embedding would put everything between the encoder's start and the decoder's into that stage.
+            trains with two and so does the default: in PipeDream's mode stages don't update together, and a shared
+            embedding would put everything between the encoder's start and the decoder's into one of them.
         init_range: parameters start uniformly between minus this and this, more than 0.
 
     Raises:

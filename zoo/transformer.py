@@ -246,8 +246,8 @@ def transformer(
         target_vocabulary: tokens of the target's language, at least 4.
         dropout: probability of dropping a feature or an attention's weight, in [0, 1).
         share_embeddings: both embeddings and the matrix before the softmax are one, as in the paper; needs equal
-            vocabularies. pipebench keeps tied parameters in one stage, so a model that shares them can't be cut
-            between its ends; the default has three.
+            vocabularies; the default has three. In modes whose stages don't update together, pipedream for one, all
+            that use it are then in one stage.
 
     Raises:
         ValueError: an option out of its range.

@@ -16,12 +16,14 @@ class Share:
         num_replicas: of its stage. They take turns with the streams of a text.
         unit_sizes: samples of every microbatch of a minibatch of text in streams. Empty where samples don't follow each
             other, so that no state is carried.
+        elsewhere: own names of tied parameters that an earlier stage has, too, and saves.
     """
 
     names: Mapping[str, str] = field(repr=False)
     replica: int = 0
     num_replicas: int = 1
     unit_sizes: tuple[int, ...] = ()
+    elsewhere: frozenset[str] = frozenset()
 
     def holds(self, stream: int) -> bool:
         """Return whether this replica carries a stream's state: segments start at multiples of the streams."""

@@ -50,8 +50,8 @@ def run(recipe: Recipe, /, *, on_progress: OnProgress = None, **keys: Any) -> Ru
 
     Args:
         recipe: a name, a file, a dict, or what `load_recipe` returned.
-        on_progress: gets a mapping per evaluation, and about every second one on how far training is; without it,
-            lines are printed.
+        on_progress: gets a mapping per evaluation, and about every second one on how far training is, of runs in
+            processes in a thread; without it, lines are printed.
         keys: keys of the recipe and their values.
 
     Raises:
@@ -152,6 +152,10 @@ def _run(
     seeds: Sequence[int] | None = None,
     on_progress: OnProgress = None,
 ) -> RunComparison:
+    if seeds is not None and not _are_seeds(seeds):
+        raise UserError(f"seeds: got {seeds!r}, allowed are different whole numbers from 0 on, such as [0, 1, 2]")
+    if on_progress is not None and not callable(on_progress):
+        raise UserError(f"on_progress: got {on_progress!r}, allowed is a function that takes a dict")
     for each in loaded:
         if engine_kind(each.recipe).in_processes and each.path.name == IN_MEMORY:
             raise UserError(
@@ -164,6 +168,11 @@ def _run(
         return runner.run_all(loaded, suite, seeds=seeds)
 
 
+def _are_seeds(seeds: object) -> bool:
+    listed = [*seeds] if isinstance(seeds, Sequence) and not isinstance(seeds, str) else []
+    return bool(listed) and len({*listed}) == len(listed) and all(type(each) is int and each >= 0 for each in listed)
+
+
 def _loaded(
     recipe: Recipe, keys: Mapping[str, Any], read: Callable[[Sequence[str], Sequence[str]], list[LoadedRecipe]]
 ) -> list[LoadedRecipe]:
@@ -172,6 +181,11 @@ def _loaded(
         if keys:
             raise UserError(f"{next(iter(keys))}: a loaded recipe stays as it is: give load_recipe this key, too")
         return [replace(recipe, path=Path.cwd() / IN_MEMORY)]  # its overrides are in no file
+    if not isinstance(recipe, Mapping | str | os.PathLike):
+        raise UserError(
+            f"recipe: got a {type(recipe).__name__}, allowed is a name, a file, a dict or what load_recipe returned: "
+            "several are arguments of `pipebench.compare`, a model is given as model=..., beside a recipe"
+        )
     plain, own = with_names(keys)
     if isinstance(recipe, Mapping):
         return load_mapping(with_names(recipe)[0], _texts(plain), without=own)

@@ -9,8 +9,9 @@ import click
 
 from pipebench.cli.group import tracebacks
 from pipebench.cli.json_output import moved_option
-from pipebench.cli.outputs import Output, refuse_to_overwrite
+from pipebench.cli.outputs import PNG, Output, refuse_to_overwrite
 from pipebench.cli.references import complete, load_one
+from pipebench.errors import UserError
 from pipebench.garbage import without_collector
 from pipebench.recipe.preflight import preflight
 from pipebench.schedule.csv_form import is_schedule
@@ -32,14 +33,12 @@ PICTURES = (MEMORY, "occupancy")
     help="Write one update's passes here, in the CSV form of torch.distributed.pipelining.",
 )
 @click.option("--picture", type=click.Path(path_type=Path), metavar="OUT.png", help="Draw memory over time here.")
-@click.option(
-    "--of", "what", type=click.Choice(PICTURES), default=MEMORY, help="What --picture draws instead.  [default: memory]"
-)
+@click.option("--of", "what", type=click.Choice(PICTURES), help="What --picture draws instead.  [default: memory]")
 @moved_option("--csv", "--out OUT.csv")
 @moved_option("--memory", "--picture OUT.png")
 @moved_option("--occupancy", "--picture OUT.png --of occupancy")
 @tracebacks
-def draw(words: tuple[str, ...], versions: bool, out: Path | None, picture: Path | None, what: str) -> None:
+def draw(words: tuple[str, ...], versions: bool, out: Path | None, picture: Path | None, what: str | None) -> None:
     """Draw the start of the pipeline that a recipe makes: workers downwards, time to the right. Trains nothing.
 
     F3 is the forward of minibatch 3, or of microbatch 3, B3 its backward, I3 and W3 the input and weight part of one
@@ -59,11 +58,13 @@ def draw(words: tuple[str, ...], versions: bool, out: Path | None, picture: Path
       pipebench draw quickstart --picture memory.png
       pipebench draw quickstart --picture occupancy.png --of occupancy
     """
+    if what is not None and picture is None:
+        raise UserError(f"--of {what} says what --picture draws: add --picture {what}.png")
     with without_collector():
         loaded = load_one(words)
         from pipebench.run import runner
 
-    schedule, drawing = Output("--out", out, "a schedule", is_schedule), _picture(picture, what)
+    schedule, drawing = Output("--out", out, "a schedule", is_schedule), _picture(picture, what or MEMORY)
     refuse_to_overwrite([schedule, drawing.output] if drawing else [schedule])
     preflight(loaded, trains=False)
     if out is not None:
@@ -92,10 +93,10 @@ def _picture(path: Path | None, what: str) -> _Drawing | None:
 
     if what == MEMORY:
         return _Drawing(
-            Output("--picture", path, "a picture of memory over time", memory_picture.is_our_picture),
+            Output("--picture", path, "a picture of memory over time", memory_picture.is_our_picture, PNG),
             lambda watch, path: memory_picture.draw_memory(watch.memory, path),
         )
     return _Drawing(
-        Output("--picture", path, "a picture of occupancy over time", occupancy_picture.is_our_picture),
+        Output("--picture", path, "a picture of occupancy over time", occupancy_picture.is_our_picture, PNG),
         lambda watch, path: occupancy_picture.draw_occupancy(watch.occupancy(over_time.NUM_PARTS), path),
     )

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from pipebench.cli.json_output import json_flag, print_json
+from pipebench.errors import UserError
 from pipebench.recipe.catalog import cluster_names, find_cluster, recipe_names, recipes_folder, summary
 from pipebench.recipe.clusters import sources
 from pipebench.recipe.named import KINDS, OPTIMIZER, SCHEDULE
@@ -37,7 +38,10 @@ def ls(what: str | None, word: str | None, as_json: bool) -> None:
     for index, heading in enumerate(LISTS if what is None else (what,)):
         if what is None:
             click.echo(f"{chr(10) if index else ''}{heading}:")
-        for line in _lines(word, heading, indent="" if what else "  "):
+        lines = [*_lines(word, heading, indent="" if what else "  ")]
+        if what and not lines:
+            raise UserError(f"none of the {what} has {word!r} in its name or its description")
+        for line in lines:
             click.echo(line)
 
 

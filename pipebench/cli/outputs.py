@@ -1,6 +1,6 @@
 """Files that a command writes: new, or replacing one of the same kind, so no mistyped name loses data."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +8,8 @@ from rich.console import Console
 
 from pipebench.errors import UserError
 from pipebench.show.console import print_written
+
+PNG = (".png",)
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Output:
     path: Path | None  # None to write nothing
     what: str  # in words
     is_ours: Callable[[Path], bool]  # whether an existing file is of the same kind
+    suffixes: tuple[str, ...] = ()  # one of which its name has; () for any
 
     def write(self, write: Callable[[Path], object], console: Console | None = None) -> None:
         """Write it, unless `path` is None, and print its path."""
@@ -30,13 +33,14 @@ class Output:
         print_written(str(self.path), console)
 
 
-def refuse_to_overwrite(outputs: Iterable[Output]) -> None:
+def refuse_to_overwrite(outputs: Sequence[Output]) -> None:
     """Check all files before any work.
 
     Raises a UserError that names the option if one isn't writable, exists as something else, or is given twice.
     """
     taken: dict[Path, str] = {}
-    for option, path, what, is_ours in ((each.option, each.path, each.what, each.is_ours) for each in outputs):
+    for each in outputs:
+        option, path, what = each.option, each.path, each.what
         if path is None:
             continue
         try:
@@ -49,5 +53,9 @@ def refuse_to_overwrite(outputs: Iterable[Output]) -> None:
             raise UserError(f"{option}: got {path}, which {other} writes to as well; give each a file of its own")
         if not path.parent.is_dir():
             raise UserError(f"{option}: got {path}, but there is no folder {path.parent}")
-        if there and not (path.is_file() and is_ours(path)):
+        if there and not (path.is_file() and each.is_ours(path)):
             raise UserError(f"{option}: {path} is there and isn't {what}, so it is left alone; name another file")
+    for each in outputs:
+        if each.path is not None and each.suffixes and each.path.suffix.lower() not in each.suffixes:
+            fitting = each.path.with_suffix(each.suffixes[0]).name
+            raise UserError(f"{each.option}: got {each.path}, allowed is a name such as {fitting}, of {each.what}")

@@ -13,7 +13,7 @@ from types import ModuleType
 from rich.console import Console
 
 from pipebench.cli.json_output import print_json
-from pipebench.cli.outputs import Output, refuse_to_overwrite
+from pipebench.cli.outputs import PNG, Output, refuse_to_overwrite
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError, RecipeError, UserError
 from pipebench.files import replace as replace_file
@@ -23,7 +23,7 @@ from pipebench.planner.compare import compare, with_others
 from pipebench.planner.cost_models import COST_MODELS, DEFAULT
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
-from pipebench.planner.states import States
+from pipebench.planner.states import KnownStates
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profile.load import load_profile, plain_name
 from pipebench.recipe.clusters import load_cluster
@@ -93,10 +93,12 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     is missing, or nothing fits in memory.
     """
     out = Output("--out", options.out, "a plan's file", is_our_plan)
-    picture = Output("--picture", options.picture, "a picture of a plan", lambda path: _pictures().is_our_picture(path))
+    picture = Output(
+        "--picture", options.picture, "a picture of a plan", lambda path: _pictures().is_our_picture(path), PNG
+    )
     refuse_to_overwrite((out, picture))
     began_s = time.perf_counter()
-    known: dict[int, States] = {}
+    known: KnownStates = {}
     answer = _of_recipe(loaded, options, known) if loaded is not None else _of_file(options, known)
     if not options.as_json:
         print_plan(answer)
@@ -113,7 +115,7 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
 
 def plan_answer(loaded: LoadedRecipe, *, others: bool) -> PlanAnswer:
     """Return what `plan` prints of a recipe, with the `others`, the best plans of the other modes, if asked."""
-    began_s, known = time.perf_counter(), dict[int, States]()
+    began_s, known = time.perf_counter(), KnownStates()
     options = PlanOptions(others=others)
     answer = _with_others(_of_recipe(loaded, options, known), options, known)
     return PlanAnswer(replace(answer, total_s=time.perf_counter() - began_s))
@@ -135,7 +137,7 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
             raise UserError(f"{option} is for one plan, and the recipe makes {len(loaded)}: give one value per key")
     answers, refused = [], {}
     for each in loaded:
-        known: dict[int, States] = {}
+        known: KnownStates = {}
         try:
             answer = _of_recipe(each, options, known)
             if options.as_json:  # the table has no room for other modes
@@ -153,7 +155,7 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
         print_plans(answers, refused)
 
 
-def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, known_states: dict[int, States]) -> Answer:
+def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, known_states: KnownStates) -> Answer:
     recipe, own = loaded.recipe, loaded.cluster
     parallelism = recipe.parallelism
     mode = options.mode or parallelism.mode
@@ -185,7 +187,8 @@ def _given(parallelism: ParallelismRecipe, known: ToPlan, request: Request, mode
         from pipebench.train.plan import plan_of_file  # late: imports torch
 
         assert known.graph is not None
-        plan = plan_of_file(parallelism, request.cluster.num_workers, known.graph, request.streams)
+        num_workers = request.cluster.num_workers
+        plan = plan_of_file(parallelism, num_workers, known.graph, request.streams, ties=planner.ties)
         return planner.estimate_of(plan)
     if parallelism.plan == AUTO or planner.mode.shape in ("one", "one-stage"):
         return None
@@ -204,7 +207,7 @@ def _progress(options: PlanOptions) -> Console | None:
     return standard_error() if options.as_json else None
 
 
-def _of_file(options: PlanOptions, known_states: dict[int, States]) -> Answer:
+def _of_file(options: PlanOptions, known_states: KnownStates) -> Answer:
     assert options.profile is not None
     given = options.minibatch_size
     profile = load_profile(options.profile, given or 1)
@@ -232,7 +235,7 @@ def _answer(
     request: Request,
     mode: str,
     options: PlanOptions,
-    known_states: dict[int, States],
+    known_states: KnownStates,
     *,
     says_samples: bool,
 ) -> Answer:
@@ -252,7 +255,7 @@ def _answer(
     return Answer(name, request, row, comparison, says_samples, spare_s, planner.times_of(best))
 
 
-def _with_others(answer: Answer, options: PlanOptions, known_states: dict[int, States]) -> Answer:
+def _with_others(answer: Answer, options: PlanOptions, known_states: KnownStates) -> Answer:
     """Add the other modes to an answer, if requested."""
     if not options.others:
         return answer

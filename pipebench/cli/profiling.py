@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipebench.cli.outputs import Output, refuse_to_overwrite
+from pipebench.cli.outputs import PNG, Output, refuse_to_overwrite
 from pipebench.errors import UserError
 from pipebench.files import read_text
 from pipebench.profile.graph_txt import read_graph_txt, write_graph_txt
@@ -55,9 +55,9 @@ def outputs(source: LoadedRecipe | Path, out: Path | None, picture: Path | None,
     if isinstance(source, Path):
         own_json = None
     made = [
-        Output("--out", own_json if is_graph or out is None else out, "a profile in JSON", _is_our_json),
+        Output("--out", own_json if is_graph or out is None else out, "a profile in JSON", _is_our_json, (".json",)),
         Output("--out", out if is_graph else None, "a graph.txt that pipebench wrote", _is_our_graph_txt),
-        Output("--picture", picture or own_picture, "a picture of a profile", is_our_picture),
+        Output("--picture", picture or own_picture, "a picture of a profile", is_our_picture, PNG),
     ]
     refuse_to_overwrite(made)
     return made

@@ -52,8 +52,8 @@ from pipebench.run.suite import Suite, suite_name
 @click.option(
     "--json-lines",
     is_flag=True,
-    help="Print a line of JSON per evaluation and, every second, on how far training is; then one per result. "
-    "Of runs in processes only the results.",
+    help="Print a line of JSON per evaluation and, every second, on how far training is; then one per result, and of "
+    "several runs one with their table.",
 )
 def run(
     words: tuple[str, ...],
@@ -121,6 +121,8 @@ def _run(
         if json_lines:
             for each in made.runs:
                 write(json_line({"event": "result", **each.to_dict()}))
+            if len(made.runs) > 1:
+                write(json_line({"event": "comparison", **made.to_dict(), "runs": len(made.runs)}))
         else:
             write(json_text((made if len(made.runs) > 1 else made.runs[0]).to_dict()))
     return made.exit_code

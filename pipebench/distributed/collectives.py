@@ -45,7 +45,7 @@ class ProcessCollectives:
         self.clock, self.meter, self.num_bytes = clock, meter, num_bytes
         self.ranks = ranks_of(setup)  # by worker
         self.stall_s = 0.0  # waited; the reader resets it
-        self._rings: dict[int, list[int]] = {}  # of stages with replicas, like the next two
+        self._rings: dict[int, list[int]] = {}  # of stages with replicas and of ties, like the next two
         self.stage_groups: dict[int, Any] = {}  # of replicas, by stage
         self._reducers: dict[int, Reducer | ShardReducer] = {}
         self._gathers: dict[int, WeightGather] = {}  # of sharded stages
@@ -53,9 +53,9 @@ class ProcessCollectives:
         self._sharing: list[Sharing] = []
         self._norm_group = world.new_group("gloo") if setup.pipeline.shares_norm else None
         self.groups: list[Any] = [] if self._norm_group is None else [self._norm_group]  # to leave
-        for stage, replicas in enumerate(setup.pipeline.replicas):
-            if replicas > 1:
-                self._make_group(stage)
+        for group in range(setup.pipeline.num_stages + len(setup.pipeline.ties)):
+            if len(setup.pipeline.members(group)) > 1:
+                self._make_group(group)
         hooks = setup.pipeline.hooks("processes")
         self.extensions: dict[str, EngineExtension] = {name: make(self) for name, make in hooks.items()}
         self._connect()
@@ -97,6 +97,14 @@ class ProcessCollectives:
         num_bytes = self.worker.replicas[stage].weights.version_bytes
         self._count(stage, self.setup.pipeline.way, gather.kind, "weights", num_bytes, gather.set_out_s)
         self.stall_s += self.clock() - start_s
+
+    def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
+        """Return the sum of a tie's gradients; waits for those of the other workers that have copies."""
+        own = self.worker.tied[group].gradients()
+        if group not in self._reducers:  # there is none
+            return own
+        self._reducers[group].finish(own)
+        return self.wait(group, 0, round_index)
 
     def norm(self, round_index: int) -> torch.Tensor:
         """Return the norm of all stages' gradients, from the gathered squares of every process's parameters."""
@@ -164,13 +172,13 @@ class ProcessCollectives:
         return travels.to(flat.device)
 
     def _make_group(self, stage: int) -> None:
-        """Make the group of a stage's replicas; all workers take part in making it."""
+        """Make the group of a stage's replicas, or of a tie's copies; all workers take part in making it."""
         setup, world = self.setup, self.world
-        ring = setup.ring(setup.pipeline.workers_of(stage))
+        ring = setup.ring(setup.pipeline.members(stage))
         ranks = [self.ranks[worker] for worker in ring]
         group = world.new_group("nccl" if world.direct else "gloo", ranks)
         self.groups.append(group)
-        is_member = stage in self.worker.replicas
+        is_member = self.worker.index in ring
         if is_member:
             self._rings[stage], self.stage_groups[stage] = ring, group
         sync = SYNCS[setup.pipeline.sync]
@@ -179,7 +187,7 @@ class ProcessCollectives:
         if setup.pipeline.shards(stage):
             self._make_exchange(stage, ring, ranks)
             return
-        like, buckets = self._buckets_of(stage) if is_member else ([], [])
+        like, buckets = self.worker.summed(stage) if is_member else ([], [])
         sharing = share(world, ranks, shared_bytes(buckets, like)) if setup.pipeline.way == ALL_REDUCE else None
         if sharing is not None:
             self._sharing.append(sharing)
@@ -213,16 +221,6 @@ class ProcessCollectives:
         assert weights.sharding is not None
         self._reducers[stage] = ShardReducer(weights.sharding, weights.newest.parameters, scatter, self.clock)
         self._gathers[stage] = WeightGather(weights, gather)
-
-    def _buckets_of(self, stage: int) -> tuple[list[torch.Tensor], list[list[int]]]:
-        """Return a stage's parameters and, per bucket, the positions of its parameters, all of one type."""
-        weights = self.worker.replicas[stage].weights
-        like = weights.newest.parameters
-        return like, [
-            list(indices)
-            for bucket in self.setup.costs.stages[stage].buckets
-            for indices in of_one_type([weights.names.index(name) for name in bucket.parameters], like)
-        ]
 
     def _count(self, stage: int, sync: str, kind: str, label: str, num_bytes: int, start_s: float) -> None:
         """Count the bytes that this worker sends of a sum over a stage's replicas; record it in the timeline."""

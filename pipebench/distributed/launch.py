@@ -36,15 +36,24 @@ INTERRUPTED = 130
 _POLL_S, _KILLING_S = 0.02, 10.0
 # After a worker failed, the others end by themselves or on SIGTERM within this time, or are stuck or suspended.
 _CLOSING_S = 5.0
+_NOTHING: Mapping[str, int] = {}
 
 
 class Attempt:
     """One start of all workers."""
 
-    def __init__(self, command: Sequence[str], num_workers: int, number: int, settings: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        num_workers: int,
+        number: int,
+        settings: Mapping[str, str],
+        passed: Mapping[str, int],
+    ) -> None:
         """Start `num_workers` workers, all on this host, with a command and additional environment variables.
 
-        `number` is 0, then 1 for the first restart, ...
+        `number` is 0, then 1 for the first restart, ...; `passed` are file descriptors that they inherit, by the
+        environment variable that tells them.
         """
         server = StoreServer()
         self.store = PrivateStore(server.connect())
@@ -56,6 +65,7 @@ class Attempt:
         everyone = {
             **os.environ,
             **settings,
+            **{name: str(descriptor) for name, descriptor in passed.items()},
             ATTEMPT: str(number),
             "WORLD_SIZE": str(num_workers),
             "LOCAL_WORLD_SIZE": str(num_workers),
@@ -68,7 +78,9 @@ class Attempt:
                 given = (connection.fileno(), self._failures[rank].fileno())
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), STORE: str(given[0]), FAILURE: str(given[1])}
                 # Every worker leads a process group, which includes its loader's processes.
-                process = subprocess.Popen(words, env=everyone | own, start_new_session=True, pass_fds=given)
+                process = subprocess.Popen(
+                    words, env=everyone | own, start_new_session=True, pass_fds=(*given, *passed.values())
+                )
             self._processes.append(process)
 
     def wait(self, timeout_s: float) -> bool:
@@ -137,23 +149,23 @@ def run_workers(
     grace_s: float = GRACE_S,
     say: Callable[[str], None] | None = None,
     verbose: bool = False,
+    passed: Mapping[str, int] = _NOTHING,
 ) -> int:
     """Start the workers of a run on this host and wait for them, restarting all when one dies.
 
     Ctrl-C requests a stop at the next drain; a second one ends the workers. SIGTERM and SIGHUP do both, the second
-    after `grace_s` seconds. Signals are handled only in the main thread.
+    after `grace_s` seconds, in the main thread only.
 
-    The workers run `command` with RANK, WORLD_SIZE and the like in their environment, and the folder `run` as
-    PIPEBENCH_RUN. `say` prints messages, by default to standard error; `verbose` adds the user code's traceback.
+    The workers run `command` with RANK, WORLD_SIZE and the like in their environment, the folder `run` as
+    PIPEBENCH_RUN, and what `passed` has. `say` prints messages, by default to standard error, `verbose` tracebacks too.
 
     Returns:
-        0 when every worker finished; 2 for a user's mistake, 3 for a failure, 130 when a second signal ended them. All
-        but 0 have been reported.
+        0 when all finished; 2 for a user's mistake, 3 for a failure, 130 when ended by a second signal, all reported.
     """
     say, settings = say or _say, {RUN: str(run), **worker_settings(num_workers)}
     with _Signals(grace_s) as signals:
         for number in range(max_restarts + 1):
-            attempt = Attempt(command, num_workers, number, settings)
+            attempt = Attempt(command, num_workers, number, settings, passed)
             try:
                 if not _watch(attempt, signals, say):
                     return INTERRUPTED

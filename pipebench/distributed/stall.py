@@ -46,7 +46,8 @@ def describe(
         peer = pipeline.worker(instruction.peer, instruction.number)
         words = row.words.format(unit=unit, peer=peer)
     else:
-        others = [str(peer) for peer in pipeline.workers_of(instruction.stage) if peer != worker]
+        group = instruction.stage if instruction.peer < 0 else instruction.peer
+        others = [str(peer) for peer in pipeline.members(group) if peer != worker]
         words = row.words.format(
             round=_round(pipeline, instruction.stage, instruction.number, num_minibatches),
             others=f"worker{'s' if len(others) > 1 else ''} {', '.join(others)}",

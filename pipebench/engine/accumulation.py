@@ -1,6 +1,6 @@
 """Sums of parameter gradients over backwards; each is passed on as soon as it is complete."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -23,6 +23,7 @@ class Accumulation:
         # Sums in the order of the parameters; None without a gradient
         self.gradients: list[torch.Tensor | None] = [None] * num_parameters
         self._num_parameters = num_parameters
+        self.apart: frozenset[int] = frozenset()  # positions of parameters whose sums nobody takes
         self._hooks: WeakKeyDictionary[Version, _GradientHooks] = WeakKeyDictionary()
 
     @property
@@ -38,7 +39,7 @@ class Accumulation:
     def add(self, version: Version, on_gradient: OnGradient | None) -> Iterator[None]:
         """Add the gradients of a backward inside to the sums of `version`'s parameters.
 
-        `on_gradient` takes every sum in place of `gradients`, as soon as it is complete.
+        `on_gradient` takes every sum but those `apart` in place of `gradients`, as soon as it is complete.
         """
         parameters = version.parameters
         for parameter, total in zip(parameters, self.gradients, strict=True):
@@ -46,7 +47,7 @@ class Accumulation:
         self.clear()
         hooks = self._hooks.get(version)
         if hooks is None and on_gradient is not None:
-            hooks = self._hooks[version] = _GradientHooks(version)
+            hooks = self._hooks[version] = _GradientHooks(version, self.apart)
         if hooks is not None:
             hooks.on_gradient = on_gradient
         yield
@@ -60,9 +61,11 @@ class Accumulation:
 class _GradientHooks:
     """Hooks on a version's parameters, kept because creating them for every backward takes as long as calling them."""
 
-    def __init__(self, version: Version) -> None:
+    def __init__(self, version: Version, apart: Container[int]) -> None:
         self.on_gradient: OnGradient | None = None  # the receiver, or None
         for index, parameter in enumerate(version.parameters):
+            if index in apart:
+                continue
             parameter.register_post_accumulate_grad_hook(partial(self._completed, index))  # type: ignore[no-untyped-call]
 
     def _completed(self, index: int, parameter: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from pipebench.engine.clipping import norm_of
 from pipebench.engine.protocols import EngineExtension
-from pipebench.engine.ring import SUMS, all_reduce, of_one_type
+from pipebench.engine.ring import SUMS, all_reduce
 from pipebench.engine.setup import Setup
 from pipebench.engine.weights import Weights
 from pipebench.engine.worker import Worker
@@ -56,11 +56,11 @@ class InProcessCollectives:
         """Return the sum of all replicas' gradients; the virtual clock guarantees that they are there."""
         key = (stage, round_index)
         if key not in self._sums:
-            self._sums[key] = self._reduced(stage, self._given.pop(key)), self.setup.pipeline.replicas[stage]
+            self._sums[key] = self._reduced(stage, self._given.pop(key)), len(self.setup.pipeline.members(stage))
         total, asking = self._sums.pop(key)
         if asking > 1:
             self._sums[key] = total, asking - 1
-        sharding = self._weights(stage, replica).sharding
+        sharding = None if stage >= self.setup.pipeline.num_stages else self._weights(stage, replica).sharding
         if sharding is None:
             return list(total)
         own = ((total[piece.place], piece) for piece in sharding.own)
@@ -97,6 +97,15 @@ class InProcessCollectives:
         for sender, receiver, sent in WAYS[self.setup.pipeline.way].traffic(num_bytes, self.setup.servers(ring)):
             self.count(kind, ring[sender], ring[receiver], sent)
 
+    def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
+        """Return the sum of a tie's gradients; whoever asks first, all have theirs by then, and nobody has updated."""
+        if (group, round_index) not in self._sums:
+            self._given[group, round_index] = {
+                index: self.workers[worker].tied[group].gradients()
+                for index, worker in enumerate(self.setup.pipeline.members(group))
+            }
+        return self.wait(group, 0, round_index)
+
     def norm(self, round_index: int) -> torch.Tensor:
         """Return the norm of all stages' gradients, after replicas have summed theirs."""
         if round_index not in self._norms:
@@ -110,8 +119,8 @@ class InProcessCollectives:
         self._num_bytes[kind, self.setup.level_between(sender, receiver).name] += num_bytes
 
     def of_stage(self, stage: int) -> list[int]:
-        """Return a stage's workers in ring order."""
-        return self.setup.ring(self.setup.pipeline.workers_of(stage))
+        """Return the workers of a stage, or of a tie's group, in ring order."""
+        return self.setup.ring(self.setup.pipeline.members(stage))
 
     def all_reduce(self, kind: str, ring: Sequence[int], buffers: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum of a ring's buffers, and count its bytes."""
@@ -132,14 +141,12 @@ class InProcessCollectives:
     def _reduced(self, stage: int, given: Mapping[int, Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
         """Sum a round's gradients bucket by bucket; a member without a gradient contributes zeros."""
         ring, pipeline = self.of_stage(stage), self.setup.pipeline
-        weights = self.workers[ring[0]].replicas[stage].weights
-        names, like = weights.names, weights.newest.parameters
-        nothing: list[torch.Tensor | None] = [None] * len(names)
-        members = [given.get(self.workers[worker].replica_index, nothing) for worker in ring]
-        result: list[torch.Tensor | None] = [None] * len(names)
-        buckets = self.setup.costs.stages[stage].buckets
-        named = ([names.index(name) for name in bucket.parameters] for bucket in buckets)
-        for indices in (part for bucket in named for part in of_one_type(bucket, like)):
+        like, buckets = self.workers[ring[0]].summed(stage)
+        nothing: list[torch.Tensor | None] = [None] * len(like)
+        order = pipeline.members(stage)
+        members = [given.get(order.index(worker), nothing) for worker in ring]
+        result = nothing[:]
+        for indices in buckets:
             flats = [
                 torch.cat([(torch.zeros_like(like[i]) if m[i] is None else m[i]).reshape(-1) for i in indices])  # type: ignore[union-attr]
                 for m in members

@@ -48,6 +48,10 @@ class StageRunner(Protocol):
     again_bytes: int  # see `Replica`
 
     @property
+    def apart(self) -> frozenset[int]:
+        """See `Replica`."""
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """The model inputs of the next forward."""
 
@@ -117,7 +121,7 @@ class Transport(Protocol):
 
 
 class Collectives(Protocol):
-    """Collectives of a stage's replicas, or of all stages."""
+    """Collectives of a stage's replicas, of the copies of a tie's weights, or of all stages."""
 
     def on_gradient(self, stage: int) -> OnGradient | None:
         """Return a function to call with each gradient of a round's last backward when it is complete, or None."""
@@ -133,6 +137,9 @@ class Collectives(Protocol):
 
     def wait_gathered(self, stage: int) -> None:
         """Wait for the weights of a stage that are on their way."""
+
+    def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
+        """Return the sum of a round's gradients over all copies of a tie's weights; waits for them."""
 
     def norm(self, round_index: int) -> torch.Tensor:
         """Return the norm of a round's gradients of all stages; waits for them."""

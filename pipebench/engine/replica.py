@@ -3,7 +3,7 @@
 It knows no schedule, clock, transport or mode: callers choose the version of each minibatch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -310,6 +310,15 @@ class Replica:
     @gradients.setter
     def gradients(self, found: list[torch.Tensor | None]) -> None:
         self._accumulation.gradients = found
+
+    def keep_apart(self, positions: Iterable[int]) -> None:
+        """Leave parameters out of the sums over replicas: those of a tie, summed over the copies of all its stages."""
+        self._accumulation.apart |= frozenset(positions)
+
+    @property
+    def apart(self) -> frozenset[int]:
+        """The positions of parameters whose gradients aren't summed with the other ones."""
+        return self._accumulation.apart
 
     def _run(self, item: InFlight, arguments: Sequence[Any]) -> Any:
         """Run the module; measure its saved bytes the first time for each shape."""

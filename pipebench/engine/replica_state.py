@@ -17,6 +17,9 @@ def state_of(replica: Replica, share: Share) -> ModelState:
     """Return the state at a drain that this replica writes to a checkpoint: references, not copies."""
     held = held_by(replica, share)
     if share.replica == 0:
+        for section in (held.parameters, held.optimizer, held.mean_change, held.loss_scale):
+            for name in share.elsewhere & section.keys():
+                section.pop(name)
         return held
     own = {name: buffer for name, buffer in held.buffers.items() if not buffer.is_floating_point()}
     return ModelState(

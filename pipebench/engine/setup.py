@@ -139,4 +139,6 @@ def loss_divisors(setup: Setup, first: int, num_minibatches: int) -> list[float]
 def share_of(setup: Setup, stage: int, replica: int) -> Share:
     """Return a stage replica's share of the model's state."""
     sizes = microbatch_sizes(setup.sampler.size(0), setup.pipeline.microbatches) if setup.sampler.streams else ()
-    return Share(own_names(setup.graph), replica, setup.pipeline.replicas[stage], tuple(sizes))
+    names, ties = own_names(setup.graph), zip(setup.pipeline.ties, setup.costs.ties, strict=True)
+    elsewhere = {names[name] for stages, tied in ties if stages[0] < stage for name in tied.parameters}
+    return Share(names, replica, setup.pipeline.replicas[stage], tuple(sizes), frozenset(elsewhere))

@@ -4,7 +4,7 @@ A gradient is divided once, by its update's weight: in the loss if all stages' u
 minibatches, else at every stage's own update.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,14 +78,26 @@ class Updates:
         if self._divisors is None:
             weight = sum(minibatch_weight(self._setup, self._first + k) for k in self._round(stage, round_index))
             gradients, norm = [None if g is None else g / weight for g in gradients], None
-        replica.update(self.clipped(gradients, norm), self._lr(stage, round_index), keep_from=keep_from)
+        gradients = self.clipped(gradients, norm, replica.apart)
+        replica.update(gradients, self._lr(stage, round_index), keep_from=keep_from)
 
-    def clipped(self, gradients: _Gradients, norm: torch.Tensor | None = None) -> _Gradients:
-        """Return gradients clipped to the run's largest norm, if any, by `norm` or their own."""
-        if self._setup.clip_norm is None:
+    def clipped(
+        self, gradients: _Gradients, norm: torch.Tensor | None = None, apart: Collection[int] = ()
+    ) -> _Gradients:
+        """Return gradients clipped to the run's largest norm, if any, by `norm` or their own.
+
+        Without a shared norm, each of those `apart` has one of its own, so that all stages clip a tied weight alike.
+        """
+        largest, device = self._setup.clip_norm, self._setup.device
+        if largest is None:
             return gradients
-        norm = gradient_norm(gradients, self._setup.device) if norm is None else norm
-        return clipped(gradients, norm, self._setup.clip_norm)
+        if norm is not None or not apart:
+            norm = gradient_norm(gradients, device) if norm is None else norm
+            return clipped(gradients, norm, largest)
+        found = list(self.clipped([None if index in apart else g for index, g in enumerate(gradients)]))
+        for index in apart:
+            (found[index],) = self.clipped([gradients[index]])
+        return found
 
     def move(self, it: Instruction) -> Displacement:
         """Return the displacement of a pass's weights; its rate is that of the update after the version."""

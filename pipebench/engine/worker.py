@@ -20,8 +20,10 @@ from pipebench.engine.protocols import Collectives, Handler, StageRunner, Transp
 from pipebench.engine.replica import Values
 from pipebench.engine.replica_state import held_by, names_in, restore, state_of
 from pipebench.engine.replicas import replica_of_stage
+from pipebench.engine.ring import of_one_type
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, share_of
+from pipebench.engine.tied import positions_of, tied_copies
 from pipebench.engine.updates import Updates
 from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
@@ -53,6 +55,7 @@ class Worker:
         self.note_memory()
         self._trained = trained_names(setup.graph)
         self.shares = {stage: share_of(setup, stage, self.replica_index) for stage in self.replicas}
+        self.tied = tied_copies(setup, self.replicas, self.shares)  # by group
         self.held_version = -1  # for forwards whose instruction names none (extensions)
         self.handlers: dict[Op, Handler] = {
             Op.LOAD_INPUT: self._load,
@@ -69,6 +72,7 @@ class Worker:
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
             Op.WAIT_SCATTER: self._wait_scatter,
             **dict.fromkeys((Op.GATHER, Op.WAIT_GATHER, Op.FREE), self._of_weights),
+            Op.WAIT_TIED: self._wait_tied,
             Op.WAIT_NORM: self._wait_norm,
             Op.UPDATE: self._update,
         }
@@ -124,6 +128,7 @@ class Worker:
             made.weights.renumber(replica.weights.newest.number)
             made.weights.versions.most_alive = replica.weights.most_alive
             self.replicas[stage] = self.running[stage] = made
+        self.tied = tied_copies(setup, self.replicas, self.shares)
 
     def begin_evaluation(self, feed: Feed, scores: Scores) -> None:
         """Start an evaluation, with nothing in flight; `scores` sums over the model's outputs."""
@@ -255,7 +260,10 @@ class Worker:
         replica = self.replicas[it.stage]
         if it.reduce >= 0:  # no backward of the round ran here
             collectives.contribute(it.stage, self.replica_index, it.reduce, replica.gradients)
-        replica.gradients = collectives.wait(it.stage, self.replica_index, it.number)
+        summed = collectives.wait(it.stage, self.replica_index, it.number)
+        for position in replica.apart:
+            summed[position] = replica.gradients[position]
+        replica.gradients = summed
 
     def _wait_scatter(self, it: Instruction, transport: Transport, collectives: Collectives) -> None:
         self._wait_all_reduce(it, transport, collectives)
@@ -275,6 +283,9 @@ class Worker:
         else:
             weights.free()
         self.note_memory()
+
+    def _wait_tied(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
+        self.tied[it.peer].take(collectives.tied(it.peer, it.number))
 
     def _wait_norm(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         self._norm = collectives.norm(it.number)
@@ -302,12 +313,23 @@ class Worker:
 
     # Other methods.
 
+    def summed(self, group: int) -> tuple[list[torch.Tensor], list[list[int]]]:
+        """Return the parameters that a stage's replicas, or a tie's copies, sum, and their positions per bucket."""
+        costs, num_stages = self.setup.costs, self.setup.pipeline.num_stages
+        if group >= num_stages:
+            like = self.tied[group].like
+            return like, of_one_type(range(len(like)), like)
+        replica, share = self.replicas[group], self.shares[group]
+        like = replica.weights.newest.parameters
+        named = (positions_of(bucket.parameters, replica, share) for bucket in costs.stages[group].buckets)
+        return like, [part for bucket in named for part in of_one_type(bucket, like)]
+
     def squared_norms(self) -> torch.Tensor:
         """Return the squared norms of the round's gradients, for a norm shared by all stages.
 
         Every parameter of the model has its own entry, so adding the workers' results changes no bit. Only the first
-        replica of a stage reports, the others have 0: all have the same gradients by now. Sharded replicas report those
-        of their pieces.
+        replica of a stage reports, the others have 0: all have the same gradients by now. Of a tie, the first stage's.
+        Sharded replicas report those of their pieces.
 
         Returns:
             [parameters of the model, at least one] float64.
@@ -316,14 +338,17 @@ class Worker:
         for stage, replica in self.replicas.items():
             if self.replica_index > 0 and not self.setup.pipeline.shards(stage):
                 continue
-            names = (self.shares[stage].names[name] for name in replica.weights.stepped_names)
-            scale = 1.0 if replica.scale is None else replica.scale.value
-            squares = squared_norms(replica.gradients, self.setup.device, replica.weights.whole_sizes)
-            found |= {name: square / scale**2 for name, square in zip(names, squares, strict=True)}
+            share, scale = self.shares[stage], 1.0 if replica.scale is None else replica.scale.value
+            names = (share.names[name] for name in replica.weights.stepped_names)
+            found_here = squared_norms(replica.gradients, self.setup.device, replica.weights.whole_sizes)
+            squares = zip(names, found_here, strict=True)
+            found |= {name: square / scale**2 for name, square in squares if name not in share.elsewhere}
         return torch.stack([*found.values()])
 
     def buffers(self, stage: int) -> list[torch.Tensor]:
         """Return a stage's running statistics, which a drain averages over its replicas."""
+        if stage not in self.replicas:  # a tie has none
+            return []
         return [buffer for buffer in self.replicas[stage].module.buffers() if buffer.is_floating_point()]
 
     def parts(self) -> list[tuple[str, ModelState]]:

@@ -28,7 +28,10 @@ def plan_evaluation(graph: LayerGraph, plan: Plan) -> EvaluationPlan:
     """
     evaluation, last = graph.evaluated, len(plan.stages) - 1
     stage_of_layer = stage_of_layers(plan.stages)
-    home = {name: stage_of_layer[layer.index] for layer in graph.layers for name in (*layer.parameters, *layer.buffers)}
+    homes: dict[str, set[int]] = {}  # of tied parameters several
+    for layer in graph.layers:
+        for name in (*layer.parameters, *layer.buffers):
+            homes.setdefault(name, set()).add(stage_of_layer[layer.index])
     readers: dict[int, list[int]] = {}
     for layer in evaluation.layers:
         for read in layer.reads:
@@ -37,15 +40,16 @@ def plan_evaluation(graph: LayerGraph, plan: Plan) -> EvaluationPlan:
     for layer in reversed(evaluation.layers):
         trained_index = evaluation.evaluation_map[layer.index]
         read_here = [str(node.target) for node in layer.node.all_input_nodes if node.op == "get_attr"]
-        trained = {home[name] for name in (*layer.parameters, *layer.buffers, *read_here) if name in home}
+        places = [homes[name] for name in (*layer.parameters, *layer.buffers, *read_here) if name in homes]
         if trained_index is not None:
-            trained.add(stage_of_layer[trained_index])
-        read_by = [stages[reader] for reader in readers.get(layer.index, ())]
-        stages[layer.index] = max(trained) if trained else min(read_by, default=last)
-        if len(trained) > 1 or stages[layer.index] > min(read_by, default=last):
+            places.append({stage_of_layer[trained_index]})
+        read_first = min((stages[reader] for reader in readers.get(layer.index, ())), default=last)
+        allowed = [stage for stage in set.intersection(*places) if stage <= read_first] if places else [read_first]
+        if not allowed:
             raise PlanError(
-                f"layer {layer.name} of the evaluation belongs to stages {sorted(trained)} by what it reads, and is "
-                f"read in stage {min(read_by, default=last)}; move parallelism.cuts or use fewer stages"
+                f"layer {layer.name} of the evaluation belongs to stages {sorted(set.union(*places))} by what it "
+                f"reads, and is read in stage {read_first}; move parallelism.cuts or use fewer stages"
             )
+        stages[layer.index] = max(allowed)
     layers = tuple(tuple(i for i, own in enumerate(stages) if own == stage) for stage in range(last + 1))
     return EvaluationPlan(layers, crossings(evaluation, stages, last, relay=plan.relay))

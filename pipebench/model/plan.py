@@ -15,6 +15,8 @@ from pipebench.schedule.pipeline import noam
 if TYPE_CHECKING:
     from pipebench.model.graph import LayerGraph
 
+PARAMETER, _BUFFER = "parameter", "buffer"  # what layers may share
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -38,6 +40,7 @@ class Plan:
     # (source stage, target stage) to the layers whose output goes from one to the other, ascending
     crossings: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     relay: bool = False  # whether a value that skips stages passes through each; else it goes straight to its readers
+    ties: bool = False  # whether stages may have a copy each of a parameter that their layers share
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -109,6 +112,7 @@ def make_plan(
     chunks: int = 1,
     memory: str | Sequence[str] = KEEP,
     relay: bool = False,
+    ties: bool = False,
 ) -> Plan:
     """Cut a graph into stages.
 
@@ -122,21 +126,20 @@ def make_plan(
         chunks: stages per worker.
         memory: policy of every layer, or one for all; layers that run once are kept instead of recomputed.
         relay: see `Plan`.
+        ties: see `Plan`.
 
     Raises:
-        PlanError: a stage is empty, or layers of different stages share a parameter or buffer.
+        PlanError: a stage is empty, or layers of different stages share a parameter, unless `ties`, or a buffer.
     """
     bounds, widths = [0, *starts, len(graph.layers)], replicas[: len(replicas) // chunks]
     check_bounds(bounds)
     policies = as_they_run(graph.layers, [memory] * len(graph.layers) if isinstance(memory, str) else memory)
-    stages = tuple(
-        StagePlan(a, b, r, (), tuple(policies[a:b]))
-        for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True)
-    )
-    for problem in split_ties(graph, stages):
+    cuts = zip(itertools.pairwise(bounds), replicas, strict=True)
+    stages = tuple(StagePlan(a, b, r, (), tuple(policies[a:b])) for (a, b), r in cuts)
+    for problem in split_ties(graph, stages, ties=ties):
         raise PlanError(f"{problem}; move parallelism.cuts or use plan: auto")
     crossed = crossings(graph, stage_of_layers(stages), len(stages) - 1, relay=relay)
-    plan = Plan(mode, stages, depth or noam(widths), chunks, crossed, relay)
+    plan = Plan(mode, stages, depth or noam(widths), chunks, crossed, relay, ties)
     return plan.on(range(sum(widths)) if devices is None else devices)
 
 
@@ -172,6 +175,7 @@ def recut(graph: Cuttable, plan: Plan, starts: Sequence[int], memory: Sequence[s
         chunks=plan.chunks,
         memory=[policy for stage in plan.stages for policy in stage.memory] if memory is None else memory,
         relay=plan.relay,
+        ties=plan.ties,
     )
 
 
@@ -246,32 +250,53 @@ def _matching(names: Sequence[str], patterns: Sequence[str], key: str) -> dict[s
     return found
 
 
-def split_ties(graph: Cuttable, stages: Sequence[StagePlan]) -> Iterator[str]:
-    """Yield a sentence for every parameter or buffer that layers of different stages share."""
+def split_ties(graph: Cuttable, stages: Sequence[StagePlan], *, ties: bool = False) -> Iterator[str]:
+    """Yield a sentence for every buffer, and unless `ties` every parameter, that layers of different stages share."""
     stage_of = stage_of_layers(stages)
-    for users, sentence in ties(graph.layers):
+    for (kind, name), users in shared(graph.layers).items():
         found = sorted({stage_of[index] for index in users})
-        if len(found) > 1:
-            yield f"{sentence}, but these cuts put them in stages {found}"
+        if len(found) == 1 or (ties and kind == PARAMETER):
+            continue
+        yield f"{_tied(graph.layers, kind, name, users)}, but these cuts put them in stages {found}"
 
 
-def ties(layers: Sequence[_Layer]) -> Iterator[tuple[Sequence[int], str]]:
-    """Yield the layers that share a parameter or buffer, and a sentence that says so.
-
-    Both ends of a tied embedding in stages of their own would have to add their gradients before every update.
-    """
-    all_users: dict[tuple[str, str], list[int]] = {}
+def shared(layers: Sequence[_Layer]) -> dict[tuple[str, str], list[int]]:
+    """Return (kind, name) to the layers that share it, ascending, of every shared parameter and buffer."""
+    users: dict[tuple[str, str], list[int]] = {}
     for index, layer in enumerate(layers):
-        for kind, names in (("parameter", layer.parameters), ("buffer", layer.buffers)):
+        for kind, names in ((PARAMETER, layer.parameters), (_BUFFER, layer.buffers)):
             for name in names:
-                all_users.setdefault((kind, name), []).append(index)
-    for (kind, name), users in all_users.items():
-        if len(users) > 1:
-            sharing = ", ".join(layers[index].name for index in users)
-            yield users, f"{kind} {name} is tied: layers {sharing} share it and must stay in one stage"
+                users.setdefault((kind, name), []).append(index)
+    return {key: own for key, own in users.items() if len(own) > 1}
 
 
-def too_few_places(layers: Sequence[_Layer], problem: str) -> str:
-    """Return a sentence on how few stages a model can be cut into, with the tie that holds most of it together."""
-    widest = max(ties(layers), key=lambda tie: tie[0][-1] - tie[0][0], default=None)
-    return problem if widest is None else f"{problem}; {widest[1]}"
+def tied_parameters(layers: Sequence[_Layer], plan: Plan) -> dict[tuple[int, ...], list[str]]:
+    """Return the parameters of which several stages have a copy, by those stages, both in order."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    if plan.ties:
+        stage_of = stage_of_layers(plan.stages)
+        for (kind, name), users in shared(layers[: len(stage_of)]).items():
+            stages = tuple(sorted({stage_of[index] for index in users}))
+            if kind == PARAMETER and len(stages) > 1:
+                found.setdefault(stages, []).append(name)
+    return dict(sorted(found.items()))
+
+
+def _tied(layers: Sequence[_Layer], kind: str, name: str, users: Sequence[int]) -> str:
+    sharing = ", ".join(layers[index].name for index in users)
+    # Copies stay equal only where all stages' updates are of the same minibatches; see docs/modes.md.
+    where = ", except under modes whose stages update together: those with a flush, and pipedream-2bw"
+    return (
+        f"{kind} {name} is tied: layers {sharing} share it and must stay in one stage"
+        f"{where if kind == PARAMETER else ''}"
+    )
+
+
+def too_few_places(layers: Sequence[_Layer], problem: str, *, ties: bool) -> str:
+    """Return a sentence on how few stages a model can be cut into, with the tie that holds most of it together.
+
+    `ties` as in `Plan`.
+    """
+    together = (tie for tie in shared(layers).items() if not (ties and tie[0][0] == PARAMETER))
+    widest = max(together, key=lambda tie: tie[1][-1] - tie[1][0], default=None)
+    return problem if widest is None else f"{problem}; {_tied(layers, *widest[0], widest[1])}"

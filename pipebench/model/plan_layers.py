@@ -24,8 +24,8 @@ def form_of(plan: Plan, names: Sequence[str]) -> PlanForm:
     return PlanForm(plan.mode, plan.depth, plan.chunks, tuple(stages))
 
 
-def plan_of(form: PlanForm, graph: Cuttable, *, relay: bool = False) -> Plan:
-    """Return the plan of a file without `layer_problems`; `relay` as in `Plan`."""
+def plan_of(form: PlanForm, graph: Cuttable, *, relay: bool = False, ties: bool = False) -> Plan:
+    """Return the plan of a file without `layer_problems`; `relay` and `ties` as in `Plan`."""
     counts = [len(stage.layers) for stage in form.stages]
     return make_plan(
         graph,
@@ -37,6 +37,7 @@ def plan_of(form: PlanForm, graph: Cuttable, *, relay: bool = False) -> Plan:
         chunks=form.chunks,
         memory=[policy for stage in form.stages for policy in stage.layers.values()],
         relay=relay,
+        ties=ties,
     )
 
 
@@ -51,8 +52,11 @@ def refuse(source: str, problems: Iterable[tuple[str, str]], hint: str = "") -> 
         raise RecipeError(faults)
 
 
-def layer_problems(form: PlanForm, graph: Cuttable) -> Problems:
-    """Yield layers that the model lacks, missing, repeated and misplaced layers, and ties across stages."""
+def layer_problems(form: PlanForm, graph: Cuttable, *, ties: bool = False) -> Problems:
+    """Yield layers that the model lacks, missing, repeated and misplaced layers, and ties across stages.
+
+    `ties` as in `Plan`.
+    """
     if not form.stages:
         return
     names = [layer.name for layer in graph.layers]
@@ -75,7 +79,7 @@ def layer_problems(form: PlanForm, graph: Cuttable) -> Problems:
     if not problems and all(stage.layers for stage in form.stages):
         starts = [place[next(iter(stage.layers))] for stage in form.stages]
         stages = [StagePlan(a, b, 1, (), ()) for a, b in itertools.pairwise([*starts, len(names)])]
-        for problem in split_ties(graph, stages):
+        for problem in split_ties(graph, stages, ties=ties):
             yield "stages", problem
 
 

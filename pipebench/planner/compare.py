@@ -11,7 +11,7 @@ from functools import partial
 from pipebench.errors import PlanError
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison, PlanEstimate, Request
-from pipebench.planner.states import States
+from pipebench.planner.states import KnownStates
 from pipebench.schedule.modes import MODES
 
 Tell = Callable[[int, int, str], None]
@@ -22,7 +22,7 @@ def compare(
     mode: str | None = "pipedream",
     *,
     others: bool = True,
-    known: dict[int, States] | None = None,
+    known: KnownStates | None = None,
     tell: Tell = lambda _done, _total, _search: None,
 ) -> Comparison:
     """Plan a mode, None for the one predicted to be fastest, and the other modes.
@@ -59,7 +59,7 @@ def compare(
 
 
 def with_others(
-    request: Request, found: Comparison, known: dict[int, States], tell: Tell = lambda _done, _total, _search: None
+    request: Request, found: Comparison, known: KnownStates, tell: Tell = lambda _done, _total, _search: None
 ) -> Comparison:
     """Add the modes that a comparison lacks; arguments as in `compare`."""
     began_s = time.perf_counter()
@@ -75,7 +75,7 @@ def with_others(
 
 
 def _planned(
-    request: Request, mode: str | None, wanted: Sequence[str], known: dict[int, States], tell: Tell
+    request: Request, mode: str | None, wanted: Sequence[str], known: KnownStates, tell: Tell
 ) -> tuple[dict[str, Planner], dict[str, PlanEstimate], dict[str, str]]:
     """Return the planners of some modes, their best plans, and the reasons of those without one.
 
@@ -97,7 +97,7 @@ def _planned(
     return planners, best_of, refused
 
 
-def _all(request: Request, known: dict[int, States]) -> list[str]:
+def _all(request: Request, known: KnownStates) -> list[str]:
     """Return the modes to choose from: replicas share out what they hold only where memory binds."""
     try:
         Planner(request, "dp", known=known).best()

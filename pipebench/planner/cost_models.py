@@ -140,6 +140,17 @@ class StageGrid:
         return before, after
 
     @property
+    def copies(self) -> tuple[Floats | float, Floats | float]:
+        """Bytes, and updated bytes, of the stages' copies of tied parameters that sums leave out."""
+        tied = self.work.states.tied
+        return (0.0, 0.0) if tied is None else tied.copies(self.starts, self.stop_from)
+
+    @property
+    def weights(self) -> Floats:
+        """Bytes of the stages' parameters."""
+        return self.sums(self.work.states.parameter_bytes) + self.copies[0]
+
+    @property
     def unit(self) -> Unit | None:
         """The stages' activations per unit, if layers have policies of their own."""
         states = self.work.states
@@ -243,14 +254,14 @@ class _Sosp19(CostModel):
         states, level = grid.work.states, _plain(level)
         rate = level.sum_bytes_per_s
         compute_s = inner.seconds if inner else grid.compute_s
-        sync = grid.sums(states.parameter_bytes * (2 / rate))
+        sync = grid.sums(states.parameter_bytes * (2 / rate)) + grid.copies[0] * (2 / rate)
         before = 0.0 if first else grid.cuts(states.sent_bytes * (2 / level.message_bytes_per_s))[0]
         return StageTerms((Term(compute_s), Term(np.zeros((1, 1)), tail=sync)), before)
 
     def parts(self, work: UnitWork, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
         states, rate = work.states, _plain(level).sum_bytes_per_s
         compute = states.forward_s + states.backward_s
-        sync = 2 * (m - 1) / m * (states.parameter_bytes[stop] - states.parameter_bytes[start]) / rate
+        sync = 2 * (m - 1) / m * states.weights(start, stop) / rate
         return (compute[stop] - compute[start]) / m, sync, max(self.cuts_s(work, level, level, start, stop, m))
 
     def cuts_s(self, work: UnitWork, before: Level, after: Level, start: int, stop: int, m: int) -> tuple[float, float]:
@@ -271,7 +282,7 @@ class _Artifact(CostModel):
         states, level = grid.work.states, _plain(level)
         rate = level.sum_bytes_per_s
         compute_s = inner.seconds if inner else grid.compute_s
-        sync = grid.sums(states.parameter_bytes * (4 / rate))
+        sync = grid.sums(states.parameter_bytes * (4 / rate)) + grid.copies[0] * (4 / rate)
         if first:
             return StageTerms((Term(compute_s, sync / inner.count if inner else sync),))
         carried = np.maximum(*grid.cuts(states.antichain_bytes * (2 / level.message_bytes_per_s)))
@@ -280,7 +291,7 @@ class _Artifact(CostModel):
     def parts(self, work: UnitWork, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
         states, rate = work.states, _plain(level).sum_bytes_per_s
         compute = states.forward_s + states.backward_s
-        sync = 4 * (m - 1) / m * (states.parameter_bytes[stop] - states.parameter_bytes[start]) / rate
+        sync = 4 * (m - 1) / m * states.weights(start, stop) / rate
         return (compute[stop] - compute[start]) / m, sync / m, max(self.cuts_s(work, level, level, start, stop, m))
 
     def cuts_s(self, work: UnitWork, before: Level, after: Level, start: int, stop: int, m: int) -> tuple[float, float]:
@@ -327,7 +338,7 @@ class _Overlap(CostModel):
 
         A single term if the ring may use the whole port.
         """
-        weights = grid.sums(grid.work.states.parameter_bytes)
+        weights = grid.weights
         carried = np.maximum(*self._port_bytes(grid)) / level.goodput_bytes_per_s
         latency_s = np.where(weights > 0, 2 * level.latency_s, 0.0)
         meanwhile = np.asarray(meanwhile_s, dtype=float)
@@ -338,7 +349,7 @@ class _Overlap(CostModel):
 
     def round(self, grid: StageGrid, level: Level) -> Term:
         states, rate = grid.work.states, level.sum_bytes_per_s
-        weights = grid.sums(states.parameter_bytes)
+        weights = grid.weights
         late = np.minimum(weights, np.maximum(states.next_bytes[grid.starts, None], LAST_BUCKET_BYTES))
         compute_s = grid.compute_s + self._update_s(grid)
         return Term(compute_s, late * (2 / rate), np.where(weights > 0, 2 * level.latency_s, 0.0))
@@ -346,14 +357,15 @@ class _Overlap(CostModel):
     def _update_s(self, grid: StageGrid) -> Floats:
         if not (grid.work.update_s_per_byte or grid.work.update_floor_s):
             return np.zeros((1, 1))
-        weights = grid.sums(grid.work.states.parameter_bytes)
+        weights = grid.weights
         return grid.work.update_floor_s * (weights > 0) + grid.work.update_s_per_byte * weights
 
     def parts(self, work: UnitWork, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
         states = work.states
-        weights = states.parameter_bytes[stop] - states.parameter_bytes[start]
+        weights, copied = states.weights(start, stop), states.copies(start, stop)
         compute = states.forward_s + states.backward_s + work.update_s_per_byte * states.parameter_bytes
-        compute_s = compute[stop] - compute[start] + work.update_floor_s * (weights > 0)
+        update_s = work.update_floor_s * (weights > 0) + work.update_s_per_byte * copied
+        compute_s = compute[stop] - compute[start] + update_s
         sync_s = 2 * (m - 1) / m * weights / level.sum_bytes_per_s + 2 * (m - 1) * level.latency_s * (weights > 0)
         sent, received = self._port_bytes(StageGrid(work, np.array([start]), stop))
         return compute_s / m, sync_s / m, max(sent[0, 0], received[0, 0]) / level.goodput_bytes_per_s / m
@@ -376,7 +388,7 @@ class _Alone(_Overlap):
 
     def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
         del first, inner
-        around = grid.sums(grid.work.states.parameter_bytes) * (2 / level.sum_bytes_per_s)
+        around = grid.weights * (2 / level.sum_bytes_per_s)
         rounds = (Term(grid.compute_s + self._update_s(grid)), Term(self._without_sum_s(grid), around))
         return StageTerms((*self._load(grid), *rounds))
 

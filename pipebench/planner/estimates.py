@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from pipebench.errors import PlanError
-from pipebench.model.plan import Plan, as_they_run, make_plan
+from pipebench.model.plan import PARAMETER, Plan, as_they_run, make_plan, shared
 from pipebench.planner.activations import Activations
 from pipebench.planner.cost_models import UnitWork
 from pipebench.planner.flat import SearchStage
@@ -17,7 +17,7 @@ from pipebench.planner.placement_costs import Sketch, along, cut_levels, placed_
 from pipebench.planner.plans import PlanEstimate, Request, StageEstimate
 from pipebench.planner.predict import PlannedWorkload, arrange, arranged, payload, planned_workload, predict
 from pipebench.planner.stage_problem import StageProblem, input_bytes_of
-from pipebench.planner.states import States, antichains, prefixes
+from pipebench.planner.states import KnownStates, antichains, prefixes
 from pipebench.profile.model import LayerProfile, Profile, Rows
 from pipebench.schedule.modes import KEEP, MODES, RECOMPUTE
 from pipebench.schedule.orders import ALL_FORWARDS, order_of
@@ -41,7 +41,7 @@ class ModeRequest:
         known: states by unit size, shared among modes; extended here.
     """
 
-    def __init__(self, request: Request, mode: str, known: dict[int, States] | None = None) -> None:
+    def __init__(self, request: Request, mode: str, known: KnownStates | None = None) -> None:
         self.request = request
         self.name = mode
         self.mode = request.row or MODES[mode]
@@ -68,9 +68,10 @@ class ModeRequest:
         profile = self.request.profile
         rows = profile.layers[self.unit_size]
         by_antichains = self.request.model.antichains and not self.request.runnable
-        if self.unit_size not in self._known:
-            self._known[self.unit_size] = antichains(rows) if by_antichains else prefixes(rows)
-        states = self._known[self.unit_size]
+        key = self.unit_size, self.ties and any(kind == PARAMETER for kind, _ in shared(rows))
+        if key not in self._known:
+            self._known[key] = (antichains if by_antichains else prefixes)(rows, ties=key[1])
+        states = self._known[key]
         if RECOMPUTE in self.memory_policies:
             states = states.recomputing(self.memory_policies)
         if self.request.memory is not None and states.is_chain:
@@ -79,6 +80,11 @@ class ModeRequest:
         load_s = profile.load_s.get(self.unit_size, 0.0)
         update_s_per_byte = profile.update_s_per_byte * self.weights.update_cost
         return UnitWork(states, update_s_per_byte, profile.update_floor_s, load_s)
+
+    @property
+    def ties(self) -> bool:
+        """Whether stages may have a copy each of a weight that their layers share."""
+        return self.mode.ties and self.request.ties
 
     @cached_property
     def groups(self) -> list[tuple[int, int]]:
@@ -260,6 +266,7 @@ class Estimator(ModeRequest):
             chunks=self.mode.chunks,
             memory=[self.memory_policies[layer] for layer in order],
             relay=self.request.relay,
+            ties=self.ties,
         )
         return plan, order, rows
 

@@ -51,7 +51,7 @@ def loops_s(work: UnitWork, model: CostModel, cluster: Cluster, sketch: Sketch, 
         grid = StageGrid(work, np.array([upper.start]), upper.stop)
         own = model.round(grid, stage_level(cluster, model, sketch.devices, first))
         round_s = float(own.seconds(float(upper.replicas)).flat[0]) * upper.replicas
-        sums = upper.replicas > 1 and float(grid.sums(states.parameter_bytes).flat[0]) > 0
+        sums = upper.replicas > 1 and float(grid.weights.flat[0]) > 0
         around = ways[max(0, first - 1) : first + 1]
         busy_s = float(own.base.flat[0]) + sum(way.copy_s for way in around)
         trips_s = round_trips_s(round_s, steps_s[first:], replicas[first:], depths[first:], sums=sums)

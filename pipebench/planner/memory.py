@@ -119,12 +119,13 @@ class MemoryRule:
     def _beside(self, grid: StageGrid) -> tuple[Floats, Floats]:
         """Return constant and per-unit bytes without activations."""
         states = grid.work.states
-        weights = grid.sums(states.parameter_bytes)
-        once = grid.sums(states.stepped_bytes) * (1 + self.state_bytes_per_byte + self.masters)
+        weights = grid.weights
+        stepped = grid.sums(states.stepped_bytes) + grid.copies[1]
+        once = stepped * (1 + self.state_bytes_per_byte + self.masters)
         before, after = grid.cuts(states.sent_bytes * (not self.in_place))
         if self.shard != NOT_SHARDED and self.replicas > 1:
             part = 1 / self.replicas
-            own = grid.sums(states.stepped_bytes) * (self.state_bytes_per_byte + self.masters) * part
+            own = stepped * (self.state_bytes_per_byte + self.masters) * part
             once = own + weights * (part if self.shard in (GRADIENTS, PARAMETERS) else 1.0)
             weights = weights * (part if self.shard == PARAMETERS else 1.0)
         stashed = weights if self.versions is None else 0.0 * weights

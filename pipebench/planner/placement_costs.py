@@ -112,7 +112,7 @@ def _port_bytes(
 
     for stage, own in zip(stages, devices, strict=True):
         components = sorted({device // size for device in own})
-        weights = states.parameter_bytes[stage.stop] - states.parameter_bytes[stage.start]
+        weights = states.weights(stage.start, stage.stop)
         around = 2 * (stage.replicas - 1) / stage.replicas * weights / stage.replicas
         for sender, receiver in zip(components, [*components[1:], components[0]], strict=True):
             add(sender, receiver, around)

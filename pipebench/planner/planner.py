@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from pipebench.errors import PlanError
 from pipebench.model.plan import Plan, check_bounds
@@ -24,7 +24,7 @@ from pipebench.planner.plans import PlanEstimate, Request, StageTime
 from pipebench.planner.predict import arrange, stage_times
 from pipebench.planner.refusal import why_nothing_fits
 from pipebench.planner.searches import Searches
-from pipebench.planner.states import States
+from pipebench.planner.states import KnownStates
 from pipebench.planner.virtualised import best_virtualised, predicted, virtualised
 from pipebench.schedule.notation import streams_problem
 
@@ -41,7 +41,7 @@ class Planner(Estimator):
         request: Request,
         mode: str,
         *,
-        known: dict[int, States] | None = None,
+        known: KnownStates | None = None,
         tell: Callable[[str], None] = lambda _search: None,
     ) -> None:
         super().__init__(request, mode, known)
@@ -93,7 +93,10 @@ class Planner(Estimator):
             PlanError: none fits in memory.
         """
         started = time.perf_counter()
-        fitting = [each for each in self._searches.candidates(self._rule) if self._fits_beyond_noam(each)]
+        found = list(self._searches.candidates(self._rule))
+        if self._together is not None:
+            found += Searches(self._together, self._tell).candidates(self._rule)
+        fitting = [each for each in found if self._fits_beyond_noam(each)]
         keeping = [each for each in fitting if streams_problem(each.plan.replicas, self.request.streams) is None]
         pipelines = self.mode.shape not in ("one", "one-stage") and self.mode.weights_kept != 1
         if not keeping and pipelines and self.request.depth is None and self._rule is not None:
@@ -189,15 +192,41 @@ class Planner(Estimator):
         replicas = [*widths] * self.mode.chunks
         if starts is None and self.mode.shape == "one-stage":
             return tuple(SearchStage(*each, *widths) for each in self.groups)
-        if starts is None:
-            return plan_fixed(self.work, self.request.model, self.request.cluster, replicas, chunks=self.mode.chunks)
         states = self.work.states
+        if starts is None:
+            return self._cut_best(replicas)
         check_bounds([0, *starts, len(states.rows)])
         found = {members.bit_count(): state for state, members in enumerate(states.members)}
         if not {*starts} <= {*found}:
             raise PlanError(f"the model can't be cut before layers {sorted({*starts} - {*found})}")
         bounds = [0, *(found[start] for start in starts), len(states) - 1]
         return tuple(SearchStage(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
+
+    def _cut_best(self, replicas: Sequence[int]) -> tuple[SearchStage, ...]:
+        """Return the cuts that the cost model prefers.
+
+        If the best part tied parameters and others don't, the faster in the simulator, which charges the copies' sums.
+        """
+        cut = partial(plan_fixed, cluster=self.request.cluster, replicas=replicas, chunks=self.mode.chunks)
+        best = cut(self.work, self.request.model)
+        if self._together is None:
+            return best
+        theirs, place = self._together.work, {members: i for i, members in enumerate(self.work.states.members)}
+        try:
+            stages = cut(theirs, self.request.model)
+        except PlanError:  # fewer places
+            return best
+        own = [place[members] for members in theirs.states.members]
+        whole = tuple(SearchStage(own[start], own[stop], m) for start, stop, m in stages)
+        found = [self.with_prediction(self.estimate("the recipe", each)).minibatch_s for each in (best, whole)]
+        return best if found[0] < found[1] else whole
+
+    @cached_property
+    def _together(self) -> Estimator | None:
+        """The same without plans that part tied parameters; None if there are no others."""
+        if self.work.states.tied is None:
+            return None
+        return Estimator(replace(self.request, ties=False), self.name, self._known)
 
     def _on_best_devices(self, stages: Sequence[SearchStage]) -> PlanEstimate:
         """Return the recipe's stages on the best devices.

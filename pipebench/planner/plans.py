@@ -30,6 +30,7 @@ class Request:
     streams: int | None = None  # of text, carried on from minibatch to minibatch: every stage's replicas divide it
     unsuited: Mapping[str, str] = field(default_factory=dict)  # reasons by mode that the training can't use
     relay: bool = False  # whether values that skip stages pass through those between
+    ties: bool = True  # whether stages may have copies of weights that their layers share, in modes that allow it
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
-from pipebench.model.plan import Plan
+from pipebench.model.plan import Plan, tied_parameters
 from pipebench.model.sampling import Sampler, Size
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.plans import PlanEstimate, Request, StageTime
@@ -112,7 +112,7 @@ def pipeline_under(pipeline: Pipeline, plan: Plan, rows: Sequence[LayerProfile])
         index for index, stage in enumerate(plan.stages) if any(row.inputs for row in rows[stage.start : stage.stop])
     )
     swaps = tuple(index for index, stage in enumerate(plan.stages) if SWAP in stage.memory)
-    return replace(pipeline, edges=edges, loads=loads, swaps=swaps)
+    return replace(pipeline, edges=edges, loads=loads, swaps=swaps, ties=tuple(tied_parameters(rows, plan)))
 
 
 def planned_workload(
@@ -197,9 +197,11 @@ def payload(rows: Sequence[LayerProfile], plan: Plan, mode: Mode, units: int, ac
     """
     in_place = len(plan.stages) == plan.chunks  # all stages are on the same workers
     sent = [] if in_place else [value for values in plan.crossings.values() for value in values]
-    summed, gathered = 0.0, 0.0
+    summed, gathered, tied = 0.0, 0.0, tied_parameters(rows, plan)
+    apart = {name for names in tied.values() for name in names}
     for stage in plan.stages:
-        weights = {name: size for row in rows[stage.start : stage.stop] for name, size in row.parameter_sizes.items()}
+        own = rows[stage.start : stage.stop]
+        weights = {n: size for row in own for n, size in row.parameter_sizes.items() if n not in apart}
         # The m replicas send 2 (m-1) |w| per update, in a ring or to servers.
         minibatches = accumulate * (math.lcm(*plan.replicas) if mode.flush else stage.replicas)
         crossed = (stage.replicas - 1) * sum(weights.values())
@@ -208,6 +210,11 @@ def payload(rows: Sequence[LayerProfile], plan: Plan, mode: Mode, units: int, ac
             gathered += (1 + mode.reshard_after_forward) * crossed * units / stage.replicas
         elif mode.is_sharded:
             gathered += crossed / minibatches
+    if tied:  # all its stages make updates of the same minibatches
+        sizes = {name: size for row in rows for name, size in row.parameter_sizes.items()}
+        for stages, names in tied.items():
+            copies = sum(plan.replicas[stage] for stage in stages)
+            summed += 2 * (copies - 1) * sum(sizes[name] for name in names) / minibatches
     return {
         **({ALL_GATHER: gathered} if mode.is_sharded else {}),
         ACTIVATION: units * float(sum(rows[value].output_bytes for value in sent)),

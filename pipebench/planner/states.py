@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from pipebench.errors import PlanError
 from pipebench.planner.activations import Activations
+from pipebench.planner.tied import TiedBytes, tied_layers
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import RECOMPUTE
 
@@ -46,6 +47,7 @@ class States:
     antichain_bytes: Floats  # the artifact's bytes of a cut: outputs of the state's augmented antichain
     next_bytes: Floats  # parameters of the first layer beyond the cut that has any
     activations: Activations | None = field(kw_only=True)  # bytes under per-layer policies; None: the sums above hold
+    tied: TiedBytes | None = field(default=None, kw_only=True)  # None: no state separates users of a tied parameter
 
     def __len__(self) -> int:
         return len(self.members)
@@ -125,20 +127,22 @@ class States:
         """Return some of the states."""
         arrays = [np.asarray(getattr(self, name))[..., list(kept)] for name in _ARRAYS]
         members = tuple(self.members[i] for i in kept)
-        return States(self.rows, members, *arrays, activations=self.activations)
+        tied = None if self.tied is None else self.tied.select(kept)
+        return States(self.rows, members, *arrays, activations=self.activations, tied=tied)
 
     def grouped(self, num_groups: int) -> "States":
         """Merge neighbouring states into about `num_groups` optimistic ones, besides the first and the last.
 
         In order of compute time, so that a state follows its subsets. Sums take the least over stages that end in a
-        group and the most over those that begin there; cuts carry the least of the group; policies are dropped. Groups
+        group and the most over those that begin there; cuts carry the least of the group; policies and copies of tied
+        parameters are dropped. Groups
         grow by about equal time and parameters, so a layer above that lies between two groups, where it is counted.
         """
         compute_s = self.forward_s + self.backward_s
         order = np.lexsort((np.arange(len(self)), np.round(compute_s / (compute_s[-1] or 1.0), 9)))
         grown = sum(abs(np.diff(sums[order])) / (sums[-1] or 1.0) for sums in (compute_s, self.parameter_bytes))
         firsts = _evenly([0.0, *np.cumsum(grown).tolist()], num_groups)
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for name in _ARRAYS:
             values = getattr(self, name)[order]
             least = np.minimum.reduceat(values, firsts)
@@ -146,13 +150,23 @@ class States:
         chain = tuple((1 << index) - 1 for index in range(len(firsts)))
         return States(self.rows, chain, activations=None, **arrays)
 
+    def weights(self, start: int, stop: int) -> float:
+        """Return the parameter bytes of the stage between two states."""
+        return float(self.parameter_bytes[stop] - self.parameter_bytes[start]) + self.copies(start, stop)
+
+    def copies(self, start: int, stop: int) -> float:
+        """Return those of its copies of tied parameters, which sums leave out."""
+        return 0.0 if self.tied is None else float(self.tied.copies(np.array([start]), stop)[0][0, 0])
+
     def layers(self, start: int, stop: int) -> list[int]:
         """Return the layers of the stage between two states, in order of execution, without the loss."""
         bits = self.members[stop] & ~self.members[start]
         return [index for index in range(len(self.rows) - 1) if bits >> index & 1]
 
 
-_ARRAYS = tuple(each.name for each in fields(States) if each.name not in ("rows", "members", "activations"))
+KnownStates = dict[tuple[int, bool], States]  # by size of a unit, and whether they separate tied parameters
+_NO_ARRAYS = ("rows", "members", "activations", "tied")
+_ARRAYS = tuple(each.name for each in fields(States) if each.name not in _NO_ARRAYS)
 _SUMMED = ("forward_s", "backward_s", "saved_bytes", "num_loading")
 _ONCE = ("parameter_bytes", "stepped_bytes")  # summed too, but a tied parameter counts once
 _GROWING = (*_SUMMED, *_ONCE, "recomputed_bytes")
@@ -184,13 +198,15 @@ def _evenly(grown: list[float], num_groups: int) -> list[int]:
     return groups(high)
 
 
-def prefixes(rows: Sequence[LayerProfile]) -> States:
+def prefixes(rows: Sequence[LayerProfile], *, ties: bool = False) -> States:
     """Return the cuts along the order of execution: those that an engine can run unchanged.
+
+    `ties`: whether stages may have copies of tied parameters.
 
     Raises:
         PlanError: the profile has no layer.
     """
-    graph = _Graph(rows)
+    graph = _Graph(rows, ties=ties)
     members, whole = [0], 0
     for index in graph.working:
         whole |= 1 << index
@@ -198,16 +214,16 @@ def prefixes(rows: Sequence[LayerProfile]) -> States:
     return graph.states(members, are_prefixes=True)
 
 
-def antichains(rows: Sequence[LayerProfile]) -> States:
+def antichains(rows: Sequence[LayerProfile], *, ties: bool = False) -> States:
     """Return the states of the PipeDream artifact's optimizer, or `prefixes` beyond MAX_STATES.
 
     States grow from the first source along edges; another source joins together with its first reader. Model inputs and
-    unread `__getitem__`s are left out, as in the artifact.
+    unread `__getitem__`s are left out, as in the artifact. `ties` as in `prefixes`.
 
     Raises:
         PlanError: the profile has no layer.
     """
-    graph = _Graph(rows)
+    graph = _Graph(rows, ties=ties)
     anchor = graph.working[0]
     first = graph.closures[anchor]
     beyond = {first: graph.readers_of[anchor] & ~first}  # per state, the layers outside that read one inside
@@ -225,7 +241,7 @@ def antichains(rows: Sequence[LayerProfile]) -> States:
             beyond[larger] = readers & ~larger
             queue.append(larger)
         if len(beyond) >= MAX_STATES:
-            return prefixes(rows)
+            return prefixes(rows, ties=ties)
     found = {0, *beyond} - {graph.everything}
     return graph.states([*sorted(found, key=lambda state: (state.bit_count(), state)), graph.everything])
 
@@ -272,8 +288,8 @@ def _positions(bits: int) -> Iterator[int]:
 class _Graph:
     """The layers that compute, and their readers."""
 
-    def __init__(self, rows: Sequence[LayerProfile]) -> None:
-        self.rows = tuple(rows)
+    def __init__(self, rows: Sequence[LayerProfile], *, ties: bool) -> None:
+        self.rows, self.ties = tuple(rows), ties
         readers: list[list[int]] = [[] for _ in rows]
         for index, row in enumerate(rows):
             for read in row.reads:
@@ -306,11 +322,9 @@ class _Graph:
         return [sum(1 << reader for reader in readers) & self.everything for readers in self.readers]
 
     def states(self, members: Sequence[int], *, are_prefixes: bool = False) -> States:
-        """Sum the layers' costs over every state, without states that separate tied parameters."""
-        tied = self._tied()
-        kept = [state for state in members if all(state & group in (0, group) for group in tied)]
-        if kept[-1] != self.everything or len(kept) < 2:
-            raise PlanError("the profile has no layer to plan")
+        """Sum the layers' costs over every state; unless `ties`, without states that separate tied parameters."""
+        tied = tied_layers(self.rows, self.working)
+        kept = [state for state in members if self.ties or all(state & group in (0, group) for group in tied.values())]
         if are_prefixes:
             arrays = self._sums_of_prefixes(np.array([state.bit_count() for state in kept]))
         else:
@@ -321,7 +335,8 @@ class _Graph:
             arrays[name][-1] += getattr(loss, name)
         for name in ("sent_bytes", "returned_bytes", "parted_bytes"):
             arrays[name][-1] = 0.0
-        return States(self.rows, tuple(kept), activations=None, **arrays)
+        copies = TiedBytes.of(self.rows, tied, kept) if self.ties and tied else None
+        return States(self.rows, tuple(kept), activations=None, tied=copies, **arrays)
 
     def _sums_of_prefixes(self, counts: NDArray[np.intp]) -> dict[str, Floats]:
         """Return `_sums` of prefixes with these numbers of layers, in linear time."""
@@ -365,8 +380,7 @@ class _Graph:
     @cached_property
     def _next_bytes(self) -> Floats:
         """Per number of layers before a cut: parameter bytes of the first layer beyond it that has any."""
-        own, _ = self._own_parameter_bytes
-        found = np.zeros(len(self.working) + 1)
+        own, found = self._gradient_bytes, np.zeros(len(self.working) + 1)
         for place, index in reversed([*enumerate(self.working)]):
             found[place] = own[index] or found[place + 1]
         return found
@@ -381,7 +395,8 @@ class _Graph:
             read = bits[:, targets]
             crosses[:, sources[first_edge]] = np.logical_or.reduceat(bits[:, sources] & ~read, first_edge, axis=1)
             is_read[:, sources[first_edge]] = np.logical_or.reduceat(read, first_edge, axis=1)
-        beyond, ends = ~bits & (own > 0), bits & ~is_read
+        gradients, ends = self._gradient_bytes, bits & ~is_read
+        beyond = ~bits & (gradients > 0)
         return {
             **dict(zip((*_SUMMED, *_ONCE), summed.T, strict=True)),
             "parted_bytes": _parted(bits, self._kept_twice),
@@ -390,7 +405,7 @@ class _Graph:
             "sent_bytes": crosses @ self._columns["output_bytes"],
             "returned_bytes": crosses @ self._columns["gradient_bytes"],
             "antichain_bytes": ends @ self._columns["output_bytes"] + self._added_bytes(ends),
-            "next_bytes": np.where(beyond.any(1), own[beyond.argmax(1)], 0.0),
+            "next_bytes": np.where(beyond.any(1), gradients[beyond.argmax(1)], 0.0),
         }
 
     def _added_bytes(self, ends: Iterable[NDArray[np.bool_]]) -> Floats | float:
@@ -448,9 +463,11 @@ class _Graph:
             seen.update(sizes)
         return own, stepped
 
-    def _tied(self) -> list[int]:
-        users: dict[str, int] = {}
-        for index in self.working:
-            for name in self.rows[index].parameters:
-                users[name] = users.get(name, 0) | 1 << index
-        return [group for group in users.values() if group.bit_count() > 1]
+    @cached_property
+    def _gradient_bytes(self) -> Floats:
+        """Parameter bytes per layer; a tied parameter counts at its first user, or at all where these may be parted."""
+        return (
+            np.array([row.parameter_bytes for row in self.rows], dtype=float)
+            if self.ties
+            else self._own_parameter_bytes[0]
+        )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from pipebench.errors import RecipeError, UserError, nearest
+from pipebench.errors import Fault, RecipeError, UserError, nearest
 from pipebench.recipe.catalog import display
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.report.definition import Report
@@ -62,8 +62,10 @@ def read_report(path: Path) -> tuple[Report, Reading]:
 
     Raises a RecipeError if the file isn't a mapping.
     """
-    reading = Reading(display(path))
-    data = reading.mapping(read_mapping(path), "", _TOP)
+    reading, content = Reading(display(path)), read_mapping(path)
+    if {"model", "parallelism"} <= content.keys():
+        raise RecipeError([Fault(reading.file, "", f"is a recipe, not a report: `pipebench run {display(path)}`")])
+    data = reading.mapping(content, "", _TOP)
     columns = read_columns(data.get("columns"), reading)
     rows = read_rows(data, reading)
     measures = read_measures(data.get("measures"), rows, reading)

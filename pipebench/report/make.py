@@ -20,8 +20,7 @@ from pipebench.run.identity import code_identity
 from pipebench.run.runner import draw
 from pipebench.show.terminal import standard_output
 from pipebench.tracking import RunLog, Tracking, require_writable
-from pipebench.tracking.connection import default_uri, shown_uri
-from pipebench.tracking.ui import DEFAULT_PORT, HOST
+from pipebench.tracking.ui import server_address
 from pipebench.train.largest_minibatch import largest_minibatch
 
 INTERRUPTED = 130
@@ -50,7 +49,7 @@ def make_report(report: Report, asked: Sequence[Asked], *, command: str, fresh: 
         if not _run(collection, tracking, parent):
             return INTERRUPTED
         outcomes, drawings = collection.outcomes(), _drawings(report, asked)
-        about = {"command": command, "server": _server(), "made": _made()}
+        about = {"command": command, "server": server_address(), "made": _made()}
         evaluated = evaluate_report(report, outcomes, **about, drawings=drawings)
         try:
             kept = collection.keep_trained(report.path.parent) if keeps else []
@@ -129,12 +128,6 @@ def _tell(evaluated: Evaluated, rendered: Rendered, kept: Sequence[Path], parent
         if path.suffix in (".md", ".html"):
             _say(f"written: {path}")
     _say(f"MLflow: {parent.where()}")
-
-
-def _server() -> str:
-    """Return MLflow's address: its server, or the default of `pipebench ui`."""
-    uri = default_uri()
-    return shown_uri(uri).rstrip("/") if uri.startswith("http") else f"http://{HOST}:{DEFAULT_PORT}"
 
 
 def _made() -> str:

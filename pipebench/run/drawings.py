@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from pipebench.recipe.engines import engine_kind
+from pipebench.run.comparison_story import comparison_story
 from pipebench.run.request import RunRequest
 from pipebench.run.story import PAGE, answer_of, story
+from pipebench.show.answers import Run
 from pipebench.show.figures import draw_all
 from pipebench.show.memory_picture import draw_memory, draw_peaks
 from pipebench.show.occupancy_picture import draw_occupancy
@@ -57,10 +59,21 @@ def record_page(log: RunLog, request: RunRequest, job: Job, result: RunResult) -
     record_drawn(log, {"plan.png": lambda path: draw_plan(answer_of(job), path)}, "the plan")
     if result.points:
         record_drawn(log, {"curves.png": partial(draw_all, [result])}, "the curves")
+    _record_page_of(log, lambda: story(request, job.recipe, result, log.folder))
+
+
+def record_comparison(log: RunLog, runs: Sequence[Run]) -> list[str]:
+    """Record the pictures of runs side by side, and the page that shows them; return the pictures' names."""
+    pictures = record_curves(log, [run.result for run in runs])
+    _record_page_of(log, lambda: comparison_story(log, runs, pictures))
+    return pictures
+
+
+def _record_page_of(log: RunLog, make: Callable[[], str]) -> None:
     try:
-        log.text(PAGE, story(request, job.recipe, result, log.folder))
-    except Exception as error:  # likewise
-        _LOG.warning("the run has no page: %s", error)
+        log.text(PAGE, make())
+    except Exception as error:  # a page must never cost a result
+        _LOG.warning("%s has no page: %s", log.name, error)
 
 
 def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | None = None) -> list[str]:

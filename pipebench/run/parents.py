@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
+from pipebench.show.answers import Run
 from pipebench.show.comparison import groups, headings, rows, short_names
 from pipebench.show.verdict import comparison_markdown
 from pipebench.tracking import RunLog, Tracking, logged_params, summarise_rows
@@ -33,8 +34,9 @@ def start_parent(
     return tracking.start(title, params=logged_params(shared), tags=tags, parent=parent, virtual=False)
 
 
-def finish_parent(parent: RunLog, results: Sequence[RunResult], *, complete: bool) -> None:
-    """Record table, curves and summary of runs, and close the record."""
+def finish_parent(parent: RunLog, runs: Sequence[Run], *, complete: bool) -> None:
+    """Record table, curves, summary and page of runs, and close the record."""
+    results = [run.result for run in runs]
     if results:
         tags = {
             "mode": _listed(each.mode for each in results),
@@ -49,9 +51,9 @@ def finish_parent(parent: RunLog, results: Sequence[RunResult], *, complete: boo
         markdown = comparison_markdown(results)
         parent.text("comparison.md", markdown)
         parent.text(_TABLE, _table_json(results))
-        from pipebench.run.drawings import record_curves  # late: imports matplotlib
+        from pipebench.run.drawings import record_comparison  # late: imports matplotlib
 
-        parent.describe(markdown, record_curves(parent, results))
+        parent.describe(markdown, record_comparison(parent, runs))
     parent.finish(None, status="FINISHED" if complete else "KILLED")
 
 

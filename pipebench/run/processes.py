@@ -21,6 +21,7 @@ from pipebench.distributed.host import clock_of, host_costs, in_turns
 from pipebench.distributed.launch import run_workers
 from pipebench.distributed.launch_command import python_module
 from pipebench.distributed.launch_join import RUN
+from pipebench.distributed.launch_progress import progress_heard, progress_told
 from pipebench.distributed.launch_worker import fail_silent, launched_by_us, on_stop_request
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
 from pipebench.engine.engine import OnLoss, OnUnit
@@ -99,13 +100,15 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Run:
         folder.update(verbose=suite.verbose)
     resume = ["--resume", str(folder.path)] if suite.resumed else []
     command = [*python_module("pipebench"), "run", *resume, *request.words]
-    code = run_workers(
-        command,
-        job.setup.pipeline.num_workers,
-        folder.path,
-        max_restarts=job.recipe.engine.max_restarts,
-        verbose=suite.verbose,
-    )
+    with progress_heard(suite.on_progress) as passed:
+        code = run_workers(
+            command,
+            job.setup.pipeline.num_workers,
+            folder.path,
+            max_restarts=job.recipe.engine.max_restarts,
+            verbose=suite.verbose,
+            passed=passed,
+        )
     result = folder.result() if code == 0 else None
     if result is None:
         if code == 0:
@@ -165,7 +168,7 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
     """Do one process's part of a run whose folder exists."""
     shared_folder_check(world, folder.path)
     facts = folder.read()
-    suite = replace(suite, name=facts.suite, verbose=facts.verbose)
+    suite = replace(suite, name=facts.suite, verbose=facts.verbose, on_progress=progress_told())
     request = RunRequest(with_seed(loaded, facts.seed), facts.name, suite, facts.parent_mlflow_run_id)
     with collected_log(facts.verbose) as log_text, torch_settings(loaded.recipe.engine):
         job = _prepared(request, world, folder)

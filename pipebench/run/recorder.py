@@ -237,7 +237,7 @@ class RunRecorder:
         per_epoch = self._job.setup.sampler.num_samples
         suite = self._request.suite
         if suite.on_progress is not None:
-            return train(Telling(self._request.name, suite.on_progress), self.log.point)
+            return train(Telling(self._request.name, suite.on_progress), self._point)
         with RunProgress(
             self._request.name,
             self._job.recipe.train.max_epochs * per_epoch,

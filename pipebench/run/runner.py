@@ -25,7 +25,7 @@ from pipebench.show import console
 from pipebench.show.answers import Run, RunComparison
 from pipebench.show.comparison import short_names, speed_ups
 from pipebench.show.terminal import is_terminal, standard_output
-from pipebench.simulate.drawing import draw as draw_schedule
+from pipebench.simulate.drawing import blocks, draw_cells
 from pipebench.tracking import RunLog, Tracking, require_writable, seed_medians, summarise_seeds
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import INTERRUPTED, RunResult
@@ -37,6 +37,7 @@ RUNS: Mapping[str, EngineRuns] = {
     "distributed": DistributedRuns(),
 }  # by kind of engine
 _MOST_NAMED = 6  # runs in a comparison's name
+_MOST_BLOCKS = 2  # of a picture too wide for a terminal; then columns stand for longer
 _Ids = dict[tuple[str, int | None], str | None]
 
 
@@ -85,7 +86,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
         results = [run.result for run in runs]
         if parent is not None:
             _tell_speed_ups(parent, results, ids)
-            finish_parent(parent, results, complete=len(results) == total)
+            finish_parent(parent, runs, complete=len(runs) == total)
     return RunComparison(tuple(runs), parent.where() if parent else "")
 
 
@@ -110,14 +111,21 @@ def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> s
     if pipeline.backward == SPLIT:
         backward = [whole - part for whole, part in zip(backward, weight, strict=True)]
     unit_s = min(value for value in (*forward, *backward) if value > 0)
-    cells = [[max(1, round(value / unit_s)) for value in row] for row in (forward, backward, weight)]
-    if pipeline.backward == SPLIT:
-        cells[1] = [sum(parts) for parts in zip(*cells[1:], strict=True)]
     # Two flushes; without flushes the fill time again in steady state, and a few updates.
     count = 2 * pipeline.period if pipeline.flushes else max(3 * pipeline.period, 2 * pipeline.block * pipeline.depth)
-    title = f"{loaded.recipe.parallelism.mode}, plan {setup.plan}, one column = {unit_s:.3g} s, links free"
     width = standard_output().width if cut and is_terminal() else None
-    return f"{title}\n{draw_schedule(pipeline, count, *cells[:2], weight=cells[2], width=width, versions=versions)}"
+    for longer in (1, 2, 4, 8, 16, 32, 64):
+        units = [[max(1, round(value / unit_s / longer)) for value in row] for row in (forward, backward, weight)]
+        if pipeline.backward == SPLIT:
+            units[1] = [sum(parts) for parts in zip(*units[1:], strict=True)]
+        cells = draw_cells(pipeline, count, *units[:2], weight=units[2], versions=versions)
+        drawn = blocks(pipeline, cells, width)
+        if len(drawn) <= _MOST_BLOCKS or max(*units[0], *units[1]) <= 2:
+            break
+    column = f"one column = {longer * unit_s:.3g} s{', or a shorter pass' if longer > 1 else ''}"
+    below = "; lines go on below" if len(drawn) > 1 else ""
+    title = f"{loaded.recipe.parallelism.mode}, plan {setup.plan}, {column}, links free{below}"
+    return "\n".join([title, "\n\n".join(drawn)])
 
 
 def watch(loaded: LoadedRecipe) -> MemoryForecast:
@@ -159,7 +167,7 @@ def _run_with_seeds(
         if results:
             group.metrics(ranked(summarise_seeds(results) | seed_medians(results), results[0].clock))
         ids[name, None] = group.run_id
-        finish_parent(group, results, complete=len(results) == len(seeds))
+        finish_parent(group, runs, complete=len(runs) == len(seeds))
     return runs
 
 

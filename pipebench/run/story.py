@@ -39,7 +39,7 @@ def story(request: RunRequest, recipe: Recipe, result: RunResult, folder: Path |
     tried = "\n\n".join(f"{why}\n\n    {line}" for why, line in advice(loaded, recipe, result, overrides))
     blocks: list[Block] = [
         Text(result.sentence),
-        _table(("", ""), facts(result)),
+        plain_table(("", ""), facts(result)),
         *(Heading("Recipe"), Text("What the recipe says; the artifact `recipe.yaml` has the defaults, too.")),
         Verbatim(given),
         *_pictures("Plan", _PLAN, folder),
@@ -83,7 +83,7 @@ def _time_tables(result: RunResult) -> list[Block]:
                 (name, "\u2588" * round(_BAR * share), percent(share), *((text,) if timed else ()))
                 for name, text, share in shares
             ]
-            blocks += [Text(told), _table(("", "", "share", *(("time",) if timed else ())), lines)]
+            blocks += [Text(told), plain_table(("", "", "share", *(("time",) if timed else ())), lines)]
     return blocks
 
 
@@ -120,5 +120,6 @@ def _parts_of_workers(metrics: Mapping[str, float]) -> list[tuple[str, str, floa
     return [(name, "", share) for name, share in shares.items() if share]
 
 
-def _table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> RenderedTable:
-    return RenderedTable(headings, tuple(tuple(PageEntry(cell) for cell in row) for row in rows), left=2)
+def plain_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], left: int = 2) -> RenderedTable:
+    """Return a table of texts; `left` as of a `RenderedTable`."""
+    return RenderedTable(headings, tuple(tuple(PageEntry(cell) for cell in row) for row in rows), left)

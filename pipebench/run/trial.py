@@ -71,7 +71,8 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
     with users_code(f"{model_name} fails on {count} samples of {data_name}{told}", model_key):
         output = model.train()(*positional, **named)
     targets = {name: fields[name] for name in dataset.targets}
-    with users_code(f"the loss of {data_name} doesn't suit the output of {model_name}", loss_key):
+    told = _classes_last(output, targets) if recipe.dataset.get("loss") == "cross_entropy" else ""
+    with users_code(f"the loss of {data_name} doesn't suit the output of {model_name}{told}", loss_key):
         total = dataset.loss(output, targets)
         _check_sum("the loss", lambda o, t: dataset.loss(o, t), output, targets, total, loss_key)
         if not total.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
@@ -85,6 +86,13 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
             if value.dim() or not math.isfinite(float(value)):
                 raise UserCodeError(f"{name} of {count} samples is {float(value.sum()):g}, needed is a number", key)
             _check_sum(name, lambda o, t, name=name: dataset.score(o, t)[name], detached, targets, value, key)  # type: ignore[misc]
+
+
+def _classes_last(output: Any, targets: Mapping[str, torch.Tensor]) -> str:
+    """Return what to change where a model of tokens has its classes last, as most have them; else nothing."""
+    labels = next(iter(targets.values()))
+    is_so = isinstance(output, torch.Tensor) and output.dim() == 3 and output.shape[:2] == labels.shape
+    return ", whose classes come last: cross_entropy takes them second, logits.transpose(1, 2)" if is_so else ""
 
 
 def _check_sum(

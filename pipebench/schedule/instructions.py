@@ -31,7 +31,7 @@ class Instruction(NamedTuple):
     # the segment's last; of moves, the first minibatch whose forward runs at the layers' new stage
     number: int
     # The other stage of a send, receive or transfer of layers, else -1, also if a stage is cut anew and keeps its
-    # layers. The unit determines its replica.
+    # layers. The unit determines its replica. Of a wait for tied weights, the group that sums, see `Pipeline.members`
     peer: int = -1
     reduce: int = -1  # round whose all-reduce a backward, or its weight part, starts, else -1
     # Weights used by a pass; of an update, the oldest that the stage may still request afterwards; of a pull, the one
@@ -45,7 +45,8 @@ class Instruction(NamedTuple):
 
         `2F3@1` is the forward of unit 3 at stage 2 with version 1, `0SA3>1` sends its activation to stage 1, `1RA3<0`
         receives it there, `0B3+1@1` starts all-reduce 1, `0U1@2` makes update 1. `0BI3@1` is the input part of a
-        backward, `0BW3@1` its weight part. `0SO3` copies what is saved of unit 3 to the host, `0SI3` back. `0F3@1~2`
+        backward, `0BW3@1` its weight part. `0WT1<4` joins the sum of round 1 over the copies of a tie, group 4, and
+        waits for it. `0SO3` copies what is saved of unit 3 to the host, `0SI3` back. `0F3@1~2`
         predicts from version 1 the weights 2 updates later, `0B3@3~-2` moves version 3 back by 2.
 
         If layers move: `1RC9>0` separates those that stage 0 runs forward from 9 on, `1GU7>0` sends what they read of

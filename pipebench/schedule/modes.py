@@ -71,6 +71,19 @@ class Mode:
         return self.shape not in ("one", "one-stage") and self.chunks == 1 and self.backward == WHOLE
 
     @property
+    def ties(self) -> bool:
+        """Whether stages may have a copy each of a weight that their layers share, and sum its gradients.
+
+        Their updates must be of the same minibatches, and none may be due before the first of them can make its own.
+        Replicas that share out what they hold sum shards, not copies.
+        """
+        return (
+            not self.is_sharded
+            and WEIGHT_POLICIES[self.weights].together
+            and (self.flush or (self.shape == "equal" and self.chunks == 1))
+        )
+
+    @property
     def weights_kept(self) -> int | None:
         """Sets of weights that a replica holds; None for one per minibatch in flight."""
         policy = WEIGHT_POLICIES[self.weights]

@@ -34,10 +34,11 @@ class Op(enum.IntEnum):
     TAKE_UNIT = 19
     FORWARD_AGAIN = 20
     TAKE = 21
-    GATHER = 22
-    WAIT_GATHER = 23
-    FREE = 24
-    WAIT_SCATTER = 25
+    WAIT_TIED = 22
+    GATHER = 23
+    WAIT_GATHER = 24
+    FREE = 25
+    WAIT_SCATTER = 26
 
 
 # What an instruction's number is: a minibatch or microbatch, a round of updates, the first minibatch of a move.
@@ -125,6 +126,10 @@ OPERATIONS = {
     ),
     Op.TAKE: Operation(
         "T", RECEIVE, "waits for layers from worker {peer}, which it runs from {unit} on", MOVE, MIGRATION, "layers"
+    ),
+    Op.WAIT_TIED: Operation(
+        "WT", WAIT, "waits for the gradients of tied weights of {round} with {others}", ROUND, label="tied weights",
+        column="waiting_all_reduce_s",
     ),
     Op.GATHER: Operation("AG", OTHER, "starts to gather the weights of {round} from {others}", ROUND),
     Op.WAIT_GATHER: Operation(

@@ -69,6 +69,7 @@ class Pipeline:
     shard: str = NOT_SHARDED  # what replicas of a stage share out, a name in `syncs.SHARDS`
     reshards: bool = True  # whether sharded parameters are freed after a forward, and gathered again for its backward
     swaps: tuple[int, ...] = ()  # stages that swap saved activations to the host between forward and backward
+    ties: tuple[tuple[int, ...], ...] = ()  # stages that have copies of the same weights, ascending; see `members`
     extensions: Mapping[str, Any] = field(default_factory=dict, hash=False)  # that are on, with their settings
 
     @property
@@ -180,6 +181,13 @@ class Pipeline:
         """Return the workers of a stage, in order of its replicas."""
         first = self.first_workers[stage]
         return range(first, first + self.replicas[stage])
+
+    def members(self, group: int) -> Sequence[int]:
+        """Return the workers that sum gradients: of a stage, or of tie k as group `num_stages` + k."""
+        if group < self.num_stages:
+            return self.workers_of(group)
+        stages = self.ties[group - self.num_stages]
+        return tuple(sorted({worker for stage in stages for worker in self.workers_of(stage)}))
 
     def stages_of(self, worker: int) -> tuple[int, ...]:
         """Return a worker's stages, ascending."""

@@ -141,6 +141,9 @@ def update_of(p: Pipeline, programs: Sequence["StageProgram"]) -> list[Instructi
     # Sharded replicas share groups: one without a unit joins sums in the order in which backwards start them.
     waiting = reversed(programs) if p.is_sharded else programs
     instructions += [instruction for program in waiting for instruction in program.wait()]
+    for group, stages in enumerate(p.ties, p.num_stages):
+        own = [program for program in programs if program.stage in stages]
+        instructions += [Instruction(Op.WAIT_TIED, each.stage, each.updates, group) for each in own[:1]]
     if p.shares_norm:
         instructions.append(Instruction(Op.WAIT_NORM, programs[0].stage, programs[0].updates))
     instructions += [program.update() for program in programs]

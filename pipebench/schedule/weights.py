@@ -36,6 +36,8 @@ class WeightPolicy:
     copies: int = 0  # extra sets of the stage's parameters that a replica holds
     update_cost: float = 1.0  # of an update and of moving weights per minibatch, in optimizer steps
     as_input_stage: bool = False  # whether a stage keeps versions for all minibatches in flight on the input stage
+    # Whether all stages use one version for a minibatch, and none needs an update before the input stage can make it
+    together: bool = False
 
     def moves(self, p: Pipeline, stage: int) -> bool:
         """Return whether a stage's passes ever use moved weights."""
@@ -96,13 +98,16 @@ def _round_trip_end(p: Pipeline, stage: int, round_index: int) -> int:
 
 
 WEIGHT_POLICIES: Final[dict[str, WeightPolicy]] = {
-    ONE: WeightPolicy("one version, since every update empties the pipeline", _newest, needs_flush=True, versions=1),
+    ONE: WeightPolicy(
+        "one version, since every update empties the pipeline", _newest, needs_flush=True, versions=1, together=True
+    ),
     STASH: WeightPolicy("every minibatch keeps the version of its forward for its backward", _newest),
     VERTICAL_SYNC: WeightPolicy(
         "all stages use the version that the input stage used", _vertical_sync, as_input_stage=True
     ),
     DOUBLE_BUFFER: WeightPolicy(
-        "two versions: gradients are one update late", _one_update_late, versions=2, accumulates=True
+        "two versions: gradients are one update late", _one_update_late, versions=2, accumulates=True,
+        together=True,
     ),
     NEWEST_PULLED: WeightPolicy(
         "the newest that was there when the worker pulled", _pulled, versions=2, waits=False

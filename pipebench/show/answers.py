@@ -13,6 +13,7 @@ from pipebench.errors import UserError
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe
+from pipebench.show.comparison import comparison_rows, groups
 from pipebench.show.console import print_comparison, print_differences, print_seeds, print_summary
 from pipebench.show.differences import differences, labelled
 from pipebench.show.largest_report import print_largest
@@ -21,6 +22,7 @@ from pipebench.show.plan_json import plan_data, plan_summary
 from pipebench.show.plan_report import print_modes, print_plan
 from pipebench.show.profile_report import print_profile
 from pipebench.show.shown import Shown
+from pipebench.show.verdict import verdict
 from pipebench.tracking import summarise_seeds
 from pipebench.tracking.results import find_runs, runs_of
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
@@ -103,16 +105,23 @@ class RunComparison(Shown):
         return min(self.results, key=lambda result: _WORST_FIRST.index(result.outcome)).exit_code
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the runs, and the keys in which their recipes differ."""
+        """Return the runs, the table's rows, the sentences below it, and the keys in which their recipes differ."""
         return {
             "runs": [run.to_dict() for run in self.runs],
+            "rows": self.rows(),
+            "verdict": [line for group in groups(self.results) for line in verdict(self.results, group)],
             "differences": {key: texts for key, *texts in differences(self.results)},
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row per run: what it is, what its sweep varies, and its metrics."""
-        about = ("name", "mode", "plan", "seed", "outcome")
-        return [{**{key: getattr(each, key) for key in about}, **each.varied, **each.metrics} for each in self.results]
+        """Return the table's rows: one per recipe, medians over its seeds; what its sweep varies comes last."""
+        found = groups(self.results)
+        named = len(found) > 1
+        return [
+            {**({"group": group.title} if named else {}), **row.to_dict(), **entry.varied}
+            for group in found
+            for row, entry in zip(comparison_rows(self.results, group), group.entries, strict=True)
+        ]
 
     def print_to(self, console: Console) -> None:
         """Print a row per recipe; of one recipe's seeds their spread."""

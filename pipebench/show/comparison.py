@@ -11,6 +11,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
 from pipebench.schedule.modes import MODES
@@ -144,6 +145,7 @@ class ComparisonRow:
         mode: its parallelism mode.
         plan: in the papers' notation.
         is_dp: whether a mode that may have several stages has data parallelism on all workers as its plan.
+        is_marked: whether its updates are made of other numbers of samples than the first row's.
         outcome: of its runs.
         num_reached: of its runs, those that reached their target.
         num_targeted: of its runs, those that have one.
@@ -156,6 +158,7 @@ class ComparisonRow:
     mode: str
     plan: str
     is_dp: bool
+    is_marked: bool
     outcome: str
     num_reached: int
     num_targeted: int
@@ -173,6 +176,13 @@ class ComparisonRow:
     efficiency: float | None
     ranges: Mapping[str, tuple[float, float]]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain data; of metrics in which its runs differ, `<metric>_min` and `<metric>_max`, too."""
+        row = {name: value for name, value in vars(self).items() if name != "ranges"}
+        for metric, (low, high) in self.ranges.items():
+            row |= {f"{metric}_min": low, f"{metric}_max": high}
+        return row
+
     def text(self, metric: str, say: _Format) -> str:
         """Return a metric's median and, where it differs, its range."""
         value = getattr(self, metric)
@@ -187,10 +197,11 @@ def _count(value: float) -> str:
     return f"{value:g}" if value == int(value) else number(value)
 
 
+_UPDATE = "samples_per_update"
 _VS_DP = ("vs dp", "vs_dp", ratio)
 # Heading, attribute, format; columns without any value are left out.
 _COLUMNS: tuple[tuple[str, str, _Format], ...] = (
-    ("samples per update", "samples_per_update", _count),
+    ("samples per update", _UPDATE, _count),
     ("samples/s", "throughput_samples_per_s", number),
     ("time to accuracy", "time_to_accuracy_s", seconds),
     _VS_DP,
@@ -210,6 +221,7 @@ def comparison_rows(results: Sequence[RunResult], group: RunGroup) -> list[Compa
     """Return a row per recipe of a group of `results`."""
     names = short_names([each.name for part in groups(results) for each in part.entries])
     has_target, scales = _has_target(results), _scales(results)
+    usual = _median(_values(group.entries[0].runs, _UPDATE))
     found = []
     for entry in group.entries:
         first, values = entry.runs[0], {metric: _values(_counted(entry, metric), metric) for metric in _METRICS}
@@ -218,6 +230,7 @@ def comparison_rows(results: Sequence[RunResult], group: RunGroup) -> list[Compa
         found.append(
             ComparisonRow(
                 names[entry.name], first.mode, first.plan, _is_dp(first),
+                len({usual, _median(values[_UPDATE])} - {None}) > 1,
                 ", ".join(dict.fromkeys(run.outcome for run in entry.runs)),
                 len(entry.reached), sum(run.outcome != COMPLETED for run in entry.runs),
                 vs_dp=speed_up(entry, base) if has_target else epoch_speed_up(entry, base),
@@ -250,17 +263,11 @@ def rows(results: Sequence[RunResult], group: RunGroup) -> list[tuple[str, ...]]
     table = []
     for row in found:
         cells = [row.text(metric, say) for _, metric, say in columns]
-        if is_marked(row, found):
+        if row.is_marked:
             cells[0] += MARK
         share = f"{row.num_reached} of {row.num_targeted}" if row.num_targeted else UNKNOWN
         table.append((row.name, f"{row.plan} = dp" if row.is_dp else row.plan, *((share,) if counted else ()), *cells))
     return table
-
-
-def is_marked(row: ComparisonRow, others: Sequence[ComparisonRow]) -> bool:
-    """Return whether a row's updates are made of other numbers of samples than the first row's."""
-    each = {row.samples_per_update, others[0].samples_per_update}
-    return len(each) > 1 and None not in each
 
 
 def _columns(results: Sequence[RunResult]) -> list[tuple[str, str, _Format]]:

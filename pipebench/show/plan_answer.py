@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from pipebench.model.plan import stage_of_layers
+from pipebench.model.plan import PARAMETER, shared, stage_of_layers
+from pipebench.planner.cost_models import ring_s
+from pipebench.planner.placement_costs import spanned
 from pipebench.planner.plans import Comparison, PlanEstimate, Request, StageTime
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import Mode
@@ -122,19 +124,44 @@ def depth_is_lowered(answer: Answer) -> bool:
     return not asked and best.plan.depth < best.plan.noam
 
 
-def ties(answer: Answer) -> list[tuple[str, list[str], int]]:
-    """Return tied parameters: name, layers, and the stage that has them all."""
-    rows, best = answer.rows, answer.comparison.best
-    stage_of = dict(zip(best.order, stage_of_layers(best.plan.stages), strict=True))
-    users: dict[str, list[int]] = {}
-    for layer in sorted(stage_of):
-        for name in rows[layer].parameters:
-            users.setdefault(name, []).append(layer)
-    return [
-        (name, [rows[layer].name for layer in layers], stage_of[layers[0]])
-        for name, layers in users.items()
-        if len(layers) > 1
-    ]
+@dataclass(frozen=True)
+class TiedParameter:
+    """A parameter of several layers.
+
+    Attributes:
+        parameter: its name.
+        layers: those that use it.
+        stages: that have it; with several, a copy each.
+        bytes_per_update: that workers send to sum the gradients of all copies; 0 for a single stage.
+        update_s: seconds of that sum on links without other traffic, likewise.
+    """
+
+    parameter: str
+    layers: tuple[str, ...]
+    stages: tuple[int, ...]
+    bytes_per_update: int
+    update_s: float
+
+
+def ties(answer: Answer) -> list[TiedParameter]:
+    """Return the parameters that several layers of the best plan share."""
+    rows, best = [answer.rows[layer] for layer in answer.comparison.best.order], answer.comparison.best
+    stage_of, found = stage_of_layers(best.plan.stages), []
+    for (kind, name), users in shared(rows).items():
+        if kind == PARAMETER:
+            stages = tuple(sorted({stage_of[index] for index in users}))
+            found.append(_tied(answer, name, tuple(rows[index].name for index in users), stages))
+    return found
+
+
+def _tied(answer: Answer, name: str, layers: tuple[str, ...], stages: tuple[int, ...]) -> TiedParameter:
+    plan, cluster = answer.comparison.best.plan, answer.request.cluster
+    devices = sorted({device for stage in stages for device in plan.stages[stage].devices})
+    if len(stages) == 1 or len(devices) == 1:
+        return TiedParameter(name, layers, stages, 0, 0.0)
+    size = next(row.parameter_sizes[name] for row in answer.rows if name in row.parameter_sizes)
+    seconds = ring_s(cluster.levels[spanned(cluster, devices)], size, len(devices))
+    return TiedParameter(name, layers, stages, 2 * (len(devices) - 1) * size, seconds)
 
 
 def quotient(whole: float, part: float) -> float | None:

@@ -22,7 +22,7 @@ def plan_data(answer: Answer) -> dict[str, Any]:
         "idle_workers": cluster.num_workers - len(best.plan.devices),
         "noam": best.plan.noam,
         "depth_lowered_for_memory": depth_is_lowered(answer),
-        "tied": [{"parameter": name, "layers": layers, "stage": stage} for name, layers, stage in ties(answer)],
+        "tied": [{**asdict(each), "stage": each.stages[0]} for each in ties(answer)],
         "speedup_over_dp": quotient(dp.minibatch_s, best.minibatch_s),
         "bottleneck_speedup_over_dp": quotient(dp.bottleneck_s, best.bottleneck_s),
         **{f"dp_{key}": value for key, value in _outcome(answer, dp).items()},

@@ -141,7 +141,7 @@ def _draw_stages(axes: Axes, found: PlanEstimate, times: Sequence[StageTime]) ->
     names = [f"{index} x {stage.replicas:,}" for index, stage in enumerate(found.plan.stages)][::step]
     axes.set_xticks(range(0, len(found.stages), step), names, rotation=90 if len(found.stages) > 20 else 0, fontsize=8)
     axes.set_xlim(-0.6, len(found.stages) - 0.4)
-    axes.margins(y=0.08)
+    axes.set_ylim(0, 1.08 * max(found.bottleneck_s, *totals, *bottom_s))  # bars on bars allow no margin
     axes.set_xlabel("stage x replicas", fontsize=8)
     finish(axes, "per minibatch", "s")
     axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=8)

@@ -144,8 +144,18 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
     elif answer.request.depth is None and best.plan.depth > best.plan.noam:
         yield "depth", f"{best.plan.depth}, more than NOAM's {best.plan.noam}: transfers wait less"
     yield from _activations(best) if any(stage.virtual for stage in best.stages) else _not_kept(best.plan)
-    for name, layers, stage in ties(answer):
-        yield "tied", f"{' and '.join(layers)} share {name} and stay together in stage {stage}"
+    yield from _ties(answer)
+
+
+def _ties(answer: Answer) -> Iterator[tuple[str, str]]:
+    """Yield the parameters that several layers share, and what copies of them cost."""
+    for tied in ties(answer):
+        text = f"{' and '.join(tied.layers)} share {tied.parameter}"
+        if len(tied.stages) == 1:
+            yield "tied", f"{text} and stay together in stage {tied.stages[0]}"
+            continue
+        sums = f"{num_bytes(tied.bytes_per_update)} and {seconds(tied.update_s)} per update"
+        yield "tied", f"{text}: stages {' and '.join(map(str, tied.stages))} have a copy each, whose sums take {sums}"
 
 
 def _not_kept(plan: Plan) -> Iterator[tuple[str, str]]:

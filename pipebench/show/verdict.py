@@ -13,7 +13,6 @@ from pipebench.show.comparison import (
     groups,
     has_seeds,
     headings,
-    is_marked,
     markdown_table,
     notes,
     rows,
@@ -178,7 +177,7 @@ def _limits(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> I
 
 def _remarks(found: Sequence[ComparisonRow]) -> Iterator[str]:
     """Yield what the table marks."""
-    marked = [row.name for row in found if is_marked(row, found)]
+    marked = [row.name for row in found if row.is_marked]
     if marked:
         yield (
             f"{listed(marked, _MOST_NAMED)} (*): an update is of other samples than {found[0].name}'s "

@@ -1,9 +1,9 @@
 """Costs of every instruction: a profile summed over stages, as the simulator reads it."""
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from pipebench.model.plan import Plan
+from pipebench.model.plan import Plan, tied_parameters
 from pipebench.model.sampling import Size
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import RECOMPUTE
@@ -39,6 +39,12 @@ class StageCosts:
     # Copied to the host after one unit's forward, and back before its backward
     swap_bytes: Mapping[Size, int] = field(default_factory=dict)
     again_s: Mapping[Size, float] = field(default_factory=dict)  # part of `backward_s` that recomputes forwards
+    tied_bytes: int = 0  # of its copies of weights that other stages have, too; in no bucket
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of its trained parameters."""
+        return sum(bucket.num_bytes for bucket in self.buckets) + self.tied_bytes
 
 
 @dataclass(frozen=True)
@@ -74,11 +80,13 @@ class Costs:
     host: HostCosts = NO_HOST_COSTS
     # Per edge, equal values per message, forward and back (default 1): faster with one connection per value
     values: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    ties: tuple[SimulatedBucket, ...] = ()  # gradients summed over the copies of every tie of `Pipeline.ties`
 
     @property
     def num_parameters(self) -> int:
         """Trained parameter tensors of the model."""
-        return sum(len(bucket.parameters) for stage in self.stages for bucket in stage.buckets)
+        buckets = [*self.ties, *(bucket for stage in self.stages for bucket in stage.buckets)]
+        return sum(len(bucket.parameters) for bucket in buckets)
 
     @property
     def most_samples(self) -> int:
@@ -93,6 +101,8 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0, *, shard
     stages = []
     by_size, load_s = profile.by_size, profile.load_s_by_size
     nothing: dict[Size, int] = {0: 0}  # a short minibatch may leave a microbatch without samples
+    tied = tied_parameters(rows, plan)
+    apart = {name for names in tied.values() for name in names}
     for stage in plan.stages:
         memory = dict(zip(range(stage.start, stage.stop), stage.memory, strict=True))
         indices = [*memory, *([loss] if stage.stop == loss else [])]
@@ -105,21 +115,38 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0, *, shard
         weight = {n: sum(at[i].weight_s for i in indices) for n, at in by_size.items()}
         reads_inputs = any(rows[i].inputs for i in range(stage.start, stage.stop))
         load = {n: load_s.get(n, 0.0) if reads_inputs else 0.0 for n in by_size}
-        buckets = _buckets(rows, range(stage.start, stage.stop), again)
-        num_bytes = sum(bucket.num_bytes for bucket in buckets)  # a tied parameter counts once
+        buckets = _buckets(rows, range(stage.start, stage.stop), again, apart)
+        tied_bytes = _num_bytes(rows[stage.start : stage.stop], apart)
+        num_bytes = sum(bucket.num_bytes for bucket in buckets) + tied_bytes
         stepped = num_bytes / stage.replicas if sharded else num_bytes
         update = profile.update_floor_s + stepped * profile.update_s_per_byte * update_cost if num_bytes else 0.0
         buffer_bytes = sum({k: v for i in indices for k, v in rows[i].buffer_sizes.items()}.values())
         forward, backward, weight, load = (nothing | each for each in (forward, backward, weight, load))
         swapped, again_s = nothing | swapped, nothing | again_s
-        stages.append(StageCosts(forward, backward, weight, load, update, buckets, buffer_bytes, swapped, again_s))
+        stages.append(
+            StageCosts(forward, backward, weight, load, update, buckets, buffer_bytes, swapped, again_s, tied_bytes)
+        )
+    ties = tuple(SimulatedBucket(_num_bytes(rows, names), 1.0, tuple(names)) for names in tied.values())
+    return _with_crossings(Costs(tuple(stages), {}, {}, ties=ties), plan, by_size)
+
+
+def _with_crossings(costs: Costs, plan: Plan, by_size: Mapping[Size, Sequence[LayerProfile]]) -> Costs:
+    """Return costs with those of the values that cross a plan's cuts."""
+    nothing: dict[Size, int] = {0: 0}
+    rows = next(iter(by_size.values()))
     activation, gradient, values = {}, {}, {}
     for edge, producers in plan.crossings.items():
         activation[edge] = nothing | {n: sum(at[i].output_bytes for i in producers) for n, at in by_size.items()}
         gradient[edge] = nothing | {n: sum(at[i].gradient_bytes for i in producers) for n, at in by_size.items()}
         sent, returned = [rows[i].output_bytes for i in producers], [rows[i].gradient_bytes for i in producers]
         values[edge] = as_values(sent), as_values(returned)
-    return Costs(tuple(stages), activation, gradient, values=values)
+    return replace(costs, activation_bytes=activation, gradient_bytes=gradient, values=values)
+
+
+def _num_bytes(rows: Sequence[LayerProfile], names: Container[str]) -> int:
+    """Return the bytes of those parameters of some layers that have one of the names."""
+    sizes = {name: size for row in rows for name, size in row.parameter_sizes.items() if name in names}
+    return sum(sizes.values())
 
 
 def as_values(sizes: Sequence[int]) -> float:
@@ -127,8 +154,10 @@ def as_values(sizes: Sequence[int]) -> float:
     return sum(sizes) / max(sizes) if any(sizes) else 1.0
 
 
-def _buckets(rows: tuple[LayerProfile, ...], indices: range, again: Container[int]) -> tuple[SimulatedBucket, ...]:
-    """Group a stage's parameters in the order in which its backward reaches them, last layer first.
+def _buckets(
+    rows: tuple[LayerProfile, ...], indices: range, again: Container[int], apart: Container[str]
+) -> tuple[SimulatedBucket, ...]:
+    """Group a stage's parameters but those `apart`, in the order in which its backward reaches them, last layer first.
 
     A run of recomputed layers repeats its forwards before its first backward.
     """
@@ -147,7 +176,7 @@ def _buckets(rows: tuple[LayerProfile, ...], indices: range, again: Container[in
     for index in reversed(indices):
         done_s += rows[index].backward_s + before_s[index]
         done_in_part_s += rows[index].weight_s
-        fresh = {name: size for name, size in rows[index].parameter_sizes.items() if name not in seen}
+        fresh = {n: size for n, size in rows[index].parameter_sizes.items() if n not in seen and n not in apart}
         seen.update(fresh)
         names += fresh
         num_bytes += sum(fresh.values())

@@ -109,7 +109,7 @@ class Crowded(Simulation):
 
     def _own_s(self, instruction: Instruction) -> float:
         """Return an instruction's seconds on the worker's own cores if they are free."""
-        op, stage, number, *_ = instruction
+        op, stage, number, peer, *_ = instruction
         if op in self._durations:
             return self._durations[op][stage][self.size_of(number)]
         costs = self.costs.stages[stage]
@@ -120,6 +120,9 @@ class Crowded(Simulation):
         if op in _SUMS:
             num_bytes = sum(bucket.num_bytes for bucket in costs.buckets)
             return self._host.all_reduce(num_bytes, self.pipeline.replicas[stage]) * _SUMS[op]
+        if op is Op.WAIT_TIED:
+            num_bytes = self.costs.ties[peer - self.pipeline.num_stages].num_bytes
+            return self._host.all_reduce(num_bytes, len(self.pipeline.members(peer)))
         if op not in SENDS and op not in RECEIVES:
             return 0.0
         num_bytes = self.messages.num_bytes(instruction)

@@ -11,6 +11,7 @@ from pipebench.simulate.costs import Costs, Crossing, StageCosts
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import RunPart, Simulation
 
+_BACKWARDS = {"B", "I"}  # letters of a backward, and of its first part where it is split
 _LETTERS = {op: row.cell for op, row in OPERATIONS.items() if row.cell}
 
 
@@ -76,13 +77,24 @@ def draw(
     cells = draw_cells(
         pipeline, num_minibatches, forward, backward, weight=weight, versions=versions, by_extension=by_extension
     )
-    rows = [row[since:] for row in cells]
+    return blocks(pipeline, [row[since:] for row in cells], width)[0]
+
+
+def blocks(pipeline: Pipeline, rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """Return cells as text, in blocks that continue each other until every worker's first backward is there.
+
+    Lines have at most `width` characters, in whole units; without a width there is one block, of everything.
+    """
     names = pipeline.worker_names
     cell_width = max(len(cell) for row in rows for cell in row)
     margin = max(map(len, names))
     # A name and each cell are followed by two blanks, the last cell by none.
-    shown = None if width is None else max(1, (width - margin) // (cell_width + 2))
-    return "\n".join(
-        f"{name:<{margin}}  " + "  ".join(f"{cell or '.':<{cell_width}}" for cell in row[:shown]).rstrip()
-        for name, row in zip(names, rows, strict=True)
-    )
+    shown = max(1, (width - margin) // (cell_width + 2)) if width is not None else max(map(len, rows))
+    backwards = (next((i for i, cell in enumerate(row) if {*cell} & _BACKWARDS), 0) for row in rows)
+    return [
+        "\n".join(
+            f"{name:<{margin}}  " + "  ".join(f"{cell or '.':<{cell_width}}" for cell in row[at : at + shown]).rstrip()
+            for name, row in zip(names, rows, strict=True)
+        )
+        for at in range(0, max(backwards) + 1, shown)
+    ]

@@ -36,7 +36,7 @@ class _PendingReduction:
     """What is summed by which group, and its cost on each member's processor."""
 
     buckets: Sequence[SimulatedBucket]
-    workers: range
+    workers: Sequence[int]
     way: str
     kind: str
     host_s: float = 0.0
@@ -63,6 +63,11 @@ class Reductions:
                 whole = (SimulatedBucket(num_bytes, 1.0),) if num_bytes else ()
                 self._groups[_GATHERS - stage] = _PendingReduction(whole, workers, pipeline.way, ALL_GATHER, host_s)
         self._gathers: Counter[tuple[int, int]] = Counter()  # those joined, by worker and stage
+        for tie in range(len(pipeline.ties)):
+            buckets, members = costs.ties[tie : tie + 1], pipeline.members(pipeline.num_stages + tie)
+            host_s = costs.host.all_reduce(sum(bucket.num_bytes for bucket in buckets), len(members))
+            group = _PendingReduction(buckets, members, pipeline.way, sync.kind, host_s, overlaps=False)
+            self._groups[pipeline.num_stages + tie] = group
 
     def join(
         self, stage: int, round_index: int, now_s: float, duration_s: float = 0.0, *, in_part: bool = False

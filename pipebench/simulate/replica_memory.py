@@ -141,7 +141,7 @@ class ReplicaMemory:
         elif it.op is Op.SWAP_IN:
             yield Change(ACTIVATIONS, self._memory.swapped[size], False)
             yield Change(ON_HOST, -self._memory.swapped[size], True)
-        elif it.op is Op.WAIT_ALL_REDUCE:
+        elif it.op in (Op.WAIT_ALL_REDUCE, Op.WAIT_TIED):
             yield self._gradients_are(self._memory.gathered, at_end=True)
         elif it.op is Op.WAIT_SCATTER:
             yield self._gradients_are(self._memory.scattered, at_end=True)

@@ -122,6 +122,7 @@ class Simulation:
             Op.GATHER: self._gather,
             Op.WAIT_GATHER: self._wait_gather,
             Op.FREE: lambda worker, it, now_s: 0.0,
+            Op.WAIT_TIED: self._wait_tied,
         }
 
     def __iter__(self) -> Iterator[TimelineEvent]:
@@ -219,6 +220,10 @@ class Simulation:
         if reduce >= 0:  # no backward of the round ran here
             self._reductions.join(stage, round_index, now_s)
         return self._wait(worker, stage, wait, now_s)
+
+    def _wait_tied(self, worker: int, wait: Instruction, now_s: float) -> float | None:
+        self._reductions.join(wait.peer, wait.number, now_s)
+        return self._wait(worker, wait.peer, wait, now_s)
 
     def _wait_norm(self, worker: int, wait: Instruction, now_s: float) -> float | None:
         self._reductions.join(EVERY_STAGE, wait.number, now_s)

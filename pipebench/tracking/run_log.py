@@ -148,10 +148,15 @@ class Tracking:
 
 
 class RunLog:
-    """The log of one run. Every method but `finish` returns at once and never raises because of MLflow."""
+    """The log of one run. Every method but `finish` returns at once and never raises because of MLflow.
+
+    Attributes:
+        name: the run's in MLflow.
+        store: where it is logged.
+    """
 
     def __init__(self, tracking: Tracking, name: str, sender: Sender) -> None:
-        self.name = name
+        self.name, self.store = name, tracking.store
         self._tracking = tracking
         self._sender = sender
         self._retry_at_s = 0.0
@@ -257,7 +262,7 @@ class RunLog:
         if not self._sender.is_empty:
             path = self._sender.record.path
             return f"{_shown(path)}/ (MLflow did not take it)" if path else "not recorded: MLflow and the disk failed"
-        store = self._tracking.store
+        store = self.store
         if store.uri.startswith("http"):
             return run_address(shown_uri(store.uri).rstrip("/"), str(store.experiment_id), str(self.run_id))
         return f"pipebench ui   (experiment {store.suite}, run {self.name})"
@@ -268,7 +273,7 @@ class RunLog:
         if not ending and time.monotonic() < self._retry_at_s:
             return
         try:
-            self._sender.send(self._tracking.store, self._tracking.note_progress)
+            self._sender.send(self.store, self._tracking.note_progress)
         except Exception as error:  # whatever MLflow, SQLAlchemy, the disk or the network can think of
             self._retry_at_s = time.monotonic() + _RETRY_AFTER_S
             self._warn(error)

@@ -59,6 +59,12 @@ def open_ui(port: int | None = None) -> int:
             _end(server)
 
 
+def server_address() -> str:
+    """Return where MLflow's pages are: its server, or the default of `pipebench ui`; no slash at the end."""
+    uri = default_uri()
+    return shown_uri(uri).rstrip("/") if uri.startswith("http") else f"http://{HOST}:{DEFAULT_PORT}"
+
+
 def _watch(server: "subprocess.Popen[bytes]", port: int, log: IO[bytes]) -> int:
     if _answers(server, port):
         address = f"http://{HOST}:{port}"

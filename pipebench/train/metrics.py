@@ -185,7 +185,7 @@ def describe_stages(job: Job) -> list[dict[str, Any]]:
             "update_s": costs.update_s,
             "samples_per_update": setup.pipeline.round_size(index) * setup.sampler.minibatch_size,
             "lr": base * scales[index],  # before the schedule, after warm-up
-            "parameter_bytes": sum(bucket.num_bytes for bucket in costs.buckets),
+            "parameter_bytes": costs.parameter_bytes,
         }
         for index, (stage, costs) in enumerate(zip(setup.plan.stages, setup.costs.stages, strict=True))
     ]

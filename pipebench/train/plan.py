@@ -12,6 +12,7 @@ from pipebench.recipe.schema import ParallelismRecipe, Recipe
 from pipebench.schedule.modes import AUTO, SWAP
 from pipebench.schedule.notation import format_plan, parse_plan, streams_problem
 from pipebench.schedule.pipeline import MOST_BEYOND_NOAM, noam
+from pipebench.train.job import Decision
 from pipebench.train.request import plan_request
 from pipebench.zoo.registry import Dataset
 
@@ -30,7 +31,7 @@ def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Pr
     if parallelism.plan == AUTO and mode.shape not in ("one", "one-stage"):
         return _over(graph, planner.best().plan)
     if is_plan_file(parallelism.plan):
-        return plan_of_file(parallelism, cluster.num_workers, graph, planner.request.streams)
+        return plan_of_file(parallelism, cluster.num_workers, graph, planner.request.streams, ties=planner.ties)
     replicas = parse_plan(parallelism.plan, mode, cluster.num_workers)
     problem = streams_problem(replicas, planner.request.streams)
     if problem is not None:
@@ -46,12 +47,15 @@ def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Pr
         chunks=mode.chunks,
         memory=planner.policies_of(replicas * mode.chunks, starts),
         relay=parallelism.relay,
+        ties=planner.ties,
     )
     return plan.on(planner.devices_of(replicas, starts))
 
 
-def plan_of_file(parallelism: ParallelismRecipe, num_workers: int, graph: LayerGraph, streams: int | None) -> Plan:
-    """Return the plan of the recipe's file.
+def plan_of_file(
+    parallelism: ParallelismRecipe, num_workers: int, graph: LayerGraph, streams: int | None, *, ties: bool
+) -> Plan:
+    """Return the plan of the recipe's file; `ties` as in `Plan`.
 
     Raises:
         RecipeError: lists all problems.
@@ -61,28 +65,31 @@ def plan_of_file(parallelism: ParallelismRecipe, num_workers: int, graph: LayerG
     problem = streams_problem(form.replicas, streams)
     if problem is not None:
         problems.append(("stages", f"train.streams is {problem}"))
-    refuse(parallelism.plan, [*problems, *layer_problems(form, graph)])
-    return plan_of(form, graph, relay=parallelism.relay)
+    refuse(parallelism.plan, [*problems, *layer_problems(form, graph, ties=ties)])
+    return plan_of(form, graph, relay=parallelism.relay, ties=ties)
 
 
 def recorded_plan(
-    form: PlanForm,
-    source: str,
+    kept: Decision,
     parallelism: ParallelismRecipe,
     num_workers: int,
     graph: LayerGraph,
     streams: int | None,
+    *,
+    ties: bool,
 ) -> Plan:
-    """Return a recorded plan from the file `source`, if the recipe, its mode resolved, allows it.
+    """Return a recorded plan, if the recipe, its mode resolved, allows it.
 
-    `streams` are of a text, shared out among replicas.
+    `streams` are of a text, shared out among replicas; `ties` as in `Plan`.
 
     Raises:
         RecipeError: lists all problems.
     """
-    refuse(source, [*form_problems(form, parallelism, num_workers), *layer_problems(form, graph)], f"; {ANEW}")
+    form, source = kept.plan, kept.source
+    problems = [*form_problems(form, parallelism, num_workers), *layer_problems(form, graph, ties=ties)]
+    refuse(source, problems, f"; {ANEW}")
     refuse(source, _other_than_asked(form, parallelism, num_workers, graph, streams), f"; {ANEW}")
-    return plan_of(form, graph, relay=parallelism.relay)
+    return plan_of(form, graph, relay=parallelism.relay, ties=ties)
 
 
 def _other_than_asked(

@@ -6,7 +6,6 @@ Every step is a function of the results before it, so each can be called, printe
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
@@ -33,7 +32,7 @@ from pipebench.train.largest import with_largest_update
 from pipebench.train.learning_rate import learning_rate
 from pipebench.train.plan import ANEW, check_copies, choose_plan, recorded_plan
 from pipebench.train.profiled_model import ProfiledModel, input_bytes, profile_model
-from pipebench.train.request import plan_request, samplers
+from pipebench.train.request import may_tie, plan_request, samplers, value_at
 from pipebench.zoo.registry import Dataset
 
 
@@ -62,7 +61,7 @@ def prepare(
         PlanError, GraphError, ProfileError: impossible with this model.
     """
     trains = trains and engine_kind(recipe).trains
-    parts = hooks("prepare", turned_on(partial(_value, recipe)))
+    parts = hooks("prepare", turned_on(partial(value_at, recipe)))
     whole_only |= not trains and any(part.profiles_often for part in parts.values())
     profile = None if kept is None else kept.profile
     whole = profile_model(recipe, cluster, on_progress, trains=trains, kept=profile, whole_only=whole_only)
@@ -73,7 +72,7 @@ def prepare(
         plan = choose_plan(recipe, cluster, graph, known.profile, dataset)
     else:
         asked, streams = recipe.parallelism, samplers(recipe.train, dataset)[0].streams
-        plan = recorded_plan(kept.plan, kept.source, asked, cluster.num_workers, graph, streams)
+        plan = recorded_plan(kept, asked, cluster.num_workers, graph, streams, ties=may_tie(recipe))
     if measure_again is not None:
         whole = replace(whole, profile=measure_again(whole, whole.profile))
         known, extensions = _extended(recipe, cluster, whole, parts)
@@ -130,7 +129,7 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
     if parallelism.accumulate == LARGEST:
         memories = stage_memories(profile, plan, pipeline, input_bytes(graph, dataset, profile.by_size))
         pipeline = with_largest_update(PlannedWorkload(pipeline, costs, cluster, plan.devices, sampler), memories)
-    _check_scaling(train, graph, plan, flushes=pipeline.flushes)
+    _check_scaling(train, graph, plan, pipeline)
     return Setup(
         graph=graph,
         plan=plan,
@@ -167,27 +166,26 @@ def _pipeline(recipe: Recipe, profile: Profile, plan: Plan) -> Pipeline:
         and mode.flush
         and (len(plan.stages) > 1 or mode.is_sharded),
     )
-    on = turned_on(partial(_value, recipe))
+    on = turned_on(partial(value_at, recipe))
     settings = hooks("settings", on)
-    given = {name: settings[name](recipe, pipeline) if name in settings else _value(recipe, name) for name in on}
+    given = {name: settings[name](recipe, pipeline) if name in settings else value_at(recipe, name) for name in on}
     return replace(pipeline, extensions=given)
-
-
-def _value(section: Any, key: str) -> Any:
-    """Return the value of a full key, or None."""
-    for name in key.split("."):
-        section = getattr(section, name, None)
-    return section
 
 
 def _scales(train: TrainRecipe) -> bool:
     return train.precision == "fp16"
 
 
-def _check_scaling(train: TrainRecipe, graph: LayerGraph, plan: Plan, *, flushes: bool) -> None:
-    """Raise an error for a stage without parameters that scales alone: no overflow would show there."""
-    if not _scales(train) or flushes:
+def _check_scaling(train: TrainRecipe, graph: LayerGraph, plan: Plan, pipeline: Pipeline) -> None:
+    """Raise an error for a stage that scales alone without parameters, where no overflow would show, or with a tie."""
+    if not _scales(train) or pipeline.flushes:
         return
+    for stages in pipeline.ties:
+        raise PlanError(
+            f"stages {' and '.join(map(str, stages))} share a weight, and without a flush train.precision fp16 scales "
+            "the gradients of each stage differently; use train.precision bf16, a mode with a flush, or move "
+            "parallelism.cuts"
+        )
     for index, stage in enumerate(plan.stages):
         layers = graph.layers[stage.start : stage.stop]
         if not any(layer.parameters for layer in layers):

@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from pipebench.cluster import Cluster
 from pipebench.model.plan import memory_of
@@ -9,6 +11,7 @@ from pipebench.model.sampling import InOrder, Sampler, Streams, Varying, microba
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.plans import Request
 from pipebench.profile.model import Profile
+from pipebench.recipe.draft import turned_on
 from pipebench.recipe.schema import ParallelismRecipe, Recipe, TrainRecipe
 from pipebench.recipe.suited import unsuited_modes
 from pipebench.schedule.modes import AUTO, KEEP, MODES, RECOMPUTE
@@ -69,7 +72,25 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
         streams=(recipe.train.streams or 1) if dataset.sequential else None,
         unsuited=unsuited_modes(recipe.train) | _unswappable_modes(parallelism),
         relay=parallelism.relay,
+        ties=_stays(recipe),
     )
+
+
+def may_tie(recipe: Recipe) -> bool:
+    """Return whether stages may have copies of weights that their layers share, in a recipe with a resolved mode."""
+    return recipe.parallelism.row.ties and _stays(recipe)
+
+
+def _stays(recipe: Recipe) -> bool:
+    """Return whether every layer stays in its stage."""
+    return "moves" not in turned_on(partial(value_at, recipe))
+
+
+def value_at(section: Any, key: str) -> Any:
+    """Return the value of a full key of a recipe, or None."""
+    for name in key.split("."):
+        section = getattr(section, name, None)
+    return section
 
 
 def _unswappable_modes(parallelism: ParallelismRecipe) -> dict[str, str]:

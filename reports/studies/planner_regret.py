@@ -40,7 +40,7 @@ FIRST_SEED = 200_000  # none from there on was looked at while the planner was m
 
 WITHIN, AT_WORST, SHARE = 0.02, 0.05, 0.95  # the target: so close in such a share of each kind, and never further off
 _LONGEST_S = 1e-9  # relative: rounding
-_LONG = 1024  # minibatches until plans deeper than NOAM have settled
+_LONG = 4096  # minibatches until plans deeper than NOAM have settled, and over which their jitter is a thousandth
 
 HEAD = """# How much slower `plan: auto` is than the best plan
 
@@ -59,7 +59,7 @@ Each instance is a chain of 4 to 7 layers on 2 to 6 workers, in one level of lin
 seed: bandwidths over two orders of magnitude, memory limited in a third of them. *Random*: times, activations and
 parameters of every layer on their own. *CNN-like*: activations shrink, parameters grow. *RNN-like*: equal layers.
 The best plan is that of all cuts, replica counts (idle workers too), placements on the servers that differ, and
-depths NOAM and NOAM + 1, that fit in memory; one deeper than NOAM counts as it is after a thousand minibatches, when
+depths NOAM and NOAM + 1, that fit in memory; one deeper than NOAM counts as it is after 4,096 minibatches, when
 nothing in flight hides a slower stage any more. No instance was used while the planner was made. *Known*: how often
 `pipebench plan` says itself that no plan is more than 2 % faster.
 """

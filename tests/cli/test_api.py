@@ -74,7 +74,13 @@ def test_keys_are_sections_or_dotted_and_answers_are_rows_and_figures() -> None:
 
     both = pipebench.compare("small.yaml", parallelism={"mode": ["dp", "gpipe"]}, on_progress=silent, **SIMULATED)
     assert both.frame()["mode"].to_list() == ["dp", "gpipe"]
-    assert {*both.to_dict()["differences"]} >= {"parallelism.mode"}
+    found = both.to_dict()
+    assert {*found["differences"]} >= {"parallelism.mode"}
+    times_s = [run.metrics["epoch_time_s"] for run in both.runs]
+    assert [row["epoch_time_s"] for row in found["rows"]] == times_s
+    assert [row["vs_dp"] for row in found["rows"]] == [1.0, times_s[0] / times_s[1]]
+    assert [row["parallelism.mode"] for row in both.rows()] == ["dp", "gpipe"]
+    assert all(" ".join(line.split()) in " ".join(repr(both).split()) for line in found["verdict"])
     assert isinstance(both.figure(), Figure)
     again = pipebench.recorded(*(str(run.mlflow_run_id) for run in both.runs))
     assert [run.metrics for run in again.runs] == [run.metrics for run in both.runs]
@@ -144,6 +150,16 @@ def test_mistakes_with_objects() -> None:
     )
     assert "was an object of a process that has ended" in mistake(getattr, objects, "net_9")
     assert "give load_recipe this key, too" in mistake(pipebench.run, pipebench.load_recipe("quickstart"), name="x")
+    for given in (net(), None, ["small.yaml"]):
+        assert f"recipe: got a {type(given).__name__}, allowed is a name" in mistake(pipebench.run, given)
+    for seeds in (3, "0,1", [0, 0], [-1], []):
+        assert f"seeds: got {seeds!r}, allowed are" in mistake(pipebench.compare, SMALL, model=net, seeds=seeds)
+    tokens = TensorDataset(torch.zeros(48, 7, dtype=torch.long), torch.zeros(48, 7, dtype=torch.long))
+    data = {"target": (tokens, tokens), "loss": "cross_entropy"}
+    assert "takes them second, logits.transpose(1, 2): " in mistake(
+        pipebench.run, SMALL, model=nn.Embedding(9, 9), dataset=data
+    )
+    assert "on_progress: got True, allowed is a function" in mistake(pipebench.run, SMALL, model=net, on_progress=True)
     assert "in Python `pipebench.compare`" in mistake(pipebench.run, "small.yaml", train={"seed": [0, 1]})
     assert "is a folder; one recipe is needed" in mistake(pipebench.run, "recipes/quickstart")
     assert "dataset.target: got a object" in mistake(pipebench.run, SMALL, model=net, dataset={"target": object()})
@@ -158,10 +174,13 @@ def test_json_is_all_that_is_printed_on_standard_output() -> None:
     """By processes of the run, too."""
     assert json.loads(invoke("run", "small.yaml", "engine.kind=simulated", "--json").stdout)["outcome"] == "completed"
     keys = ("train.max_epochs=1", "engine.kind=distributed", "cluster.name=local", "parallelism.plan=1-1")
-    command = [sys.executable, "-m", "pipebench", "run", "small.yaml", "--json", *keys]
+    command = [sys.executable, "-m", "pipebench", "run", "small.yaml", *keys, "--json-lines"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["engine"] == "distributed"
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (told[-1]["event"], told[-1]["engine"]) == ("result", "distributed")
+    assert {each["name"] for each in told} == {told[-1]["name"]}
+    assert {"progress", "evaluation"} <= {each["event"] for each in told}, done.stderr
     lines = invoke("run", "small.yaml", "train.max_epochs=1", "--json-lines").stdout.splitlines()
     events = [json.loads(line)["event"] for line in lines]
     assert events[-1] == "result"

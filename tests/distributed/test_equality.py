@@ -136,7 +136,29 @@ TWO = {
     ),
     "cells left out of dp": Case("stack", (), (2,), {"sizes": (2, 4), "weights": "one"}, left_out=("bd",)),
 }
+TIED = {"weights": "one", "ties": True}
+TWO |= {
+    "tied": Case("tied", (5,), (1, 1), TIED | {"depth": 1}),
+    "tied, gpipe, recompute, clipped": Case(
+        "tied", (5,), (1, 1), TIED | {"order": "all-forwards", "microbatches": 3, "recompute": True, "clip_norm": 0.1}
+    ),
+    "tied, parameter servers": Case("tied", (3,), (1, 1), TIED | {"microbatches": 2, "sync": "parameter-server"}),
+    "tied, zero bubble": Case("tied", (5,), (1, 1), TIED | ZERO_BUBBLE | {"microbatches": 4}),
+    "tied, two chunks, sockets": Case(
+        "tied", (2, 3, 5), (1,) * 4, TIED | INTERLEAVED | {"microbatches": 4}, shares_memory=False
+    ),
+    "tied, two buffers, clipped": Case(
+        "tied", (5,), (1, 1), TIED | {"weights": "double-buffer", "accumulate": 2, "clip_norm": 0.1}, segments=(13, 4)
+    ),
+    "tied, cut anew": Case("tied", (5,), (1, 1), TIED | {"microbatches": 2}, (7, 5, 6), recuts=((9,), (1,))),
+    "tied, bf16": Case("tied", (5,), (1, 1), TIED | {"precision": "bf16", "microbatches": 2}),
+}
 THREE = {
+    "tied": Case("tied", (3, 6), (1, 1, 1), TIED | {"microbatches": 2, "clip_norm": 0.1}),
+    "tied, 2-1": Case("tied", (5,), (2, 1), TIED | {"sync": "parameter-server"}),
+    "tied, 2-1, a short round": Case(
+        "tied", (5,), (2, 1), TIED | {"sync": "parameter-server", "microbatches": 2}, segments=(7, 5)
+    ),
     "three stages": Case("skip", (3, 6), (1, 1, 1)),
     "three stages, flush": Case("conv", (3, 6), (1, 1, 1), {"weights": "one", "microbatches": 4}),
     "vertical sync, a stage without parameters": Case("mlp", (3, 4), (1, 1, 1), {"weights": "stash-vertical-sync"}),
@@ -186,6 +208,7 @@ FP16 = {"precision": "fp16", "loss_scale": LossScaleRecipe(2.0**24, growth=4.0, 
 TWO |= {
     "fp16, pipedream": Case("conv", (4,), (1, 1), FP16, segments=(13, 4)),
     "fp16, dp": Case("conv", (), (2,), FP16 | {"weights": "one", "depth": 1}, segments=(9,)),
+    "tied, fp16": Case("tied", (5,), (1, 1), FP16 | TIED | {"microbatches": 2}, segments=(9,)),
     "fp16, flush": Case("conv", (4,), (1, 1), FP16 | {"weights": "one", "microbatches": 2}, segments=(9,)),
 }
 THREE |= {
@@ -230,7 +253,10 @@ THREE |= {
     "pipedream, sharded optimizer": Case("conv", (4,), (2, 1), {"sums": "ordered", "shard": "optimizer"}),
     "fsdp of three": Case("conv", (2, 4), (3, 3, 3), SHARDED | {"shard": "parameters"}),
 }
-THREE_REPLICAS = {"dp": Case("conv", (), (3,), {"weights": "one", "depth": 1})}
+THREE_REPLICAS = {
+    "tied, 2-1": Case("tied", (5,), (2, 1), TIED | {"clip_norm": 0.1}),
+    "dp": Case("conv", (), (3,), {"weights": "one", "depth": 1}),
+}
 
 
 def check(case: Case, found: list[Outcome], tolerance: float = 0.0) -> None:
@@ -256,6 +282,10 @@ def test_the_schedule_of_a_file_whose_stages_stand_in_a_v(two: Processes, tmp_pa
     for model, clip_norm in (("skip", None), ("conv", 0.3)):
         case = Case(model, (2, 4, 6), (1, 1, 1, 1), columns | {"clip_norm": clip_norm})
         check(case, two.run("tests.distributed.cases:distributed", case))
+    case = Case(
+        "tied", (2, 5, 8), (1, 1, 1, 1), columns | {"ties": True}
+    )  # both copies of either weight in one process
+    check(case, two.run("tests.distributed.cases:distributed", case))
 
 
 def test_every_optimizer_ends_with_the_virtual_engine_s_weights(two: Processes) -> None:

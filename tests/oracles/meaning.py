@@ -36,6 +36,7 @@ class Meaning:
         clip_norm: largest norm, if any.
         decay: PipeMare's D.
         pushes: of every segment, minibatches in the order of their pushes.
+        tied: parameters of several stages, which are clipped alone where stages are.
     """
 
     seed: int
@@ -58,6 +59,7 @@ class Meaning:
     clip_norm: float | None = None
     decay: float = 0.135
     pushes: Sequence[Sequence[int]] = ()
+    tied: frozenset[str] = frozenset()
 
     @property
     def block(self) -> int:

@@ -160,9 +160,13 @@ class Loop:
                 size, stage = meaning.round_size(s), self.stages[s]
                 weight = self._weight(first, range(rounds[s] * size, min((rounds[s] + 1) * size, count)))
                 stage.pending = {name: gradient / weight for name, gradient in stage.pending.items()}
-        together = [[*ended]] if meaning.flushes else [[s] for s in ended]
-        for group in together:
-            _clip([self.stages[s].pending for s in group], meaning.clip_norm)
+        if meaning.flushes:
+            _clip([self.stages[s].pending for s in ended], meaning.clip_norm)
+        for pending in (self.stages[s].pending for s in ended if not meaning.flushes):
+            alone = [{name: pending[name]} for name in meaning.tied & pending.keys()]
+            for part in ({name: g for name, g in pending.items() if name not in meaning.tied}, *alone):
+                _clip([part], meaning.clip_norm)
+                pending |= part
         for s in ended:
             size = meaning.round_size(s)
             members = range(rounds[s] * size, min((rounds[s] + 1) * size, count))

@@ -61,14 +61,18 @@ def working(rows: Rows) -> list[int]:
     ]
 
 
-def in_order(rows: Rows) -> set[State]:
-    """Return the prefixes of the order of execution that keep tied parameters together."""
+def in_order(rows: Rows, *, ties: bool = False) -> set[State]:
+    """Return the prefixes of the order of execution; unless `ties`, that keep tied parameters together."""
     order = working(rows)
-    return _together(rows, {frozenset(order[:count]) for count in range(len(order) + 1)})
+    found = {frozenset(order[:count]) for count in range(len(order) + 1)}
+    return found if ties else _together(rows, found)
 
 
-def grown(rows: Rows) -> set[State]:
-    """Return the artifact's states: from the first source on, by the closure of whatever reads a member."""
+def grown(rows: Rows, *, ties: bool = False) -> set[State]:
+    """Return the artifact's states: from the first source on, by the closure of whatever reads a member.
+
+    Unless `ties`, those that keep tied parameters together.
+    """
     order = working(rows)
     found: set[State] = set()
     new = {_closure(rows, order[0])}
@@ -80,7 +84,8 @@ def grown(rows: Rows) -> set[State]:
             for reader in order
             if reader not in state and state & set(rows[reader].reads)
         } - found
-    return _together(rows, {EMPTY, *found, frozenset(order)})
+    found |= {EMPTY, frozenset(order)}
+    return found if ties else _together(rows, found)
 
 
 def _closure(rows: Rows, index: int) -> State:

@@ -93,9 +93,9 @@ class Case:
 def cases(draw: Any, model: str, max_layers: int = 7) -> Case:
     """Draw a model, where to cut it, and a limit on memory or none."""
     rows = draw(graphs(max_layers))
-    kind = draw(st.booleans())
-    states = antichains(rows) if kind else prefixes(rows)
-    cuts = planning.grown(rows) if kind else planning.in_order(rows)
+    kind, ties = draw(st.booleans()), draw(st.booleans())
+    states = (antichains if kind else prefixes)(rows, ties=ties)
+    cuts = (planning.grown if kind else planning.in_order)(rows, ties=ties)
     constants = (
         draw(st.sampled_from([0.0, 1e-11])),
         draw(st.sampled_from([0.0, 1e-3])),

@@ -215,6 +215,13 @@ def test_the_budget_bounds_how_much_is_simulated(monkeypatch: pytest.MonkeyPatch
     assert 0 < sum(sum(sketch.replicas) for sketch in weighed) <= climb.BUDGET
 
 
+def test_nothing_is_improved_where_no_plan_takes_any_time() -> None:
+    asked = request([0.0] * 4)
+    rows = [replace(row, output_bytes=0, gradient_bytes=0, parameter_sizes={}) for row in asked.profile.layers[8]]
+    found = Planner(replace(asked, profile=replace(asked.profile, layers={8: tuple(rows)})), MODE).best()
+    assert (found.minibatch_s, "improved" in found.found_by) == (0.0, False)
+
+
 def test_a_floor_costs_a_third_of_an_instruction_per_part_of_it() -> None:
     """Of two ends per stage, of every replica, and of every layer over the stages' ends; measured, see `BUDGET`."""
     made = planner("pipedream", request([0.1, 0.2, 0.3, 0.1] * 2))

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,7 +200,9 @@ def expected_of(job: Job, pushes: Sequence[Sequence[int]], *, moved: bool = Fals
     for index, stage in enumerate(plan.stages):
         for layer in graph.layers[stage.start : stage.stop]:
             stage_of |= {own[name]: index for name in (*layer.parameters, *layer.buffers)}
-    return Loop(model, dataset, meaning_of(recipe, dataset, plan.replicas, stage_of, pushes)).run()
+    tied = frozenset(own[name] for bucket in job.setup.costs.ties for name in bucket.parameters)
+    meaning = replace(meaning_of(recipe, dataset, plan.replicas, stage_of, pushes), tied=tied)
+    return Loop(model, dataset, meaning).run()
 
 
 def differences(ran: Ran, expected: Outcome, job: Job, *, beside: Outcome | None = None) -> Iterator[str]:

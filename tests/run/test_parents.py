@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipebench.cli.main import cli
+from pipebench.run.story import PAGE
 
 
 def test_a_comparison_is_tagged_and_summarised_by_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +37,10 @@ def test_a_comparison_is_tagged_and_summarised_by_its_runs(tmp_path: Path, monke
     table = json.loads(Path(client.download_artifacts(parent.info.run_id, shown["path"])).read_text())
     assert [row[0] for row in table["data"]] == ["dp", "gpipe"]
     assert {len(row) for row in table["data"]} == {len(table["columns"])}
+
+    assert min(each.path for each in client.list_artifacts(parent.info.run_id)) == PAGE
+    page = Path(client.download_artifacts(parent.info.run_id, PAGE)).read_text()
+    for told in (f"pipebench compare {parent.info.run_id}", "dp has the highest throughput", "parallelism.mode"):
+        assert told in page, told
+    for child in children.values():
+        assert f"http://127.0.0.1:5000/#/experiments/{child.info.experiment_id}/runs/{child.info.run_id}?" in page

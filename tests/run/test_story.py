@@ -4,15 +4,19 @@ import shlex
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
 from pipebench.recipe.load import load, load_each
 from pipebench.run.advice import advice
+from pipebench.run.comparison_story import comparison_story
 from pipebench.run.request import RunRequest
 from pipebench.run.story import PAGE, story
 from pipebench.run.suite import Suite
+from pipebench.show.answers import Run
 from pipebench.train.result import COMPLETED, DIVERGED, MISSED, REACHED
 from tests.tracking.records import RESULT
 
@@ -65,6 +69,24 @@ def test_a_run_s_page_tells_its_story_and_needs_nothing_else(folder: Path) -> No
     for said in (RESULT.sentence, "train.seed: 7", "pipebench run quickstart/gpipe train.seed=7", "40.0%", "25.0%"):
         assert said in text, said
     assert sorted([PAGE, "changes.diff", "environment.yaml", "comparison.json"])[0] == PAGE, "MLflow sorts by name"
+
+
+def test_a_comparison_s_page_has_its_verdict_curves_and_a_link_to_each_seed(folder: Path) -> None:
+    runs = [
+        Run(replace(RESULT, name=name, mode=name, seed=seed, metrics={**RESULT.metrics, "time_to_accuracy_s": time_s}),
+            mlflow_run_id=f"{name}{seed}")
+        for name, time_s in (("dp", 6.0), ("gpipe", 3.0)) for seed in (0, 1)
+    ]  # fmt: skip
+    store = SimpleNamespace(experiment_id="7")
+    parent: Any = SimpleNamespace(name="dp, gpipe", folder=folder, store=store, wait_for_id=lambda: "f00")
+    text = comparison_story(parent, runs, ["curves.png"])
+    page = Page(text)
+    assert not page.open
+    assert page.headings == ["Curves"]
+    assert "gpipe is first to the target: in 3.00 s, 2.00x as fast as dp with 6.00 s" in text
+    links = [source for source in page.sources if "/#/experiments/7/runs/" in source]
+    assert [link.split("/runs/")[1].split("?")[0] for link in links] == ["gpipe0", "gpipe1", "dp0", "dp1"]
+    assert sum(source.startswith("data:image/png;base64,") for source in page.sources) == 1
 
 
 def test_a_page_without_pictures_is_as_good() -> None:

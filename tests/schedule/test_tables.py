@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from pipebench.schedule.pipeline import Pipeline, chain, noam
-from pipebench.simulate.drawing import draw, draw_cells
+from pipebench.simulate.drawing import blocks, draw, draw_cells
 
 PUBLISHED = pathlib.Path(__file__).parents[3] / "shared" / "published" / "pipeline_theory.yaml"
 
@@ -83,3 +83,17 @@ def test_flushing_orders_of_four_microbatches(order: str, picture: str) -> None:
 
 def test_noam_is_the_paper_s() -> None:
     assert [noam(r) for r in ((1, 1, 1, 1), (2, 1), (15, 1), (2, 1, 1), (16,), (3, 1, 1, 1))] == [4, 2, 2, 2, 1, 2]
+
+
+@pytest.mark.parametrize("width", [40, 100, 1000])
+def test_a_long_pipeline_s_lines_go_on_below_until_every_worker_runs_backward(width: int) -> None:
+    """Sixteen stages on a terminal had seven rows of dots."""
+    pipeline = Pipeline((1,) * 16, chain(16), "1f1b", False, 16)
+    cells = draw_cells(pipeline, 20, [1] * 16, [2] * 16)
+    parts = [[line.split()[2:] for line in block.splitlines()] for block in blocks(pipeline, cells, width)]
+    assert {len(part) for part in parts} == {16}
+    together = [[cell for part in parts for cell in part[worker]] for worker in range(16)]
+    assert all({"F0", "B0"} <= {*row} for row in together)
+    assert "B0" in parts[-1][0], "and not much longer"
+    shown = [[cell or "." for cell in row] for row in cells]
+    assert all("".join(whole).startswith("".join(row)) for whole, row in zip(shown, together, strict=True))

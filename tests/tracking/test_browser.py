@@ -3,33 +3,33 @@
 In a session of its own (`nox -s ui`): a browser is large, and its pages are MLflow's to change.
 """
 
-import os
 import re
-import shutil
-import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
+from tests.tracking.browser import (
+    CHROMIUM,
+    DRIVER,
+    PIPEBENCH,
+    chromium,
+    environment,
+    go,
+    page_of,
+    run_names,
+    served,
+    texts,
+    wait,
+)
+
 pytestmark = pytest.mark.browser
-T = TypeVar("T")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DRIVER = shutil.which("chromedriver")
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--proxy-server=direct://",
-    "--window-size=3600,1600",  # columns that don't fit are not there
-)  # fmt: skip
-PIPEBENCH = (sys.executable, "-m", "pipebench")
 SHORT = ("train.max_epochs=1", "train.evaluate_every={minibatches: 40}", "train.target.value=0.2")
-PATIENCE_S = 120.0
 COLUMNS = (
     "Run Name", "Duration", "outcome", "time_to_accuracy_s", "speedup_over_dp", "comm_bytes_per_sample",
-    "peak_memory_bytes_max", "bubble_fraction", "mode", "plan", "model.name", "Dataset",
+    "peak_memory_bytes_max", "bubble_fraction", "mode", "plan", "engine", "clock", "model.name", "Dataset",
 )  # fmt: skip
 
 
@@ -46,58 +46,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
-
-
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
     """The address of the experiment's table that `pipebench ui` prints."""
-    command = [*PIPEBENCH, "ui"]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, env=environment()) as server:
-        assert server.stdout is not None
-        lines = (line.strip() for line in server.stdout)
-        try:
-            yield next(line.split(": ", 1)[1] for line in lines if line.startswith("quickstart: "))
-        finally:
-            server.send_signal(signal.SIGTERM)
+    with served(folder, "quickstart") as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Any]:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
-
-
-def wait(browser: Any, look: Callable[[], T]) -> T:
-    """Return what is seen as soon as it is something."""
-    from selenium.common.exceptions import StaleElementReferenceException
-    from selenium.webdriver.support.wait import WebDriverWait
-
-    waiting: Any = WebDriverWait(browser, PATIENCE_S, ignored_exceptions=[StaleElementReferenceException])
-    found: T = waiting.until(lambda _: look())
-    return found
-
-
-def texts(browser: Any, selector: str) -> list[str]:
-    return [element.text for element in browser.find_elements("css selector", selector)]
-
-
-def go(browser: Any, address: str) -> None:
-    browser.get("about:blank")  # else only the part after # changes, and the page stays
-    browser.get(address)
-
-
-def page_of(address: str, run_id: str, page: str = "") -> str:
-    return re.sub(r"/runs\?.*", f"/runs/{run_id}{page}?workflowType=machine_learning", address)
+    with chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
 
 
 def id_of(folder: Path, name: str) -> str:
@@ -122,7 +81,7 @@ def picture_width(browser: Any, name: str) -> int:
 
 def test_the_address_opens_a_table_of_what_decides_the_first_to_its_target_on_top(browser: Any, address: str) -> None:
     go(browser, address)
-    names = wait(browser, lambda: [name for name in texts(browser, ".ag-row a") if ", " in name])
+    names = wait(browser, lambda: run_names(browser))
     wait(browser, lambda: all(column in " ".join(texts(browser, ".ag-header-cell")) for column in COLUMNS))
     assert {*names[:2]} == {"pipedream straight, seed 0", "dp 4, seed 0"}
     assert re.fullmatch(r"dp, pipedream, \d{4}-\d\d-\d\d \d\d:\d\d", names[2]), "of the comparison"

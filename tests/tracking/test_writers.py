@@ -4,7 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from pipebench.cli.main import cli
 from pipebench.errors import RecipeError
 from pipebench.recipe import preflight as preflight_module
 from pipebench.recipe.load import load
@@ -12,6 +14,7 @@ from pipebench.recipe.preflight import preflight
 from pipebench.tracking import writers
 from pipebench.tracking.identity import recipe_hash
 from pipebench.tracking.writers import Described, Writers
+from tests.recipes import uniform_recipe
 from tests.tracking.records import RESULT
 
 RUN = Described("small/gnmt8", "pipedream straight, seed 0", "pipedream 2026-11-22 15.31", {"train.seed": "0"}, True)
@@ -42,6 +45,22 @@ def test_tensorboard_reads_back_curves_and_result(
     assert [each.value for each in events.Scalars("curves/virtual_time_s")] == [1.5, 3.0, 4.5, 6.0]
     assert [each.value for each in events.Scalars("wall_time_to_accuracy_s")] == [4.5]
     assert events.PluginTagToContent("hparams")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_gets_the_curves_of_a_run_that_tells_its_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those whose progress was printed had curves there."""
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    Path("small.yaml").write_text(uniform_recipe(8, 2000, 250, minibatch_size=250))
+    words = ["run", "small.yaml", "train.max_epochs=1", "tracking=[mlflow,tensorboard]", "--json-lines"]
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 0, done.output
+    (folder,) = (tmp_path / "tensorboard").glob("*/*")
+    assert len(accumulators.EventAccumulator(str(folder)).Reload().Scalars("curves/eval_loss")) == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")

@@ -61,6 +61,7 @@ class MigratingReplica:
     """
 
     scale: LossScale | None = None  # losses aren't scaled if layers move
+    apart: frozenset[int] = frozenset()  # nor are weights tied over stages
 
     def __init__(
         self,

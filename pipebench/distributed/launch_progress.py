@@ -1,0 +1,59 @@
+"""Progress of a run in processes as plain data: a worker writes lines of JSON into a pipe, its launcher reads them."""
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+_PROGRESS = "PIPEBENCH_PROGRESS"  # file descriptor of the pipe's end to write to
+_LAST_LINES_S = 5.0  # for the reader, once the workers have ended
+Hear = Callable[[dict[str, Any]], None]
+
+
+@contextmanager
+def progress_heard(hear: Hear | None) -> Iterator[Mapping[str, int]]:
+    """Call `hear` with what a worker tells, in a thread; what `hear` raises is raised at the end.
+
+    Yields the file descriptors that workers inherit, by the environment variable that tells them; none without `hear`.
+    """
+    if hear is None:
+        yield {}
+        return
+    reading, writing = os.pipe()
+    raised: list[Exception] = []
+
+    def listen() -> None:
+        with os.fdopen(reading, encoding="utf-8") as lines:
+            for line in lines:
+                try:
+                    if not raised:
+                        hear(json.loads(line))
+                except Exception as error:  # read on: a worker must not wait for a full pipe
+                    raised.append(error)
+
+    thread = threading.Thread(target=listen, name="pipebench-progress", daemon=True)
+    thread.start()
+    try:
+        yield {_PROGRESS: writing}
+    finally:
+        os.close(writing)
+        thread.join(_LAST_LINES_S)
+    if raised:
+        raise raised[0]
+
+
+def progress_told() -> Hear | None:
+    """Return what sends a worker's progress to its launcher; None if that doesn't ask for it."""
+    given = os.environ.get(_PROGRESS)
+    if given is None:
+        return None
+    writing = int(given)
+
+    def tell(facts: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the launcher may be ending
+            os.write(writing, f"{json.dumps(facts)}\n".encode())
+
+    return tell
