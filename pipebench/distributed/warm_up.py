@@ -150,8 +150,10 @@ def _of_first_unit(program: Iterable[Instruction]) -> Iterator[Instruction]:
 
 
 def _play(program: Iterable[Instruction], worker: Worker, neighbours: _Neighbours) -> None:
+    alone = AloneCollectives()
+    alone.worker = worker
     for instruction in program:
-        worker.execute(instruction, neighbours, AloneCollectives())
+        worker.execute(instruction, neighbours, alone)
     neighbours.flush()
 
 

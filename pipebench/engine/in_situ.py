@@ -186,6 +186,7 @@ class _ListPlayer:
                 worker.begin_training(feed, 0, count, divisors)
             while any(playing.values()):
                 for worker, program in playing.items():
+                    others.worker = worker
                     while program and others.can_hear(program[0]):
                         it = program.popleft()
                         started_s = clock()
@@ -201,6 +202,8 @@ class _ListPlayer:
 
 class AloneCollectives:
     """The collectives of a worker that waits for no other: sums are its own gradients."""
+
+    worker: Worker  # that asks
 
     def __init__(self) -> None:
         self._gradients: dict[int, list[torch.Tensor | None]] = {}  # by stage
@@ -221,6 +224,10 @@ class AloneCollectives:
 
     def wait_gathered(self, stage: int) -> None:
         """Nothing is sharded."""
+
+    def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
+        """Return a round's gradients of the worker's copies of a tie."""
+        return self.worker.tied[group].gradients()
 
     def norm(self, round_index: int) -> torch.Tensor:
         """Return a norm that clips nothing away."""

@@ -30,6 +30,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.planner.activations import Unit
 from pipebench.planner.states import Floats, States
 from pipebench.simulate.costs import BUCKET_BYTES, Costs, SimulatedBucket, StageCosts
+from pipebench.simulate.sums import ring_latency_s
 
 # On average half of the last bucket is complete only when the backward is over.
 LAST_BUCKET_BYTES = BUCKET_BYTES / 2
@@ -214,9 +215,10 @@ class CostModel(ABC):
         return replace(cluster, levels=tuple(map(_plain, cluster.levels)))
 
 
-def ring_s(level: Level, num_bytes: int, size: int) -> float:
-    """Return the seconds of a ring all-reduce of `size` members over a level, with its links to itself."""
-    return 2 * (size - 1) * (num_bytes / size / level.sum_bytes_per_s + level.latency_s)
+def ring_s(hops: Sequence[Level], num_bytes: int) -> float:
+    """Return the seconds of a ring all-reduce with its links to itself, given the level of every hop around it."""
+    size, rate = len(hops), min(level.sum_bytes_per_s for level in hops)
+    return 2 * (size - 1) * num_bytes / size / rate + ring_latency_s([level.latency_s for level in hops])
 
 
 def _plain(level: Level) -> Level:

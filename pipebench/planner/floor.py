@@ -18,6 +18,7 @@ import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -146,10 +147,10 @@ class Floors:
         if devices is None:  # some link is of a level that has room for all replicas
             counts = itertools.accumulate((level.count for level in self._cluster.levels), operator.mul)
             rooms = [level for level, count in zip(self._cluster.levels, counts, strict=True) if count >= replicas]
-            return min(ring_s(level, num_bytes, replicas) for level in rooms)
+            least_s = min(level.latency_s for level in self._cluster.levels)
+            return min(ring_s([replace(level, latency_s=least_s)] * replicas, num_bytes) for level in rooms)
         ring = sorted(devices)
-        levels = {self._level(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)}
-        return max(ring_s(level, num_bytes, replicas) for level in levels)
+        return ring_s([self._level(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)], num_bytes)
 
     def _rounds_s(self, sketch: Sketch, rounds: Sequence[float]) -> float:
         loads = (self._stage(start, stop).load_s[self._size] for start, stop, _ in sketch.stages)

@@ -1,14 +1,16 @@
 """Ways in which a group sums a buffer: what its members send each other, and how long it takes them.
 
-A ring all-reduce is one flow over all ports of its ring, at the pace of the slowest: 2 (r-1) steps, each with its
-latency, in which every member passes on a chunk (bandwidth-optimal ring; PipeDream section 3.1). Its chunks are many
-and small, so a message that shares a port with it gets half of the port. On clusters that say so it has two levels:
-reduce-scatter within every server, rings among servers, all-gather within.
+A ring all-reduce is one flow over all ports of its ring, at the pace of the slowest: 2 (r-1) steps in which every
+member passes on a chunk (bandwidth-optimal ring; PipeDream section 3.1). A step waits for the one before of the
+neighbour only, so latencies are those of the hops that a chunk makes, not of the slowest hop at every step. Chunks are
+many and small, so a message that shares a port with it gets half of the port. On clusters that say so it has two
+levels: reduce-scatter within every server, rings among servers, all-gather within.
 
 The sums themselves are in `engine/ring.py`; what the planner's searches expect of one, in `planner/cost_models.py`.
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -153,16 +155,17 @@ def _ring_part(links: Links, rings: Groups, rounds: int, connections: int = 1) -
     weights: dict[Port, float] = {}
     latency_s, cap = 0.0, NEVER
     for ring in rings:
-        steps = rounds * (len(ring) - 1)
+        hops_s = []
         for i, worker in enumerate(ring):
             index, *ports = links.path(worker, ring[(i + 1) % len(ring)])
             level = links.cluster.levels[index]
             lanes = links.lanes(index, worker, ring[(i + 1) % len(ring)])
-            latency_s = max(latency_s, steps * level.latency_s)
+            hops_s.append(level.latency_s)
             # A smaller ring sends less, at the same pace.
             part = (len(ring) - 1) / len(ring) / ((size - 1) / size)
             cap = min(cap, level.sum_cap_bytes_per_s(connections) / part)
             weights.update(dict.fromkeys(ports, connections * part) | dict.fromkeys(lanes, part))
+        latency_s = max(latency_s, ring_latency_s(hops_s, rounds))
     share = rounds * (size - 1) / size / connections
     return [Part(share, tuple((links.port(port), weight) for port, weight in weights.items()), latency_s, cap)]
 
@@ -170,6 +173,18 @@ def _ring_part(links: Links, rings: Groups, rounds: int, connections: int = 1) -
 def ring_phases(links: Links, ring: Sequence[int], servers: Groups) -> Phases:
     """Return one ring of all, in which every chunk goes round once."""
     return [_ring_part(links, [ring], 1)]
+
+
+def ring_latency_s(hops_s: Sequence[float], rounds: int = 2) -> float:
+    """Return the latency of the chunk that arrives last, given that of every hop around a ring.
+
+    A chunk makes `rounds` times (size - 1) hops in a row: all around each time, but for the hops it never makes, the
+    fastest in the worst case.
+    """
+    size = len(hops_s)
+    around = [*hops_s, *hops_s[:rounds]]
+    start = min(range(size), key=lambda first: sum(around[first : first + rounds])) + rounds
+    return math.fsum(hops_s[(start + hop) % size] for hop in range(rounds * (size - 1)))
 
 
 def server_phases(links: Links, ring: Sequence[int], servers: Groups) -> Phases:

@@ -286,7 +286,7 @@ def test_workers_are_told_their_place_and_nothing_is_said_when_all_is_well(tmp_p
 def test_nobody_can_connect_to_what_the_workers_share(tmp_path: Path) -> None:
     """Torch's store has a port, on which it tells every user of the host all that workers tell each other."""
     before = [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
-    attempt = launch.Attempt(script(tmp_path, ""), 2, 0, {})
+    attempt = launch.Attempt(script(tmp_path, ""), 2, 0, {}, {})
     try:
         listens = [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
         assert listens == before

@@ -99,6 +99,6 @@ def test_shared_and_frozen_weights_stay_where_they_are_found() -> None:
 
 def test_a_recurrent_module_of_two_types_stays_where_it_is_found() -> None:
     module = nn.RNN(2, 3)
-    module.weight_ih_l0 = nn.Parameter(module.weight_ih_l0.double())
+    module.weight_ih_l0 = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
     flats = Weights(module, sgd).newest.flats
     assert sorted(str(flat.dtype) for flat in flats) == ["torch.float32", "torch.float64"]

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from pipebench.cluster import Cluster, Level
+from pipebench.engine.in_situ import profile_in_situ
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.optimizer import MakeOptimizer
@@ -289,6 +290,12 @@ def test_evaluations_are_those_of_the_tied_model() -> None:
     loss = functional.cross_entropy(model(fields["x"]), fields["label"]).detach()
     assert engine.evaluate()["eval_loss"] == pytest.approx(float(loss), rel=1e-12)
     assert len(losses) == 6
+
+
+def test_stages_that_are_timed_in_use_wait_for_no_other_copy() -> None:
+    setup = make_setup(TiedEnds(), (BOTH, [1] * 4), weights="one", microbatches=2, ties=True)
+    (found,) = profile_in_situ([setup], 2, lambda: None)
+    assert {key.stage for key in found if key.op is Op.UPDATE} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("cores", [None, 8.0])

@@ -88,4 +88,4 @@ def test_planner_and_simulator_say_the_same_of_a_ring(size: int) -> None:
     network = Network(Cluster("flat", "unit", None, (level,)))
     network.sum_up(ALL_REDUCE, ALL_REDUCE, "r", range(size), 4096, 0.0, ends.append)
     network.agenda.play()
-    assert ends == [pytest.approx(ring_s(level, 4096, size), rel=1e-12)]
+    assert ends == [pytest.approx(ring_s([level] * size, 4096), rel=1e-12)]

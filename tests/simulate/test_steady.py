@@ -9,6 +9,7 @@ import pytest
 
 from pipebench.cluster import Cluster, Level
 from pipebench.garbage import without_collector
+from pipebench.model.sampling import Size
 from pipebench.simulate import sharing, steady
 from pipebench.simulate.costs import StageCosts
 from pipebench.simulate.meter import Meter
@@ -48,8 +49,9 @@ def test_microbatches_of_different_sizes_take_each_its_own_time(first: int) -> N
     setup = make_setup(Mlp(), ([], [1]), dataset=Blobs(num_train=40, num_eval=4), weights="one", microbatches=3)
     sizes = setup.sampler.sizes(0, 3)
     assert sorted(sizes) == [1, 1, 2]
-    times = {"forward_s": {1: 1.0, 2: 1.5}, "backward_s": {1: 2.0, 2: 2.5}}
-    costs = replace(setup.costs.stages[0], **times, update_s=0.25)
+    forward_s: dict[Size, float] = {1: 1.0, 2: 1.5}
+    backward_s: dict[Size, float] = {1: 2.0, 2: 2.5}
+    costs = replace(setup.costs.stages[0], forward_s=forward_s, backward_s=backward_s, update_s=0.25)
     setup = replace(setup, costs=replace(setup.costs, stages=(costs,)))
     assert simulate_all(setup, 10, first=first).busy_s == pytest.approx(10 * (3.0 + 3.0 + 4.0 + 0.25))
 

@@ -14,9 +14,19 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.profile.devices import DEVICES
 from pipebench.profile.load import load_profile
+from pipebench.report.catalog import find_report
+from pipebench.report.load import load_report
 from pipebench.zoo.ptb import ptb
 from pipebench.zoo.wmt16 import wmt16
-from reports.studies import gpu_profiles, planner_regret, planner_vs_simulator, table1_plans
+from reports.studies import (
+    effects,
+    gpu_profiles,
+    planner_regret,
+    planner_seconds,
+    planner_vs_simulator,
+    search_growth,
+    table1_plans,
+)
 from reports.studies.planned_models import TableRow, analytic, cluster, published_rows, recipe
 from tests.bench.planning import CASES, chain, seconds
 from tests.patience import PATIENCE_S
@@ -196,3 +206,45 @@ def test_a_gpu_is_found_in_the_catalogue_by_its_full_name(gpu: str, entry: str |
 
 def test_the_planners_bench_measures() -> None:
     assert all(value > 0 for value in seconds(chain(20, 0), "overlap", CASES[0].levels))
+
+
+def test_the_page_of_effects_is_of_this_tree() -> None:
+    """Every effect has its lines, and a quick row comes out as the page says."""
+    page, row = (Path(effects.__file__).parents[1] / "effects.md").read_text(), "alexnet-2x8-b"
+    assert page.startswith(effects.HEAD)
+    lines = {line.split(" | ")[0]: line for line in page.splitlines() if line.startswith("| ")}
+    assert all(page.count(f"| {effect.name} |") == 2 for effect in effects.EFFECTS)
+    report, asked = load_report(find_report(effects.REPORT))
+    rows = effects.Rows(report, {(each.row, each.run): each for each in asked if each.column == effects.COLUMN})
+    place = 1 + rows.names.index(row)
+    for name in ("nothing: all effects", "copies that the GPU waits for, between servers"):
+        (effect,) = (each for each in effects.EFFECTS if each.name == name)
+        assert lines[f"| {name}"].split("|")[1 + place].strip() == f"{rows.value(row, effect):.2f}"
+
+
+def test_the_page_of_the_planner_s_seconds_is_of_this_script() -> None:
+    page = (Path(planner_seconds.__file__).parents[1] / "planner_seconds.md").read_text()
+    assert page.startswith(planner_seconds.HEAD)
+    assert sum(line.startswith("| ") for line in page.splitlines()) == 2 + len(published_rows())
+    text, said = planner_seconds.lines([LONELY], [COST_MODELS["artifact"]])
+    assert "| alexnet, 4 workers of cluster-a | " in text
+    assert " s under `artifact`: less than the paper's 8 s." in said
+
+
+def test_growth_that_slows_a_stage() -> None:
+    """Four stages of 1 s; from 10 s on one has 2 s more of work, from 20 s on half as much less in the next."""
+    page = (Path(search_growth.__file__).parents[1] / "search_growth.md").read_text()
+    assert page.startswith(search_growth.HEAD)
+    trace = search_growth.Trace((1.0,) * 4, ((10.0, 0, 2.0), (20.0, 1, -1.0)), 30.0, 8, 40)
+    worst, mean = trace.gains(1.0)
+    assert worst == pytest.approx(3 / 1.25)
+    assert mean == pytest.approx((10 + 10 / 1.5 + 10 / 1.25) / (10 + 10 / 3 + 10 / 3))
+    factor = search_growth.needed(lambda each: trace.gains(each)[0], worst)
+    assert factor == pytest.approx(1.0, abs=2e-3)
+    assert search_growth.needed(lambda each: trace.gains(each)[0], 4.0) is None, "no more than there are stages"
+    as_printed, *needed = search_growth.rows("made up", trace)
+    assert as_printed[2:4] == ["1", "8 of 40"]
+    assert [row[1] for row in needed[::2]] == [
+        "3.45x as over GPipe, at the worst",
+        "5.21x as over PipeDream, at the worst",
+    ]

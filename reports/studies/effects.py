@@ -1,0 +1,158 @@
+"""Print what each effect of the clusters of 2019 is worth on PipeDream's Table 1: `python -m reports.studies.effects`.
+
+What it prints is `effects.md`. One effect at a time is taken out of clusters or recipes; the fitted constants stay.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipebench.cluster import PER_PAIR, Cluster
+from pipebench.recipe.load import LoadedRecipe, load_file
+from pipebench.report.catalog import find_report
+from pipebench.report.definition import Report
+from pipebench.report.load import load_report
+from pipebench.report.recipes import Asked
+from pipebench.report.scores import geometric_mean_error, rank_correlation
+from pipebench.tracking.identity import recipe_hash
+from pipebench.train.engines import simulate
+from pipebench.train.prepare import prepare
+
+REPORT, COLUMN, MEASURE = "table1", "calibrated", "epoch_speedup"
+RUNS = ("dp", "pipedream")  # the measure is the quotient of their epochs' times
+
+HEAD = """# What each effect is worth on Table 1 of PipeDream
+
+`python -m reports.studies.effects` makes this page.
+
+Table 1's epoch-time speed-ups on the clusters of 2019, simulated without one effect at a time. The constants stay as
+they were fitted with all of them, so that the table says what an effect does and not how well others can stand in for
+it. Rows that hold by construction are left out.
+"""
+
+
+def _always(_: Cluster) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What is taken away: keys of levels, words of command lines, or rows replaced by others."""
+
+    name: str
+    level: str = ""  # whose keys change
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    where: Callable[[Cluster], bool] = _always
+    words: tuple[str, ...] = ()  # left out
+    rows: Mapping[str, str] = field(default_factory=dict)  # row to what stands in for it
+
+    def without(self, cluster: Cluster) -> Cluster:
+        """Return a cluster without the effect."""
+        if not self.level or not self.where(cluster):
+            return cluster
+        levels = (replace(each, **self.keys) if each.name == self.level else each for each in cluster.levels)
+        return replace(cluster, levels=tuple(levels))
+
+
+def _is_b(cluster: Cluster) -> bool:
+    return cluster.name.startswith("cluster-b")
+
+
+def _is_c(cluster: Cluster) -> bool:
+    return cluster.name.startswith("cluster-c")
+
+
+NO_P2P, NO_COPIES = {"p2p_bytes_per_s": None}, {"host_copy_bytes_per_s": None}
+EFFECTS = (
+    Effect("nothing: all effects"),
+    Effect("limits of a flow between servers", "cluster", {"flow_bytes_per_s": None}),
+    Effect("NCCL's limit on PCIe", "server", {"ring_bytes_per_s": None}),
+    Effect("Gloo's limit between servers", "cluster", NO_P2P),
+    Effect("Gloo's limit inside servers", "server", NO_P2P),
+    Effect("Gloo's limit inside servers of B", "server", NO_P2P, _is_b),
+    Effect("copies that the GPU waits for, inside servers", "server", NO_COPIES),
+    Effect("copies that the GPU waits for, inside servers of B", "server", NO_COPIES, _is_b),
+    Effect("Gloo's limit and copies inside servers of B", "server", {**NO_P2P, **NO_COPIES}, _is_b),
+    Effect("copies that the GPU waits for, between servers", "cluster", NO_COPIES),
+    Effect("connections per value inside servers: one per pair", "server", {"connections": PER_PAIR}),
+    Effect("a parameter server's limit", "cluster", {"ring_bytes_per_s": None}, _is_c),
+    Effect("values relayed stage by stage", words=("parallelism.relay=true",)),
+    Effect("lengths that vary: all of 30", words=("dataset.lengths=declared",)),
+    Effect(
+        "the artifact's cuts of GNMT: the planner's, a stage per worker",
+        rows={"gnmt16-4x4-a": "gnmt16-4x4-a-16-stages", "gnmt8-3x4-a": "gnmt8-3x4-a-12-stages"},
+    ),
+    Effect("AWD LM's chunks of 35: of 70", rows={"awd-lm-1x4-a": "awd-lm-1x4-a-70"}),
+    Effect("AWD LM's hypothesis: 80 per GPU, chunks of 70", rows={"awd-lm-1x4-a": "awd-lm-1x4-a-per-gpu"}),
+    Effect("S2VT's hypothesis: a ring, during the backward", rows={"s2vt-4x1-c": "s2vt-4x1-c-ring"}),
+)
+
+
+class Rows:
+    """Speed-ups of rows without an effect."""
+
+    def __init__(self, report: Report, asked: Mapping[tuple[str, str], Asked]) -> None:
+        self._report, self._asked = report, asked
+        self._seconds = functools.cache(self._epoch_s)
+        self._known: dict[str, tuple[LoadedRecipe, Cluster]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Rows with a published number that doesn't hold by construction."""
+        rows = (row for row in self._report.rows if MEASURE in row.published and MEASURE not in row.by_construction)
+        return [row.name for row in rows if all((row.name, run) in self._asked for run in RUNS)]
+
+    def published(self, row: str) -> float:
+        """Return a row's published number."""
+        return float(self._report.row(row).published[MEASURE].value)
+
+    def value(self, row: str, effect: Effect) -> float:
+        """Return a row's speed-up without an effect."""
+        dp_s, pipedream_s = (self._run(effect.rows.get(row, row), run, effect) for run in RUNS)
+        return dp_s / pipedream_s
+
+    def _run(self, row: str, run: str, effect: Effect) -> float:
+        asked = self._asked[row, run]
+        loaded = load_file(asked.loaded.path, [word for word in asked.words[1:] if word not in effect.words])
+        cluster = effect.without(loaded.cluster)
+        key = f"{recipe_hash(loaded)} {cluster}"
+        self._known[key] = loaded, cluster
+        return self._seconds(key)
+
+    def _epoch_s(self, key: str) -> float:
+        loaded, cluster = self._known[key]
+        result, _ = simulate(prepare(loaded.recipe, cluster, trains=False))
+        return float(result.metrics["epoch_time_s"])
+
+
+def lines(rows: Rows, names: list[str]) -> Iterator[str]:
+    """Yield the page's two tables: scores, and rows."""
+    published = [rows.published(name) for name in names]
+    values = [(effect.name, [rows.value(name, effect) for name in names]) for effect in EFFECTS]
+    yield "\n| without | error | rank correlation |\n| --- | --: | --: |"
+    for name, each in values:
+        ratios = [value / known for value, known in zip(each, published, strict=True)]
+        rank = rank_correlation(each, published)
+        yield f"| {name} | {geometric_mean_error(ratios):.1%} | {'-' if rank is None else f'{rank:.2f}'} |"
+    yield "\nRow by row, an empty cell where nothing changes:\n"
+    yield f"| without | {' | '.join(names)} |\n| --- |{' --: |' * len(names)}"
+    yield f"| published | {' | '.join(f'{known:.2f}' for known in published)} |"
+    all_effects = values[0][1]
+    for name, each in values:
+        cells = (
+            f"{value:.2f}" if each is all_effects or abs(value / usual - 1) > 5e-4 else ""
+            for value, usual in zip(each, all_effects, strict=True)
+        )
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print the page."""
+    report, asked = load_report(find_report(REPORT))
+    rows = Rows(report, {(each.row, each.run): each for each in asked if each.column == COLUMN})
+    print(HEAD + "\n".join(lines(rows, rows.names)))
+
+
+if __name__ == "__main__":
+    main()
