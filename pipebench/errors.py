@@ -36,6 +36,9 @@ _OURS = {
     **dict.fromkeys(("nccl", "gloo", "mpi", "torchrun"), ("distributed",)),
     "data": ("dataset",),
     **dict.fromkeys(("ddp", "dataparallel", "distributeddataparallel"), ("dp", "parallelism.mode")),
+    **dict.fromkeys(("fsdp", "fsdp2", "fullyshard", "zero3"), ("fsdp", "parallelism.mode")),
+    **dict.fromkeys(("zero", "zero1", "distributedoptimizer"), ("zero1", "parallelism.mode")),
+    **dict.fromkeys(("zero2", "deepspeed"), ("zero2", "parallelism.mode")),
     **dict.fromkeys(("1f1b", "schedule1f1b", "dapple", "megatron"), ("pipedream-flush", "parallelism.mode")),
     **dict.fromkeys(("interleaved1f1b", "scheduleinterleaved1f1b"), ("interleaved",)),
     **dict.fromkeys(("zb", "zbh1", "zerobubble"), ("zero-bubble",)),
@@ -43,14 +46,7 @@ _OURS = {
     **dict.fromkeys(("2bw", "pipedream2bw"), ("pipedream-2bw",)),
     **dict.fromkeys(("none", "serial"), ("single",)),
 }
-_SHARDS = (
-    "fsdp",
-    "fsdp2",
-    "zero",
-    "zero1",
-    "zero2",
-    "zero3",
-    "deepspeed",
+_SPLITS = (
     "tp",
     "tensor",
     "tensorparallel",
@@ -217,8 +213,8 @@ def nearest(given: object, allowed: Iterable[str], keys: Iterable[str] = ()) -> 
     same = (name for name in names if _folded(name) == word)
     elsewhere = (key for key in others if _folded(key.rpartition(".")[2]) == word)
     found = next(chain(ours, same, elsewhere), None)
-    if found is None and word in _SHARDS and (others or "dp" in names):
-        return f"; {given} shards layers or their state over workers, which pipebench doesn't: mode dp comes nearest"
+    if found is None and word in _SPLITS and (others or "dp" in names):
+        return f"; {given} splits layers over workers, which pipebench doesn't: mode fsdp comes nearest"
     if found is None:
         folded = {_folded(name): name for name in reversed(names)}
         close = difflib.get_close_matches(word, folded, n=1, cutoff=_CLOSE)

@@ -161,6 +161,9 @@ def make_setup(
     order: str = "1f1b",
     weights: str = "stash",
     sync: str = "all-reduce",
+    sums: str = "ring",
+    shard: str = "none",
+    reshards: bool = True,
     depth: int | None = None,
     microbatches: int = 1,
     accumulate: int = 1,
@@ -185,6 +188,7 @@ def make_setup(
     loss_scale: LossScaleRecipe | None = None,
     correction_decay: float = 0.135,
     relay: bool = False,
+    steps_on_whole: bool = False,
     repartitions: bool = False,
     ties: bool = False,
 ) -> Setup:
@@ -201,14 +205,16 @@ def make_setup(
     profile = unit_profile(graph, dataset, sizes or range(1, minibatch_size + 1))
     rows = profile.layers[minibatch_size]
     flushes, agrees = weights == "one", clip_norm is not None or loss_scale is not None
+    agrees &= flushes and (len(plan.stages) > 1 or shard != "none")
     pipeline = pipeline_of(
         graph, plan, rows, order=order, flushes=flushes, depth=depth or plan.depth, microbatches=microbatches,
-        accumulate=accumulate, shares_norm=agrees and flushes and len(plan.stages) > 1, weights=weights, chunks=chunks,
-        sync=sync, backward=backward,
+        accumulate=accumulate, shares_norm=agrees, weights=weights, chunks=chunks,
+        sync=sync, backward=backward, sums=sums, shard=shard, reshards=reshards,
     )  # fmt: skip
     pipeline = replace(pipeline, extensions={} if push_order is None else {"asynchronous": push_order})
     return Setup(
-        graph=graph, plan=plan, pipeline=pipeline, profile=profile, costs=stage_costs(profile, plan),
+        graph=graph, plan=plan, pipeline=pipeline, profile=profile,
+        costs=stage_costs(profile, plan, sharded=pipeline.is_sharded),
         evaluation=evaluation_of(graph, plan, pipeline, profile, dataset),
         cluster=cluster or flat_cluster(pipeline.num_workers),
         dataset=dataset,
@@ -216,6 +222,7 @@ def make_setup(
         held_out=held_out or InOrder(dataset.num_eval, minibatch_size),
         make_optimizer=make_optimizer, lr=lr, clip_norm=clip_norm, seed=seed, device=torch.device("cpu"),
         loss_scale=loss_scale, correction_decay=correction_decay, repartitions=repartitions,
+        steps_on_whole=steps_on_whole,
 
     )  # fmt: skip
 

@@ -51,6 +51,9 @@ DRAWN = [
     ("spectrain", (1, 1, 1, 1), 6, 1),
     ("xpipe", (1, 1, 1, 1), 2, 4),
     ("pipemare", (1, 1, 1, 1), 6, 1),
+    ("zero1", (2, 2, 2), 4, 1),
+    ("zero2", (2, 2, 2), 4, 1),
+    ("fsdp", (2, 2, 2), 4, 1),
 ]
 
 
@@ -59,10 +62,10 @@ def test_pictures_of_the_modes(mode: str, replicas: tuple[int, ...], num_minibat
     section = (ROOT / "docs/modes.md").read_text().split(f"\n## {mode}\n")[1].split("\n## ")[0]
     pictures = re.findall(r"```\n(.*?)\n```", section, re.DOTALL)
     row, n = MODES[mode], len(replicas)
-    depth = row.depth or noam(replicas[: n // row.chunks])
+    depth = row.depth or noam(replicas[: max(1, n // row.chunks)])
     pipeline = Pipeline(
         replicas, chain(n), row.order, row.flush, depth, microbatches, row.accumulate or depth, weights=row.weights,
-        chunks=row.chunks, sync=row.sync, backward=row.backward,
+        chunks=min(row.chunks, n), sync=row.sync, backward=row.backward, sums=row.sums, shard=row.shard,
     )  # fmt: skip
     assert draw(pipeline, num_minibatches, [1] * n, [2] * n) in pictures
 
@@ -97,11 +100,12 @@ def columns_of(name: str) -> list[str]:
     """Return a mode's row as the documentation has it."""
     row = MODES[name]
     accumulate = "depth" if row.accumulate is None else str(row.accumulate)
-    flush, recompute = ("yes" if told else "no" for told in (row.flush, row.recompute))
+    told = (row.flush, row.recompute, row.reshard_after_forward)
+    flush, recompute, reshards = ("yes" if each else "no" for each in told)
     depth = "NOAM" if row.depth is None else str(row.depth)
     return [
         name, row.shape, row.order, flush, row.weights, row.sync, accumulate, str(row.chunks), row.backward, depth,
-        recompute,
+        recompute, row.sums, row.shard, reshards,
     ]  # fmt: skip
 
 

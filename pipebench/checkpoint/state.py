@@ -1,15 +1,16 @@
 """The model's state in a checkpoint: by the model's own names, whatever plan it is trained under."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
 from pipebench.errors import UserError
 
-_SINCE = ("mean_change", "loss_scale")
+_SINCE = ("mean_change", "loss_scale", "pieces")
 
 
 class CheckpointError(UserError, ValueError):
@@ -28,6 +29,8 @@ class ModelState:
         carried: `stream/microbatch/module` to the state that a module carries to that stream's next minibatch.
         mean_change: a parameter's mean change per update, by its name, where a weight policy uses it.
         loss_scale: the scale of a parameter's gradients and its two counters, by its name, in fp16.
+        pieces: of a parameter of which this is a part, by its name: its first element, flat, and the whole's shape.
+            Parameter and optimizer state are that part's.
     """
 
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -37,6 +40,31 @@ class ModelState:
     carried: dict[str, Any] = field(default_factory=dict)
     mean_change: dict[str, torch.Tensor] = field(default_factory=dict)
     loss_scale: dict[str, torch.Tensor] = field(default_factory=dict)
+    pieces: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, states: Iterable["ModelState"]) -> "ModelState":
+        """Return the same as `merge` with parameters, and their optimizer state, put together of their pieces.
+
+        Raises:
+            CheckpointError: a part of a parameter is missing.
+        """
+        given = list(states)
+        if not any(state.pieces for state in given):
+            return cls.merge(given)
+        merged = cls.merge(replace(s, parameters={}, optimizer={}, pieces={}) for s in given)
+        joined: dict[str, int] = {}
+        for state in given:
+            whole = state.parameters.keys() - state.pieces.keys()
+            merged.parameters.update({name: state.parameters[name] for name in state.parameters if name in whole})
+            merged.optimizer.update({name: state.optimizer[name] for name in state.optimizer if name in whole})
+            for name, place in state.pieces.items():
+                joined[name] = joined.get(name, 0) + _join(merged, state, name, place)
+        for name, count in joined.items():
+            if count != merged.parameters[name].numel():
+                total = merged.parameters[name].numel()
+                raise CheckpointError(f"{name}: found {count:,} elements, expected of all replicas are {total:,}")
+        return merged
 
     @classmethod
     def merge(cls, states: Iterable["ModelState"]) -> "ModelState":
@@ -58,7 +86,8 @@ class ModelState:
             values = getattr(self, section.name)
             for name, value in values.items():
                 _check_types(value, name)
-            plain[section.name] = {name: same_type_map(value, _on_cpu) for name, value in values.items()}
+            if values or section.name != "pieces":  # only sharded replicas write some
+                plain[section.name] = {name: same_type_map(value, _on_cpu) for name, value in values.items()}
         return plain
 
     @classmethod
@@ -79,6 +108,28 @@ class ModelState:
         if not all(map(_is_section, data["optimizer"].values())):
             raise CheckpointError("holds something that isn't a parameter's state among its optimizer state")
         return cls(**data)
+
+
+def _join(whole: ModelState, part: ModelState, name: str, place: torch.Tensor) -> int:
+    """Put a piece of a parameter, and of its optimizer state, into the whole's; return its elements."""
+    start, *shape = place.tolist()
+    piece, kept = part.parameters[name], part.optimizer.get(name, {})
+    if piece.numel() == math.prod(shape):
+        whole.parameters[name] = piece.view(shape)
+        whole.optimizer.update({name: kept} if kept else {})
+        return piece.numel()
+
+    def joined(before: Any, own: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = own.new_zeros(shape) if before is None else before
+        made.view(-1)[start : start + own.numel()] = own.detach()
+        return made
+
+    whole.parameters[name] = joined(whole.parameters.get(name), piece)
+    for key, value in kept.items():
+        found = whole.optimizer.setdefault(name, {})
+        is_piece = isinstance(value, torch.Tensor) and value.shape == piece.shape
+        found[key] = joined(found.get(key), value) if is_piece else value
+    return piece.numel()
 
 
 def same_type_map(value: Any, function: Any) -> Any:

@@ -83,7 +83,7 @@ class Checkpoint(Manifest):
             CheckpointError: a part can't be read as one; names it.
         """
         written = None if self.run is None else _written(self.run, self.step)
-        return ModelState.merge(_load_part(self.path / part.file, written) for part in self.parts)
+        return ModelState.joined(_load_part(self.path / part.file, written) for part in self.parts)
 
     def check(self) -> None:
         """Read and check all parts.

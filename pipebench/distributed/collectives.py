@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from pipebench.distributed.launch_join import leave, peers
 from pipebench.distributed.meter import MeasuredMeter
-from pipebench.distributed.reducer import Reducer, shared_bytes
+from pipebench.distributed.reducer import Reducer, ServerSum, shared_bytes
+from pipebench.distributed.shard_exchange import Exchange, ShardReducer, WeightGather
 from pipebench.distributed.shared_sum import Sharing, share
 from pipebench.distributed.world import World
 from pipebench.engine.accumulation import OnGradient
@@ -18,7 +19,7 @@ from pipebench.engine.protocols import EngineExtension
 from pipebench.engine.ring import all_reduce, of_one_type
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
-from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
+from pipebench.schedule.syncs import ALL_GATHER, ALL_REDUCE, ORDERED, REDUCE_SCATTER, RING, SYNCS
 from pipebench.simulate.simulation import RunPart
 from pipebench.simulate.sums import traffic
 from pipebench.simulate.timeline import BUFFERS, CONTROL, Transfer
@@ -46,7 +47,9 @@ class ProcessCollectives:
         self.stall_s = 0.0  # waited; the reader resets it
         self._rings: dict[int, list[int]] = {}  # of stages with replicas and of ties, like the next two
         self.stage_groups: dict[int, Any] = {}  # of replicas, by stage
-        self._reducers: dict[int, Reducer] = {}
+        self._reducers: dict[int, Reducer | ShardReducer] = {}
+        self._gathers: dict[int, WeightGather] = {}  # of sharded stages
+        self._groups_of: dict[tuple[str, ...], Any] = {}  # that several stages share, by purpose and ranks
         self._sharing: list[Sharing] = []
         self._norm_group = world.new_group("gloo") if setup.pipeline.shares_norm else None
         self.groups: list[Any] = [] if self._norm_group is None else [self._norm_group]  # to leave
@@ -70,16 +73,30 @@ class ProcessCollectives:
         """Add a round's gradients that the backward did not produce; for an idle replica, zeros for all."""
         self._reducers[stage].finish(gradients)
 
-    def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
+    def wait(self, stage: int, replica: int, round_index: int) -> list[torch.Tensor | None]:
         """Wait for a round's gradients."""
-        start_s, sync = self.clock(), SYNCS[self.setup.pipeline.sync]
+        start_s, pipeline = self.clock(), self.setup.pipeline
 
         def arrived(num_bytes: int, set_out_s: float) -> None:
-            self._count(stage, sync.way, sync.kind, f"R{round_index}", num_bytes, set_out_s)
+            self._count(stage, pipeline.way, pipeline.sum_kind, f"R{round_index}", num_bytes, set_out_s)
 
         gradients = self._reducers[stage].wait(arrived)
         self.stall_s += self.clock() - start_s
         return gradients
+
+    def gather(self, stage: int, kind: str) -> None:
+        """Start to gather a sharded stage's weights."""
+        gather = self._gathers[stage]
+        gather.kind, gather.set_out_s = kind, self.clock()
+        gather.start()
+
+    def wait_gathered(self, stage: int) -> None:
+        """Wait for a sharded stage's weights."""
+        start_s, gather = self.clock(), self._gathers[stage]
+        gather.wait()
+        num_bytes = self.worker.replicas[stage].weights.version_bytes
+        self._count(stage, self.setup.pipeline.way, gather.kind, "weights", num_bytes, gather.set_out_s)
+        self.stall_s += self.clock() - start_s
 
     def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
         """Return the sum of a tie's gradients; waits for those of the other workers that have copies."""
@@ -87,7 +104,7 @@ class ProcessCollectives:
         if group not in self._reducers:  # there is none
             return own
         self._reducers[group].finish(own)
-        return self.wait(group, round_index)
+        return self.wait(group, 0, round_index)
 
     def norm(self, round_index: int) -> torch.Tensor:
         """Return the norm of all stages' gradients, from the gathered squares of every process's parameters."""
@@ -117,7 +134,7 @@ class ProcessCollectives:
                 means = torch.split(self._sum(stage, flat) / len(ring), [buffer.numel() for buffer in own])
                 for buffer, mean in zip(own, means, strict=True):
                     buffer.copy_(mean.view(buffer.shape))
-                self._count(stage, ALL_REDUCE, BUFFERS, "buffers", flat.nbytes, start_s)
+                self._count(stage, self.setup.pipeline.buffer_way, BUFFERS, "buffers", flat.nbytes, start_s)
         for extension in self.extensions.values():
             deque(extension.drained(), maxlen=0)
 
@@ -133,6 +150,8 @@ class ProcessCollectives:
         """Use every stage's group in every way once, before any worker waits for anything else."""
         for reducer in self._reducers.values():
             reducer.connect()
+        for gather in self._gathers.values():
+            gather.connect()
         for stage in self.stage_groups:
             buffers = self.worker.buffers(stage)
             for indices in of_one_type(range(len(buffers)), buffers):
@@ -141,6 +160,13 @@ class ProcessCollectives:
     def _sum(self, stage: int, flat: torch.Tensor) -> torch.Tensor:
         """Return the sum over a stage's replicas, on the device."""
         travels = flat if self.world.direct else flat.cpu()
+        if self.setup.pipeline.sums == ORDERED:
+            total = ServerSum(travels, self.stage_groups[stage])
+            with peers():
+                total.start()
+                total.go_on()
+                total.wait()
+            return travels.to(flat.device)
         with peers():
             dist.all_reduce(travels, group=self.stage_groups[stage])
         return travels.to(flat.device)
@@ -158,15 +184,43 @@ class ProcessCollectives:
         sync = SYNCS[setup.pipeline.sync]
         if not sync.waits:
             return
+        if setup.pipeline.shards(stage):
+            self._make_exchange(stage, ring, ranks)
+            return
         like, buckets = self.worker.summed(stage) if is_member else ([], [])
-        sharing = share(world, ranks, shared_bytes(buckets, like)) if sync.way == ALL_REDUCE else None
+        sharing = share(world, ranks, shared_bytes(buckets, like)) if setup.pipeline.way == ALL_REDUCE else None
         if sharing is not None:
             self._sharing.append(sharing)
         if is_member:
             host_copy = setup.device.type == "cuda" and not world.direct
             self._reducers[stage] = Reducer(
-                buckets, like, group, sync=sync.way, host_copy=host_copy, clock=self.clock, sharing=sharing
+                buckets, like, group, sync=setup.pipeline.way, host_copy=host_copy, clock=self.clock, sharing=sharing
             )
+
+    def _make_exchange(self, stage: int, ring: Sequence[int], ranks: Sequence[int]) -> None:
+        """Make what scatters a sharded stage's gradients and gathers its weights; all workers take part.
+
+        Groups of layers on the same workers share groups of processes, one for sums and one for weights: all members
+        start the same ones in the same order.
+        """
+        setup, world, pipeline = self.setup, self.world, self.setup.pipeline
+        in_place = pipeline.num_stages == pipeline.chunks
+        made = []
+        for purpose in (REDUCE_SCATTER, ALL_GATHER):
+            key = (purpose, *map(str, ranks), "" if in_place else str(stage))
+            if key not in self._groups_of:
+                self._groups_of[key] = world.new_group("nccl" if world.direct else "gloo", list(ranks))
+                self.groups.append(self._groups_of[key])
+            made.append(self._groups_of[key])
+        if stage not in self.worker.replicas:
+            return
+        weights, native = self.worker.replicas[stage].weights, world.direct and pipeline.sums == RING
+        host_copy, own = setup.device.type == "cuda" and not world.direct, ring.index(self.worker.index)
+        order = [pipeline.replica_of(worker) for worker in ring]
+        scatter, gather = (Exchange(group, order, own, native=native, host_copy=host_copy) for group in made)
+        assert weights.sharding is not None
+        self._reducers[stage] = ShardReducer(weights.sharding, weights.newest.parameters, scatter, self.clock)
+        self._gathers[stage] = WeightGather(weights, gather)
 
     def _count(self, stage: int, sync: str, kind: str, label: str, num_bytes: int, start_s: float) -> None:
         """Count the bytes that this worker sends of a sum over a stage's replicas; record it in the timeline."""

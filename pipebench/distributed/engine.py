@@ -112,6 +112,11 @@ class DistributedEngine(TrainingEngine):
         return self.workers[0]
 
     @property
+    def collectives(self) -> ProcessCollectives:
+        """See `TrainingEngine`."""
+        return self._collectives
+
+    @property
     def extensions(self) -> dict[str, EngineExtension]:
         """See `Engine`."""
         return self._collectives.extensions

@@ -25,6 +25,7 @@ class Sum(Protocol):
 
     def free(self) -> None:
         """Wait until the bucket may be filled again; by default that is after `wait`."""
+        return
 
     def start(self) -> None:
         """Start, with the bucket full."""

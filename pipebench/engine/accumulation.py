@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from pipebench.engine.weights import Version
+from pipebench.engine.version import Version
 
 OnGradient = Callable[[int, torch.Tensor], None]  # position of a parameter in the stage's order, its gradient
 
@@ -22,6 +22,7 @@ class Accumulation:
     def __init__(self, num_parameters: int) -> None:
         # Sums in the order of the parameters; None without a gradient
         self.gradients: list[torch.Tensor | None] = [None] * num_parameters
+        self._num_parameters = num_parameters
         self.apart: frozenset[int] = frozenset()  # positions of parameters whose sums nobody takes
         self._hooks: WeakKeyDictionary[Version, _GradientHooks] = WeakKeyDictionary()
 
@@ -32,7 +33,7 @@ class Accumulation:
 
     def clear(self) -> None:
         """Drop the sums."""
-        self.gradients = [None] * len(self.gradients)
+        self.gradients = [None] * self._num_parameters
 
     @contextmanager
     def add(self, version: Version, on_gradient: OnGradient | None) -> Iterator[None]:

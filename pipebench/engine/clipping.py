@@ -13,10 +13,17 @@ import torch
 _FEW, _ROW = 1 << 14, 512
 
 
-def squared_norms(gradients: Sequence[torch.Tensor | None], device: torch.device) -> list[torch.Tensor]:
-    """Return the squared norm of every gradient on `device`, one float64 per parameter; 0 for None."""
+def squared_norms(
+    gradients: Sequence[torch.Tensor | None], device: torch.device, sizes: Sequence[int] | None = None
+) -> list[torch.Tensor]:
+    """Return the squared norm of every gradient on `device`, one float64 per parameter; 0 for None.
+
+    `sizes` are the elements of the whole gradients, if these are pieces: rows are added as in the whole.
+    """
     if device.type == "cpu":
-        squares = iter([_squared_norm(gradient) for gradient in gradients if gradient is not None])
+        wholes = [0 if g is None else g.numel() for g in gradients] if sizes is None else sizes
+        given_sizes = zip(gradients, wholes, strict=True)
+        squares = iter([_squared_norm(gradient, size) for gradient, size in given_sizes if gradient is not None])
     else:
         given = [gradient for gradient in gradients if gradient is not None]
         squares = iter([norm.square() for norm in torch._foreach_norm(given, 2.0, torch.float64)] if given else [])
@@ -41,13 +48,13 @@ def clipped(gradients: Sequence[torch.Tensor | None], norm: torch.Tensor, larges
     return [None if gradient is None else gradient * factor.to(gradient.dtype) for gradient in gradients]
 
 
-def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
+def _squared_norm(gradient: torch.Tensor, size: int) -> torch.Tensor:
     """Return a gradient's squared norm on a CPU; large ones are summed by rows in their own type, then in float64.
 
     An fp32 sum of a million squares is wrong in its fifth digit; sums of rows are as exact as float64's.
     """
     flat = gradient.reshape(-1)
-    if len(flat) > _FEW:
+    if size > _FEW:
         whole = len(flat) // _ROW * _ROW
         own = torch.promote_types(flat.dtype, torch.float32)  # 16 bits hold neither many nor large squares
         rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=own)

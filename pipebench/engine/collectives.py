@@ -12,10 +12,11 @@ from pipebench.engine.clipping import norm_of
 from pipebench.engine.protocols import EngineExtension
 from pipebench.engine.ring import SUMS, all_reduce
 from pipebench.engine.setup import Setup
+from pipebench.engine.weights import Weights
 from pipebench.engine.worker import Worker
-from pipebench.schedule.syncs import SYNCS
 from pipebench.simulate.simulation import RunPart
-from pipebench.simulate.timeline import CONTROL
+from pipebench.simulate.sums import WAYS
+from pipebench.simulate.timeline import BUFFERS, CONTROL
 
 
 class InProcessCollectives:
@@ -31,6 +32,7 @@ class InProcessCollectives:
         self._given: dict[tuple[int, int], dict[int, Sequence[torch.Tensor | None]]] = {}  # by replica
         self._sums: dict[tuple[int, int], tuple[list[torch.Tensor | None], int]] = {}  # and reads left
         self._norms: dict[int, torch.Tensor] = {}
+        self._gathering: Counter[int] = Counter()  # replicas that have joined the gather under way, by stage
         hooks = setup.pipeline.hooks("in_process")
         # Of the enabled extensions
         self.extensions: dict[str, EngineExtension] = {name: make(self) for name, make in hooks.items()}
@@ -50,7 +52,7 @@ class InProcessCollectives:
         if (stage, round_index) not in self._sums:
             self._given.setdefault((stage, round_index), {})[replica] = gradients
 
-    def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
+    def wait(self, stage: int, replica: int, round_index: int) -> list[torch.Tensor | None]:
         """Return the sum of all replicas' gradients; the virtual clock guarantees that they are there."""
         key = (stage, round_index)
         if key not in self._sums:
@@ -58,7 +60,42 @@ class InProcessCollectives:
         total, asking = self._sums.pop(key)
         if asking > 1:
             self._sums[key] = total, asking - 1
-        return list(total)
+        sharding = None if stage >= self.setup.pipeline.num_stages else self._weights(stage, replica).sharding
+        if sharding is None:
+            return list(total)
+        own = ((total[piece.place], piece) for piece in sharding.own)
+        return [None if gradient is None else piece.of(gradient) for gradient, piece in own]
+
+    def gather(self, stage: int, kind: str) -> None:
+        """Join a gather; when all replicas have, each gets what the others have stepped on.
+
+        None of them makes another update before it has waited for this, so all have these weights.
+        """
+        size = self.setup.pipeline.replicas[stage]
+        self._gathering[stage] += 1
+        if self._gathering[stage] < size:
+            return
+        self._gathering[stage] = 0
+        weights = [self._weights(stage, replica) for replica in range(size)]
+        for given in weights:
+            assert given.sharding is not None
+            for taker in weights:
+                if taker is not given or not given.sharding.keeps_all:
+                    taker.gathered(given.sharding.own, given.own_pieces())
+        self._count_half(stage, kind, weights[0].version_bytes)
+
+    def wait_gathered(self, stage: int) -> None:
+        """Do nothing: the virtual clock guarantees that the weights are there."""
+
+    def _weights(self, stage: int, replica: int) -> Weights:
+        worker = self.setup.pipeline.workers_of(stage)[replica]
+        return self.workers[worker].replicas[stage].weights
+
+    def _count_half(self, stage: int, kind: str, num_bytes: int) -> None:
+        """Count the bytes of a reduce-scatter or an all-gather."""
+        ring = self.of_stage(stage)
+        for sender, receiver, sent in WAYS[self.setup.pipeline.way].traffic(num_bytes, self.setup.servers(ring)):
+            self.count(kind, ring[sender], ring[receiver], sent)
 
     def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
         """Return the sum of a tie's gradients; whoever asks first, all have theirs by then, and nobody has updated."""
@@ -67,7 +104,7 @@ class InProcessCollectives:
                 index: self.workers[worker].tied[group].gradients()
                 for index, worker in enumerate(self.setup.pipeline.members(group))
             }
-        return self.wait(group, round_index)
+        return self.wait(group, 0, round_index)
 
     def norm(self, round_index: int) -> torch.Tensor:
         """Return the norm of all stages' gradients, after replicas have summed theirs."""
@@ -89,6 +126,10 @@ class InProcessCollectives:
         """Return the sum of a ring's buffers, and count its bytes."""
         return all_reduce(buffers, self.setup.servers(ring), self._counter(kind, ring))
 
+    def sum_buffers(self, ring: Sequence[int], buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of a ring's running statistics, and count its bytes."""
+        return SUMS[self.setup.pipeline.buffer_way](buffers, self.setup.servers(ring), self._counter(BUFFERS, ring))
+
     def _counter(self, kind: str, ring: Sequence[int]) -> Callable[[int, int, int], None]:
         """Return a function that counts the bytes one member of a ring sends another."""
 
@@ -99,18 +140,20 @@ class InProcessCollectives:
 
     def _reduced(self, stage: int, given: Mapping[int, Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
         """Sum a round's gradients bucket by bucket; a member without a gradient contributes zeros."""
-        ring, sync = self.of_stage(stage), SYNCS[self.setup.pipeline.sync]
+        ring, pipeline = self.of_stage(stage), self.setup.pipeline
         like, buckets = self.workers[ring[0]].summed(stage)
         nothing: list[torch.Tensor | None] = [None] * len(like)
-        order = self.setup.pipeline.members(stage)
+        order = pipeline.members(stage)
         members = [given.get(order.index(worker), nothing) for worker in ring]
         result = nothing[:]
         for indices in buckets:
             flats = [
-                torch.cat([(like[i].detach() * 0 if m[i] is None else m[i]).reshape(-1) for i in indices])  # type: ignore[union-attr]
+                torch.cat([(torch.zeros_like(like[i]) if m[i] is None else m[i]).reshape(-1) for i in indices])  # type: ignore[union-attr]
                 for m in members
             ]
-            total = SUMS[sync.way](flats, self.setup.servers(ring), self._counter(sync.kind, ring))
+            if pipeline.is_sharded:
+                self._count_half(stage, pipeline.sum_kind, flats[0].nbytes)
+            total = SUMS[pipeline.way](flats, self.setup.servers(ring), self._counter(pipeline.sum_kind, ring))
             pieces = torch.split(total, [like[i].numel() for i in indices])
             for i, piece in zip(indices, pieces, strict=True):
                 result[i] = None if all(m[i] is None for m in members) else piece.view(like[i].shape)

@@ -9,7 +9,6 @@ from pipebench.engine.collectives import InProcessCollectives
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
 from pipebench.schedule.operations import MIGRATION
-from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.network import Message, Network
 from pipebench.simulate.timeline import BUFFERS
 
@@ -38,11 +37,11 @@ class DrainExchange:
             ring = self.rings.of_stage(stage)
             for column in zip(*(self.workers[worker].buffers(stage) for worker in ring), strict=True):
                 flats = [buffer.reshape(-1) for buffer in column]
-                mean = self.rings.all_reduce(BUFFERS, ring, flats) / r
+                mean = self.rings.sum_buffers(ring, flats) / r
                 for buffer in column:
                     buffer.copy_(mean.view(buffer.shape))
             workers = pipeline.workers_of(stage)
-            network.sum_up(ALL_REDUCE, BUFFERS, "buffers", workers, num_bytes, self.clock_s, ends.append)
+            network.sum_up(pipeline.buffer_way, BUFFERS, "buffers", workers, num_bytes, self.clock_s, ends.append)
         sent = [self._send(*each) for extension in self.rings.extensions.values() for each in extension.drained()]
         return max([*ends, self._arrive(sent)])
 

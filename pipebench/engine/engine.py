@@ -15,11 +15,13 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.engine.facts import facts_of, restore_extensions
 from pipebench.engine.feed import Feed
 from pipebench.engine.loss_scale import scale_metrics
-from pipebench.engine.protocols import EngineExtension, SegmentExtension
+from pipebench.engine.protocols import Collectives, EngineExtension, SegmentExtension
 from pipebench.engine.scores import Scores, WholeModel
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker, host_peaks
 from pipebench.model.plan import Plan
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.operations import Op
 from pipebench.simulate.meter import RunMeasurements
 
 OnLoss = Callable[[torch.Tensor, int, float, float], None]
@@ -113,6 +115,11 @@ class TrainingEngine(Engine):
     def stop_reason(self) -> str | None:
         """Why the run ends early, as far as this process knows."""
 
+    @property
+    @abstractmethod
+    def collectives(self) -> Collectives:
+        """What this process's workers do together with the others of their stages."""
+
     @abstractmethod
     def start_clock(self, clock_s: float = 0.0) -> None:
         """Start the run's clock at `clock_s`, at the same moment on all workers."""
@@ -185,11 +192,21 @@ class TrainingEngine(Engine):
             scales = [scale for worker in self.workers for scale in worker.loss_scales]
             metrics |= scale_metrics(scale for own in self.exchange(scales) for scale in own)
         if setup.dataset.generates_with is not None:
+            self._together(Op.GATHER, Op.WAIT_GATHER)
             metrics |= self._whole_model_metrics()
+            self._together(Op.FREE)
         self.sync_clock()
         self.meter.evaluating = False
         self._not_training_s += self.clock_s - before_s
         return metrics
+
+    def _together(self, *ops: Op) -> None:
+        """Let sharded replicas that don't keep their weights gather, or free, those of all stages."""
+        pipeline = self.setup.pipeline
+        for op in ops if pipeline.gathers else ():
+            for stage in range(pipeline.num_stages):
+                for worker in self.workers:
+                    worker.collective(Instruction(op, stage, 0), self.collectives)
 
     @cached_property
     def _whole(self) -> WholeModel:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pipebench.engine.split import Rest
 from pipebench.engine.swap import Swap
-from pipebench.engine.weights import Version
+from pipebench.engine.version import Version
 from pipebench.model.recompute import Recomputed, Storages
 from pipebench.model.stage import LossFunction
 

@@ -27,6 +27,7 @@ from pipebench.schedule.instructions import BACKWARDS, Instruction
 from pipebench.schedule.modes import KEEP
 from pipebench.schedule.operations import GRADIENT, Op
 from pipebench.schedule.programs import programs
+from pipebench.schedule.syncs import NOT_SHARDED
 
 _PERIODS = 2  # of a segment, after the minibatches that fill the pipeline
 _TIMED = (Op.LOAD_INPUT, Op.FORWARD, *BACKWARDS, Op.UPDATE)
@@ -205,18 +206,24 @@ class AloneCollectives:
     worker: Worker  # that asks
 
     def __init__(self) -> None:
-        self._gradients: list[torch.Tensor | None] = []
+        self._gradients: dict[int, list[torch.Tensor | None]] = {}  # by stage
 
     def on_gradient(self, stage: int) -> None:
         """Return None: gradients are contributed all at once."""
 
     def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Store a round's gradients."""
-        self._gradients = list(gradients)
+        self._gradients[stage] = list(gradients)
 
-    def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
+    def wait(self, stage: int, replica: int, round_index: int) -> list[torch.Tensor | None]:
         """Return a round's gradients."""
-        return self._gradients
+        return self._gradients[stage]
+
+    def gather(self, stage: int, kind: str) -> None:
+        """Nothing is sharded."""
+
+    def wait_gathered(self, stage: int) -> None:
+        """Nothing is sharded."""
 
     def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
         """Return a round's gradients of the worker's copies of a tie."""
@@ -292,9 +299,11 @@ def _trained_bytes(rows: Sequence[LayerProfile], indices: range) -> int:
 
 
 def _keeping(setup: Setup) -> Setup:
-    """Return a setup without recomputation, whose cost is known from forwards, and without swapping."""
+    """Return a setup without recomputation, whose cost is known from forwards, without swapping and without shards."""
     stages = tuple(replace(stage, memory=(KEEP,) * len(stage.memory)) for stage in setup.plan.stages)
-    return replace(setup, plan=replace(setup.plan, stages=stages), pipeline=replace(setup.pipeline, swaps=()))
+    return replace(
+        setup, plan=replace(setup.plan, stages=stages), pipeline=replace(setup.pipeline, swaps=(), shard=NOT_SHARDED)
+    )
 
 
 def _copied(leaf: Any) -> Any:

@@ -16,7 +16,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from pipebench.engine.weights import Version, Weights
+from pipebench.engine.version import Version
+from pipebench.engine.weights import Weights
 
 Group = Mapping[str, Any]  # settings of an optimizer's parameter group
 

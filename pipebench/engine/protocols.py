@@ -129,8 +129,14 @@ class Collectives(Protocol):
     def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Contribute a replica's gradients of a round, except those taken by `on_gradient`."""
 
-    def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
-        """Return the sum of a round's gradients over the stage's replicas; waits for them."""
+    def wait(self, stage: int, replica: int, round_index: int) -> list[torch.Tensor | None]:
+        """Return the sum of a round's gradients over the stage's replicas, or the replica's pieces; waits for them."""
+
+    def gather(self, stage: int, kind: str) -> None:
+        """Start to gather the newest weights of a stage from its replicas; bytes are counted as `kind`."""
+
+    def wait_gathered(self, stage: int) -> None:
+        """Wait for the weights of a stage that are on their way."""
 
     def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
         """Return the sum of a round's gradients over all copies of a tie's weights; waits for them."""

@@ -23,6 +23,7 @@ from pipebench.engine.in_flight import (
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement, MovedWeights
 from pipebench.engine.recomputation import Recomputation
+from pipebench.engine.shards import Divide
 from pipebench.engine.split import SplitBackward, backward_weight, kept_bytes
 from pipebench.engine.streams import ALONE, StreamSlot, StreamStates
 from pipebench.engine.swap import Swap
@@ -42,11 +43,12 @@ _EVALUATION = name_hash("evaluation")  # evaluations draw other numbers than tra
 class LiveBytes(NamedTuple):
     """Live bytes by kind."""
 
-    weights: int  # all versions
+    weights: int  # all versions, or shards of them
     moved: int  # displaced copies of weights
     stepped: int  # masters and the optimizer's state
     gradients: int  # of updates to come
     in_flight: int  # minibatches, streams' states, and units waiting to be transferred
+    gathered: int = 0  # weights gathered for now, where replicas keep shards only
 
 
 class _Saves(NamedTuple):
@@ -64,6 +66,7 @@ class ReplicaRules(NamedTuple):
     moves: bool = False  # whether passes use weights displaced from the newest version
     gamma: float | None = None  # see `MovedWeights`
     loss_scale: LossScaleRecipe | None = None  # None: no scaling
+    divide: Divide | None = None  # its part of the parameters, where replicas are sharded
 
 
 _PLAIN = ReplicaRules()
@@ -92,7 +95,7 @@ class Replica:
         self.exact = lower([self.module, self._evaluation.module], stage.rounding)
         self.weights = Weights(
             self.module, make_optimizer, overwrite=rules.overwrite, also=[self._evaluation.module],
-            masters=self.exact if stage.rounding else None,
+            divide=rules.divide, masters=self.exact if stage.rounding else None,
         )  # fmt: skip
         for name in self.weights.names:
             self.exact.pop(name, None)
@@ -280,10 +283,10 @@ class Replica:
         """Return this replica's bytes by kind."""
         in_flight = sum(item.num_bytes for item in self._in_flight.values())
         carried = num_bytes(list(self.states.values())) if self.states else 0
-        versions = self.weights.num_alive * self.weights.version_bytes
         moved = 0 if self.moved is None else self.moved.num_bytes
         once = self.weights.master_bytes + self.weights.state_bytes
-        return LiveBytes(versions, moved, once, self._accumulation.num_bytes, in_flight + carried)
+        kept, gradients = self.weights.live_bytes, self._accumulation.num_bytes
+        return LiveBytes(kept, moved, once, gradients, in_flight + carried, self.weights.gathered_bytes)
 
     def host_bytes(self) -> int:
         """Return the host bytes of its minibatches in flight."""

@@ -22,7 +22,13 @@ def state_of(replica: Replica, share: Share) -> ModelState:
                 section.pop(name)
         return held
     own = {name: buffer for name, buffer in held.buffers.items() if not buffer.is_floating_point()}
-    return ModelState(counters={f"{share.replica}/{n}": b for n, b in own.items()}, carried=held.carried)
+    return ModelState(
+        parameters={name: held.parameters[name] for name in held.pieces},
+        optimizer={name: state for name, state in held.optimizer.items() if name in held.pieces},
+        counters={f"{share.replica}/{n}": b for n, b in own.items()},
+        carried=held.carried,
+        pieces=held.pieces,
+    )
 
 
 def held_by(replica: Replica, share: Share) -> ModelState:
@@ -43,6 +49,7 @@ def held_by(replica: Replica, share: Share) -> ModelState:
         if replica.scale is None
         else {share.names[n]: replica.scale.state() for n in replica.weights.names},
         mean_change={share.names[name]: change for name, change in _mean_change(replica).items()},
+        pieces={share.names[name]: place for name, place in replica.weights.places_of_pieces().items()},
     )
     return ModelState.merge([own, replica.shelf or _as_cut(replica, share)])
 
@@ -61,7 +68,7 @@ def restore(replica: Replica, state: ModelState, share: Share) -> None:
     own = {name: share.names[name] for name in names_in(replica)}
     given = {**state.buffers, **state.parameters}
     given |= {n: b for n in own.values() if (b := state.counters.get(f"{share.replica}/{n}")) is not None}
-    tensors = {**_parameters(replica), **dict(replica.module.named_buffers())}
+    tensors = {**_whole(replica), **dict(replica.module.named_buffers())}
     for name, tensor in tensors.items():
         _check_fits(own[name], tensor, given)
     carried = carried_states(state.carried if share.unit_sizes else {}, replica.stage.stateful, share.unit_sizes)
@@ -90,7 +97,7 @@ def restore(replica: Replica, state: ModelState, share: Share) -> None:
 
 def names_in(replica: Replica) -> set[str]:
     """Return the stage's names of a replica's parameters and buffers."""
-    return {*_parameters(replica), *dict(replica.module.named_buffers()), *replica.stage.idle}
+    return {*_whole(replica), *dict(replica.module.named_buffers()), *replica.stage.idle}
 
 
 def _as_cut(replica: Replica, share: Share) -> ModelState:
@@ -123,9 +130,15 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parameters(replica: Replica) -> dict[str, torch.Tensor]:
-    """Return the newest and the untrained parameters, in full precision."""
-    fixed = {name: replica.exact.get(name, p) for name, p in replica.module.named_parameters()}
-    return {**fixed, **replica.weights.trained()}
+    """Return the newest and the untrained parameters, in full precision; of sharded ones this replica's pieces."""
+    trained = replica.weights.trained()
+    names = {*replica.weights.names} - trained.keys()
+    return {name: p for name, p in _whole(replica).items() if name not in names} | trained
+
+
+def _whole(replica: Replica) -> dict[str, torch.Tensor]:
+    """Return all parameters as the stage's module has them; sharded ones may have no memory for now."""
+    return {name: replica.exact.get(name, p) for name, p in replica.module.named_parameters()}
 
 
 def _mean_change(replica: Replica) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from typing import Final
 
 import torch
 
-from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
+from pipebench.schedule.syncs import ALL_REDUCE, ALL_TO_ALL, PARAMETER_SERVER, RING
 
 Count = Callable[[int, int, int], None]  # sender index, receiver index, bytes
 Groups = Sequence[Sequence[int]]  # members that sum first, see `Cluster.servers`
@@ -76,8 +76,15 @@ def of_one_type(bucket: Sequence[int], like: Sequence[torch.Tensor]) -> list[lis
     return list(by_type.values())
 
 
+def _not_counted(sender: int, receiver: int, num_bytes: int) -> None:
+    """Count nothing."""
+
+
 # By way, as in `syncs.Sync`; `simulate/sums.py` says what each sends, and when.
 SUMS: Final[dict[str, Callable[[Sequence[torch.Tensor], Groups, Count], torch.Tensor]]] = {
     ALL_REDUCE: all_reduce,
     PARAMETER_SERVER: lambda buffers, _, count: server_sum(buffers, count),
+    # Scattered, not sent to all: their bytes are counted apart.
+    RING: lambda buffers, servers, _: all_reduce(buffers, servers, _not_counted),
+    ALL_TO_ALL: lambda buffers, _, __: server_sum(buffers, _not_counted),
 }

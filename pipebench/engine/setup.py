@@ -43,6 +43,7 @@ class Setup:
     device: torch.device  # of the arithmetic
     loss_scale: LossScaleRecipe | None = None  # None: no scaling
     correction_decay: float = CORRECTION_DECAY  # PipeMare's D, see `gamma`
+    steps_on_whole: bool = False  # whether the optimizer needs parameters whole: shards don't cut them then
     repartitions: bool = False  # whether layers may move: processes then keep the model and connect all stages
 
     @property
@@ -71,7 +72,8 @@ class Setup:
         plan = recut(self.graph, plan, [stage.start for stage in plan.stages[1:]], memory)
         rows = next(iter(self.profile.layers.values()))
         pipeline = pipeline_under(self.pipeline, plan, rows)
-        costs = stage_costs(self.profile, plan, WEIGHT_POLICIES[pipeline.weights].update_cost)
+        cost = WEIGHT_POLICIES[pipeline.weights].update_cost
+        costs = stage_costs(self.profile, plan, cost, sharded=pipeline.is_sharded)
         return replace(
             self,
             plan=plan,

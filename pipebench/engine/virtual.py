@@ -64,6 +64,11 @@ class VirtualEngine(TrainingEngine):
         self._rings = InProcessCollectives(setup, self.workers, self.num_bytes)
 
     @property
+    def collectives(self) -> InProcessCollectives:
+        """See `TrainingEngine`."""
+        return self._rings
+
+    @property
     def extensions(self) -> dict[str, EngineExtension]:
         """See `Engine`."""
         return self._rings.extensions

@@ -1,12 +1,10 @@
 """Weight versions of one stage replica, shared by reference.
 
-A version is a few flat buffers with one view per parameter. A minibatch in flight refers to the version of its forward;
-an update writes the next version into unused buffers, or in place if nothing refers to the newest. Every buffer is its
-own storage, since slices of one storage share autograd's version counter: writing one version would look like
-overwriting all.
+A minibatch in flight refers to the version of its forward; an update writes the next version into unused buffers, or in
+place if nothing refers to the newest.
 
-Each dtype has a buffer of its own. So has each recurrent module, laid out as cuDNN requires; otherwise cuDNN would copy
-the weights at every call.
+Where replicas are sharded, the optimizer steps on pieces of parameters: views of the newest version or, where no
+replica keeps all, tensors of their own; the version then has memory only while its weights are gathered.
 
 In mixed precision versions are 16-bit copies. The optimizer then steps on a single separate version in the model's own
 types, the masters.
@@ -15,69 +13,20 @@ types, the masters.
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from pipebench.engine.shards import Divide, Piece
+from pipebench.engine.version import Like, Version, apart, fill, grouped, recurrent_in
 from pipebench.model.optimizer import MakeOptimizer, average_in
 from pipebench.schedule.version_ledger import VersionLedger
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_ALIGNED_BYTES = 256  # cudaMalloc's alignment: kernels read as fast as from separate tensors
-
-
-class _Like(NamedTuple):
-    """A parameter's shape, dtype and device."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parameter."""
-        return self.shape.numel() * self.dtype.itemsize
-
-
-class _ParameterGroup(NamedTuple):
-    """Parameters of one dtype that share a buffer."""
-
-    indices: Sequence[int]  # positions in the stage's order, in buffer order
-    packed: bool  # whether without gaps
-
-
-class Version:
-    """The parameters of a stage after some number of updates; parameters of one group share a buffer."""
-
-    __slots__ = ("__weakref__", "flats", "number", "parameters")
-
-    def __init__(self, likes: Sequence[_Like], groups: Sequence[_ParameterGroup]) -> None:
-        self.number = 0  # updates since the start of the run
-        self.flats: list[torch.Tensor] = []  # one-dimensional, one per group
-        views: dict[int, torch.Tensor] = {}
-        for group in groups:
-            starts, total = _places_in_buffer([likes[index] for index in group.indices], packed=group.packed)
-            first = likes[group.indices[0]]
-            flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-            self.flats.append(flat)
-            for index, start in zip(group.indices, starts, strict=True):
-                shape = likes[index].shape
-                views[index] = flat[start : start + shape.numel()].view(shape).detach().requires_grad_()
-        self.parameters = [views[index] for index in range(len(likes))]  # leaf views, in the stage's order
-
-
-def _places_in_buffer(likes: Sequence[_Like], *, packed: bool) -> tuple[list[int], int]:
-    """Return each parameter's offset in a buffer, and the buffer's length, in elements."""
-    starts, end = [], 0
-    for like in likes:
-        starts.append(end)
-        step = 1 if packed else max(1, _ALIGNED_BYTES // like.dtype.itemsize)
-        end += -(-like.shape.numel() // step) * step
-    return starts, end
 
 
 def _one_at_a_time(method: Callable[Concatenate["Weights", P], R]) -> Callable[Concatenate["Weights", P], R]:
@@ -100,6 +49,7 @@ class Weights:
         overwrite: update in place even with minibatches in flight: the naive pipeline, whose backward sees newer
             weights than its forward.
         also: other modules with some of the parameters.
+        divide: returns which pieces of the parameters the optimizer steps on; None: all.
         masters: mixed precision: the rounded parameters before rounding, by name. None: the optimizer steps on the
             versions themselves.
     """
@@ -111,19 +61,25 @@ class Weights:
         *,
         overwrite: bool = False,
         also: Sequence[nn.Module] = (),
+        divide: Divide | None = None,
         masters: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.names = tuple(name for name, _ in named)
         self._overwrite = overwrite
         self._places = _places([module, *also], [p for _, p in named])
-        self._recurrent = list(_recurrent(module, [p for _, p in named]))
-        self._likes = [_Like(p.shape, p.dtype, p.device) for _, p in named]
-        self._groups = _groups([order for _, order in self._recurrent], self._likes)
+        self._recurrent = list(recurrent_in(module, [p for _, p in named]))
+        self._likes = [Like(p.shape, p.dtype, p.device) for _, p in named]
+        self._groups = grouped([order for _, order in self._recurrent], self._likes)
         self.version_bytes = sum(like.nbytes for like in self._likes)  # of one version
+        self.sharding = sharding = None if divide is None else divide(dict(named))
+        self._pieces = None if sharding is None else sharding.own
         self.newest = self.new_version()  # with the most updates
-        _fill(self.newest, [p for _, p in named])
-        self._masters = None if masters is None else _masters([masters.get(name, p) for name, p in named])
+        fill(self.newest, [p for _, p in named])
+        exact = [(masters or {}).get(name, p) for name, p in named]
+        self._masters = None if masters is None else apart(self._own(exact))
+        # Own pieces in the parameters' types, where no replica keeps all; the version is freed after use
+        self._shard = None if sharding is None or sharding.keeps_all else apart(self.newest.stepped)
         self._alive = [self.newest]
         self._free: list[Version] = []
         self._averages: Version | None = None
@@ -131,15 +87,72 @@ class Weights:
         self._lock = threading.RLock()
         # Live versions; a single one if nothing is trained
         self.versions = VersionLedger(in_place=overwrite or not named)
-        self.optimizer = make_optimizer(self._stepped.parameters) if named else None
         # Bytes of the masters, or 0
         self.master_bytes = sum(p.nbytes for p in self._masters.parameters) if self._masters else 0
+        self._use(make_optimizer(self._stepped) if self._stepped else None)
+        self.bind(self.newest)
+        self.is_gathered = True  # whether the newest version has its memory
+        self.free()
+
+    def _use(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Step with an optimizer; a user's parameter groups keep the ratios of their rates."""
+        self.optimizer = optimizer
         self.state_bytes = 0  # of the optimizer's state, as of the latest update
         self._some_are_fresh = False
-        groups = self.optimizer.param_groups if self.optimizer else []
-        # A user's parameter groups keep the ratios of their rates.
-        self._shares = [_share(group.get("lr"), self.optimizer) for group in groups]
-        self.bind(self.newest)
+        self._shares = [_share(group.get("lr"), optimizer) for group in (optimizer.param_groups if optimizer else [])]
+
+    @property
+    def stepped_names(self) -> tuple[str, ...]:
+        """Names of what the optimizer steps on."""
+        return self.names if self._pieces is None else tuple(self.names[piece.place] for piece in self._pieces)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all live versions."""
+        if self._shard is None:
+            return self.num_alive * self.version_bytes
+        return sum(p.nbytes for p in self._shard.parameters)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the weights that are gathered for now."""
+        return self.version_bytes if self._shard is not None and self.is_gathered else 0
+
+    @property
+    def whole_sizes(self) -> Sequence[int] | None:
+        """Elements of the whole parameter of every own piece; None without pieces."""
+        return None if self._pieces is None else [self._likes[piece.place].shape.numel() for piece in self._pieces]
+
+    def places_of_pieces(self) -> dict[str, torch.Tensor]:
+        """Return the first element, flat, and the whole's shape of every own piece, by name; empty without pieces."""
+        places = ((piece, self._likes[piece.place].shape) for piece in self._pieces or ())
+        return {self.names[piece.place]: torch.tensor([piece.start, *shape]) for piece, shape in places}
+
+    def own_pieces(self) -> list[torch.Tensor]:
+        """Return the newest values of the own pieces, which other replicas gather."""
+        return self.newest.stepped if self._shard is None else self._shard.parameters
+
+    def allocate(self) -> None:
+        """Give the newest version its memory back, to gather weights in."""
+        if not self.is_gathered:
+            self.is_gathered = True
+            for flat in self.newest.flats:
+                flat.untyped_storage().resize_(flat.nbytes)
+
+    def free(self) -> None:
+        """Free the newest version's memory, if its weights can be gathered again."""
+        if self._shard is not None and self.is_gathered:
+            self.is_gathered = False
+            for flat in self.newest.flats:
+                flat.untyped_storage().resize_(0)
+
+    def gathered(self, pieces: Sequence[Piece], values: Sequence[torch.Tensor]) -> None:
+        """Take pieces of the newest weights from the replica that has stepped on them."""
+        newest = self.newest
+        # A backward meets the same numbers as its forward, in memory that was freed in between.
+        with torch.no_grad(), _unsafe_preserve_version_counter((*newest.flats, *newest.parameters)):
+            for piece, value in zip(pieces, values, strict=True):
+                piece.of(newest.parameters[piece.place]).copy_(value)
 
     @property
     def num_alive(self) -> int:
@@ -163,7 +176,7 @@ class Weights:
     def use(self, number: int) -> Version:
         """Return a live version by number for a minibatch in flight; without parameters one stands for all."""
         self.versions.use(number)
-        if self.optimizer is None:
+        if self.optimizer is None and self._pieces is None:
             return self.newest
         return next(version for version in self._alive if version.number == number)
 
@@ -176,18 +189,18 @@ class Weights:
         if self._averages is not None:
             return self._averages
         states = self.optimizer.state if self.optimizer else {}
-        stepped = self._stepped.parameters
+        stepped = self._stepped
         averages = [average_in(states.get(parameter, {})) for parameter in stepped]
         if all(average is None for average in averages):
             return self.newest
         self._averages = self.new_version()
-        _fill(self._averages, [p if average is None else average for p, average in zip(stepped, averages, strict=True)])
+        fill(self._averages, [p if average is None else average for p, average in zip(stepped, averages, strict=True)])
         return self._averages
 
     def take_averages(self, averages: Sequence[torch.Tensor]) -> None:
         """Use averages from elsewhere in evaluations, until the next update or copy."""
         self._averages = self.new_version()
-        _fill(self._averages, averages)
+        fill(self._averages, averages)
 
     def bind(self, version: Version) -> None:
         """Make the module compute with a version."""
@@ -223,7 +236,7 @@ class Weights:
     def take(self, number: int, parameters: Sequence[torch.Tensor]) -> None:
         """Overwrite the only version with a copy of another; nothing may be in flight."""
         self._averages = None
-        _fill(self.newest, parameters)
+        fill(self.newest, parameters)
         self.renumber(number)
 
     @_one_at_a_time
@@ -237,8 +250,8 @@ class Weights:
         target = self._next(keep_from)
         if self.optimizer is None:
             return
-        stepped = self._masters or target
-        for parameter, gradient in zip(stepped.parameters, gradients, strict=True):
+        stepped = self._stepped
+        for parameter, gradient in zip(stepped, gradients, strict=True):
             parameter.grad = gradient
         for group, share in zip(self.optimizer.param_groups, self._shares, strict=True):
             group["lr"] = lr * share
@@ -246,9 +259,8 @@ class Weights:
         unnoticed = (*target.flats, *target.parameters) if self._overwrite and self.versions.in_use else ()
         with _unsafe_preserve_version_counter(unnoticed):
             (self._step_apart if self._some_are_fresh else self.optimizer.step)()
-            if self._masters is not None:
-                _fill(target, self._masters.parameters)
-        for parameter in stepped.parameters:
+            self._round()
+        for parameter in stepped:
             parameter.grad = None
         self._count_state()
 
@@ -258,19 +270,18 @@ class Weights:
         torch's fused SGD requires that all parameters have momentum, or none.
         """
         assert self.optimizer is not None
-        gradients = [(p, p.grad) for p in self._stepped.parameters if p.grad is not None]
+        gradients = [(p, p.grad) for p in self._stepped if p.grad is not None]
         fresh = {id(p) for p, _ in gradients if not self.optimizer.state.get(p)}
         for turn in (True, False):
             for parameter, gradient in gradients:
                 parameter.grad = gradient if (id(parameter) in fresh) is turn else None
             self.optimizer.step()
-        self._some_are_fresh = any(not self.optimizer.state.get(p) for p in self._stepped.parameters)
+        self._some_are_fresh = any(not self.optimizer.state.get(p) for p in self._stepped)
 
     def skip(self, *, keep_from: int) -> None:
         """Make a new version without changes, since the schedule counts it."""
-        target = self._next(keep_from)
-        if self._masters is not None:
-            _fill(target, self._masters.parameters)
+        self._next(keep_from)
+        self._round()
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer's state of every updated parameter, by name: references, not copies."""
@@ -281,23 +292,29 @@ class Weights:
         """Return gradients in the types the optimizer steps on."""
         if self._masters is None:
             return list(gradients)
-        stepped = self._stepped.parameters
-        return [None if g is None else g.to(p.dtype) for g, p in zip(gradients, stepped, strict=True)]
+        return [None if g is None else g.to(p.dtype) for g, p in zip(gradients, self._stepped, strict=True)]
 
     def trained(self) -> dict[str, torch.Tensor]:
-        """Return the newest parameters as the optimizer steps on them, by name: the masters if any."""
-        return dict(zip(self.names, self._stepped.parameters, strict=True))
+        """Return the newest parameters, or pieces, as the optimizer steps on them, by name: the masters if any."""
+        return dict(zip(self.stepped_names, self._stepped, strict=True))
 
     def restore(self, parameters: Mapping[str, torch.Tensor], optimizer: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore the newest weights and the optimizer's state, by name; nothing may be in flight."""
         self._averages = None
+        whole = [parameters[name] for name in self.names]
+        if self._shard is None:
+            fill(self.newest, whole)
         with torch.no_grad():
-            for name, parameter in self.trained().items():
-                parameter.copy_(parameters[name])
-        if self._masters is not None:
-            _fill(self.newest, self._masters.parameters)
+            for parameter, value in zip(self._stepped, self._own(whole), strict=True):
+                parameter.copy_(value)
+        self._round()
         if self.optimizer is None:
             return
+        if self._pieces is not None:
+            optimizer = {
+                self.names[p.place]: _state_of(p, parameters[self.names[p.place]], optimizer[self.names[p.place]])
+                for p in self._pieces if self.names[p.place] in optimizer
+            }  # fmt: skip
         names = {id(p): name for name, p in self.trained().items()}
         order = [p for group in self.optimizer.param_groups for p in group["params"]]  # the optimizer's order
         given = {i: optimizer[names[id(p)]] for i, p in enumerate(order) if names[id(p)] in optimizer}
@@ -312,13 +329,23 @@ class Weights:
         self._count_state()
 
     @property
-    def _stepped(self) -> Version:
-        """The version that the optimizer steps on."""
-        return self._masters or self.newest
+    def _stepped(self) -> list[torch.Tensor]:
+        """What the optimizer steps on."""
+        return self._masters.parameters if self._masters is not None else self.own_pieces()
+
+    def _own(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return, of values of all parameters, what belongs to what the optimizer steps on."""
+        return values if self._pieces is None else [piece.of(values[piece.place]) for piece in self._pieces]
+
+    def _round(self) -> None:
+        """Round the masters, if any, to the newest version."""
+        if self._masters is not None and self._masters.parameters:
+            with torch.no_grad():
+                torch._foreach_copy_(self.own_pieces(), self._masters.parameters)
 
     def new_version(self) -> Version:
         """Return a version's buffers, all zeros."""
-        return Version(self._likes, self._groups)
+        return Version(self._likes, self._groups, self._pieces)
 
     def _next(self, keep_from: int) -> Version:
         """Return the buffers for an update, holding the newest parameters."""
@@ -334,7 +361,8 @@ class Weights:
             with torch.no_grad():
                 for theirs, mine in zip(target.flats, newest.flats, strict=True):
                     theirs.copy_(mine)
-            self._move_optimizer(newest, target)
+            if self.optimizer is not None:
+                self._move_optimizer(newest, target)
         target.number = self.versions.newest
         self.newest = target
         self._alive.append(target)
@@ -343,10 +371,10 @@ class Weights:
     def _move_optimizer(self, old: Version, new: Version) -> None:
         assert self.optimizer is not None
         state = self.optimizer.state
-        for before, after in zip(old.parameters, new.parameters, strict=True):
+        for before, after in zip(old.stepped, new.stepped, strict=True):
             if before in state:
                 state[after] = state.pop(before)
-        moved = {id(before): after for before, after in zip(old.parameters, new.parameters, strict=True)}
+        moved = {id(before): after for before, after in zip(old.stepped, new.stepped, strict=True)}
         for group in self.optimizer.param_groups:
             group["params"] = [moved[id(parameter)] for parameter in group["params"]]
 
@@ -358,22 +386,16 @@ class Weights:
         """Free the buffers of dead versions for the next ones."""
         gone = [version for version in self._alive if version.number not in self.versions.alive]
         self._alive = [version for version in self._alive if version not in gone]
-        self._free = [*self._free, *gone] if self.optimizer is not None else []  # none follow a retirement
+        is_retired = self.optimizer is None and self._pieces is None
+        self._free = [] if is_retired else [*self._free, *gone]  # none follow a retirement
 
 
-def _masters(values: Sequence[torch.Tensor]) -> Version:
-    """Return parameters for the optimizer alone; no module needs a buffer layout."""
-    likes = [_Like(value.shape, value.dtype, value.device) for value in values]
-    made = Version(likes, _groups([], likes))
-    _fill(made, values)
-    return made
-
-
-def _fill(version: Version, values: Sequence[torch.Tensor]) -> None:
-    """Set a version's parameters, rounded to their types."""
-    if values:
-        with torch.no_grad():
-            torch._foreach_copy_(version.parameters, list(values))
+def _state_of(piece: Piece, parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a piece's optimizer state, given the whole parameter's."""
+    return {
+        key: piece.of(value) if isinstance(value, torch.Tensor) and value.shape == parameter.shape else value
+        for key, value in state.items()
+    }
 
 
 def _share(lr: Any, optimizer: torch.optim.Optimizer | None) -> float:
@@ -394,33 +416,3 @@ def _places(
         for key, parameter in part._parameters.items()
         if id(parameter) in index
     ]
-
-
-def _recurrent(module: nn.Module, parameters: Sequence[torch.Tensor]) -> Iterator[tuple[nn.RNNBase, list[int]]]:
-    """Yield every recurrent module whose weights cuDNN can use in place, with the order of its parameters.
-
-    In cuDNN's buffer all matrices come first, layer by layer, then all biases; PyTorch expects them from the start of
-    the storage. Modules with projections, or with frozen or shared parameters, are left to PyTorch.
-    """
-    index = {id(parameter): i for i, parameter in enumerate(parameters)}
-    taken: set[int] = set()
-    for part in module.modules():
-        if not isinstance(part, nn.RNNBase) or part.proj_size > 0:
-            continue
-        names = sorted(part._flat_weights_names, key=lambda name: name.startswith("bias"))  # stable
-        order = [index.get(id(getattr(part, name)), -1) for name in names]
-        apart = -1 not in order and len({*order}) == len(order) and taken.isdisjoint(order)
-        if apart and len({parameters[index].dtype for index in order}) == 1:
-            taken.update(order)
-            yield part, order
-
-
-def _groups(recurrent: Sequence[Sequence[int]], likes: Sequence[_Like]) -> list[_ParameterGroup]:
-    """Return which parameters share a buffer: those of each recurrent module, and the others by dtype."""
-    apart = {index for order in recurrent for index in order}
-    by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, like in enumerate(likes):
-        if index not in apart:
-            by_type.setdefault((like.dtype, like.device), []).append(index)
-    rest = [_ParameterGroup(indices, packed=False) for indices in by_type.values()]
-    return [*rest, *(_ParameterGroup(order, packed=True) for order in recurrent)]

@@ -28,6 +28,7 @@ from pipebench.engine.updates import Updates
 from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
 from pipebench.schedule.programs import NOTHING
+from pipebench.schedule.syncs import ALL_GATHER
 from pipebench.simulate.timeline import EVALUATION
 
 _OF_A_UNIT: Final = frozenset(
@@ -45,7 +46,7 @@ class Worker:
         self.setup = setup
         self.index = index
         self.replica_index = setup.pipeline.replica_of(index)  # of its stages
-        self.replicas = {stage: replica_of_stage(setup, stage) for stage in setup.pipeline.stages_of(index)}
+        self.replicas = {s: replica_of_stage(setup, s, self.replica_index) for s in setup.pipeline.stages_of(index)}
         self.running: dict[int, StageRunner] = {**self.replicas}  # while layers move, several for a stage
         self.extensions: dict[str, WorkerExtension] = {}  # those enabled
         # Peaks over all its replicas, also within instructions (docs/memory.md); on the host, of swapped layers
@@ -69,6 +70,8 @@ class Worker:
             Op.SWAP_OUT: self._swap_out,
             Op.SWAP_IN: self._swap_in,
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
+            Op.WAIT_SCATTER: self._wait_scatter,
+            **dict.fromkeys((Op.GATHER, Op.WAIT_GATHER, Op.FREE), self._of_weights),
             Op.WAIT_TIED: self._wait_tied,
             Op.WAIT_NORM: self._wait_norm,
             Op.UPDATE: self._update,
@@ -257,10 +260,29 @@ class Worker:
         replica = self.replicas[it.stage]
         if it.reduce >= 0:  # no backward of the round ran here
             collectives.contribute(it.stage, self.replica_index, it.reduce, replica.gradients)
-        summed = collectives.wait(it.stage, it.number)
+        summed = collectives.wait(it.stage, self.replica_index, it.number)
         for position in replica.apart:
             summed[position] = replica.gradients[position]
         replica.gradients = summed
+
+    def _wait_scatter(self, it: Instruction, transport: Transport, collectives: Collectives) -> None:
+        self._wait_all_reduce(it, transport, collectives)
+        self.note_memory()
+
+    def _of_weights(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
+        self.collective(it, collectives)
+
+    def collective(self, it: Instruction, collectives: Collectives) -> None:
+        """Gather the weights of a sharded stage, wait for them, or free them."""
+        weights = self.replicas[it.stage].weights
+        if it.op is Op.GATHER:
+            weights.allocate()
+            collectives.gather(it.stage, ALL_GATHER if self.trains else EVALUATION)
+        elif it.op is Op.WAIT_GATHER:
+            collectives.wait_gathered(it.stage)
+        else:
+            weights.free()
+        self.note_memory()
 
     def _wait_tied(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         self.tied[it.peer].take(collectives.tied(it.peer, it.number))
@@ -307,15 +329,19 @@ class Worker:
 
         Every parameter of the model has its own entry, so adding the workers' results changes no bit. Only the first
         replica of a stage reports, the others have 0: all have the same gradients by now. Of a tie, the first stage's.
+        Sharded replicas report those of their pieces.
 
         Returns:
             [parameters of the model, at least one] float64.
         """
         found = dict.fromkeys(self._trained, torch.zeros((), dtype=torch.float64, device=self.setup.device))
-        for stage, replica in self.replicas.items() if self.replica_index == 0 else ():
+        for stage, replica in self.replicas.items():
+            if self.replica_index > 0 and not self.setup.pipeline.shards(stage):
+                continue
             share, scale = self.shares[stage], 1.0 if replica.scale is None else replica.scale.value
-            names = (share.names[name] for name in replica.weights.names)
-            squares = zip(names, squared_norms(replica.gradients, self.setup.device), strict=True)
+            names = (share.names[name] for name in replica.weights.stepped_names)
+            found_here = squared_norms(replica.gradients, self.setup.device, replica.weights.whole_sizes)
+            squares = zip(names, found_here, strict=True)
             found |= {name: square / scale**2 for name, square in squares if name not in share.elsewhere}
         return torch.stack([*found.values()])
 

@@ -15,6 +15,9 @@ MakeOptimizer = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 
 _SIDE = 64  # of the matrix on which state is counted
 FUSED = ("sgd", "adam", "adamw")  # a step is one pass over the parameters
+_ELEMENTWISE = (
+    *FUSED, "adadelta", "adagrad", "adamax", "nadam", "radam", "rmsprop", "rprop",
+)  # fmt: skip
 _HOW = ("foreach", "fused", "differentiable")  # what fused doesn't go with
 
 
@@ -35,6 +38,15 @@ def make_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) 
             f"{called(recipe)} returned {type(optimizer).__name__}, needed is a torch.optim.Optimizer", key_of(recipe)
         )
     return optimizer
+
+
+def is_elementwise(recipe: OptimizerRecipe) -> bool:
+    """Return whether every element of a parameter is stepped on alone, so that pieces of it may be, too.
+
+    Others, such as LARS, LAMB and Adafactor, adapt steps to whole tensors; what a target does isn't known.
+    """
+    name = None if recipe.name is None else KINDS[OPTIMIZER].find(recipe.name)
+    return name in _ELEMENTWISE
 
 
 def called(recipe: OptimizerRecipe) -> str:

@@ -39,7 +39,7 @@ def compare(
     """
     began_s = time.perf_counter()
     known = {} if known is None else known
-    wanted = [name for name in MODES if mode is None or name in (mode, "dp")]
+    wanted = _all(request, known) if mode is None else [name for name in MODES if name in (mode, "dp")]
     planners, best_of, refused = _planned(request, mode, wanted, known, tell)
     if mode in refused or not best_of:
         raise PlanError(refused[mode or "pipedream"])
@@ -95,6 +95,15 @@ def _planned(
         except PlanError as error:
             refused[name] = str(error)
     return planners, best_of, refused
+
+
+def _all(request: Request, known: KnownStates) -> list[str]:
+    """Return the modes to choose from: replicas share out what they hold only where memory binds."""
+    try:
+        Planner(request, "dp", known=known).best()
+    except PlanError:
+        return [*MODES]
+    return [name for name, row in MODES.items() if not row.is_sharded]
 
 
 def _by_time(found: Iterable[PlanEstimate]) -> list[PlanEstimate]:

@@ -10,6 +10,7 @@ from pipebench.model.plan import PARAMETER, Plan, as_they_run, make_plan, shared
 from pipebench.planner.activations import Activations
 from pipebench.planner.cost_models import UnitWork
 from pipebench.planner.flat import SearchStage
+from pipebench.planner.layer_groups import layer_groups, transient_bytes
 from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule, in_flight_interleaved
 from pipebench.planner.placement_costs import Sketch, along, cut_levels, placed_s, spanned
@@ -46,6 +47,8 @@ class ModeRequest:
         self.mode = request.row or MODES[mode]
         self.weights = WEIGHT_POLICIES[self.mode.weights]
         self._known = {} if known is None else known
+        if self.mode.shape == "one-stage" and self.mode.chunks > 1:
+            self.mode = replace(self.mode, chunks=len(self.groups))
 
     @cached_property
     def unit_size(self) -> int:
@@ -84,6 +87,11 @@ class ModeRequest:
         return self.mode.ties and self.request.ties
 
     @cached_property
+    def groups(self) -> list[tuple[int, int]]:
+        """The layer groups of a mode that is one stage, as pairs of states."""
+        return layer_groups(self.work.states, self.mode.chunks)
+
+    @cached_property
     def memory_policies(self) -> tuple[str, ...]:
         """Activation policy of every layer of the profile."""
         rows = self.request.profile.layers[self.unit_size]
@@ -111,6 +119,8 @@ class ModeRequest:
             versions=self.mode.weights_kept,
             state_bytes_per_byte=self.request.profile.state_bytes_per_byte,
             masters=self.request.profile.has_masters,
+            shard=self.mode.shard,
+            in_place=self.mode.shape == "one-stage",
             in_flight=in_flight,
             depth_at_most=self.request.depth,
         )
@@ -119,6 +129,7 @@ class ModeRequest:
         """Return the rule of one stage of a plan, which may keep as many versions as the input stage."""
         rule = self.memory(limit_bytes)
         as_input_stage = self.weights.as_input_stage
+        rule = replace(rule, replicas=replicas[index])
         return replace(rule, versions=-(-depth * replicas[0] // replicas[index])) if as_input_stage else rule
 
     def at_width(self, rule: MemoryRule, width: int | None) -> MemoryRule:
@@ -284,7 +295,10 @@ class Estimator(ModeRequest):
         bottleneck_s: float | None,
     ) -> tuple[StageEstimate, ...]:
         """Return the stages' costs per minibatch of `units`, given their seconds per unit."""
-        work, model, cluster, found = self.work, self.request.model, self.request.cluster, []
+        work, model, cluster, found = self.work, self.request.model, self.request.cluster, list[StageEstimate]()
+        whole = transient_bytes(
+            [float(work.states.parameter_bytes[b] - work.states.parameter_bytes[a]) for a, b, _ in stages]
+        )
         replicas = [stage.replicas for stage in stages]
         for index, stage in enumerate(stages):
             level = cluster.levels[spanned(cluster, devices[index])]
@@ -294,6 +308,7 @@ class Estimator(ModeRequest):
             in_flight = self.in_flight(replicas, index, depth)
             rule = self.stage_memory(math.inf, replicas, index, depth)
             num_bytes, virtual = rule.num_bytes(work.states, stage.start, stage.stop, in_flight), None
+            num_bytes += rule.whole_at_once * whole[index]
             if work.states.activations is not None:
                 virtual = work.states.activations.virtual(*work.states.bounds[[stage.start, stage.stop]])
             sync_s, stage_s = min(sync_s, bottleneck_s or sync_s) * units, seconds[index] * units

@@ -23,6 +23,7 @@ from pipebench.planner.states import Floats, States
 from pipebench.schedule.orders import ALL_FORWARDS
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import most_in_flight
+from pipebench.schedule.syncs import GRADIENTS, NOT_SHARDED, PARAMETERS
 
 
 class MemoryLine(NamedTuple):
@@ -47,6 +48,9 @@ class MemoryRule:
     in_flight: int | None = None  # units in flight in every stage; None for 1F1B's 1 + ceil(R / m)
     depth_at_most: int | None = None  # upper limit on 1F1B's units in flight, for straight plans shallower than NOAM
     beyond: int = 0  # minibatches above NOAM, summed over the input stage's replicas
+    shard: str = NOT_SHARDED  # what a stage's replicas share out, a name in `syncs.SHARDS`
+    replicas: int = 1  # that share it
+    in_place: bool = False  # whether all stages are on the same workers, and send each other nothing
     masters: bool = False  # whether the optimizer updates master weights, kept besides the versions
 
     def num_bytes(self, states: States, start: int, stop: int, in_flight: int) -> float:
@@ -58,6 +62,11 @@ class MemoryRule:
         grid = StageGrid(UnitWork(states), np.array([start]), stop)
         constant, each = self._beside(grid)
         return float(constant[0, 0]), float(each[0, 0])
+
+    @property
+    def whole_at_once(self) -> int:
+        """Sets of parameters that a group in use holds beside its shards: gradients, and gathered weights."""
+        return {GRADIENTS: 1, PARAMETERS: 2}.get(self.shard, 0) if self.replicas > 1 else 0
 
     def depth(self, m: int, after: int) -> int:
         """Return the units in flight of a stage with m replicas and `after` workers in later stages."""
@@ -111,8 +120,14 @@ class MemoryRule:
         """Return constant and per-unit bytes without activations."""
         states = grid.work.states
         weights = grid.weights
-        once = (grid.sums(states.stepped_bytes) + grid.copies[1]) * (1 + self.state_bytes_per_byte + self.masters)
-        before, after = grid.cuts(states.sent_bytes)
+        stepped = grid.sums(states.stepped_bytes) + grid.copies[1]
+        once = stepped * (1 + self.state_bytes_per_byte + self.masters)
+        before, after = grid.cuts(states.sent_bytes * (not self.in_place))
+        if self.shard != NOT_SHARDED and self.replicas > 1:
+            part = 1 / self.replicas
+            own = stepped * (self.state_bytes_per_byte + self.masters) * part
+            once = own + weights * (part if self.shard in (GRADIENTS, PARAMETERS) else 1.0)
+            weights = weights * (part if self.shard == PARAMETERS else 1.0)
         stashed = weights if self.versions is None else 0.0 * weights
         return once + weights * (self.versions or 0) + 2 * (before + after), stashed
 

@@ -190,6 +190,8 @@ class Planner(Estimator):
 
     def _given_stages(self, widths: Sequence[int], starts: Sequence[int] | None) -> tuple[SearchStage, ...]:
         replicas = [*widths] * self.mode.chunks
+        if starts is None and self.mode.shape == "one-stage":
+            return tuple(SearchStage(*each, *widths) for each in self.groups)
         states = self.work.states
         if starts is None:
             return self._cut_best(replicas)

@@ -102,9 +102,10 @@ class Comparison:
 
     @property
     def unplanned(self) -> list[str]:
-        """Modes that were not planned."""
+        """Modes that were not planned; sharded ones are where data parallelism doesn't fit."""
         planned = {self.best.plan.mode, *(each.plan.mode for each in self.others), *self.refused}
-        return [name for name in MODES if name not in planned]
+        binds = "dp" in self.refused
+        return [name for name, row in MODES.items() if name not in planned and (binds or not row.is_sharded)]
 
     @property
     def solve_s(self) -> float:

@@ -19,7 +19,7 @@ from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import SWAP, Mode
 from pipebench.schedule.operations import ACTIVATION, GRADIENT
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
-from pipebench.schedule.syncs import SYNCS
+from pipebench.schedule.syncs import ALL_GATHER, PARAMETERS, REDUCE_SCATTER, SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
 from pipebench.simulate.costs import Costs, stage_costs
 from pipebench.simulate.meter import COMPUTED, Meter
@@ -97,6 +97,7 @@ def make_pipeline(
     pipeline = Pipeline(
         plan.replicas, (), mode.order, mode.flush, plan.depth, microbatches, accumulate, (), shares_norm,
         weights=mode.weights, chunks=plan.chunks, sync=mode.sync, backward=mode.backward,
+        sums=mode.sums, shard=mode.shard, reshards=mode.reshard_after_forward,
     )  # fmt: skip
     return pipeline_under(pipeline, plan, rows)
 
@@ -123,7 +124,7 @@ def planned_workload(
     """
     plan, rows = found.plan, next(iter(profile.layers.values()))
     pipeline = make_pipeline(plan, rows, mode, microbatches=found.microbatches, accumulate=found.accumulate)
-    costs = stage_costs(profile, plan, WEIGHT_POLICIES[mode.weights].update_cost)
+    costs = stage_costs(profile, plan, WEIGHT_POLICIES[mode.weights].update_cost, sharded=mode.is_sharded)
     # A flush leaves nothing behind: the period after next is like every later one.
     rounds = 2 if pipeline.flushes else FILL_ROUNDS * max(2, max(pipeline.warmups))
     count = pipeline.period * rounds
@@ -171,7 +172,7 @@ class _Spent:
             inside = max(0.0, min(end_s, until_s) - max(start_s, since_s))
             counted, value_s = (busy, inside) if instruction.op in COMPUTED else (stalled, min(inside, stall_s))
             counted[worker, instruction.stage] += value_s  # type: ignore[assignment] # Counter is typed for int
-        for stage in range(len(pipeline.replicas) * pipeline.chunks):
+        for stage in range(pipeline.num_stages):
             own = pipeline.workers_of(stage)
             whole_s = len(own) * (until_s - since_s)
             computing, transfers = (sum(each[worker, stage] for worker in own) / whole_s for each in (busy, stalled))
@@ -194,22 +195,29 @@ def payload(rows: Sequence[LayerProfile], plan: Plan, mode: Mode, units: int, ac
     `rows` are the layers in the plan's order, the loss last, at the size of a unit; `units` microbatches per minibatch;
     `accumulate` minibatches of each replica per update or, with a flush, of the replicas' least common multiple.
     """
-    sent = [value for values in plan.crossings.values() for value in values]
-    summed, tied = 0.0, tied_parameters(rows, plan)
+    in_place = len(plan.stages) == plan.chunks  # all stages are on the same workers
+    sent = [] if in_place else [value for values in plan.crossings.values() for value in values]
+    summed, gathered, tied = 0.0, 0.0, tied_parameters(rows, plan)
     apart = {name for names in tied.values() for name in names}
     for stage in plan.stages:
         own = rows[stage.start : stage.stop]
         weights = {n: size for row in own for n, size in row.parameter_sizes.items() if n not in apart}
         # The m replicas send 2 (m-1) |w| per update, in a ring or to servers.
         minibatches = accumulate * (math.lcm(*plan.replicas) if mode.flush else stage.replicas)
-        summed += 2 * (stage.replicas - 1) * sum(weights.values()) / minibatches
+        crossed = (stage.replicas - 1) * sum(weights.values())
+        summed += (1 if mode.is_sharded else 2) * crossed / minibatches
+        if mode.shard == PARAMETERS:  # for every unit of each replica
+            gathered += (1 + mode.reshard_after_forward) * crossed * units / stage.replicas
+        elif mode.is_sharded:
+            gathered += crossed / minibatches
     if tied:  # all its stages make updates of the same minibatches
         sizes = {name: size for row in rows for name, size in row.parameter_sizes.items()}
         for stages, names in tied.items():
             copies = sum(plan.replicas[stage] for stage in stages)
             summed += 2 * (copies - 1) * sum(sizes[name] for name in names) / minibatches
     return {
+        **({ALL_GATHER: gathered} if mode.is_sharded else {}),
         ACTIVATION: units * float(sum(rows[value].output_bytes for value in sent)),
         GRADIENT: units * float(sum(rows[value].gradient_bytes for value in sent)),
-        SYNCS[mode.sync].kind: summed,
+        REDUCE_SCATTER if mode.is_sharded else SYNCS[mode.sync].kind: summed,
     }

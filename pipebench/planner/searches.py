@@ -62,7 +62,9 @@ class Searches:
             yield from self._flat_plans(rule, self._equal_widths)
 
     def _one_stage(self, rule: MemoryRule | None, count: int) -> Iterator[PlanEstimate]:
-        plan = self._of.estimate("one stage", (SearchStage(0, len(self._of.work.states) - 1, count),))
+        groups = self._of.groups
+        name = "one stage" if len(groups) == 1 else f"one stage, in {len(groups)} groups of layers"
+        plan = self._of.estimate(name, [SearchStage(*group, count) for group in groups])
         if rule is None or plan.memory_bytes <= rule.limit_bytes:
             yield plan
 

@@ -21,6 +21,7 @@ from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeE
 from pipebench.hooks import hooks, with_section
 from pipebench.recipe import (  # noqa: F401 # for the rules that they register
     rules_named,
+    rules_sharding,
     rules_training,
     rules_vpipe,
     rules_zoo,

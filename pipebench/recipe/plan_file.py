@@ -131,7 +131,8 @@ def form_problems(form: PlanForm, asked: ParallelismRecipe, num_workers: int) ->
     if form.mode != name:
         yield "mode", f"got {shown(form.mode)}, allowed is {name}, the recipe's mode"
     others_allowed = asked.chunks is None and mode.chunks > 1
-    if form.chunks != mode.chunks and not (others_allowed and form.chunks > 1):
+    others_allowed |= mode.shape == "one-stage" and form.chunks <= mode.chunks  # no more groups than there are places
+    if form.chunks != mode.chunks and not (others_allowed and (form.chunks > 1 or mode.shape == "one-stage")):
         allowed = "2 or more stages per worker" if others_allowed else f"{mode.chunks}, the stages per worker"
         yield "chunks", f"got {form.chunks}, in mode {name} allowed is {allowed}"
         form = replace(form, chunks=1)  # checks the rest without chunks

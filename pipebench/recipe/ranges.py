@@ -6,7 +6,7 @@ from typing import Any
 from pipebench.recipe.engines import ENGINES
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.pipeline import SPLIT, WHOLE
-from pipebench.schedule.syncs import SYNCS
+from pipebench.schedule.syncs import SHARDS, SUMS, SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
 
@@ -22,6 +22,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallelism.backward": (WHOLE, SPLIT),
     "parallelism.weights": tuple(WEIGHT_POLICIES),
     "parallelism.sync": tuple(SYNCS),
+    "parallelism.sums": SUMS,
+    "parallelism.shard": SHARDS,
     "engine.kind": tuple(ENGINES),
     "engine.device": ("auto", "cpu", "cuda"),
 }

@@ -143,6 +143,8 @@ def _plan(cluster: Any, mode: str, plan: Any, cuts: list[str] | None, chunks: in
     except PlanError as error:
         yield "parallelism.plan", f"{error} (mode {mode}, {cluster.num_workers} workers)"
         return
+    if MODES[mode].shape == "one-stage" and chunks is None:
+        return  # cuts say how many groups of layers there are
     per_worker = chunks or MODES[mode].chunks
     num_stages = len(replicas) * per_worker
     if cuts is not None and len(cuts) != num_stages - 1:

@@ -10,9 +10,12 @@ from typing import Any
 from omegaconf import MISSING
 
 from pipebench.schedule.modes import MODES, RECOMPUTE, SWAP, Mode
+from pipebench.schedule.syncs import NOT_SHARDED
 
 # Of the table of modes: what the recipe of any mode may change.
-COLUMNS = ("order", "flush", "weights", "sync", "chunks", "recompute", "backward")
+COLUMNS = (
+    "order", "flush", "weights", "sync", "chunks", "recompute", "backward", "sums", "shard", "reshard_after_forward",
+)  # fmt: skip
 LARGEST = "largest"  # minibatches per update: as many as fit in memory
 
 
@@ -245,7 +248,12 @@ class ParallelismRecipe:
         sync: how replicas agree: `all-reduce`, `parameter-server`, either with `-after` (once a backward is over), or
             `asynchronous`.
         push_order: the artifact `push-order.json` of another run, to repeat its order; sync `asynchronous` only.
-        chunks: stages per worker (`interleaved` and `all-forwards`).
+        sums: in which order replicas' gradients are added: `ring`, or `ordered`, that of the replicas, whatever their
+            number: the same bits in one process and in many.
+        shard: what replicas of a stage share out instead of each holding all of it: `none`, `optimizer` (its state),
+            `gradients` (those, too) or `parameters` (those, too).
+        reshard_after_forward: shard `parameters` only: whether they are freed between forward and backward.
+        chunks: stages per worker (`interleaved` and `all-forwards`); of a sharded model, groups of layers at most.
         backward: `whole`, or `split`: gradients of the input leave a stage before those of its weights are computed.
         annealing_epochs: weights `correct` only: epochs over which late stages' learning rates grow to the recipe's,
             PipeMare's K; null: five warm-ups, or a quarter of the time until the rate first falls.
@@ -270,6 +278,9 @@ class ParallelismRecipe:
     weights: str | None = None
     sync: str | None = None
     push_order: str | None = None
+    sums: str | None = None
+    shard: str | None = None
+    reshard_after_forward: bool | None = None
     chunks: int | None = None
     backward: str | None = None
     annealing_epochs: float | None = None
@@ -288,7 +299,12 @@ class ParallelismRecipe:
         columns = {name: getattr(self, name) for name in COLUMNS} | {"accumulate": self.accumulate_given}
         if self.recompute_layers is not None or (self.vpipe is not None and self.vpipe.policies):
             columns["recompute"] = False  # not all of them
-        return replace(MODES[self.mode], **{name: value for name, value in columns.items() if value is not None})
+        row = MODES[self.mode]
+        if row.shape == "one-stage" and self.shard not in (None, row.shard, NOT_SHARDED):
+            row = next(each for each in MODES.values() if each.shard == self.shard)
+        if row.is_sharded and row.shape == "one-stage" and self.cuts is not None and self.chunks is None:
+            columns["chunks"] = len(self.cuts) + 1
+        return replace(row, **{name: value for name, value in columns.items() if value is not None})
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,23 @@ A recipe names a row, and may change its columns to get combinations that no pap
 from dataclasses import dataclass
 from typing import Final
 
-from pipebench.schedule.orders import ALL_FORWARDS, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE
+from pipebench.schedule.orders import ALL_FORWARDS, INTERLEAVED, ONE_F_ONE_B, SEQUENTIAL, ZERO_BUBBLE
 from pipebench.schedule.pipeline import SPLIT, STASH, WHOLE
-from pipebench.schedule.syncs import ALL_REDUCE, ASYNCHRONOUS
+from pipebench.schedule.syncs import (
+    ALL_REDUCE,
+    ASYNCHRONOUS,
+    GRADIENTS,
+    NOT_SHARDED,
+    OPTIMIZER,
+    ORDERED,
+    PARAMETERS,
+    RING,
+)
 from pipebench.schedule.weights import CORRECT, DOUBLE_BUFFER, NEWEST_PULLED, ONE, PREDICT, WEIGHT_POLICIES
 
 KEEP, RECOMPUTE, SWAP = "keep", "recompute", "swap"  # of a layer's activations
 MEMORY_POLICIES = (KEEP, RECOMPUTE, SWAP)
+LAYER_GROUPS = 8  # of sharded data parallelism, at most: what is gathered, used and freed as one
 AUTO = "auto"  # the planner chooses the mode or plan
 
 
@@ -35,6 +45,9 @@ class Mode:
     depth: int | None = None  # minibatches in flight per input-stage replica; None for NOAM
     microbatches: bool = False  # whether a minibatch may be cut into microbatches
     recompute: bool = False  # whether activations are recomputed by default
+    sums: str = RING  # in which order replicas are added, a name in `syncs.SUMS`
+    shard: str = NOT_SHARDED  # what replicas of a stage share out, a name in `syncs.SHARDS`
+    reshard_after_forward: bool = True  # whether sharded parameters are freed between a forward and its backward
 
     def cuts(self, flush: bool | None = None, weights: str | None = None) -> bool:
         """Return whether minibatches may be cut, given the columns that a recipe changes.
@@ -43,6 +56,11 @@ class Mode:
         """
         flush, policy = self.flush if flush is None else flush, WEIGHT_POLICIES[weights or self.weights]
         return self.microbatches and (flush or (policy.aim is not None and self.shape == "equal"))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether replicas of a stage each step on a shard of its parameters."""
+        return self.shard != NOT_SHARDED
 
     @property
     def chooses(self) -> bool:
@@ -57,8 +75,13 @@ class Mode:
         """Whether stages may have a copy each of a weight that their layers share, and sum its gradients.
 
         Their updates must be of the same minibatches, and none may be due before the first of them can make its own.
+        Replicas that share out what they hold sum shards, not copies.
         """
-        return WEIGHT_POLICIES[self.weights].together and (self.flush or (self.shape == "equal" and self.chunks == 1))
+        return (
+            not self.is_sharded
+            and WEIGHT_POLICIES[self.weights].together
+            and (self.flush or (self.shape == "equal" and self.chunks == 1))
+        )
 
     @property
     def weights_kept(self) -> int | None:
@@ -77,6 +100,18 @@ MODES: Final[dict[str, Mode]] = {
     "dp-asp": Mode(
         "asynchronous data parallelism (ASP)", "one-stage", ONE_F_ONE_B, False, NEWEST_PULLED, sync=ASYNCHRONOUS,
         depth=1,
+    ),
+    "zero1": Mode(
+        "ZeRO-1: data parallelism, optimizer state sharded", "one-stage", SEQUENTIAL, True, ONE, chunks=LAYER_GROUPS,
+        depth=1, sums=ORDERED, shard=OPTIMIZER,
+    ),
+    "zero2": Mode(
+        "ZeRO-2: data parallelism, optimizer state and gradients sharded", "one-stage", SEQUENTIAL, True, ONE,
+        chunks=LAYER_GROUPS, depth=1, sums=ORDERED, shard=GRADIENTS,
+    ),
+    "fsdp": Mode(
+        "FSDP, ZeRO-3: data parallelism, parameters sharded, too, and gathered before use", "one-stage", SEQUENTIAL,
+        True, ONE, chunks=LAYER_GROUPS, depth=1, sums=ORDERED, shard=PARAMETERS,
     ),
     "model": Mode("model parallelism, one minibatch in the pipeline", "straight", ONE_F_ONE_B, True, ONE, depth=1),
     "hybrid": Mode("stages replicated, nothing pipelined", "any", ONE_F_ONE_B, True, ONE, depth=1),

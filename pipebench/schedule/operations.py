@@ -35,6 +35,10 @@ class Op(enum.IntEnum):
     FORWARD_AGAIN = 20
     TAKE = 21
     WAIT_TIED = 22
+    GATHER = 23
+    WAIT_GATHER = 24
+    FREE = 25
+    WAIT_SCATTER = 26
 
 
 # What an instruction's number is: a minibatch or microbatch, a round of updates, the first minibatch of a move.
@@ -126,6 +130,16 @@ OPERATIONS = {
     Op.WAIT_TIED: Operation(
         "WT", WAIT, "waits for the gradients of tied weights of {round} with {others}", ROUND, label="tied weights",
         column="waiting_all_reduce_s",
+    ),
+    Op.GATHER: Operation("AG", OTHER, "starts to gather the weights of {round} from {others}", ROUND),
+    Op.WAIT_GATHER: Operation(
+        "WG", WAIT, "waits for the weights of {round}, gathered from {others}", ROUND, label="all-gather",
+        column="waiting_all_reduce_s",
+    ),
+    Op.FREE: Operation("FW", OTHER, "frees the weights of {round} but its shard", ROUND),
+    Op.WAIT_SCATTER: Operation(
+        "RS", WAIT, "waits for its shard of the gradients of {round}, reduced and scattered with {others}", ROUND,
+        label="reduce-scatter", column="waiting_all_reduce_s",
     ),
 }  # fmt: skip
 

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from pipebench.schedule import all_forwards, from_file, interleaved, one_f_one_b, zero_bubble
+from pipebench.schedule import all_forwards, from_file, interleaved, one_f_one_b, sequential, zero_bubble
 from pipebench.schedule.csv_form import is_csv, read_csv
 from pipebench.schedule.passes import Pass
 from pipebench.schedule.pipeline import Pipeline
 
 ALL_FORWARDS, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = "all-forwards", "1f1b", "interleaved", "zero-bubble"
+SEQUENTIAL = "sequential"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ ORDERS: Final[dict[str, Order]] = {
         "all forwards, then all backwards, in reverse", all_forwards.passes, True, True, keeps_all=True
     ),
     ONE_F_ONE_B: Order("warm up, then one backward and one forward in turn", one_f_one_b.passes),
+    SEQUENTIAL: Order("one unit at a time through all of a worker's stages", sequential.passes, True, True),
     INTERLEAVED: Order("1F1B over several stages per worker", interleaved.passes, True, True),
     ZERO_BUBBLE: Order("1F1B whose weight gradients wait for idle time", zero_bubble.passes, True, splits=True),
 }

@@ -16,7 +16,17 @@ from typing import Any
 
 from pipebench.hooks import hooks
 from pipebench.schedule.csv_form import is_csv, read_csv
-from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
+from pipebench.schedule.syncs import (
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    NOT_SHARDED,
+    ORDERED,
+    PARAMETER_SERVER,
+    PARAMETERS,
+    REDUCE_SCATTER,
+    RING,
+    SYNCS,
+)
 
 STASH = "stash"
 MOST_BEYOND_NOAM = 1  # extra minibatches in flight that a planner may choose to hide transfers
@@ -55,9 +65,48 @@ class Pipeline:
     sync: str = ALL_REDUCE  # how replicas of a stage agree, a name in `syncs.SYNCS`
     # `whole`, or `split` into its input part, whose gradients are sent at once, and its weight part
     backward: str = WHOLE
+    sums: str = RING  # in which order replicas are added, a name in `syncs.SUMS`
+    shard: str = NOT_SHARDED  # what replicas of a stage share out, a name in `syncs.SHARDS`
+    reshards: bool = True  # whether sharded parameters are freed after a forward, and gathered again for its backward
     swaps: tuple[int, ...] = ()  # stages that swap saved activations to the host between forward and backward
     ties: tuple[tuple[int, ...], ...] = ()  # stages that have copies of the same weights, ascending; see `members`
     extensions: Mapping[str, Any] = field(default_factory=dict, hash=False)  # that are on, with their settings
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether replicas of a stage each step on a shard of its parameters."""
+        return self.shard != NOT_SHARDED
+
+    def shards(self, stage: int) -> bool:
+        """Whether replicas of a stage share something out."""
+        return self.is_sharded and self.replicas[stage] > 1
+
+    def parts(self, stage: int) -> int:
+        """Return into how many shards a stage's parameters are divided."""
+        return self.replicas[stage] if self.is_sharded else 1
+
+    @property
+    def gathers(self) -> bool:
+        """Whether passes need weights that are gathered first."""
+        return self.shard == PARAMETERS and self.shards(0)
+
+    @property
+    def way(self) -> str:
+        """How replicas sum a buffer or, if they are sharded, how they scatter one and gather another."""
+        if self.is_sharded:
+            return ALL_TO_ALL if self.sums == ORDERED else RING
+        way = SYNCS[self.sync].way
+        return PARAMETER_SERVER if self.sums == ORDERED and way == ALL_REDUCE else way
+
+    @property
+    def buffer_way(self) -> str:
+        """How replicas sum running statistics."""
+        return PARAMETER_SERVER if self.sums == ORDERED else ALL_REDUCE
+
+    @property
+    def sum_kind(self) -> str:
+        """As which the bytes of a sum are counted."""
+        return REDUCE_SCATTER if self.is_sharded else SYNCS[self.sync].kind
 
     @property
     def num_stages(self) -> int:

@@ -17,6 +17,8 @@ from pipebench.schedule.operations import Op
 from pipebench.schedule.orders import order_of
 from pipebench.schedule.passes import Pass, forwards, with_copies
 from pipebench.schedule.pipeline import SPLIT, Pipeline
+from pipebench.schedule.sharding import COLLECTIVE, own_passes, with_gathers, with_scatters
+from pipebench.schedule.syncs import GRADIENTS, PARAMETERS
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
 # From all seven fields in half the time of `Instruction(...)`: a list has millions.
@@ -52,10 +54,18 @@ def forward_programs(pipeline: Pipeline, num_minibatches: int) -> list[Iterator[
 
     def program(worker: int) -> Iterator[list[Instruction]]:
         stages = {stage: StageProgram(pipeline, stage, worker, 0) for stage in pipeline.stages_of(worker)}
-        for stage, _, unit in forwards(pipeline, worker, range(num_minibatches)):
-            yield stages[stage].forward(unit, -1)
+        for stage, op, unit in _evaluated(pipeline, worker, range(num_minibatches)):
+            yield [stages[stage].collective(op)] if op in COLLECTIVE else stages[stage].forward(unit, -1)
 
     return [chain.from_iterable(program(worker)) for worker in range(pipeline.num_workers)]
+
+
+def _evaluated(p: Pipeline, worker: int, units: range) -> Iterable[Pass]:
+    """Return a worker's passes in an evaluation."""
+    if not p.gathers:
+        return forwards(p, worker, units)
+    passes = with_gathers(list(forwards(p, worker - p.replica_of(worker), units)), reshards=True)
+    return own_passes(p, worker, list(passes), units)
 
 
 def most_in_flight(pipeline: Pipeline) -> tuple[int, ...]:
@@ -80,6 +90,8 @@ def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[In
             program = stages[stage]
             if op is Op.FORWARD:
                 yield program.forward(unit, *program.read(minibatch(unit)[0], unit))
+            elif op in COLLECTIVE:
+                yield [program.collective(op)]
             elif swaps and op in COPIES:
                 yield [Instruction(op, stage, unit)]
             else:
@@ -91,10 +103,18 @@ def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[In
     for program in stages.values():  # the last, short round had no unit for this worker
         if not p.flushes and program.updates * p.round_size(program.stage) < num_minibatches:
             yield update_of(p, [program])
+    yield [gathered for program in stages.values() for gathered in program.gathered()]
 
 
 def passes_of(p: Pipeline, worker: int, units: Sequence[int]) -> Iterable[Pass]:
     """Return a worker's passes between two flushes, and its copies to the host and back."""
+    if p.shard in (GRADIENTS, PARAMETERS) and p.shards(0):
+        first = list(order_of(p.order).passes(p, worker - p.replica_of(worker), units))
+        if p.swaps:
+            first = list(with_copies(first, p.swaps))
+        if p.gathers:
+            first = list(with_gathers(first, reshards=p.reshards))
+        return own_passes(p, worker, list(with_scatters(first)), units)
     passes = order_of(p.order).passes(p, worker, units)
     return with_copies(passes, p.swaps) if p.swaps else passes
 
@@ -117,14 +137,17 @@ def _units(p: Pipeline, start: int, stop: int) -> Sequence[int]:
 
 def update_of(p: Pipeline, programs: Sequence["StageProgram"]) -> list[Instruction]:
     """Return the updates of a worker's stages at the end of a round, and what they wait for."""
-    instructions = [instruction for program in programs for instruction in program.wait()]
+    instructions = [gathered for program in programs for gathered in program.gathered()]
+    # Sharded replicas share groups: one without a unit joins sums in the order in which backwards start them.
+    waiting = reversed(programs) if p.is_sharded else programs
+    instructions += [instruction for program in waiting for instruction in program.wait()]
     for group, stages in enumerate(p.ties, p.num_stages):
         own = [program for program in programs if program.stage in stages]
         instructions += [Instruction(Op.WAIT_TIED, each.stage, each.updates, group) for each in own[:1]]
     if p.shares_norm:
         instructions.append(Instruction(Op.WAIT_NORM, programs[0].stage, programs[0].updates))
     instructions += [program.update() for program in programs]
-    return instructions
+    return instructions + [program.gather() for program in programs if program.gathers_updated]
 
 
 class StageProgram:
@@ -143,6 +166,10 @@ class StageProgram:
         self._bellwether = (-1, 0)  # the last round that has begun here, and the version of its first forward
         self._to_begin = 0  # units of that round that haven't run forward
         self._next = self._replica  # the worker's next minibatch to run forward
+        self._is_sharded = p.shards(stage)
+        # Of a sharded stage that keeps all weights: whether updates gather them, and whether that is under way
+        self.gathers_updated, self._gathering = self._is_sharded and not p.gathers, False
+        self._waited = -1  # the last round whose shards of gradients have been waited for
         self._connected: Pipeline | None = None
         self.connect(p)
         self._begin_round()
@@ -179,7 +206,7 @@ class StageProgram:
 
     def forward(self, unit: int, version: int, ahead: int = 0) -> list[Instruction]:
         """Return a forward and its messages."""
-        stage, made = self.stage, []
+        stage, made = self.stage, self.gathered()
         if self._loads:
             made.append(_instruction((Op.LOAD_INPUT, stage, unit, -1, -1, -1, 0)))
         for source in self._sources:
@@ -219,10 +246,27 @@ class StageProgram:
 
     def wait(self) -> list[Instruction]:
         """Return the wait for a round's all-reduce; a worker without a unit in the round joins it there, with zeros."""
-        if self._replicas == 1:
+        if self._replicas == 1 or self._waited == self.updates:
             return []
-        reduce = self.updates if self._units_of_round == 0 else -1
-        return [Instruction(Op.WAIT_ALL_REDUCE, self.stage, self.updates, -1, reduce)]
+        reduce, self._waited = self.updates if self._units_of_round == 0 else -1, self.updates
+        op = Op.WAIT_SCATTER if self._is_sharded else Op.WAIT_ALL_REDUCE
+        return [Instruction(op, self.stage, self.updates, -1, reduce)]
+
+    def collective(self, op: Op) -> Instruction:
+        """Return a part of what sharded replicas do together."""
+        return self.wait()[0] if op is Op.WAIT_SCATTER else Instruction(op, self.stage, self.updates)
+
+    def gather(self) -> Instruction:
+        """Return what starts to gather the weights of an update."""
+        self._gathering = True
+        return Instruction(Op.GATHER, self.stage, self.updates - 1)
+
+    def gathered(self) -> list[Instruction]:
+        """Return the wait for the weights of the last update, if they are on their way."""
+        if not self._gathering:
+            return []
+        self._gathering = False
+        return [Instruction(Op.WAIT_GATHER, self.stage, self.updates - 1)]
 
     def update(self) -> Instruction:
         """Return the update that ends a round."""

@@ -6,6 +6,16 @@ from typing import Final
 
 ALL_REDUCE, PARAMETER_SERVER, ASYNCHRONOUS = "all-reduce", "parameter-server", "asynchronous"
 ALL_REDUCE_AFTER, PARAMETER_SERVER_AFTER = "all-reduce-after", "parameter-server-after"
+# In which order a buffer's members are added: as a ring passes them on, or in their own, whatever their number.
+RING, ORDERED = "ring", "ordered"
+SUMS: Final = (RING, ORDERED)
+# Halves of a sum, kinds of bytes: every member gets the sum of its shard; all get all shards.
+REDUCE_SCATTER, ALL_GATHER = "reduce-scatter", "all-gather"
+ALL_TO_ALL = "all-to-all"  # a way: every member sends every other its part, as Gloo scatters and gathers
+# What replicas of a stage share out instead of each holding all (ZeRO, Rajbhandari et al., SC'20, stages 1 to 3): the
+# optimizer's state; gradients, too; parameters, too.
+NOT_SHARDED, OPTIMIZER, GRADIENTS, PARAMETERS = "none", "optimizer", "gradients", "parameters"
+SHARDS: Final = (NOT_SHARDED, OPTIMIZER, GRADIENTS, PARAMETERS)
 
 
 @dataclass(frozen=True)

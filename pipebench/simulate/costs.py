@@ -94,8 +94,8 @@ class Costs:
         return max(size for size in self.stages[0].forward_s if isinstance(size, int))
 
 
-def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0) -> Costs:
-    """Sum a profile over the stages of a plan; an update costs `update_cost` optimizer steps."""
+def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0, *, sharded: bool = False) -> Costs:
+    """Sum a profile over the stages of a plan; an update costs `update_cost` optimizer steps, of a shard if sharded."""
     rows = next(iter(profile.layers.values()))
     loss = len(rows) - 1
     stages = []
@@ -118,7 +118,8 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0) -> Costs
         buckets = _buckets(rows, range(stage.start, stage.stop), again, apart)
         tied_bytes = _num_bytes(rows[stage.start : stage.stop], apart)
         num_bytes = sum(bucket.num_bytes for bucket in buckets) + tied_bytes
-        update = profile.update_floor_s + num_bytes * profile.update_s_per_byte * update_cost if num_bytes else 0.0
+        stepped = num_bytes / stage.replicas if sharded else num_bytes
+        update = profile.update_floor_s + stepped * profile.update_s_per_byte * update_cost if num_bytes else 0.0
         buffer_bytes = sum({k: v for i in indices for k, v in rows[i].buffer_sizes.items()}.values())
         forward, backward, weight, load = (nothing | each for each in (forward, backward, weight, load))
         swapped, again_s = nothing | swapped, nothing | again_s

@@ -17,12 +17,13 @@ from pipebench.schedule.weights import WEIGHT_POLICIES, delay
 
 # Purposes of bytes, in the order in which pictures stack them.
 WEIGHTS, VERSIONS, MOVED, MASTERS = "weights", "older versions", "moved weights", "masters"
+GATHERED = "gathered weights"  # of all replicas' shards, for a pass
 STATE, GRADIENTS, ACTIVATIONS, AGAIN = "optimizer state", "gradients", "activations", "computed again"
 SENT, RECEIVED = "being sent", "received"
 ON_HOST = "on the host"  # on a device's host, not part of the device's memory
-KINDS: Final = (WEIGHTS, VERSIONS, MOVED, MASTERS, STATE, GRADIENTS, ACTIVATIONS, AGAIN, SENT, RECEIVED)
-WHATEVER_SIZE: Final = KINDS[:6]  # independent of the minibatch
-HELD: Final = KINDS[:7]  # between instructions; engines count these in live tensors
+KINDS: Final = (WEIGHTS, VERSIONS, GATHERED, MOVED, MASTERS, STATE, GRADIENTS, ACTIVATIONS, AGAIN, SENT, RECEIVED)
+WHATEVER_SIZE: Final = KINDS[:7]  # independent of the minibatch
+HELD: Final = KINDS[:8]  # between instructions; engines count these in live tensors
 
 Bytes = Mapping[Size, int]
 
@@ -34,7 +35,9 @@ class StageMemoryCosts:
     If lengths vary, every unit held is counted as the longest.
     """
 
-    weights: int  # one version of the parameters; gradients are as large
+    weights: int  # one version of the parameters, or of a replica's shard
+    gathered: int  # one version of all parameters, which gradients are as large as
+    scattered: int  # gradients once they are summed: all, or a shard of them
     masters: int  # master weights besides the versions; 0 if the optimizer updates the newest version
     state: int  # the optimizer's, after its first step
     copies: int  # extra sets of weights, for passes with predicted ones
@@ -60,7 +63,8 @@ class StageMemoryCosts:
             in_flight: units between forward and backward.
             versions: weight versions held then.
         """
-        once = self.masters + self.state + self.weights * (versions + 1 + self.copies)  # one more for gradients
+        gathered = self.gathered - self.weights  # while a pass runs
+        once = self.masters + self.state + self.weights * (versions + self.copies) + gathered + self.gathered
         swapped = self.swapped[size]
         return once + in_flight * (self.unit[size] - swapped) + min(in_flight, 3) * swapped + self.again[size]
 
@@ -104,6 +108,7 @@ def layers_memory(
     masters = {name: size for i in own for name, size in rows[i].master_sizes.items()}
     split = {name: size for i in own if rows[i].weight_s > 0 for name, size in rows[i].parameter_sizes.items()}
     weights, stepped = sum(sizes.values()), sum((sizes | masters).values())
+    stepped, scattered = (-(-each // pipeline.parts(index)) for each in (stepped, weights))
     moves = policy.moves(pipeline, index) and weights > 0
     unit, swapped, again, rest = _nothing(), _nothing(), _nothing(), _nothing()
     by_size = profile.by_size
@@ -115,7 +120,9 @@ def layers_memory(
         again[size] = _again_bytes(at, stage)
         rest[size] = _kept_for_weights(at, own, fed)
     return StageMemoryCosts(
-        weights=weights,
+        weights=scattered if pipeline.gathers else weights,
+        gathered=weights,
+        scattered=scattered,
         masters=stepped if profile.has_masters else 0,
         state=stepped * profile.state_bytes_per_byte,
         copies=moves * (1 + (policy.corrects and delay(pipeline, index) > 0)),

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from pipebench.cluster import Cluster
 from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import COPIES, FIRST_PARTS
-from pipebench.schedule.operations import COMPUTE, OPERATIONS, RECEIVE, SEND, SWAP_IN, SWAP_OUT, UPDATE, WAIT, Op
+from pipebench.schedule.operations import COMPUTE, OPERATIONS, RECEIVE, ROUND, SEND, SWAP_IN, SWAP_OUT, UPDATE, WAIT, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.simulation import TimelineEvent
@@ -18,6 +18,7 @@ RECORDED_SPANS = 4000  # enough for fill, steady state and drain of most segment
 COMPUTED = {op: (row.kind, row.label) for op, row in OPERATIONS.items() if row.role == COMPUTE}
 _SENDS = {op: row.label for op, row in OPERATIONS.items() if row.role == SEND}
 _WAIT_LABELS = {op: f"wait for {row.label}" for op, row in OPERATIONS.items() if row.role in (RECEIVE, WAIT)}
+_OF_ROUNDS = tuple(op for op, row in OPERATIONS.items() if row.about == ROUND and row.role == WAIT)
 _WAIT_LABELS[Op.LOAD_INPUT] = OPERATIONS[Op.LOAD_INPUT].label
 
 
@@ -120,7 +121,7 @@ def span_of(pipeline: Pipeline, event: TimelineEvent, evaluating: bool) -> Span:
     own = stage if pipeline.chunks > 1 else ""  # which of the worker's stages
     if op is Op.UPDATE:
         return Span(worker, UPDATE, f"{own}U{number}", start_s, end_s, -1)
-    if op in (Op.WAIT_ALL_REDUCE, Op.WAIT_TIED, Op.WAIT_NORM):
+    if op in _OF_ROUNDS:
         return Span(worker, WAIT, _WAIT_LABELS[op], start_s, end_s, -1)
     minibatch = number if evaluating else pipeline.minibatch(number)[0]
     if op in _WAIT_LABELS:

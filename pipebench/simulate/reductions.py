@@ -1,17 +1,19 @@
 """Sums among the replicas of a stage, and of all workers' gradient norms: who has joined, and who waits."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
+from pipebench.schedule.syncs import ALL_GATHER, ALL_REDUCE, SYNCS
 from pipebench.simulate.costs import Costs, SimulatedBucket
 from pipebench.simulate.network import Network
 from pipebench.simulate.timeline import CONTROL
 
 EVERY_STAGE = -1
+_GATHERS = -2  # of stage s: _GATHERS - s
 
 Wait = tuple[float, Instruction, float]  # waiting since, instruction, time at which what it waits for was sent
 Wake = Callable[[float, int, Wait], None]  # lets a worker continue at a time
@@ -54,12 +56,17 @@ class Reductions:
         self._groups = {EVERY_STAGE: _PendingReduction((squares,), range(pipeline.num_workers), ALL_REDUCE, CONTROL)}
         for stage, each in enumerate(costs.stages):
             num_bytes, workers = sum(bucket.num_bytes for bucket in each.buckets), pipeline.workers_of(stage)
-            host_s = costs.host.all_reduce(num_bytes, len(workers))
-            self._groups[stage] = _PendingReduction(each.buckets, workers, sync.way, sync.kind, host_s, sync.overlaps)
+            host_s = costs.host.all_reduce(num_bytes, len(workers)) / (1 + pipeline.is_sharded)
+            kind, overlaps = pipeline.sum_kind, sync.overlaps
+            self._groups[stage] = _PendingReduction(each.buckets, workers, pipeline.way, kind, host_s, overlaps)
+            if pipeline.is_sharded:
+                whole = (SimulatedBucket(num_bytes, 1.0),) if num_bytes else ()
+                self._groups[_GATHERS - stage] = _PendingReduction(whole, workers, pipeline.way, ALL_GATHER, host_s)
+        self._gathers: Counter[tuple[int, int]] = Counter()  # those joined, by worker and stage
         for tie in range(len(pipeline.ties)):
             buckets, members = costs.ties[tie : tie + 1], pipeline.members(pipeline.num_stages + tie)
             host_s = costs.host.all_reduce(sum(bucket.num_bytes for bucket in buckets), len(members))
-            group = _PendingReduction(buckets, members, sync.way, sync.kind, host_s, overlaps=False)
+            group = _PendingReduction(buckets, members, pipeline.way, sync.kind, host_s, overlaps=False)
             self._groups[pipeline.num_stages + tie] = group
 
     def join(
@@ -85,9 +92,22 @@ class Reductions:
         if not group.buckets:
             push(each.all_joined_s, partial(self._ended, stage, round_index, each))
 
+    def gather(self, worker: int, stage: int, now_s: float) -> None:
+        """Join the next gather of a stage's weights."""
+        self.join(_GATHERS - stage, self._gathers[worker, stage], now_s)
+        self._gathers[worker, stage] += 1
+
+    def wait_gathered(self, worker: int, stage: int, it: Instruction, now_s: float) -> tuple[float, float] | None:
+        """Wait for the last gather that a worker has joined; see `wait`."""
+        return self._wait(worker, (_GATHERS - stage, self._gathers[worker, stage] - 1), it, now_s)
+
     def wait(self, worker: int, stage: int, instruction: Instruction, now_s: float) -> tuple[float, float] | None:
         """Return when a round's sum is available and when it started; None if the worker waits and will be woken."""
-        key = (stage, instruction.number)
+        return self._wait(worker, (stage, instruction.number), instruction, now_s)
+
+    def _wait(
+        self, worker: int, key: tuple[int, int], instruction: Instruction, now_s: float
+    ) -> tuple[float, float] | None:
         each = self._rounds[key]
         each.waits_left -= 1
         if each.waits_left == 0:
@@ -95,7 +115,7 @@ class Reductions:
         if each.end_s is None:
             self._waiting.setdefault(key, []).append((worker, now_s, instruction))
             return None
-        return max(now_s, each.end_s) + self._groups[stage].host_s, each.all_joined_s
+        return max(now_s, each.end_s) + self._groups[key[0]].host_s, each.all_joined_s
 
     def waiting(self) -> Iterator[tuple[int, float, Instruction]]:
         """Yield waiting workers, since when, and their instructions."""
@@ -113,7 +133,8 @@ class Reductions:
     ) -> None:
         done = partial(self._summed, stage, round_index, each)
         num_bytes = bucket.num_bytes
-        self._network.sum_up(group.way, group.kind, f"R{round_index}", group.workers, num_bytes, now_s, done)
+        label = f"{'G' if group.kind == ALL_GATHER else 'R'}{round_index}"
+        self._network.sum_up(group.way, group.kind, label, group.workers, num_bytes, now_s, done)
 
     def _summed(self, stage: int, round_index: int, each: _Round, now_s: float) -> None:
         each.buckets_left -= 1

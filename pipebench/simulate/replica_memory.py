@@ -14,6 +14,7 @@ from pipebench.schedule.version_ledger import VersionLedger
 from pipebench.simulate.memory import (
     ACTIVATIONS,
     AGAIN,
+    GATHERED,
     GRADIENTS,
     MASTERS,
     MOVED,
@@ -56,6 +57,7 @@ class ReplicaMemory:
         self._moved: tuple[int, int] | None = None  # of the last forward: the version, and how far from it
         self._shared = False  # whether its weights outlive an update
         self._is_retired = False
+        self._is_gathered = memory.weights == memory.gathered  # where all are kept, gathers take no memory of their own
 
     def copied(self, memory: StageMemoryCosts) -> "ReplicaMemory":
         """Return one of other layers that goes on from the newest weights of this one, and from its optimizer's state.
@@ -140,7 +142,15 @@ class ReplicaMemory:
             yield Change(ACTIVATIONS, self._memory.swapped[size], False)
             yield Change(ON_HOST, -self._memory.swapped[size], True)
         elif it.op in (Op.WAIT_ALL_REDUCE, Op.WAIT_TIED):
-            yield self._gradients_are(self._memory.weights, at_end=True)
+            yield self._gradients_are(self._memory.gathered, at_end=True)
+        elif it.op is Op.WAIT_SCATTER:
+            yield self._gradients_are(self._memory.scattered, at_end=True)
+        elif it.op is Op.GATHER and not self._is_gathered:
+            self._is_gathered = True
+            yield Change(GATHERED, self._memory.gathered, False)
+        elif it.op is Op.FREE:
+            self._is_gathered = False
+            yield Change(GATHERED, -self._memory.gathered, True)
         elif it.op is Op.UPDATE:
             yield from self._update(it)
 
@@ -164,7 +174,7 @@ class ReplicaMemory:
         if size == 0:
             return
         yield Change(AGAIN, self._memory.again[size], False)
-        yield self._gradients_are(self._memory.weights, at_end=False)
+        yield self._gradients_are(self._memory.gathered, at_end=False)
         yield Change(AGAIN, -self._memory.again[size], True)
         yield Change(RECEIVED, -self._memory.returned[size], True)
         yield from self.let_go(it.number)
@@ -183,13 +193,13 @@ class ReplicaMemory:
 
     def _backward_weight(self, it: Instruction, size: Size) -> Iterator[Change]:
         if size != 0:
-            yield self._gradients_are(self._memory.weights, at_end=False)
+            yield self._gradients_are(self._memory.gathered, at_end=False)
             yield from self.let_go(it.number)
 
     def _update(self, it: Instruction) -> Iterator[Change]:
         memory, alive = self._memory, len(self._versions.alive)
         if self._gradients:  # they are turned into the type that the optimizer steps in
-            yield self._gradients_are(memory.masters or memory.weights, at_end=False)
+            yield self._gradients_are(memory.masters or memory.scattered, at_end=False)
         yield from self._stepped()
         if memory.shares_moved and it.version <= it.number and self._moved is not None and not self._shared:
             self._shared = True

@@ -117,7 +117,11 @@ class Simulation:
             Op.LOAD_INPUT: self._load,
             Op.UPDATE: self._update,
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
+            Op.WAIT_SCATTER: self._wait_all_reduce,
             Op.WAIT_NORM: self._wait_norm,
+            Op.GATHER: self._gather,
+            Op.WAIT_GATHER: self._wait_gather,
+            Op.FREE: lambda worker, it, now_s: 0.0,
             Op.WAIT_TIED: self._wait_tied,
         }
 
@@ -225,8 +229,17 @@ class Simulation:
         self._reductions.join(EVERY_STAGE, wait.number, now_s)
         return self._wait(worker, EVERY_STAGE, wait, now_s)
 
+    def _gather(self, worker: int, gather: Instruction, now_s: float) -> float:
+        self._reductions.gather(worker, gather.stage, now_s)
+        return 0.0
+
+    def _wait_gather(self, worker: int, wait: Instruction, now_s: float) -> float | None:
+        return self._awaited(worker, wait, now_s, self._reductions.wait_gathered(worker, wait.stage, wait, now_s))
+
     def _wait(self, worker: int, stage: int, wait: Instruction, now_s: float) -> float | None:
-        found = self._reductions.wait(worker, stage, wait, now_s)
+        return self._awaited(worker, wait, now_s, self._reductions.wait(worker, stage, wait, now_s))
+
+    def _awaited(self, worker: int, wait: Instruction, now_s: float, found: tuple[float, float] | None) -> float | None:
         if found is None:
             return None
         ready_s, joined_s = found

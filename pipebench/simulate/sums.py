@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from pipebench.cluster import Cluster
-from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
+from pipebench.schedule.syncs import ALL_REDUCE, ALL_TO_ALL, PARAMETER_SERVER, RING
 from pipebench.simulate.sharing import NEVER, Resource, Uses
 
 Port = tuple[int, int, bool]  # level, component of the level below, whether it is outgoing
@@ -102,6 +102,25 @@ def server_traffic(num_bytes: int, servers: Groups) -> Iterator[tuple[int, int, 
     yield from ((i, j, chunks[j] + chunks[i]) for i in range(size) for j in range(size) if i != j)
 
 
+def ring_traffic(num_bytes: int, servers: Groups) -> Iterator[tuple[int, int, int]]:
+    """Yield (sender, receiver, bytes) of half a ring all-reduce: a reduce-scatter, or an all-gather.
+
+    Member i passes on every chunk but one: (r-1) num_bytes in all, half of an all-reduce (ZeRO, SC'20, section 7.1).
+    """
+    ring = [member for server in servers for member in server]
+    chunks = _chunks(num_bytes, len(ring))
+    for i, member in enumerate(ring):
+        following = (i + 1) % len(ring)
+        yield member, ring[following], num_bytes - chunks[following]
+
+
+def all_to_all_traffic(num_bytes: int, servers: Groups) -> Iterator[tuple[int, int, int]]:
+    """Yield (sender, receiver, bytes) of a reduce-scatter, or an all-gather, in which all send each other one chunk."""
+    size = sum(map(len, servers))
+    chunks = _chunks(num_bytes, size)
+    yield from ((i, j, chunks[j]) for i in range(size) for j in range(size) if i != j)
+
+
 def _chunks(num_bytes: int, size: int) -> list[int]:
     elements, rest = divmod(num_bytes, 4)
     chunks = [4 * (elements // size + (i < elements % size)) for i in range(size)]
@@ -151,6 +170,11 @@ def _ring_part(links: Links, rings: Groups, rounds: int, connections: int = 1) -
     return [Part(share, tuple((links.port(port), weight) for port, weight in weights.items()), latency_s, cap)]
 
 
+def ring_phases(links: Links, ring: Sequence[int], servers: Groups) -> Phases:
+    """Return one ring of all, in which every chunk goes round once."""
+    return [_ring_part(links, [ring], 1)]
+
+
 def ring_latency_s(hops_s: Sequence[float], rounds: int = 2) -> float:
     """Return the latency of the chunk that arrives last, given that of every hop around a ring.
 
@@ -187,4 +211,6 @@ def server_phases(links: Links, ring: Sequence[int], servers: Groups) -> Phases:
 WAYS: Final[dict[str, Way]] = {
     ALL_REDUCE: Way(all_reduce_traffic, all_reduce_phases),
     PARAMETER_SERVER: Way(server_traffic, server_phases),
+    RING: Way(ring_traffic, ring_phases),
+    ALL_TO_ALL: Way(all_to_all_traffic, lambda links, ring, servers: server_phases(links, ring, servers)[:1]),
 }

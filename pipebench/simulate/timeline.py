@@ -12,11 +12,11 @@ from pipebench.schedule.operations import (
     SWAP_IN,
     SWAP_OUT,
 )
-from pipebench.schedule.syncs import SYNCS
+from pipebench.schedule.syncs import ALL_GATHER, REDUCE_SCATTER, SYNCS
 
 EVALUATE = "evaluate"
 PASSES = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-SYNC_KINDS = tuple(dict.fromkeys(sync.kind for sync in SYNCS.values()))
+SYNC_KINDS = (*dict.fromkeys(sync.kind for sync in SYNCS.values()), REDUCE_SCATTER, ALL_GATHER)
 TRAINING_KINDS = (ACTIVATION, GRADIENT, *SYNC_KINDS)  # summed in totals
 BUFFERS, EVALUATION, CONTROL = "buffers", "evaluation", "control"  # counted separately, like migration
 SWAP_KINDS = (SWAP_OUT, SWAP_IN)  # copies to a device's host and back, counted separately

@@ -167,7 +167,11 @@ class _Variant:
         plan = replace(self.plan, stages=tuple(stages))
         swaps = tuple(range(self.pipeline.num_stages)) if policy == SWAP else ()
         cost = WEIGHT_POLICIES[self.pipeline.weights].update_cost
-        return _Variant(plan, replace(self.pipeline, swaps=swaps), stage_costs(profile, plan, cost))
+        return _Variant(
+            plan,
+            replace(self.pipeline, swaps=swaps),
+            stage_costs(profile, plan, cost, sharded=self.pipeline.is_sharded),
+        )
 
     def at_depth(self, depth: int) -> "_Variant":
         """Return the same with another depth."""

@@ -12,7 +12,7 @@ from pipebench.engine.setup import Setup
 from pipebench.errors import Fault, PlanError, RecipeError, choice
 from pipebench.hooks import hooks
 from pipebench.model.graph import LayerGraph
-from pipebench.model.optimizer import make_optimizer
+from pipebench.model.optimizer import is_elementwise, make_optimizer
 from pipebench.model.plan import Plan
 from pipebench.planner.compare import compare
 from pipebench.planner.plans import Comparison
@@ -124,7 +124,8 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
     sampler, held_out = samplers(train, dataset)
     pipeline = _pipeline(recipe, profile, plan)
     check_copies(cluster, plan)
-    costs = stage_costs(profile, plan, WEIGHT_POLICIES[parallelism.row.weights].update_cost)
+    cost = WEIGHT_POLICIES[parallelism.row.weights].update_cost
+    costs = stage_costs(profile, plan, cost, sharded=pipeline.is_sharded)
     if parallelism.accumulate == LARGEST:
         memories = stage_memories(profile, plan, pipeline, input_bytes(graph, dataset, profile.by_size))
         pipeline = with_largest_update(PlannedWorkload(pipeline, costs, cluster, plan.devices, sampler), memories)
@@ -147,6 +148,7 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
         device=known.device,
         loss_scale=(train.loss_scale or LossScaleRecipe()) if _scales(train) else None,
         correction_decay=parallelism.correction_decay or CORRECTION_DECAY,
+        steps_on_whole=not is_elementwise(train.optimizer),
         repartitions=switches,
     )
 
@@ -162,7 +164,7 @@ def _pipeline(recipe: Recipe, profile: Profile, plan: Plan) -> Pipeline:
         accumulate=mode.accumulate,
         shares_norm=(recipe.train.optimizer.clip_norm is not None or _scales(recipe.train))
         and mode.flush
-        and len(plan.stages) > 1,
+        and (len(plan.stages) > 1 or mode.is_sharded),
     )
     on = turned_on(partial(value_at, recipe))
     settings = hooks("settings", on)

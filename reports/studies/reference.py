@@ -148,7 +148,21 @@ def modes_page() -> Iterator[str]:
     yield "## The columns"
     told, columns = (
         documented(Mode),
-        ("shape", "order", "flush", "weights", "sync", "accumulate", "chunks", "backward", "depth", "recompute"),
+        (
+            "shape",
+            "order",
+            "flush",
+            "weights",
+            "sync",
+            "accumulate",
+            "chunks",
+            "backward",
+            "depth",
+            "recompute",
+            "sums",
+            "shard",
+            "reshard_after_forward",
+        ),
     )
     yield table(("column", "what it is"), ([f"`{name}`", told[name].replace("None", "null")] for name in columns))
     yield table(

@@ -17,8 +17,8 @@ from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate
 from pipebench.profile.stored import write_profile
-from pipebench.schedule.modes import MODES
 from pipebench.show.plan_picture import is_our_picture
+from tests.modes import WHOLE
 from tests.recipes import uniform_recipe
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "profiles"
@@ -134,7 +134,7 @@ def test_json_has_every_documented_key(graph: str) -> None:
     assert not missing
     assert found["samples_per_s"] == pytest.approx(8 * found["minibatches_per_s"])
     assert found["memory_limit_bytes"] == 16_000_000_000
-    assert {found["mode"], *(plan["mode"] for plan in found["others"]), *found["refused"]} == {*MODES}
+    assert {found["mode"], *(plan["mode"] for plan in found["others"]), *found["refused"]} == {*WHOLE}
 
 
 def test_text_says_why(graph: str) -> None:
@@ -414,7 +414,7 @@ def test_the_plan_asked_for_is_printed_before_other_modes_are_planned(
     asked = ("--profile", graph, "--levels", "4@1e9", "--mode", "gpipe")
     whole = invoke(*asked).stdout
     assert {*planned[:2]} == {"gpipe", "dp"}
-    assert sorted(planned) == sorted(MODES)
+    assert sorted(planned) == sorted(WHOLE)
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -445,8 +445,8 @@ def test_a_table_of_a_sweep_plans_what_it_shows(planned: list[str]) -> None:
     assert planned == ["dp", "pipedream"] * 2 or planned == ["pipedream", "dp"] * 2
     planned.clear()
     both: Any = answer("quickstart", "parallelism.depth=1,2")
-    assert {row["mode"] for row in both[0]["others"]} == {*MODES} - {"pipedream"}
-    assert sorted(planned) == sorted([*MODES] * 2)
+    assert {row["mode"] for row in both[0]["others"]} == {*WHOLE} - {"pipedream"}
+    assert sorted(planned) == sorted([*WHOLE] * 2)
 
 
 def test_a_run_of_a_sweep_without_a_plan_is_a_sentence_below_the_others(few: str) -> None:

@@ -27,6 +27,7 @@ from pipebench.model.optimizer import make_optimizer
 from pipebench.model.plan import recut
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
+from pipebench.schedule.operations import Op
 from pipebench.schedule.orders import ALL_FORWARDS, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE
 from pipebench.schedule.pipeline import SPLIT, STASH, WHOLE
 from pipebench.schedule.weights import CORRECT, DOUBLE_BUFFER, ONE, PREDICT, VERTICAL_SYNC
@@ -227,12 +228,18 @@ def in_processes(
         go_under(engine, recuts, index)
         done.append(engine.train(sum(done), count))
         scores.append(engine.evaluate())
+    whole(engine)
     replicas = engine.worker.replicas.values()
     tensors = [{name: tensor.detach().cpu().clone() for name, tensor in r.tensors().items()} for r in replicas]
     bytes_sent, versions = dict(engine.num_bytes), [engine.worker.versions_max]
     pushes = [Pushes(**segment) for segment in engine.facts()["pushes"]]
     engine.close()
     return Outcome(engine.worker.index, tensors, losses, scores, bytes_sent, versions, done, pushes)
+
+
+def whole(engine: VirtualEngine | DistributedEngine) -> None:
+    """Let sharded replicas gather their weights, for a look at all of them."""
+    engine._together(Op.GATHER, Op.WAIT_GATHER)
 
 
 def virtually(case: Case) -> Outcome:
@@ -273,6 +280,7 @@ def on_virtual_engine(
         engine.train(done, count)
         done += count
         scores.append(engine.evaluate())
+    whole(engine)
     tensors = [{name: tensor.detach() for name, tensor in replica.tensors().items()} for replica in engine.replicas]
     versions = [worker.versions_max for worker in engine.workers]
     pushes = [Pushes(**segment) for segment in engine.facts()["pushes"]]

@@ -221,6 +221,38 @@ THREE |= {
         {"weights": "one", "microbatches": 2, "clip_norm": 0.3, "precision": "bf16"},
     ),
 }
+SHARDED = {"weights": "one", "order": "sequential", "sums": "ordered", "chunks": 3, "depth": 1}
+TWO |= {
+    "zero1": Case("conv", (2, 4), (2, 2, 2), SHARDED | {"shard": "optimizer"}),
+    "zero2, clipped, accumulated": Case(
+        "skip", (2, 4), (2, 2, 2), SHARDED | {"shard": "gradients", "clip_norm": 0.3, "accumulate": 2}
+    ),
+    "fsdp": Case("conv", (2, 4), (2, 2, 2), SHARDED | {"shard": "parameters"}),
+    "fsdp, not resharded, recompute": Case(
+        "skip", (2, 4), (2, 2, 2), SHARDED | {"shard": "parameters", "reshards": False, "recompute": True}
+    ),
+    "fsdp, bf16": Case("conv", (2, 4), (2, 2, 2), SHARDED | {"shard": "parameters", "precision": "bf16"}),
+    "zero2, parameters of three types": Case(
+        "mixed", (2, 4), (2, 2, 2), SHARDED | {"shard": "gradients", "sizes": (2, 4)}
+    ),
+    "zero1, parameters without a gradient": Case(
+        "frozen", (), (2,), {"shard": "optimizer", "weights": "one", "depth": 1}
+    ),
+}
+# Added in the order of replicas: processes have the virtual engine's bits beyond two, too, and in short rounds.
+THREE |= {
+    "dp, ordered": Case("conv", (), (3,), {"weights": "one", "depth": 1, "sums": "ordered"}),
+    "zero1 of three": Case("conv", (2, 4), (3, 3, 3), SHARDED | {"shard": "optimizer", "clip_norm": 0.3}),
+    "zero2 of three": Case("skip", (2, 4), (3, 3, 3), SHARDED | {"shard": "gradients"}),
+    "1F1B, sharded optimizer": Case(
+        "skip",
+        (4,),
+        (2, 1),
+        {"weights": "one", "microbatches": 2, "sums": "ordered", "shard": "optimizer", "clip_norm": 0.3},
+    ),
+    "pipedream, sharded optimizer": Case("conv", (4,), (2, 1), {"sums": "ordered", "shard": "optimizer"}),
+    "fsdp of three": Case("conv", (2, 4), (3, 3, 3), SHARDED | {"shard": "parameters"}),
+}
 THREE_REPLICAS = {
     "tied, 2-1": Case("tied", (5,), (2, 1), TIED | {"clip_norm": 0.1}),
     "dp": Case("conv", (), (3,), {"weights": "one", "depth": 1}),

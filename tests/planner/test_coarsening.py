@@ -21,7 +21,7 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.planner.states import antichains, prefixes
 from pipebench.profile.model import LayerProfile, Profile
-from pipebench.schedule.modes import MODES
+from tests.modes import WHOLE
 from tests.planner.problems import MODELS, cases, chain, levels
 from tests.planner.test_artifact import graph, inception
 
@@ -193,7 +193,7 @@ def test_10_000_layers_on_two_levels_are_planned_without_crawling() -> None:
     assert found.best.plan.stages[-1].stop == 10_000
     assert found.num_states == 10_001
     assert 1.0 < found.at_most < 1.1
-    assert f"{[*MODES].index('pipedream')}/{len(MODES)} pipedream, hierarchical" in told
+    assert f"{WHOLE.index('pipedream')}/{len(WHOLE)} pipedream, hierarchical" in told
     assert {*found.took_s} == {"search", "simulation", "other modes"}
 
 

@@ -32,6 +32,9 @@ HINTS = {
     "data=x": "dataset",
     # values
     "parallelism.mode=ddp": "dp",
+    "parallelism.mode=zero3": "fsdp",
+    "parallelism.mode=zero": "zero1",
+    "fsdp=true": "parallelism.mode",
     "parallelism.mode=1f1b": "pipedream-flush",
     "parallelism.mode=interleaved_1f1b": "interleaved",
     "parallelism.mode=GPipe": "gpipe",
@@ -57,11 +60,9 @@ def test_the_hint_is_what_was_meant(write: Write, given: str, meant: str) -> Non
     assert len(raised.value.faults) == 1
 
 
-@pytest.mark.parametrize("given", ["fsdp=true", "zero=1", "parallelism.mode=fsdp", "parallelism.mode=tensor"])
-def test_what_shards_layers_is_told_that_nothing_does(write: Write, given: str) -> None:
-    with pytest.raises(
-        RecipeError, match="shards layers or their state over workers, which pipebench doesn't: mode dp"
-    ):
+@pytest.mark.parametrize("given", ["tp=2", "parallelism.mode=tensor"])
+def test_what_splits_layers_is_told_that_nothing_does(write: Write, given: str) -> None:
+    with pytest.raises(RecipeError, match="splits layers over workers, which pipebench doesn't: mode fsdp"):
         load(str(write(VALID)), [given])
 
 

@@ -14,13 +14,13 @@ from pipebench.planner.planner import Planner
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.recipe.ranges import CHOICES
-from pipebench.schedule.modes import MODES
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.network import Network
 from pipebench.simulate.steady import simulate_all
 from pipebench.train.job import Job
 from pipebench.train.prepare import prepare
 from pipebench.train.request import plan_request
+from tests.modes import WHOLE
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
 
 SMALL = ["model.width=0.05", "train.max_epochs=1"]
@@ -51,7 +51,7 @@ def test_mode_auto_is_the_mode_predicted_to_be_fastest_and_keeps_the_others() ->
     assert given.comparison is not None
     seconds = [given.comparison.best.minibatch_s, *(other.minibatch_s for other in given.comparison.others)]
     assert seconds == sorted(seconds)
-    assert {given.comparison.best.plan.mode, *(other.plan.mode for other in given.comparison.others)} == set(MODES)
+    assert {given.comparison.best.plan.mode, *(other.plan.mode for other in given.comparison.others)} == set(WHOLE)
     assert given.recipe.parallelism.mode == given.comparison.best.plan.mode
     assert given.setup.plan.replicas == given.comparison.best.plan.replicas
 

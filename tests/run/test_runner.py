@@ -11,9 +11,9 @@ from click.testing import CliRunner, Result
 
 import pipebench
 from pipebench.cli.main import cli
-from pipebench.schedule.modes import MODES
 from pipebench.show import memory_picture, occupancy_picture
 from pipebench.tracking import Tracking
+from tests.modes import WHOLE
 
 SHORT = [
     *("model.width=0.05", "train.minibatch_size=200", "train.max_epochs=1"),
@@ -175,7 +175,7 @@ def test_a_run_whose_mode_the_planner_chose_keeps_the_runner_ups(folder: Path) -
     (path,) = folder.rglob("modes.json")
     told, plan = json.loads(path.read_text()), json.loads(path.with_name("plan.json").read_text())
     seconds = [each["predicted_minibatch_s"] for each in told["compared"]]
-    assert len(seconds) + len(told["refused"]) == len(MODES)
+    assert len(seconds) + len(told["refused"]) == len(WHOLE)
     assert seconds == sorted(seconds)
     assert plan["mode"] == told["compared"][0]["mode"]
 

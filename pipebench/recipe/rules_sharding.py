@@ -1,0 +1,85 @@
+"""Rules on sharded replicas: the columns, optimizers and extensions that shards go with."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
+from pipebench.recipe.schema import OptimizerRecipe, ParallelismRecipe
+from pipebench.recipe.typecheck import shown
+from pipebench.schedule.modes import AUTO, MODES, Mode
+from pipebench.schedule.syncs import ALL_REDUCE, NOT_SHARDED, OPTIMIZER, ORDERED, PARAMETERS, SYNCS
+from pipebench.schedule.weights import WEIGHT_POLICIES
+
+_KEPT = ("cuts", "chunks", "order", "flush", "weights", "sync", "sums", "shard", "reshard_after_forward")
+
+
+def _row(draft: Draft) -> Mode | None:
+    """Return the row of a recipe's mode with its columns, or None where it can't be known."""
+    given = {name: draft.get(f"parallelism.{name}") for name in ("mode", *_KEPT)}
+    mode = given.pop("mode")
+    if mode is UNUSABLE or mode == AUTO or mode not in MODES or UNUSABLE in given.values():
+        return None
+    return ParallelismRecipe(mode, **{name: value for name, value in given.items() if value is not None}).row
+
+
+@rule("@draft", "parallelism.mode", "parallelism.order", "parallelism.weights", "parallelism.shard", "parallelism.sync")
+def _shards(draft: Draft, mode: str, order: str | None, weights: str | None, shard: str | None, sync: str) -> Problems:
+    """Shards need replicas that wait for each other, and one version of the weights."""
+    row = _row(draft)
+    if row is None or not row.is_sharded:
+        return
+    key, told = "parallelism.shard" if shard is not None else "parallelism.mode", f"got shard {row.shard}"
+    if row.shard != OPTIMIZER and row.shape != "one-stage":
+        why = f"{told} with mode {mode}, whose stages have several microbatches in flight"
+        yield key, f"{why}: allowed is none or optimizer, or mode dp"
+    elif not WEIGHT_POLICIES[row.weights].stashed:
+        stashed = " or ".join(name for name, policy in WEIGHT_POLICIES.items() if policy.stashed and policy.waits)
+        why = f"{told} with weights {row.weights}, whose backwards use weights that aren't gathered"
+        yield key, f"{why}: allowed is none, or weights {stashed}"
+    if SYNCS[row.sync].way != ALL_REDUCE or not SYNCS[row.sync].waits:
+        names = " or ".join(name for name, each in SYNCS.items() if each.way == ALL_REDUCE)
+        where = "parallelism.sync" if sync is not None else key
+        yield where, f"got sync {row.sync} with shard {row.shard}, whose replicas scatter sums: allowed is {names}"
+
+
+@rule("@draft", "parallelism.mode", "parallelism.sums", "parallelism.reshard_after_forward", "parallelism.shard")
+def _only_where(draft: Draft, mode: str, sums: str | None, reshard: bool | None, shard: str | None) -> Problems:
+    """Some columns mean something only beside others."""
+    row = _row(draft)
+    if row is None:
+        return
+    if reshard is not None and row.shard != PARAMETERS:
+        why = f"got {shown(reshard)} with shard {row.shard}, which keeps all parameters"
+        yield "parallelism.reshard_after_forward", f"{why}: allowed is null, or shard: {PARAMETERS}"
+    if sums is not None and not SYNCS[row.sync].waits:
+        why = f"got {sums} with sync {row.sync}, whose servers add gradients as they come"
+        yield "parallelism.sums", f"{why}: allowed is null, or sync: {ALL_REDUCE}"
+    if sums not in (None, ORDERED) and SYNCS[row.sync].way != ALL_REDUCE and SYNCS[row.sync].waits:
+        why = f"got {sums} with sync {row.sync}, whose servers add in the order of replicas"
+        yield "parallelism.sums", f"{why}: allowed is null or {ORDERED}"
+
+
+@rule("@draft", "train.optimizer", "train.precision", "parallelism.vpipe", "parallelism.flush", "parallelism.shard")
+def _goes_with(
+    draft: Draft, optimizer: Mapping[str, Any], precision: str, vpipe: Any, flush: bool | None, shard: str | None
+) -> Problems:
+    """Shards are of the layers that a stage begins with, and of optimizers that keep no averages."""
+    row = _row(draft)
+    if row is None or not row.is_sharded:
+        return
+    if not row.flush:
+        why = f"with shard {row.shard} and no flush, where no replica knows its stage's norm"
+        clip_norm = optimizer.get("clip_norm")
+        if clip_norm is not None:
+            yield "train.optimizer.clip_norm", f"got {clip_norm:g} {why}: allowed is null, or shard: {NOT_SHARDED}"
+        if precision == "fp16":
+            yield "train.precision", f"got {precision} {why}: allowed are fp32 and bf16, or shard: {NOT_SHARDED}"
+    if OptimizerRecipe(**optimizer).name == "asgd":
+        why = f"got asgd with shard {row.shard}, and evaluations need its averages of all parameters"
+        yield "train.optimizer.name", f"{why}: allowed are others, or shard: {NOT_SHARDED}"
+    if isinstance(draft.values.get("search"), dict):
+        why = f"got a mapping with shard {row.shard}, whose layers all stay"
+        yield "search", f"{why}: allowed is null, or shard: {NOT_SHARDED}"
+    if vpipe is not None:
+        why = f"got a mapping with shard {row.shard}, whose layers stay where they are"
+        yield "parallelism.vpipe", f"{why}: allowed is null, or shard: {NOT_SHARDED}"

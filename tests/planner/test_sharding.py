@@ -1,0 +1,97 @@
+"""Sharded modes in the planner: published memory and bytes, groups of layers, and when they are a choice."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipebench.cluster import Cluster, Level
+from pipebench.planner.compare import compare
+from pipebench.planner.cost_models import COST_MODELS
+from pipebench.planner.layer_groups import layer_groups, transient_bytes
+from pipebench.planner.memory import MemoryRule
+from pipebench.planner.planner import Planner
+from pipebench.planner.plans import Request
+from pipebench.planner.states import prefixes
+from pipebench.profile.model import LayerProfile, Profile
+from pipebench.schedule.modes import MODES
+from tests.oracles import sharding
+
+PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "sharding.yaml"
+ROWS = {"zero1": "zero1", "zero2": "zero2", "fsdp": "zero3"}
+
+
+def rows_of(parameters: list[int], *, low: bool = False) -> tuple[LayerProfile, ...]:
+    """Return a chain of layers with these numbers of parameters, and the loss."""
+    made = [
+        LayerProfile(
+            f"l{i}", "Linear", 1.0, 2.0, 8, 8, (i - 1,) if i else (), ("x",) if i == 0 else (),
+            {f"l{i}.w": count * (2 if low else 4)} if count else {}, {},
+            master_sizes={f"l{i}.w": count * 4} if low and count else {},
+        )
+        for i, count in enumerate(parameters)
+    ]  # fmt: skip
+    return (*made, LayerProfile("loss", "loss", 0.0, 0.0, 4, 4, (len(made) - 1,)))
+
+
+def published() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(PUBLISHED.read_text())["zero"]
+    return found
+
+
+@pytest.mark.parametrize("mode", ROWS)
+def test_memory_of_model_states_is_the_paper_s(mode: str) -> None:
+    """Figure 1 of ZeRO: 7.5e9 parameters on 64 devices, Adam in mixed precision; gathered groups not counted."""
+    given = published()
+    count, replicas = int(float(given["parameters"])), given["replicas"]
+    states = prefixes(rows_of([count], low=True))
+    rule = MemoryRule(
+        float("inf"), versions=1, state_bytes_per_byte=2, masters=True, shard=MODES[mode].shard, replicas=replicas
+    )
+    found = rule.num_bytes(states, 0, len(states) - 1, 0)
+    assert found == pytest.approx(sharding.state_bytes(given["formula"][ROWS[mode]], count, replicas), rel=1e-9)
+    assert found / 1e9 == pytest.approx(given["gigabytes"][ROWS[mode]], rel=0.02)
+
+
+def test_groups_are_of_about_equal_parameters() -> None:
+    states = prefixes(rows_of([4, 0, 4, 0, 4, 0, 4, 0]))
+    assert layer_groups(states, 4) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert layer_groups(states, 2) == [(0, 4), (4, 8)]
+    assert layer_groups(states, 100) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert layer_groups(prefixes(rows_of([100, 1])), 8) == [(0, 1), (1, 2)]
+    assert layer_groups(prefixes(rows_of([0, 0])), 8) == [(0, 2)]
+    assert transient_bytes([1.0, 5.0, 3.0]) == [0.0, 5.0, 3.0]
+
+
+def request_of(memory_bytes: int | None) -> Request:
+    rows = rows_of([1000] * 8)
+    profile = Profile("t", "unit", "file", "", {4: rows}, 1e-9, 0.0, {4: 0.0}, {}, state_bytes_per_byte=2)
+    cluster = Cluster("flat", "unit", memory_bytes, (Level("server", 4, 1e6, 1e-6),))
+    return Request(profile=profile, cluster=cluster, model=COST_MODELS["overlap"], minibatch_size=4)
+
+
+@pytest.mark.parametrize("mode", ROWS)
+def test_the_bytes_of_a_plan_are_the_paper_s(mode: str) -> None:
+    """Per minibatch, of which a round has one per replica."""
+    found = Planner(request_of(None), mode).best()
+    assert len(found.plan.stages) == 8
+    assert {stage.replicas for stage in found.plan.stages} == {4}
+    expected = sharding.sent_bytes(MODES[mode].shard, 4 * 8000, 4) / 4
+    assert sum(found.num_bytes.values()) == pytest.approx(expected)
+
+
+def test_sharding_is_a_choice_where_memory_binds() -> None:
+    """Data parallelism needs 4 x 32 kB; a device that holds less gets a sharded mode, as fast as any that fits."""
+    whole = Planner(request_of(None), "dp").best().memory_bytes
+    free, bound = (compare(request_of(limit), None) for limit in (None, int(whole * 0.8)))
+    assert not any(MODES[each.plan.mode].is_sharded for each in (free.best, *free.others))
+    tried = {each.plan.mode: each for each in (bound.best, *bound.others)}
+    assert {*tried} & {*ROWS}
+    limit = whole * 0.8
+    assert all(each.memory_bytes <= limit for each in tried.values())
+    assert bound.best.minibatch_s == min(each.minibatch_s for each in tried.values())
+    every = {name: Planner(replace(request_of(None), row=MODES[name]), name).best() for name in ROWS}  # brute force
+    fitting = {name for name, each in every.items() if each.memory_bytes <= limit}
+    assert fitting == {*tried} & {*ROWS}
