@@ -188,7 +188,7 @@ class MigratingReplica:
         waiting = sum(
             num_bytes([vars(each.state), each.inputs, each.received]) for each in self._pending_transfers.values()
         )
-        own = (0, 0, 0, num_bytes(self._gradients), waiting)
+        own = LiveBytes(0, 0, 0, num_bytes(self._gradients), waiting)
         rows = zip(own, *(each.live_by_kind() for each in self._everybody()), strict=True)
         return LiveBytes(*map(sum, rows))
 
