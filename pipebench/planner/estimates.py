@@ -47,8 +47,12 @@ class ModeRequest:
         self.mode = request.row or MODES[mode]
         self.weights = WEIGHT_POLICIES[self.mode.weights]
         self._known = {} if known is None else known
-        if self.mode.shape == "one-stage" and self.mode.chunks > 1:
+        if self.mode.shape == "one-stage" and self.mode.chunks > 1 and not request.is_cut:
             self.mode = replace(self.mode, chunks=len(self.groups))
+
+    def uncut(self) -> "Estimator":
+        """Return the same without cuts that the recipe gives."""
+        return Estimator(replace(self.request, is_cut=False), self.name, self._known)
 
     @cached_property
     def unit_size(self) -> int:

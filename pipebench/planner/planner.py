@@ -148,7 +148,7 @@ class Planner(Estimator):
         """
         if plan.chunks != self.mode.chunks:
             row = replace(self.mode, chunks=plan.chunks)
-            return Planner(replace(self.request, row=row), self.name, known=self._known).estimate_of(plan)
+            return Planner(replace(self.request, row=row, is_cut=True), self.name, known=self._known).estimate_of(plan)
         memory = tuple(policy for stage in plan.stages for policy in stage.memory)
         if memory != self.memory_policies:
             return Planner(replace(self.request, memory=memory), self.name, known=self._known).estimate_of(plan)

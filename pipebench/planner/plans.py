@@ -25,6 +25,7 @@ class Request:
     accumulate: int | None = None
     depth: int | None = None  # minibatches in flight per input-stage replica; None for NOAM, lowered if memory demands
     row: Mode | None = None  # the mode's row of the table if the recipe changes it
+    is_cut: bool = False  # whether the row's number of a sharded model's layer groups is of given cuts, not the most
     memory: tuple[str, ...] | None = None  # policy of every layer; None for the mode's
     chooses: tuple[str, ...] = ()  # policies besides keep that stages choose from in order to fit: vPipe's Algorithm 2
     streams: int | None = None  # of text, carried on from minibatch to minibatch: every stage's replicas divide it

@@ -62,9 +62,9 @@ class Searches:
             yield from self._flat_plans(rule, self._equal_widths)
 
     def _one_stage(self, rule: MemoryRule | None, count: int) -> Iterator[PlanEstimate]:
-        groups = self._of.groups
-        name = "one stage" if len(groups) == 1 else f"one stage, in {len(groups)} groups of layers"
-        plan = self._of.estimate(name, [SearchStage(*group, count) for group in groups])
+        of = self._of if not self._of.request.is_cut else self._of.uncut()
+        name = "one stage" if len(of.groups) == 1 else f"one stage, in {len(of.groups)} groups of layers"
+        plan = of.estimate(name, [SearchStage(*group, count) for group in of.groups])
         if rule is None or plan.memory_bytes <= rule.limit_bytes:
             yield plan
 

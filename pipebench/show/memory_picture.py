@@ -18,6 +18,7 @@ from pipebench.show.profile_picture import is_picture_by
 from pipebench.simulate.memory import (
     ACTIVATIONS,
     AGAIN,
+    GATHERED,
     GRADIENTS,
     KINDS,
     MASTERS,
@@ -35,6 +36,7 @@ _SOFTWARE = "pipebench memory"
 COLOURS: Final = {
     WEIGHTS: "#0072B2",
     VERSIONS: "#56B4E9",
+    GATHERED: "#882255",
     MOVED: "#000000",
     MASTERS: "#999999",
     STATE: "#009E73",

@@ -67,6 +67,7 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
         accumulate=1 if parallelism.mode == AUTO else parallelism.row.accumulate,
         depth=None if parallelism.depth == AUTO else int(parallelism.depth),
         row=None if parallelism.mode == AUTO else parallelism.row,
+        is_cut=parallelism.cuts is not None,
         memory=_memory(parallelism, names),
         chooses=() if parallelism.vpipe is None else parallelism.vpipe.policies,
         streams=(recipe.train.streams or 1) if dataset.sequential else None,

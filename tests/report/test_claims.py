@@ -39,7 +39,7 @@ def test_a_claim_says_its_tolerance_and_can_fail(name: str, claim: PublishedClai
     "name", [name for name in REPORTS if (reports_folder() / f"rendered/{name}/{VALUES}").exists()]
 )
 def test_a_claim_that_holds_fails_when_one_measure_is_another(name: str) -> None:
-    """From today's values: a row's cell, or a measure's cells of all rows, by a factor of ten at most, or its sign.
+    """From today's values: a row's cell, or a measure's of all rows, by a factor of a hundred at most, or its sign.
 
     Twice or half would do for claims of numbers; where one thing is said to be above another, it may be so by more.
     """
@@ -59,7 +59,7 @@ def _disturbed(values: ReportValues, claim: PublishedClaim, column: str) -> Iter
     places = {place for measure, row in cells for place in ((measure, row), (measure, ""))}
     for measure, row in sorted(places):
         is_negative = any(value < 0 for place, value in cells.items() if place[0] == measure)
-        for change in (0.1, 0.5, 0.8, 1.25, 2.0, 10.0, *([-1.0] if is_negative else [])):
+        for change in (0.01, 0.1, 0.5, 0.8, 1.25, 2.0, 10.0, 100.0, *([-1.0] if is_negative else [])):
             changed = {
                 place: value * change + (change - 1) * 1e-6 if place[0] == measure and row in ("", place[1]) else value
                 for place, value in cells.items()

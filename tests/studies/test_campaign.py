@@ -34,12 +34,12 @@ from reports.studies.campaign.trial import Done, Outcome
 
 @pytest.fixture(scope="module")
 def drawn() -> list[Trial]:
-    return draw(0, 200)
+    return draw(0, 240)
 
 
 def test_a_campaign_covers_every_mode_in_both_engines_with_two_and_three_processes(drawn: list[Trial]) -> None:
     killed = [trial for trial in drawn if any(fault.kind in KILLS for fault in trial.faults)]
-    assert sum(num_kills([trial]) for trial in drawn if trial.name.startswith("kill")) == 200
+    assert sum(num_kills([trial]) for trial in drawn if trial.name.startswith("kill")) == 240
     assert {trial.case for trial in killed} == {*CASES}
     for engine in (VIRTUAL, DISTRIBUTED):
         assert {case.mode for case in CASES if case.engine == engine} == {*MODES}
@@ -63,7 +63,7 @@ def test_what_is_drawn_can_come(drawn: list[Trial]) -> None:
 
 
 def test_a_seed_draws_the_same_again_and_another_one_something_else(drawn: list[Trial]) -> None:
-    assert draw(0, 200) == drawn != draw(1, 200)
+    assert draw(0, 240) == drawn != draw(1, 240)
 
 
 def test_only_what_is_asked_for_is_drawn() -> None:
