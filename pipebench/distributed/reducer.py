@@ -6,7 +6,7 @@ bucket are complete, so that all replicas start the same sums in the same order.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from pipebench.distributed.shared_sum import SharedSum, Sharing, room_bytes
 from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
 
 OnBucket = Callable[[int, float], None]  # bytes, start [s]
+B = TypeVar("B", bound="Bucket")
 
 
 class Sum(Protocol):
@@ -123,7 +124,52 @@ class _Bucket:
         self.missing.discard(index)
 
 
-class Reducer:
+class Bucket(Protocol):
+    """Some parameters' gradients, which are summed as one."""
+
+    indices: Sequence[int]
+    missing: set[int]  # of these, in the round
+
+    def put(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Copy a parameter's gradient, which may be None, into its place."""
+
+
+class BucketsInOrder(Generic[B]):
+    """Fills a replica's buckets; they set out in their order, each when it and all before it are complete.
+
+    Args:
+        buckets: in the order in which a backward reaches them.
+        clock: the run's clock, seconds.
+    """
+
+    def __init__(self, buckets: Sequence[B], clock: Callable[[], float]) -> None:
+        self._buckets, self._clock = buckets, clock
+        self._bucket_of = {index: bucket for bucket in buckets for index in bucket.indices}
+        self._next = 0  # the first bucket not started
+        self._absent: set[int] = set()  # parameters without a gradient on this replica in the round
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a parameter's complete gradient of the round."""
+        bucket = self._bucket_of[index]
+        bucket.put(index, gradient)
+        if not bucket.missing:
+            self._set_out()
+
+    def finish(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add gradients that the backward didn't produce, sums of earlier units or zeros; then start all sums."""
+        for bucket in self._buckets[self._next :]:
+            for index in list(bucket.missing):
+                if gradients[index] is None:
+                    self._absent.add(index)
+                bucket.put(index, gradients[index])
+        self._set_out()
+
+    def _set_out(self) -> None:
+        """Start the sums of all buckets that are next and complete."""
+        raise NotImplementedError
+
+
+class Reducer(BucketsInOrder[_Bucket]):
     """The buckets of one replica. Methods raise `PeerLostError` if another replica is gone.
 
     Args:
@@ -154,17 +200,14 @@ class Reducer:
             data = torch.empty(count, dtype=dtype, device="cpu" if host_copy else device, pin_memory=host_copy)
             return _SUMS[sync](data, group)
 
-        self._buckets = [
+        made = [
             _Bucket(
                 indices, like, partial(make_sum, position, like[indices[0]].dtype, like[indices[0]].device), host_copy
             )
             for position, indices in enumerate(buckets)
         ]
-        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
+        super().__init__(made, clock)
         self._num_parameters = len(like)
-        self._clock = clock
-        self._next = 0  # the first bucket not started
-        self._absent: set[int] = set()  # parameters without a gradient on this replica in the round
 
     def connect(self) -> None:
         """Sum zeros of every bucket's size; all replicas call it before any of them runs a backward.
@@ -179,22 +222,6 @@ class Reducer:
                 bucket.sum.start()
                 bucket.sum.go_on()
                 bucket.sum.wait()
-
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a parameter's complete gradient of the round."""
-        bucket = self._bucket_of[index]
-        bucket.put(index, gradient)
-        if not bucket.missing:
-            self._set_out()
-
-    def finish(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add gradients that the backward didn't produce, sums of earlier units or zeros; then start all sums."""
-        for bucket in self._buckets[self._next :]:
-            for index in list(bucket.missing):
-                if gradients[index] is None:
-                    self._absent.add(index)
-                bucket.put(index, gradients[index])
-        self._set_out()
 
     def wait(self, on_bucket: OnBucket) -> list[torch.Tensor | None]:
         """Wait for all buckets; return the summed gradients, views of the buckets until the next round."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipebench.distributed.launch_join import peers
-from pipebench.distributed.reducer import OnBucket
+from pipebench.distributed.reducer import BucketsInOrder, OnBucket
 from pipebench.engine.shards import Piece, Sharding
 from pipebench.engine.weights import Weights
 
@@ -101,7 +101,7 @@ class _Scatter:
         return [values.view(*piece.shape(like[piece.place])) for piece, values in shaped]
 
 
-class ShardReducer:
+class ShardReducer(BucketsInOrder[_Scatter]):
     """Scatters the sums of one replica's gradients; used like `reducer.Reducer`.
 
     Args:
@@ -114,11 +114,7 @@ class ShardReducer:
     def __init__(
         self, sharding: Sharding, like: Sequence[torch.Tensor], exchange: Exchange, clock: Callable[[], float]
     ) -> None:
-        self._buckets = [_Scatter(bucket, like, exchange) for bucket in sharding.buckets]
-        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
-        self._clock = clock
-        self._next = 0  # the first bucket not started
-        self._absent: set[int] = set()  # parameters without a gradient on this replica in the round
+        super().__init__([_Scatter(bucket, like, exchange) for bucket in sharding.buckets], clock)
 
     def connect(self) -> None:
         """Scatter zeros; all replicas call it before any of them runs a backward, see `Reducer.connect`."""
@@ -128,22 +124,6 @@ class ShardReducer:
             with peers():
                 bucket.start()
                 bucket.wait()
-
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a parameter's complete gradient of the round."""
-        bucket = self._bucket_of[index]
-        bucket.put(index, gradient)
-        if not bucket.missing:
-            self._set_out()
-
-    def finish(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add gradients that the backward didn't produce, sums of earlier units or zeros; then start all sums."""
-        for bucket in self._buckets[self._next :]:
-            for index in list(bucket.missing):
-                if gradients[index] is None:
-                    self._absent.add(index)
-                bucket.put(index, gradients[index])
-        self._set_out()
 
     def wait(self, on_bucket: OnBucket) -> list[torch.Tensor | None]:
         """Wait for all buckets; return the own pieces of the sum, in the stage's order."""

@@ -131,8 +131,7 @@ class Planner(Estimator):
 
         Raises:
             PlanError: more stages than places to cut, no place to cut before one of `starts`, or a stage that chooses
-                its
-                policies and fits with none.
+                its policies and fits with none.
         """
         if self.request.chooses and self.mode.chooses and self.request.memory is None:
             starts = self.starts_of(replicas) if starts is None else starts
