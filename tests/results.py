@@ -17,6 +17,10 @@ DP = RunResult(
     metrics={
         "time_to_accuracy_s": 6.0,
         "time_to_accuracy_without_evaluation_s": 5.5,
+        "time_to_accuracy_checkpoint_s": 0.1,
+        "training_time_s": 5.5,
+        "evaluation_time_s": 0.4,
+        "start_time_s": 3.0,
         "epochs_to_target": 3.0,
         "epoch_time_s": 1.8,
         "throughput_samples_per_s": 2222.0,

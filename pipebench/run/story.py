@@ -13,7 +13,7 @@ from pipebench.planner.plans import Comparison, PlanEstimate
 from pipebench.recipe.schema import Recipe
 from pipebench.run.advice import advice, command
 from pipebench.run.request import RunRequest
-from pipebench.show.console import facts
+from pipebench.show.console import facts, parts_of_time
 from pipebench.show.html import html
 from pipebench.show.page import Block, Heading, Image, Page, PageEntry, RenderedTable, Text, Verbatim
 from pipebench.show.plan_answer import Answer
@@ -70,7 +70,8 @@ def _pictures(title: str, pictures: Mapping[str, str], folder: Path | None) -> l
 
 def _time_tables(result: RunResult) -> list[Block]:
     """Return the parts of the run's time, and of its workers' time in training."""
-    parts = _parts_of_run(result.metrics)
+    total_s = result.metrics.get("total_time_s", 0.0)
+    parts = [(name, seconds(s), s / total_s) for name, s in parts_of_time(result.metrics).items() if total_s > 0]
     workers = _parts_of_workers(result.metrics)
     blocks: list[Block] = []
     for told, shares in (
@@ -85,17 +86,6 @@ def _time_tables(result: RunResult) -> list[Block]:
             ]
             blocks += [Text(told), plain_table(("", "", "share", *(("time",) if timed else ())), lines)]
     return blocks
-
-
-def _parts_of_run(metrics: Mapping[str, float]) -> list[tuple[str, str, float]]:
-    """Return name, seconds and share of each part of a run."""
-    total_s = metrics.get("total_time_s", 0.0)
-    names = {"evaluation": "evaluation_time_s", "checkpoints": "checkpoint_time_s", "lost by restarts": "lost_time_s"}
-    found = {name: metrics[key] for name, key in names.items() if metrics.get(key)}
-    if total_s <= 0:
-        return []
-    whole = {"training": total_s - sum(found.values()), **found}
-    return [(name, seconds(part_s), part_s / total_s) for name, part_s in whole.items()]
 
 
 def _parts_of_workers(metrics: Mapping[str, float]) -> list[tuple[str, str, float]]:

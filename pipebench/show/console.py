@@ -195,17 +195,40 @@ def facts(result: RunResult) -> list[tuple[str, str]]:
         (WORKERS_IDLE, _said(metrics, *_IDLE)),
         ("cut anew", _said(metrics, *_MOVES)),
         (MEMORY, _said(metrics, *_MEMORY)),
-        ("this took", _said(metrics, ("wall_time_s", seconds))),
+        ("this took", _took(result)),
     ]
     return [(name, "; ".join(filter(None, (text, result.notes.get(name))))) for name, text in told if text]
+
+
+def parts_of_time(metrics: Mapping[str, float], *, to_target: bool = False) -> dict[str, float]:
+    """Return the seconds of each part of a run on its clock, which add up; `to_target`: of its time to accuracy."""
+    whole, checkpoints = (
+        ("time_to_accuracy_s", "time_to_accuracy_checkpoint_s") if to_target else ("total_time_s", "checkpoint_time_s")
+    )
+    names = {"evaluation": "evaluation_time_s", "checkpoints": checkpoints, "lost by restarts": "lost_time_s"}
+    found = {name: metrics[key] for name, key in names.items() if metrics.get(key)}
+    return {"training": metrics[whole] - sum(found.values()), **found} if whole in metrics else {}
 
 
 def _time_to_accuracy(result: RunResult) -> str:
     reached_s = time_to_accuracy_s(result)
     if reached_s is None:
         return "" if result.outcome == COMPLETED else f"none: {result.outcome}"
-    without_s = result.metrics.get("time_to_accuracy_without_evaluation_s")
-    return seconds(reached_s) + ("" if without_s is None else f" ({seconds(without_s)} without evaluation)")
+    return seconds(reached_s) + _parts(parts_of_time(result.metrics, to_target=True))
+
+
+def _took(result: RunResult) -> str:
+    """Return the run's seconds here, their parts if it ran on the wall clock, and those before the clock began."""
+    metrics = result.metrics
+    if "wall_time_s" not in metrics:
+        return ""
+    parts = _parts(parts_of_time(metrics)) if result.clock == "wall" else ""
+    started = f", after {seconds(metrics['start_time_s'])} of preparing" if "start_time_s" in metrics else ""
+    return f"{seconds(metrics['wall_time_s'])}{parts}{started}"
+
+
+def _parts(parts: Mapping[str, float]) -> str:
+    return f" ({', '.join(f'{seconds(s)} {name}' for name, s in parts.items())})" if len(parts) > 1 else ""
 
 
 def _said(metrics: Mapping[str, float], *parts: _Saying) -> str:

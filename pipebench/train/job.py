@@ -1,5 +1,6 @@
 """A recipe that is ready to run, and what all its processes must agree on."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class Job:
     left_over: int = 0  # samples of an epoch that aren't run, if the profile has times of whole minibatches only
     extensions: Mapping[str, JobExtension] = field(default_factory=dict)  # their parts, by name
     of_all_layers: Profile | None = None  # None: the setup's
+    began_s: float = field(default_factory=time.perf_counter)  # when its preparation did, by the host's counter
 
     @property
     def profile(self) -> Profile:

@@ -88,7 +88,7 @@ class TrainingLoop:
         if found is not None:
             self._restore(found)
         self._clock.start(None if found is None else found.progress, self._policy.lost_s)
-        started = time.perf_counter()
+        started_s = time.perf_counter()
         total_s: float | None = None
         try:
             self._train_to_target()
@@ -107,7 +107,8 @@ class TrainingLoop:
             raise
         self._writer.wait()
         total_s = self._clock.drained_s if total_s is None else total_s
-        return self._result(outcome, sentence, total_s, time.perf_counter() - started)
+        wall_s = {"start_time_s": started_s - self._job.began_s, "wall_time_s": time.perf_counter() - started_s}
+        return self._result(outcome, sentence, {"total_time_s": total_s, **wall_s})
 
     # The course of a run.
 
@@ -275,7 +276,7 @@ class TrainingLoop:
             f"lower train.optimizer.lr ({self._job.recipe.train.optimizer.lr:g}) or set schedule.warmup_epochs"
         )
 
-    def _result(self, outcome: str, sentence: str, total_s: float, wall_s: float) -> tuple[RunResult, Timeline]:
+    def _result(self, outcome: str, sentence: str, took: dict[str, float]) -> tuple[RunResult, Timeline]:
         """Combine all processes' counters and measurements; all of them call it."""
         facts = sum_facts(self._engine.exchange(self._engine.facts()))
         measured = self._engine.measured(self._clock.training_s - self._earlier.training_s)
@@ -285,7 +286,7 @@ class TrainingLoop:
             metrics |= extension.metrics(self._earlier.num_bytes + facts["num_bytes"])
         if self._policy.checkpoints is not None:
             metrics["checkpoint_time_s"] = self._clock.checkpoint_s
-        metrics |= {"total_time_s": total_s, "wall_time_s": wall_s}
+        metrics |= took
         result = RunResult(
             **describe(self._job), outcome=outcome, sentence=sentence, metrics=metrics,
             points=tuple(self._curves.points), stages=stage_rows(job, facts), workers=measured.workers,

@@ -96,6 +96,7 @@ def run_metrics(
     """Return the metrics of a run that trained `samples`; `facts` as by `sum_facts`."""
     setup, training_s = job.setup, clock.training_s
     metrics: dict[str, float] = {
+        "training_time_s": training_s,
         "evaluation_time_s": clock.evaluation_s,
         "weight_versions_max": max(facts["weight_versions_max"]),
         "peak_memory_bytes_max": max(facts["peak_bytes"]),
@@ -117,6 +118,9 @@ def run_metrics(
     if curves.reached is not None:
         metrics["time_to_accuracy_s"] = curves.reached.clock_s
         metrics["time_to_accuracy_without_evaluation_s"] = curves.reached_training_s
+        # All evaluations and restarts came before: reaching the target ends the run.
+        apart_s = curves.reached_training_s + clock.evaluation_s + clock.lost_s
+        metrics["time_to_accuracy_checkpoint_s"] = max(0.0, curves.reached.clock_s - apart_s)
         metrics["epochs_to_target"] = curves.reached.samples / setup.sampler.num_samples
     return metrics | curves.final_metrics()
 

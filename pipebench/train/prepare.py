@@ -3,6 +3,7 @@
 Every step is a function of the results before it, so each can be called, printed and tested alone.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -62,7 +63,7 @@ def prepare(
     Raises:
         PlanError, GraphError, ProfileError: impossible with this model.
     """
-    trains = trains and engine_kind(recipe).trains
+    began_s, trains = time.perf_counter(), trains and engine_kind(recipe).trains
     if kept is None:
         recipe, cluster = choose_slices(recipe, cluster, _profiled)
     elif recipe.parallelism.tensor == AUTO:
@@ -84,7 +85,7 @@ def prepare(
         known, extensions = _extended(recipe, cluster, whole, parts)
     setup = _setup(recipe, cluster, known, plan, switches=any(each.switches for each in extensions.values()))
     extensions = {name: each.prepared(setup) for name, each in extensions.items()}
-    return Job(recipe, cluster, setup, comparison, known.left_over, extensions, whole.profile)
+    return Job(recipe, cluster, setup, comparison, known.left_over, extensions, whole.profile, began_s)
 
 
 def _profiled(recipe: Recipe, cluster: Cluster) -> tuple[Profile, Dataset]:

@@ -26,10 +26,11 @@ from pipebench.distributed.launch_join import (
     read_place,
     serve,
 )
-from pipebench.distributed.world import check_devices, check_world_size
+from pipebench.distributed.world import World, check_devices, check_world_size
 from pipebench.errors import UserError
 from pipebench.run import processes as process_run
 from tests.patience import PATIENCE_S
+from tests.processes import Processes
 
 
 def place(rank: int = 0, size: int = 1, port: int = 1, **changes: Any) -> HostSlot:
@@ -282,3 +283,25 @@ def test_a_world_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         joined.close()
     joined.close()
     assert not dist.is_initialized()
+
+
+def gathers_beside_sums(world: World) -> list[Any]:
+    """Gather in a thread while the training thread sums; the last rank gives its value only afterwards."""
+    gather, found = world.gathering(), list[Any]()
+    thread = threading.Thread(target=lambda: found.extend(gather(world.rank)), daemon=True)
+    if world.rank < world.size - 1:
+        thread.start()
+    for _ in range(50):
+        total = torch.ones(4)
+        dist.all_reduce(total)
+        assert total.tolist() == [world.size] * 4
+    if world.rank == world.size - 1:
+        thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    return found
+
+
+def test_parts_of_a_checkpoint_are_gathered_while_training_sums(two: Processes) -> None:
+    """Torch's `async_save` hangs here on training's own Gloo group, whose operations it mixes with its own."""
+    assert two.run("tests.distributed.test_world:gathers_beside_sums") == [[0, 1], []]

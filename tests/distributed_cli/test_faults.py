@@ -114,6 +114,8 @@ def test_a_killed_worker_changes_nothing(virtual: Path, tmp_path: Path) -> None:
     wanted = {"engine": "distributed", "mode": "pipedream", "clock": "wall", "resumes": "1", "outcome": "completed"}
     assert about["tags"].items() >= wanted.items()
     assert {"checkpoint_time_s", "comm_bytes_per_sample"} <= result["metrics"].keys()
+    parts_s = sum(result["metrics"][f"{name}_time_s"] for name in ("training", "evaluation", "checkpoint", "lost"))
+    assert parts_s == pytest.approx(result["metrics"]["total_time_s"])
     assert "comm_bytes_per_sample" in record["metrics"]
     assert [worker["compute_s"] > 0 for worker in result["workers"]] == [True, True]
     # Costs of a V100 say nothing about this machine.

@@ -38,7 +38,8 @@ def test_the_summary_tells_everything_a_run_came_to() -> None:
     facts = {line[2:18].strip(): line[20:].strip() for line in lines if line.startswith("  ")}
     assert facts["plan"] == "4 (dp, seed 0, virtual engine, virtual clock)"
     assert facts["durations"] == "roofline of V100"
-    assert facts["time to accuracy"] == "6.00 s (5.50 s without evaluation)"
+    assert facts["time to accuracy"] == "6.00 s (5.50 s training, 400 ms evaluation, 100 ms checkpoints)"
+    assert facts["this took"] == "12.0 s, after 3.00 s of preparing"
     assert facts["epochs"] == "3 to the target, 1.80 s each"
     assert facts["throughput"] == "2,222 samples/s, 128 samples per update"
     assert facts["sent per sample"] == (

@@ -104,6 +104,9 @@ def test_a_reached_target_stops_the_run_with_its_time() -> None:
     evaluation_s = metrics["evaluation_time_s"]
     assert metrics["time_to_accuracy_without_evaluation_s"] == pytest.approx(points[0].clock_s - evaluation_s)
     assert evaluation_s > 0
+    assert metrics["time_to_accuracy_checkpoint_s"] == pytest.approx(0.0, abs=1e-12)
+    assert metrics["training_time_s"] + evaluation_s == pytest.approx(metrics["total_time_s"])
+    assert metrics["start_time_s"] > 0
     assert metrics["throughput_samples_per_s"] == pytest.approx(46 / (points[0].clock_s - evaluation_s))
 
 
@@ -291,7 +294,7 @@ def test_a_run_that_goes_on_ends_like_one_that_never_stopped(tmp_path: Path, ste
     # All are told of, also those before the checkpoint: whoever queued them may have died before they were recorded.
     assert resumed.points == whole.points == tuple(told)
     assert resumed.sentence == whole.sentence
-    same = {name: value for name, value in whole.metrics.items() if name != "wall_time_s"}
+    same = {name: value for name, value in whole.metrics.items() if name not in ("wall_time_s", "start_time_s")}
     assert {name: resumed.metrics[name] for name in same} == pytest.approx(same)
 
 
