@@ -146,6 +146,10 @@ class WorkersFailedError(PipebenchError):
         super().__init__(f"the run's processes ended with exit code {exit_code}")
 
 
+class OutOfMemoryError(PipebenchError, MemoryError):
+    """A device out of memory in training; says where and what was held there, in one sentence."""
+
+
 def printable(text: str) -> str:
     r"""Return text on one line, characters that could move a terminal's cursor escaped as in Python.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from pipebench.errors import UserError, printable_lines
+from pipebench.errors import OutOfMemoryError, UserError, printable, printable_lines
 from pipebench.recipe.users_code import as_users, traceback_of
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
@@ -125,6 +125,9 @@ class Commands(click.Group):
             return self._mistake(theirs)
         if isinstance(error, SystemExit):
             raise error
+        if isinstance(error, OutOfMemoryError):
+            _say(f"pipebench: error: {printable(str(error))}")
+            return INTERNAL_ERROR
         trace = "".join(traceback.format_exception(error))
         _say(f"pipebench: internal error: {type(error).__name__}: {error}\n{trace}")
         return INTERNAL_ERROR

@@ -16,7 +16,7 @@ from pipebench.distributed.collectives import ProcessCollectives
 from pipebench.distributed.control import Control
 from pipebench.distributed.cores import core_share, crowding
 from pipebench.distributed.instruction_times import DeviceWatch, HostWatch
-from pipebench.distributed.meter import MeasuredMeter, merge
+from pipebench.distributed.meter import MeasuredMeter, merge, with_allocated
 from pipebench.distributed.transport import ChannelTransport
 from pipebench.distributed.warm_up import needs_warm_up, warm_up
 from pipebench.distributed.world import World
@@ -28,6 +28,7 @@ from pipebench.engine.protocols import EngineExtension, SegmentExtension, UnitLo
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
 from pipebench.errors import DivergedError
+from pipebench.model.allocator import allocator_of
 from pipebench.schedule.instructions import BACKWARDS, ENDS, Instruction
 from pipebench.schedule.operations import MIGRATION, Op
 from pipebench.schedule.programs import forward_programs, programs
@@ -265,10 +266,14 @@ class DistributedEngine(TrainingEngine):
 
     def measured(self, training_s: float) -> RunMeasurements:
         """Return all workers' measurements; all call it."""
-        shares = self.exchange([self.meter.share(), core_share(self.setup.device)])
-        found = merge([share for share, _ in shares], self.setup.pipeline, training_s)
+        allocator = allocator_of(self.setup.device)
+        allocated = {} if allocator is None else allocator.most_bytes
+        shares = self.exchange([self.meter.share(), core_share(self.setup.device), allocated])
+        found = with_allocated(
+            merge([share for share, _, _ in shares], self.setup.pipeline, training_s), [most for _, _, most in shares]
+        )
         simulated = self.setup.costs.host.cores is not None
-        crowded = crowding([cores for _, cores in shares], simulated=simulated)
+        crowded = crowding([cores for _, cores, _ in shares], simulated=simulated)
         return replace(found, notes={**found.notes, PREDICTION: crowded}) if crowded else found
 
     # The loop.

@@ -243,7 +243,7 @@ def _watch(attempt: Attempt, signals: _Signals, say: Callable[[str], None]) -> b
 
 def worth_restart(cause: Failure, started: bool) -> bool:
     """Return whether to restart: not after mistakes or stalls, nor before training had `started` unless killed."""
-    if cause.kind in ("user", "stalled", "silent", "interrupted"):
+    if cause.kind in ("user", "memory", "stalled", "silent", "interrupted"):
         return False
     # Ended from outside, at whatever moment: no evidence against the program.
     return started or cause.message in ("ended by SIGKILL", "ended by SIGTERM")

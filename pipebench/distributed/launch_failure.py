@@ -16,13 +16,13 @@ from typing import IO
 
 from pipebench import files
 from pipebench.distributed.launch_join import HostLostError, lost
-from pipebench.errors import UserError, printable_lines
+from pipebench.errors import OutOfMemoryError, UserError, printable_lines
 from pipebench.recipe.users_code import as_users, traceback_of
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 FAILURE = "PIPEBENCH_FAILURE"  # file descriptor of the launcher's file for a worker's failure
 # From most to least likely to be the cause.
-KINDS = ("user", "killed", "stalled", "silent", "failed", "ended", "lost", "interrupted", "closed")
+KINDS = ("user", "memory", "killed", "stalled", "silent", "failed", "ended", "lost", "interrupted", "closed")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Failure:
     rank: int
     # `user` (a mistake in the input), `killed` (by a signal), `stalled` (an instruction took too long), `silent`
     # (another host's heartbeat ended), `failed` (an exception), `ended` (an exit code without a record), `lost`
-    # (another worker was gone), `interrupted` (by the user) or `closed` (by the launcher, because of another)
+    # (another worker was gone), `memory` (a device had none left), `interrupted` (by the user) or `closed` (by the
+    # launcher, because of another)
     kind: str
     message: str  # a sentence or two
     traceback: str = ""  # for a `user` mistake only if the user's own code raised it
@@ -49,6 +50,8 @@ def of_exception(error: BaseException, rank: int) -> Failure:
         return Failure(rank, "lost", str(error).splitlines()[0] if str(error) else type(error).__name__)
     if isinstance(error, HostLostError):
         return Failure(rank, "silent", str(error).splitlines()[0])
+    if isinstance(error, OutOfMemoryError):
+        return Failure(rank, "memory", str(error))
     if isinstance(error, UserError):
         return Failure(rank, "user", str(error) or type(error).__name__, traceback_of(error))
     if isinstance(error, KeyboardInterrupt):
@@ -102,7 +105,7 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
 
 def sentence(failure: Failure) -> str:
     """Return a failure as a sentence, with its rank unless it is the user's mistake or names a worker."""
-    if failure.kind in ("user", "silent"):
+    if failure.kind in ("user", "silent", "memory"):
         return failure.message
     if failure.kind in ("killed", "ended", "closed"):
         return f"worker process rank {failure.rank} {failure.message}"

@@ -152,6 +152,13 @@ def merge(given: Sequence[dict[str, Any]], pipeline: Pipeline, training_s: float
     return RunMeasurements(metrics, rows, _timeline(shares, pipeline), busy_s, stall_s, num_bytes, notes)
 
 
+def with_allocated(found: RunMeasurements, columns: Sequence[Mapping[str, int]]) -> RunMeasurements:
+    """Return measurements with what each worker's allocator held at most, in the order of workers; empty on CPUs."""
+    rows = tuple({**row, **more} for row, more in zip(found.workers, columns, strict=True))
+    most = {f"{name}_max": max(more[name] for more in columns) for name in columns[0]}
+    return replace(found, workers=rows, metrics={**found.metrics, **most})
+
+
 def _busy_s(totals: MeterTotals) -> float:
     return sum(totals.seconds[op.name] for op in COMPUTED)
 

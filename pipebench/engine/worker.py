@@ -17,7 +17,7 @@ from pipebench.engine.clipping import squared_norms
 from pipebench.engine.crossing import BoundaryValues, Gradients
 from pipebench.engine.feed import Feed
 from pipebench.engine.protocols import Collectives, Handler, StageRunner, Transport, UnitLoss, WorkerExtension
-from pipebench.engine.replica import Values
+from pipebench.engine.replica import LiveBytes, Values
 from pipebench.engine.replica_state import held_by, names_in, restore, state_of
 from pipebench.engine.replicas import replica_of_stage
 from pipebench.engine.ring import of_one_type
@@ -25,6 +25,9 @@ from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, share_of
 from pipebench.engine.tied import positions_of, tied_copies
 from pipebench.engine.updates import Updates
+from pipebench.errors import OutOfMemoryError
+from pipebench.formats import num_bytes
+from pipebench.model.allocator import allocator_of
 from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
 from pipebench.schedule.programs import NOTHING
@@ -172,7 +175,23 @@ class Worker:
             # In a minibatch with fewer samples than microbatches: nothing to do, but a backward may end a round.
             self._end_round(instruction, collectives)
             return None
-        return self.handlers[instruction.op](instruction, transport, collectives)
+        try:
+            return self.handlers[instruction.op](instruction, transport, collectives)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(instruction) from error
+
+    def _out_of_memory(self, it: Instruction) -> OutOfMemoryError:
+        """Return the error of a device that has no memory left for an instruction: where, and what is held there."""
+        setup, allocator = self.setup, allocator_of(self.setup.device)
+        layers, stage = setup.graph.layers, setup.plan.stages[it.stage]
+        held = [sum(kind) for kind in zip(*(each.live_by_kind() for each in self.running.values()), strict=True)]
+        named = sorted(zip(held, LiveBytes._fields, strict=True), reverse=True)
+        parts = ", ".join(f"{kind.replace('_', ' ')} {num_bytes(size)}" for size, kind in named if size)
+        most = "" if allocator is None else f", its allocator {num_bytes(allocator.held_bytes)}"
+        return OutOfMemoryError(
+            f"out of memory in {it}: worker {self.index} ({setup.pipeline.worker_names[self.index]}, "
+            f"{layers[stage.start].name} to {layers[stage.stop - 1].name}) held {num_bytes(sum(held))} ({parts}){most}"
+        )
 
     # One method per instruction.
 

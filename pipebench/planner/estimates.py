@@ -112,8 +112,8 @@ class ModeRequest:
         return replace(self.request.profile, layers={size: layers[size] for size in sorted(wanted)}, lengths=())
 
     def memory(self, limit_bytes: float) -> MemoryRule:
-        """Return the mode's memory rule for devices of `limit_bytes`."""
-        in_flight = None
+        """Return the mode's memory rule for devices of `limit_bytes`, less the largest workspace of any layer."""
+        rows, in_flight = self.request.profile.layers[self.unit_size], None
         if self.mode.order == ALL_FORWARDS:
             in_flight = self._units_per_flush
         elif self.mode.depth is not None:
@@ -121,7 +121,7 @@ class ModeRequest:
         elif order_of(self.mode.order).splits:  # delayed weight parts: every stage has as many as the first
             in_flight = min(self._units_per_flush, self.request.depth or self._stages_at_most)
         return MemoryRule(
-            limit_bytes,
+            limit_bytes - max(row.workspace_bytes for row in rows),
             versions=self.mode.weights_kept,
             state_bytes_per_byte=self.request.profile.state_bytes_per_byte,
             masters=self.request.profile.has_masters,

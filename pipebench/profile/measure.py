@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipebench.model.allocator import allocator_of
 from pipebench.model.device import torch_settings
 from pipebench.model.graph import LayerGraph
 from pipebench.model.heap import keep_freed_blocks
@@ -161,13 +162,16 @@ class _Passes:
 
         Passes and whole steps alternate, because the speed of a shared machine drifts by more than they differ.
         """
-        passes, steps = [], []
+        passes, steps, allocator = [], [], allocator_of(self.device)
         for k in range(_WARM_UPS + self.repeats):
             samples = self._fetch(size, k, [*self.dataset.inputs, *self.dataset.targets])
             # Counting saved bytes takes time: only the first pass, which isn't timed, does.
             timed = walk(self.graph, self.root, self.dataset, samples, self.clock, count_saved=k == 0)
             if k == 0:
                 counted = timed
+            if k == 1 and allocator is not None:  # the first pass may try algorithms
+                beside = walk(self.graph, self.root, self.dataset, samples, allocator.beside, count_saved=False)
+                counted = tuple(map(_with_workspace, counted, beside))
             step_s = self._whole_step(samples)()
             if k >= _WARM_UPS:
                 passes.append(timed)
@@ -215,6 +219,11 @@ class _Passes:
             return torch.autograd.grad(loss, parameters, allow_unused=True) if loss.requires_grad else ()
 
         return self.clock(step)[1]
+
+
+def _with_workspace(row: LayerProfile, beside: LayerProfile) -> LayerProfile:
+    """Return a row with its workspace, from one of a pass whose clock told bytes."""
+    return replace(row, workspace_bytes=round(max(beside.forward_s, beside.backward_s)))
 
 
 def _median(rows: Sequence[LayerProfile], entry_s: float) -> LayerProfile:

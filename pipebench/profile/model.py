@@ -39,6 +39,7 @@ class LayerProfile:
     puts_out: tuple[tuple[Count, Count], ...] = ()  # likewise, of the storages of its output
     takes: tuple[tuple[Count, Count], ...] = ()  # likewise, of the model inputs that it reads
     runs_once: bool = False  # whether it changes a buffer, so that no plan recomputes it
+    workspace_bytes: Count = 0  # peak of its forward or backward beside live tensors; 0 where it wasn't measured
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ _LACKS = {
     6: _SINCE_7,
     VERSION: (),
 }
+_NOT_ALWAYS = ("slices", "workspace_bytes")
 _KEY = "pipebench_profile"
 
 
@@ -33,6 +34,9 @@ def write_profile(profile: Profile) -> str:
     data = asdict(profile)
     if profile.slices == 1:
         del data["slices"]  # nothing is sliced, as in files of versions that didn't know slices
+    for row in (row for part in (data, *data["lengths"]) for rows in part["layers"].values() for row in rows):
+        if not row["workspace_bytes"]:
+            del row["workspace_bytes"]  # likewise
     return json.dumps({_KEY: VERSION, **data}, indent=1)
 
 
@@ -71,7 +75,7 @@ def _check_complete(data: Mapping[str, Any], but: Sequence[str]) -> None:
     for kind, places in ((Profile, [("", data)]), (LayerProfile, rows)):
         for where, found in places:
             for field in fields(kind):
-                if field.name not in found and field.name not in (*but, "slices"):
+                if field.name not in found and field.name not in (*but, *_NOT_ALWAYS):
                     raise JsonError(f"{where}{field.name!r} is missing")
 
 

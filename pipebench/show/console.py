@@ -49,6 +49,8 @@ _WORKER_COLUMNS = (
     ("other", "other_s", seconds),
     ("all-reduce", "all_reduce_s", seconds),
     ("bubble", "bubble_fraction", percent),
+    ("allocated", "allocated_peak_bytes", num_bytes),
+    ("reserved", "reserved_peak_bytes", num_bytes),
 )
 _Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
 _Saying = tuple[str, Callable[[float], str]]  # a metric, and how it is said
@@ -72,6 +74,8 @@ _MOVES: tuple[_Saying, ...] = (
 )
 _MEMORY: tuple[_Saying, ...] = (
     ("peak_memory_bytes_max", lambda peak: f"{num_bytes(peak)} at most on a worker"),
+    ("allocated_peak_bytes_max", lambda peak: f"{num_bytes(peak)} at most in a GPU's allocator"),
+    ("reserved_peak_bytes_max", lambda peak: f"{num_bytes(peak)} reserved"),
     ("host_peak_bytes_max", lambda peak: f"{num_bytes(peak)} at most on its host"),
     ("weight_versions_max", lambda versions: f"{versions:g} weight versions at most"),
 )

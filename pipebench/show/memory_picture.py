@@ -29,6 +29,7 @@ from pipebench.simulate.memory import (
     STATE,
     VERSIONS,
     WEIGHTS,
+    WORKSPACES,
 )
 from pipebench.simulate.memory_meter import Curve, MemoryPeak, MemoryTimeline
 
@@ -43,6 +44,7 @@ COLOURS: Final = {
     GRADIENTS: "#D55E00",
     ACTIVATIONS: "#E69F00",
     AGAIN: "#F0E442",
+    WORKSPACES: "#44AA99",
     SENT: "#CC79A7",
     RECEIVED: "#E8C4D8",
 }

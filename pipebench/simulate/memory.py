@@ -19,9 +19,23 @@ from pipebench.schedule.weights import WEIGHT_POLICIES, delay
 WEIGHTS, VERSIONS, MOVED, MASTERS = "weights", "older versions", "moved weights", "masters"
 GATHERED = "gathered weights"  # of all replicas' shards, for a pass
 STATE, GRADIENTS, ACTIVATIONS, AGAIN = "optimizer state", "gradients", "activations", "computed again"
+WORKSPACES = "workspaces"  # of kernels, where the profile measured them
 SENT, RECEIVED = "being sent", "received"
 ON_HOST = "on the host"  # on a device's host, not part of the device's memory
-KINDS: Final = (WEIGHTS, VERSIONS, GATHERED, MOVED, MASTERS, STATE, GRADIENTS, ACTIVATIONS, AGAIN, SENT, RECEIVED)
+KINDS: Final = (
+    WEIGHTS,
+    VERSIONS,
+    GATHERED,
+    MOVED,
+    MASTERS,
+    STATE,
+    GRADIENTS,
+    ACTIVATIONS,
+    AGAIN,
+    WORKSPACES,
+    SENT,
+    RECEIVED,
+)
 WHATEVER_SIZE: Final = KINDS[:7]  # independent of the minibatch
 HELD: Final = KINDS[:8]  # between instructions; engines count these in live tensors
 
@@ -46,6 +60,7 @@ class StageMemoryCosts:
     unit: Bytes  # per unit, from its forward to the end of its backward
     swapped: Bytes  # part of `unit` that is on the host meanwhile
     again: Bytes  # recomputed by a backward
+    workspace: Bytes  # of the layer with the largest, while a pass runs
     rest: Bytes  # per unit, between the two parts of a split backward
     early_gradients: int  # gradients computed already by the input part of a split backward
     received: Bytes  # a unit's activations from other workers
@@ -66,7 +81,13 @@ class StageMemoryCosts:
         gathered = self.gathered - self.weights  # while a pass runs
         once = self.masters + self.state + self.weights * (versions + self.copies) + gathered + self.gathered
         swapped = self.swapped[size]
-        return once + in_flight * (self.unit[size] - swapped) + min(in_flight, 3) * swapped + self.again[size]
+        return (
+            once
+            + in_flight * (self.unit[size] - swapped)
+            + min(in_flight, 3) * swapped
+            + self.again[size]
+            + self.workspace[size]
+        )
 
 
 def stage_memories(
@@ -111,8 +132,7 @@ def layers_memory(
     stepped, scattered = (-(-each // pipeline.parts(index)) for each in (stepped, weights))
     moves = policy.moves(pipeline, index) and weights > 0
     unit, swapped, again, rest = _nothing(), _nothing(), _nothing(), _nothing()
-    by_size = profile.by_size
-    for size in by_size:
+    for size in (by_size := profile.by_size):
         longest = _longest(profile, size)
         at, fed = by_size[longest], inputs.get(longest, {})
         unit[size] = kept_bytes(at, stage, fed)
@@ -131,6 +151,7 @@ def layers_memory(
         unit=unit,
         swapped=swapped,
         again=again,
+        workspace=_workspaces(profile, stage),
         rest=rest,
         early_gradients=weights - sum(split.values()) if pipeline.backward == SPLIT else 0,
         received=dict.fromkeys(unit, 0),
@@ -141,6 +162,12 @@ def layers_memory(
 
 def _nothing() -> dict[Size, int]:
     return {0: 0}
+
+
+def _workspaces(profile: Profile, stage: StagePlan) -> dict[Size, int]:
+    """Return the largest workspace of a stage's layers, by size of a unit."""
+    at_sizes = ((size, profile.by_size[_longest(profile, size)]) for size in profile.by_size)
+    return _nothing() | {size: max(at[i].workspace_bytes for i in _layers(at, stage)) for size, at in at_sizes}
 
 
 def _longest(profile: Profile, size: Size) -> Size:

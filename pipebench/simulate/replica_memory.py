@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.instructions import BACKWARDS, Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.version_ledger import VersionLedger
 from pipebench.simulate.memory import (
@@ -23,8 +23,11 @@ from pipebench.simulate.memory import (
     STATE,
     VERSIONS,
     WEIGHTS,
+    WORKSPACES,
     StageMemoryCosts,
 )
+
+_PASSES = (Op.FORWARD, *BACKWARDS)
 
 
 class Change(NamedTuple):
@@ -127,6 +130,8 @@ class ReplicaMemory:
             it: of this stage and replica.
             size: of the unit that it is about.
         """
+        if it.op in _PASSES and (workspace := self._memory.workspace[size]):
+            yield from (Change(WORKSPACES, workspace, False), Change(WORKSPACES, -workspace, True))
         if it.op is Op.FORWARD:
             yield from self._forward(it, size)
         elif it.op is Op.BACKWARD:

@@ -13,7 +13,7 @@ import torch
 
 from pipebench.checkpoint.progress import CurvePoint, Facts, SavedProgress
 from pipebench.checkpoint.store import Checkpoints
-from pipebench.errors import DivergedError
+from pipebench.errors import DivergedError, OutOfMemoryError
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.checkpointing import (
     NO_CHECKPOINTS,
@@ -28,6 +28,7 @@ from pipebench.train.clock import RunClock
 from pipebench.train.curves import Curves, TrainingLoss
 from pipebench.train.interfaces import LoopExtension, MakeEngine, OnPoint, ProgressSink
 from pipebench.train.job import Job
+from pipebench.train.memory_forecast import what_would_help
 from pipebench.train.metrics import (
     EarlierWorkers,
     describe,
@@ -102,8 +103,10 @@ class TrainingLoop:
         except KeyboardInterrupt:
             outcome, total_s = INTERRUPTED, self._end_early()
             sentence = f"interrupted after {self._seen:,} samples"
-        except BaseException:
+        except BaseException as error:
             self._writer.end()
+            if isinstance(error, OutOfMemoryError):
+                raise OutOfMemoryError(f"{error}; {what_would_help(self._job)}") from error
             raise
         self._writer.wait()
         total_s = self._clock.drained_s if total_s is None else total_s

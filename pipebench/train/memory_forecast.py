@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipebench.formats import num_bytes, percent, seconds
+from pipebench.model.allocator import allocator_of
 from pipebench.model.plan import Plan
 from pipebench.profile.model import Profile
 from pipebench.schedule.modes import RECOMPUTE, SWAP
@@ -26,6 +27,8 @@ from pipebench.train.periods import Periods
 from pipebench.train.profiled_model import input_bytes
 from pipebench.train.result import RunResult
 
+_LESS = 0.9  # of what a worker that ran out of memory needed, as predictions are no better than that
+_MOST_MINIBATCHES = 32  # simulated to say what would help
 _LARGEST = 4  # kinds named in an out-of-memory message
 _PEAK, _LARGEST_PEAK = "peak_memory_bytes", "peak_memory_bytes_max"  # of a stage, and of all workers
 
@@ -176,6 +179,18 @@ class _Variant:
     def at_depth(self, depth: int) -> "_Variant":
         """Return the same with another depth."""
         return replace(self, plan=replace(self.plan, depth=depth), pipeline=replace(self.pipeline, depth=depth))
+
+
+def what_would_help(job: Job) -> str:
+    """Return what would fit where a worker ran out of memory: by the memory model, less than a device or than now."""
+    own, count = _Variant.of(job), min(job.setup.sampler.minibatches_per_epoch, _MOST_MINIBATCHES)
+    allocator = allocator_of(job.setup.device)
+    total = None if allocator is None else allocator.total_bytes
+    now = own.memory(job, count).fullest.num_bytes
+    limit = min(size for size in (job.cluster.memory_bytes, total, round(_LESS * now)) if size is not None)
+    half = job.recipe.train.minibatch_size // 2
+    fitting = [*_what_would_fit(job, limit, count), *([f"train.minibatch_size: {half}"] if half else [])]
+    return f"what would help: {', '.join(fitting)}{', or' if fitting else ''} more stages (parallelism.plan)"
 
 
 def _what_would_fit(job: Job, limit: int, num_minibatches: int) -> Iterator[str]:

@@ -42,6 +42,7 @@ from pipebench.simulate.memory import (
     STATE,
     VERSIONS,
     WEIGHTS,
+    WORKSPACES,
     StageMemoryCosts,
     stage_memories,
 )
@@ -391,5 +392,5 @@ def test_no_worker_ever_holds_more_than_the_planners_formula_has_room_for(
 
 def test_kinds_are_told_apart_and_complete() -> None:
     assert len({*KINDS}) == len(KINDS)
-    assert {*HELD} | {AGAIN, SENT, RECEIVED} == {*KINDS}
+    assert {*HELD} | {AGAIN, WORKSPACES, SENT, RECEIVED} == {*KINDS}
     assert all(a != b for a, b in itertools.pairwise(KINDS))

@@ -18,6 +18,7 @@ from pipebench.engine.protocols import Transport
 from pipebench.engine.setup import Setup
 from pipebench.extensions.moves.balancing import Known, RepartitionController, StageReport
 from pipebench.extensions.moves.repartition_plan import Repartition
+from pipebench.model.allocator import Allocator
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.modes import MEMORY_POLICIES
 from pipebench.schedule.operations import Op
@@ -27,22 +28,6 @@ EVERY = 4  # units
 _UNITS_KEPT = 64  # more than units in flight with a decision
 
 Decide = Callable[[int, Sequence[StageReport]], Repartition | None]
-
-
-class AllocatorPeak:
-    """Peak bytes of torch's allocator on a GPU since the last `forget`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def forget(self) -> None:
-        """Reset the peak to the bytes now allocated."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    @property
-    def num_bytes(self) -> int:
-        """The peak."""
-        return torch.cuda.max_memory_allocated(self._device)
 
 
 class StageMonitor:
@@ -62,7 +47,7 @@ class StageMonitor:
         stage: int,
         decide: Decide | None,
         on_move: Callable[[Repartition], None],
-        allocator: AllocatorPeak | None = None,
+        allocator: Allocator | None = None,
     ) -> None:
         self.stage = stage
         self._num_stages, self._allocator, self._peak_bytes = setup.pipeline.num_stages, allocator, 0
@@ -120,7 +105,7 @@ class StageMonitor:
         """The known reports, of this stage and those before it."""
         units = self._units
         forward_s, backward_s = (self._seconds[op] / max(1, units[op]) for op in (Op.FORWARD, Op.BACKWARD))
-        held_bytes = self._peak_bytes if self._allocator is None else self._allocator.num_bytes
+        held_bytes = self._peak_bytes if self._allocator is None else self._allocator.peak_bytes
         peak_bytes = held_bytes if units[Op.BACKWARD] else 0
         own = StageReport(self.stage, self._moves, units[Op.BACKWARD], forward_s, backward_s, peak_bytes)
         return [*self._reports.values(), own]
@@ -174,7 +159,7 @@ def _is_reported(unit: int) -> bool:
 def monitors(
     setup: Setup,
     on_move: Callable[[Repartition], None],
-    allocator: AllocatorPeak | None = None,
+    allocator: Allocator | None = None,
     known: Known | None = None,
 ) -> list[StageMonitor]:
     """Return a monitor for every stage of a straight pipeline.

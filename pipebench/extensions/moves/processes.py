@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from pipebench.distributed.collectives import ProcessCollectives
 from pipebench.engine.setup import Setup
 from pipebench.extensions.moves.engine import EngineMoves
-from pipebench.extensions.moves.monitor import AllocatorPeak, monitors
+from pipebench.extensions.moves.monitor import monitors
 from pipebench.extensions.moves.repartition_plan import shape_problems
 from pipebench.extensions.moves.settings import settings_of
 from pipebench.extensions.moves.worker import moving_worker
+from pipebench.model.allocator import allocator_of
 from pipebench.schedule.operations import MIGRATION
 
 
@@ -16,8 +17,7 @@ def processes(collectives: ProcessCollectives) -> EngineMoves:
     """Return the moves of a worker with a process of its own."""
     moves, setup, worker = EngineMoves(collectives.setup), collectives.setup, collectives.worker
     if settings_of(setup.pipeline).balances:
-        allocator = AllocatorPeak(setup.device) if setup.device.type == "cuda" else None
-        moving_worker(worker).monitor = monitors(setup, moves.decided, allocator)[worker.index]
+        moving_worker(worker).monitor = monitors(setup, moves.decided, allocator_of(setup.device))[worker.index]
     return moves
 
 

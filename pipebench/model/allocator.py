@@ -1,0 +1,61 @@
+"""torch's allocator on a GPU: what it holds, the most that it has held, and what work takes beside live tensors.
+
+A tensor's bytes are known without it. Workspaces of kernels, what it rounds up and what it reserves are not.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+
+class Allocator:
+    """The allocator of one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before_bytes = 0  # the most until the last `forget`
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all that is allocated now."""
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most since the last `forget`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    @property
+    def most_bytes(self) -> dict[str, int]:
+        """The most allocated and reserved in this process, as columns of a worker's row."""
+        most = max(self._before_bytes, self.peak_bytes)
+        return {"allocated_peak_bytes": most, "reserved_peak_bytes": torch.cuda.max_memory_reserved(self._device)}
+
+    @property
+    def total_bytes(self) -> int:
+        """The memory of the GPU."""
+        return int(torch.cuda.get_device_properties(self._device).total_memory)
+
+    def forget(self) -> None:
+        """Let the peak begin at what is allocated now."""
+        self._before_bytes = max(self._before_bytes, self.peak_bytes)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def beside(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
+        """Do some work; return its result and, as a clock would its seconds, the bytes it took beside live tensors.
+
+        These are the peak within less the larger of what is allocated before and after.
+        """
+        before = self.held_bytes
+        self.forget()
+        value = work()
+        beside = max(0, self.peak_bytes - max(before, self.held_bytes))
+        return value, lambda: float(beside)
+
+
+@cache
+def allocator_of(device: torch.device) -> Allocator | None:
+    """Return a device's allocator, always the same; None of a CPU, whose memory the system counts."""
+    return Allocator(device) if device.type == "cuda" else None

@@ -1,0 +1,104 @@
+"""A device without memory left, by a stand-in on the CPU: what is said, what would help, what is measured."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pipebench.distributed.launch import worth_restart
+from pipebench.distributed.launch_failure import of_exception, report
+from pipebench.engine.virtual import VirtualEngine
+from pipebench.errors import OutOfMemoryError
+from pipebench.model import allocator
+from pipebench.model.allocator import Allocator
+from pipebench.profile import measure
+from pipebench.profile.stored import read_profile, write_profile
+from pipebench.simulate.memory import WORKSPACES, stage_memories
+from pipebench.train.engines import on_virtual_clock
+from pipebench.train.loop import TrainingLoop
+from pipebench.train.memory_forecast import MemoryForecast
+from tests.train.test_training import Silent, prepared, recipe
+
+
+def full(module: Any, inputs: Any) -> None:
+    """Stand in for an allocation of a layer that fails."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity ...")
+
+
+def test_a_device_without_memory_ends_the_run_in_one_sentence() -> None:
+    given = prepared(recipe(), plan=([4], [1, 1]))
+
+    def make(*callbacks: Any) -> VirtualEngine:
+        engine = on_virtual_clock(given)(*callbacks)
+        assert isinstance(engine, VirtualEngine)
+        engine.replicas[1].module.register_forward_pre_hook(full)
+        return engine
+
+    with pytest.raises(OutOfMemoryError) as caught:
+        TrainingLoop(given, make, Silent(), lambda point: None).run()
+    said = str(caught.value)
+    first = given.setup.graph.layers[4].name
+    assert said.startswith(f"out of memory in 1F0@0: worker 1 (stage 1, {first} to ")
+    assert ") held " in said
+    assert "(weights " in said
+    assert "; what would help: parallelism.depth: 1, train.minibatch_size: " in said
+    assert "\n" not in said
+    failure = of_exception(caught.value, 1)
+    assert (failure.exit_code, report(failure)) == (3, f"pipebench: error: {said}")
+    assert not worth_restart(failure, started=True)
+
+
+class Standing(Allocator):
+    """An allocator whose work takes 1,000 bytes beside live tensors every time."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.now, self.most = 500, 500
+
+    @property
+    def held_bytes(self) -> int:
+        self.now += 100  # of a tensor that stays
+        return self.now
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.most, self.now + 1100)
+
+    def forget(self) -> None:
+        self._before_bytes = max(self._before_bytes, self.peak_bytes)
+        self.most = self.now
+
+
+def test_an_allocator_tells_what_work_takes_beside_live_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 9000)
+    stand_in = Standing()
+    value, read = stand_in.beside(lambda: 7)
+    assert (value, read()) == (7, 1000.0)
+    assert stand_in.most_bytes == {"allocated_peak_bytes": 1800, "reserved_peak_bytes": 9000}
+    assert allocator.allocator_of(torch.device("cpu")) is None
+
+
+def test_workspaces_are_measured_kept_and_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured by a stand-in; a profile without them reads as none, and is written as it was."""
+    given = prepared(recipe(), plan=([4], [1, 1]))
+    setup, stand_in = given.setup, Standing()
+    monkeypatch.setattr(measure, "allocator_of", lambda device: stand_in)
+    found = measure.measured_profile(
+        setup.graph, setup.dataset, [*setup.profile.layers], given.recipe.train.optimizer, setup.device, "it", 1,
+        engine=given.recipe.engine,
+    )  # fmt: skip
+    rows = next(iter(found.layers.values()))
+    assert {row.workspace_bytes for row in rows} == {1000}
+    assert read_profile(write_profile(found)) == found
+    assert "workspace" not in write_profile(setup.profile)
+    assert read_profile(write_profile(setup.profile)) == setup.profile
+    none = found.with_rows(lambda rows: tuple(replace(row, workspace_bytes=0) for row in rows))
+    peaks = []
+    for profile in (none, found):
+        job = replace(given, setup=replace(setup, profile=profile))
+        peaks.append(MemoryForecast.over(job).memory.fullest)
+    assert peaks[1].num_bytes == peaks[0].num_bytes + 1000
+    assert peaks[1].by_kind[WORKSPACES] == 1000
+    (memory, *_) = stage_memories(found, setup.plan, setup.pipeline)
+    assert max(memory.workspace.values()) == 1000
