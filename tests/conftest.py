@@ -2,6 +2,8 @@
 
 import shutil
 import signal
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,13 @@ def pytest_configure() -> None:
     """Hear Ctrl-C, and let processes that are started hear it: a shell lets what runs in its background ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was compared on a GPU, and with what."""
+    tests = sys.modules.get("tests.test_gpu_distributed")
+    for what, count in sorted(Counter(getattr(tests, "COMPARED", ())).items()):
+        terminalreporter.write_line(f"{what}: {count} cases have the bits of the virtual engine on the same device")
 
 
 @pytest.fixture(autouse=True)

@@ -34,9 +34,11 @@ class Processes:
     def __init__(self, size: int, device: str = "cpu", environment: Mapping[str, str] = MappingProxyType({})) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-        # One server imports what all of them need, which takes seconds, and each is a copy of it.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pipebench.distributed.engine", "tests.distributed.cases", "torch._dynamo"])
+        context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+        if device == "cpu":
+            # One server imports what all of them need, which takes seconds, and each is a copy of it. CUDA can't be
+            # used in a copy of a process that has asked for it, as what is imported here may.
+            context.set_forkserver_preload(["pipebench.distributed.engine", "tests.distributed.cases", "torch._dynamo"])
         self._pipes: list[Connection] = []
         self._processes = []
         self._lost: set[int] = set()

@@ -1,7 +1,11 @@
-"""What only a GPU can show: the same invariants hold there."""
+"""The invariants of the engine on a GPU; an ordinary test runs those that need no more than a device on the CPU.
+
+`test_gpu_rehearsed.py` swaps `DEVICE`, so that what is called here can't rot where there is no GPU.
+"""
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +35,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+DEVICE = torch.device("cuda")
+
 
 @pytest.fixture(autouse=True)
 def _settings() -> Iterator[None]:
@@ -46,13 +52,19 @@ class SingleBlobs(Blobs):
         self._x = self._x.float()
 
 
-def digits(starts: list[int], replicas: list[int], **columns: object) -> Setup:
+def digits(starts: list[int], replicas: list[int], **columns: Any) -> Setup:
     torch.default_generator.manual_seed(0)
     model = vgg16(
         width=0.125, batch_norm=True, dropout=0.2, num_classes=10, in_channels=1, image_size=32, init="kaiming"
     )
-    setup = make_setup(model, (starts, replicas), dataset=mnist5k(), minibatch_size=32, **columns)  # type: ignore[arg-type]
-    return Setup(**{**setup.__dict__, "device": torch.device("cuda")})
+    setup = make_setup(model, (starts, replicas), dataset=mnist5k(), minibatch_size=32, **of_layers(model, columns))
+    return replace(setup, device=DEVICE)
+
+
+def of_layers(model: torch.nn.Module, columns: dict[str, Any]) -> dict[str, Any]:
+    """Return columns of `make_setup` whose memory policies are as many as the model has layers."""
+    memory = columns.get("memory")
+    return columns if memory is None else columns | {"memory": memory[: len(trace(model).layers)]}
 
 
 def test_model_parallelism_has_the_bits_of_a_single_worker() -> None:
@@ -61,7 +73,7 @@ def test_model_parallelism_has_the_bits_of_a_single_worker() -> None:
         engine = make_engine(digits(starts, [1] * (len(starts) + 1), weights="one", depth=1))
         engine.train(0, 8)
         found.append(parameters_of(engine))
-    assert all(value.is_cuda for value in found[0].values())
+    assert all(value.device.type == DEVICE.type for value in found[0].values())
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
@@ -74,11 +86,11 @@ def test_a_run_repeats_itself_to_the_bit() -> None:
     assert torch.equal(flat(), flat())
 
 
-def test_weight_versions_are_held_in_gpu_memory() -> None:
+def test_weight_versions_are_held_on_the_device() -> None:
     engine = make_engine(digits([14, 27, 40], [1, 1, 1, 1]))
     engine.train(0, 10)
     assert [replica.weights.most_alive for replica in engine.replicas] == [4, 3, 2, 1]
-    assert all(replica.weights.newest.flats[0].is_cuda for replica in engine.replicas)
+    assert all(replica.weights.newest.flats[0].device.type == DEVICE.type for replica in engine.replicas)
 
 
 def test_recomputation_draws_the_same_dropout_masks() -> None:
@@ -93,9 +105,9 @@ def test_recomputation_draws_the_same_dropout_masks() -> None:
 def test_gpu_and_cpu_agree_within_float_tolerance() -> None:
     model = ConvNet()
     x, target = torch.randn(4, 2, 8, 8), torch.randint(4, (4,))
-    on_gpu = copy.deepcopy(model).cuda()
+    on_gpu = copy.deepcopy(model).to(DEVICE)
     here = functional.cross_entropy(model(x), target)
-    there = functional.cross_entropy(on_gpu(x.cuda()), target.cuda())
+    there = functional.cross_entropy(on_gpu(x.to(DEVICE)), target.to(DEVICE))
     torch.testing.assert_close(there.cpu(), here, rtol=1e-4, atol=1e-5)
 
 
@@ -106,8 +118,9 @@ def language_model(plan: tuple[list[int], list[int]], weight_drop: float, **colu
     model = awd_lm(vocabulary=500, embedding_size=48, hidden_size=64, num_layers=3, weight_drop=weight_drop)
     data = king_james(bptt=20, train_tokens=20_000, eval_tokens=4_000, vocabulary=500)
     sampler, held_out = Streams(data.num_train, 8, 2), Streams(data.num_eval, 8, 2, covers=True)
+    columns = of_layers(model, columns)
     setup = make_setup(model, plan, dataset=data, minibatch_size=8, sampler=sampler, held_out=held_out, **columns)
-    return Setup(**{**setup.__dict__, "device": torch.device("cuda")})
+    return replace(setup, device=DEVICE)
 
 
 @pytest.mark.parametrize("weight_drop", [0.0, 0.5])
@@ -115,8 +128,7 @@ def test_stateful_lstms_train_in_every_cut_and_cudnn_never_compacts_their_weight
     """Warnings are errors: cuDNN's about weights outside a single chunk of memory would fail this."""
     found = []
     for plan in (([], [1]), ([3, 6], [1, 1, 1])):
-        setup = language_model(plan, weight_drop)
-        engine = make_engine(Setup(**{**setup.__dict__, "weights": "one"}))
+        engine = make_engine(language_model(plan, weight_drop, weights="one"))
         engine.train(0, 8)
         assert engine.evaluate()["perplexity"] < 500
         found.append(parameters_of(engine))
@@ -128,7 +140,7 @@ def test_weight_versions_of_lstms_stay_where_they_are() -> None:
     """PyTorch would move the weights of a swapped version into a buffer of its own."""
     torch.default_generator.manual_seed(0)
     setup = make_setup(Recurrent().float(), ([3, 5], [1, 1, 1]), dataset=SingleBlobs())
-    engine = make_engine(Setup(**{**setup.__dict__, "device": torch.device("cuda")}))
+    engine = make_engine(replace(setup, device=DEVICE))
     engine.train(0, 12)
     for replica in engine.replicas:
         for version in replica.weights._alive:
@@ -136,7 +148,7 @@ def test_weight_versions_of_lstms_stay_where_they_are() -> None:
             assert {p.untyped_storage().data_ptr() for p in version.parameters} == owned
 
 
-SOME = ["swap", "swap", "keep", "recompute", "swap"] * 12  # of more layers than there are
+SOME = ["swap", "swap", "keep", "recompute", "swap"] * 12  # cut to as many as there are layers
 
 
 @pytest.mark.parametrize("columns", [{}, {"weights": "one", "microbatches": 4}], ids=["pipedream", "flush"])

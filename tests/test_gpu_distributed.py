@@ -1,9 +1,11 @@
 """Processes on GPUs: several that share one, by Gloo through the host's memory or by NCCL; NCCL where there are enough.
 
-Everything here needs a GPU. One is enough for NCCL, too, where its release lets ranks share it.
+Everything here needs a GPU. One is enough for NCCL, too: ranks share it, each as a host of its own.
+Processes are compared with the virtual engine on the same device, bit for bit: the same kernels on the same values.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,14 +13,13 @@ import torch
 
 from pipebench.distributed import channel
 from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, Receiver
-from pipebench.distributed.nccl import shares
 from pipebench.distributed.transport import _pair
 from pipebench.distributed.world import World
 from pipebench.engine.pace import Pace
 from pipebench.model.device import torch_settings
 from pipebench.recipe.schema import EngineRecipe
-from tests.distributed.cases import Case, Outcome, distributed
-from tests.distributed.test_equality import THREE, TWO, check
+from tests.distributed.cases import Case, Outcome, compare, distributed, virtually
+from tests.distributed.test_equality import THREE, TWO
 from tests.distributed.test_first_use import WAITING
 from tests.processes import Processes
 
@@ -33,6 +34,16 @@ FOUR = {
     "straight": Case("skip", (2, 4, 6), (1, 1, 1, 1)),
     "2-2, gpipe": Case("conv", (4,), (2, 2), {"weights": "one", "order": "all-forwards", "microbatches": 2}),
 }
+DEVICE = "cuda"
+COMPARED: list[str] = []  # of every case that agreed, for the table at the end
+
+
+def check(case: Case, found: list[Outcome]) -> None:
+    """Compare processes with the virtual engine on the same device; they have its bits."""
+    with torch_settings(EngineRecipe()):
+        expected = virtually(case, DEVICE)
+    compare(found, expected, 0.0)
+    COMPARED.append(f"{len(found)} ranks")
 
 
 def on_gpu(world: World, case: Case) -> Outcome:
@@ -94,44 +105,49 @@ class _Noting:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2, "cuda") as processes:
-        yield processes
+def worlds() -> Iterator[Callable[[int, bool], Processes]]:
+    """Make worlds, one at a time: each rank's context and connections take memory of the GPU."""
+    with ExitStack() as stack:
+        made: dict[tuple[int, bool], Processes] = {}
+
+        def of(size: int, by_nccl: bool) -> Processes:
+            if (size, by_nccl) not in made:
+                made.clear()
+                stack.close()
+                made[size, by_nccl] = stack.enter_context(Processes(size, DEVICE, SHARING if by_nccl else {}))
+            return made[size, by_nccl]
+
+        yield of
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[Processes]:
-    with Processes(3, "cuda") as processes:
-        yield processes
+@pytest.fixture
+def two(worlds: Callable[[int, bool], Processes]) -> Processes:
+    return worlds(2, False)
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    with Processes(4, "cuda") as processes:
-        yield processes
+@pytest.fixture
+def three(worlds: Callable[[int, bool], Processes]) -> Processes:
+    return worlds(3, False)
 
 
-def by_nccl(size: int) -> Iterator[Processes]:
-    """Yield processes that use NCCL, on one GPU if there are no more."""
-    if torch.cuda.device_count() < size and not shares(SHARING):
-        pytest.skip(f"needs {size} CUDA devices, or NCCL 2.30 to share one")
-    with Processes(size, "cuda", SHARING) as processes:
-        yield processes
+@pytest.fixture
+def four(worlds: Callable[[int, bool], Processes]) -> Processes:
+    return worlds(4, False)
 
 
-@pytest.fixture(scope="module")
-def two_by_nccl() -> Iterator[Processes]:
-    yield from by_nccl(2)
+@pytest.fixture
+def two_by_nccl(worlds: Callable[[int, bool], Processes]) -> Processes:
+    return worlds(2, True)
 
 
-@pytest.fixture(scope="module")
-def three_by_nccl() -> Iterator[Processes]:
-    yield from by_nccl(3)
+@pytest.fixture
+def three_by_nccl(worlds: Callable[[int, bool], Processes]) -> Processes:
+    return worlds(3, True)
 
 
-@pytest.fixture(scope="module")
-def four_by_nccl() -> Iterator[Processes]:
-    yield from by_nccl(4)
+@pytest.fixture
+def four_by_nccl(worlds: Callable[[int, bool], Processes]) -> Processes:
+    return worlds(4, True)
 
 
 def test_workers_have_gpus_of_their_own_or_share_them_by_gloo(two: Processes) -> None:
@@ -149,38 +165,38 @@ def test_workers_share_a_gpu_by_nccl_where_it_is_told_to(two_by_nccl: Processes)
 
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks_agree_with_the_virtual_engine(two: Processes, name: str) -> None:
-    check(TWO[name], two.run("tests.test_gpu_distributed:on_gpu", TWO[name]), 1e-4)
+    check(TWO[name], two.run("tests.test_gpu_distributed:on_gpu", TWO[name]))
 
 
 @pytest.mark.parametrize("name", THREE)
 def test_three_ranks_agree_with_the_virtual_engine(three: Processes, name: str) -> None:
-    check(THREE[name], three.run("tests.test_gpu_distributed:on_gpu", THREE[name]), 1e-4)
+    check(THREE[name], three.run("tests.test_gpu_distributed:on_gpu", THREE[name]))
 
 
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_agree_with_the_virtual_engine(four: Processes, name: str) -> None:
-    check(FOUR[name], four.run("tests.test_gpu_distributed:on_gpu", FOUR[name]), 1e-4)
+    check(FOUR[name], four.run("tests.test_gpu_distributed:on_gpu", FOUR[name]))
 
 
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks_by_nccl(two_by_nccl: Processes, name: str) -> None:
-    check(TWO[name], two_by_nccl.run("tests.test_gpu_distributed:directly", TWO[name]), 1e-4)
+    check(TWO[name], two_by_nccl.run("tests.test_gpu_distributed:directly", TWO[name]))
 
 
 @pytest.mark.parametrize("name", THREE)
 def test_three_ranks_by_nccl(three_by_nccl: Processes, name: str) -> None:
-    check(THREE[name], three_by_nccl.run("tests.test_gpu_distributed:directly", THREE[name]), 1e-4)
+    check(THREE[name], three_by_nccl.run("tests.test_gpu_distributed:directly", THREE[name]))
 
 
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_by_nccl(four_by_nccl: Processes, name: str) -> None:
-    check(FOUR[name], four_by_nccl.run("tests.test_gpu_distributed:directly", FOUR[name]), 1e-4)
+    check(FOUR[name], four_by_nccl.run("tests.test_gpu_distributed:directly", FOUR[name]))
 
 
 @pytest.mark.parametrize("num_workers", WAITING)
 def test_a_first_all_reduce_that_waits_hangs_nobody(request: pytest.FixtureRequest, num_workers: int) -> None:
     processes: Processes = request.getfixturevalue({3: "three_by_nccl", 4: "four_by_nccl"}[num_workers])
-    check(WAITING[num_workers], processes.run("tests.test_gpu_distributed:directly", WAITING[num_workers]), 1e-4)
+    check(WAITING[num_workers], processes.run("tests.test_gpu_distributed:directly", WAITING[num_workers]))
 
 
 def test_tensors_come_in_while_the_gpu_computes(two_by_nccl: Processes) -> None:

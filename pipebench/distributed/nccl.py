@@ -15,8 +15,8 @@ import torch.distributed as dist
 # an all-reduce of up to 32 blocks, all fit on the 80 multiprocessors of a V100, so none prevents another's start.
 _BLOCKS_OF_PAIRS = 48
 _MOST_BLOCKS = 8  # of a pair; leaves the others to computation
-_SHARED_SINCE = (2, 30)  # NCCL's first release with an option to let ranks share a GPU
 _SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
+_SHARED_SINCE = (2, 30)  # NCCL's first release that reads it
 # Environment variables for NCCL and CUDA, unless the user has set them.
 _CUDA_SETTINGS = {
     # Hardware queues (8 by default). Streams beyond their number share one, where work could queue behind a kernel that
@@ -44,10 +44,8 @@ def takes(everyone: Sequence[dict[str, Any]]) -> bool:
 
 
 def shares(environ: Mapping[str, str]) -> bool:
-    """Return whether this process's NCCL lets ranks share a GPU: new enough, and enabled."""
-    if environ.get(_SHARE) != "1" or not dist.is_nccl_available():
-        return False
-    return torch.cuda.nccl.version()[:2] >= _SHARED_SINCE  # type: ignore[no-any-return, no-untyped-call]
+    """Return whether this process's NCCL is to let ranks share a GPU."""
+    return environ.get(_SHARE) == "1" and dist.is_nccl_available()
 
 
 def sharing_remark(everyone: Sequence[dict[str, Any]]) -> str:
@@ -61,9 +59,14 @@ def sharing_remark(everyone: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def set_environment(environ: MutableMapping[str, str]) -> None:
+def set_environment(environ: MutableMapping[str, str], rank: int) -> None:
     """Set what CUDA and NCCL read at their start, except what the user has set."""
-    for variable, value in _CUDA_SETTINGS.items():
+    settings = dict(_CUDA_SETTINGS)
+    if shares(environ) and torch.cuda.nccl.version()[:2] < _SHARED_SINCE:  # type: ignore[no-untyped-call]
+        # Older releases refuse two ranks of one host on one GPU. Each rank as a host of its own reaches the others by
+        # sockets: all of NCCL is used but its ways within a host.
+        settings |= {"NCCL_HOSTID": f"pipebench-{rank}", "NCCL_IB_DISABLE": "1"}
+    for variable, value in settings.items():
         environ.setdefault(variable, value)
 
 

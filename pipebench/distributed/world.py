@@ -205,7 +205,7 @@ def join(
     """
     place = place or read_place(os.environ)
     if device != "cpu":
-        nccl.set_environment(os.environ)
+        nccl.set_environment(os.environ, place.rank)
     chosen, facts = _device(device, place)
     connection = connect(place, limit_s)
     token, everyone = meet(connection, place, facts, limit_s)

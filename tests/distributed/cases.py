@@ -242,9 +242,10 @@ def whole(engine: VirtualEngine | DistributedEngine) -> None:
     engine.together(Op.GATHER, Op.WAIT_GATHER)
 
 
-def virtually(case: Case) -> Outcome:
-    """Run a case on the virtual engine."""
-    return on_virtual_engine(small_setup(case), case.segments, case.recuts, case.left_out, case.moves)
+def virtually(case: Case, device: str = "cpu") -> Outcome:
+    """Run a case on the virtual engine, on a device; what it comes to is in the host's memory."""
+    setup = replace(small_setup(case), device=torch.device(device))
+    return on_virtual_engine(setup, case.segments, case.recuts, case.left_out, case.moves)
 
 
 def go_under(engine: VirtualEngine | DistributedEngine, recuts: Sequence[Sequence[int]], index: int) -> None:
@@ -281,7 +282,9 @@ def on_virtual_engine(
         done += count
         scores.append(engine.evaluate())
     whole(engine)
-    tensors = [{name: tensor.detach() for name, tensor in replica.tensors().items()} for replica in engine.replicas]
+    tensors = [
+        {name: tensor.detach().cpu() for name, tensor in replica.tensors().items()} for replica in engine.replicas
+    ]
     versions = [worker.versions_max for worker in engine.workers]
     pushes = [Pushes(**segment) for segment in engine.facts()["pushes"]]
     return Outcome(0, tensors, losses, scores, dict(engine.num_bytes), versions, list(segments), pushes)

@@ -25,17 +25,23 @@ def test_nccl_takes_a_gpu_for_every_worker_or_what_it_was_told_to() -> None:
     assert not takes(facts_of("GPU-1", None, shared=True))
 
 
-@pytest.mark.parametrize(
-    ("version", "value", "expected"),
-    [((2, 30, 7), "1", True), ((2, 29, 3), "1", False), ((3, 0, 1), "1", True), ((2, 30, 7), "0", False)],
-)
-def test_ranks_share_a_gpu_where_nccl_is_new_enough_and_told_to(
-    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], value: str, expected: bool
+@pytest.mark.parametrize(("version", "hosts"), [((2, 30, 7), set()), ((2, 28, 9), {"pipebench-0", "pipebench-1"})])
+def test_ranks_share_a_gpu_where_nccl_is_told_to_before_2_30_as_hosts_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], hosts: set[str]
 ) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-    assert shares({"NCCL_MULTI_RANK_GPU_ENABLE": value}) is expected
+    told = [{"NCCL_MULTI_RANK_GPU_ENABLE": "1"} for _ in range(2)]
+    for rank, environ in enumerate(told):
+        assert shares(environ)
+        set_environment(environ, rank)
+    assert {environ["NCCL_HOSTID"] for environ in told if "NCCL_HOSTID" in environ} == hosts
+    assert all(("NCCL_IB_DISABLE" in environ) is bool(hosts) for environ in told)
+    assert not shares({"NCCL_MULTI_RANK_GPU_ENABLE": "0"})
     assert not shares({})
+    untold: dict[str, str] = {}
+    set_environment(untold, 1)
+    assert "NCCL_HOSTID" not in untold
 
 
 def test_shared_gpus_are_told_of() -> None:
@@ -48,7 +54,7 @@ def test_shared_gpus_are_told_of() -> None:
 
 def test_cuda_s_settings_leave_alone_what_the_user_has_set() -> None:
     found = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    set_environment(found)
+    set_environment(found, 0)
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert found["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] == "false"
 

@@ -185,8 +185,8 @@ def test_measuring_leaves_no_cached_gpu_memory() -> None:
         measured_profile(trace(narrow()), mnist5k(), [16], SGD, torch.device("cuda"), "", repeats=1, engine=ENGINE)
         return torch.cuda.memory_reserved()
 
-    first = measure_once()  # cuBLAS keeps a workspace
-    assert measure_once() <= first <= 64 << 20
+    first = measure_once()  # workspaces of cuBLAS and cuDNN stay: 77.6 MB on an H100
+    assert measure_once() <= first <= 128 << 20
 
 
 @pytest.mark.parametrize(("device", "emptied"), [("cuda", 2), ("cpu", 0)])
