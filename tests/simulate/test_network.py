@@ -198,7 +198,7 @@ def test_a_ring_over_two_levels_goes_at_the_least_limit_or_port_of_either() -> N
     ],
 )  # fmt: skip
 def test_shards_are_summed_in_the_faster_way(
-    levels: list[tuple[int, float, dict[str, float]]], devices: Sequence[int], expected: str
+    levels: list[tuple[int, float, dict[str, Any]]], devices: Sequence[int], expected: str
 ) -> None:
     """The one that ends first when each scatters one buffer, without latencies; ordered if both do."""
     cluster = Cluster(
