@@ -15,7 +15,7 @@ from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule, in_flight_interleaved
 from pipebench.planner.placement_costs import Sketch, cut_levels, placed_s, spanned
 from pipebench.planner.plans import PlanEstimate, Request, StageEstimate
-from pipebench.planner.predict import PlannedWorkload, arrange, arranged, payload, planned_workload, predict
+from pipebench.planner.predict import PlannedWorkload, arrange, arranged, payload, planned_workload, predict, with_sums
 from pipebench.planner.stage_problem import StageProblem, input_bytes_of
 from pipebench.planner.states import KnownStates, antichains, prefixes
 from pipebench.profile.model import LayerProfile, Profile, Rows
@@ -370,6 +370,7 @@ class Estimator(ModeRequest):
 
         Groups of layers that sum in rings count once: they have no messages between all pairs of workers.
         """
-        rings = self.mode.is_sharded and self.mode.sums == RING
+        mode = with_sums(self.mode, self.request.cluster, plan.devices)
+        rings = mode.is_sharded and mode.sums == RING
         num_replicas = sum(stage.replicas for stage in (plan.positions if rings else plan.stages))
         return num_replicas <= MOST_SIMULATED and math.lcm(*plan.replicas) <= LONGEST_BLOCK

@@ -17,7 +17,7 @@ from pipebench.planner.plans import PlanEstimate, Request, StageTime
 from pipebench.planner.states import States
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.tensor import unit_bytes
-from pipebench.schedule.modes import RECOMPUTE, SWAP, Mode
+from pipebench.schedule.modes import AUTO, RECOMPUTE, SWAP, Mode
 from pipebench.schedule.operations import ACTIVATION, GRADIENT
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
 from pipebench.schedule.syncs import ALL_GATHER, PARAMETERS, REDUCE_SCATTER, SYNCS
@@ -26,6 +26,7 @@ from pipebench.simulate.costs import Costs, stage_costs
 from pipebench.simulate.meter import COMPUTED, Meter
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.steady import simulate_all, simulate_segment
+from pipebench.simulate.sums import faster_sums
 from pipebench.simulate.timeline import TENSOR, Transfer
 
 FILL_ROUNDS = 4  # updates of every stage, at least, before the steady state is read off
@@ -72,6 +73,11 @@ def arranged(profile: Profile, order: Sequence[int]) -> Profile:
     return replace(profile, layers=layers)
 
 
+def with_sums(mode: Mode, cluster: Cluster, devices: Sequence[int]) -> Mode:
+    """Return a mode with the order in which replicas on these devices add, if it leaves that to the cluster."""
+    return replace(mode, sums=faster_sums(cluster, devices)) if mode.sums == AUTO else mode
+
+
 def make_pipeline(
     plan: Plan,
     rows: Sequence[LayerProfile],
@@ -82,6 +88,8 @@ def make_pipeline(
     shares_norm: bool = False,
 ) -> Pipeline:
     """Return the shape of a plan's pipeline in a mode; `rows` are the plan's layers, at any size.
+
+    The mode says in which order replicas add (`with_sums`).
 
     `accumulate` are blocks of minibatches per update (None: the mode's), `shares_norm` makes all stages agree on the
     gradient's norm before an update.
@@ -124,6 +132,7 @@ def planned_workload(
     `profile` has the layers in the order of the plan.
     """
     plan, rows = found.plan, next(iter(profile.layers.values()))
+    mode = with_sums(mode, request.cluster, plan.devices)
     pipeline = make_pipeline(plan, rows, mode, microbatches=found.microbatches, accumulate=found.accumulate)
     costs = stage_costs(profile, plan, WEIGHT_POLICIES[mode.weights].update_cost, sharded=mode.is_sharded)
     # A flush leaves nothing behind: the period after next is like every later one.

@@ -15,7 +15,6 @@ from pipebench.schedule.syncs import (
     GRADIENTS,
     NOT_SHARDED,
     OPTIMIZER,
-    ORDERED,
     PARAMETERS,
     RING,
 )
@@ -46,7 +45,8 @@ class Mode:
     depth: int | None = None  # minibatches in flight per input-stage replica; None for NOAM
     microbatches: bool = False  # whether a minibatch may be cut into microbatches
     recompute: bool = False  # whether activations are recomputed by default
-    sums: str = RING  # in which order replicas are added, a name in `syncs.SUMS`
+    # In which order replicas are added, a name in `syncs.SUMS`; AUTO: theirs, unless a ring is faster on the cluster
+    sums: str = RING
     shard: str = NOT_SHARDED  # what replicas of a stage share out, a name in `syncs.SHARDS`
     reshard_after_forward: bool = True  # whether sharded parameters are freed between a forward and its backward
 
@@ -104,15 +104,15 @@ MODES: Final[dict[str, Mode]] = {
     ),
     "zero1": Mode(
         "ZeRO-1: data parallelism, optimizer state sharded", "one-stage", SEQUENTIAL, True, ONE, chunks=LAYER_GROUPS,
-        depth=1, sums=ORDERED, shard=OPTIMIZER,
+        depth=1, sums=AUTO, shard=OPTIMIZER,
     ),
     "zero2": Mode(
         "ZeRO-2: data parallelism, optimizer state and gradients sharded", "one-stage", SEQUENTIAL, True, ONE,
-        chunks=LAYER_GROUPS, depth=1, sums=ORDERED, shard=GRADIENTS,
+        chunks=LAYER_GROUPS, depth=1, sums=AUTO, shard=GRADIENTS,
     ),
     "fsdp": Mode(
         "FSDP, ZeRO-3: data parallelism, parameters sharded, too, and gathered before use", "one-stage", SEQUENTIAL,
-        True, ONE, chunks=LAYER_GROUPS, depth=1, sums=ORDERED, shard=PARAMETERS,
+        True, ONE, chunks=LAYER_GROUPS, depth=1, sums=AUTO, shard=PARAMETERS,
     ),
     "model": Mode("model parallelism, one minibatch in the pipeline", "straight", ONE_F_ONE_B, True, ONE, depth=1),
     "hybrid": Mode("stages replicated, nothing pipelined", "any", ONE_F_ONE_B, True, ONE, depth=1),

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from pipebench.cluster import Cluster
-from pipebench.schedule.syncs import ALL_REDUCE, ALL_TO_ALL, PARAMETER_SERVER, RING
+from pipebench.schedule.syncs import ALL_REDUCE, ALL_TO_ALL, ORDERED, PARAMETER_SERVER, RING
 from pipebench.simulate.sharing import NEVER, Resource, Uses
 
 Port = tuple[int, int, bool]  # level, component of the level below, whether it is outgoing
+_CLEARLY_FASTER = 0.99  # of two ways, so that rounding decides nothing
 Groups = Sequence[Sequence[int]]  # positions in a ring of those that sum first, see `Cluster.servers`
 
 
@@ -62,6 +63,23 @@ class Way(NamedTuple):
 def traffic(sync: str, num_bytes: int, size: int) -> Iterator[tuple[int, int, int]]:
     """Yield (sender, receiver, bytes) of a group that sums a buffer as one."""
     return WAYS[sync].traffic(num_bytes, [range(size)])
+
+
+def faster_sums(cluster: Cluster, devices: Sequence[int]) -> str:
+    """Return in which order sharded replicas add: ORDERED, their own, unless RING is clearly faster, latencies aside.
+
+    It is where several devices share a port: everyone's part for everyone crosses it, of a ring's connections one.
+    """
+    ring_s = ordered_s = 0.0  # of a byte of every device's shard
+    for index, level in enumerate(cluster.levels):
+        inside, around = (Counter(cluster.component(device, i) for device in devices) for i in (index, index + 1))
+        parents = {cluster.component(device, index): cluster.component(device, index + 1) for device in devices}
+        most = max(count * (around[parents[child]] - count) for child, count in inside.items())
+        if most:
+            pace = max(most / level.goodput_bytes_per_s, 1 / level.sum_cap_bytes_per_s(most))
+            ordered_s = max(ordered_s, pace)
+            ring_s = max(ring_s, (len(devices) - 1) / level.sum_bytes_per_s)
+    return RING if ring_s < _CLEARLY_FASTER * ordered_s else ORDERED
 
 
 def processor_s(byte_s: float, num_bytes: int, size: int) -> float:

@@ -11,7 +11,7 @@ from pipebench.engine.worker import host_peaks
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.plan_file import is_plan_file
 from pipebench.recipe.schema import LARGEST
-from pipebench.schedule.modes import KEEP
+from pipebench.schedule.modes import AUTO, KEEP
 from pipebench.schedule.orders import order_of
 from pipebench.schedule.programs import most_in_flight
 from pipebench.simulate.meter import MEMORY, PLAN, THROUGHPUT, RunMeasurements, sum_by
@@ -42,10 +42,14 @@ def describe(job: Job) -> dict[str, Any]:
 
 def recipe_notes(job: Job) -> dict[str, str]:
     """Return notes on a recipe's numbers, by the fact in the summary."""
-    notes = {}
+    notes, of_plan = {}, list[str]()
     policies = _policies_cut_for(job)
     if policies:
-        notes[PLAN] = f"cut for layers that {' and '.join(policies)}: cuts may be others without, unless named"
+        of_plan.append(f"cut for layers that {' and '.join(policies)}: cuts may be others without, unless named")
+    if job.recipe.parallelism.row.sums == AUTO:
+        of_plan.append(f"sums: {job.setup.pipeline.sums}, chosen for the cluster's links")
+    if of_plan:
+        notes[PLAN] = "; ".join(of_plan)
     if job.recipe.parallelism.accumulate == LARGEST:
         assert job.cluster.memory_bytes is not None
         most = f"{job.setup.pipeline.accumulate} minibatches per update, the most that fit"

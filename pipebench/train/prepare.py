@@ -17,7 +17,7 @@ from pipebench.model.optimizer import is_elementwise, make_optimizer
 from pipebench.model.plan import Plan
 from pipebench.planner.compare import compare
 from pipebench.planner.plans import Comparison
-from pipebench.planner.predict import PlannedWorkload, make_pipeline
+from pipebench.planner.predict import PlannedWorkload, make_pipeline, with_sums
 from pipebench.profile.choose import is_measured
 from pipebench.profile.model import Profile
 from pipebench.recipe.draft import turned_on
@@ -135,7 +135,7 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
     train, parallelism = recipe.train, recipe.parallelism
     graph, dataset, profile = known.graph, known.dataset, known.profile
     sampler, held_out = samplers(train, dataset)
-    pipeline = _pipeline(recipe, profile, plan)
+    pipeline = _pipeline(recipe, cluster, profile, plan)
     check_copies(cluster, plan)
     cost = WEIGHT_POLICIES[parallelism.row.weights].update_cost
     costs = stage_costs(profile, plan, cost, sharded=pipeline.is_sharded)
@@ -168,9 +168,9 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
     )
 
 
-def _pipeline(recipe: Recipe, profile: Profile, plan: Plan) -> Pipeline:
+def _pipeline(recipe: Recipe, cluster: Cluster, profile: Profile, plan: Plan) -> Pipeline:
     """Return a plan's pipeline in a recipe's mode, with its extensions."""
-    mode = recipe.parallelism.row
+    mode = with_sums(recipe.parallelism.row, cluster, plan.devices)
     pipeline = make_pipeline(
         plan,
         next(iter(profile.layers.values())),

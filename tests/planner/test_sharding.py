@@ -17,6 +17,7 @@ from pipebench.planner.plans import Request
 from pipebench.planner.states import prefixes
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import MODES
+from pipebench.schedule.syncs import SUMS
 from tests.oracles import sharding
 
 PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "sharding.yaml"
@@ -120,3 +121,12 @@ def test_replicas_whose_shards_go_round_in_rings_are_simulated(workers: int, is_
     cluster = Cluster("flat", "unit", None, (Level("server", workers, 1e6, 1e-6),))
     given = replace(request_of(None), cluster=cluster, row=replace(MODES["zero1"], sums="ring"))
     assert Planner(given, "zero1").best().is_simulated is is_simulated
+
+
+@pytest.mark.parametrize("levels", [((4, 1e6), (4, 1e5)), ((4, 1e5),), ((2, 1e6), (2, 1e6))])
+def test_shards_are_summed_in_the_order_that_is_faster_on_the_cluster(levels: tuple[tuple[int, float], ...]) -> None:
+    made = tuple(Level(f"l{i}", count, rate, 0.0) for i, (count, rate) in enumerate(levels))
+    given = replace(request_of(None), cluster=Cluster("c", "unit", None, made))
+    found = Planner(given, "zero1").best().minibatch_s
+    either = [Planner(replace(given, row=replace(MODES["zero1"], sums=sums)), "zero1").best() for sums in SUMS]
+    assert found == min(each.minibatch_s for each in either)

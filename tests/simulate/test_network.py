@@ -1,13 +1,15 @@
 """Links: what is on its way at once shares its ports, in order on each connection."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 
 from pipebench.cluster import Cluster, Level
-from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
+from pipebench.schedule.syncs import ALL_REDUCE, ALL_TO_ALL, ORDERED, PARAMETER_SERVER, REDUCE_SCATTER, RING
 from pipebench.simulate.network import Message, Network
+from pipebench.simulate.sums import faster_sums
 from pipebench.simulate.timeline import Transfer
 
 
@@ -178,3 +180,34 @@ def test_a_ring_over_two_levels_goes_at_the_least_limit_or_port_of_either() -> N
     assert ring_s(Level("server", 2, 10.0, 0.0, ring_bytes_per_s=1.0), narrow) == 6 * 4 / 1.0
     assert ring_s(free, Level("cluster", 2, 2.0, 0.0, flow_bytes_per_s=0.5)) == 6 * 4 / 0.5
     assert ring_s(free, Level("cluster", 2, 2.0, 0.0, p2p_bytes_per_s=0.5)) == 6 * 4 / 2.0
+
+
+@pytest.mark.parametrize(
+    ("levels", "devices", "expected"),
+    [
+        ([(4, 10.0, {})], range(4), ORDERED),
+        ([(7, 10.0, {"flow_bytes_per_s": 3.0})], range(7), ORDERED),
+        ([(4, 10.0, {}), (4, 5.0, {})], range(16), RING),
+        ([(4, 10.0, {}), (4, 5.0, {})], range(4), ORDERED),
+        ([(4, 10.0, {}), (4, 5.0, {})], (0, 5, 10, 15), ORDERED),
+        ([(1, 10.0, {}), (4, 5.0, {"ring_bytes_per_s": 2.0})], range(4), ORDERED),
+        ([(2, 1.0, {}), (2, 50.0, {})], range(4), ORDERED),
+        ([(2, 4.0, {}), (2, 2.0, {"flow_bytes_per_s": 0.3})], range(4), ORDERED),
+        ([(8, 9.0, {}), (2, 4.0, {}), (2, 3.0, {"ring_bytes_per_s": 2.0})], (0, 1, 8, 9, 10, 24, 25), RING),
+        ([(4, 10.0, {}), (2, 5.0, {})], (3,), ORDERED),
+    ],
+)  # fmt: skip
+def test_shards_are_summed_in_the_faster_way(
+    levels: list[tuple[int, float, dict[str, Any]]], devices: Sequence[int], expected: str
+) -> None:
+    """The one that ends first when each scatters one buffer, without latencies; ordered if both do."""
+    cluster = Cluster(
+        "c", "unit", None, tuple(Level(f"l{i}", n, rate, 0.0, **own) for i, (n, rate, own) in enumerate(levels))
+    )
+    ends: dict[str, list[float]] = {RING: [], ALL_TO_ALL: []}
+    for way, end in ends.items():
+        network = Network(cluster, devices)
+        network.sum_up(way, REDUCE_SCATTER, "s", range(len(devices)), 8400, 0.0, end.append)
+        network.agenda.play()
+    assert faster_sums(cluster, devices) == expected
+    assert (ends[RING][0] < ends[ALL_TO_ALL][0] * (1 - 1e-9)) == (expected == RING)

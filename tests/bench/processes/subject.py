@@ -12,7 +12,7 @@ from pipebench.model.graph import LayerGraph, trace
 from pipebench.model.optimizer import make_optimizer
 from pipebench.model.plan import Plan, make_plan
 from pipebench.model.sampling import InOrder, Sampler
-from pipebench.planner.predict import make_pipeline
+from pipebench.planner.predict import make_pipeline, with_sums
 from pipebench.profile.model import Profile
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.schedule.modes import MODES
@@ -127,7 +127,11 @@ def make_setup(
     subject: Subject, case: Case, profile: Profile, cluster: Cluster, host: HostCosts = NO_HOST_COSTS
 ) -> Setup:
     """Return what the engine needs to run a case, with the costs of a profile and the links of a cluster."""
-    graph, dataset, row = subject.graph(), subject.data(), MODES[case.mode]
+    graph, dataset, row = (
+        subject.graph(),
+        subject.data(),
+        with_sums(MODES[case.mode], cluster, range(cluster.num_workers)),
+    )
     chunks = len(case.replicas) if row.is_sharded else 1
     plan = make_plan(graph, case.starts, case.replicas, mode=case.mode, depth=case.depth or row.depth, chunks=chunks)
     rows = next(iter(profile.layers.values()))
