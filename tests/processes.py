@@ -38,7 +38,7 @@ class Processes:
         if device == "cpu":
             # One server imports what all of them need, which takes seconds, and each is a copy of it. CUDA can't be
             # used in a copy of a process that has asked for it, as what is imported here may.
-            context.set_forkserver_preload(["pipebench.distributed.engine", "tests.distributed.cases", "torch._dynamo"])
+            context.set_forkserver_preload(["pipebench.distributed.engine", "tests.distributed.cases"])
         self._pipes: list[Connection] = []
         self._processes = []
         self._lost: set[int] = set()

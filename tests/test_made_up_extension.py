@@ -171,11 +171,11 @@ SMALL = (*DP, "engine.timing=analytic", "dataset.num_train=64", "train.max_epoch
 
 
 def loaded_by(recipe: str, *words: str, runs: str = SIMULATED) -> set[str]:
-    """Return the extensions' modules that a run has loaded."""
+    """Return the extensions' modules that a run has loaded, and torch's compiler, which takes as long as torch itself."""
     script = (
         "import sys; from pipebench.recipe.load import load; from pipebench.train.prepare import prepare\n"
         f"loaded = load({recipe!r}, {[*words]!r}); job = prepare(loaded.recipe, loaded.cluster)\n{runs}\n"
-        "print(); print(*(name for name in sys.modules if name.startswith('pipebench.extensions')))"
+        "print(); print(*(name for name in sys.modules if name.startswith(('pipebench.extensions', 'torch._dynamo'))))"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return {*found.stdout.splitlines()[-1].split()}

@@ -1,6 +1,8 @@
 """Makes the recipe's torch.optim optimizer, for the engine that steps and the profile that times."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -37,7 +39,33 @@ def make_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) 
         raise UserCodeError(
             f"{called(recipe)} returned {type(optimizer).__name__}, needed is a torch.optim.Optimizer", key_of(recipe)
         )
+    _step_without_compiler(optimizer)
     return optimizer
+
+
+def _step_without_compiler(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of torch's step as it does by itself, but without importing torch's compiler for it.
+
+    torch tells the compiler, whose import costs every process 1.3 s and 150 MB, to break its graph around a step. Here
+    no step is compiled. Hooks and the profiler's record stay.
+    """
+    made = type(optimizer)
+    if made.__module__.startswith("torch.optim.") and not optimizer.defaults.get("differentiable"):
+        step = optimizer.profile_hook_step(torch.no_grad()(inspect.unwrap(made.step)))
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def _make_without_compiler() -> None:
+    """Let torch's optimizers be made, saved and loaded without importing its compiler, for the same reason.
+
+    The decorator of these methods asks the compiler for the function it calls, unless it has been told one.
+    """
+    for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
+        plain = inspect.unwrap(getattr(torch.optim.Optimizer, name))
+        plain.__dynamo_disable = plain
+
+
+_make_without_compiler()
 
 
 def is_elementwise(recipe: OptimizerRecipe) -> bool:

@@ -12,8 +12,8 @@ MARKS = {
     FITTED: "a constant of the column was fitted on this cell; all others are predictions",
     CHOSEN: "something was chosen with this result in view, named below its first table: fitted, in effect",
     SUPPOSED: "rests on a hypothesis, named below its first table",
-    REMARKED: "stands under a remark below its first table: it wouldn't fit in memory, some seeds missed their target or "
-    "aren't trained, or an earlier release trained them",
+    REMARKED: "stands under a remark below its first table: it wouldn't fit in memory, some seeds missed their target "
+    "or aren't trained, or an earlier release trained them",
 }
 _MOST_TITLES = 4
 _LEAST_SHARE = 0.0001  # smaller shares are shown as below this
