@@ -175,15 +175,15 @@ class RunRecorder:
             train: trains; takes the progress display and the receiver of points.
             watch: filled by `train` with memory over time; None to simulate that afterwards.
         """
-        # Late: matplotlib, unneeded in worker processes that record nothing.
-        from pipebench.run import drawings
-        from pipebench.show.pictures import text_picture
-
         log, measures = self.log, self._kind.measures
         self._warn()
         result = None
         try:
             result, timeline = self._train(train)
+            # Late: matplotlib, which a worker that records nothing needs not at all and none before it trains.
+            from pipebench.run import drawings
+            from pipebench.show.pictures import text_picture
+
             watch = watch or self._watched(result)
             result = drawings.record_features(log, self._completed(result, watch), self._job)
             warn_of_unlisted(result.metrics)
