@@ -120,34 +120,18 @@ def worlds() -> Iterator[Callable[[int, bool], Processes]]:
         yield of
 
 
-@pytest.fixture
-def two(worlds: Callable[[int, bool], Processes]) -> Processes:
-    return worlds(2, False)
+def world_of(size: int, *, by_nccl: bool) -> Any:
+    """Return a fixture: so many processes, by Gloo or by NCCL."""
+
+    @pytest.fixture
+    def processes(worlds: Callable[[int, bool], Processes]) -> Processes:
+        return worlds(size, by_nccl)
+
+    return processes
 
 
-@pytest.fixture
-def three(worlds: Callable[[int, bool], Processes]) -> Processes:
-    return worlds(3, False)
-
-
-@pytest.fixture
-def four(worlds: Callable[[int, bool], Processes]) -> Processes:
-    return worlds(4, False)
-
-
-@pytest.fixture
-def two_by_nccl(worlds: Callable[[int, bool], Processes]) -> Processes:
-    return worlds(2, True)
-
-
-@pytest.fixture
-def three_by_nccl(worlds: Callable[[int, bool], Processes]) -> Processes:
-    return worlds(3, True)
-
-
-@pytest.fixture
-def four_by_nccl(worlds: Callable[[int, bool], Processes]) -> Processes:
-    return worlds(4, True)
+two, three, four = (world_of(size, by_nccl=False) for size in (2, 3, 4))
+two_by_nccl, three_by_nccl, four_by_nccl = (world_of(size, by_nccl=True) for size in (2, 3, 4))
 
 
 def test_workers_have_gpus_of_their_own_or_share_them_by_gloo(two: Processes) -> None:

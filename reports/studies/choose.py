@@ -69,7 +69,7 @@ def answers(case: Case, cluster: str, workers: int) -> Iterator[Answer]:
     memory = {"cluster-a": 16e9, "cluster-b": 16e9, "h100": 80e9}[cluster]
     for mode, columns in MODES.items():
         pipeline = mode.startswith("pipedream")
-        parallelism: dict[str, Any] = {"mode": mode, "cuts": None, "recompute": None, **columns}
+        parallelism: dict[str, Any] = {"mode": mode, "cuts": None, "recompute": None, "accumulate": None, **columns}
         if pipeline:
             parallelism["plan"] = "-".join([str(workers // STAGES)] * STAGES)
         keys = {

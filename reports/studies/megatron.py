@@ -36,7 +36,7 @@ def planned(row: dict[str, int], samples: int) -> tuple[float, float]:
     else:
         count = row["batch"] // replicas // samples
         plan = "-".join([str(replicas)] * stages)
-        parallelism |= {"mode": "pipedream-flush", "plan": plan, "microbatches": count}
+        parallelism |= {"mode": "pipedream-flush", "plan": plan, "microbatches": count, "accumulate": None}
         samples *= count
     found = pipebench.plan(
         "gpt2/1x8-selene-zero1",
