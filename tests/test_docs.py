@@ -264,6 +264,9 @@ def test_the_quick_start_prints_what_readme_says(tmp_path: Path) -> None:
         (shown,) = [line.strip() for line in readme.splitlines() if line.strip().startswith(beginning)]
         shown = re.split(r"; \d+ MB in all", shown)[0]  # totals grow with the epochs it takes
         assert shown in done.stdout, shown
+    # How many epochs it takes varies, and the seconds with them, but not what is said of them.
+    ((of_readme,), (told,)) = (re.findall(r"time to accuracy +(.*)", text) for text in (readme, done.stdout))
+    assert re.sub(r"[\d.]+ m?s", "", told) == re.sub(r"[\d.]+ m?s", "", of_readme)
     assert "52.9 ms each" in done.stdout
     assert (tmp_path / "mlflow.db").exists()
 
