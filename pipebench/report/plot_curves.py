@@ -49,7 +49,8 @@ def curves_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
 def _curves(evaluated: Evaluated, picture: Picture) -> Iterator[tuple[int, int, str, list[RunResult]]]:
     """Yield run index, column index, label and results per seed of everything with curves.
 
-    Results shared by all columns are drawn once. Labels are modes, or run names if modes repeat.
+    Results shared by all columns are drawn once. Labels are modes, or run names if modes repeat; the row's own run
+    has its row's title, since a mode doesn't tell LARS from plain data parallelism.
     """
     columns = evaluated.report.columns
     modes = {
@@ -59,6 +60,7 @@ def _curves(evaluated: Evaluated, picture: Picture) -> Iterator[tuple[int, int, 
         if evaluated.results.get((picture.row, run, column.name))
     }
     differ = len({mode for _, mode in modes}) == len(modes) == len({run for run, _ in modes})
+    titles = {row.name: row.title for row in evaluated.report.rows}
     for index, run in enumerate(picture.runs):
         seen: list[tuple[RunResult, ...]] = []
         for number, column in enumerate(columns):
@@ -66,8 +68,8 @@ def _curves(evaluated: Evaluated, picture: Picture) -> Iterator[tuple[int, int, 
             having = [result for result in results if any(picture.metric in point.metrics for point in result.points)]
             if having and results not in seen:
                 where = f", {column.title}" if seen else ""
-                name = having[0].mode if differ else run
-                yield index, number, plain(f"{name} ({having[0].plan}){where}{_reached(having)}", 60), having
+                name = titles[picture.row] if run == "way" else having[0].mode if differ else run
+                yield index, number, plain(f"{name} ({having[0].plan}){where}{_reached(having)}", 72), having
                 seen.append(results)
 
 
