@@ -17,7 +17,8 @@ from pipebench.planner.placement_costs import Sketch, cut_levels, placed_s, span
 from pipebench.planner.plans import PlanEstimate, Request, StageEstimate
 from pipebench.planner.predict import PlannedWorkload, arrange, arranged, payload, planned_workload, predict, with_sums
 from pipebench.planner.stage_problem import StageProblem, input_bytes_of
-from pipebench.planner.states import KnownStates, antichains, prefixes
+from pipebench.planner.state_graph import antichains, prefixes
+from pipebench.planner.states import KnownStates
 from pipebench.profile.model import LayerProfile, Profile, Rows
 from pipebench.schedule.modes import KEEP, MODES, RECOMPUTE
 from pipebench.schedule.orders import ALL_FORWARDS, order_of

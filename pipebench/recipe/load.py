@@ -20,7 +20,9 @@ from pipebench.cluster import Cluster
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
 from pipebench.hooks import hooks, with_section
 from pipebench.recipe import (  # noqa: F401 # for the rules that they register
+    rules_cluster,  # first: it makes @cluster
     rules_named,
+    rules_order,
     rules_sharding,
     rules_training,
     rules_vpipe,

@@ -2,22 +2,17 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
-from pipebench.cluster import RING, coarser
 from pipebench.errors import Fault, PlanError, RecipeError, choice, nearest
 from pipebench.lines import LinedFile
-from pipebench.recipe.clusters import CHANGED, SERVERS, load_cluster
-from pipebench.recipe.draft import Draft, Problems, rule
-from pipebench.recipe.engines import ENGINES
+from pipebench.recipe.draft import Problems, rule
 from pipebench.recipe.named import KINDS, OPTIMIZER
-from pipebench.recipe.plan_file import asked_replicas, form_problems, is_plan_file, load_plan
-from pipebench.recipe.ranges import TIMINGS, TRACKERS
-from pipebench.recipe.schema import COLUMNS, LARGEST, ClusterRecipe, OptimizerRecipe, ParallelismRecipe
+from pipebench.recipe.plan_file import form_problems, is_plan_file, load_plan
+from pipebench.recipe.ranges import TRACKERS
+from pipebench.recipe.schema import COLUMNS, LARGEST, OptimizerRecipe, ParallelismRecipe
 from pipebench.recipe.suited import DIRECTED, gives_direction, moves_little, sends_weights
 from pipebench.recipe.typecheck import shown
-from pipebench.schedule.csv_form import CsvError, is_csv, read_csv
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
 from pipebench.schedule.orders import ORDERS, order_of
@@ -41,19 +36,6 @@ def _tracking(names: Sequence[str]) -> Problems:
     if "mlflow" not in names:
         why = "`pipebench compare`, reports and `--resume` read runs from it"
         yield "tracking", f"got {shown(names)}, mlflow has to be among them: {why}"
-
-
-@rule("@draft", "parallelism.tensor", *(f"cluster.{each.name}" for each in fields(ClusterRecipe)))
-def _cluster(draft: Draft, tensor: Any, name: str, servers: int, *given: Any) -> Problems:
-    try:
-        cluster = load_cluster(name, servers, draft.folder, ClusterRecipe(name, servers, *given).changes)
-        draft.made["@cluster"] = coarser(cluster, tensor) if isinstance(tensor, int) and tensor > 1 else cluster
-    except PlanError as error:
-        yield "parallelism.tensor", str(error)
-    except RecipeError as error:
-        for fault in error.faults:
-            own = "cluster.servers" if fault.key == SERVERS else fault.key
-            yield (own, fault.problem) if own.startswith(CHANGED) else ("cluster.name", str(fault))
 
 
 @rule("train.schedule.warmup_epochs", "train.max_epochs")
@@ -204,85 +186,6 @@ def _accumulate(accumulate: Any) -> Problems:
         yield "parallelism.accumulate", f"got {shown(accumulate)}, {allowed}"
 
 
-@rule("parallelism.order")
-def _order(order: str | None) -> Problems:
-    if order is None:
-        return
-    if not is_csv(order) and order not in ORDERS:
-        yield "parallelism.order", f"{choice(order[:60], ORDERS)}, or a file in torch's CSV form such as schedule.csv"
-        return
-    try:
-        order_of(order)
-    except CsvError as error:
-        yield "parallelism.order", str(error)
-
-
-@rule("@cluster", "parallelism.mode", "parallelism.order", "parallelism.accumulate")
-def _largest(cluster: Any, mode: str, order: str | None, accumulate: Any) -> Problems:
-    """`accumulate: largest` needs minibatches that each take memory, and a memory limit."""
-    if accumulate != LARGEST:
-        return
-    if mode == AUTO:
-        why = f"got {LARGEST} with mode {AUTO}, which plans every mode"
-        yield "parallelism.accumulate", f"{why}: allowed is a whole number"
-        return
-    given = order or MODES[mode].order
-    if not order_of(given).keeps_all:
-        orders = " or ".join(name for name, each in ORDERS.items() if each.keeps_all)
-        why = f"got {LARGEST} with order {given}, in which more minibatches take no more memory"
-        yield "parallelism.accumulate", f"{why}: allowed is a whole number, or order: {orders}"
-    elif cluster.memory_bytes is None:
-        why = f"got {LARGEST} on cluster {cluster.name}, whose file gives no memory size"
-        yield "parallelism.accumulate", f"{why}: allowed is a whole number"
-
-
-@rule("@cluster", "parallelism.mode", "parallelism.order", "parallelism.plan", "parallelism.chunks")
-def _rows_of_order(cluster: Any, mode: str, order: str | None, plan: Any, chunks: int | None) -> Problems:
-    """An order file needs a row per position in the pipeline, with the stages of its workers."""
-    if mode == AUTO or order is None or not is_csv(order):
-        return
-    schedule, row = read_csv(order), MODES[mode]
-    try:
-        replicas = asked_replicas(plan, row, cluster.num_workers)
-    except PlanError:  # another rule's fault
-        return
-    rows = len(schedule.rows)
-    if replicas is None or len(replicas) != rows or len({*replicas}) != 1:
-        allowed = f"as many workers for each row, such as {'-'.join('1' * rows)}"
-        yield "parallelism.plan", f"got {shown(plan)} with an order of {rows} rows: allowed are {allowed}"
-    elif (chunks or row.chunks) != schedule.chunks:
-        given = f"got {chunks or row.chunks} with an order whose rows have {schedule.chunks} stages each"
-        yield "parallelism.chunks", f"{given}: allowed is {schedule.chunks}"
-
-
-@rule(
-    "@draft",
-    "parallelism.mode",
-    "parallelism.order",
-    "parallelism.microbatches",
-    "parallelism.accumulate",
-    "train.minibatch_size",
-)
-def _units_of_order(
-    draft: Draft, mode: str, order: str | None, microbatches: int, accumulate: int | None, minibatch_size: int
-) -> Problems:
-    """An order file fixes the number of microbatches between two flushes: of one minibatch, or of several."""
-    if mode == AUTO or order is None or not is_csv(order):
-        return
-    needed, whole = read_csv(order).num_microbatches, accumulate or 1
-    cuts = MODES[mode].microbatches and whole == 1 and ("parallelism", "microbatches") not in draft.leaves.found
-    units = whole * (needed if cuts else microbatches)
-    if units != needed:
-        given = f"got {units} microbatches per update with an order of {needed}"
-        yield "parallelism.microbatches", f"{given}: allowed is {needed}, or accumulate with a product of {needed}"
-    elif cuts and minibatch_size % needed:
-        given = f"got {needed}, of the order's file, which doesn't divide minibatch_size {minibatch_size}"
-        yield (
-            "parallelism.microbatches",
-            f"{given}: allowed is a minibatch_size that it divides, or accumulate: {needed}",
-        )
-
-
 @rule(*(f"parallelism.{name}" for name in ("mode", "order", "flush", "weights", "sync", "chunks", "backward")))
 def _columns(
     mode: str,
@@ -427,34 +330,3 @@ def _threads(threads: Any) -> Problems:
         isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS
     ):
         yield "engine.threads", f"got {shown(threads)}, allowed is auto or a whole number from 1 to {MAX_THREADS}"
-
-
-@rule("engine.kind", "@cluster")
-def _all_reduce(kind: str, cluster: Any) -> Problems:
-    if ENGINES[kind].in_processes and cluster.all_reduce != RING:
-        why = f"whose all_reduce is {cluster.all_reduce}: in processes torch's process groups choose their own way"
-        others = " or ".join(name for name, each in ENGINES.items() if not each.in_processes)
-        yield "engine.kind", f"got {kind} with cluster {cluster.name}, {why}: allowed is {others}"
-
-
-@rule("engine.kind", "parallelism.relay")
-def _relay(kind: str, relay: bool) -> Problems:
-    if relay and ENGINES[kind].trains:
-        others = " or ".join(name for name, each in ENGINES.items() if not each.trains)
-        why = f"got true with engine {kind}, which hands values to the stages that read them"
-        yield "parallelism.relay", f"{why}: allowed is false, or engine.kind: {others}"
-
-
-@rule("engine.timing", "@cluster")
-def _timing(timing: str, cluster: Any) -> Problems:
-    is_local = cluster.device == "local"
-    if timing == "measured" and not is_local:
-        why = "this machine's compute times are never combined with another cluster's links"
-        yield "engine.timing", f"got measured with cluster {cluster.name}, {why}: allowed is analytic or a profile file"
-    elif timing == "analytic" and is_local:
-        yield (
-            "engine.timing",
-            f"got analytic with cluster {cluster.name}, whose device is no named one: allowed is measured",
-        )
-    elif timing not in TIMINGS and "/" not in timing and "." not in timing:
-        yield "engine.timing", f"{choice(timing[:60], TIMINGS)}, or the path of a profile file"

@@ -16,7 +16,7 @@ from pipebench.planner.flat import FlatProblem, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
-from pipebench.planner.states import prefixes
+from pipebench.planner.state_graph import prefixes
 from pipebench.profile.model import LayerProfile, Profile
 
 _T = TypeVar("_T")

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pipebench.cluster import Level
 from pipebench.planner.cost_models import COST_MODELS, CostModel, UnitWork
 from pipebench.planner.memory import MemoryRule
-from pipebench.planner.states import States, antichains, prefixes
+from pipebench.planner.state_graph import antichains, prefixes
+from pipebench.planner.states import States
 from pipebench.profile.model import LayerProfile
 from tests.oracles import planning
 

@@ -17,7 +17,7 @@ from pipebench.planner.flat import SearchStage
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
-from pipebench.planner.states import prefixes
+from pipebench.planner.state_graph import prefixes
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import KEEP, MODES, RECOMPUTE, SWAP
 from pipebench.simulate.memory import kept_bytes, swapped_bytes

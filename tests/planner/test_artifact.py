@@ -13,7 +13,7 @@ from pipebench.cluster import Level
 from pipebench.planner.cost_models import COST_MODELS, UnitWork
 from pipebench.planner.flat import FlatProblem, bottleneck_s, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
-from pipebench.planner.states import antichains
+from pipebench.planner.state_graph import antichains
 from pipebench.profile.model import LayerProfile
 from tests.oracles.artifact import Machines, Optimizer
 from tests.planner.problems import as_set

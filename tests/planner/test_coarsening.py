@@ -19,7 +19,7 @@ from pipebench.planner.memory import MemoryRule
 from pipebench.planner.placement_costs import along, placed_s
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
-from pipebench.planner.states import antichains, prefixes
+from pipebench.planner.state_graph import antichains, prefixes
 from pipebench.profile.model import LayerProfile, Profile
 from tests.modes import WHOLE
 from tests.planner.problems import MODELS, cases, chain, levels

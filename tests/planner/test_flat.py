@@ -12,7 +12,7 @@ from pipebench.planner import hierarchical
 from pipebench.planner.cost_models import COST_MODELS, UnitWork
 from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat
 from pipebench.planner.memory import MemoryRule
-from pipebench.planner.states import antichains, prefixes
+from pipebench.planner.state_graph import antichains, prefixes
 from pipebench.profile.graph_txt import read_graph_txt
 from pipebench.profile.model import LayerProfile
 from tests.oracles import planning

@@ -14,7 +14,7 @@ from pipebench.planner.cost_models import COST_MODELS, UnitWork
 from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat
 from pipebench.planner.hierarchical import HierarchicalPlan, HierarchicalProblem, plan_hierarchical
 from pipebench.planner.memory import MemoryRule
-from pipebench.planner.states import prefixes
+from pipebench.planner.state_graph import prefixes
 from pipebench.profile.model import LayerProfile
 from tests.oracles import planning
 from tests.planner.problems import MODELS, Case, cases, chain, levels, link

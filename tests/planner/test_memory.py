@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipebench.planner.cost_models import StageGrid
 from pipebench.planner.memory import MemoryRule
-from pipebench.planner.states import prefixes
+from pipebench.planner.state_graph import prefixes
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import KEEP, RECOMPUTE
 from tests.oracles import planning

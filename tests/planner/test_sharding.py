@@ -14,7 +14,7 @@ from pipebench.planner.layer_groups import layer_groups, transient_bytes
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
-from pipebench.planner.states import prefixes
+from pipebench.planner.state_graph import prefixes
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.syncs import SUMS

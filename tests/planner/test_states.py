@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 
 from pipebench.errors import PlanError
-from pipebench.planner.states import MAX_STATES, States, antichains, prefixes
+from pipebench.planner.state_graph import MAX_STATES, antichains, prefixes
+from pipebench.planner.states import States
 from pipebench.profile.model import LayerProfile
 from tests.oracles import planning
 from tests.planner.problems import as_set, chain, graphs

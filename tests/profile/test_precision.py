@@ -13,7 +13,7 @@ from pipebench.model.graph import LayerGraph, trace
 from pipebench.model.precision import LOW_TYPES, in_precision
 from pipebench.model.rounded_data import RoundedData
 from pipebench.planner.memory import MemoryRule
-from pipebench.planner.states import prefixes
+from pipebench.planner.state_graph import prefixes
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.choose import profile_for
 from pipebench.profile.devices import find_device

@@ -19,7 +19,7 @@ from pipebench.extensions.asynchronous.memory import FirstReplicaMemory, ServerM
 from pipebench.model.precision import lower
 from pipebench.model.sampling import Size
 from pipebench.planner.memory import MemoryRule
-from pipebench.planner.states import prefixes
+from pipebench.planner.state_graph import prefixes
 from pipebench.profile.model import Profile
 from pipebench.profile.walk import walk
 from pipebench.schedule.instructions import BACKWARDS, Instruction, render

@@ -14,7 +14,7 @@ from pipebench.engine.setup import Setup
 from pipebench.model.graph import trace
 from pipebench.model.plan import recut
 from pipebench.planner.memory import MemoryRule
-from pipebench.planner.states import prefixes
+from pipebench.planner.state_graph import prefixes
 from pipebench.schedule.programs import most_in_flight
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.memory import AGAIN, HELD, KINDS

@@ -18,7 +18,7 @@ from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition, 
 from pipebench.extensions.moves.settings import settings_of
 from pipebench.formats import num_bytes, seconds
 from pipebench.planner.stage_problem import StageProblem
-from pipebench.planner.states import prefixes
+from pipebench.planner.state_graph import prefixes
 
 _LOG = logging.getLogger(__name__)
 
