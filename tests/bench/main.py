@@ -1,4 +1,4 @@
-"""`nox -s bench`: what the engine costs over the bare arithmetic, how fast simulator, planner and commands are.
+"""`nox -s bench`: what the engine costs over bare arithmetic; how fast simulator, planner, loading and commands are.
 
 Every ratio is speed of ours over speed of the reference; the A/A row shows the noise of this machine today.
 """
@@ -33,6 +33,7 @@ from pipebench.simulate.simulation import Simulation
 from pipebench.simulate.steady import simulate_segment
 from pipebench.zoo.mnist5k import mnist5k
 from pipebench.zoo.vgg import vgg16
+from tests.bench.loading import loading_table
 from tests.bench.pairs import NUM_PAIRS, Ratio, compare
 from tests.bench.planning import planning_tables
 from tests.bench.starting import starting_table
@@ -212,6 +213,7 @@ def main() -> None:
         )
     for planning in planning_tables():
         console.print(planning)
+    console.print(loading_table())
     console.print(starting_table())
 
 
