@@ -6,13 +6,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from PIL import Image, PngImagePlugin
 
 from pipebench import errors
 from pipebench.tracking import connection
+from tests.dots import write_dot
 
 
 def pytest_configure() -> None:
@@ -54,21 +53,15 @@ def _tables_are_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(autouse=True, scope="session")
 def _pictures_are_composed_but_not_rendered() -> Iterator[None]:
-    """Let a figure that is written leave a picture of one dot: rendering, half of a small run's time, is matplotlib's.
+    """Let a figure that is written leave a picture of one dot: rendering is matplotlib's.
 
     Tests that look at a picture use `rendered`. Processes that tests start render, as users' do.
     """
     from pipebench.show import inline
 
-    def write(figure: Any, path: str | Path, software: str | None = None) -> None:
-        about = PngImagePlugin.PngInfo()
-        if software is not None:
-            about.add_text("Software", software)
-        Image.new("1", (1, 1)).save(path, format="png", pnginfo=about)
-
     render = inline.InlineFigure.write
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inline.InlineFigure, "write", write)
+        patch.setattr(inline.InlineFigure, "write", write_dot)
         patch.setattr(inline.InlineFigure, "render", render, raising=False)
         yield
 

@@ -27,8 +27,8 @@ from pipebench.train.memory_forecast import MemoryForecast
 RECIPE = """
 name: trace
 model: {{name: cellnet}}
-dataset: {{name: mnist5k, image_size: 28, num_train: 1000}}
-train: {{minibatch_size: 50, optimizer: {{lr: 0.1}}, max_epochs: {epochs}}}
+dataset: {{name: mnist5k, image_size: 28, num_train: {train}}}
+train: {{minibatch_size: {size}, optimizer: {{lr: 0.1}}, max_epochs: {epochs}}}
 cluster: {{name: cluster-a}}
 parallelism:
   mode: pipedream
@@ -40,10 +40,13 @@ search: {{cells: ["groups.*.cell*"], trace: trace.json}}
 """
 
 
-def job(folder: Path, events: Sequence[Mapping[str, object]], epochs: int = 5, vpipe: str = "null") -> Job:
+def job(
+    folder: Path, events: Sequence[Mapping[str, object]], epochs: int = 5, vpipe: str = "null", size: int = 50
+) -> Job:
+    """Return a job of 20 minibatches an epoch."""
     (folder / "trace.json").write_text(json.dumps({"pipebench_search": 1, "events": [*events]}))
     path = folder / "r.yaml"
-    path.write_text("# a trace\n" + RECIPE.format(epochs=epochs, vpipe=vpipe))
+    path.write_text("# a trace\n" + RECIPE.format(epochs=epochs, vpipe=vpipe, size=size, train=20 * size))
     return prepare_job(load_file(path), silent=True)
 
 
@@ -91,7 +94,7 @@ def test_with_vpipe_layers_follow_as_they_do_where_it_trains(tmp_path: Path, liv
     """The moves are those of the virtual engine, which trains the same architectures: to minibatch and layer."""
     events = [{"minibatch": 100, "delete": 12, "stage": 3}]
     vpipe = f"{{swap: false, recompute: false, live: {str(live).lower()}}}"
-    given = job(tmp_path, events, epochs=10, vpipe=vpipe)
+    given = job(tmp_path, events, epochs=10, vpipe=vpipe, size=10)
     simulated, _ = simulate_search(given)
     training = prepare_job(load(str(tmp_path / "r.yaml"), ["engine={kind: virtual, threads: 1}"]), silent=True)
     found, _ = TrainingLoop(training, on_virtual_clock(training, StopRequest()), Silent(), lambda point: None).run()
@@ -103,7 +106,7 @@ def test_with_vpipe_layers_follow_as_they_do_where_it_trains(tmp_path: Path, liv
         assert simulated.metrics[name] == pytest.approx(found.metrics[name])
     assert (simulated.metrics["migration_stall_s"] > 0) is not live
     stays, _ = simulate_search(
-        job(tmp_path, events, epochs=10, vpipe="{swap: false, recompute: false, repartition: false}")
+        job(tmp_path, events, epochs=10, vpipe="{swap: false, recompute: false, repartition: false}", size=10)
     )
     assert stays.metrics["repartitions"] == stays.metrics["migration_bytes"] == 0 < simulated.metrics["migration_bytes"]
     rates = [result.points[-1].metrics["throughput_samples_per_s"] for result in (stays, simulated)]
