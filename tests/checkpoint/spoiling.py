@@ -172,7 +172,7 @@ def spoil_all(table: str, source: Path, room: Path) -> None:
 
 def main(room: Path) -> None:
     """Make the runs in `room`, one of them in processes, and spoil them in all ways of the test module's tables."""
-    inline.InlineFigure.write = write_dot  # type: ignore[method-assign] # as conftest.py has it
+    inline.InlineFigure.write = write_dot  # type: ignore[method-assign,assignment] # as conftest.py has it
     source, alone, in_processes = (room / name for name in ("source", "alone", "in-processes"))
     make_run(source)
     make_run(in_processes, "engine.kind=distributed")
