@@ -157,7 +157,7 @@ class _Climb:
         limit, states = self._cluster.memory_bytes, self._of.work.states
         rule = self._of.memory(limit or math.inf)
         depth = rule.depth(stage.replicas, behind)
-        return limit is None or rule.num_bytes(states, stage.start, stage.stop, depth) <= limit
+        return limit is None or rule.num_bytes(states, *stage[:2], depth, stage.replicas) <= limit
 
     def _listed_placements(self, replicas: tuple[int, ...]) -> list[tuple[tuple[int, ...], ...]]:
         """Return the candidates of `placements`, charging the budget."""

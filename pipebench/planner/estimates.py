@@ -136,7 +136,6 @@ class ModeRequest:
         """Return the rule of one stage of a plan, which may keep as many versions as the input stage."""
         rule = self.memory(limit_bytes)
         as_input_stage = self.weights.as_input_stage
-        rule = replace(rule, replicas=replicas[index])
         return replace(rule, versions=-(-depth * replicas[0] // replicas[index])) if as_input_stage else rule
 
     def at_width(self, rule: MemoryRule, width: int | None) -> MemoryRule:
@@ -313,8 +312,8 @@ class Estimator(ModeRequest):
                 transfer_s = float(max(model.cuts_s(work, *cut_levels(cluster, devices, index), *stage)))
             in_flight = self.in_flight(replicas, index, depth)
             rule = self.stage_memory(math.inf, replicas, index, depth)
-            num_bytes, virtual = rule.num_bytes(work.states, stage.start, stage.stop, in_flight), None
-            num_bytes += rule.whole_at_once * whole[index]
+            num_bytes, virtual = rule.num_bytes(work.states, *stage[:2], in_flight, stage.replicas), None
+            num_bytes += rule.whole_at_once(stage.replicas) * whole[index]
             if work.states.activations is not None:
                 virtual = work.states.activations.virtual(*work.states.bounds[[stage.start, stage.stop]])
             sync_s, stage_s = min(sync_s, bottleneck_s or sync_s) * units, seconds[index] * units
@@ -326,7 +325,7 @@ class Estimator(ModeRequest):
         """Return a stage of consecutive layers whose policies are to be chosen."""
         states, rows = self.work.states, self.request.profile.layers[self.unit_size]
         layers = states.layers(stage.start, stage.stop)
-        constant_bytes, each_bytes = rule.beside_activations(states, stage.start, stage.stop)
+        constant_bytes, each_bytes = rule.beside_activations(states, *stage)
         return StageProblem(
             rows, layers[0], layers[-1] + 1, in_flight, rule.limit_bytes, constant_bytes, each_bytes,
             self.request.cluster.pcie_bytes_per_s, self.request.chooses, input_bytes_of(rows),

@@ -4,7 +4,8 @@ Paper: PipeDream (SOSP'19) section 3.1. At level k a stage runs on m components 
 level's best plan for the stage's layers: A^k(i..j, m) from T^k(i..j, m), T^k from A^(k-1). A level's table is a matrix
 product in the (min, max) semiring; entries that cannot beat a known plan are skipped.
 
-A stage's memory depends on the workers behind it, idle ones included, so tables are per number of workers behind.
+A stage's memory depends on the workers behind it, idle ones included, so tables are per number of workers behind. Where
+replicas share out what they keep, tables count those inside of one innermost component: no plan found is too large.
 """
 
 import math

@@ -5,7 +5,8 @@ stashes them (else 1, or 2 in PipeDream-2BW), gradients, optimizer state, activa
 recomputes, and buffers for two transfers in each direction; in mixed precision also master weights. In 1F1B-RR at NOAM
 d is 1 + ceil(R / m) for m replicas and R workers in later stages.
 
-So bytes are linear in d or, with swapping, the minimum of two lines (`activations.on_device`).
+So bytes are linear in d or, with swapping, the minimum of two lines (`activations.on_device`). What m replicas share
+out (`parallelism.shard`) adds a term divided by m.
 """
 
 from collections.abc import Sequence
@@ -25,17 +26,31 @@ from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import most_in_flight
 from pipebench.schedule.syncs import GRADIENTS, NOT_SHARDED, PARAMETERS
 
+_MOST_REPLICAS = 1 << 20  # of a stage, of those that fit in memory only where they share
+
+
+class Shared(NamedTuple):
+    """Bytes of stages whose replicas share some out; arrays are [start, stop]."""
+
+    out: Floats  # divided by the replicas, of which there are several
+    alone: Floats  # kept instead by the only replica of a stage: no fewer than half of `out`
+
+    def num_bytes(self, m: Floats | float) -> Floats:
+        """Return the bytes of one of m replicas [start, stop]."""
+        return np.where(np.asarray(m) > 1, self.out / m, self.alone)
+
 
 class MemoryLine(NamedTuple):
     """Bytes of stages as the minimum of lines in d, the units in flight; arrays are [line, start, stop]."""
 
     constant: Floats  # bytes at d = 0
     each: Floats  # bytes per unit in flight
+    shared: Shared | None  # in addition; None: replicas share nothing out
 
-    def num_bytes(self, in_flight: int) -> Floats:
-        """Return the bytes [start, stop]."""
+    def num_bytes(self, in_flight: Floats | int, m: Floats | int) -> Floats:
+        """Return the bytes of one of m replicas [start, stop]."""
         lowest: Floats = (self.constant + in_flight * self.each).min(axis=0)
-        return lowest
+        return lowest if self.shared is None else lowest + self.shared.num_bytes(m)
 
 
 @dataclass(frozen=True)
@@ -49,24 +64,21 @@ class MemoryRule:
     depth_at_most: int | None = None  # upper limit on 1F1B's units in flight, for straight plans shallower than NOAM
     beyond: int = 0  # minibatches above NOAM, summed over the input stage's replicas
     shard: str = NOT_SHARDED  # what a stage's replicas share out, a name in `syncs.SHARDS`
-    replicas: int = 1  # that share it
     in_place: bool = False  # whether all stages are on the same workers, and send each other nothing
     masters: bool = False  # whether the optimizer updates master weights, kept besides the versions
 
-    def num_bytes(self, states: States, start: int, stop: int, in_flight: int) -> float:
-        """Return the peak bytes of one replica of the stage [start, stop)."""
-        return float(self.parts(StageGrid(UnitWork(states), np.array([start]), stop)).num_bytes(in_flight)[0, 0])
+    def num_bytes(self, states: States, start: int, stop: int, in_flight: int, m: int = 1) -> float:
+        """Return the peak bytes of one of m replicas of the stage [start, stop)."""
+        return float(self.parts(StageGrid(UnitWork(states), np.array([start]), stop)).num_bytes(in_flight, m)[0, 0])
 
-    def beside_activations(self, states: States, start: int, stop: int) -> tuple[float, float]:
-        """Return (constant bytes, bytes per unit in flight) of a stage without activations."""
-        grid = StageGrid(UnitWork(states), np.array([start]), stop)
-        constant, each = self._beside(grid)
-        return float(constant[0, 0]), float(each[0, 0])
+    def beside_activations(self, states: States, start: int, stop: int, m: int = 1) -> tuple[float, float]:
+        """Return (constant bytes, bytes per unit in flight) of one of m replicas of a stage without activations."""
+        constant, each, shared = self._beside(StageGrid(UnitWork(states), np.array([start]), stop))
+        return float((constant if shared is None else constant + shared.num_bytes(m))[0, 0]), float(each[0, 0])
 
-    @property
-    def whole_at_once(self) -> int:
-        """Sets of parameters that a group in use holds beside its shards: gradients, and gathered weights."""
-        return {GRADIENTS: 1, PARAMETERS: 2}.get(self.shard, 0) if self.replicas > 1 else 0
+    def whole_at_once(self, m: int) -> int:
+        """Return how many sets of parameters a group in use holds beside shards: gradients, and gathered weights."""
+        return {GRADIENTS: 1, PARAMETERS: 2}.get(self.shard, 0) if m > 1 else 0
 
     def depth(self, m: int, after: int) -> int:
         """Return the units in flight of a stage with m replicas and `after` workers in later stages."""
@@ -80,7 +92,9 @@ class MemoryRule:
             parts: `parts` of the grid.
             after: workers in later stages [stop].
         """
-        constant, each = (part[:, 0] for part in parts)
+        if parts.shared is not None:
+            return self._least_sharing(parts, after)
+        constant, each = parts.constant[:, 0], parts.each[:, 0]
         with np.errstate(all="ignore"):
             room = np.floor((self.limit_bytes - constant) / each)
             room = np.where(each > 0, room, np.where(constant <= self.limit_bytes, np.inf, 0.0)).max(axis=0)
@@ -91,15 +105,34 @@ class MemoryRule:
             needed = np.maximum(np.ceil((after + self.beyond) / (room - 1)), 1.0)
         return np.where(room >= 1, np.where(after == 0, 1.0, np.where(room > 1, needed, np.inf)), np.inf)
 
+    def _least_sharing(self, parts: MemoryLine, after: Floats) -> Floats:
+        """Return `least` where replicas share: more of them never need more each, so the numbers are bisected."""
+
+        def fit(m: Floats) -> NDArray[np.bool_]:
+            with np.errstate(all="ignore"):
+                depth = np.where(after > 0, 1 + np.ceil((after + self.beyond) / m), 1.0)
+                depth = np.minimum(depth, self.depth_at_most or np.inf)
+                in_flight = depth if self.in_flight is None else np.full_like(depth, self.in_flight)
+                held: NDArray[np.bool_] = parts.num_bytes(in_flight, m)[0] <= self.limit_bytes
+            return held
+
+        low, high = np.zeros(len(after)), np.full(len(after), float(_MOST_REPLICAS))
+        possible = fit(high)
+        while (high - low > 1).any():
+            middle = np.floor((low + high) / 2)
+            enough = fit(np.maximum(middle, 1.0))
+            low, high = np.where(enough, low, middle), np.where(enough, np.maximum(middle, 1.0), high)
+        return np.where(possible, high, np.inf)
+
     def fits(self, grid: StageGrid, m: int, after: int) -> NDArray[np.bool_]:
         """Return whether stages of m replicas, with `after` workers in later stages, fit [start, stop]."""
-        return self.parts(grid).num_bytes(self.depth(m, after)) <= self.limit_bytes
+        return self.parts(grid).num_bytes(self.depth(m, after), m) <= self.limit_bytes
 
     def fit_all(self, states: States, stages: Sequence[tuple[int, int, int]], idle: int = 0) -> bool:
         """Return whether every stage (start, stop, replicas) fits; `idle` workers count as workers of later stages."""
         after = idle
         for start, stop, replicas in reversed(stages):
-            if self.num_bytes(states, start, stop, self.depth(replicas, after)) > self.limit_bytes:
+            if self.num_bytes(states, start, stop, self.depth(replicas, after), replicas) > self.limit_bytes:
                 return False
             after += replicas
         return True
@@ -107,29 +140,31 @@ class MemoryRule:
     def parts(self, grid: StageGrid) -> MemoryLine:
         """Return the memory lines of a grid's stages."""
         states, unit = grid.work.states, grid.unit
-        constant, stashed = self._beside(grid)
+        constant, stashed, shared = self._beside(grid)
         constant = constant + grid.sums(states.recomputed_bytes)
         if states.activations is None or unit is None:
             resumed, _ = grid.cuts(states.sent_bytes * states.resumes + states.parted_bytes)
-            return MemoryLine(constant[None], (stashed + grid.sums(states.saved_bytes) + resumed)[None])
+            return MemoryLine(constant[None], (stashed + grid.sums(states.saved_bytes) + resumed)[None], shared)
         lines = on_device(unit.swapped_bytes, unit.forward_s, states.activations.pcie_bytes_per_s)
         once, each = (np.stack(parts) for parts in zip(*lines, strict=True))
-        return MemoryLine(constant + once, stashed + unit.stays_bytes + each)
+        return MemoryLine(constant + once, stashed + unit.stays_bytes + each, shared)
 
-    def _beside(self, grid: StageGrid) -> tuple[Floats, Floats]:
-        """Return constant and per-unit bytes without activations."""
-        states = grid.work.states
-        weights = grid.weights
-        stepped = grid.sums(states.stepped_bytes) + grid.copies[1]
-        once = stepped * (1 + self.state_bytes_per_byte + self.masters)
+    def _beside(self, grid: StageGrid) -> tuple[Floats, Floats, Shared | None]:
+        """Return constant and per-unit bytes without activations, and what replicas share out."""
+        states, weights = grid.work.states, grid.weights
         before, after = grid.cuts(states.sent_bytes * (not self.in_place))
-        if self.shard != NOT_SHARDED and self.replicas > 1:
-            part = 1 / self.replicas
-            own = stepped * (self.state_bytes_per_byte + self.masters) * part
-            once = own + weights * (part if self.shard in (GRADIENTS, PARAMETERS) else 1.0)
-            weights = weights * (part if self.shard == PARAMETERS else 1.0)
+        versions = weights * (self.versions or 0)
         stashed = weights if self.versions is None else 0.0 * weights
-        return once + weights * (self.versions or 0) + 2 * (before + after), stashed
+        stepped = grid.sums(states.stepped_bytes) + grid.copies[1]
+        state = self.state_bytes_per_byte + self.masters
+        transfers = 2 * (before + after)
+        if self.shard == NOT_SHARDED:
+            return stepped * (1 + state) + versions + transfers, stashed, None
+        # A shard's gradient has the weights' type: only what an update reads of it becomes the optimizer's.
+        gradients, gathered = (self.shard in kinds for kinds in ((GRADIENTS, PARAMETERS), (PARAMETERS,)))
+        whole = (0.0 if gradients else 1.0) * weights + (0.0 if gathered else 1.0) * versions
+        out = stepped * state + (weights if gradients else 0.0) + (versions if gathered else 0.0)
+        return whole + transfers, stashed, Shared(out, stepped * (1 + state) + versions - whole)
 
 
 class StraightPlans:

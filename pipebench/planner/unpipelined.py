@@ -41,11 +41,13 @@ def _seconds(problem: FlatProblem, count: int) -> Floats:
     for starts in (np.arange(1), np.arange(1, last)):
         grid = StageGrid(work, starts)
         barred = ~work.states.inside[starts]
-        if problem.memory is not None:
-            barred |= ~problem.memory.fits(grid, 1, 0)
+        lines = None if problem.memory is None else problem.memory.parts(grid)
         terms = problem.model.terms(grid, problem.level, first=bool(len(starts) and starts[0] == 0))
         for m in range(1, count + 1):
-            seconds[m - 1, starts] = np.where(barred, np.inf, terms.seconds(float(m)))
+            outside = barred
+            if problem.memory is not None and lines is not None:
+                outside = barred | (lines.num_bytes(problem.memory.depth(m, 0), m) > problem.memory.limit_bytes)
+            seconds[m - 1, starts] = np.where(outside, np.inf, terms.seconds(float(m)))
     return seconds
 
 

@@ -46,6 +46,7 @@ class Memory(NamedTuple):
     state_bytes_per_byte: int
     in_flight: int | None
     depth_at_most: int | None = None
+    shard: str = "none"  # what m replicas, of which there are several, have a part each of: ZeRO's stages 1 to 3
 
 
 # What can be cut.
@@ -226,8 +227,8 @@ class Given:
         own = [self.rows[index].parameter_bytes for index in sorted(self.whole - before)]
         return next((num_bytes for num_bytes in own if num_bytes), 0)
 
-    def num_bytes(self, before: State, after: State, in_flight: int, memory: Memory) -> int:
-        """Return what a replica keeps: versions, a gradient, optimizer state, minibatches in flight, transfers."""
+    def num_bytes(self, before: State, after: State, in_flight: int, memory: Memory, m: int = 1) -> Fraction:
+        """Return what one of m replicas keeps: versions, a gradient, state, minibatches in flight, transfers."""
         w, last = self.weight_bytes(before, after), len(self.rows) - 1
         again = memory.again | ({last} if last - 1 in memory.again else frozenset())
         own = sorted(after - before) + ([last] if after == self.whole else [])
@@ -254,7 +255,10 @@ class Given:
         versions = in_flight if memory.versions is None else memory.versions
         parted = received if first in again and (first == 0 or first - 1 in again) else 0
         kept = in_flight * (saved + parted) + repeated
-        return versions * w + w + memory.state_bytes_per_byte * w + kept + 2 * received + 2 * sent
+        stage = ["none", "optimizer", "gradients", "parameters"].index(memory.shard)
+        state, gradient, weights = (Fraction(1, m) if stage >= number else Fraction(1) for number in (1, 2, 3))
+        states = weights * versions * w + gradient * w + state * memory.state_bytes_per_byte * w
+        return states + kept + 2 * received + 2 * sent
 
     def fits(self, before: State, after: State, m: int, waiting: Fraction, memory: Memory | None) -> bool:
         """Return whether a replica of m fits, with so many workers behind the stage."""
@@ -265,7 +269,7 @@ class Given:
             in_flight = min(in_flight, memory.depth_at_most)
         if memory.in_flight is not None:
             in_flight = memory.in_flight
-        return self.num_bytes(before, after, in_flight, memory) <= memory.limit_bytes
+        return self.num_bytes(before, after, in_flight, memory, m) <= memory.limit_bytes
 
 
 # Every plan.

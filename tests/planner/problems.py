@@ -91,8 +91,8 @@ class Case:
 
 
 @st.composite
-def cases(draw: Any, model: str, max_layers: int = 7) -> Case:
-    """Draw a model, where to cut it, and a limit on memory or none."""
+def cases(draw: Any, model: str, max_layers: int = 7, *, shards: bool = True) -> Case:
+    """Draw a model, where to cut it, and a limit on memory or none; `shards`: replicas may share out what they keep."""
     rows = draw(graphs(max_layers))
     kind, ties = draw(st.booleans()), draw(st.booleans())
     states = (antichains if kind else prefixes)(rows, ties=ties)
@@ -103,13 +103,16 @@ def cases(draw: Any, model: str, max_layers: int = 7) -> Case:
         draw(st.sampled_from([0.0, 0.5])),
     )
     given = planning.Given(rows, model, *constants)
-    rule = draw(memories(given))
-    memory = None if rule is None else MemoryRule(rule.limit_bytes, rule.versions, *rule[3:])
+    rule = draw(memories(given, shards=shards))
+    memory = None
+    if rule is not None:
+        in_flight = {"in_flight": rule.in_flight, "depth_at_most": rule.depth_at_most}
+        memory = MemoryRule(rule.limit_bytes, rule.versions, rule.state_bytes_per_byte, **in_flight, shard=rule.shard)
     return Case(UnitWork(states, *constants), COST_MODELS[model], memory, planning.Search(given, frozenset(cuts), rule))
 
 
 @st.composite
-def memories(draw: Any, given: planning.Given) -> planning.Memory | None:
+def memories(draw: Any, given: planning.Given, *, shards: bool) -> planning.Memory | None:
     """Draw no limit, a loose one, or one near what the whole model keeps on one worker."""
     share = draw(st.sampled_from([None, None, Fraction(100), *(Fraction(n, 8) for n in range(2, 14))]))
     if share is None:
@@ -117,7 +120,10 @@ def memories(draw: Any, given: planning.Given) -> planning.Memory | None:
     in_flight = draw(st.sampled_from([None, None, None, 1, 3]))
     at_most = draw(st.sampled_from([None, None, None, 1, 2])) if in_flight is None else None
     versions = draw(st.sampled_from([None, 1, 2]))
-    rule = planning.Memory(0.0, versions, frozenset(), draw(st.integers(0, 2)), in_flight, at_most)
+    # Weights of which versions are kept for minibatches in flight aren't gathered.
+    kinds = ["none", "optimizer", "gradients", *(["parameters"] if versions else [])]
+    shard = draw(st.sampled_from(kinds)) if shards else "none"
+    rule = planning.Memory(0.0, versions, frozenset(), draw(st.integers(0, 2)), in_flight, at_most, shard)
     whole = given.num_bytes(planning.EMPTY, given.whole, 1, rule)
     return rule._replace(limit_bytes=float(int(share * whole)))
 

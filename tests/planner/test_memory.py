@@ -30,9 +30,9 @@ def test_a_replica_keeps_what_the_formula_says_and_the_fewest_that_fit_are_the_f
         least = memory.least(memory.parts(grid), behind)
         for stop in np.flatnonzero(case.states.inside[start]):
             before, after = case.members(start), case.members(int(stop))
-            for in_flight in (1, 2, 5):
-                expected = case.search.given.num_bytes(before, after, in_flight, rule)
-                assert memory.num_bytes(case.states, start, int(stop), in_flight) == expected
+            for in_flight, m in ((1, 1), (2, 1), (5, 1), (1, 2), (2, 4)):
+                expected = case.search.given.num_bytes(before, after, in_flight, rule, m)
+                assert memory.num_bytes(case.states, start, int(stop), in_flight, m) == expected
             workers = int(behind[stop - start - 1])
             fitting = [m for m in range(1, 42) if case.search.given.fits(before, after, m, Fraction(workers), rule)]
             assert least[stop - start - 1] == min(fitting, default=np.inf)

@@ -48,10 +48,8 @@ def test_memory_of_model_states_is_the_paper_s(mode: str) -> None:
     given = published()
     count, replicas = int(float(given["parameters"])), given["replicas"]
     states = prefixes(rows_of([count], low=True))
-    rule = MemoryRule(
-        float("inf"), versions=1, state_bytes_per_byte=2, masters=True, shard=MODES[mode].shard, replicas=replicas
-    )
-    found = rule.num_bytes(states, 0, len(states) - 1, 0)
+    rule = MemoryRule(float("inf"), versions=1, state_bytes_per_byte=2, masters=True, shard=MODES[mode].shard)
+    found = rule.num_bytes(states, 0, len(states) - 1, 0, replicas)
     assert found == pytest.approx(sharding.state_bytes(given["formula"][ROWS[mode]], count, replicas), rel=1e-9)
     assert found / 1e9 == pytest.approx(given["gigabytes"][ROWS[mode]], rel=0.02)
 
