@@ -1,4 +1,7 @@
-"""What lies in the working directory under the name of an installed module doesn't run; a recipe's own code does."""
+"""What lies in the working directory under the name of an installed module doesn't run; a recipe's own code does.
+
+Nor does a worker import what it doesn't need to train.
+"""
 
 import os
 import signal
@@ -15,10 +18,21 @@ from tests.patience import PATIENCE_S
 INSTALLED = ("yaml", "torch", "numpy", "click", "mlflow", "uvicorn", "fastapi", "multiprocessing")
 # Says that it ran, and in which process.
 STRANGER = "import os\nopen(__file__ + os.environ.get('RANK', '') + '.ran', 'w').close()\nraise SystemExit(9)"
+# Not of rank 0, which records the run by MLflow and matplotlib, and whose backward has torch import sympy.
+NEEDLESS = {"torchvision", "mlflow", "matplotlib", "sympy", "pandas", "scipy", "sqlalchemy", "fastapi"}
 MODEL = """\
+import atexit
+import os
+import sys
 import torch
 from neighbour import WIDTH
 from torch import nn
+
+def tell():
+    with open(f"imported-{os.environ.get('RANK')}", "w") as file:
+        file.write(" ".join({name.partition(".")[0] for name in sys.modules}))
+
+atexit.register(tell)
 
 def make():
     return nn.Sequential(nn.Flatten(), nn.Linear(1024, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10))
@@ -62,6 +76,10 @@ def test_a_run_imports_a_recipes_code_and_nothing_else_of_the_working_directory(
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert not list(here.glob("*.ran")), done.stderr
     assert done.returncode == 0, done.stderr
+    if kind == "distributed":
+        imported = {*(here / "imported-1").read_text().split()}
+        assert {"torch", "pipebench", "mymodel"} <= imported
+        assert not imported & NEEDLESS
 
 
 def test_a_worker_finds_modules_where_the_process_finds_them_that_starts_it(here: Path) -> None:

@@ -1,16 +1,19 @@
 """`pipebench run`: train recipes or resume a run, as a user's command or as one of a run's processes."""
 
 import os
+import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import click
 
 from pipebench.cli.group import note_verbose, trust
 from pipebench.cli.json_output import json_flag, json_line, json_text, only_json
+from pipebench.cli.main import main
 from pipebench.cli.parameters import Parameter, parse_seeds
 from pipebench.cli.references import complete, load_all, split
+from pipebench.distributed.launch_template import Template
 from pipebench.errors import UserError, WorkersFailedError
 from pipebench.garbage import without_collector
 from pipebench.recipe.engines import engine_kind
@@ -94,14 +97,29 @@ def run(
         from pipebench.distributed.launch_worker import worker_main
 
         return worker_main(lambda: _work(words, seeds, zipped, resume, trusts, verbose), verbose=verbose)
+    is_fresh = sys.platform == "linux" and "torch" not in sys.modules
     with without_collector():
         loaded, suite = _to_run(words, zipped, resume, trusts, verbose)
-    with nullcontext() if suite.resumed is None else locked(suite.resumed.path):
+    lock = nullcontext() if suite.resumed is None else locked(suite.resumed.path)
+    with lock, _template(loaded) if is_fresh else nullcontext() as template:
         preflight_all(loaded)
         try:
-            return _run(loaded, suite, seeds, as_json=as_json, json_lines=json_lines)
+            return _run(loaded, replace(suite, template=template), seeds, as_json=as_json, json_lines=json_lines)
         except WorkersFailedError as error:  # its launcher has printed why
             return error.exit_code
+
+
+def _template(loaded: Sequence[LoadedRecipe]) -> AbstractContextManager[Template | None]:
+    """Return what workers are copies of, once everything is imported; None for recipes without processes.
+
+    To be called before anything computes: what loads a recipe builds models, but without weights.
+    """
+    if not any(engine_kind(each.recipe).in_processes for each in loaded):
+        return nullcontext()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as in `worker_settings`; torch reads it when imported
+    with without_collector():
+        from pipebench.run import runner  # noqa: F401 # what workers import, too
+    return Template(main)
 
 
 def _run(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch lists it nowhere
 
@@ -39,18 +39,41 @@ _CLOSING_S = 5.0
 _NOTHING: Mapping[str, int] = {}
 
 
+class Process(Protocol):
+    """A worker process; `returncode` is None while it runs, and negative for a signal."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """Set and return `returncode`."""
+
+
+# Starts a worker with environment variables, and file descriptors that it inherits by the variables that tell them.
+Start = Callable[[Mapping[str, str], Mapping[str, int]], Process]
+
+
+def spawned(command: Sequence[str]) -> Start:
+    """Return what starts a worker as a new process that runs a command."""
+    words = [sys.executable, "-I", "-S", launch_child.__file__, str(os.getpid()), *command]
+
+    def start(settings: Mapping[str, str], passed: Mapping[str, int]) -> Process:
+        told = {name: str(descriptor) for name, descriptor in passed.items()}
+        # Every worker leads a process group, which includes its loader's processes.
+        return subprocess.Popen(
+            words, env={**os.environ, **settings, **told}, start_new_session=True, pass_fds=tuple(passed.values())
+        )
+
+    return start
+
+
 class Attempt:
     """One start of all workers."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        num_workers: int,
-        number: int,
-        settings: Mapping[str, str],
-        passed: Mapping[str, int],
+        self, start: Start, num_workers: int, number: int, settings: Mapping[str, str], passed: Mapping[str, int]
     ) -> None:
-        """Start `num_workers` workers, all on this host, with a command and additional environment variables.
+        """Start `num_workers` workers, all on this host, with additional environment variables.
 
         `number` is 0, then 1 for the first restart, ...; `passed` are file descriptors that they inherit, by the
         environment variable that tells them.
@@ -63,25 +86,18 @@ class Attempt:
         self._sent: list[set[int]] = [set() for _ in range(num_workers)]  # signals, by rank
         self._first_dead_s: float | None = None
         everyone = {
-            **os.environ,
             **settings,
-            **{name: str(descriptor) for name, descriptor in passed.items()},
             ATTEMPT: str(number),
             "WORLD_SIZE": str(num_workers),
             "LOCAL_WORLD_SIZE": str(num_workers),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # torchrun's way to say that the launcher serves the store
         }
-        words = [sys.executable, "-I", "-S", launch_child.__file__, str(os.getpid()), *command]
         self._processes = []
         for rank in range(num_workers):
             with server.connect() as connection:
-                given = (connection.fileno(), self._failures[rank].fileno())
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), STORE: str(given[0]), FAILURE: str(given[1])}
-                # Every worker leads a process group, which includes its loader's processes.
-                process = subprocess.Popen(
-                    words, env=everyone | own, start_new_session=True, pass_fds=(*given, *passed.values())
-                )
-            self._processes.append(process)
+                given = {STORE: connection.fileno(), FAILURE: self._failures[rank].fileno(), **passed}
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                self._processes.append(start(everyone | own, given))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the workers for up to `timeout_s` seconds; return whether all have ended."""
@@ -141,7 +157,7 @@ class Attempt:
 
 
 def run_workers(
-    command: Sequence[str],
+    start: Start,
     num_workers: int,
     run: Path,
     *,
@@ -156,7 +172,7 @@ def run_workers(
     Ctrl-C requests a stop at the next drain; a second one ends the workers. SIGTERM and SIGHUP do both, the second
     after `grace_s` seconds, in the main thread only.
 
-    The workers run `command` with RANK, WORLD_SIZE and the like in their environment, the folder `run` as
+    `start` starts a worker with RANK, WORLD_SIZE and the like in their environment, the folder `run` as
     PIPEBENCH_RUN, and what `passed` has. `say` prints messages, by default to standard error, `verbose` tracebacks too.
 
     Returns:
@@ -165,7 +181,7 @@ def run_workers(
     say, settings = say or _say, {RUN: str(run), **worker_settings(num_workers)}
     with _Signals(grace_s) as signals:
         for number in range(max_restarts + 1):
-            attempt = Attempt(command, num_workers, number, settings, passed)
+            attempt = Attempt(start, num_workers, number, settings, passed)
             try:
                 if not _watch(attempt, signals, say):
                     return INTERRUPTED

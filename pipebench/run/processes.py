@@ -8,6 +8,7 @@ Under torchrun every process is a worker from the start, and rank 0 does what is
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ from pipebench.distributed.control import Control, end_quietly
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.heartbeat import Heartbeat, store_text
 from pipebench.distributed.host import clock_of, host_costs, in_turns
-from pipebench.distributed.launch import run_workers
+from pipebench.distributed.launch import Process, Start, run_workers, spawned
 from pipebench.distributed.launch_command import python_module
 from pipebench.distributed.launch_join import RUN
 from pipebench.distributed.launch_progress import progress_heard, progress_told
@@ -53,7 +54,7 @@ from pipebench.train.checkpointing import CheckpointPolicy, load_checked, newest
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Decision, Job
 from pipebench.train.loop import TrainingLoop
-from pipebench.train.profiled_model import ProfiledModel
+from pipebench.train.profiled_model import ProfiledModel, choose_device
 from pipebench.train.request import travelling_sizes
 from pipebench.train.result import INTERRUPTED as STOPPED
 from pipebench.train.result import RunResult
@@ -99,10 +100,10 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Run:
         folder.result()  # raises now what would be unreadable at the end
         folder.update(verbose=suite.verbose)
     resume = ["--resume", str(folder.path)] if suite.resumed else []
-    command = [*python_module("pipebench"), "run", *resume, *request.words]
+    start = _start(suite, ["run", *resume, *request.words], choose_device(job.recipe.engine.device).type)
     with progress_heard(suite.on_progress) as passed:
         code = run_workers(
-            command,
+            start,
             job.setup.pipeline.num_workers,
             folder.path,
             max_restarts=job.recipe.engine.max_restarts,
@@ -123,6 +124,24 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Run:
         tells = suite.prints and not request.is_one_of_many
         folder.finish(job.recipe.train.checkpoint_keep, tells=tells)
     return Run(result, folder.mlflow_run_id)
+
+
+def _start(suite: Suite, words: Sequence[str], device_type: str) -> Start:
+    """Return what starts a worker with the words of a command: a copy of the template, or a new process.
+
+    Workers on GPUs are new processes: CUDA can't be used in copies of a process that has used it.
+    """
+    template, anew = suite.template, spawned([*python_module("pipebench"), *words])
+    if template is None or device_type != "cpu":
+        return anew
+
+    def start(settings: Mapping[str, str], passed: Mapping[str, int]) -> Process:
+        try:
+            return template.start(words, settings, passed)
+        except OSError:  # the system may have ended it when memory ran out
+            return anew(settings, passed)
+
+    return start
 
 
 def work(loaded: LoadedRecipe, suite: Suite) -> None:

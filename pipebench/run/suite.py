@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipebench.distributed.launch_template import Template
 from pipebench.recipe.catalog import recipes_folder
 from pipebench.recipe.load import IN_MEMORY, LoadedRecipe
 from pipebench.run.folder import RunFolder
@@ -25,6 +26,7 @@ class Suite:
     brief: bool = False  # one of many runs summarised elsewhere: print nothing, record simulations without pictures
     silent: bool = False  # print no result: who asked for the runs shows it
     on_progress: Callable[[dict[str, Any]], None] | None = None  # called instead of printing progress, see `Telling`
+    template: Template | None = None  # where workers come from; None starts new processes
 
     @property
     def prints(self) -> bool:

@@ -1,6 +1,7 @@
 """A `pipebench run` in a process of its own, watched and disturbed from outside: what it says, writes and records."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,15 +79,13 @@ class WatchedRun:
         Args:
             attempt: only of this one: 0, then 1 after the first restart; None for all.
         """
-        found = {}
+        found: dict[int, int] = {}
         for child in _children(self.process.pid):
-            try:
-                environ = child.environ()
-            except psutil.Error:
-                continue
-            if "RANK" in environ and attempt in (None, int(environ.get("PIPEBENCH_ATTEMPT", -1))):
-                found[int(environ["RANK"])] = child.pid
-                self._seen.add(child.pid)
+            for process in [child, *_children(child.pid)]:
+                rank, its_attempt = _place(process)
+                if rank is not None and attempt in (None, its_attempt):
+                    found.setdefault(rank, process.pid)
+                    self._seen.add(found[rank])
         return found
 
     def left_over(self) -> list[int]:
@@ -157,6 +156,17 @@ def end(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+def _place(process: psutil.Process) -> tuple[int | None, int]:
+    """Return a worker's rank and attempt, from its name if it is a copy of a template; no rank for other processes."""
+    try:
+        if named := re.fullmatch(r"worker (\d+)\.(\d+)", process.name()):
+            return int(named[1]), int(named[2])
+        environ = process.environ()
+    except psutil.Error:
+        return None, -1
+    return int(environ["RANK"]) if "RANK" in environ else None, int(environ.get("PIPEBENCH_ATTEMPT", -1))
 
 
 def _children(pid: int) -> list[psutil.Process]:

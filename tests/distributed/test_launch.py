@@ -19,7 +19,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 from pipebench.distributed import launch, launch_worker, world
-from pipebench.distributed.launch import run_workers, worker_settings, worth_restart
+from pipebench.distributed.launch import run_workers, spawned, worker_settings, worth_restart
 from pipebench.distributed.launch_failure import Failure, of_exception, read, record, report, root_cause
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.errors import UserError
@@ -263,7 +263,7 @@ def run(
         said.append(text)
         hear(text)
 
-    code = run_workers(command, num_workers, folder, max_restarts=max_restarts, say=say, **options)
+    code = run_workers(spawned(command), num_workers, folder, max_restarts=max_restarts, say=say, **options)
     assert alive(folder) == []
     return code, "\n".join(said)
 
@@ -286,7 +286,7 @@ def test_workers_are_told_their_place_and_nothing_is_said_when_all_is_well(tmp_p
 def test_nobody_can_connect_to_what_the_workers_share(tmp_path: Path) -> None:
     """Torch's store has a port, on which it tells every user of the host all that workers tell each other."""
     before = [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
-    attempt = launch.Attempt(script(tmp_path, ""), 2, 0, {}, {})
+    attempt = launch.Attempt(spawned(script(tmp_path, "")), 2, 0, {}, {})
     try:
         listens = [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
         assert listens == before
@@ -391,8 +391,8 @@ def test_workers_that_do_not_stop_are_ended(signals: list[signal.Signals], grace
 def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
     command = script(tmp_path, f"time.sleep({2 * PATIENCE_S})\n")
     text = (
-        "from pathlib import Path\nfrom pipebench.distributed.launch import run_workers\n"
-        f"run_workers({command!r}, 2, Path({str(tmp_path)!r}), max_restarts=0)\n"
+        "from pathlib import Path\nfrom pipebench.distributed.launch import run_workers, spawned\n"
+        f"run_workers(spawned({command!r}), 2, Path({str(tmp_path)!r}), max_restarts=0)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "temporary")}
     (tmp_path / "temporary").mkdir()

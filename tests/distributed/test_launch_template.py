@@ -1,0 +1,134 @@
+"""Workers that are copies of a process which has imported what they need: they start, end and fail as new ones do."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped] # it has no types of its own
+import pytest
+
+from pipebench.distributed.cores import usable_cores
+from tests.distributed.test_launch import ROOT, alive, script, when
+from tests.patience import PATIENCE_S
+
+# A launcher in a process of its own, as a copy of pytest would be no example: workers run a file in plain Python.
+LAUNCHER = """
+import json, os, runpy, sys
+from pathlib import Path
+from pipebench.distributed.launch import run_workers
+from pipebench.distributed.launch_template import Template
+import torch
+folder, program, size, restarts = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+with Template(lambda: runpy.run_path(sys.argv[1], run_name="__main__")) as template:
+    said = []
+    start = lambda settings, passed: template.start([program, "a b"], settings, passed)
+    (folder / "template").write_text(str(template._pid))
+    code = run_workers(start, size, folder, max_restarts=restarts, grace_s=0.2, say=said.append)
+print(json.dumps([code, said]))
+"""
+
+
+def launcher(folder: Path, text: str, size: int = 2, restarts: int = 0) -> "subprocess.Popen[str]":
+    """Start workers that run this text."""
+    program = script(folder, text)[-1]
+    words = [sys.executable, "-c", LAUNCHER, str(folder), program, str(size), str(restarts)]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.Popen(
+        words, env={**environment, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def run(folder: Path, text: str, size: int = 2, restarts: int = 0) -> tuple[int, list[str], list[str]]:
+    """Return the launcher's exit code, what it said, and what workers wrote to their output."""
+    with launcher(folder, text, size, restarts) as process:
+        printed = process.communicate(timeout=PATIENCE_S)[0].splitlines()
+    assert alive(folder) == []
+    assert not psutil.pid_exists(int((folder / "template").read_text()))
+    code, said = json.loads(printed[-1])
+    return code, said, printed[:-1]
+
+
+def test_a_copy_is_told_its_place_as_a_new_process_is(tmp_path: Path) -> None:
+    text = """
+import json, stat, threading
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "PIPEBENCH_RUN", "OMP_NUM_THREADS"]
+is_socket = stat.S_ISSOCK(os.fstat(int(os.environ["PIPEBENCH_STORE"])).st_mode)
+leads, ignores = os.getpgid(0) == os.getpid(), signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+torch = sys.modules["torch"]
+assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
+assert torch.ones(999, 999).sum().item() == 999 * 999
+print(*[os.environ[name] for name in names], sys.argv[2:], is_socket, leads, ignores, threading.active_count())
+"""
+    code, said, printed = run(tmp_path, text, size=3)
+    assert (code, said) == (0, [])
+    threads = max(1, int(usable_cores() / 3))
+    expected = [f"{rank} 3 {rank} {tmp_path} {threads} ['a b'] True True True 1" for rank in range(3)]
+    assert sorted(printed) == expected
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("sys.exit(7)", "ended with exit code 7 and said nothing"),
+        ("raise ValueError", "ended with exit code 1 and said nothing"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
+    ],
+)
+def test_how_a_copy_ended_is_told(how: str, told: str, tmp_path: Path) -> None:
+    text = f"""
+while rank == 1:
+    if (folder / "up-0-0").exists():
+        {how}
+    time.sleep(0.01)
+time.sleep({PATIENCE_S})
+"""
+    code, said, _ = run(tmp_path, text)
+    assert (code, said) == (3, [f"pipebench: error: worker process rank 1 {told} (before training began)"])
+
+
+def test_killed_copies_are_replaced_by_copies(tmp_path: Path) -> None:
+    text = """
+assert "torch" in sys.modules
+while attempt == 0:
+    if rank == 1 and (folder / "up-0-0").exists(): os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.01)
+"""
+    code, said, _ = run(tmp_path, text, restarts=1)
+    assert (code, said) == (0, ["pipebench: worker process rank 1 ended by SIGKILL; restart 1 of 1"])
+
+
+def test_copies_that_do_not_stop_are_ended(tmp_path: Path) -> None:
+    process = launcher(tmp_path, f"time.sleep({PATIENCE_S})\n")
+    with process, when([tmp_path / "up-0-0", tmp_path / "up-0-1"], process.terminate):
+        printed = process.communicate(timeout=PATIENCE_S)[0]
+    assert json.loads(printed)[0] == 130
+    assert alive(tmp_path) == []
+
+
+def test_no_copy_and_no_template_outlives_the_launcher(tmp_path: Path) -> None:
+    process = launcher(tmp_path, f"time.sleep({2 * PATIENCE_S})\n")
+    with process, when([tmp_path / "up-0-0", tmp_path / "up-0-1"], process.kill):
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    template, until = int((tmp_path / "template").read_text()), time.monotonic() + PATIENCE_S
+    while alive(tmp_path) or psutil.pid_exists(template):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_killed_template_is_a_failure_of_its_workers(tmp_path: Path) -> None:
+    def kill() -> None:
+        os.kill(int((tmp_path / "template").read_text()), signal.SIGKILL)
+
+    process = launcher(tmp_path, f"time.sleep({2 * PATIENCE_S})\n")
+    with process, when([tmp_path / "up-0-0", tmp_path / "up-0-1"], kill):
+        printed = process.communicate(timeout=PATIENCE_S)[0]
+    code, said = json.loads(printed.splitlines()[-1])
+    assert code == 3
+    sentence = "pipebench: error: worker process rank 0 ended by SIGKILL (before training began)"
+    assert said[0].splitlines()[0] == sentence
+    assert alive(tmp_path) == []
