@@ -37,6 +37,7 @@ def launcher(folder: Path, text: str, size: int = 2, restarts: int = 0) -> "subp
     program = script(folder, text)[-1]
     words = [sys.executable, "-c", LAUNCHER, str(folder), program, str(size), str(restarts)]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # as the command has it: a busy machine draws warnings of sockets
     return subprocess.Popen(
         words, env={**environment, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
