@@ -301,9 +301,12 @@ class Estimator(ModeRequest):
     ) -> tuple[StageEstimate, ...]:
         """Return the stages' costs per minibatch of `units`, given their seconds per unit."""
         work, model, cluster, found = self.work, self.request.model, self.request.cluster, list[StageEstimate]()
-        whole = transient_bytes(
-            [float(work.states.parameter_bytes[b] - work.states.parameter_bytes[a]) for a, b, _ in stages]
+        held, again = (
+            [float(sums[b] - sums[a]) for a, b, _ in stages]
+            for sums in (work.states.parameter_bytes, work.states.recomputed_bytes)
         )
+        # Of layer groups, whose backwards follow each other, one is whole while the next one is gathered.
+        whole, recomputed = transient_bytes(held, 2), transient_bytes(again, 1)
         replicas = [stage.replicas for stage in stages]
         for index, stage in enumerate(stages):
             level = cluster.levels[spanned(cluster, devices[index])]
@@ -314,6 +317,8 @@ class Estimator(ModeRequest):
             rule = self.stage_memory(math.inf, replicas, index, depth)
             num_bytes, virtual = rule.num_bytes(work.states, *stage[:2], in_flight, stage.replicas), None
             num_bytes += rule.whole_at_once(stage.replicas) * whole[index]
+            if self.mode.shape == "one-stage":
+                num_bytes += recomputed[index] - again[index]
             if work.states.activations is not None:
                 virtual = work.states.activations.virtual(*work.states.bounds[[stage.start, stage.stop]])
             sync_s, stage_s = min(sync_s, bottleneck_s or sync_s) * units, seconds[index] * units

@@ -5,7 +5,7 @@ level's best plan for the stage's layers: A^k(i..j, m) from T^k(i..j, m), T^k fr
 product in the (min, max) semiring; entries that cannot beat a known plan are skipped.
 
 A stage's memory depends on the workers behind it, idle ones included, so tables are per number of workers behind. Where
-replicas share out what they keep, tables count those inside of one innermost component: no plan found is too large.
+replicas share out what they keep, tables count those inside of one innermost component, so plans may be missed.
 """
 
 import math

@@ -30,7 +30,7 @@ def layer_groups(states: States, most: int) -> list[tuple[int, int]]:
     return [*zip(bounds, [*bounds[1:], last], strict=True)]
 
 
-def transient_bytes(group_bytes: Sequence[float]) -> list[float]:
-    """Return, per group, what it adds to the peak while it is whole: the two largest are so at once."""
-    largest = sorted(range(len(group_bytes)), key=lambda index: -group_bytes[index])[:2]
+def transient_bytes(group_bytes: Sequence[float], at_once: int) -> list[float]:
+    """Return, per group, what it adds to the peak of bytes that only the `at_once` largest have at a time."""
+    largest = sorted(range(len(group_bytes)), key=lambda index: -group_bytes[index])[:at_once]
     return [size if index in largest else 0.0 for index, size in enumerate(group_bytes)]

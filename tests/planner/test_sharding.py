@@ -61,7 +61,8 @@ def test_groups_are_of_about_equal_parameters() -> None:
     assert layer_groups(states, 100) == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert layer_groups(prefixes(rows_of([100, 1])), 8) == [(0, 1), (1, 2)]
     assert layer_groups(prefixes(rows_of([0, 0])), 8) == [(0, 2)]
-    assert transient_bytes([1.0, 5.0, 3.0]) == [0.0, 5.0, 3.0]
+    assert transient_bytes([1.0, 5.0, 3.0], 2) == [0.0, 5.0, 3.0]
+    assert transient_bytes([1.0, 5.0, 3.0], 1) == [0.0, 5.0, 0.0]
 
 
 def request_of(memory_bytes: int | None) -> Request:
@@ -128,3 +129,20 @@ def test_shards_are_summed_in_the_order_that_is_faster_on_the_cluster(levels: tu
     found = Planner(given, "zero1").best().minibatch_s
     either = [Planner(replace(given, row=replace(MODES["zero1"], sums=sums)), "zero1").best() for sums in SUMS]
     assert found == min(each.minibatch_s for each in either)
+
+
+@pytest.mark.parametrize("mode", ROWS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_groups_of_layers_are_computed_again_one_after_the_other(mode: str, recompute: bool) -> None:
+    """The planner's closed form is the simulated peak or little more."""
+    given, rows = request_of(None), rows_of([1000] * 8)
+    heavy = tuple(replace(row, saved_bytes=50_000) for row in rows[:-1])
+    given = replace(given, profile=replace(given.profile, layers={4: (*heavy, rows[-1])}))
+    planner = Planner(replace(given, row=replace(MODES[mode], recompute=recompute)), mode)
+    found = planner.best()
+    assert len(found.plan.stages) == 8
+    peaks = planner.simulated_peaks(found)
+    assert peaks is not None
+    assert max(peaks) <= found.memory_bytes <= 1.08 * max(peaks)
+    kept = 8 * 50_000
+    assert (found.memory_bytes < kept) is recompute
