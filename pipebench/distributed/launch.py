@@ -169,8 +169,8 @@ def run_workers(
 ) -> int:
     """Start the workers of a run on this host and wait for them, restarting all when one dies.
 
-    Ctrl-C requests a stop at the next drain; a second one ends the workers. SIGTERM and SIGHUP do both, the second
-    after `grace_s` seconds, in the main thread only.
+    Ctrl-C requests a stop at the next drain; a second one, or the first before training began, ends the workers.
+    SIGTERM and SIGHUP do both, the second after `grace_s` seconds, in the main thread only.
 
     `start` starts a worker with RANK, WORLD_SIZE and the like in their environment, the folder `run` as
     PIPEBENCH_RUN, and what `passed` has. `say` prints messages, by default to standard error, `verbose` tracebacks too.
@@ -242,19 +242,29 @@ class _Signals:
 
 
 def _watch(attempt: Attempt, signals: _Signals, say: Callable[[str], None]) -> bool:
-    """Wait for the workers and forward stop requests; False if a signal ended them."""
+    """Wait for the workers and forward stop requests; False if a signal ended them.
+
+    Before training has begun there is nothing to finish, and the first signal ends them.
+    """
     passed_on = False
     while not attempt.wait(_POLL_S):
         if signals.asked and not passed_on:
+            if not attempt.started:
+                return _ended(attempt, say, "before training began")
             passed_on = True
             attempt.request_stop("interrupted")
             say(STOPPING)
         if time.monotonic() > signals.deadline_s:
-            attempt.kill()
-            attempt.wait(_KILLING_S)
-            say("pipebench: ended before the next drain")
-            return False
+            return _ended(attempt, say, "before the next drain")
     return True
+
+
+def _ended(attempt: Attempt, say: Callable[[str], None], when: str) -> bool:
+    """End the workers now and say so; return False."""
+    attempt.kill()
+    attempt.wait(_KILLING_S)
+    say(f"pipebench: ended {when}")
+    return False
 
 
 def worth_restart(cause: Failure, started: bool) -> bool:

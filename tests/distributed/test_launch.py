@@ -372,7 +372,11 @@ def _hears_of_a_hangup() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("signals", "grace_s"), [([signal.SIGINT, signal.SIGINT], 60.0), ([signal.SIGTERM], 0.2), ([signal.SIGHUP], 0.2)]
 )
-def test_workers_that_do_not_stop_are_ended(signals: list[signal.Signals], grace_s: float, tmp_path: Path) -> None:
+def test_workers_that_do_not_stop_are_ended(
+    signals: list[signal.Signals], grace_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch.Attempt, "started", True)
+
     def send(_: str = "") -> None:
         # One at a time, the second when the first has been answered: two that wait are one to the system.
         if signals:
@@ -386,6 +390,12 @@ def test_workers_that_do_not_stop_are_ended(signals: list[signal.Signals], grace
         "pipebench: stopping at the next drain; Ctrl-C again ends now",
         "pipebench: ended before the next drain",
     ]
+
+
+def test_one_ctrl_c_ends_workers_that_have_nothing_to_finish(tmp_path: Path) -> None:
+    with when([tmp_path / "up-0-0", tmp_path / "up-0-1"], lambda: os.kill(os.getpid(), signal.SIGINT)):
+        code, said = run(script(tmp_path, f"time.sleep({PATIENCE_S})\n"), tmp_path)
+    assert (code, said) == (launch.INTERRUPTED, "pipebench: ended before training began")
 
 
 def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
