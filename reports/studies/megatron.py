@@ -1,9 +1,10 @@
 """Print rows of Megatron-LM's weak scaling: `python -m reports.studies.megatron`; `megatron.md` has them.
 
-Narayanan et al. (SC'21), table 1, on cluster `selene`. Nothing is fitted on it.
+Narayanan et al. (SC'21), table 1, on cluster `selene`; with the word `zero3`, its table 2. Nothing is fitted on them.
 """
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,56 @@ def flops(row: dict[str, int], samples: int) -> float:
     hidden, layers = row["hidden"], row["layers"]
     rest = 1 + TOKENS / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
     return 96 * samples * TOKENS * layers * hidden**2 * rest
+
+
+LARGE = {"heads": 96, "hidden": 12_288, "layers": 96, "batch": 1536}  # of table 2: 174.6 billion parameters
+PTD = {"tensor": 8, "pipeline": 12}
+# What a ring gets if it passes a server's border through one card, not all eight: chosen with table 2 in view.
+ONE_CARD = """
+extends: selene
+levels: [{name: cluster, ring: {value: 25 GB/s, published: "one HDR InfiniBand card of 200 Gbit/s"}}]
+"""
+
+
+def sharded(gpus: int, samples: int, cluster: str = "selene") -> tuple[float, float]:
+    """Return Tflop/s per GPU and bytes of memory of ZeRO-3, every block of the Transformer a group of its own.
+
+    Embedding and classifier are apart, unlike the paper's: layers that share a weight would be one group.
+    """
+    found = pipebench.plan(
+        "gpt2/1x8-selene-zero1",
+        others=False,
+        model={
+            "num_layers": LARGE["layers"], "width": LARGE["hidden"], "num_heads": LARGE["heads"],
+            "share_embedding": False,
+        },
+        # Its own 80 GB would refuse four samples at a time, which the paper trained with.
+        cluster={"name": cluster, "servers": gpus // 8, "memory": "160 GB"},
+        parallelism={"mode": "fsdp", "chunks": LARGE["layers"], "accumulate": LARGE["batch"] // gpus // samples},
+        train={"minibatch_size": samples},
+    ).to_dict()  # fmt: skip
+    return flops(LARGE, 1) * found["samples_per_s"] / gpus / 1e12, found["memory_bytes"]
+
+
+def against_zero3(published: dict[str, list[dict[str, int]]]) -> None:
+    """Print table 2's rows of both ways, ZeRO-3's also with rings through one card."""
+    head = ("GPUs", "way", "samples at a time", "memory of a GPU", "Tflop/s per GPU, computed", "published", "ratio")
+    print("| " + " | ".join((*head, "rings through one card")) + " |\n" + "| --- " * 8 + "|")
+    with tempfile.TemporaryDirectory() as folder:
+        one_card = Path(folder) / "one-card.yaml"
+        one_card.write_text(ONE_CARD)
+        for zero3, ptd in zip(published["zero3"], published["ptd"], strict=True):
+            gpus, samples = zero3["gpus"], zero3["microbatch"]
+            rate, memory = sharded(gpus, samples)
+            slow, _ = sharded(gpus, samples, str(one_card))
+            _row(gpus, "ZeRO-3", samples, memory, rate, zero3["tflops"], f"{slow:.0f}")
+            rate, memory = planned({**LARGE, **PTD, "gpus": gpus}, 1)
+            _row(gpus, "PTD", 1, memory, rate, ptd["tflops"], "")
+
+
+def _row(gpus: int, way: str, samples: int, memory: float, rate: float, published: int, more: str) -> None:
+    cells = (gpus, way, samples, f"{memory / 1e9:.0f} GB", f"{rate:.0f}", published, f"{rate / published:.2f}", more)
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 def planned(row: dict[str, int], samples: int) -> tuple[float, float]:
@@ -54,6 +105,9 @@ def main() -> None:
     """Print the rows named by their billions of parameters, or all that are planned in minutes."""
     published = yaml.safe_load(PUBLISHED.read_text())["megatron"]
     wanted = sys.argv[1:] or MINUTES
+    if "zero3" in wanted:
+        against_zero3(published["against_zero3"])
+        return
     head = ("billions of parameters", "tensor, pipeline, GPUs", "samples at a time", "memory of a GPU")
     print("| " + " | ".join((*head, "Tflop/s per GPU, computed", "published", "ratio")) + " |\n" + "| --- " * 7 + "|")
     for row in (each for each in published["weak_scaling"] if str(each["billions"]) in wanted):
