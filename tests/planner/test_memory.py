@@ -35,7 +35,8 @@ def test_a_replica_keeps_what_the_formula_says_and_the_fewest_that_fit_are_the_f
                 assert memory.num_bytes(case.states, start, int(stop), in_flight, m) == expected
             workers = int(behind[stop - start - 1])
             fitting = [m for m in range(1, 42) if case.search.given.fits(before, after, m, Fraction(workers), rule)]
-            assert least[stop - start - 1] == min(fitting, default=np.inf)
+            found = least[stop - start - 1]
+            assert (found if found < 42 else np.inf) == min(fitting, default=np.inf)
             for m in (1, 2, 7):
                 fits = memory.fits(grid, m, workers)[0, stop - start - 1]
                 assert fits == case.search.given.fits(before, after, m, Fraction(workers), rule)
