@@ -28,6 +28,7 @@ from pipebench.errors import UserError
 
 # Of this process; torch, too, has one default group per process.
 _joined: list["World"] = []
+_POLL_S = 0.02  # between two questions whether all have told
 _ASKING_S = 2.0
 
 
@@ -104,6 +105,9 @@ class World:
             keys = [f"gathered/{number}/{rank}" for rank in range(self.size)]
             with peers():
                 store.set(keys[self.rank], json.dumps(value))
+                # Asked again and again: waiting for the store's word has hung once, though all had told.
+                while self.rank == 0 and not store.check(keys):
+                    time.sleep(_POLL_S)
                 found = store.multi_get(keys) if self.rank == 0 else []
                 for key in keys if found else ():
                     store.set(key, "")  # the private store can't delete
