@@ -82,8 +82,14 @@ class MemoryRule:
 
     def depth(self, m: int, after: int) -> int:
         """Return the units in flight of a stage with m replicas and `after` workers in later stages."""
-        depth = 1 + -(-(after + self.beyond) // m) if after else 1
-        return self.in_flight or min(depth, self.depth_at_most or depth)
+        return int(self._depths(np.array(m), np.array(after)))
+
+    def _depths(self, m: Floats, after: Floats) -> Floats:
+        """Return `depth` of several stages."""
+        if self.in_flight is not None:
+            return np.full(after.shape, float(self.in_flight))
+        depths = np.where(after > 0, 1 + np.ceil((after + self.beyond) / m), 1.0)
+        return np.minimum(depths, self.depth_at_most or np.inf)
 
     def least(self, parts: MemoryLine, after: Floats) -> Floats:
         """Return the fewest replicas with which the stages of a one-start grid fit, or infinity [stop].
@@ -110,23 +116,24 @@ class MemoryRule:
 
         def fit(m: Floats) -> NDArray[np.bool_]:
             with np.errstate(all="ignore"):
-                depth = np.where(after > 0, 1 + np.ceil((after + self.beyond) / m), 1.0)
-                depth = np.minimum(depth, self.depth_at_most or np.inf)
-                in_flight = depth if self.in_flight is None else np.full_like(depth, self.in_flight)
-                held: NDArray[np.bool_] = parts.num_bytes(in_flight, m)[0] <= self.limit_bytes
+                held: NDArray[np.bool_] = parts.num_bytes(self._depths(m, after), m)[0] <= self.limit_bytes
             return held
 
         low, high = np.zeros(len(after)), np.full(len(after), float(_MOST_REPLICAS))
         possible = fit(high)
         while (high - low > 1).any():
-            middle = np.floor((low + high) / 2)
-            enough = fit(np.maximum(middle, 1.0))
-            low, high = np.where(enough, low, middle), np.where(enough, np.maximum(middle, 1.0), high)
+            middle = np.ceil((low + high) / 2)
+            enough = fit(middle)
+            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
         return np.where(possible, high, np.inf)
 
     def fits(self, grid: StageGrid, m: int, after: int) -> NDArray[np.bool_]:
         """Return whether stages of m replicas, with `after` workers in later stages, fit [start, stop]."""
-        return self.parts(grid).num_bytes(self.depth(m, after), m) <= self.limit_bytes
+        return self.within_limit(self.parts(grid), m, after)
+
+    def within_limit(self, parts: MemoryLine, m: int, after: int) -> NDArray[np.bool_]:
+        """Return `fits` of stages whose memory lines are known."""
+        return parts.num_bytes(self.depth(m, after), m) <= self.limit_bytes
 
     def fit_all(self, states: States, stages: Sequence[tuple[int, int, int]], idle: int = 0) -> bool:
         """Return whether every stage (start, stop, replicas) fits; `idle` workers count as workers of later stages."""

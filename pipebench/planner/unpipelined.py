@@ -10,6 +10,7 @@ one per W.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -41,12 +42,11 @@ def _seconds(problem: FlatProblem, count: int) -> Floats:
     for starts in (np.arange(1), np.arange(1, last)):
         grid = StageGrid(work, starts)
         barred = ~work.states.inside[starts]
-        lines = None if problem.memory is None else problem.memory.parts(grid)
+        memory = problem.memory
+        fits = None if memory is None else partial(memory.within_limit, memory.parts(grid))
         terms = problem.model.terms(grid, problem.level, first=bool(len(starts) and starts[0] == 0))
         for m in range(1, count + 1):
-            outside = barred
-            if problem.memory is not None and lines is not None:
-                outside = barred | (lines.num_bytes(problem.memory.depth(m, 0), m) > problem.memory.limit_bytes)
+            outside = barred if fits is None else barred | ~fits(m, 0)
             seconds[m - 1, starts] = np.where(outside, np.inf, terms.seconds(float(m)))
     return seconds
 

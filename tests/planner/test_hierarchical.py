@@ -140,7 +140,7 @@ def _layer(index: int, seconds: float, parameters: dict[str, int]) -> LayerProfi
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_one_level_is_the_flat_planner(model: str, data: st.DataObject) -> None:
-    case, num_workers = data.draw(cases(model, shards=False)), data.draw(st.integers(1, 6))
+    case, num_workers = data.draw(cases(model)), data.draw(st.integers(1, 6))
     level = data.draw(levels(num_workers))
     plan = plan_hierarchical(HierarchicalProblem(case.work, case.model, (level,), case.memory))
     problem = FlatProblem(case.work, case.model, level, num_workers, case.memory)
