@@ -7,7 +7,7 @@ processes; only time is simulated.
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipebench.engine.admission import StopRequest
@@ -35,6 +35,10 @@ class VirtualEngine(TrainingEngine):
 
     `network` also counts predicted bytes; `observe` is called with every event after its execution; `meter` records
     events too; for `on_loss` and `on_unit` see `TrainingEngine`.
+
+    Where layers are in slices, a worker computes the pieces of all its devices, whole values travel, and its memory is
+    that of all: `num_bytes` are the network's times the devices, and `predicted_peaks` stands for the memory of one
+    device of every worker, (device's, host's) bytes.
     """
 
     meter: Meter
@@ -49,9 +53,12 @@ class VirtualEngine(TrainingEngine):
         on_unit: OnUnit = lambda samples, loss, clock_s: None,
         meter: Meter | None = None,
         stop: StopRequest | None = None,
+        predicted_peaks: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> None:
         super().__init__(setup, on_loss, on_unit)
         self.network = network
+        self._predicted_peaks = predicted_peaks
+        self._counted: Counter[tuple[str, str]] = Counter()  # of the network's bytes, those in `num_bytes` for slices
         self._observe = observe
         self.meter = meter or Meter(setup.pipeline)
         self._stop = stop or StopRequest()
@@ -60,8 +67,9 @@ class VirtualEngine(TrainingEngine):
     def _cut_stages(self, setup: Setup) -> None:
         self.setup = setup
         self.workers = [Worker(setup, index) for index in range(setup.pipeline.num_workers)]
-        self._mailbox = InProcessTransport(setup, self.num_bytes)
-        self._rings = InProcessCollectives(setup, self.workers, self.num_bytes)
+        num_bytes = self.num_bytes if setup.costs.slices == 1 else Counter[tuple[str, str]]()  # see `_count`
+        self._mailbox = InProcessTransport(setup, num_bytes)
+        self._rings = InProcessCollectives(setup, self.workers, num_bytes)
 
     @property
     def collectives(self) -> InProcessCollectives:
@@ -98,6 +106,21 @@ class VirtualEngine(TrainingEngine):
         self._cut_stages(setup)
         self.clock_s = self._drain.hand_over(before)
 
+    def facts(self) -> dict[str, Any]:
+        """See `TrainingEngine`; with slices, memory is the prediction for one device of every worker."""
+        found = super().facts()
+        if self._predicted_peaks is not None:
+            found["peak_bytes"], found["host_peak_bytes"] = map(list, self._predicted_peaks)
+        return found
+
+    def _count(self, samples: int) -> None:
+        """Count what all devices of workers with slices sent since the last count, training on these samples."""
+        costs, inside = self.setup.costs, self.setup.cluster.levels[0].name
+        if costs.slices > 1:
+            now = Counter(self.network.num_bytes)
+            self.num_bytes.update(costs.of_all_devices(now - self._counted, samples, inside))
+            self._counted = now
+
     def _meter_facts(self) -> dict[str, Any]:
         meter = self.meter
         return {
@@ -117,10 +140,11 @@ class VirtualEngine(TrainingEngine):
         """Return the measurements on the virtual clock."""
         meter = self.meter
         num_workers, swaps = len(self.workers), bool(self.setup.pipeline.swaps)
+        of_one = {key: count // self.setup.costs.slices for key, count in self.num_bytes.items()}
         metrics = fractions(
             meter.busy_s, meter.stall_s, num_workers, training_s,
             again_s=meter.again_s, swap_stall_s=meter.swap_stall_s if swaps else None,
-        ) | pcie_fractions(self.setup.cluster, self.num_bytes, num_workers, training_s)  # fmt: skip
+        ) | pcie_fractions(self.setup.cluster, of_one, num_workers, training_s)  # fmt: skip
         return RunMeasurements(metrics, (), meter.timeline(), meter.busy_s, meter.stall_s, Counter(self.num_bytes))
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
@@ -140,6 +164,8 @@ class VirtualEngine(TrainingEngine):
         self._end_segment()
         if segment.limit > 0:
             self.clock_s = self._drain.average()
+        before = setup.sampler.samples_before
+        self._count(before(first_minibatch + segment.limit) - before(first_minibatch))
         return segment.limit
 
     def _cut(self, num_minibatches: int) -> None:
@@ -154,6 +180,7 @@ class VirtualEngine(TrainingEngine):
         lists = forward_programs(pipeline, self.setup.held_out.minibatches_per_epoch)
         self._play(Simulation(pipeline, lists, costs, self.network, feed.size, self.clock_s))
         self.network.num_bytes = _as_evaluation(before, self.network.num_bytes)
+        self._count(0)
 
     def _play(self, simulation: Simulation) -> None:
         """Execute a simulation's events in order."""

@@ -1,5 +1,6 @@
 """Costs of every instruction: a profile summed over stages, as the simulator reads it."""
 
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,6 +11,7 @@ from pipebench.profile.tensor import unit_bytes
 from pipebench.schedule.modes import RECOMPUTE
 from pipebench.simulate.memory import swapped_bytes
 from pipebench.simulate.sums import processor_s
+from pipebench.simulate.timeline import TENSOR
 
 Crossing = Mapping[tuple[int, int], Mapping[Size, int]]  # by edge (source stage, target stage) and size of a unit
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DistributedDataParallel's defaults: a small first, then 25 MiB
@@ -96,6 +98,19 @@ class Costs:
     def most_samples(self) -> int:
         """The largest number of samples of a unit."""
         return max(size for size in self.stages[0].forward_s if isinstance(size, int))
+
+    def of_all_devices(
+        self, num_bytes: Mapping[tuple[str, str], int], samples: int, inside: str
+    ) -> Counter[tuple[str, str]]:
+        """Return bytes by (kind, level) of all devices, given those of the first of every worker, with its slices'.
+
+        What slices send each other over level `inside` grows with the samples trained on.
+        """
+        found = Counter({key: self.slices * count for key, count in num_bytes.items()})
+        if self.slices > 1:
+            size = self.most_samples
+            found[TENSOR, inside] = round(sum(stage.tensor_bytes[size] for stage in self.stages) * samples / size)
+        return found
 
 
 def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0, *, sharded: bool = False) -> Costs:

@@ -98,7 +98,8 @@ def nothing_to_go_on_from(run_id: str, skipped: Sequence[str]) -> UserError:
 def taken_by(job: Job) -> str:
     """Return the engine and the plan, which must match to continue workers' counters."""
     setup = job.setup
-    return f"{job.recipe.engine.kind}, {setup.plan.stages}, devices {setup.devices}"
+    slices = f", slices {setup.costs.slices}" if setup.costs.slices > 1 else ""
+    return f"{job.recipe.engine.kind}, {setup.plan.stages}, devices {setup.devices}{slices}"
 
 
 def earlier_workers(progress: SavedProgress, *, same_workers: bool) -> EarlierWorkers:

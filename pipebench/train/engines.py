@@ -1,5 +1,7 @@
 """Engines for a job in this process: simulation, of an epoch or of a whole run that changes, or the virtual engine."""
 
+from collections.abc import Sequence
+
 from pipebench.engine.admission import StopRequest
 from pipebench.engine.engine import OnLoss, OnUnit
 from pipebench.engine.virtual import VirtualEngine
@@ -28,6 +30,15 @@ def on_virtual_clock(job: Job, stop: StopRequest | None = None) -> MakeEngine:
         meter = Meter(job.setup.pipeline)
         setup = job.setup
         network = Network(setup.cluster, setup.devices, meter.transfer, copies=setup.copies)
-        return VirtualEngine(setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter, stop=stop)
+        peaks = _predicted_peaks(job) if setup.costs.slices > 1 else None
+        return VirtualEngine(
+            setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter, stop=stop, predicted_peaks=peaks
+        )
 
     return make
+
+
+def _predicted_peaks(job: Job) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the predicted peaks of one device of every worker, and on its host, in bytes."""
+    memory = MemoryForecast.over(job).memory
+    return [peak.num_bytes for peak in memory.peaks], memory.host_peaks

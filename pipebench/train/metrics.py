@@ -71,6 +71,10 @@ def _policies_cut_for(job: Job) -> list[str]:
 def run_notes(job: Job, facts: Mapping[str, Any]) -> dict[str, str]:
     """Return `recipe_notes` and a note if a worker held more than a device has; `facts` as by `sum_facts`."""
     notes, limit, peaks = recipe_notes(job), job.cluster.memory_bytes, facts["peak_bytes"]
+    slices = job.setup.costs.slices
+    if slices > 1:
+        said = f"of one of a worker's {slices} devices, predicted: this engine holds all their slices"
+        notes[MEMORY] = f"{notes[MEMORY]}; {said}" if MEMORY in notes else said
     worker = max(range(len(peaks)), key=peaks.__getitem__)
     if limit is not None and peaks[worker] > limit:
         held = f"worker {worker} ({job.setup.pipeline.worker_names[worker]}) held {formats.num_bytes(peaks[worker])}"

@@ -19,6 +19,7 @@ from pipebench.model.rounded_data import RoundedData
 from pipebench.model.sampling import Size, UnitShape, mix, name_hash, seed_default_generator
 from pipebench.model.slice_modules import Alone, EmbeddingSlices
 from pipebench.model.sliced import Slicer
+from pipebench.model.slices_in_turn import SlicerInTurn
 from pipebench.model.trace_check import check_traced
 from pipebench.profile.as_graph import InputsOf, graph_of, work_of
 from pipebench.profile.choose import check_sizes, fitting, has_one_size, is_measured, profile_for, profile_of_file
@@ -81,10 +82,13 @@ def profile_model(
     is_users = recipe.model.get("target") is not None
     on_meta = not trains and not is_users and not measures
     model = initial_model(recipe, "meta" if on_meta else "cpu")
-    graph = _layer_graph(recipe, model, dataset.argument_names or len(dataset.inputs))
+    fed, slices = dataset.argument_names or len(dataset.inputs), _num_slices(recipe)
+    graph = _layer_graph(recipe, model, fed, Slicer(Alone(slices)))
     dataset = dataset.feeding(graph.inputs)
     _check_fed(model, graph, dataset, str(recipe.dataset.get("name") or recipe.dataset.get("target")))
-    exact, graph = (graph, dataset), in_precision(graph, recipe.train.precision)
+    # Costs are those of one slice; what trains has all of them.
+    trained = _layer_graph(recipe, model, fed, SlicerInTurn(slices)) if trains and slices > 1 else graph
+    exact, graph = (trained, dataset), in_precision(graph, recipe.train.precision)
     if graph.rounding is not None:
         dataset = RoundedData(dataset, graph.rounding.low_type)
     sizes = travelling_sizes(recipe, dataset, whole_minibatches=whole_minibatches)
@@ -92,11 +96,12 @@ def profile_model(
         profile = fitting(kept, KEPT, graph, sizes)
     else:
         profile = profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
-        slices = _num_slices(recipe)
         profile = profile if slices == 1 else with_exchanges(profile, cluster.levels[0], slices)
     decides = kept is None and (trains or engine_kind(recipe).in_processes)
     if is_users and decides and len(graph.layers) > 1:  # one layer runs unchanged, and the zoo's are tested
         check_traced(*exact, sizes)
+    if trains and slices > 1:
+        graph = in_precision(trained, recipe.train.precision)
     return ProfiledModel(dataset, graph, device, _noted(profile, left_over), left_over)
 
 
@@ -168,18 +173,17 @@ def _num_slices(recipe: Recipe) -> int:
     return 1 if tensor == AUTO else int(tensor)
 
 
-def _layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str]) -> LayerGraph:
+def _layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str], slicer: Slicer) -> LayerGraph:
     """Return a model as layers; as a single one if it can't be traced and needs no cuts.
 
-    `fed` is the number or names of the arguments that the data set feeds.
+    `fed` is the number or names of the arguments that the data set feeds; `slicer` divides layers, if any are.
 
     Raises:
         GraphError: it can't be traced, and needs cuts.
     """
     mode = recipe.parallelism.mode
     try:
-        slices = _num_slices(recipe)
-        rewrites = {} if slices == 1 else {"rewrite": Slicer(Alone(slices))}
+        rewrites = {} if _num_slices(recipe) == 1 else {"rewrite": slicer}
         return trace(model, list(recipe.model.get("leaves") or ()), fed, **rewrites)
     except TracingError as error:
         if mode == AUTO or recipe.parallelism.row.shape not in ("one", "one-stage"):

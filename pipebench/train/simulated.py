@@ -1,13 +1,11 @@
 """The simulated engine's result: an epoch's time, bytes and bubble from durations alone, without accuracy."""
 
-from collections import Counter
-
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
 from pipebench.planner.planner import Planner
 from pipebench.simulate.meter import EPOCHS, Meter, fractions, pcie_fractions
 from pipebench.simulate.steady import SegmentTotals, simulate_segment
-from pipebench.simulate.timeline import TENSOR, Timeline
+from pipebench.simulate.timeline import Timeline
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.metrics import byte_metrics, describe, describe_stages, recipe_notes
@@ -96,28 +94,13 @@ def totalled(setup: Setup, samples: int, totals: SegmentTotals) -> dict[str, flo
         "throughput_samples_per_s": samples / totals.end_s,
         "samples_per_update": setup.pipeline.round_size(0) * sampler.minibatch_size,
         "num_workers": num_workers,
-        **byte_metrics(of_all_devices(setup, totals.num_bytes, samples), samples),
+        **byte_metrics(setup.costs.of_all_devices(totals.num_bytes, samples, setup.cluster.levels[0].name), samples),
         **fractions(
             totals.busy_s, totals.stall_s, num_workers, totals.end_s,
             again_s=totals.again_s, swap_stall_s=totals.swap_stall_s if setup.pipeline.swaps else None,
         ),
         **pcie_fractions(setup.cluster, totals.num_bytes, num_workers, totals.end_s),
     }  # fmt: skip
-
-
-def of_all_devices(setup: Setup, num_bytes: Counter[tuple[str, str]], samples: int) -> Counter[tuple[str, str]]:
-    """Return bytes by (kind, level) of all devices, given those of the first of every worker, with its tensor slices'.
-
-    What slices send each other grows with the samples.
-    """
-    costs = setup.costs
-    if costs.slices == 1:
-        return num_bytes
-    size = costs.most_samples
-    of_unit = sum(stage.tensor_bytes[size] for stage in costs.stages)
-    found = Counter({key: costs.slices * count for key, count in num_bytes.items()})
-    found[TENSOR, setup.cluster.levels[0].name] = round(of_unit * samples / size)
-    return found
 
 
 def epoch_notes(job: Job, totals: SegmentTotals, num_minibatches: int) -> dict[str, str]:

@@ -13,6 +13,7 @@ from pipebench.errors import GraphError
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.model.slice_modules import Alone, piece
 from pipebench.model.sliced import Slicer
+from pipebench.model.slices_in_turn import SlicerInTurn
 from pipebench.profile.model import LayerProfile
 from pipebench.profile.tensor import unit_bytes
 from pipebench.zoo.bert import bert_base
@@ -111,6 +112,40 @@ def test_slices_compute_what_the_whole_does(name: str, size: int) -> None:
             for dimension, (own, all_) in enumerate(zip(own_gradients[parameter].shape, gradient.shape, strict=True)):
                 gradient = gradient if own == all_ else piece(gradient, dimension, Member(Threads(size), rank))
             torch.testing.assert_close(own_gradients[parameter], gradient, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_slices_in_turn_compute_what_devices_do(name: str, size: int) -> None:
+    make, inputs = MODELS[name]
+    torch.manual_seed(0)
+    model: nn.Module = make().double()  # type: ignore[no-untyped-call]
+    (outputs, gradients), *_ = in_slices(model, inputs, size)
+    alone = trace(copy.deepcopy(model), rewrite=Slicer(Alone(size)))
+    graph = trace(model, rewrite=SlicerInTurn(size))
+    assert [layer.name for layer in graph.layers] == [layer.name for layer in alone.layers]
+    assert [layer.parameters for layer in graph.layers] == [layer.parameters for layer in alone.layers]
+    own_outputs, own_gradients = run(graph, inputs)
+    for ours, theirs in zip(own_outputs, outputs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
+    for parameter, gradient in own_gradients.items():
+        for dimension, (own, all_) in enumerate(zip(gradients[parameter].shape, gradient.shape, strict=True)):
+            gradient = gradient if own == all_ else gradient.narrow(dimension, 0, own)
+        torch.testing.assert_close(gradient, gradients[parameter], rtol=1e-12, atol=1e-13)
+
+
+def test_a_matrix_divided_by_rows_adds_pieces_in_the_devices_order() -> None:
+    """In single precision sums of three terms differ in another order, and from the whole matrix's."""
+    torch.manual_seed(3)
+    rows = nn.Linear(96, 40)
+    module = trace(nn.Sequential(nn.Linear(5, 96), nn.ReLU(), rows), rewrite=SlicerInTurn(3)).root
+    x, weight = torch.randn(7, 96), rows.weight
+    first, second, third = (x[:, at : at + 32] @ weight[:, at : at + 32].T for at in (0, 32, 64))
+    with torch.no_grad():
+        found = module.get_submodule("2")(x)
+        torch.testing.assert_close(found, first + second + third + rows.bias, rtol=1e-6, atol=1e-7)
+        assert torch.equal(found, (first + second) + third + rows.bias)
+        assert not torch.equal(found, first + (second + third) + rows.bias)
 
 
 def test_bytes_of_a_block_are_megatrons() -> None:

@@ -1,0 +1,127 @@
+"""Tensor slices in the virtual engine: weights, bytes, time and memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipebench.checkpoint.state import ModelState
+from pipebench.engine.virtual import VirtualEngine
+from pipebench.recipe.load import load_mapping
+from pipebench.schedule.operations import Op
+from pipebench.simulate.steady import simulate_segment
+from pipebench.train.engines import on_virtual_clock
+from pipebench.train.job import Job
+from pipebench.train.memory_forecast import MemoryForecast
+from pipebench.train.prepare import prepare
+
+RECIPE = {
+    "name": "sliced",
+    "model": {"name": "gpt2", "num_layers": 2, "width": 16, "num_heads": 4, "vocabulary": 10_000, "max_tokens": 16},
+    "dataset": {"name": "king_james", "bptt": 16},
+    "cluster": {"name": "cluster-b", "servers": 1},
+    "engine": {"kind": "virtual"},
+}
+SGD = {"lr": 0.5, "momentum": 0.9}
+
+
+def ready(tensor: int, parallelism: dict[str, Any], workers: int = 2, **train: Any) -> tuple[Job, VirtualEngine]:
+    """Return a job of so many workers and its engine."""
+    trained = {"minibatch_size": 4, "streams": 4, "optimizer": SGD, "max_epochs": 1, **train}
+    cluster = {**RECIPE["cluster"], "count": workers * tensor}  # type: ignore[dict-item]
+    given = {**RECIPE, "train": trained, "cluster": cluster, "parallelism": {**parallelism, "tensor": tensor}}
+    (loaded,) = load_mapping(given)
+    job = prepare(loaded.recipe, loaded.cluster)
+    engine = on_virtual_clock(job)(lambda *loss: None, lambda *unit: None)
+    assert isinstance(engine, VirtualEngine)
+    return job, engine
+
+
+def weights(engine: VirtualEngine) -> dict[str, torch.Tensor]:
+    """Return copies of all weights by name."""
+    engine.together(Op.GATHER, Op.WAIT_GATHER)
+    found = {name: tensor.detach().clone() for worker in engine.workers for name, tensor in worker.tensors().items()}
+    engine.together(Op.FREE)
+    return found
+
+
+def moved(job: Job, engine: VirtualEngine) -> dict[str, torch.Tensor]:
+    """Train; return how far every weight has moved."""
+    before = {name: tensor.detach().clone() for name, tensor in job.setup.graph.root.named_parameters()}
+    engine.train(0, 4)
+    return {name: tensor - before[name] for name, tensor in weights(engine).items()}
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "train"),
+    [
+        ({"mode": "dp"}, {}),
+        ({"mode": "fsdp"}, {"optimizer": {"name": "adam", "lr": 0.01, "clip_norm": 0.1}}),
+        ({"mode": "pipedream", "plan": "1-1"}, {}),
+        ({"mode": "gpipe", "plan": "1-1", "microbatches": 2}, {"optimizer": {"name": "lamb", "lr": 0.01}}),
+        ({"mode": "zero-bubble", "plan": "1-1", "microbatches": 2}, {}),
+        ({"mode": "pipedream-flush", "plan": "1-1", "microbatches": 2, "recompute": True}, {}),
+        ({"mode": "pipedream-flush", "plan": "1-1", "microbatches": 2, "swap_layers": ["*"]}, {}),
+    ],
+)
+def test_slices_train_the_same_weights(parallelism: dict[str, Any], train: dict[str, Any]) -> None:
+    whole, sliced = (ready(tensor, parallelism, **train) for tensor in (1, 2))
+    expected, found = moved(*whole), moved(*sliced)
+    assert found.keys() == expected.keys()
+    for name, step in expected.items():
+        if name.endswith("key.bias"):  # adds the same to all scores of a query: its gradient is 0 but for rounding
+            continue
+        assert step.abs().max() > 0
+        # Sums in another order: Adam's and LAMB's divisions make more of it where gradients are near 0.
+        torch.testing.assert_close(found[name], step, rtol=1e-3, atol=2e-3 * float(step.abs().max()))
+    ours, theirs = sliced[1].evaluate(), whole[1].evaluate()
+    assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-4)
+
+
+def test_slices_train_in_sixteen_bits() -> None:
+    whole, sliced = (ready(tensor, {"mode": "dp"}, precision="bf16") for tensor in (1, 2))
+    expected, found = moved(*whole), moved(*sliced)
+    for name, step in expected.items():
+        assert (found[name].float() - step.float()).norm() < 0.1 * step.float().norm() + 1e-6
+
+
+def test_time_and_memory_are_those_of_the_simulation_and_bytes_megatrons() -> None:
+    parallelism = {"mode": "pipedream-flush", "plan": "1-1", "microbatches": 2}
+    job, engine = ready(2, parallelism)
+    engine.train(0, 6)
+    facts = engine.facts()
+    sent = {kind: count for kind, _, count in facts["num_bytes"]}
+    b, s, h, vocabulary = 4, 16, 16, 10_000
+    # Per minibatch 8 b s h (k - 1) elements a block (SC'21, section 3.2), sums behind the embedding and before the
+    # classifier, and gathered logits.
+    assert sent["tensor"] == 6 * 4 * b * s * (2 * 8 * h + 2 * 2 * h + vocabulary)
+    assert sent["activation"] == sent["gradient"] == 6 * 2 * 4 * b * s * h  # both devices send what both have
+    peaks = MemoryForecast.over(job).memory.peaks
+    assert facts["peak_bytes"] == [peak.num_bytes for peak in peaks]
+    assert max(facts["peak_bytes"]) < 0.7 * max(engine.peak_bytes)  # a device holds half of most
+    engine.evaluate()
+    again = {kind: count for kind, _, count in engine.facts()["num_bytes"]}
+    assert {kind: again[kind] for kind in sent} == sent
+    assert again["evaluation"] > 0
+
+
+def test_a_segment_takes_what_its_simulation_does() -> None:
+    job, engine = ready(4, {"mode": "pipedream", "plan": "1-1"})
+    engine.train(0, 12)
+    assert engine.clock_s == pytest.approx(simulate_segment(job.setup, 12).end_s)
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
+def test_checkpoints_go_on_with_other_slices(first: int, then: int, tmp_path: Path) -> None:
+    _, one = ready(first, {"mode": "dp"})
+    _, whole_way = ready(first, {"mode": "dp"})
+    one.train(0, 2)
+    state = ModelState.merge(part for _, part in one.parts())
+    _, other = ready(then, {"mode": "dp"})
+    other.restore(state, None, 0.0)
+    other.train(2, 2)
+    whole_way.train(0, 4)
+    expected = weights(whole_way)
+    for name, tensor in weights(other).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
