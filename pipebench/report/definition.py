@@ -14,12 +14,12 @@ UNITS = ("x", "share", "s", "bytes", "samples/s", "count", "none")
 BETTER = ("higher", "lower")
 Bound = Literal["exact", "at_least", "at_most", "about"]
 PICTURES: Mapping[str, tuple[str, ...]] = {
-    "bars": ("measures", "bound"),
+    "bars": ("measures", "bound", "line"),
     "scatter": ("measures",),
-    "lines": ("measure", "x", "group", "bound"),
+    "lines": ("measure", "x", "group", "bound", "line"),
     "curves": ("runs", "metric", "over", "row"),
-    "phases": ("runs", "metric", "bound"),
-    "stages": ("runs", "metric", "row"),
+    "phases": ("runs", "metric", "bound", "line"),
+    "stages": ("runs", "metric", "row", "line"),
     "schedule": ("run", "row"),
 }  # keys of each kind of picture
 OVER = ("epochs", "samples", "virtual_time_s")
@@ -132,6 +132,14 @@ class Quoted:
 
 
 @dataclass(frozen=True)
+class ReferenceLine:
+    """A number that a picture is read against, such as a device's memory, or a published one of no row."""
+
+    at: float  # in the unit of the picture's values
+    text: str  # in the legend
+
+
+@dataclass(frozen=True)
 class Picture:
     """One picture; PICTURES lists the fields of each kind."""
 
@@ -144,6 +152,7 @@ class Picture:
     metric: str = ""  # of a run (curves, phases) or of each stage (stages)
     over: tuple[str, ...] = ()  # horizontal axes of curves, one panel each
     row: str = ""
+    line: ReferenceLine | None = None  # across the values' axis
 
 
 @dataclass(frozen=True)

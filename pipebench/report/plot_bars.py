@@ -13,6 +13,7 @@ from pipebench.report.plot_style import (
     NORMAL,
     SMALL,
     colour,
+    draw_line,
     explain_marks,
     finish,
     label_of,
@@ -45,6 +46,7 @@ def bars_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     bound = report.measure(picture.bound) if picture.bound else None
     for axes, measure in zip(panels, measures, strict=True):
         _draw(axes, evaluated, rows, measure, bound, publishes=publishes)
+        draw_line(axes, picture.line, across="x")
     _share_scales(panels, measures)
     panels[0].set_yticks(range(len(rows)), [plain(row.title) for row in rows])
     panels[0].set_ylim(len(rows) - 0.4, -0.6)

@@ -7,7 +7,18 @@ from matplotlib.figure import Figure
 
 from pipebench.report.definition import Measure, Picture, Row
 from pipebench.report.evaluated import Evaluated
-from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, finish, label_of, marker, plain, write_values
+from pipebench.report.plot_style import (
+    GREY,
+    NORMAL,
+    SMALL,
+    colour,
+    draw_line,
+    finish,
+    label_of,
+    marker,
+    plain,
+    write_values,
+)
 
 _WIDTH_IN, _HEIGHT_IN, _FRAME_IN = 2.4, 2.3, 0.6
 _MOST_BESIDE = 5
@@ -40,6 +51,7 @@ def lines_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
         _draw(axes, evaluated, own, measure, [places[row.at[picture.x]] for row in own])
         if picture.bound:
             _draw_bound(axes, evaluated, own, report.measure(picture.bound), [places[row.at[picture.x]] for row in own])
+        draw_line(axes, picture.line)
         axes.set_title(plain(f"{group}"), fontsize=NORMAL, loc="left")
     for axes in panels[len(groups) :]:
         axes.remove()

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, PercentFormatter
+from matplotlib.ticker import EngFormatter, Formatter, PercentFormatter
 
 from pipebench.report.definition import Picture, Row
 from pipebench.report.evaluated import Evaluated
-from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, finish, plain
+from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, draw_line, finish, plain
 from pipebench.train.result import Point, RunResult
 
 _WIDTH_IN, _PANEL_IN, _FRAME_IN = 8.0, 2.5, 0.8
@@ -38,8 +38,8 @@ def phases_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
         _draw_bound(axes, results, picture.bound)
         _draw_changes(axes, results)
         axes.set_title(plain(row.title), fontsize=NORMAL, loc="left")
-        share = picture.metric.endswith("_fraction")
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0) if share else EngFormatter())
+        draw_line(axes, picture.line)
+        axes.yaxis.set_major_formatter(_formatter(picture.metric))
         finish(axes)
     panels[0].set_ylim(bottom=0)  # shared by all, so after drawing
     panels[0].set_xlim(left=0)
@@ -50,6 +50,15 @@ def phases_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
         found.values(), found.keys(), loc="outside upper left", ncols=min(len(found), 6), frameon=False, fontsize=SMALL
     )
     return figure
+
+
+def _formatter(metric: str) -> Formatter:
+    """Return how the values of a metric are written, by the unit in its name."""
+    if metric.endswith("_fraction"):
+        return PercentFormatter(1.0, decimals=0)
+    units = {"_bytes_per_s": "B/s", "_bytes": "B", "_s": "s"}
+    unit = next((unit for end, unit in units.items() if metric.endswith(end) and "_samples" not in metric), "")
+    return EngFormatter(unit=unit)
 
 
 def _lines(evaluated: Evaluated, picture: Picture, row: Row) -> Iterator[tuple[str, int, str, RunResult]]:

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from pipebench.report.definition import Measure, Picture
 from pipebench.report.evaluated import Evaluated
 from pipebench.report.metrics import stage_values
-from pipebench.report.plot_style import NORMAL, SMALL, colour, finish, plain, write_values
+from pipebench.report.plot_style import NORMAL, SMALL, colour, draw_line, finish, plain, write_values
 from pipebench.train.result import RunResult
 
 _STAGE_IN, _LEAST_IN, _HEIGHT_IN = 0.62, 4.6, 2.9
@@ -27,6 +27,7 @@ def stages_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     for index, (run, values) in enumerate(drawn):
         places = [stage + thick * (index + 0.5) - _FULL / 2 for stage in range(len(values))]
         axes.bar(places, values, thick, color=colour(index), label=plain(run.replace("_", " ")))
+    draw_line(axes, picture.line)
     axes.set_xticks(range(num_stages))
     axes.set_xlabel("stage", fontsize=NORMAL)
     end, unit = next((pair for pair in _UNITS.items() if picture.metric.endswith(pair[0])), ("", "count"))

@@ -4,6 +4,7 @@ Published values are grey and hollow; columns have Okabe and Ito's colours, dist
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, Formatter, FuncFormatter
 
 from pipebench.errors import printable
-from pipebench.report.definition import Measure
+from pipebench.report.definition import Measure, ReferenceLine
 from pipebench.report.evaluated import TableCell
 from pipebench.report.wording import CHOSEN, CONSTRUCTED, FITTED, SUPPOSED, marks
 from pipebench.show.profile_report import shortened
@@ -75,6 +76,19 @@ def _formatter(measure: Measure) -> "Formatter":
 
 def _per_cent(value: float) -> str:
     return f"{100 * value:g}%"
+
+
+def draw_line(axes: Axes, line: ReferenceLine | None, *, across: str = "y") -> None:
+    """Draw a picture's reference line, if it has one, at a value of the axis `across`, with room beyond it."""
+    if line is None:
+        return
+    look: dict[str, Any] = {"color": GREY, "linestyle": (0, (4, 2)), "linewidth": 1.1, "label": plain(line.text, 60)}
+    if across == "y":
+        axes.axhline(line.at, **look)
+        axes.set_ylim(top=max(axes.get_ylim()[1], 1.05 * line.at))
+    else:
+        axes.axvline(line.at, **look)
+        axes.set_xlim(right=max(axes.get_xlim()[1], 1.05 * line.at))
 
 
 def finish(axes: Axes, *, grid: str = "both") -> None:

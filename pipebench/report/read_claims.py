@@ -4,7 +4,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipebench.errors import choice
-from pipebench.report.definition import OVER, PICTURES, ClaimedNumber, Measure, Picture, PublishedClaim, Row
+from pipebench.report.definition import (
+    OVER,
+    PICTURES,
+    ClaimedNumber,
+    Measure,
+    Picture,
+    PublishedClaim,
+    ReferenceLine,
+    Row,
+)
 from pipebench.report.expressions import Expression, claim_expression, quoted_expression, unit_of
 from pipebench.report.metrics import STAGE_METRICS
 from pipebench.report.reading import Reading
@@ -86,10 +95,17 @@ def read_pictures(
             metric=reading.plain(data, key, "metric", str, ""),
             over=reading.words(data, key, "over") or (OVER[:1] if kind == "curves" else ()),
             row=reading.plain(data, key, "row", str, ""),
+            line=_line(data["line"], f"{key}.line", reading) if "line" in data else None,
         )
         pictures.append(picture)
         _check_picture(picture, numbers, rows, key, reading)
     return tuple(pictures)
+
+
+def _line(given: object, key: str, reading: Reading) -> ReferenceLine:
+    """Return a picture's reference line."""
+    data = reading.mapping(given, key, ("at", "text"))
+    return ReferenceLine(reading.plain(data, key, "at", float), reading.plain(data, key, "text", str))
 
 
 def _check_picture(picture: Picture, measures: list[str], rows: Sequence[Row], key: str, reading: Reading) -> None:

@@ -14,7 +14,7 @@ from matplotlib.patches import StepPatch
 from matplotlib.text import Annotation
 from PIL import Image
 
-from pipebench.report.definition import Picture, Published, RunReference
+from pipebench.report.definition import Picture, Published, ReferenceLine, RunReference
 from pipebench.report.evaluated import Evaluated, TableCell
 from pipebench.report.plot_bars import bars_figure
 from pipebench.report.plot_curves import curves_figure
@@ -183,9 +183,11 @@ def test_phases_are_steps_a_panel_per_row_with_lines_where_layers_change() -> No
     )
     report = replace(REPORT, rows=rows, columns=(IDEAL,))
     picture = Picture("phases", runs=("plain", "moved"), metric="throughput_samples_per_s", bound="most_samples_per_s")
+    picture = replace(picture, line=ReferenceLine(70.0, "published"))
     figure = phases_figure(replace(evaluated(), report=report, results=results), picture)
     assert figure is not None
     first, second = figure.axes
+    assert all(labelled(axes)["published"][0][1] == 70.0 < axes.get_ylim()[1] for axes in figure.axes)
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["VGG-16, 4x4 (A)", "GNMT-16 | 4x4 (A)"]
     steps = {str(patch.get_label()): patch for patch in first.patches if isinstance(patch, StepPatch)}
     assert [*steps] == ["plain", "moved", "most"]
@@ -193,7 +195,8 @@ def test_phases_are_steps_a_panel_per_row_with_lines_where_layers_change() -> No
     assert ([*values], [*edges]) == ([30.0, 20.0, 10.0], [0.0, 10.0, 20.0, 30.0])
     assert [*steps["most"].get_data()[0]] == [55.0] * 3, "the highest of the row"
     assert to_hex(steps["most"].get_edgecolor()) == "#000000"
-    assert [xs(line)[0] for line in first.lines] == [10.0], "after 20 s the pace changes, the layers don't"
+    changes = [line for line in first.lines if line.get_label() != "published"]
+    assert [xs(line)[0] for line in changes] == [10.0], "after 20 s the pace changes, the layers don't"
     assert first.get_ylim() == second.get_ylim()
     assert first.get_ylim()[1] >= 50.0, "the last panel has the most"
 
@@ -301,3 +304,17 @@ def test_no_bound_crosses_a_value() -> None:
     moved = [place != value for place, value in zip(places, values.values(), strict=True)]
     assert moved == sorted(moved)  # of long bars only
     assert {place for place, aside in zip(places, moved, strict=True) if aside} == {1.0}
+
+
+@pytest.mark.parametrize("picture", [LINES, STAGES, replace(BARS, measures=("speedup",))], ids=lambda p: p.kind)
+def test_a_line_to_read_against_is_in_the_picture_and_its_legend(picture: Picture) -> None:
+    most = 40.0
+    given = replace(picture, line=ReferenceLine(most, "a device's memory"))
+    figure = {"lines": lines_figure, "stages": stages_figure, "bars": bars_figure}[picture.kind](evaluated(), given)
+    assert figure is not None
+    axes = only(figure.axes)
+    (line,) = (each for each in axes.lines if each.get_label() == "a device's memory")
+    at, (_, end) = (xs(line), axes.get_xlim()) if picture.kind == "bars" else (ys(line), axes.get_ylim())
+    assert at == [most, most]
+    assert end > most
+    assert "a device's memory" in [text.get_text() for legend in figure.legends for text in legend.get_texts()]
