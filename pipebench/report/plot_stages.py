@@ -34,7 +34,9 @@ def stages_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     write_values(axes.yaxis, Measure(picture.metric, picture.metric, unit))
     axes.set_ylabel(plain(picture.metric.removesuffix(end).replace("_", " ")), fontsize=NORMAL)
     finish(axes, grid="y")
-    figure.legend(loc="outside upper left", ncols=len(drawn), frameon=False, fontsize=SMALL)
+    figure.legend(
+        loc="outside upper left", ncols=len(drawn) if picture.line is None else 3, frameon=False, fontsize=SMALL
+    )
     return figure
 
 

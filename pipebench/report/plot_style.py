@@ -79,13 +79,12 @@ def _per_cent(value: float) -> str:
 
 
 def draw_line(axes: Axes, line: ReferenceLine | None, *, across: str = "y") -> None:
-    """Draw a picture's reference line, if it has one, at a value of the axis `across`, with room beyond it."""
+    """Draw a picture's reference line, if it has one, at a value of the axis `across`, which shows it."""
     if line is None:
         return
     look: dict[str, Any] = {"color": GREY, "linestyle": (0, (4, 2)), "linewidth": 1.1, "label": plain(line.text, 60)}
     if across == "y":
-        axes.axhline(line.at, **look)
-        axes.set_ylim(top=max(axes.get_ylim()[1], 1.05 * line.at))
+        axes.axhline(line.at, **look)  # scales the axis, as later panels that share it may
     else:
         axes.axvline(line.at, **look)
         axes.set_xlim(right=max(axes.get_xlim()[1], 1.05 * line.at))
