@@ -4,6 +4,7 @@ Published values and the index of answers are in `reports/published/`; what come
 `pipebench report` has made, so nothing runs here.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -26,6 +27,7 @@ from pipebench.show.page import Block, Heading, PageEntry, RenderedTable, Text
 NAME = "coverage"  # of the index and the page
 NONE, PAGE, DERIVED = "none", "page", "derived"
 NEAR = 1.2  # a factor, up or down
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?) ?(?:x|s|%)?")  # of a cell of a study
 STATED = ("published", "qualitative")  # kinds of entries that say what comes out
 _PIPEDREAM, _OTHERS = ("pipedream_sosp19", "pipedream_arxiv18"), "PipeDream's papers but Table 1"
 _ABOUT = """Every number and statement that the papers print (`reports/published/`), and where a report answers it.
@@ -42,7 +44,7 @@ class PublishedEntry:
     where: str
     claim: str
     values: Any
-    answers: tuple[str, ...]  # as in the index
+    answers: tuple[str | Mapping[str, str], ...]  # as in the index
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,11 @@ class Pages:
         report = self.reports.get(name)
         return [(report, claim.text) for claim in report.claims if claim.text.startswith(begins)] if report else []
 
-    def answers(self, answer: str) -> Iterator[Answer]:
+    def answers(self, answer: str | Mapping[str, str]) -> Iterator[Answer]:
         """Yield what an answer of the index stands for."""
+        if not isinstance(answer, str):
+            yield _of_table(answer)
+            return
         kind, _, rest = answer.partition(" ")
         if kind in (NONE, PAGE):
             linked = f"[{rest}](../../../{rest})"
@@ -135,6 +140,41 @@ class Pages:
         here = last.value if isinstance(last.value, str) else number_text(last.value, measure.unit)
         place = () if measure.published_as else (report.name, row, measure.name)
         return Answer(_link(report), what, text, here, _ratio(last), _verdict(last), last.marks, place)
+
+
+def cell_of_page(answer: Mapping[str, str]) -> str:
+    """Return the text of the cell of a study's Markdown tables that has a row and a column.
+
+    Args:
+        answer: `page`, the study's path in the repository; `row`, a row's first cell; `column`, a heading. Of several
+            such cells, the first.
+
+    Raises:
+        LookupError: there is none.
+    """
+    lines = (reports_folder().parent / answer["page"]).read_text(encoding="utf-8").splitlines()
+    column: int | None = None
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if not cells:
+            column = None
+        elif column is None:
+            column = cells.index(answer["column"]) if answer["column"] in cells else -1
+        elif column >= 0 and cells[0] == answer["row"]:
+            return cells[column]
+    raise LookupError(f"{answer['page']} has no row {answer['row']!r} with a column {answer['column']!r}")
+
+
+def _of_table(answer: Mapping[str, str]) -> Answer:
+    """Return a cell of a study's page beside the published text; their ratio counts if both are a number and a unit."""
+    page, row, column, published = (answer[key] for key in ("page", "row", "column", "published"))
+    here = cell_of_page(answer)
+    ours, theirs = (_QUANTITY.fullmatch(text) for text in (here, published))
+    what, link = f"{row}: {column}", f"[{page}](../../../{page})"
+    if ours is None or theirs is None:
+        return Answer(link, what, published, here, verdict="see there")
+    ratio = float(ours[1]) / float(theirs[1])
+    return Answer(link, what, published, here, ratio, _nearness(ratio), place=(page, row, column))
 
 
 def entries() -> list[PublishedEntry]:
@@ -225,13 +265,13 @@ def _ratio(cell: CellValue) -> float | None:
 def _verdict(cell: CellValue) -> str:
     ratio, published = _ratio(cell), cell.published
     if ratio is not None:
-        return (
-            "within 20%"
-            if 1 / NEAR <= ratio <= NEAR
-            else f"off by {max(ratio, 1 / ratio):.2g}x"
-            if ratio > 0
-            else "off"
-        )
+        return _nearness(ratio)
     if isinstance(cell.value, str) or isinstance(published, str) or published is None or cell.bound == "about":
         return "" if cell.value != published else "equal"
     return "kept" if (cell.value >= published) == (cell.bound == "at_least") else "not kept"
+
+
+def _nearness(ratio: float) -> str:
+    if 1 / NEAR <= ratio <= NEAR:
+        return "within 20%"
+    return f"off by {max(ratio, 1 / ratio):.2g}x" if ratio > 0 else "off"

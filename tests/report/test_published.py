@@ -1,7 +1,9 @@
 """Published values in `reports/published/`: reports quote them right, and each is answered or has a reason."""
 
+import itertools
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,23 @@ import pytest
 
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.report.catalog import reports_folder
-from pipebench.report.coverage import DERIVED, NAME, NONE, PAGE, STATED, Pages, entries, write_coverage
+from pipebench.report.coverage import (
+    DERIVED,
+    NAME,
+    NONE,
+    PAGE,
+    STATED,
+    Pages,
+    PublishedEntry,
+    cell_of_page,
+    entries,
+    write_coverage,
+)
 from pipebench.report.definition import Published
 
 ENTRIES = entries()
+TOLD = [(each, answer) for each in ENTRIES for answer in each.answers if isinstance(answer, str)]
+OF_TABLES = [(each, answer) for each in ENTRIES for answer in each.answers if not isinstance(answer, str)]
 PAGES = Pages()
 FOLDER = reports_folder() / "published"
 SOURCES = ("pipedream_sosp19", "pipedream_arxiv18", "vpipe_tpds21")
@@ -30,13 +45,33 @@ def test_every_number_and_statement_is_answered_or_left_out_with_a_reason() -> N
         assert {*answers} <= {each["id"] for each in read_mapping(FOLDER / f"{source}.yaml")["entries"]}
 
 
-@pytest.mark.parametrize("answer", sorted({answer for each in ENTRIES for answer in each.answers}))
+@pytest.mark.parametrize("answer", sorted({answer for _, answer in TOLD}))
 def test_an_answer_is_there(answer: str) -> None:
     kind, _, rest = answer.partition(" ")
     if kind == PAGE:
         assert (Path(reports_folder().parent) / rest).is_file()
     elif kind != NONE:
         assert PAGES.claims(answer) if kind.endswith(":") else PAGES.cells(answer)
+
+
+@pytest.mark.parametrize(("entry", "answer"), OF_TABLES, ids=lambda value: getattr(value, "name", None))
+def test_a_cell_of_a_study_is_there_beside_what_is_printed(entry: PublishedEntry, answer: Mapping[str, str]) -> None:
+    (found,) = PAGES.answers(answer)
+    lines = (reports_folder().parent / answer["page"]).read_text().splitlines()
+    assert any(line.startswith(f"| {answer['row']} |") and f"| {found.here} |" in line for line in lines)
+    numbers = [float(each) for each in re.findall(r"\d+(?:\.\d+)?", answer["published"])]
+    known = [float(each) for each in _leaves(entry.values) if isinstance(each, int | float)]
+    ratios = [round(a / b, 1) for a, b in itertools.permutations(known, 2) if b]  # Table 4's speed-ups aren't printed
+    assert {*numbers} <= {*known, *ratios}, f"{entry.name}: {answer['published']}"
+    if found.ratio is not None:
+        assert found.ratio == pytest.approx(float(found.here.rstrip("xs%")) / numbers[0])
+
+
+def test_a_cell_that_no_table_has_is_refused() -> None:
+    (answer,) = {answer["page"]: answer for _, answer in OF_TABLES if "planner" in answer["page"]}.values()
+    for wrong in ({"row": "vgg-61"}, {"column": "plans"}):
+        with pytest.raises(LookupError, match=next(iter(wrong.values()))):
+            cell_of_page({**answer, **wrong})
 
 
 def test_every_exact_published_cell_is_some_entry_s() -> None:
@@ -56,12 +91,11 @@ def test_cells_quote_what_their_entry_has() -> None:
 
 
 def test_numbers_of_claims_are_their_entry_s() -> None:
-    for entry in ENTRIES:
-        for answer in entry.answers:
-            for report, text in PAGES.claims(answer) if answer.partition(" ")[0].endswith(":") else ():
-                number = next(claim.number for claim in report.claims if claim.text == text)
-                if number is not None:
-                    assert _is_among(Published(number.published), entry.values), f"{entry.name}: {text}"
+    for entry, answer in TOLD:
+        for report, text in PAGES.claims(answer) if answer.partition(" ")[0].endswith(":") else ():
+            number = next(claim.number for claim in report.claims if claim.text == text)
+            if number is not None:
+                assert _is_among(Published(number.published), entry.values), f"{entry.name}: {text}"
 
 
 def test_the_page_has_a_row_per_answer_and_scores(tmp_path: Path) -> None:
@@ -72,11 +106,10 @@ def test_the_page_has_a_row_per_answer_and_scores(tmp_path: Path) -> None:
 
 
 def _quoted(*, derived: bool = False) -> Iterator[tuple[Any, Any, str, Any]]:
-    for entry in ENTRIES:
-        for answer in entry.answers:
-            kind = answer.partition(" ")[0]
-            if kind not in (NONE, PAGE) and (derived or kind != DERIVED) and not kind.endswith(":"):
-                yield from ((entry, *cell) for cell in PAGES.cells(answer))
+    for entry, answer in TOLD:
+        kind = answer.partition(" ")[0]
+        if kind not in (NONE, PAGE) and (derived or kind != DERIVED) and not kind.endswith(":"):
+            yield from ((entry, *cell) for cell in PAGES.cells(answer))
 
 
 def _is_among(published: Published, values: Any) -> bool:
