@@ -46,7 +46,7 @@ from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
 from pipebench.show.answers import Run
-from pipebench.show.progress import Silent
+from pipebench.show.progress import Silent, lasting
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
@@ -152,7 +152,9 @@ def work(loaded: LoadedRecipe, suite: Suite) -> None:
         PeerLostError: another process has failed.
     """
     engine = loaded.recipe.engine
-    world = join(engine.device, limit_s=engine.join_limit_s, operation_limit_s=max(1800.0, 2 * engine.stall_limit_s))
+    with lasting(loaded.recipe.name, "waiting for all workers to join", shown=os.environ.get("RANK", "0") == "0"):
+        operation_s = max(1800.0, 2 * engine.stall_limit_s)
+        world = join(engine.device, limit_s=engine.join_limit_s, operation_limit_s=operation_s)
     _remark(world)
     with _heartbeat(world, engine.silence_limit_s):
         _take_part(loaded, suite, world)
@@ -229,7 +231,8 @@ def _train(
     engines: list[DistributedEngine] = []
 
     def make(on_loss: OnLoss, on_unit: OnUnit) -> DistributedEngine:
-        engines.append(DistributedEngine(setup, world, control=control, on_loss=on_loss, on_unit=on_unit))
+        with lasting(job.recipe.name, "connecting workers and warming up", shown=world.rank == 0):
+            engines.append(DistributedEngine(setup, world, control=control, on_loss=on_loss, on_unit=on_unit))
         control.start()
         on_stop_request(control.request_stop)
         return engines[0]
@@ -295,21 +298,24 @@ def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) ->
 def _measured_together(recipe: Recipe, known: ProfiledModel, profile: Profile, world: World) -> Profile:
     """Profile again in all processes at once, or in as many at once as have their own cores."""
     sizes = travelling_sizes(recipe, known.dataset)
-    mine = in_turns(
-        world,
-        lambda: measured_profile(
-            known.graph, known.dataset, sizes, recipe.train.optimizer, world.device, profile.model, engine=recipe.engine
-        ),
-    )
-    return mean_profile([read_profile(text) for text in world.exchange(write_profile(mine))])
+    with lasting(recipe.name, "measuring layers in all workers", shown=world.rank == 0):
+        mine = in_turns(
+            world,
+            lambda: measured_profile(
+                known.graph, known.dataset, sizes, recipe.train.optimizer, world.device, profile.model,
+                engine=recipe.engine,
+            ),
+        )  # fmt: skip
+        return mean_profile([read_profile(text) for text in world.exchange(write_profile(mine))])
 
 
 def _in_use(job: Job, world: World) -> Job:
     """Return a job with costs measured while all workers compute and communicate at once."""
     setup = job.setup
-    (mine,) = profile_in_situ([setup], _SEGMENTS, world.barrier, clock_of(world))
-    profile = in_use(job.profile, setup, mean(world.exchange(entries(mine))))
-    costs = replace(stage_costs(profile, setup.plan), host=host_costs(world, fetches=fetches_itself(setup)))
+    with lasting(job.recipe.name, "measuring stages while all workers compute", shown=world.rank == 0):
+        (mine,) = profile_in_situ([setup], _SEGMENTS, world.barrier, clock_of(world))
+        profile = in_use(job.profile, setup, mean(world.exchange(entries(mine))))
+        costs = replace(stage_costs(profile, setup.plan), host=host_costs(world, fetches=fetches_itself(setup)))
     return replace(job, setup=replace(setup, profile=profile, costs=costs))
 
 

@@ -210,6 +210,19 @@ def preparing(
 
 
 @contextmanager
+def lasting(name: str, work: str, *, shown: bool = True) -> Iterator[None]:
+    """Print on the standard error, if `shown`, what a run is at, once that has lasted 2 s."""
+    timer = Timer(_SHORT_S, lambda: standard_error().print(Text(printable(f"{name}  {work}")), soft_wrap=True))
+    timer.daemon = True
+    if shown:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
 def trying(name: str, console: Console | None = None) -> Iterator[Callable[[int], None]]:
     """Show the search for a size, on the standard error without a terminal; yields what takes each size tried."""
     console = console or Console(highlight=False)

@@ -1,0 +1,74 @@
+"""Lines on what a run is at, once that has lasted: timers are stand-ins, which fire at once or never."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from pipebench.distributed.launch_join import PeerLostError
+from pipebench.recipe.load import load_mapping
+from pipebench.run import processes
+from pipebench.run.suite import Suite
+from pipebench.show import progress
+from tests.recipes import uniform_recipe
+
+
+class Elapsed:
+    """A timer whose time is over when it starts."""
+
+    daemon = False
+
+    def __init__(self, seconds: float, function: Callable[[], None]) -> None:
+        assert seconds == 2.0
+        self.start, self.cancels = function, 0
+
+    def cancel(self) -> None:
+        """Count that it isn't needed any more."""
+        self.cancels += 1
+
+
+class Pending(Elapsed):
+    """A timer whose time is never over."""
+
+    def __init__(self, seconds: float, function: Callable[[], None]) -> None:
+        super().__init__(seconds, lambda: None)
+
+
+def test_what_lasts_is_said_once_on_the_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Elapsed] = []
+
+    def timer(seconds: float, function: Callable[[], None]) -> Elapsed:
+        made.append(Elapsed(seconds, function))
+        return made[-1]
+
+    monkeypatch.setattr(progress, "Timer", timer)
+    with progress.lasting("vgg\x1b", "measuring layers"):
+        assert capsys.readouterr() == ("", "vgg\\x1b  measuring layers\n")
+        assert [each.cancels for each in made] == [0]
+    assert [each.cancels for each in made] == [1]
+    with progress.lasting("vgg", "measuring layers", shown=False):
+        pass
+    monkeypatch.setattr(progress, "Timer", Pending)
+    with progress.lasting("vgg", "measuring layers"):
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "small  waiting for all workers to join\n"), ("1", "")])
+def test_a_run_that_waits_for_workers_says_so_once(
+    rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def alone(*_: Any, **__: Any) -> None:
+        raise PeerLostError("nobody came")
+
+    monkeypatch.setattr(progress, "Timer", Elapsed)
+    monkeypatch.setattr(processes, "join", alone)
+    monkeypatch.setenv("RANK", rank)
+    given = yaml.safe_load(uniform_recipe(2, 16, 8, 8, "mode: dp"))
+    (loaded,) = load_mapping({**given, "cluster": {"name": "local", "count": 2}, "engine": {"kind": "distributed"}})
+    with pytest.raises(PeerLostError, match="nobody came"):
+        processes.work(loaded, Suite("tiny"))
+    assert capsys.readouterr().err == said
