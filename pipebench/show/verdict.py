@@ -1,4 +1,4 @@
-"""What a comparison comes to, in sentences: who is first, by how much, and what limits every run."""
+"""The outcome of a comparison, in sentences: who is first, by how much, and what limits every run."""
 
 import math
 from collections.abc import Iterator, Sequence

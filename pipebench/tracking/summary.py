@@ -60,7 +60,7 @@ def seed_medians(results: Sequence[RunResult]) -> dict[str, float]:
 
 
 def summarise_rows(rows: Mapping[str, Sequence[RunResult]]) -> dict[str, float]:
-    """Return what a comparison comes to: per metric and row its median over seeds, and how many runs reached targets.
+    """Summarise a comparison: per metric and row the median over seeds, and how many runs reached targets.
 
     Returns:
         `runs_total`, `runs_reached` and, of a dozen rows at most, `<metric>/<row>`: MLflow draws a metric's rows as one

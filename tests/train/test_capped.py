@@ -116,3 +116,17 @@ def test_a_run_that_held_more_than_a_device_has_says_so(tmp_path: Path) -> None:
     said = "worker 1 (stage 1) held 3.30 MB, more than the 3.00 MB of a V100"
     assert run_notes(job, {"peak_bytes": [700_000, 3_300_000, 3_100_000, 0]}) == {MEMORY: said}
     assert run_notes(job, {"peak_bytes": [700_000, 3_000_000, 0, 0]}) == {}
+
+
+@pytest.mark.parametrize(("servers", "chosen"), [(1, "ordered"), (4, "ring")])
+def test_the_order_of_sums_that_the_links_choose_is_told(tmp_path: Path, servers: int, chosen: str) -> None:
+    """Servers of four devices share a port: a ring has one connection over it, ordered sums all pairs."""
+    parallelism, cluster = "{mode: zero1}", f"{{name: cluster-a, servers: {servers}}}"
+    written = RECIPE.replace("{mode: pipedream, depth: 4}", parallelism).replace("{name: small.yaml}", cluster)
+    (tmp_path / "recipe.yaml").write_text(written)
+    told = {}
+    for asked in ([], ["parallelism.sums=ring"], ["parallelism.sums=ordered"]):
+        loaded = load(str(tmp_path / "recipe.yaml"), asked)
+        told["".join(asked)] = recipe_notes(prepare(loaded.recipe, loaded.cluster, trains=False, whole_only=True))
+    assert told.pop("") == {PLAN: f"sums: {chosen}, chosen for the cluster's links"}
+    assert [*told.values()] == [{}, {}]
