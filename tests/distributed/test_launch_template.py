@@ -23,9 +23,13 @@ from pipebench.distributed.launch import run_workers
 from pipebench.distributed.launch_template import Template
 import torch
 folder, program, size, restarts = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+def start(settings, passed):
+    copy = template.start([program, "a b"], settings, passed)
+    (folder / f"started-{settings['RANK']}").touch()
+    return copy
+
 with Template(lambda: runpy.run_path(sys.argv[1], run_name="__main__")) as template:
     said = []
-    start = lambda settings, passed: template.start([program, "a b"], settings, passed)
     (folder / "template").write_text(str(template._pid))
     code = run_workers(start, size, folder, max_restarts=restarts, grace_s=0.2, say=said.append)
 print(json.dumps([code, said]))
@@ -36,7 +40,9 @@ def launcher(folder: Path, text: str, size: int = 2, restarts: int = 0) -> "subp
     """Start workers that run this text."""
     program = script(folder, text)[-1]
     words = [sys.executable, "-c", LAUNCHER, str(folder), program, str(size), str(restarts)]
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    # Without a buffer, words of a line that several workers print may mix.
+    others = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")
+    environment = {name: value for name, value in os.environ.items() if name not in others}
     environment["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # as the command has it: a busy machine draws warnings of sockets
     return subprocess.Popen(
         words, env={**environment, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -131,7 +137,7 @@ def test_a_killed_template_is_a_failure_of_its_workers(tmp_path: Path) -> None:
         os.kill(int((tmp_path / "template").read_text()), signal.SIGKILL)
 
     process = launcher(tmp_path, f"time.sleep({2 * PATIENCE_S})\n")
-    with process, when([tmp_path / "up-0-0", tmp_path / "up-0-1"], kill):
+    with process, when([tmp_path / name for name in ("up-0-0", "up-0-1", "started-0", "started-1")], kill):
         printed = process.communicate(timeout=PATIENCE_S)[0]
     code, said = json.loads(printed.splitlines()[-1])
     assert code == 3
