@@ -25,7 +25,7 @@ import torch
 folder, program, size, restarts = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 def start(settings, passed):
     copy = template.start([program, "a b"], settings, passed)
-    (folder / f"started-{settings['RANK']}").touch()
+    (folder / f"started-{settings['RANK']}").write_text("yes")
     return copy
 
 with Template(lambda: runpy.run_path(sys.argv[1], run_name="__main__")) as template:
