@@ -108,6 +108,7 @@ class VirtualEngine(TrainingEngine):
 
     def facts(self) -> dict[str, Any]:
         """See `TrainingEngine`; with slices, memory is the prediction for one device of every worker."""
+        self._count(0)  # layers that moved since the last segment
         found = super().facts()
         if self._predicted_peaks is not None:
             found["peak_bytes"], found["host_peak_bytes"] = map(list, self._predicted_peaks)
