@@ -1,12 +1,16 @@
-"""The number of this host's cores that a run may use, and whether its processes compete for them."""
+"""The processors that a run's processes compute on, cores of hosts and GPUs, and whether they compete for them."""
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from pipebench.simulate.costs import SharedProcessors
 
 
 def usable_cores(root: Path = Path("/")) -> float:
@@ -19,11 +23,23 @@ def usable_cores(root: Path = Path("/")) -> float:
     return min([float(cores), *_quotas(root)])
 
 
-def core_share(device: torch.device) -> dict[str, Any]:
-    """Return this process's host, its computing threads, and the cores they may use; JSON, for `crowding`."""
+def processor_shares(device: torch.device) -> list[dict[str, Any]]:
+    """Return what this process takes of its host's cores and, where one computes, of its GPU, which is last; JSON.
+
+    Per processor its name, its kind, how many threads this process computes with on it, and how many it has at once.
+    """
+    host, on_gpu = socket.gethostname(), device.type == "cuda"
     # A process with a GPU keeps one core busy to launch kernels.
-    threads = 1 if device.type == "cuda" else torch.get_num_threads()
-    return {"host": socket.gethostname(), "threads": threads, "cores": usable_cores()}
+    threads = 1 if on_gpu else torch.get_num_threads()
+    cores = {"name": host, "kind": "core", "threads": threads, "capacity": usable_cores()}
+    if not on_gpu:
+        return [cores]
+    name = f"{host} {torch.cuda.get_device_properties(device).uuid}"
+    # Kernels of several processes take turns on a GPU (without its Multi-Process Service): it has one queue.
+    return [cores, {"name": name, "kind": "GPU", "threads": 1, "capacity": 1.0}]
+
+
+Shares = Sequence[Mapping[str, Any]]  # a process's `processor_shares`
 
 
 class Turn(NamedTuple):
@@ -33,56 +49,74 @@ class Turn(NamedTuple):
     of: int
 
 
-def turn_of(shares: Sequence[Mapping[str, Any]], rank: int) -> Turn:
-    """Return a rank's turn such that in each turn every thread has its own core, if its process allows.
+def turn_of(everyone: Sequence[Shares], rank: int) -> Turn:
+    """Return a rank's turn such that in each turn every thread has its processor to itself, if its process allows.
 
-    `shares` are all processes' `core_share`, by rank.
+    `everyone` has all processes' `processor_shares`, by rank.
     """
     turns: list[int] = []
-    taken: dict[str, tuple[int, float]] = {}  # by host: the latest turn and its number of threads
-    for share in shares:
-        index, threads = taken.get(share["host"], (0, 0))
-        if threads and threads + share["threads"] > share["cores"]:
-            index, threads = index + 1, 0
-        taken[share["host"]] = index, threads + share["threads"]
-        turns.append(index)
+    taken: Counter[tuple[str, int]] = Counter()  # threads, by processor and turn
+    for shares in everyone:
+        turn = next(turn for turn in count() if all(_has_room(taken[share["name"], turn], share) for share in shares))
+        taken.update({(share["name"], turn): share["threads"] for share in shares})
+        turns.append(turn)
     return Turn(turns[rank], max(turns) + 1)
 
 
-def shared_cores(shares: Sequence[Mapping[str, Any]]) -> tuple[float, int] | None:
-    """Return the cores that processes of a single host share and each one's threads, or None.
+def _has_room(threads: float, share: Mapping[str, Any]) -> bool:
+    return threads == 0 or threads + share["threads"] <= share["capacity"]
 
-    None if every thread can have its own core, and on several hosts.
+
+def shared_processors(everyone: Sequence[Shares]) -> SharedProcessors | None:
+    """Return how the processors that processes compute on are shared; None if every thread has its own.
+
+    None, too, on several hosts, which aren't simulated.
     """
-    if len({share["host"] for share in shares}) != 1 or _threads_per_core(shares) <= 1:
+    computing = [shares[-1] for shares in everyone]
+    if len({shares[0]["name"] for shares in everyone}) > 1 or not _crowded(computing):
         return None
-    return shares[0]["cores"], max(share["threads"] for share in shares)
+    names = list(dict.fromkeys(share["name"] for share in computing))
+    return SharedProcessors(
+        capacity=computing[0]["capacity"],
+        threads=max(share["threads"] for share in computing),
+        processors=tuple(names.index(share["name"]) for share in computing),
+    )
 
 
-def crowding(shares: Sequence[Mapping[str, Any]], *, simulated: bool = False) -> str:
-    """Return a sentence on the host with most threads per core; "" if every thread can have its own.
+def crowding(everyone: Sequence[Shares], *, simulated: bool = False) -> str:
+    """Return a sentence on the processor with most threads for its capacity; "" if every thread can have its own.
 
-    `shares` are all processes' `core_share`; `simulated` whether the prediction models it.
+    `everyone` has all processes' `processor_shares`; `simulated` whether the prediction models the sharing of those
+    that compute.
     """
-    hosts: dict[str, list[Mapping[str, Any]]] = {}
-    for share in shares:
-        hosts.setdefault(share["host"], []).append(share)
-    if not hosts:
+    groups = _crowded([share for shares in everyone for share in shares])
+    if not groups:
         return ""
-    worst = max(hosts.values(), key=_threads_per_core)
-    if _threads_per_core(worst) <= 1:
-        return ""
-    threads, cores = sorted({share["threads"] for share in worst}), worst[0]["cores"]
+    worst = max(groups, key=_threads_per_capacity)
+    kind, capacity = worst[0]["kind"], worst[0]["capacity"]
+    threads = sorted({share["threads"] for share in worst})
     one = f"{threads[0]} thread{'s' * (threads[0] > 1)}"
     many = one if len(threads) == 1 else f"{threads[0]} to {threads[-1]} threads"
-    where = f" on one of {len(hosts)} hosts" if len(hosts) > 1 else ""
-    processes = f"{len(worst)} process{'es' * (len(worst) > 1)} x {many}"
-    known = "the prediction deals them out evenly" if simulated else "the prediction does not model that"
-    return f"{processes} share {cores:g} usable core{'s' * (cores != 1)}{where}; {known}"
+    num_hosts = len({shares[0]["name"] for shares in everyone})
+    where = f" on one of {num_hosts} hosts" if num_hosts > 1 else ""
+    processes = f"{len(worst)} process{'es' * (len(worst) > 1)}"
+    what = f"{capacity:g} usable core{'s' * (capacity != 1)}" if kind == "core" else "one GPU"
+    with_threads = f" x {many}" if kind == "core" else ""
+    known = simulated and kind == everyone[0][-1]["kind"]
+    modelled = "the prediction deals them out evenly" if known else "the prediction does not model that"
+    return f"{processes}{with_threads} share {what}{where}; {modelled}"
 
 
-def _threads_per_core(shares: Sequence[Mapping[str, Any]]) -> float:
-    return float(sum(share["threads"] for share in shares) / shares[0]["cores"])
+def _crowded(shares: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Return the shares of every processor that more threads want than it has at once."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for share in shares:
+        found.setdefault(share["name"], []).append(share)
+    return [each for each in found.values() if _threads_per_capacity(each) > 1]
+
+
+def _threads_per_capacity(shares: Sequence[Mapping[str, Any]]) -> float:
+    return float(sum(share["threads"] for share in shares) / shares[0]["capacity"])
 
 
 def _quotas(root: Path) -> Iterator[float]:

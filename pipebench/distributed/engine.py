@@ -14,7 +14,7 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.checkpoint.store import from_bytes, to_bytes
 from pipebench.distributed.collectives import ProcessCollectives
 from pipebench.distributed.control import Control
-from pipebench.distributed.cores import core_share, crowding
+from pipebench.distributed.cores import crowding, processor_shares
 from pipebench.distributed.instruction_times import DeviceWatch, HostWatch
 from pipebench.distributed.meter import MeasuredMeter, merge, with_allocated
 from pipebench.distributed.transport import ChannelTransport
@@ -268,12 +268,12 @@ class DistributedEngine(TrainingEngine):
         """Return all workers' measurements; all call it."""
         allocator = allocator_of(self.setup.device)
         allocated = {} if allocator is None else allocator.most_bytes
-        shares = self.exchange([self.meter.share(), core_share(self.setup.device), allocated])
+        shares = self.exchange([self.meter.share(), processor_shares(self.setup.device), allocated])
         found = with_allocated(
             merge([share for share, _, _ in shares], self.setup.pipeline, training_s), [most for _, _, most in shares]
         )
-        simulated = self.setup.costs.host.cores is not None
-        crowded = crowding([cores for _, cores, _ in shares], simulated=simulated)
+        simulated = self.setup.costs.host.shared is not None
+        crowded = crowding([processors for _, processors, _ in shares], simulated=simulated)
         return replace(found, notes={**found.notes, PREDICTION: crowded}) if crowded else found
 
     # The loop.

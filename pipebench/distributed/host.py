@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 
 from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, Receiver
-from pipebench.distributed.cores import core_share, shared_cores, turn_of
+from pipebench.distributed.cores import processor_shares, shared_processors, turn_of
 from pipebench.distributed.ends import ReceivingEnd, SendingEnd
 from pipebench.distributed.launch_join import leave, peers
 from pipebench.distributed.shared_memory import connect
 from pipebench.distributed.shared_sum import SharedSum, share
 from pipebench.distributed.world import World
-from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
+from pipebench.engine.in_situ import InSituTimes, profile_in_situ
+from pipebench.engine.setup import Setup
+from pipebench.profile.clocks import device_clock, host_clock
+from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts, SharedProcessors
 
 _SMALL_BYTES, _LARGE_BYTES, _RING_BYTES = 1 << 14, 1 << 20, 1 << 22
 _ITERATIONS, _REPEATS = 8, 7
@@ -30,16 +33,18 @@ _MOST_LEAVING = 4  # messages, so that buffers are reused
 
 
 def host_costs(world: World, *, fetches: bool = False) -> HostCosts:
-    """Measure; all processes call it. A single process, and GPUs, have no costs.
+    """Measure; all processes call it. A single process, and GPUs, have no costs, but GPUs may be shared.
 
     `fetches`: whether workers fetch their inputs themselves.
 
     Raises:
         PeerLostError: a process is gone.
     """
-    if world.size == 1 or world.device.type != "cpu":
+    if world.size == 1:
         return NO_HOST_COSTS
-    shared = shared_cores(world.exchange(core_share(world.device)))
+    shared = _shared(world)
+    if world.device.type != "cpu":
+        return HostCosts(shared=shared)
     work = _work()
     groups = [world.new_group("gloo") for _ in range(2 * LANES + 1)]
     small_s = _beside(world, work, _messages(world, groups[:LANES], _SMALL_BYTES))
@@ -51,13 +56,12 @@ def host_costs(world: World, *, fetches: bool = False) -> HostCosts:
     sent_bytes = _RING_BYTES * 2 * (world.size - 1) / world.size
     # An iteration sends a message and receives one: two ends.
     message_s = max(0.0, small_s - per_byte_s * _SMALL_BYTES) / 2
-    cores, threads = shared or (None, 1)
-    return HostCosts(message_s, per_byte_s / 2, ring_s / sent_bytes, fetches, cores, threads)
+    return HostCosts(message_s, per_byte_s / 2, ring_s / sent_bytes, fetches, shared)
 
 
 def in_turns(world: World, work: Callable[[], T]) -> T:
-    """Do some work in all processes, as many at once as have their own cores; return its result."""
-    turn = turn_of(world.exchange(core_share(world.device)), world.rank)
+    """Do some work in all processes, as many at once as have cores, or GPUs, of their own; return its result."""
+    turn = turn_of(world.exchange(processor_shares(world.device)), world.rank)
     result: list[T] = []
     for number in range(turn.of):
         world.barrier()
@@ -67,13 +71,30 @@ def in_turns(world: World, work: Callable[[], T]) -> T:
     return result[0]
 
 
-def clock_of(world: World) -> Callable[[], float]:
-    """Return the clock for work that all processes do at once; all call it.
+def in_situ(world: World, setups: Sequence[Setup], segments: int) -> list[InSituTimes]:
+    """Measure how long instructions take in use, in every process (`profile_in_situ`); all call it.
 
-    On shared cores it is processor time: without waits for a core, but with the others' effect on caches.
+    Processes on CPUs compute at the same time; on shared cores the clock is the processor's: without waits for a core,
+    but with the others' effect on caches. GPUs have no such clock, so those who share one take turns; where all stages
+    together don't fit on one, nothing is returned.
     """
-    shared = shared_cores(world.exchange(core_share(world.device)))
-    return time.perf_counter if shared is None else time.thread_time
+    if world.device.type == "cpu":
+        clock = host_clock() if _shared(world) is None else host_clock(time.thread_time)
+        return profile_in_situ(setups, segments, world.barrier, clock)
+
+    def mine() -> list[InSituTimes]:
+        try:
+            return profile_in_situ(setups, segments, lambda: None, device_clock(world.device))
+        except torch.OutOfMemoryError:
+            return []
+        finally:
+            torch.cuda.empty_cache()  # the others' turn; nothing without a GPU
+
+    return in_turns(world, mine)
+
+
+def _shared(world: World) -> SharedProcessors | None:
+    return shared_processors(world.exchange(processor_shares(world.device)))
 
 
 def _work() -> Callable[[], None]:

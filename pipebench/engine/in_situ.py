@@ -10,10 +10,10 @@ Workers compute on copies, which are discarded.
 """
 
 import statistics
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
+from pipebench.profile.clocks import Clock, Reading
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.instructions import BACKWARDS, Instruction
 from pipebench.schedule.modes import KEEP
@@ -56,7 +57,7 @@ def profile_in_situ(
     setups: Sequence[Setup],
     segments: int,
     wait_for_others: Callable[[], object],
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock,
 ) -> list[InSituTimes]:
     """Run training on copies of the model; return seconds per instruction of every setup.
 
@@ -66,7 +67,7 @@ def profile_in_situ(
         setups: run in turns, every stage by its first replica.
         segments: timed ones per setup, after an untimed one.
         wait_for_others: called before every segment, so that processes compute at the same time.
-        clock: seconds.
+        clock: times each instruction; read when a segment is over.
     """
     taken: list[dict[Key, list[float]]] = [defaultdict(list) for _ in setups]
     with torch.random.fork_rng([]):
@@ -170,7 +171,7 @@ class _ListPlayer:
         wanted = _PERIODS * pipeline.period + pipeline.depth * pipeline.replicas[0]
         self._num_minibatches = min(wanted, len(whole))
 
-    def play(self, clock: Callable[[], float]) -> dict[Key, float]:
+    def play(self, clock: Clock) -> dict[Key, float]:
         """Run the first minibatches; return mean seconds per instruction.
 
         A worker runs its list to the end, except in the first pass, where it may have to wait for a message to copy.
@@ -180,7 +181,7 @@ class _ListPlayer:
         others.feed = feed
         lists = programs(self._setup.pipeline, count)
         playing = {worker: deque(lists[index]) for index, worker in zip(self._indices, self._workers, strict=True)}
-        found: dict[Key, list[float]] = defaultdict(list)
+        found: dict[Key, list[Reading]] = defaultdict(list)
         try:
             for worker in playing:
                 worker.begin_training(feed, 0, count, divisors)
@@ -189,15 +190,13 @@ class _ListPlayer:
                     others.worker = worker
                     while program and others.can_hear(program[0]):
                         it = program.popleft()
-                        started_s = clock()
-                        worker.execute(it, others, others)
-                        seconds = clock() - started_s
+                        _, seconds = clock(partial(worker.execute, it, others, others))
                         if it.op in _TIMED:
                             size = 0 if it.op is Op.UPDATE else feed.size(it.number)
                             found[Key(it.op, it.stage, size)].append(seconds)
         finally:
             feed.close()
-        return {key: statistics.fmean(each) for key, each in found.items()}
+        return {key: statistics.fmean(read() for read in each) for key, each in found.items()}
 
 
 class AloneCollectives:

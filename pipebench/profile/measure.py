@@ -25,9 +25,10 @@ from pipebench.model.heap import keep_freed_blocks
 from pipebench.model.loading import AHEAD, Source, onto_device
 from pipebench.model.optimizer import make_optimizer, state_bytes_per_byte
 from pipebench.model.precision import lower
+from pipebench.profile.clocks import Clock, Reading, device_clock
 from pipebench.profile.devices import local_device_name
 from pipebench.profile.model import LayerProfile, Profile
-from pipebench.profile.walk import Clock, Reading, idle_backward_s, walk
+from pipebench.profile.walk import idle_backward_s, walk
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
 from pipebench.zoo.registry import Dataset
 
@@ -155,7 +156,7 @@ class _Passes:
     @property
     def clock(self) -> Clock:
         """The device's clock."""
-        return _cuda_clock if self.device.type == "cuda" else _cpu_clock
+        return device_clock(self.device)
 
     def layers_and_step_s(self, size: int, report: Callable[[float], None]) -> tuple[tuple[LayerProfile, ...], float]:
         """Return the medians over minibatches of `size` samples: every layer's costs, and seconds of a whole step.
@@ -283,24 +284,3 @@ def _step_s(
     step = optimizer.step if masters is trained else step_and_round
     readings = [clock(step)[1] for _ in range(_WARM_UPS + _OPTIMIZER_STEPS)]
     return statistics.median(reading() for reading in readings[_WARM_UPS:])
-
-
-def _cpu_clock(work: Callable[[], Any]) -> tuple[Any, Reading]:
-    start = time.perf_counter()
-    value = work()
-    seconds = time.perf_counter() - start
-    return value, lambda: seconds
-
-
-def _cuda_clock(work: Callable[[], Any]) -> tuple[Any, Reading]:
-    """Time by events on the stream, which no synchronisation between the layers disturbs."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    value = work()
-    end.record()
-
-    def read() -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-
-    return value, read

@@ -20,14 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipebench.errors import ProfileError
 from pipebench.model.graph import Layer, LayerGraph, attribute, bind_node, forget_states, is_inplace, run_node
 from pipebench.model.splitting import splittable
+from pipebench.profile.clocks import Clock, Reading
 from pipebench.profile.model import LayerProfile
 from pipebench.recipe.users_code import told
 from pipebench.zoo.registry import Dataset
 
 LOSS = "loss"
-Reading = Callable[[], float]
-# Does some work; returns its result, and a way to read its seconds once the whole pass is over.
-Clock = Callable[[Callable[[], Any]], tuple[Any, Reading]]
 
 
 @dataclass

@@ -18,7 +18,7 @@ from pipebench.checkpoint.store import Checkpoints
 from pipebench.distributed.control import Control, end_quietly
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.heartbeat import Heartbeat, store_text
-from pipebench.distributed.host import clock_of, host_costs, in_turns
+from pipebench.distributed.host import host_costs, in_situ, in_turns
 from pipebench.distributed.launch import Process, Start, run_workers, spawned
 from pipebench.distributed.launch_command import python_module
 from pipebench.distributed.launch_join import RUN
@@ -26,7 +26,7 @@ from pipebench.distributed.launch_progress import progress_heard, progress_told
 from pipebench.distributed.launch_worker import fail_silent, launched_by_us, on_stop_request
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
 from pipebench.engine.engine import OnLoss, OnUnit
-from pipebench.engine.in_situ import entries, fetches_itself, in_use, mean, profile_in_situ
+from pipebench.engine.in_situ import entries, fetches_itself, in_use, mean
 from pipebench.engine.setup import ranks_of
 from pipebench.errors import WorkersFailedError, printable
 from pipebench.model.device import torch_settings
@@ -292,7 +292,7 @@ def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) ->
     together = is_measured(loaded.recipe, loaded.cluster) and world.size > 1
     job = prepare_job(loaded, kept=decision, measure_again=measure if together else None)
     job = replace(job, setup=replace(job.setup, device=world.device))
-    return _in_use(job, world) if together and world.device.type == "cpu" else job
+    return _in_use(job, world) if together else job
 
 
 def _measured_together(recipe: Recipe, known: ProfiledModel, profile: Profile, world: World) -> Profile:
@@ -313,9 +313,14 @@ def _in_use(job: Job, world: World) -> Job:
     """Return a job with costs measured while all workers compute and communicate at once."""
     setup = job.setup
     with lasting(job.recipe.name, "measuring stages while all workers compute", shown=world.rank == 0):
-        (mine,) = profile_in_situ([setup], _SEGMENTS, world.barrier, clock_of(world))
-        profile = in_use(job.profile, setup, mean(world.exchange(entries(mine))))
-        costs = replace(stage_costs(profile, setup.plan), host=host_costs(world, fetches=fetches_itself(setup)))
+        host = host_costs(world, fetches=fetches_itself(setup))
+        if world.device.type == "cuda" and host.shared is None:
+            return job  # an instruction alone on its GPU takes what its layers take
+        found = world.exchange([entries(each) for each in in_situ(world, [setup], _SEGMENTS)])
+        if not all(found):  # too large for some GPU: its layers are known one by one
+            return replace(job, setup=replace(setup, costs=replace(setup.costs, host=host)))
+        profile = in_use(job.profile, setup, mean([mine for (mine,) in found]))
+        costs = replace(stage_costs(profile, setup.plan), host=host)
     return replace(job, setup=replace(setup, profile=profile, costs=costs))
 
 

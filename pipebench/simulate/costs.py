@@ -53,15 +53,29 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
+class SharedProcessors:
+    """Processors that workers share: a host's cores, all of them one processor, or GPUs, each with one queue.
+
+    Attributes:
+        capacity: threads that one runs at full speed at once.
+        threads: per worker.
+        processors: by worker, the number of its processor, from 0; if empty, all workers are on one.
+    """
+
+    capacity: float
+    threads: int = 1
+    processors: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class HostCosts:
-    """What communication and loading cost a worker's own processor; all 0 if a GPU computes."""
+    """What communication and loading cost a worker's own processor, all 0 if a GPU computes; and who shares one."""
 
     message_s: float = 0.0  # per message, at each end
     message_byte_s: float = 0.0  # per byte, likewise
     ring_byte_s: float = 0.0  # per byte that the worker sends in a ring all-reduce
     fetches: bool = False  # whether the worker fetches its inputs itself, on demand; else they are prefetched
-    cores: float | None = None  # shared by the host's workers; None: every thread has its own
-    threads: int = 1  # per worker
+    shared: SharedProcessors | None = None  # None: every thread has its processor to itself
 
     def message(self, num_bytes: int) -> float:
         """Return the seconds of one end of a message."""

@@ -1,7 +1,9 @@
-"""The simulator for hosts with fewer cores than busy threads: the same event loop, with cores as a shared resource.
+"""The simulator for hosts with fewer cores than busy threads, and for workers that share a GPU.
 
-Computing, updating, fetching inputs, and each end of messages and all-reduces occupy a core per thread. Cores are
-divided evenly among those that need one, as the kernel does over some time slices (`sharing`); waiting occupies none.
+It is the same event loop, with cores or GPUs as shared resources. Computing, updating, fetching inputs, and each end of
+messages and all-reduces occupy a core per thread. Cores are divided evenly among those that need one, as the kernel
+does over some time slices (`sharing`); waiting occupies none. A GPU is a core whose kernels of several processes take
+turns.
 
 A reduction is joined at the end of a backward, not during it: on crowded cores an early start gains nothing.
 """
@@ -27,7 +29,7 @@ from pipebench.simulate.simulation import LATER, Simulation, TimelineEvent
 
 # What waits for a sum, and its share of an all-reduce's work.
 _SUMS = {Op.WAIT_ALL_REDUCE: 1.0, Op.WAIT_SCATTER: 0.5, Op.WAIT_GATHER: 0.5}
-_ALONE = 1.0  # the rate of work that has its cores to itself
+_ALONE = 1.0  # the rate of work that has its processor to itself
 
 
 class _Done(NamedTuple):
@@ -39,16 +41,19 @@ class _Done(NamedTuple):
 
 
 class Crowded(Simulation):
-    """A simulation whose workers share `costs.host.cores` cores; layers do not move."""
+    """A simulation whose workers share the processors of `costs.host.shared`; layers do not move."""
 
     def __post_init__(self) -> None:
         self._host = self.costs.host
-        assert self._host.cores is not None
+        shared = self._host.shared
+        assert shared is not None
         assert not self.copies
         # Host costs are work on cores here, not durations.
         self.costs = replace(self.costs, host=HostCosts())
         super().__post_init__()
-        self._uses: Uses = ((Resource(self._host.cores), float(self._host.threads)),)
+        processors = shared.processors or (0,) * len(self.programs)
+        resources = {number: Resource(shared.capacity) for number in processors}
+        self._uses: list[Uses] = [((resources[number], float(shared.threads)),) for number in processors]
 
     def __iter__(self) -> Iterator[TimelineEvent]:
         """Yield events in an order that respects every dependency."""
@@ -130,7 +135,7 @@ class Crowded(Simulation):
 
     def _work(self, own_s: float, worker: int, done: _Done, now_s: float) -> None:
         """Occupy the worker's cores, or its share of them."""
-        flow = Flow(own_s, self._uses, cap=_ALONE)
+        flow = Flow(own_s, self._uses[worker], cap=_ALONE)
         self.network.sharing.start(flow, now_s)
         self.network.sharing.notify(flow, partial(self._worked, worker, done), now_s)
 
@@ -153,6 +158,6 @@ def simulation_of(
     network: Network,
     size_of: Callable[[int], Size],
 ) -> Simulation:
-    """Return a simulation that shares cores if the host's number is given, else links only."""
-    made = Simulation if costs.host.cores is None else Crowded
+    """Return a simulation that shares processors if some are shared, else links only."""
+    made = Simulation if costs.host.shared is None else Crowded
     return made(pipeline, programs, costs, network, size_of)

@@ -1,6 +1,7 @@
 """How many cores a run may use, and what is said where its processes share them."""
 
 import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,11 @@ import pytest
 import torch
 
 from pipebench.distributed import cores
-from pipebench.distributed.cores import core_share, crowding, shared_cores, turn_of, usable_cores
+from pipebench.distributed.cores import crowding, processor_shares, shared_processors, turn_of, usable_cores
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.meter import MeasuredMeter
 from pipebench.schedule.pipeline import Pipeline, chain
-from pipebench.simulate.costs import HostCosts
+from pipebench.simulate.costs import HostCosts, SharedProcessors
 from pipebench.simulate.meter import PREDICTION
 
 
@@ -84,8 +85,15 @@ def test_where_there_is_no_affinity_all_cores_are_usable(root: Path, monkeypatch
     assert usable_cores(root) == 64
 
 
-def share(host: str = "a", threads: int = 1, cores: float = 2) -> dict[str, object]:
-    return {"host": host, "threads": threads, "cores": cores}
+Shares = list[dict[str, Any]]
+
+
+def share(host: str = "a", threads: int = 1, cores: float = 2) -> Shares:
+    return [{"name": host, "kind": "core", "threads": threads, "capacity": cores}]
+
+
+def gpu(number: int, host: str = "a", cores: float = 16) -> Shares:
+    return [*share(host, 1, cores), {"name": f"{host} {number}", "kind": "GPU", "threads": 1, "capacity": 1.0}]
 
 
 @pytest.mark.parametrize(
@@ -103,9 +111,13 @@ def share(host: str = "a", threads: int = 1, cores: float = 2) -> dict[str, obje
             "3 processes x 1 thread share 2 usable cores on one of 2 hosts; the",
         ),
         ([*[share("a", cores=2)] * 2, *[share("b", cores=8)] * 8], ""),
+        ([gpu(0), gpu(1)], ""),
+        ([gpu(0), gpu(1), gpu(0)], "2 processes share one GPU; the prediction does not model that"),
+        ([gpu(0), gpu(0), gpu(0, "b")], "2 processes share one GPU on one of 2 hosts; the"),
+        ([gpu(number, cores=2) for number in range(4)], "4 processes x 1 thread share 2 usable cores; the"),
     ],
 )
-def test_processes_that_share_cores_are_told(shares: list[dict[str, object]], said: str) -> None:
+def test_processes_that_share_cores_are_told(shares: list[Shares], said: str) -> None:
     assert crowding(shares).startswith(said)
     assert bool(crowding(shares)) == bool(said)
 
@@ -113,6 +125,10 @@ def test_processes_that_share_cores_are_told(shares: list[dict[str, object]], sa
 def test_who_knows_of_shared_cores_says_so() -> None:
     said = "4 processes x 1 thread share 2 usable cores; the prediction deals them out evenly"
     assert crowding([share()] * 4, simulated=True) == said
+    said = "3 processes share one GPU; the prediction deals them out evenly"
+    assert crowding([gpu(0)] * 3, simulated=True) == said
+    said = "4 processes x 1 thread share 1 usable core; the prediction does not model that"  # but the GPUs' sharing
+    assert crowding([gpu(number // 2, cores=1) for number in range(4)], simulated=True) == said
 
 
 @pytest.mark.parametrize(
@@ -125,9 +141,13 @@ def test_who_knows_of_shared_cores_says_so() -> None:
         ([share(cores=1.5)] * 2, [0, 1]),
         ([share("a"), share("b")] * 2, [0, 0, 0, 0]),
         ([*[share("a")] * 4, *[share("b")] * 2], [0, 0, 1, 1, 0, 0]),
+        ([share(), share(threads=2), share()], [0, 1, 0]),
+        ([gpu(0), gpu(1), gpu(0), gpu(1)], [0, 0, 1, 1]),
+        ([gpu(0), gpu(0), gpu(1)], [0, 1, 0]),
+        ([gpu(number, cores=2) for number in range(3)], [0, 0, 1]),
     ],
 )
-def test_in_its_turn_every_thread_has_a_core(shares: list[dict[str, object]], turns: list[int]) -> None:
+def test_in_its_turn_every_thread_has_a_core(shares: list[Shares], turns: list[int]) -> None:
     found = [turn_of(shares, rank) for rank in range(len(shares))]
     assert [turn.number for turn in found] == turns
     assert {turn.of for turn in found} == {max(turns) + 1}
@@ -137,21 +157,27 @@ def test_in_its_turn_every_thread_has_a_core(shares: list[dict[str, object]], tu
     ("shares", "expected"),
     [
         ([share()] * 2, None),
-        ([share()] * 3, (2, 1)),
-        ([share(threads=2)] * 2, (2, 2)),
-        ([share(cores=0.5)], (0.5, 1)),
+        ([share()] * 3, SharedProcessors(2, 1, (0, 0, 0))),
+        ([share(threads=2)] * 2, SharedProcessors(2, 2, (0, 0))),
+        ([share(cores=0.5)], SharedProcessors(0.5, 1, (0,))),
         ([*[share("a")] * 3, share("b")], None),
+        ([share(), share(threads=2)], SharedProcessors(2, 2, (0, 0))),
+        ([gpu(0), gpu(1)], None),
+        ([gpu(0), gpu(1), gpu(0)], SharedProcessors(1.0, 1, (0, 1, 0))),
+        ([gpu(0), gpu(0), gpu(0, "b")], None),
     ],
 )
-def test_cores_of_one_host_are_shared(shares: list[dict[str, object]], expected: tuple[float, int] | None) -> None:
-    assert shared_cores(shares) == expected
+def test_processors_of_one_host_are_shared(shares: list[Shares], expected: SharedProcessors | None) -> None:
+    assert shared_processors(shares) == expected
 
 
 def test_a_process_whose_gpu_computes_keeps_one_core_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "usable_cores", lambda: 4.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert {**core_share(torch.device("cpu")), "host": ""} == {"host": "", "threads": 3, "cores": 4.0}
-    assert core_share(torch.device("cuda"))["threads"] == 1
+    monkeypatch.setattr(socket, "gethostname", lambda: "a")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device.index))
+    assert processor_shares(torch.device("cpu")) == share(threads=3, cores=4.0)
+    assert processor_shares(torch.device("cuda", 7)) == gpu(7, cores=4.0)
 
 
 @pytest.mark.parametrize(("num_cores", "said"), [(1.0, True), (2.0, False)])

@@ -17,12 +17,13 @@ from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.sampling import Sampler
 from pipebench.planner.predict import payload
+from pipebench.profile.clocks import host_clock
 from pipebench.schedule.instructions import BACKWARDS
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.operations import Op
 from pipebench.schedule.programs import programs
 from pipebench.schedule.syncs import ALL_REDUCE
-from pipebench.simulate.costs import HostCosts
+from pipebench.simulate.costs import HostCosts, SharedProcessors
 from pipebench.simulate.crowded import simulation_of
 from pipebench.simulate.memory import WHATEVER_SIZE
 from pipebench.simulate.network import Network
@@ -294,17 +295,17 @@ def test_evaluations_are_those_of_the_tied_model() -> None:
 
 def test_stages_that_are_timed_in_use_wait_for_no_other_copy() -> None:
     setup = make_setup(TiedEnds(), (BOTH, [1] * 4), weights="one", microbatches=2, ties=True)
-    (found,) = profile_in_situ([setup], 2, lambda: None)
+    (found,) = profile_in_situ([setup], 2, lambda: None, host_clock())
     assert {key.stage for key in found if key.op is Op.UPDATE} == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("cores", [None, 8.0])
-def test_a_sum_costs_the_processor_of_every_copy_s_worker(cores: float | None) -> None:
+@pytest.mark.parametrize("shared", [None, SharedProcessors(8.0)])
+def test_a_sum_costs_the_processor_of_every_copy_s_worker(shared: SharedProcessors | None) -> None:
     """Of 2 copies each sends the weight's bytes once in all; with cores for all, it takes them no longer."""
     setup = make_setup(TiedEnds(), (ENDS, [1, 1]), weights="one", ties=True, depth=1)
     ends = []
     for byte_s in (0.0, 1e-3):
-        costs = replace(setup.costs, host=HostCosts(ring_byte_s=byte_s, cores=cores))
+        costs = replace(setup.costs, host=HostCosts(ring_byte_s=byte_s, shared=shared))
         lists = programs(setup.pipeline, 1)
         simulation = simulation_of(setup.pipeline, lists, costs, Network(setup.cluster), lambda unit: 4)
         ends.append({e.worker: e.end_s for e in simulation if e.instruction.op is Op.WAIT_TIED})

@@ -13,6 +13,7 @@ from pipebench.schedule.modes import AUTO
 from pipebench.simulate.costs import HostCosts
 from pipebench.train.job import Job
 from pipebench.train.simulated import predicted_metrics
+from pipebench.typed_json import read
 from tests.lab.measuring import MEASURED
 
 
@@ -120,4 +121,4 @@ def read_measured(folder: Path) -> tuple[dict[str, Path], dict[str, HostCosts]]:
     """Return what `measuring` wrote, by recipe: the profile's file, and what communication takes of the processors."""
     data = json.loads((folder / MEASURED).read_text())
     profiles = {name: folder / row["profile"] for name, row in data.items()}
-    return profiles, {name: HostCosts(**row["host"]) for name, row in data.items()}
+    return profiles, {name: read(HostCosts, row["host"]) for name, row in data.items()}

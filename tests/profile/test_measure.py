@@ -1,7 +1,7 @@
 """The measured profile: what it leaves alone, and bounds so loose that only nonsense fails them."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from pipebench.errors import ProfileError
 from pipebench.model.graph import trace
 from pipebench.profile import measure
+from pipebench.profile.clocks import host_clock
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
@@ -27,14 +28,7 @@ ENGINE = EngineRecipe()
 @pytest.fixture(autouse=True)
 def _time_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers and the whole step are timed one after the other: what others do on the machine is left out."""
-
-    def clock(work: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
-        start_s = time.process_time()
-        value = work()
-        seconds = time.process_time() - start_s
-        return value, lambda: seconds
-
-    monkeypatch.setattr(measure, "_cpu_clock", clock)
+    monkeypatch.setattr(measure, "device_clock", lambda device: host_clock(time.process_time))
 
 
 def narrow() -> VGG:

@@ -10,8 +10,9 @@ from torch import nn
 
 from pipebench.errors import ProfileError
 from pipebench.model.graph import trace
+from pipebench.profile.clocks import Reading
 from pipebench.profile.model import LayerProfile
-from pipebench.profile.walk import Reading, walk
+from pipebench.profile.walk import walk
 from tests.support import Blobs
 
 

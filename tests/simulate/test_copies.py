@@ -17,7 +17,7 @@ from pipebench.schedule.instructions import COPIES, Instruction, render
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Edge, Pipeline, chain
 from pipebench.schedule.programs import programs
-from pipebench.simulate.costs import Costs, Crossing, HostCosts, SimulatedBucket, StageCosts
+from pipebench.simulate.costs import Costs, Crossing, HostCosts, SharedProcessors, SimulatedBucket, StageCosts
 from pipebench.simulate.crowded import Crowded
 from pipebench.simulate.meter import Meter, fractions, pcie_fractions
 from pipebench.simulate.network import Network
@@ -158,7 +158,7 @@ def test_workers_that_share_cores_wait_for_their_copies_as_well() -> None:
     pipeline = Pipeline((1, 1), chain(2), "1f1b", False, 2, swaps=(0, 1))
     costs = costs_of(pipeline, [stage(1.0, 2.0, 70), stage(1.0, 2.0, 40)])
     plain = times_of(simulated(pipeline, 8, costs, cluster_of(2)))
-    crowded = replace(costs, host=HostCosts(cores=2.0))
+    crowded = replace(costs, host=HostCosts(shared=SharedProcessors(2.0)))
     network = Network(cluster_of(2), copies=True)
     found = times_of(list(Crowded(pipeline, programs(pipeline, 8), crowded, network, lambda unit: 1)))
     assert found == {name: pytest.approx(times) for name, times in plain.items()}

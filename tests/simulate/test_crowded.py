@@ -9,7 +9,7 @@ from pipebench.errors import ScheduleError
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import programs
-from pipebench.simulate.costs import Costs, Crossing, HostCosts, SimulatedBucket, StageCosts
+from pipebench.simulate.costs import Costs, Crossing, HostCosts, SharedProcessors, SimulatedBucket, StageCosts
 from pipebench.simulate.crowded import Crowded, simulation_of
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Simulation, TimelineEvent
@@ -65,7 +65,7 @@ def times(events: Sequence[TimelineEvent]) -> dict[int, list[tuple[Any, float, f
 def test_with_a_core_for_everybody_nothing_changes(shape: str) -> None:
     pipeline = pipeline_of(shape)
     expected = times(played(Simulation, pipeline, costs_of(pipeline, HOST), SLOW))
-    crowded = times(played(Crowded, pipeline, costs_of(pipeline, replace(HOST, cores=4.0)), SLOW))
+    crowded = times(played(Crowded, pipeline, costs_of(pipeline, replace(HOST, shared=SharedProcessors(4.0))), SLOW))
     for worker, own in expected.items():
         assert [instruction for instruction, *_ in own] == [instruction for instruction, *_ in crowded[worker]]
         assert [end for *_, end in own] == pytest.approx([end for *_, end in crowded[worker]])
@@ -74,7 +74,7 @@ def test_with_a_core_for_everybody_nothing_changes(shape: str) -> None:
 @pytest.mark.parametrize(("num_cores", "times_as_long"), [(3, 1), (2, 1.5), (1.5, 2), (1, 3)])
 def test_three_equal_workers_share_cores_evenly(num_cores: float, times_as_long: float) -> None:
     pipeline = pipeline_of("dp")
-    costs = costs_of(pipeline, HostCosts(cores=num_cores))
+    costs = costs_of(pipeline, HostCosts(shared=SharedProcessors(num_cores)))
     alone_s = 2 * (1 + 2 + 0.5)  # two rounds
     (end_s,) = {round(own[-1][2], 9) for own in times(played(Crowded, pipeline, costs, FAST)).values()}
     assert end_s == pytest.approx(alone_s * times_as_long + 0.25)  # the first load is waited for, others aren't
@@ -100,7 +100,7 @@ def test_one_core_does_all_the_work_there_is_one_after_the_other(shape: str) -> 
     crowded = Crowded(
         pipeline,
         programs(pipeline, 6),
-        replace(costs, host=replace(HOST, cores=1.0)),
+        replace(costs, host=replace(HOST, shared=SharedProcessors(1.0))),
         Network(Cluster("one", "unit", None, (FAST,))),
         lambda _: 1,
     )
@@ -112,7 +112,7 @@ def test_who_waits_leaves_the_core_to_others() -> None:
     """One minibatch at a time through three stages: never two of them compute, so one core is enough."""
     pipeline = Pipeline((1, 1, 1), chain(3), "1f1b", True, 1, weights="one")
     costs = costs_of(pipeline, HostCosts())
-    crowded = costs_of(pipeline, HostCosts(cores=1.0))
+    crowded = costs_of(pipeline, HostCosts(shared=SharedProcessors(1.0)))
     costs, crowded = (
         replace(each, stages=tuple(replace(stage, update_s=0.0) for stage in each.stages)) for each in (costs, crowded)
     )
@@ -123,16 +123,31 @@ def test_who_waits_leaves_the_core_to_others() -> None:
 def test_two_threads_of_each_worker_want_two_cores() -> None:
     pipeline = pipeline_of("dp")
     ends = [
-        max(event.end_s for event in played(Crowded, pipeline, costs_of(pipeline, host), FAST))
-        for host in (HostCosts(cores=2.0), HostCosts(cores=4.0, threads=2))
+        max(event.end_s for event in played(Crowded, pipeline, costs_of(pipeline, HostCosts(shared=shared)), FAST))
+        for shared in (SharedProcessors(2.0), SharedProcessors(4.0, threads=2))
     ]
     assert ends[0] == pytest.approx(ends[1])
+
+
+@pytest.mark.parametrize("processors", [(0, 1, 2, 3), (0, 1, 0, 1), (0, 0, 0, 1)])
+def test_replicas_on_one_gpu_take_turns_and_those_on_another_wait_for_them(processors: tuple[int, ...]) -> None:
+    """Who has company computes at a part of its speed; updates begin when all gradients are there."""
+    pipeline = Pipeline((4,), chain(1), "1f1b", True, 1, weights="one")
+    costs = costs_of(pipeline, HostCosts(shared=SharedProcessors(1.0, processors=processors)))
+    costs = replace(costs, stages=tuple(replace(stage, buckets=()) for stage in costs.stages))
+    own = times(played(Crowded, pipeline, costs, FAST, count=4))
+    company = [processors.count(number) for number in processors]
+    expected = [0.25 + (1 + 2) * max(company) + 0.5 * many for many in company]
+    assert [own[worker][-1][2] for worker in range(4)] == pytest.approx(expected)
 
 
 def test_a_circle_is_told() -> None:
     pipeline = Pipeline((1, 1), chain(2), "1f1b", True, 1, weights="one")
     lists = [iter([each for each in own if "SEND" not in each.op.name]) for own in programs(pipeline, 1)]
-    costs, network = costs_of(pipeline, HostCosts(cores=1.0)), Network(Cluster("one", "unit", None, (FAST,)))
+    costs, network = (
+        costs_of(pipeline, HostCosts(shared=SharedProcessors(1.0))),
+        Network(Cluster("one", "unit", None, (FAST,))),
+    )
     with pytest.raises(ScheduleError, match="deadlocks"):
         list(Crowded(pipeline, lists, costs, network, lambda _: 1))
 
@@ -142,6 +157,6 @@ def test_cores_are_simulated_where_they_are_shared() -> None:
     network = Network(Cluster("one", "unit", None, (FAST,)))
     kinds = [
         type(simulation_of(pipeline, programs(pipeline, 1), costs_of(pipeline, host), network, lambda _: 1))
-        for host in (HOST, replace(HOST, cores=2.0))
+        for host in (HOST, replace(HOST, shared=SharedProcessors(2.0)))
     ]
     assert kinds == [Simulation, Crowded]

@@ -16,15 +16,16 @@ import torch
 from torch import distributed
 
 from pipebench.cluster import Cluster, Level
-from pipebench.distributed.host import clock_of, host_costs, in_turns
+from pipebench.distributed.host import host_costs, in_situ, in_turns
 from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, connect
 from pipebench.distributed.world import World, current
-from pipebench.engine.in_situ import entries, in_use, mean, profile_in_situ
+from pipebench.engine.in_situ import entries, in_use, mean
 from pipebench.profile.measure import mean_profile, measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.schema import EngineRecipe
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
+from pipebench.typed_json import read
 from pipebench.zoo.mnist5k import mnist5k
 from tests.bench.processes import crew
 from tests.bench.processes.subject import OPTIMIZER, Case, Subject, cut_at, make_setup
@@ -84,7 +85,7 @@ def measure(subject: Subject, num_processes: int, environment: dict[str, str] | 
             break
     used = {(mode, microbatches): read_profile(text) for mode, microbatches, text in found["in_use"]}
     cluster = Cluster("loopback", "local", None, (Level("machine", num_processes, *found["link"]),))
-    return Machine(profile, used, cluster, HostCosts(**found["host"]))
+    return Machine(profile, used, cluster, read(HostCosts, found["host"]))
 
 
 def measure_here(subject: dict[str, Any]) -> dict[str, Any]:
@@ -117,9 +118,7 @@ def _in_use(subject: Subject, profile: Profile, world: World) -> list[tuple[str,
         for count in _MICROBATCHES[1:]
     ]
     setups = [make_setup(subject, case, profile, cluster) for case in cases]
-    everybodys = world.exchange(
-        [entries(each) for each in profile_in_situ(setups, _SEGMENTS, world.barrier, clock_of(world))]
-    )
+    everybodys = world.exchange([entries(each) for each in in_situ(world, setups, _SEGMENTS)])
     found = [in_use(profile, *each) for each in zip(setups, map(mean, zip(*everybodys, strict=True)), strict=True)]
     return [(case.mode, case.microbatches, write_profile(each)) for case, each in zip(cases, found, strict=True)]
 

@@ -13,6 +13,7 @@ from pipebench.planner.plans import Request
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
+from pipebench.typed_json import read
 from tests.bench.processes.ours import Ours
 from tests.bench.processes.references import DDP, FSDP, GPIPE, ONE_F_ONE_B, Alone, DataParallel, FullyShard, Pipelined
 from tests.bench.processes.subject import Case, Subject, make_setup
@@ -71,7 +72,7 @@ class Given:
     def from_json(fields: Mapping[str, Any]) -> "Given":
         """Return what `to_json` was called on."""
         cluster = Cluster("loopback", "local", None, (Level(**fields["link"]),))
-        profile, host = read_profile(fields["profile"]), HostCosts(**fields["host"])
+        profile, host = read_profile(fields["profile"]), read(HostCosts, fields["host"])
         return Given(Subject(**fields["subject"]), fields["cut"], profile, cluster, host)
 
     def case(self, mode: str) -> Case:

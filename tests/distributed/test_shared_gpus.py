@@ -1,0 +1,106 @@
+"""Workers that share a GPU are measured in turns and predicted as users of one queue; stand-ins take its place."""
+
+import itertools
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipebench.distributed import host
+from pipebench.engine.in_situ import profile_in_situ
+from pipebench.engine.setup import Setup
+from pipebench.profile.clocks import host_clock
+from pipebench.profile.model import Profile
+from pipebench.run import processes
+from pipebench.simulate.costs import HostCosts, SharedProcessors
+from tests.distributed.test_cores import gpu
+from tests.support import Blobs, Mlp, make_setup
+
+
+class TwoRanks:
+    """A world of two ranks of which the other says what this one says; it writes down when it waits."""
+
+    size = 2
+    device = torch.device("cuda", 0)
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, gpus: tuple[int, int], rank: int) -> None:
+        self.rank = rank
+        self.happened: list[str] = []
+        self._shares = [gpu(number) for number in gpus]
+        monkeypatch.setattr(host, "processor_shares", lambda device: "shares")
+        monkeypatch.setattr(host, "device_clock", lambda device: host_clock(itertools.count().__next__))
+
+        def measured(*args: Any) -> Any:
+            self.happened.append("measures")
+            return profile_in_situ(*args)
+
+        monkeypatch.setattr(host, "profile_in_situ", measured)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return both ranks' values."""
+        return self._shares if value == "shares" else [value, value]
+
+    def barrier(self) -> None:
+        """Write it down."""
+        self.happened.append("waits")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is asked of a job."""
+
+    setup: Setup
+    recipe: Any
+
+    @property
+    def profile(self) -> Profile:
+        """The profile before."""
+        return self.setup.profile
+
+
+@pytest.fixture
+def job() -> Prepared:
+    return Prepared(make_setup(Mlp(), ([2], [1, 1]), dataset=Blobs()), SimpleNamespace(name="shared"))
+
+
+def in_use(job: Prepared, world: TwoRanks) -> Setup:
+    """Return the setup with what is measured in use."""
+    found: Prepared = processes._in_use(job, world)  # type: ignore[arg-type, assignment]
+    return found.setup
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, "waits measures waits waits"), (1, "waits waits measures waits")])
+def test_ranks_on_one_gpu_measure_one_after_the_other(
+    rank: int, expected: str, job: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = TwoRanks(monkeypatch, (0, 0), rank)
+    setup = in_use(job, world)
+    assert world.happened == expected.split()
+    assert setup.costs.host == HostCosts(shared=SharedProcessors(1.0, 1, (0, 0)))
+    # Every forward, backward and update takes a second by this clock.
+    assert [stage.forward_s[4] for stage in setup.costs.stages] == pytest.approx([1, 1])
+    assert [stage.update_s for stage in setup.costs.stages] == pytest.approx([1, 1])
+
+
+def test_ranks_with_gpus_of_their_own_take_what_their_layers_take(
+    job: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = TwoRanks(monkeypatch, (0, 1), 0)
+    assert in_use(job, world) is job.setup
+    assert not world.happened
+
+
+def test_what_is_too_large_for_one_gpu_is_shared_all_the_same(job: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = TwoRanks(monkeypatch, (0, 0), 0)
+
+    def fail(*args: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(host, "profile_in_situ", fail)
+    setup = in_use(job, world)
+    assert world.happened == ["waits"] * 3  # nobody waits for the rank that failed
+    assert setup.profile is job.profile
+    assert setup.costs.stages == job.setup.costs.stages
+    assert setup.costs.host.shared == SharedProcessors(1.0, 1, (0, 0))
