@@ -22,9 +22,13 @@ def pytest_configure() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what was compared on a GPU, and with what."""
-    tests = sys.modules.get("tests.test_gpu_distributed")
-    for what, count in sorted(Counter(getattr(tests, "COMPARED", ())).items()):
-        terminalreporter.write_line(f"{what}: {count} cases have the bits of the virtual engine on the same device")
+    compared = getattr(sys.modules.get("tests.test_gpu_distributed"), "COMPARED", ())
+    for what, count in sorted(Counter(what for what, _ in compared).items()):
+        also = sum(also for each, also in compared if each == what)
+        terminalreporter.write_line(
+            f"{what}: {count} cases have the bits of the virtual engine on the same device; {also} of them, those in "
+            "32 or 64 bits with SGD, are also within 1e-4 of the CPU's"
+        )
 
 
 @pytest.fixture(autouse=True)

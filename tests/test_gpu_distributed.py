@@ -35,15 +35,30 @@ FOUR = {
     "2-2, gpipe": Case("conv", (4,), (2, 2), {"weights": "one", "order": "all-forwards", "microbatches": 2}),
 }
 DEVICE = "cuda"
-COMPARED: list[str] = []  # of every case that agreed, for the table at the end
+COMPARED: list[tuple[str, bool]] = []  # every case that agreed: between whom, and whether the CPU agrees as well
 
 
-def check(case: Case, found: list[Outcome]) -> None:
-    """Compare processes with the virtual engine on the same device; they have its bits."""
+def check(case: Case, processes: Processes, run: str = "on_gpu") -> None:
+    """Compare processes with the virtual engine on the same device; they have its bits.
+
+    With the CPU's virtual engine, too, to float tolerance, where the arithmetic allows that.
+    """
+    found = processes.run(f"tests.test_gpu_distributed:{run}", case)
     with torch_settings(EngineRecipe()):
-        expected = virtually(case, DEVICE)
-    compare(found, expected, 0.0)
-    COMPARED.append(f"{len(found)} ranks")
+        compare(found, virtually(case, DEVICE), 0.0)
+        if like_the_cpu := agrees_with_cpu(case):
+            compare(found, virtually(case, "cpu"), 1e-4)
+    COMPARED.append((f"{len(found)} ranks by {'NCCL' if run == 'directly' else 'Gloo'}", like_the_cpu))
+
+
+def agrees_with_cpu(case: Case) -> bool:
+    """Return whether a GPU's sums, whose last bits differ, leave a case within 1e-4 of the CPU's.
+
+    Not in 16 bits, whose rounding makes a last bit a large one, nor in models of several types, of which some has 16;
+    not with other optimizers than SGD, since Adam and its like divide a gradient by its own size; not with a loss
+    scale, which depends on overflows.
+    """
+    return case.optimizer is None and case.model != "mixed" and not {"precision", "loss_scale"} & {*case.columns}
 
 
 def on_gpu(world: World, case: Case) -> Outcome:
@@ -149,38 +164,38 @@ def test_workers_share_a_gpu_by_nccl_where_it_is_told_to(two_by_nccl: Processes)
 
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks_agree_with_the_virtual_engine(two: Processes, name: str) -> None:
-    check(TWO[name], two.run("tests.test_gpu_distributed:on_gpu", TWO[name]))
+    check(TWO[name], two)
 
 
 @pytest.mark.parametrize("name", THREE)
 def test_three_ranks_agree_with_the_virtual_engine(three: Processes, name: str) -> None:
-    check(THREE[name], three.run("tests.test_gpu_distributed:on_gpu", THREE[name]))
+    check(THREE[name], three)
 
 
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_agree_with_the_virtual_engine(four: Processes, name: str) -> None:
-    check(FOUR[name], four.run("tests.test_gpu_distributed:on_gpu", FOUR[name]))
+    check(FOUR[name], four)
 
 
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks_by_nccl(two_by_nccl: Processes, name: str) -> None:
-    check(TWO[name], two_by_nccl.run("tests.test_gpu_distributed:directly", TWO[name]))
+    check(TWO[name], two_by_nccl, "directly")
 
 
 @pytest.mark.parametrize("name", THREE)
 def test_three_ranks_by_nccl(three_by_nccl: Processes, name: str) -> None:
-    check(THREE[name], three_by_nccl.run("tests.test_gpu_distributed:directly", THREE[name]))
+    check(THREE[name], three_by_nccl, "directly")
 
 
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_by_nccl(four_by_nccl: Processes, name: str) -> None:
-    check(FOUR[name], four_by_nccl.run("tests.test_gpu_distributed:directly", FOUR[name]))
+    check(FOUR[name], four_by_nccl, "directly")
 
 
 @pytest.mark.parametrize("num_workers", WAITING)
 def test_a_first_all_reduce_that_waits_hangs_nobody(request: pytest.FixtureRequest, num_workers: int) -> None:
     processes: Processes = request.getfixturevalue({3: "three_by_nccl", 4: "four_by_nccl"}[num_workers])
-    check(WAITING[num_workers], processes.run("tests.test_gpu_distributed:directly", WAITING[num_workers]))
+    check(WAITING[num_workers], processes, "directly")
 
 
 def test_tensors_come_in_while_the_gpu_computes(two_by_nccl: Processes) -> None:

@@ -25,7 +25,7 @@ def test_cases_of_processes_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(test_gpu_distributed, "DEVICE", "cpu")
     monkeypatch.setattr(test_gpu_distributed, "COMPARED", [])
     with Processes(2, "cpu") as two:
-        for name in ("pipedream", "swapped, gpipe"):
-            test_gpu_distributed.check(TWO[name], two.run("tests.test_gpu_distributed:on_gpu", TWO[name]))
+        for name in ("pipedream", "bf16, dp"):
+            test_gpu_distributed.check(TWO[name], two)
         assert [direct for _, direct, _ in two.run("tests.test_gpu_distributed:facts")] == [False, False]
-    assert test_gpu_distributed.COMPARED == ["2 ranks"] * 2
+    assert test_gpu_distributed.COMPARED == [("2 ranks by Gloo", True), ("2 ranks by Gloo", False)]
