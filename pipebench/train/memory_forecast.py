@@ -98,8 +98,7 @@ class MemoryForecast:
             whose = "it" if fullest.worker == found.worker else f"worker {fullest.worker}"
             later = f", and later {whose} needs {num_bytes(fullest.num_bytes)}"
         fitting = [*_what_would_fit(self._job, limit, self._num_minibatches)]
-        weights = sum(size for kind, size in found.by_kind.items() if kind in WHATEVER_SIZE)
-        help_ = "more stages" + (", smaller minibatches" if weights <= limit else "")
+        help_ = ", or ".join([*_smaller_minibatches(self._job, self.memory.peaks, limit), "more stages"])
         advice = f"would fit: {', or '.join(fitting)}" if fitting else f"would help: {help_}"
         return (
             f"out of memory at {seconds(found.time_s)}, {_cause(found)}: worker {found.worker} "
@@ -186,11 +185,25 @@ def what_would_help(job: Job) -> str:
     own, count = _Variant.of(job), min(job.setup.sampler.minibatches_per_epoch, _MOST_MINIBATCHES)
     allocator = allocator_of(job.setup.device)
     total = None if allocator is None else allocator.total_bytes
-    now = own.memory(job, count).fullest.num_bytes
-    limit = min(size for size in (job.cluster.memory_bytes, total, round(_LESS * now)) if size is not None)
-    half = job.recipe.train.minibatch_size // 2
-    fitting = [*_what_would_fit(job, limit, count), *([f"train.minibatch_size: {half}"] if half else [])]
+    now = own.memory(job, count)
+    less = round(_LESS * now.fullest.num_bytes)
+    limit = min(size for size in (job.cluster.memory_bytes, total, less) if size is not None)
+    fitting = [*_what_would_fit(job, limit, count), *_smaller_minibatches(job, now.peaks, limit)]
     return f"what would help: {', '.join(fitting)}{', or' if fitting else ''} more stages (parallelism.plan)"
+
+
+def _smaller_minibatches(job: Job, peaks: Sequence[MemoryPeak], limit: int) -> Iterator[str]:
+    """Yield the largest minibatch with which all workers fit, if any; what samples take is in proportion to it."""
+    size, pieces = job.recipe.train.minibatch_size, job.setup.pipeline.microbatches
+    fitting = size // pieces
+    for peak in peaks:
+        fixed = sum(num for kind, num in peak.by_kind.items() if kind in WHATEVER_SIZE)
+        if peak.num_bytes > max(limit, fixed):
+            fitting = min(fitting, (limit - fixed) * size // ((peak.num_bytes - fixed) * pieces))
+        elif peak.num_bytes > limit:
+            fitting = 0
+    if fitting >= 1:
+        yield f"train.minibatch_size: {fitting * pieces}"
 
 
 def _what_would_fit(job: Job, limit: int, num_minibatches: int) -> Iterator[str]:

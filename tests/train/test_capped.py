@@ -1,5 +1,6 @@
 """Devices too small for plain PipeDream: what swaps or recomputes trains there, with the bits of endless devices."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -84,11 +85,19 @@ def test_a_plan_that_doesn_t_fit_trains_where_its_stages_swap(tmp_path: Path) ->
     assert has_the_bits_of_endless_devices(tmp_path, job, 3_000_000)
 
 
-def test_smaller_minibatches_are_advised_where_they_can_help(tmp_path: Path) -> None:
-    asked = ["parallelism.plan=1-1", "train.minibatch_size=64", "parallelism.depth=1"]
-    found = [MemoryForecast.over(job_of(tmp_path, memory, asked)).out_of_memory for memory in ("1500 kB", "100 kB")]
-    assert [each.endswith("what would help: more stages, smaller minibatches") for each in found] == [True, False]
-    assert found[1].endswith("what would help: more stages")
+def test_the_minibatch_that_is_advised_fits_and_a_larger_one_does_not(tmp_path: Path) -> None:
+    asked = ["parallelism.plan=1-1", "parallelism.depth=1"]
+
+    def told(memory: str, minibatch_size: int) -> str:
+        job = job_of(tmp_path, memory, [*asked, f"train.minibatch_size={minibatch_size}"])
+        return MemoryForecast.over(job).out_of_memory
+
+    found = re.search(r"what would help: train\.minibatch_size: (\d+), or more stages$", told("3 MB", 64))
+    assert found
+    advised = int(found[1])
+    assert told("3 MB", advised) == ""
+    assert told("3 MB", advised + 1) != ""
+    assert told("1500 kB", 64).endswith("what would help: more stages")  # not the other worker
 
 
 def test_what_the_planner_refuses_trains_where_it_recomputes(tmp_path: Path) -> None:
