@@ -4,6 +4,7 @@
 """
 
 import copy
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from pipebench.zoo.awd_lm import awd_lm
 from pipebench.zoo.king_james import king_james
 from pipebench.zoo.mnist5k import mnist5k
 from pipebench.zoo.vgg import vgg16
+from tests.bench.loading import epoch_ratios
 from tests.engine.test_modes import momentum
 from tests.engine.test_recurrent import Recurrent
 from tests.models import ConvNet
@@ -223,3 +225,8 @@ def test_copies_run_beside_passes() -> None:
         replica.backward(unit, {})
         torch.cuda.synchronize()
     assert under_way
+
+
+def test_the_virtual_clock_loads_large_minibatches_as_fast_as_the_wall_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert 0.9 <= statistics.median(epoch_ratios(DEVICE.type, 3)) <= 1.1

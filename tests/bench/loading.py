@@ -1,23 +1,33 @@
-"""`nox -s bench`: how many of ImageNet's images a core loads, beside decoding them alone.
+"""`nox -s bench`: how many of ImageNet's images a core loads, beside decoding them alone; and an epoch that loads.
 
-The images are scikit-learn's two photographs at ImageNet's mean size, written as JPEG of quality 95.
+The images are scikit-learn's two photographs at ImageNet's mean size, written as JPEG of quality 95. The epoch is of
+decoded ones, minibatches of 38.5 MB: what the virtual clock says of it, by the profile's `load_s`, over what it takes.
 """
 
+import contextlib
 import importlib.resources
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
+import yaml
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
+from torch import nn
+from torch.utils.data import TensorDataset
 
+import pipebench
 from pipebench.zoo.imagenet import ImageNet, imagenet
 
 ROUNDS, IMAGES = 9, 32
+EPOCHS, NUM_IMAGES, SHAPE = 3, 256, (3, 224, 224)
 PHOTOGRAPHS = ("china.jpg", "flower.jpg")
 MEAN_SIZE, QUALITY = (500, 375), 95
 
@@ -46,6 +56,60 @@ def loading_table() -> Table:
     return table
 
 
+def epoch_ratios(device: str, rounds: int) -> list[float]:
+    """Return the virtual clock's seconds of an epoch over the wall's, of `rounds` pairs of runs on a device.
+
+    The model is one convolution, so that loading is much of it.
+    """
+    recipe = {
+        "name": "loading",
+        "model": {"target": "tests.bench.loading:model"},
+        "dataset": {"target": "tests.bench.loading:images", "loss": "cross_entropy", "metrics": {"top1": "top1"}},
+        "train": {"minibatch_size": 64, "max_epochs": EPOCHS, "optimizer": {"name": "sgd", "lr": 0.01}},
+        "cluster": {"name": "local"},
+        "parallelism": {"mode": "single"},
+    }
+    engine = {"device": device, "timing": "measured", "threads": 1}
+    return [_epoch_ratio(recipe, engine) for _ in range(rounds)]
+
+
+def _epoch_ratio(recipe: dict[str, Any], engine: dict[str, Any]) -> float:
+    """Return the ratio of one pair, for which the profile is measured anew."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("loading.yaml").write_text(yaml.safe_dump(recipe))
+        with patch.dict(os.environ, PIPEBENCH_CACHE=folder):
+            runs = [
+                pipebench.run("loading.yaml", on_progress=lambda facts: None, engine={**engine, "kind": kind})
+                for kind in ("virtual", "distributed")
+            ]
+    virtual_s, wall_s = (run.metrics["epoch_time_s"] for run in runs)
+    return virtual_s / wall_s
+
+
+def model() -> nn.Sequential:
+    """Return the model of `epoch_ratios`."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 8, stride=8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
+    )
+
+
+def images() -> tuple[TensorDataset, TensorDataset]:
+    """Return the data of `epoch_ratios`: float32 [256, 3, 224, 224], to train on, and 64 of them to evaluate with."""
+    made = torch.rand(NUM_IMAGES, *SHAPE, generator=torch.Generator().manual_seed(0))
+    classes = torch.arange(NUM_IMAGES) % 10
+    return TensorDataset(made, classes), TensorDataset(made[:64], classes[:64])
+
+
+def epoch_table(device: str = "cpu") -> Table:
+    """Return a table of `epoch_ratios`."""
+    ratios = epoch_ratios(device, ROUNDS)
+    table = Table(
+        "minibatches of 38.5 MB, one convolution", "virtual epoch over the wall's (target 0.9 to 1.1)", "range"
+    )
+    table.add_row(device, f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}")
+    return table
+
+
 def _data(folder: Path) -> tuple[ImageNet, float]:
     """Write both splits; return the data set and the mean size of a file in kB."""
     paths, photographs = [], importlib.resources.files("sklearn.datasets.images")
@@ -67,4 +131,4 @@ def _decode(path: Path) -> Image.Image:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    Console(width=140).print(loading_table())
+    Console(width=140).print(loading_table(), epoch_table())

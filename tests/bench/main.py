@@ -33,7 +33,7 @@ from pipebench.simulate.simulation import Simulation
 from pipebench.simulate.steady import simulate_segment
 from pipebench.zoo.mnist5k import mnist5k
 from pipebench.zoo.vgg import vgg16
-from tests.bench.loading import loading_table
+from tests.bench.loading import epoch_table, loading_table
 from tests.bench.pairs import NUM_PAIRS, Ratio, compare
 from tests.bench.planning import planning_tables
 from tests.bench.starting import starting_table
@@ -214,6 +214,7 @@ def main() -> None:
     for planning in planning_tables():
         console.print(planning)
     console.print(loading_table())
+    console.print(epoch_table())
     console.print(starting_table())
 
 
