@@ -147,6 +147,8 @@ METRICS = (
     Metric("sending_s", SECONDS, LOWER, MEASURED, "that workers spent on handing over messages"),
     Metric("swapping_s", SECONDS, LOWER, MEASURED, "that workers spent on copies to and from their hosts"),
     Metric("other_s", SECONDS, LOWER, MEASURED, "that workers spent on none of this"),
+    Metric("overlapped_s", SECONDS, NEITHER, MEASURED,
+           "of transfers by NCCL before computing waited for them, summed over workers"),
     Metric("waiting_*", SECONDS, LOWER, MEASURED, "that workers waited for one kind of thing"),
     Metric("comm_time_*", SECONDS, LOWER, MEASURED,
            "of transfers of a kind, or over a level; those that overlap count each"),

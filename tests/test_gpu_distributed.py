@@ -4,8 +4,10 @@ Everything here needs a GPU. One is enough for NCCL, too: ranks share it, each a
 Processes are compared with the virtual engine on the same device, bit for bit: the same kernels on the same values.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +15,16 @@ import torch
 
 from pipebench.distributed import channel
 from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, Receiver
+from pipebench.distributed.direct import DirectSends
+from pipebench.distributed.engine import DistributedEngine
+from pipebench.distributed.instruction_times import DeviceWatch
 from pipebench.distributed.transport import _pair
 from pipebench.distributed.world import World
 from pipebench.engine.pace import Pace
 from pipebench.model.device import torch_settings
 from pipebench.recipe.schema import EngineRecipe
-from tests.distributed.cases import Case, Outcome, compare, distributed, virtually
+from pipebench.simulate.meter import WORKERS_IDLE
+from tests.distributed.cases import Case, Outcome, compare, distributed, small_setup, virtually
 from tests.distributed.test_equality import THREE, TWO
 from tests.distributed.test_first_use import WAITING
 from tests.processes import Processes
@@ -34,6 +40,7 @@ FOUR = {
     "straight": Case("skip", (2, 4, 6), (1, 1, 1, 1)),
     "2-2, gpipe": Case("conv", (4,), (2, 2), {"weights": "one", "order": "all-forwards", "microbatches": 2}),
 }
+TIMED = {"pipedream": Case("conv", (4,), (1, 1), {"depth": 3}), "gpipe": TWO["gpipe"]}
 DEVICE = "cuda"
 COMPARED: list[tuple[str, bool]] = []  # every case that agreed: between whom, and whether the CPU agrees as well
 
@@ -106,6 +113,54 @@ def received_beside_work(world: World) -> bool:
     was_first = not done.query()  # type: ignore[no-untyped-call]
     assert torch.equal(values[4].cpu(), torch.arange(1 << 20))
     return was_first
+
+
+def measured(world: World, case: Case) -> tuple[list[dict[str, Any]], dict[str, float], float, bool]:
+    """Train a case; return what was measured of every worker and of all, the seconds, and whether NCCL was used."""
+    with torch_settings(EngineRecipe()):
+        engine = DistributedEngine(replace(small_setup(case), device=world.device), world)
+        engine.start_clock()
+        engine.train(0, 40)
+        training_s = engine.clock_s
+        found = engine.measured(training_s)
+        engine.close()
+    assert WORKERS_IDLE not in found.notes
+    return [*found.workers], found.metrics, training_s, world.direct and world.device.type == "cuda"
+
+
+def check_times(found: tuple[list[dict[str, Any]], dict[str, float], float, bool]) -> None:
+    """Check that the parts of every worker's time add up, and that transfers and waits for them are within."""
+    rows, metrics, training_s, tells_overlap = found
+    for row in rows:
+        parts_s = [row[name] for name in ("compute_s", "waiting_s", "sending_s", "other_s")]
+        assert sum(parts_s) == pytest.approx(training_s, rel=1e-3)  # else computing and waiting are more than all
+        assert min(row["compute_s"], row["waiting_s"]) > 0
+        assert 0 <= row["stall_s"] <= row["waiting_s"] * (1 + 1e-6)
+        assert ("overlapped_s" in row) is tells_overlap
+    if tells_overlap:
+        messages_s = [metrics[f"comm_time_{kind}_s"] for kind in ("activation", "gradient")]
+        assert min(messages_s) > 0
+        assert sum(row["stall_s"] + row["overlapped_s"] for row in rows) == pytest.approx(sum(messages_s), rel=1e-3)
+
+
+def late_sender(world: World) -> tuple[float, float]:
+    """Let the first send when it has computed for long; return seconds that one waits, or that the message takes."""
+    watch = DeviceWatch(world.rank, time.perf_counter, print, direct=True)
+    sends = DirectSends(_pair(world, (0, 1), 1), 1, watch)
+    tensor = torch.zeros(1 << 20, device=world.device)
+    torch.cuda.synchronize()
+    world.barrier()
+    start = watch.mark()
+    if world.rank == 0:
+        torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call] # cycles
+        end = watch.mark()
+        sends.send([tensor])
+        sends.flush()
+    else:
+        torch.distributed.irecv(tensor, 0, group=sends._group).wait()  # type: ignore[union-attr]
+        end = watch.mark()
+    watch.sync_clock()
+    return end.s - start.s, sum(sends.times_s()[1:])
 
 
 class _Noting:
@@ -200,6 +255,20 @@ def test_a_first_all_reduce_that_waits_hangs_nobody(request: pytest.FixtureReque
 
 def test_tensors_come_in_while_the_gpu_computes(two_by_nccl: Processes) -> None:
     assert two_by_nccl.run("tests.test_gpu_distributed:received_beside_work") == [True, True]
+
+
+@pytest.mark.parametrize("name", TIMED)
+@pytest.mark.parametrize("processes", ["two", "two_by_nccl"])
+def test_parts_of_a_worker_s_time_add_up(request: pytest.FixtureRequest, processes: str, name: str) -> None:
+    own: Processes = request.getfixturevalue(processes)
+    for found in own.run("tests.test_gpu_distributed:measured", TIMED[name]):
+        check_times(found)
+
+
+def test_a_late_sender_is_waited_for_but_its_message_is_not_long(two_by_nccl: Processes) -> None:
+    (computed_s, takes_s), (waited_s, _) = two_by_nccl.run("tests.test_gpu_distributed:late_sender")
+    assert waited_s > 0.5 * computed_s
+    assert 0 < takes_s < 0.5 * computed_s
 
 
 def test_the_host_stays_two_steps_ahead_of_a_gpu() -> None:

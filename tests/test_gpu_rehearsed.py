@@ -27,5 +27,8 @@ def test_cases_of_processes_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     with Processes(2, "cpu") as two:
         for name in ("pipedream", "bf16, dp"):
             test_gpu_distributed.check(TWO[name], two)
+        for case in test_gpu_distributed.TIMED.values():
+            for found in two.run("tests.test_gpu_distributed:measured", case):
+                test_gpu_distributed.check_times(found)
         assert [direct for _, direct, _ in two.run("tests.test_gpu_distributed:facts")] == [False, False]
     assert test_gpu_distributed.COMPARED == [("2 ranks by Gloo", True), ("2 ranks by Gloo", False)]

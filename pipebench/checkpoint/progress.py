@@ -41,12 +41,14 @@ class MeterTotals:
         stall_s: seconds waited for bytes in transfer.
         all_reduce_s: seconds during which at least one bucket was in transfer.
         transfers: this worker's share of them, a row for each kind and level.
+        overlapped_s: seconds of transfers before computing waited for them, if GPUs tell when these end.
     """
 
     seconds: dict[str, Amount]
     stall_s: Finite
     all_reduce_s: Amount
     transfers: list[Transfers]
+    overlapped_s: Amount = 0.0
 
     def __post_init__(self) -> None:
         """Set 0 s for instructions that a checkpoint doesn't know yet."""
@@ -72,7 +74,7 @@ class MeterState:
 
     training: MeterTotals
     evaluation: MeterTotals
-    times_transfers: bool = True  # the first meters timed all transfers, and didn't say so
+    times_transfers: bool = True  # false where a GPU trained before its events timed them
 
 
 class Facts(TypedDict):

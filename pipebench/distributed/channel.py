@@ -18,7 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipebench.distributed.direct import DirectSends
 from pipebench.distributed.ends import Message, ReceivingEnd, SendingEnd
+from pipebench.distributed.instruction_times import HostWatch
 from pipebench.distributed.launch_join import peers
 from pipebench.distributed.message import (
     HEADER_BYTES,
@@ -30,6 +32,7 @@ from pipebench.distributed.message import (
     layout_in,
     pack,
     read_header,
+    write_header,
 )
 
 AHEAD = 2  # receives posted before they are waited for; more would only take memory
@@ -49,8 +52,9 @@ class ChannelLink:
     direct: Any  # the two workers' NCCL group for tensors; None if they travel inside the messages
     device: torch.device  # of the values
     clock: Callable[[], float]  # the run's clock, seconds
-    # With NCCL, a GPU stream that stays empty; tests pass a fake one
+    # With NCCL on a GPU: a stream that stays empty (tests pass a fake one), and what times its work
     idle: Any = None
+    watch: HostWatch | None = None
 
     @property
     def spill_tag(self) -> int:
@@ -104,7 +108,7 @@ class ChannelSender(SendingEnd):
         self._layouts = Layouts()
         self._leaving: deque[tuple[_Buffer, list[Any]]] = deque()
         self._num_left = 0
-        self._direct: deque[tuple[Any, torch.Tensor]] = deque()
+        self._direct = None if link.direct is None else DirectSends(link.direct, link.peer, link.watch)
         self._free: list[_Buffer] = []
         self._num_sent = 0
 
@@ -117,13 +121,13 @@ class ChannelSender(SendingEnd):
         body_bytes = 0 if self._link.direct is not None else layout.num_bytes
         num_bytes = HEADER_BYTES + len(text) + body_bytes
         spills = num_bytes > self._capacity.now
-        header = Header(unit, number, len(text), num_bytes, int(spills), self._link.clock(), note, taken)
         self._capacity.count(num_bytes)
         buffer = self._take(num_bytes)
-        if body_bytes:
-            pack(buffer.data, header, text, buffer.places(layout, number, HEADER_BYTES + len(text)), tensors)
-        else:
-            pack(buffer.data, header, text, (), ())
+        places = buffer.places(layout, number, HEADER_BYTES + len(text)) if body_bytes else ()
+        pack(buffer.data, text, places, tensors if body_bytes else ())
+        # Copying waits for a GPU: only now is the message ready.
+        header = Header(unit, number, len(text), num_bytes, int(spills), self._link.clock(), note, taken)
+        write_header(buffer.data, header)
         cuts = [(0, HEADER_BYTES, self._link.tag), (HEADER_BYTES, num_bytes, self._link.spill_tag)]
         pieces = cuts if spills else [(0, num_bytes, self._link.tag)]
         lane = self._link.lanes[self._num_sent % len(self._link.lanes)]
@@ -131,7 +135,8 @@ class ChannelSender(SendingEnd):
         with peers():
             works = [dist.isend(buffer.data[a:b], self._link.peer, group=lane, tag=tag) for a, b, tag in pieces]
             self._leaving.append((buffer, works))
-            self._send_directly(tensors)
+        if self._direct is not None:
+            self._direct.send(tensors)
         return layout.payload_bytes
 
     def taken(self, num_messages: int) -> None:
@@ -143,19 +148,12 @@ class ChannelSender(SendingEnd):
         """Wait until every message has left."""
         while self._leaving:
             self._wait_for_first()
-        with peers():
-            while self._direct:
-                self._direct.popleft()[0].wait()
+        if self._direct is not None:
+            self._direct.flush()
 
-    def _send_directly(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send tensors by NCCL, if they travel so, and reference them until the device has sent them."""
-        if self._link.direct is None:
-            return
-        while self._direct and self._direct[0][0].is_completed():
-            self._direct.popleft()
-        for tensor in tensors:
-            kept = tensor.detach().contiguous()
-            self._direct.append((dist.isend(kept, self._link.peer, group=self._link.direct), kept))
+    def times_s(self) -> list[float]:
+        """See `SendingEnd`."""
+        return super().times_s() if self._direct is None else self._direct.times_s()
 
     def _wait_for_first(self) -> None:
         buffer, works = self._leaving.popleft()

@@ -1,12 +1,14 @@
 """A worker's collective operations: all-reduces among its stage's replicas, and a norm over all stages."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from pipebench.distributed.instruction_times import HostWatch, Moment
 from pipebench.distributed.launch_join import leave, peers
 from pipebench.distributed.meter import MeasuredMeter
 from pipebench.distributed.reducer import Reducer, ServerSum, shared_bytes
@@ -25,11 +27,19 @@ from pipebench.simulate.sums import traffic
 from pipebench.simulate.timeline import BUFFERS, CONTROL, Transfer
 
 
+class Course(NamedTuple):
+    """The times of an operation."""
+
+    start: Moment
+    end: Moment
+    waited: Moment | None = None  # since when computing has waited for it
+
+
 class ProcessCollectives:
     """The process groups of one worker, and its operations in them. All workers make one, at the same time.
 
-    Methods raise `PeerLostError` if another worker is gone. `clock` is the run's, in seconds; `meter` records every
-    all-reduce; bytes sent are added to `num_bytes`, by kind and level.
+    Methods raise `PeerLostError` if another worker is gone. `watch` times every all-reduce and every wait, `meter`
+    records them; bytes sent are added to `num_bytes`, by kind and level.
     """
 
     def __init__(
@@ -37,14 +47,13 @@ class ProcessCollectives:
         setup: Setup,
         world: World,
         worker: Worker,
-        clock: Callable[[], float],
+        watch: HostWatch,
         meter: MeasuredMeter,
         num_bytes: Counter[tuple[str, str]],
     ) -> None:
         self.setup, self.world, self.worker = setup, world, worker
-        self.clock, self.meter, self.num_bytes = clock, meter, num_bytes
+        self.watch, self.meter, self.num_bytes = watch, meter, num_bytes
         self.ranks = ranks_of(setup)  # by worker
-        self.stall_s = 0.0  # waited; the reader resets it
         self._rings: dict[int, list[int]] = {}  # of stages with replicas and of ties, like the next two
         self.stage_groups: dict[int, Any] = {}  # of replicas, by stage
         self._reducers: dict[int, Reducer | ShardReducer] = {}
@@ -75,28 +84,33 @@ class ProcessCollectives:
 
     def wait(self, stage: int, replica: int, round_index: int) -> list[torch.Tensor | None]:
         """Wait for a round's gradients."""
-        start_s, pipeline = self.clock(), self.setup.pipeline
+        start, pipeline = self.watch.mark(), self.setup.pipeline
 
-        def arrived(num_bytes: int, set_out_s: float) -> None:
-            self._count(stage, pipeline.way, pipeline.sum_kind, f"R{round_index}", num_bytes, set_out_s)
+        def arrived(num_bytes: int, set_out: Moment, end: Moment) -> None:
+            course = Course(set_out, end, start)
+            self._count(stage, pipeline.way, pipeline.sum_kind, f"R{round_index}", num_bytes, course)
 
         gradients = self._reducers[stage].wait(arrived)
-        self.stall_s += self.clock() - start_s
+        self.waited(start)
         return gradients
+
+    def waited(self, start: Moment) -> None:
+        """Count the time from `start` until now as waited for bytes."""
+        end = self.watch.mark()
+        self.watch.then(lambda: self.meter.stalled(end.s - start.s))
 
     def gather(self, stage: int, kind: str) -> None:
         """Start to gather a sharded stage's weights."""
-        gather = self._gathers[stage]
-        gather.kind, gather.set_out_s = kind, self.clock()
-        gather.start()
+        self._gathers[stage].kind = kind
+        self._gathers[stage].start()
 
     def wait_gathered(self, stage: int) -> None:
         """Wait for a sharded stage's weights."""
-        start_s, gather = self.clock(), self._gathers[stage]
-        gather.wait()
+        start, gather = self.watch.mark(), self._gathers[stage]
+        course = Course(gather.set_out, gather.wait(), start)
         num_bytes = self.worker.replicas[stage].weights.version_bytes
-        self._count(stage, self.setup.pipeline.way, gather.kind, "weights", num_bytes, gather.set_out_s)
-        self.stall_s += self.clock() - start_s
+        self._count(stage, self.setup.pipeline.way, gather.kind, "weights", num_bytes, course)
+        self.waited(start)
 
     def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
         """Return the sum of a tie's gradients; waits for those of the other workers that have copies."""
@@ -108,8 +122,9 @@ class ProcessCollectives:
 
     def norm(self, round_index: int) -> torch.Tensor:
         """Return the norm of all stages' gradients, from the gathered squares of every process's parameters."""
-        setup, start_s = self.setup, self.clock()
+        setup = self.setup
         own = self.worker.squared_norms().cpu()
+        start = self.watch.mark()
         found = [torch.empty_like(own) for _ in range(self.world.size)]
         with peers():
             dist.all_gather(found, own, group=self._norm_group)
@@ -121,20 +136,21 @@ class ProcessCollectives:
 
         squares = [found[self.ranks[worker]] for worker in ring]
         norm = norm_of(all_reduce(squares, setup.servers(ring), count).to(setup.device))
-        self.stall_s += self.clock() - start_s
+        self.waited(start)
         return norm
 
     def drained(self) -> None:
         """Average running statistics over every stage's replicas; extensions exchange their own state."""
         for stage, ring in self._rings.items():
-            start_s, buffers = self.clock(), self.worker.buffers(stage)
+            start, buffers = self.watch.mark(), self.worker.buffers(stage)
             for indices in of_one_type(range(len(buffers)), buffers):
                 own = [buffers[index] for index in indices]
                 flat = torch.cat([buffer.reshape(-1) for buffer in own])
                 means = torch.split(self._sum(stage, flat) / len(ring), [buffer.numel() for buffer in own])
                 for buffer, mean in zip(own, means, strict=True):
                     buffer.copy_(mean.view(buffer.shape))
-                self._count(stage, self.setup.pipeline.buffer_way, BUFFERS, "buffers", flat.nbytes, start_s)
+                course = Course(start, self.watch.mark())
+                self._count(stage, self.setup.pipeline.buffer_way, BUFFERS, "buffers", flat.nbytes, course)
         for extension in self.extensions.values():
             deque(extension.drained(), maxlen=0)
 
@@ -194,7 +210,7 @@ class ProcessCollectives:
         if is_member:
             host_copy = setup.device.type == "cuda" and not world.direct
             self._reducers[stage] = Reducer(
-                buckets, like, group, sync=setup.pipeline.way, host_copy=host_copy, clock=self.clock, sharing=sharing
+                buckets, like, group, sync=setup.pipeline.way, host_copy=host_copy, watch=self.watch, sharing=sharing
             )
 
     def _make_exchange(self, stage: int, ring: Sequence[int], ranks: Sequence[int]) -> None:
@@ -219,10 +235,10 @@ class ProcessCollectives:
         order = [pipeline.replica_of(worker, stage) for worker in ring]
         scatter, gather = (Exchange(group, order, own, native=native, host_copy=host_copy) for group in made)
         assert weights.sharding is not None
-        self._reducers[stage] = ShardReducer(weights.sharding, weights.newest.parameters, scatter, self.clock)
-        self._gathers[stage] = WeightGather(weights, gather)
+        self._reducers[stage] = ShardReducer(weights.sharding, weights.newest.parameters, scatter, self.watch)
+        self._gathers[stage] = WeightGather(weights, gather, self.watch)
 
-    def _count(self, stage: int, sync: str, kind: str, label: str, num_bytes: int, start_s: float) -> None:
+    def _count(self, stage: int, sync: str, kind: str, label: str, num_bytes: int, course: Course) -> None:
         """Count the bytes that this worker sends of a sum over a stage's replicas; record it in the timeline."""
         ring, total, levels = self._rings[stage], 0, set()
         for sender, receiver, sent in traffic(sync, num_bytes, len(ring)):
@@ -233,4 +249,14 @@ class ProcessCollectives:
                 self.num_bytes[kind, level.name] += sent
         slowest = min(levels, key=lambda level: level.sum_bytes_per_s).name
         members = tuple(sorted(ring))
-        self.meter.transfer(Transfer(kind, label, members, members, slowest, total, start_s, self.clock()))
+        self.record(Transfer(kind, label, members, members, slowest, total, 0.0, 0.0), course)
+
+    def record(self, transfer: Transfer, course: Course) -> None:
+        """Record a transfer, when its times are known."""
+        start, end, waited = course
+
+        def told() -> None:
+            timed = replace(transfer, start_s=start.s, end_s=end.s)
+            self.meter.transfer(timed, None if waited is None else waited.s)
+
+        self.watch.then(told)

@@ -15,7 +15,7 @@ from pipebench.checkpoint.store import from_bytes, to_bytes
 from pipebench.distributed.collectives import ProcessCollectives
 from pipebench.distributed.control import Control
 from pipebench.distributed.cores import crowding, processor_shares
-from pipebench.distributed.instruction_times import DeviceWatch, HostWatch
+from pipebench.distributed.instruction_times import DeviceWatch, HostWatch, runs_ahead
 from pipebench.distributed.meter import MeasuredMeter, merge, with_allocated
 from pipebench.distributed.transport import ChannelTransport
 from pipebench.distributed.warm_up import needs_warm_up, warm_up
@@ -67,15 +67,16 @@ class DistributedEngine(TrainingEngine):
         self._ranks = ranks_of(setup)
         self.workers = [Worker(setup, self._ranks.index(world.rank))]
         self._first_stage = min(self.worker.replicas)
-        on_gpu = setup.device.type == "cuda"
-        # The host runs ahead of its GPU, so the time of its send is not that of the transfer.
-        self.meter = MeasuredMeter(setup.pipeline, self.worker.index, world.rank, times_transfers=not on_gpu)
+        ahead = runs_ahead(setup.device)
+        direct = ahead and world.direct
+        self.meter = MeasuredMeter(setup.pipeline, self.worker.index, world.rank, tells_overlap=direct)
         self._origin_s = time.perf_counter()
         self._segment = 0
         self._num_losses = 0
         self._stop: str | None = None
-        self._watch = (DeviceWatch if on_gpu else HostWatch)(self.worker.index, self.clock, self._note)
-        self._transport = ChannelTransport(setup, world, self.worker.index, self.clock, self.meter, self.num_bytes)
+        timed = (self.worker.index, self.clock, self._note)
+        self._watch = DeviceWatch(*timed, direct=direct) if ahead else HostWatch(*timed)
+        self._transport = ChannelTransport(setup, world, self.worker.index, self._watch, self.meter, self.num_bytes)
         self._collectives = self._connected()
         self._pace = Pace(setup.device)
         if needs_warm_up(setup.device):
@@ -169,10 +170,9 @@ class DistributedEngine(TrainingEngine):
         self.worker.begin_training(feed, first_minibatch, num_minibatches, divisors, by_extension)
         try:
             done = self._train(first_minibatch, num_minibatches, by_extension)
-            self._transport.flush()
+            self._settle()
         finally:
             feed.close()
-        self._watch.sync_clock()
         self.worker.end_training()
         self._end_segment()
         if by_extension:
@@ -194,7 +194,15 @@ class DistributedEngine(TrainingEngine):
         self._transport.expect(expected, lambda unit: False)
         for instruction in own:
             self._execute(instruction)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait until everything executed is done, and record it."""
         self._transport.flush()
+        self._watch.sync_clock()
+        self.set_activity("exchange")
+        self._transport.settle(self.world)
+        self.set_activity("")
 
     def switch_setup(self, setup: Setup) -> None:
         """Continue at a drain with another setup of the same model: other cuts or other idle cells; see `replan`."""
@@ -240,7 +248,7 @@ class DistributedEngine(TrainingEngine):
         self._collectives = self._connected()
 
     def _connected(self) -> ProcessCollectives:
-        return ProcessCollectives(self.setup, self.world, self.worker, self.clock, self.meter, self.num_bytes)
+        return ProcessCollectives(self.setup, self.world, self.worker, self._watch, self.meter, self.num_bytes)
 
     def close(self) -> None:
         """Close the connections to the other workers; all workers call it."""
@@ -306,10 +314,9 @@ class DistributedEngine(TrainingEngine):
             self._control.at(instruction)
         self._watch.timed(instruction, lambda: self._executed(instruction))
 
-    def _executed(self, instruction: Instruction) -> float:
-        """Execute an instruction; return seconds waited for bytes in transfer."""
+    def _executed(self, instruction: Instruction) -> None:
+        """Execute an instruction."""
         transport, collectives = self._transport, self._collectives
-        transport.stall_s = collectives.stall_s = 0.0
         loss = self.worker.execute(instruction, transport, collectives)
         if instruction.op is Op.FORWARD or instruction.op in BACKWARDS:
             self._pace.step()
@@ -319,7 +326,6 @@ class DistributedEngine(TrainingEngine):
             # Counts for all replicas of the stage, which are as far as this one.
             samples = self._feed.size(instruction.number) * self.setup.pipeline.replicas[instruction.stage]
             self._on_unit(samples, transport.latest_loss, self.clock())
-        return transport.stall_s + collectives.stall_s
 
     def _take_loss(self, loss: UnitLoss) -> None:
         try:

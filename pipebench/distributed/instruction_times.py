@@ -1,77 +1,153 @@
-"""The times of instructions: by the host's clock or, where a GPU computes, by the GPU's events.
+"""The times of instructions and operations: by the host's clock or, where a GPU computes, by the GPU's events.
 
-A host runs ahead of its GPU, so its clock doesn't time the GPU's work. Events on the GPU's stream do; they are read
+A host runs ahead of its GPU, so its clock doesn't time the GPU's work. Events on the GPU's streams do; they are read
 later, without waiting.
 """
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from pipebench.schedule.instructions import Instruction
 from pipebench.simulate.simulation import TimelineEvent
 
-_READ_EVERY = 256  # instructions, to limit the events that wait to be read
+_READ_EVERY = 256  # marks and reports, to limit the events that wait to be read
 
-Execute = Callable[[], float]  # returns seconds waited for bytes in transfer
+
+def runs_ahead(device: torch.device) -> bool:
+    """Return whether a device is a GPU, of which the host runs ahead."""
+    return device.type == "cuda"
+
+
+@dataclass(slots=True, eq=False)
+class Moment:
+    """A time on the run's clock, in seconds. A GPU's is known when it has come there: `HostWatch.then`."""
+
+    s: float = 0.0
+    event: Any = None  # of CUDA
+    kept: bool = False  # whether the event stays its own
+    since: "Moment | None" = None  # of an operation's end: a kept moment before its start
 
 
 class HostWatch:
-    """Times a worker's instructions by the run's clock, in seconds, and reports them in order."""
+    """Times a worker's work by the run's clock, in seconds, and reports its instructions in order."""
+
+    direct = False  # whether operations between GPUs, by NCCL, are timed
 
     def __init__(self, worker: int, clock: Callable[[], float], report: Callable[[TimelineEvent], None]) -> None:
         self._worker = worker
-        self._clock = clock
+        self.clock = clock
         self._report = report
 
-    def timed(self, instruction: Instruction, execute: Execute) -> None:
+    def timed(self, instruction: Instruction, execute: Callable[[], None]) -> None:
         """Execute an instruction and report its times, now or later."""
-        start_s = self._clock()
-        stall_s = execute()
-        self._report(TimelineEvent(start_s, self._clock(), self._worker, instruction, stall_s))
+        start = self.mark()
+        execute()
+        end = self.mark()
+        self.then(lambda: self._report(TimelineEvent(start.s, end.s, self._worker, instruction)))
+
+    def mark(self, *, keep: bool = False) -> Moment:
+        """Return the moment at which all computing until here is done; `keep` it for `ended`."""
+        return Moment(self.clock())
+
+    def ended(self, wait: Callable[[], None], since: Moment) -> Moment:
+        """Return when an operation ended, for which computing has waited; at the latest now.
+
+        `wait` waits for it again; `since` is a kept moment before its start.
+        """
+        return self.mark()
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Call `act` as soon as all moments until here are known."""
+        act()
 
     def sync_clock(self) -> None:
-        """Report all executed instructions."""
+        """Let all moments be known, with all work done."""
 
 
 class DeviceWatch(HostWatch):
     """Times by events on a GPU's current stream.
 
-    A receive's time is the stream's wait for it, between the instruction's events. CUDA measures between events in
-    single-precision milliseconds, too coarse after ten minutes to resolve 30 us, so only neighbours are compared and
-    their times summed here.
+    CUDA measures between events in single-precision milliseconds, too coarse after ten minutes to resolve 30 us, so
+    only neighbours are compared and their times summed here.
+
+    With `direct` operations, which have streams of NCCL's, a stream that only waits for them tells when they end: as
+    the computing stream would if it computed nothing. It waits after the computing stream does, because the first wait
+    frees what NCCL works on. So an operation that ends before its wait is even launched seems to end at the launch.
     """
 
-    def __init__(self, worker: int, clock: Callable[[], float], report: Callable[[TimelineEvent], None]) -> None:
+    def __init__(
+        self,
+        worker: int,
+        clock: Callable[[], float],
+        report: Callable[[TimelineEvent], None],
+        *,
+        direct: bool = False,
+    ) -> None:
         super().__init__(worker, clock, report)
-        self._waiting: deque[tuple[torch.cuda.Event, torch.cuda.Event, Instruction, float]] = deque()
-        self._latest, self._latest_s = self._mark(), clock()  # the latest event read, and its time
+        self.direct = direct
+        self._beside = torch.cuda.Stream() if direct else None  # type: ignore[no-untyped-call]
+        self._free: list[Any] = []
+        self._waiting: deque[Moment | Callable[[], None]] = deque()
+        self._latest = self._now()  # of the computing stream, the latest moment read
 
-    def timed(self, instruction: Instruction, execute: Execute) -> None:
+    def timed(self, instruction: Instruction, execute: Callable[[], None]) -> None:
         """Execute an instruction between two events; report some completed ones."""
-        start = self._mark()
-        stall_s = execute()
-        self._waiting.append((start, self._mark(), instruction, stall_s))
+        super().timed(instruction, execute)
         if len(self._waiting) >= _READ_EVERY:
-            while self._waiting and self._waiting[0][1].query():  # type: ignore[no-untyped-call]
-                self._tell()
+            self._read()
+
+    def mark(self, *, keep: bool = False) -> Moment:
+        """See `HostWatch`."""
+        moment = Moment(event=self._recorded(), kept=keep)
+        self._waiting.append(moment)
+        return moment
+
+    def ended(self, wait: Callable[[], None], since: Moment) -> Moment:
+        """See `HostWatch`."""
+        if self._beside is None:
+            return self.mark()
+        with torch.cuda.stream(self._beside):
+            wait()
+            moment = Moment(event=self._recorded(), since=since)
+        self._waiting.append(moment)
+        return moment
+
+    def then(self, act: Callable[[], None]) -> None:
+        """See `HostWatch`."""
+        self._waiting.append(act)
 
     def sync_clock(self) -> None:
-        """Wait for the GPU, report the rest, and restart from the host's clock, since clocks drift apart."""
+        """Wait for the GPU, read the rest, and restart from the host's clock, since clocks drift apart."""
         torch.cuda.synchronize()
-        while self._waiting:
-            self._tell()
-        self._latest, self._latest_s = self._mark(), self._clock()
+        self._read()
+        self._latest = self._now()
 
-    def _mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def _now(self) -> Moment:
+        return Moment(self.clock(), self._recorded())
+
+    def _recorded(self) -> Any:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def _tell(self) -> None:
-        start, end, instruction, stall_s = self._waiting.popleft()
-        start_s = self._latest_s + self._latest.elapsed_time(start) / 1e3
-        end_s = start_s + start.elapsed_time(end) / 1e3
-        self._latest, self._latest_s = end, end_s
-        self._report(TimelineEvent(start_s, end_s, self._worker, instruction, stall_s))
+    def _read(self) -> None:
+        """Read what has happened, in order."""
+        while self._waiting:
+            first = self._waiting[0]
+            if isinstance(first, Moment) and not first.event.query():
+                return
+            self._waiting.popleft()
+            if not isinstance(first, Moment):
+                first()
+                continue
+            before = first.since or self._latest
+            first.s = before.s + before.event.elapsed_time(first.event) / 1e3
+            done = first
+            if first.since is None:
+                done, self._latest = self._latest, first
+            if not done.kept:
+                self._free.append(done.event)

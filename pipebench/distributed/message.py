@@ -50,11 +50,8 @@ def read_header(buffer: torch.Tensor) -> Header:
     return Header(*_HEADER.unpack_from(data, 0))
 
 
-def pack(
-    data: torch.Tensor, header: Header, text: bytes, places: Iterable[torch.Tensor], tensors: Sequence[torch.Tensor]
-) -> None:
-    """Write a whole message: header, layout text, and tensors into their places in the same bytes."""
-    write_header(data, header)
+def pack(data: torch.Tensor, text: bytes, places: Iterable[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Write a message without its header: layout text, and tensors into their places in the same bytes."""
     if text:
         data[HEADER_BYTES : HEADER_BYTES + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     for place, tensor in zip(places, tensors, strict=True):

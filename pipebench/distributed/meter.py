@@ -24,8 +24,9 @@ _COMPUTE_COLUMNS = {
 }
 _WAIT_COLUMNS = {op: row.column for op, row in OPERATIONS.items() if row.column.startswith("waiting_")}
 _SENDS = with_role(SEND)
-_OF_TRANSFERS = ("stall_s", "all_reduce_s", "comm_time_", "comm_stall_fraction")  # metrics from times of transfers
-_UNTIMED = "times of transfers and of waiting for them aren't known where GPUs compute; numbers and bytes are"
+# Metrics from times of transfers
+_OF_TRANSFERS = ("stall_s", "all_reduce_s", "overlapped_s", "comm_time_", "comm_stall_fraction")
+_UNTIMED = "times of transfers and of waiting for them aren't known, since a part of the run didn't time them"
 
 
 @dataclass(frozen=True)
@@ -36,25 +37,24 @@ class _Share:
     rank: int
     state: MeterState
     timeline: Timeline
+    tells_overlap: bool
 
 
 class MeasuredMeter:
     """Adds up one worker's wall-clock times, in training and evaluation separately. An event costs about 1 us."""
 
-    def __init__(self, pipeline: Pipeline, worker: int, rank: int, *, times_transfers: bool = True) -> None:
-        """Prepare for one worker.
-
-        Without `times_transfers` their times are meaningless, and `merge` leaves out them and stalls.
-        """
+    def __init__(self, pipeline: Pipeline, worker: int, rank: int, *, tells_overlap: bool = False) -> None:
+        """Prepare for one worker; `tells_overlap`: whether transfers have their own ends, not those of waits."""
         self.evaluating = False  # set during an evaluation
         self._pipeline = pipeline
         self._worker = worker
         self._rank = rank
-        self._state = MeterState(MeterTotals.none(), MeterTotals.none(), times_transfers)
+        self._tells_overlap = tells_overlap
+        self._state = MeterState(MeterTotals.none(), MeterTotals.none())
         self._recorded: list[tuple[TimelineEvent, bool]] = []
         self._transfers: list[Transfer] = []
         self._room = max(1, RECORDED_SPANS // pipeline.num_workers)
-        self._truncated = False
+        self._until_s = float("inf")  # no more is recorded
         self._origin_s = 0.0
         self._reduced_until_s = 0.0
 
@@ -70,27 +70,34 @@ class MeasuredMeter:
 
     def event(self, event: TimelineEvent) -> None:
         """Record an instruction of this worker."""
-        start_s, end_s, _, instruction, stall_s = event
-        totals = self._totals
-        totals.seconds[instruction.op.name] += end_s - start_s
-        totals.stall_s += stall_s
-        if not self._truncated and end_s > start_s and instruction.op not in COPIES:
+        start_s, end_s, _, instruction, _ = event
+        self._totals.seconds[instruction.op.name] += end_s - start_s
+        if end_s > start_s and instruction.op not in COPIES:
             if len(self._recorded) < self._room:
                 self._recorded.append((event, self.evaluating))
             else:
-                self._truncated = True
+                self._until_s = self._recorded[-1][0].end_s
 
-    def transfer(self, transfer: Transfer) -> None:
+    def stalled(self, seconds: float) -> None:
+        """Record a wait for bytes in transfer."""
+        self._totals.stall_s += seconds
+
+    def transfer(self, transfer: Transfer, waited_s: float | None = None) -> None:
         """Record a message that arrived here, or a bucket all-reduced with this worker.
+
+        Computing has waited for it since `waited_s`, if at all; whatever of it was before is overlapped.
 
         Every member of an all-reduce (several senders) records it with the bytes of all members and counts its share of
         bytes and time, so that a bucket counts once with the members' mean time.
         """
         totals, times_s = self._totals, (transfer.start_s, max(transfer.start_s, transfer.end_s))
+        since_s = transfer.start_s
         if transfer.kind in SYNC_KINDS:  # buckets end in the order in which they started
-            since_s = max(transfer.start_s, self._reduced_until_s)
+            since_s = max(since_s, self._reduced_until_s)
             totals.all_reduce_s += max(0.0, transfer.end_s - since_s)
             self._reduced_until_s = max(self._reduced_until_s, transfer.end_s)
+        if self._tells_overlap and waited_s is not None:
+            totals.overlapped_s += max(0.0, min(transfer.end_s, waited_s) - since_s)
         members = len(transfer.senders)
         position = transfer.senders.index(self._worker) if members > 1 else 0
         part = transfer.num_bytes * (position + 1) // members - transfer.num_bytes * position // members
@@ -99,7 +106,7 @@ class MeasuredMeter:
         row.bytes += part
         # Clocks of two hosts differ a little: arrivals before the send take no time.
         row.s += (times_s[1] - times_s[0]) / members
-        if not self._truncated and self._state.times_transfers:
+        if transfer.start_s < self._until_s:
             senders = transfer.senders if members == 1 else (self._worker,)
             self._transfers.append(replace(transfer, senders=senders, num_bytes=part, end_s=times_s[1]))
 
@@ -119,8 +126,9 @@ class MeasuredMeter:
     def share(self) -> dict[str, Any]:
         """Return all measurements as JSON data, for `merge`."""
         spans = tuple(span_of(self._pipeline, event, evaluating) for event, evaluating in self._recorded)
-        timeline = Timeline((), spans, tuple(self._transfers), self._truncated).shifted(-self._origin_s)
-        return asdict(_Share(self._worker, self._rank, self._state, timeline))
+        truncated = self._until_s < float("inf")
+        timeline = Timeline((), spans, tuple(self._transfers), truncated).shifted(-self._origin_s)
+        return asdict(_Share(self._worker, self._rank, self._state, timeline, self._tells_overlap))
 
     @property
     def _totals(self) -> MeterTotals:
@@ -185,6 +193,7 @@ def _row(share: _Share, pipeline: Pipeline, training_s: float) -> dict[str, Any]
         **({"swapping_s": swapping_s} if pipeline.swaps else {}),
         "other_s": max(0.0, training_s - busy_s - waiting_s - sending_s - swapping_s),
         "all_reduce_s": totals.all_reduce_s,
+        **({"overlapped_s": totals.overlapped_s} if share.tells_overlap else {}),
         "evaluation_compute_s": _busy_s(share.state.evaluation),
         **fractions(busy_s, totals.stall_s, 1, training_s),
     }
@@ -197,7 +206,7 @@ def _waited_s(totals: MeterTotals, column: str) -> float:
 
 def _sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return worker seconds by use, summed over the workers."""
-    columns = ("compute_s", "waiting_s", *_WAIT_COLUMNS.values(), "sending_s", "swapping_s", "other_s")
+    columns = ("compute_s", "waiting_s", *_WAIT_COLUMNS.values(), "sending_s", "swapping_s", "other_s", "overlapped_s")
     return {column: sum(row[column] for row in rows) for column in columns if column in rows[0]}
 
 

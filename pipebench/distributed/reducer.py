@@ -11,11 +11,12 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from pipebench.distributed.instruction_times import HostWatch, Moment
 from pipebench.distributed.launch_join import peers
 from pipebench.distributed.shared_sum import SharedSum, Sharing, room_bytes
 from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
 
-OnBucket = Callable[[int, float], None]  # bytes, start [s]
+OnBucket = Callable[[int, Moment, Moment], None]  # bytes, start, end
 B = TypeVar("B", bound="Bucket")
 
 
@@ -112,7 +113,7 @@ class _Bucket:
         self.places = {i: piece.view(like[i].shape) for i, piece in zip(indices, pieces, strict=True)}
         self.missing = set(indices)
         self.is_free = False
-        self.set_out_s = 0.0
+        self.set_out = Moment()
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
         """Copy a gradient into its place, None as zeros; may raise `PeerLostError` if another replica is gone."""
@@ -139,11 +140,11 @@ class BucketsInOrder(Generic[B]):
 
     Args:
         buckets: in the order in which a backward reaches them.
-        clock: the run's clock, seconds.
+        watch: times the sums.
     """
 
-    def __init__(self, buckets: Sequence[B], clock: Callable[[], float]) -> None:
-        self._buckets, self._clock = buckets, clock
+    def __init__(self, buckets: Sequence[B], watch: HostWatch) -> None:
+        self._buckets, self._watch = buckets, watch
         self._bucket_of = {index: bucket for bucket in buckets for index in bucket.indices}
         self._next = 0  # the first bucket not started
         self._absent: set[int] = set()  # parameters without a gradient on this replica in the round
@@ -179,7 +180,7 @@ class Reducer(BucketsInOrder[_Bucket]):
         sync: a name in `syncs.SYNCS`.
         host_copy: whether tensors go through the host's memory: several ranks on one GPU (Gloo's own handling of CUDA
             tensors has corrupted results).
-        clock: the run's clock, seconds.
+        watch: times the sums.
         sharing: shared files of replicas that sum in memory; None sums by the group.
     """
 
@@ -191,7 +192,7 @@ class Reducer(BucketsInOrder[_Bucket]):
         *,
         sync: str = ALL_REDUCE,
         host_copy: bool,
-        clock: Callable[[], float],
+        watch: HostWatch,
         sharing: Sharing | None = None,
     ) -> None:
         def make_sum(position: int, dtype: torch.dtype, device: torch.device, count: int) -> Sum:
@@ -206,7 +207,7 @@ class Reducer(BucketsInOrder[_Bucket]):
             )
             for position, indices in enumerate(buckets)
         ]
-        super().__init__(made, clock)
+        super().__init__(made, watch)
         self._num_parameters = len(like)
 
     def connect(self) -> None:
@@ -234,7 +235,7 @@ class Reducer(BucketsInOrder[_Bucket]):
                 bucket.sum.wait()
             if bucket.travels is not bucket.data:
                 bucket.data.copy_(bucket.travels)
-            on_bucket(bucket.data.nbytes, bucket.set_out_s)
+            on_bucket(bucket.data.nbytes, bucket.set_out, self._watch.ended(bucket.sum.wait, bucket.set_out))
             for index, place in bucket.places.items():
                 # Zeros of all replicas mean no gradient, so that the optimizer skips the parameter.
                 result[index] = None if index in self._absent and not place.any() else place
@@ -249,7 +250,7 @@ class Reducer(BucketsInOrder[_Bucket]):
             bucket = self._buckets[self._next]
             if bucket.travels is not bucket.data:
                 bucket.travels.copy_(bucket.data)
-            bucket.set_out_s = self._clock()
+            bucket.set_out = self._watch.mark(keep=True)
             with peers():
                 bucket.sum.start()
             self._next += 1

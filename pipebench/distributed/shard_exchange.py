@@ -5,12 +5,13 @@ in an order that depends on the number of members; here they are added in their 
 (`sums: ring`). Buffers live from a bucket's first gradient to its sum, so that whole gradients don't stay.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pipebench.distributed.instruction_times import HostWatch, Moment
 from pipebench.distributed.launch_join import peers
 from pipebench.distributed.reducer import BucketsInOrder, OnBucket
 from pipebench.engine.shards import Piece, Sharding
@@ -51,7 +52,7 @@ class _Scatter:
         self.pieces = bucket[exchange.order[exchange.own]]
         self.num_bytes = sum(tensor.nbytes for tensor in self._like)
         self.missing = set(self.indices)
-        self.set_out_s = 0.0
+        self.set_out = Moment()
         self._places: dict[int, torch.Tensor] = {}
         self._flat = self._given = torch.empty(0)
         self._work: Any = None
@@ -84,9 +85,12 @@ class _Scatter:
                 self._given, self._flat, taken, self._sizes, group=exchange.group, async_op=True
             )
 
-    def wait(self) -> list[torch.Tensor]:
-        """Return this member's pieces of the sum."""
+    def wait(self) -> None:
+        """Wait for the others' parts."""
         self._work.wait()
+
+    def added(self) -> list[torch.Tensor]:
+        """Return this member's pieces of the sum, once waited for."""
         first, *others = torch.split(self._given, self._sizes[self._exchange.own] or 1) if len(self._given) else [
             self._given
         ]  # fmt: skip
@@ -108,13 +112,11 @@ class ShardReducer(BucketsInOrder[_Scatter]):
         sharding: of the stage, and which part is this replica's.
         like: the stage's parameters.
         exchange: of the replicas.
-        clock: the run's clock, seconds.
+        watch: times the sums.
     """
 
-    def __init__(
-        self, sharding: Sharding, like: Sequence[torch.Tensor], exchange: Exchange, clock: Callable[[], float]
-    ) -> None:
-        super().__init__([_Scatter(bucket, like, exchange) for bucket in sharding.buckets], clock)
+    def __init__(self, sharding: Sharding, like: Sequence[torch.Tensor], exchange: Exchange, watch: HostWatch) -> None:
+        super().__init__([_Scatter(bucket, like, exchange) for bucket in sharding.buckets], watch)
 
     def connect(self) -> None:
         """Scatter zeros; all replicas call it before any of them runs a backward, see `Reducer.connect`."""
@@ -124,15 +126,16 @@ class ShardReducer(BucketsInOrder[_Scatter]):
             with peers():
                 bucket.start()
                 bucket.wait()
+            bucket.added()
 
     def wait(self, on_bucket: OnBucket) -> list[torch.Tensor | None]:
         """Wait for all buckets; return the own pieces of the sum, in the stage's order."""
         found: list[tuple[Piece, torch.Tensor | None]] = []
         for bucket in self._buckets:
             with peers():
-                values = bucket.wait()
-            on_bucket(bucket.num_bytes, bucket.set_out_s)
-            for piece, value in zip(bucket.pieces, values, strict=True):
+                bucket.wait()
+            on_bucket(bucket.num_bytes, bucket.set_out, self._watch.ended(bucket.wait, bucket.set_out))
+            for piece, value in zip(bucket.pieces, bucket.added(), strict=True):
                 is_none = piece.place in self._absent and not value.any() and bool(value.signbit().all())
                 found.append((piece, None if is_none else value))
         self._next = 0
@@ -142,7 +145,7 @@ class ShardReducer(BucketsInOrder[_Scatter]):
     def _set_out(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
-            bucket.set_out_s = self._clock()
+            bucket.set_out = self._watch.mark(keep=True)
             with peers():
                 bucket.start()
             self._next += 1
@@ -151,12 +154,13 @@ class ShardReducer(BucketsInOrder[_Scatter]):
 class WeightGather:
     """Gathers a stage's newest weights from the replicas that have stepped on them."""
 
-    def __init__(self, weights: Weights, exchange: Exchange) -> None:
+    def __init__(self, weights: Weights, exchange: Exchange, watch: HostWatch) -> None:
         assert weights.sharding is not None
+        self._watch = watch
         self._weights, self._exchange, self._sharding = weights, exchange, weights.sharding
         self._work: list[tuple[list[Any], list[torch.Tensor]]] = []  # per bucket: operations, and every member's part
         self.kind = ""  # as which the bytes of the one under way are counted
-        self.set_out_s = 0.0
+        self.set_out = Moment()
 
     def connect(self) -> None:
         """Gather once, before any worker waits for anything else; see `Reducer.connect`."""
@@ -167,6 +171,7 @@ class WeightGather:
 
     def start(self) -> None:
         """Send every other member the own pieces."""
+        self.set_out = self._watch.mark(keep=True)
         exchange, own = self._exchange, self._sharding.own
         values = dict(zip(own, self._weights.own_pieces(), strict=True))
         for bucket in self._sharding.buckets:
@@ -192,13 +197,11 @@ class WeightGather:
                 work.append(dist.irecv(part, group=group, group_src=position))
         return work
 
-    def wait(self) -> None:
-        """Take the others' pieces."""
+    def wait(self) -> Moment:
+        """Take the others' pieces; return when the last of them was there."""
         exchange, weights = self._exchange, self._weights
         for (work, parts), bucket in zip(self._work, self._sharding.buckets, strict=True):
-            with peers():
-                for each in work:
-                    each.wait()
+            _wait_for(work)
             for position, (replica, part) in enumerate(zip(exchange.order, parts, strict=True)):
                 if position == exchange.own and self._sharding.keeps_all:
                     continue
@@ -206,4 +209,12 @@ class WeightGather:
                 values = torch.split(part, [piece.stop - piece.start for piece in pieces])
                 shapes = (piece.shape(weights.newest.parameters[piece.place]) for piece in pieces)
                 weights.gathered(pieces, [v.view(*shape) for v, shape in zip(values, shapes, strict=True)])
+        end = self._watch.ended(lambda: _wait_for(each for work, _ in self._work for each in work), self.set_out)
         self._work.clear()
+        return end
+
+
+def _wait_for(work: Iterable[Any]) -> None:
+    with peers():
+        for each in work:
+            each.wait()

@@ -23,8 +23,10 @@ kernels are few and small enough to run at the same time (`nccl`).
 """
 
 import itertools
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +34,8 @@ import torch
 import torch.distributed as dist
 
 from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, Receiver
-from pipebench.distributed.ends import ReceivingEnd, SendingEnd
+from pipebench.distributed.ends import Message, ReceivingEnd, SendingEnd
+from pipebench.distributed.instruction_times import HostWatch, Moment
 from pipebench.distributed.launch_join import leave
 from pipebench.distributed.meter import MeasuredMeter
 from pipebench.distributed.shared_memory import connect
@@ -86,8 +89,11 @@ class _Route(NamedTuple):
 class ChannelTransport:
     """The channels of one worker, its bytes, and its waits.
 
-    `clock` is the run's, in seconds; `meter` records every message that arrives; bytes sent by this worker are added to
-    `num_bytes`, by kind and level.
+    `watch` times by the run's clock; `meter` records every message that arrives and the wait for it; bytes sent by this
+    worker are added to `num_bytes`, by kind and level.
+
+    With NCCL on GPUs the receiver knows how long its GPU waits for a message, and the sender how long it was on its
+    way. `settle` puts them together at a drain; the clocks of two GPUs need no comparison.
     """
 
     def __init__(
@@ -95,14 +101,13 @@ class ChannelTransport:
         setup: Setup,
         world: World,
         worker: int,
-        clock: Callable[[], float],
+        watch: HostWatch,
         meter: MeasuredMeter,
         num_bytes: Counter[tuple[str, str]],
     ) -> None:
         self.latest_loss = float("nan")  # latest known mean loss, sent with every message
-        self.stall_s = 0.0  # waited for bytes in transfer; the reader resets it
         self._worker = worker
-        self._clock = clock
+        self._watch = watch
         self._meter = meter
         self._num_bytes = num_bytes
         self._senders: dict[Channel, SendingEnd] = {}
@@ -110,11 +115,13 @@ class ChannelTransport:
         self._routes: dict[tuple[str, int, int, int], _Route] = {}
         self.switch_setup(setup)
         self._early: dict[tuple[Channel, int], Any] = {}  # layers that arrived before those waited for
+        # With NCCL on a GPU, until a drain: messages, with the times of the waits for them
+        self._unsettled: dict[Channel, list[Transfer]] = {}
         self._groups: list[Any] = []
-        rank_of = ranks_of(setup)
+        self._rank_of = ranks_of(setup)
         channels = list(channels_of(setup))
-        pairs = [(rank_of[channel.sender], rank_of[channel.receiver]) for channel in channels]
-        shared = connect(world, pairs, clock)
+        pairs = [(self._rank_of[channel.sender], self._rank_of[channel.receiver]) for channel in channels]
+        shared = connect(world, pairs, watch.clock)
         if shared is None:
             self._open_groups(world, channels, pairs)
             return
@@ -133,8 +140,8 @@ class ChannelTransport:
         lanes = {kind: [world.new_group("gloo") for _ in range(LANES)] for kind in kinds if not yields[kind]}
         pipeline_sockets = opened_since(before)
         lanes |= {kind: [world.new_group("gloo", limit_s=FOR_EVER_S)] for kind in kinds if yields[kind]}
-        on_gpu = setup.device.type == "cuda" and world.direct
-        idle = torch.cuda.Stream(setup.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        by_gpu = self._watch if self._watch.direct else None
+        idle = torch.cuda.Stream(setup.device) if by_gpu else None  # type: ignore[no-untyped-call]
         self._groups = [group for groups in lanes.values() for group in groups]
         edges = sorted({channel.edge for channel in channels})
         most = max(Counter(end for channel in channels for end in channel[3:]).values(), default=0)
@@ -145,7 +152,9 @@ class ChannelTransport:
                 continue
             is_sender = self._worker == channel.sender
             tag = _TAGS[channel.kind] + _TAGS_OF_EDGE * edges.index(channel.edge)
-            link = ChannelLink(ranks[is_sender], lanes[channel.kind], tag, direct, setup.device, self._clock, idle)
+            link = ChannelLink(
+                ranks[is_sender], lanes[channel.kind], tag, direct, setup.device, self._watch.clock, idle, by_gpu
+            )
             # Tensors are sent separately: messages only have headers.
             first_bytes = 0 if world.direct else _expected_bytes(setup, channel)
             if is_sender:
@@ -155,6 +164,8 @@ class ChannelTransport:
                     else ChannelSender(link, first_bytes)
                 )
             else:
+                if by_gpu:
+                    self._unsettled[channel] = []
                 self._receivers[channel] = (
                     YieldingReceiver(link, world.operation_limit_s)
                     if yields[channel.kind]
@@ -193,28 +204,65 @@ class ChannelTransport:
         Raises:
             PeerLostError: it is gone.
         """
-        channel, sender, receiver, level = self._route(kind, unit, source, target)
+        route = self._route(kind, unit, source, target)
+        if kind != MIGRATION:
+            return self._next(route, kind, unit).values
+        while (route.channel, unit) not in self._early:
+            message = self._next(route, kind, None)
+            self._early[route.channel, message.unit] = message.values
+        return self._early.pop((route.channel, unit))
+
+    def _next(self, route: _Route, kind: str, unit: int | None) -> Message:
+        """Wait for a channel's next message."""
+        channel, sender, receiver, level = route
         assert receiver is not None
-        start_s = self._clock()
-        if kind == MIGRATION:
-            while (channel, unit) not in self._early:
-                message = receiver.receive(None)
-                self._early[channel, message.unit] = message
-            message = self._early.pop((channel, unit))
-        else:
-            message = receiver.receive(unit)
-        if kind == CONTROL:
-            return message.values
-        if sender is not None:
+        start = self._watch.mark()
+        message = receiver.receive(unit)
+        if kind != CONTROL and sender is not None:
             sender.taken(message.taken)
         if kind == GRADIENT:
             self.latest_loss = message.note
-        label = f"{_LABELS.get(kind, 'F')}{unit if kind == EVALUATION else self._setup.pipeline.label(unit)}"
-        ends_s = max(message.sent_s, message.arrived_s)
-        workers, times_s = ((channel.sender,), (channel.receiver,)), (message.sent_s, ends_s)
-        self._meter.transfer(Transfer(kind, label, *workers, level, message.payload_bytes, *times_s))
-        self.stall_s += max(0.0, message.arrived_s - max(start_s, message.sent_s))
-        return message.values
+        number = message.unit
+        label = f"{_LABELS.get(kind, 'F')}{number if kind == EVALUATION else self._setup.pipeline.label(number)}"
+        workers, times_s = ((channel.sender,), (channel.receiver,)), (message.sent_s, message.arrived_s)
+        self._arrived(channel, Transfer(kind, label, *workers, level, message.payload_bytes, *times_s), start)
+        return message
+
+    def _arrived(self, channel: Channel, transfer: Transfer, start: Moment) -> None:
+        """Record a message that was waited for since `start`, now or at the next drain."""
+        unsettled = self._unsettled.get(channel)
+        if unsettled is not None:
+            end = self._watch.mark()
+            self._watch.then(lambda: unsettled.append(replace(transfer, start_s=start.s, end_s=end.s)))
+        elif transfer.kind != CONTROL:
+            self._watch.then(lambda: self._record(transfer, transfer.end_s - max(start.s, transfer.start_s), None))
+
+    def _record(self, transfer: Transfer, stall_s: float, waited_s: float | None) -> None:
+        self._meter.stalled(max(0.0, stall_s))
+        self._meter.transfer(transfer, waited_s)
+
+    def settle(self, world: World) -> None:
+        """Record what has arrived since the last drain, with all moments known; all workers call it.
+
+        Raises:
+            PeerLostError: a worker is gone.
+        """
+        if not self._watch.direct:
+            return
+        given: dict[int, bytes] = {}  # channels are in one order at both ends
+        for channel, sender in self._senders.items():
+            rank = self._rank_of[channel.receiver]
+            given[rank] = given.get(rank, b"") + array("d", sender.times_s()).tobytes()
+        times_s = {rank: iter(array("d", content)) for rank, content in world.hand_over(given).items()}
+        for channel, waits in self._unsettled.items():
+            for wait in waits:
+                sent_s, lasted_s = (next(times_s[self._rank_of[channel.sender]]) for _ in range(2))
+                end_s = min(sent_s + lasted_s, wait.end_s)  # clocks differ a little
+                stall_s = min(wait.end_s - wait.start_s, lasted_s)
+                if wait.kind != CONTROL:
+                    there = replace(wait, start_s=end_s - lasted_s, end_s=end_s)
+                    self._record(there, stall_s, end_s - stall_s)
+            waits.clear()
 
     def copied(self, kind: str, num_bytes: int) -> None:
         """Count bytes between this worker's device and its host."""

@@ -153,7 +153,9 @@ class World:
         options = nccl.pair_options(limit, num_pairs) if num_pairs and backend == "nccl" else None
         members = None if ranks is None else list(ranks)
         with peers():
-            group = dist.new_group(members, timeout=limit, backend=backend, pg_options=options)
+            group: Any = dist.new_group(members, timeout=limit, backend=backend, pg_options=options)
+            if options is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
+                group._enable_collectives_timing()  # see `DirectSends`
             self._num_groups += 1
             if backend == "gloo" and self.secret is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
                 check_members(self.secret, f"group {self._num_groups}", group)

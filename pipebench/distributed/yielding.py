@@ -67,8 +67,8 @@ class YieldingSender(SendingEnd):
         number, layout, text = self._layouts.of(form)
         num_bytes = HEADER_BYTES + len(text) + layout.num_bytes
         data = self._link.buffer(num_bytes)
-        header = Header(unit, number, len(text), num_bytes, 0, self._link.clock(), note, taken)
-        pack(data, header, text, layout.views(data.numpy(), HEADER_BYTES + len(text)), tensors)
+        pack(data, text, layout.views(data.numpy(), HEADER_BYTES + len(text)), tensors)
+        write_header(data, Header(unit, number, len(text), num_bytes, 0, self._link.clock(), note, taken))
         with self._changed:
             while most_leaving is not None and len(self._outbox) >= most_leaving:
                 self._wait()

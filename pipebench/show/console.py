@@ -48,6 +48,7 @@ _WORKER_COLUMNS = (
     ("swapping", "swapping_s", seconds),
     ("other", "other_s", seconds),
     ("all-reduce", "all_reduce_s", seconds),
+    ("overlapped", "overlapped_s", seconds),
     ("bubble", "bubble_fraction", percent),
     ("allocated", "allocated_peak_bytes", num_bytes),
     ("reserved", "reserved_peak_bytes", num_bytes),

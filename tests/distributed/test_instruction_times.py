@@ -45,9 +45,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return GPU
 
 
-def work() -> float:
+def work() -> None:
     GPU.end_s += 2
-    return 0.5
 
 
 def test_a_gpu_s_work_is_timed_by_its_own_events_and_reported_later(gpu: Gpu) -> None:
@@ -59,24 +58,24 @@ def test_a_gpu_s_work_is_timed_by_its_own_events_and_reported_later(gpu: Gpu) ->
     assert found == []
     watch.sync_clock()
     assert gpu.synchronised == 1
-    assert found == [TimelineEvent(7 + 2 * i, 9 + 2 * i, 3, each, 0.5) for i, each in enumerate(instructions)]
+    assert found == [TimelineEvent(7 + 2 * i, 9 + 2 * i, 3, each) for i, each in enumerate(instructions)]
 
 
 def test_many_are_reported_on_the_way(gpu: Gpu) -> None:
     found: list[TimelineEvent] = []
     watch = DeviceWatch(0, lambda: 0.0, found.append)
-    for unit in range(_READ_EVERY + 5):
+    for unit in range(_READ_EVERY):
         watch.timed(Instruction(Op.FORWARD, 0, unit), work)
-    assert len(found) == _READ_EVERY
+    assert _READ_EVERY // 2 < len(found) < _READ_EVERY
     watch.sync_clock()
-    assert [event.instruction.number for event in found] == list(range(_READ_EVERY + 5))
+    assert [event.instruction.number for event in found] == list(range(_READ_EVERY))
 
 
 def test_the_host_s_clock() -> None:
     times: Any = iter([1.0, 4.0])
     found: list[TimelineEvent] = []
-    HostWatch(1, lambda: next(times), found.append).timed(Instruction(Op.UPDATE, 0, 0), lambda: 0.25)
-    assert found == [TimelineEvent(1.0, 4.0, 1, Instruction(Op.UPDATE, 0, 0), 0.25)]
+    HostWatch(1, lambda: next(times), found.append).timed(Instruction(Op.UPDATE, 0, 0), lambda: None)
+    assert found == [TimelineEvent(1.0, 4.0, 1, Instruction(Op.UPDATE, 0, 0))]
 
 
 def test_short_work_keeps_its_time_hours_after_the_last_drain(gpu: Gpu) -> None:
@@ -84,13 +83,11 @@ def test_short_work_keeps_its_time_hours_after_the_last_drain(gpu: Gpu) -> None:
     found: list[TimelineEvent] = []
     watch = DeviceWatch(0, lambda: 5.0, found.append)
 
-    def wait() -> float:
+    def wait() -> None:
         gpu.end_s += 10_000
-        return 0.0
 
-    def short() -> float:
+    def short() -> None:
         gpu.end_s += 20e-6
-        return 0.0
 
     for unit in range(3):
         watch.timed(Instruction(Op.RECEIVE_ACTIVATION, 0, unit), wait)

@@ -31,7 +31,8 @@ def play(meter: MeasuredMeter, worker: int, text: str, start_s: float = 0.0, sta
     for word in text.split():
         instruction, duration = word.split(":")
         end_s = start_s + float(duration)
-        meter.event(TimelineEvent(start_s, end_s, worker, parse(f"0{instruction}"), stall_s))
+        meter.event(TimelineEvent(start_s, end_s, worker, parse(f"0{instruction}")))
+        meter.stalled(stall_s)
         start_s = end_s
     return start_s
 
@@ -188,40 +189,60 @@ def test_an_event_costs_little() -> None:
     assert (time.thread_time() - begin_s) / 20_000 < 2e-5  # about 0.5 us on an idle machine
 
 
-def untimed(worker: int) -> MeasuredMeter:
-    """Return a meter of a GPU's worker, told of what a host can tell."""
-    meter = MeasuredMeter(STRAIGHT, worker, rank=worker, times_transfers=False)
+def untimed(worker: int) -> MeterState:
+    """Return the totals of a GPU's worker from before events timed its transfers."""
+    meter = MeasuredMeter(STRAIGHT, worker, rank=worker)
     play(meter, worker, "RA0<0:2 F0:1 B0:3", stall_s=0.125)
     meter.transfer(message(0, 1, 1.5, 2.0))
     meter.transfer(bucket(0.0, 2.0))
-    return meter
+    state = {**meter.state(), "times_transfers": False}
+    for totals in (state["training"], state["evaluation"]):
+        del totals["overlapped_s"]
+    return read(MeterState, state)
 
 
-def test_where_gpus_compute_the_times_of_transfers_are_left_out_and_a_note_says_so() -> None:
-    """0.1.0: they were times of headers on the host's clock, which runs ahead of its GPU."""
-    meters = [untimed(0), untimed(1)]
+def test_a_run_of_which_gpus_timed_only_a_part_has_no_times_of_transfers() -> None:
+    meters = [MeasuredMeter(STRAIGHT, worker, rank=worker, tells_overlap=True) for worker in range(2)]
+    for worker, meter in enumerate(meters):
+        meter.restore(untimed(worker))
+        meter.transfer(message(0, 1, 3.0, 4.0), 3.5)
     measured = merge([json.loads(json.dumps(meter.share())) for meter in meters], STRAIGHT, 10.0)
     assert {name for name in measured.metrics if name.startswith("comm_")} == {
         "comm_transfers_activation", "comm_transfers_all_reduce",
     }  # fmt: skip
+    assert measured.metrics["comm_transfers_activation"] == 4
     assert measured.metrics["bubble_fraction"] == pytest.approx(1 - 8 / 20)
     assert measured.metrics["waiting_activation_s"] == 4
-    assert measured.num_bytes == {(ACTIVATION, "server"): 200, (ALL_REDUCE, "cluster"): 101}
-    assert not {"stall_s", "all_reduce_s", "comm_stall_fraction"} & measured.workers[0].keys()
-    assert measured.timeline.transfers == ()
-    assert "aren't known where GPUs compute" in measured.notes["workers idle"]
+    assert measured.num_bytes == {(ACTIVATION, "server"): 400, (ALL_REDUCE, "cluster"): 101}
+    assert not {"stall_s", "all_reduce_s", "overlapped_s", "comm_stall_fraction"} & measured.workers[0].keys()
+    assert "a part of the run didn't time them" in measured.notes["workers idle"]
 
 
-def test_a_run_partly_on_gpus_has_no_times_of_transfers() -> None:
-    meters = [MeasuredMeter(STRAIGHT, worker, rank=worker) for worker in range(2)]
-    for before, meter in zip((untimed(0), untimed(1)), meters, strict=True):
-        meter.restore(read(MeterState, before.state()))
-        meter.transfer(message(0, 1, 3.0, 4.0))
-    measured = merge([meter.share() for meter in meters], STRAIGHT, 10.0)
-    assert "comm_time_activation_s" not in measured.metrics
-    assert measured.metrics["comm_transfers_activation"] == 4
+def test_what_computing_hides_of_a_transfer_is_overlapped() -> None:
+    meter = MeasuredMeter(REPLICATED, 0, rank=0, tells_overlap=True)
+    meter.transfer(message(1, 0, 1.0, 3.0), 2.5)  # half a second is waited for
+    meter.transfer(message(1, 0, 4.0, 5.0), 9.0)  # nothing is
+    meter.transfer(message(1, 0, 6.0, 7.0), 5.0)  # all of it is
+    meter.transfer(message(1, 0, 6.0, 7.0))  # nobody computes
+    meter.transfer(bucket(10.0, 12.0), 13.0)
+    meter.transfer(bucket(11.0, 14.0), 13.0)  # its first second counts already
+    others = [MeasuredMeter(REPLICATED, worker, rank=worker, tells_overlap=True) for worker in (1, 2)]
+    measured = merge([each.share() for each in (meter, *others)], REPLICATED, 20.0)
+    assert measured.workers[0]["overlapped_s"] == 1.5 + 1.0 + 2.0 + 1.0
+    assert measured.metrics["overlapped_s"] == 5.5
+
+
+def test_transfers_told_at_a_drain_are_in_a_timeline_that_is_full_by_then() -> None:
+    meter = MeasuredMeter(SINGLE, 0, rank=0)
+    for i in range(RECORDED_SPANS + 10):
+        play(meter, 0, f"F{i}:1", start_s=float(i))
+    meter.transfer(message(0, 0, 2.0, 2.5))
+    meter.transfer(message(0, 0, RECORDED_SPANS + 5.0, RECORDED_SPANS + 6.0))
+    timeline = merge([meter.share()], SINGLE, 1.0).timeline
+    assert [transfer.start_s for transfer in timeline.transfers] == [2.0]
 
 
 def test_on_processors_nothing_is_left_out(two: RunMeasurements) -> None:
     assert two.notes == {}
     assert two.workers[0]["all_reduce_s"] == 0
+    assert "overlapped_s" not in two.workers[0]

@@ -1,13 +1,17 @@
 """Which workers NCCL takes, and what it is told."""
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from pipebench.distributed import nccl
+from pipebench.distributed.launch_join import HostSlot
 from pipebench.distributed.nccl import pair_options, set_environment, shares, sharing_remark, takes
+from pipebench.distributed.world import World
 
 needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
 
@@ -57,6 +61,22 @@ def test_cuda_s_settings_leave_alone_what_the_user_has_set() -> None:
     set_environment(found, 0)
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert found["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] == "false"
+
+
+def test_the_groups_of_channels_time_their_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What messages take is read off torch's own events, which it records for groups that are told to."""
+    timed: list[str] = []
+    group = SimpleNamespace(_enable_collectives_timing=lambda: timed.append("a pair's"))
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: group)
+    monkeypatch.setattr(nccl, "pair_options", lambda *_: "options")
+    store: Any = None
+    slot = HostSlot(0, 2, 0, 2, "", 0, agent_store=False, attempt=None)
+    world = World(slot, torch.device("cpu"), direct=True, store=store, operation_limit_s=1.0, connection=store)
+    for backend, num_pairs in (("gloo", 0), ("nccl", 0), ("nccl", 3)):
+        world.new_group(backend, [0, 1], num_pairs=num_pairs)
+    assert timed == ["a pair's"]
+    assert hasattr(dist.ProcessGroup, "_enable_collectives_timing")
+    assert hasattr(dist.Work, "_get_duration")
 
 
 @needs_nccl

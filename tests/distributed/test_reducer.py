@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pipebench.distributed import reducer as reducer_module
+from pipebench.distributed.instruction_times import HostWatch
 from pipebench.distributed.reducer import Reducer
 from pipebench.engine.replica import Replica
 from pipebench.model.graph import trace
@@ -55,7 +56,9 @@ def gradients(seed: int = 0) -> list[torch.Tensor]:
 
 def make(like: list[torch.Tensor] | None = None, buckets: list[list[int]] = BUCKETS) -> Reducer:
     clock = itertools.count()
-    return Reducer(buckets, like or parameters(), None, host_copy=False, clock=lambda: float(next(clock)))
+    return Reducer(
+        buckets, like or parameters(), None, host_copy=False, watch=HostWatch(0, lambda: float(next(clock)), print)
+    )
 
 
 def test_buckets_set_out_in_one_order_whatever_order_gradients_come_in(wire: Wire) -> None:
@@ -67,12 +70,13 @@ def test_buckets_set_out_in_one_order_whatever_order_gradients_come_in(wire: Wir
         order = drawn.sample(range(len(SHAPES)), len(SHAPES))
         for index in order:
             reducer.add(index, given[index])
-        times: list[tuple[int, float]] = []
-        found = reducer.wait(lambda num_bytes, set_out_s: times.append((num_bytes, set_out_s)))  # noqa: B023
+        times: list[tuple[int, float, float]] = []
+        found = reducer.wait(lambda num_bytes, start, end: times.append((num_bytes, start.s, end.s)))  # noqa: B023
         assert wire.sent == sizes
         wire.sent.clear()
-        assert [num_bytes for num_bytes, _ in times] == [8 * size for size in sizes]
-        assert [set_out_s for _, set_out_s in times] == sorted(set_out_s for _, set_out_s in times)
+        assert [num_bytes for num_bytes, *_ in times] == [8 * size for size in sizes]
+        starts_s, ends_s = ([each[column] for each in times] for column in (1, 2))
+        assert [*starts_s, *ends_s] == sorted([*starts_s, *ends_s])
         for mine, gradient in zip(found, given, strict=True):
             assert mine is not None
             assert torch.equal(mine, 2 * gradient)
@@ -95,7 +99,7 @@ def test_what_the_backward_did_not_reach_is_earlier_units_sums_or_nothing(wire: 
     reducer, given = make(), gradients()
     reducer.add(3, given[3])
     reducer.finish([None, given[1], None, torch.full(SHAPES[3], 7.0), None])
-    found = reducer.wait(lambda num_bytes, set_out_s: None)
+    found = reducer.wait(lambda *_: None)
     assert len(wire.sent) == len(BUCKETS)
     assert [gradient is None for gradient in found] == [True, False, True, False, True]
     for index in (1, 3):
@@ -103,7 +107,7 @@ def test_what_the_backward_did_not_reach_is_earlier_units_sums_or_nothing(wire: 
         assert mine is not None
         assert torch.equal(mine, 2 * given[index])
     reducer.finish([None] * len(SHAPES))  # nothing of the round before is left
-    assert reducer.wait(lambda num_bytes, set_out_s: None) == [None] * len(SHAPES)
+    assert reducer.wait(lambda *_: None) == [None] * len(SHAPES)
 
 
 def test_a_gradient_of_another_replica_s_alone_is_taken(wire: Wire) -> None:
@@ -111,7 +115,7 @@ def test_a_gradient_of_another_replica_s_alone_is_taken(wire: Wire) -> None:
     reducer = make(buckets=[[0]])
     reducer.finish([None] * len(SHAPES))
     reducer._buckets[0].data.add_(3.0)  # as the all-reduce would
-    (first, *_) = reducer.wait(lambda num_bytes, set_out_s: None)
+    (first, *_) = reducer.wait(lambda *_: None)
     assert first is not None
     assert first.all()
 
@@ -119,7 +123,7 @@ def test_a_gradient_of_another_replica_s_alone_is_taken(wire: Wire) -> None:
 def test_a_parameter_in_no_bucket_has_no_gradient(wire: Wire) -> None:
     reducer = make(buckets=[[0, 2]])
     reducer.finish(gradients())
-    assert [g is None for g in reducer.wait(lambda num_bytes, set_out_s: None)] == [False, True, False, True, True]
+    assert [g is None for g in reducer.wait(lambda *_: None)] == [False, True, False, True, True]
 
 
 def mlp_replica() -> Replica:
@@ -142,7 +146,7 @@ def test_sums_of_microbatches_have_the_bits_of_those_added_after_the_backward(wi
             last = overlaps and unit == num_units - 1
             replica.backward(unit, {}, reducer.add if last else None)
         reducer.finish(replica.gradients)
-        found.append([g.clone() for g in reducer.wait(lambda num_bytes, set_out_s: None) if g is not None])
+        found.append([g.clone() for g in reducer.wait(lambda *_: None) if g is not None])
     assert len(found[0]) == 8
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from pipebench.distributed.instruction_times import HostWatch
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.pipes import PipePair
 from pipebench.distributed.reducer import Reducer, shared_bytes
@@ -160,13 +161,15 @@ def test_a_reducer_sums_what_only_one_replica_has() -> None:
     found: dict[int, list[torch.Tensor | None]] = {}
 
     def work(replica: int) -> None:
-        reducer = Reducer(buckets, like, None, host_copy=False, clock=lambda: 0.0, sharing=shares[replica])
+        reducer = Reducer(
+            buckets, like, None, host_copy=False, watch=HostWatch(0, lambda: 0.0, print), sharing=shares[replica]
+        )
         reducer.connect()
         for _ in range(3):
             if replica == 0:
                 reducer.add(2, torch.full((4,), 3.0, dtype=torch.float64))
             reducer.finish([torch.full((3, 2), replica + 1.0, dtype=torch.float64), None, None])
-            found[replica] = [g if g is None else g.clone() for g in reducer.wait(lambda num_bytes, set_out_s: None)]
+            found[replica] = [g if g is None else g.clone() for g in reducer.wait(lambda *_: None)]
 
     together([lambda: work(0), lambda: work(1)])
     for first, second, third in found.values():

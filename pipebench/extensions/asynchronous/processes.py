@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from pipebench.distributed.collectives import ProcessCollectives
+from pipebench.distributed.collectives import Course, ProcessCollectives
+from pipebench.distributed.instruction_times import Moment
 from pipebench.distributed.launch_join import peers
 from pipebench.engine.protocols import Sent
 from pipebench.extensions.asynchronous.server import Gradients, ParameterServer, Pulled, Server, connect
@@ -42,18 +43,18 @@ class ProcessServer(Server):
         if self._serving is not None:
             self._serving.push(minibatch, version, gradients)
             return
-        start_s = self._collectives.clock()
+        start = self._collectives.watch.mark()
         self._link.push(minibatch, version, gradients)
-        self._count(self._kind, f"push {minibatch}", start_s, to_server=True)
+        self._count(self._kind, f"push {minibatch}", start, to_server=True)
 
     def pull(self, replica: int, at_least: int) -> Pulled:
         """Return the weights after the replica's last push or, if `at_least` is given, after so many pushes."""
         if self._serving is not None:
             return self._serving.pull(at_least)
-        start_s = self._collectives.clock()
+        start = self._collectives.watch.mark()
         pulled = self._link.pull(at_least)
-        self._count(self._kind, "pull", start_s, to_server=False)
-        self._collectives.stall_s += self._collectives.clock() - start_s
+        self._count(self._kind, "pull", start, to_server=False)
+        self._collectives.waited(start)
         return pulled
 
     def drained(self) -> Iterator[Sent]:
@@ -74,14 +75,14 @@ class ProcessServer(Server):
         device = self._collectives.setup.device if self._collectives.world.direct else torch.device("cpu")
         there = torch.tensor([own is not None], device=device)
         travels = [average.detach().to(device, copy=True) for average in own or self._weights.newest.parameters]
-        start_s = self._collectives.clock()
+        start = self._collectives.watch.mark()
         with peers():
             dist.broadcast(there, self._host, group=group)
             for average in travels if there else ():
                 dist.broadcast(average, self._host, group=group)
         if there and self.here is None:
             self._weights.take_averages(travels)
-            self._count(BUFFERS, "averages", start_s, to_server=False)
+            self._count(BUFFERS, "averages", start, to_server=False)
 
     def _links(self, worker: int) -> Iterator[ServerLink]:
         """Create the link between the server and another worker; all processes take part, the two receive it."""
@@ -91,10 +92,11 @@ class ProcessServer(Server):
         if self._own in ends:
             yield ServerLink(group, ends[worker - self._own], self._weights.newest.parameters)
 
-    def _count(self, kind: str, label: str, start_s: float, *, to_server: bool) -> None:
+    def _count(self, kind: str, label: str, start: Moment, *, to_server: bool) -> None:
         """Count a gradient or weights between this worker and the server, for both ends."""
         collectives, num_bytes = self._collectives, sum(p.nbytes for p in self._weights.newest.parameters)
         level = collectives.setup.level_between(self._own, 0).name
         collectives.num_bytes[kind, level] += num_bytes
         ends = ((self._own,), (0,)) if to_server else ((0,), (self._own,))
-        collectives.meter.transfer(Transfer(kind, label, *ends, level, num_bytes, start_s, collectives.clock()))
+        course = Course(start, collectives.watch.mark())
+        collectives.record(Transfer(kind, label, *ends, level, num_bytes, 0.0, 0.0), course)
