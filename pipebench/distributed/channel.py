@@ -31,6 +31,7 @@ from pipebench.distributed.message import (
     pack,
     read_header,
 )
+from pipebench.model.memory_format import in_order
 
 AHEAD = 2  # receives posted before they are waited for; more would only take memory
 # Gloo locks the connection of two ranks while bytes arrive: posting the receive after next would wait for them, a
@@ -154,7 +155,7 @@ class ChannelSender(SendingEnd):
         while self._direct and self._direct[0][0].is_completed():
             self._direct.popleft()
         for tensor in tensors:
-            kept = tensor.detach().contiguous()
+            kept = in_order(tensor.detach())
             self._direct.append((dist.isend(kept, self._link.peer, group=self._link.direct), kept))
 
     def _wait_for_first(self) -> None:
@@ -236,13 +237,13 @@ class Receiver(ReceivingEnd):
         """
         link = self._link
         with peers(), nullcontext() if link.idle is None else torch.cuda.stream(link.idle):
-            tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=link.device) for leaf in layout.tensors]
-            works = [dist.irecv(tensor, link.peer, group=link.direct) for tensor in tensors]
-        for tensor, work in zip(tensors, works, strict=True):
+            runs = [torch.empty(leaf.shape.numel(), dtype=leaf.dtype, device=link.device) for leaf in layout.tensors]
+            works = [dist.irecv(run, link.peer, group=link.direct) for run in runs]
+        for run, work in zip(runs, works, strict=True):
             self._wait(work)
             if link.idle is not None:
-                tensor.record_stream(torch.cuda.current_stream(link.device))
-        return tensors
+                run.record_stream(torch.cuda.current_stream(link.device))
+        return [leaf.of(run) for leaf, run in zip(layout.tensors, runs, strict=True)]
 
     def _post(self) -> None:
         buffer = self._link.buffer(self._capacity.now)

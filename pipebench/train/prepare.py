@@ -165,6 +165,8 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
         correction_decay=parallelism.correction_decay or CORRECTION_DECAY,
         steps_on_whole=not is_elementwise(train.optimizer),
         repartitions=switches,
+        compiled=recipe.engine.compile,
+        channels_last=recipe.engine.channels_last,
     )
 
 

@@ -18,6 +18,7 @@ from pipebench.distributed import collectives as together
 from pipebench.distributed import engine as distributed
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
+from pipebench.engine.worker import Worker
 from tests.distributed.cases import Case, Outcome, in_processes, small_setup
 from tests.distributed.cases import distributed as run_case
 from tests.distributed.zoo_cases import ZooCase
@@ -60,14 +61,14 @@ def rehearsed(world: World, cases: Sequence[Case | ZooCase]) -> list[Outcome]:
     found = []
     times = [0]
 
-    def watched(setup: Setup, world: World, index: int) -> None:
+    def watched(setup: Setup, world: World, own: Worker) -> None:
         torch.default_generator.manual_seed(world.rank)
         before = torch.get_rng_state()
-        warm_up.warm_up(setup, world, index)
+        warm_up.warm_up(setup, world, own)
         assert torch.equal(torch.get_rng_state(), before)
         times[0] += 1
 
-    with _replaced(distributed, "needs_warm_up", lambda device: True), _replaced(distributed, "warm_up", watched):
+    with _replaced(distributed, "needs_warm_up", lambda setup: True), _replaced(distributed, "warm_up", watched):
         for case in cases:
             if isinstance(case, ZooCase):
                 found.append(in_processes(world, case.setup(), case.segments))
@@ -81,7 +82,7 @@ def facts_after_a_rehearsal(world: World, case: Case) -> list[Any]:
     """Return what an engine has counted, measured and holds when its clock starts, with and without a warm_up."""
     found: list[Any] = []
     for gains in (False, True):
-        with _replaced(distributed, "needs_warm_up", lambda device, gains=gains: gains):
+        with _replaced(distributed, "needs_warm_up", lambda setup, gains=gains: gains):
             engine = distributed.DistributedEngine(small_setup(case), world)
         engine.start_clock()
         (replica,) = engine.worker.replicas.values()
