@@ -153,8 +153,8 @@ class Form(NamedTuple):
     """A hashable key of a message's layout, made quickly."""
 
     structure: Structure  # the leaves' containers
-    # A tensor's type, shape, whether it gets a gradient and is channels last; of other values type and value, since 1, 1.0 and True are
-    # equal but not the same
+    # A tensor's type, shape, whether it gets a gradient and is channels last; of other values type and value, since
+    # 1, 1.0 and True are equal but not the same
     leaves: tuple[tuple[Any, ...], ...]
 
     def layout(self) -> MessageLayout:
@@ -186,7 +186,9 @@ def form_of(values: Any) -> tuple[Form, list[torch.Tensor]]:
     leaves, structure = flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     shaped = [
-        (leaf.dtype, leaf.shape, leaf.requires_grad, is_channels_last(leaf)) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
+        (leaf.dtype, leaf.shape, leaf.requires_grad, is_channels_last(leaf))
+        if isinstance(leaf, torch.Tensor)
+        else (type(leaf), leaf)
         for leaf in leaves
     ]
     return Form(structure, tuple(shaped)), tensors

@@ -162,9 +162,7 @@ class _Neighbours:
         return leaf.detach().to(self._setup.device).requires_grad_(leaf.requires_grad)
 
 
-def _train(
-    setup: Setup, worker: Worker, neighbours: _Neighbours, minibatch: int = 0, *, updates: bool = True
-) -> None:
+def _train(setup: Setup, worker: Worker, neighbours: _Neighbours, minibatch: int = 0, *, updates: bool = True) -> None:
     feed, divisors = training_feed(setup, minibatch, 1)
     program = _of_first_unit(programs(setup.pipeline, 1)[worker.index])
     try:

@@ -32,7 +32,7 @@ def lay_out(module: nn.Module) -> None:
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the same numbers whose shape follows their order in memory: [N, H, W, C] if channels last."""
+    """Return the same numbers in a shape that follows their order in memory: [N, H, W, C] if channels last."""
     return tensor.permute(0, 2, 3, 1) if is_channels_last(tensor) else tensor.contiguous()
 
 

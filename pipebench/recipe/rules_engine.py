@@ -33,11 +33,11 @@ def _compiled(draft: Draft, compiles: bool, mode: str) -> Problems:
             problem = f"got {shown(given[name])} with engine.compile, {why}"
             yield f"parallelism.{name}", f"{problem}: allowed is null, or engine.compile: false"
     row = MODES[mode]
-    if given["vpipe"] is None and given["recompute_layers"] is None and (given["recompute"] or row.recompute):
-        if given["recompute"] is not False:
-            told = shown(given["recompute"]) + (f", mode {mode}'s own," if given["recompute"] is None else "")
-            problem = f"got {told} with engine.compile, {_WITHOUT['recompute_layers']}"
-            yield "parallelism.recompute", f"{problem}: allowed is false, or engine.compile: false"
+    by_layer = given["vpipe"] is not None or given["recompute_layers"] is not None
+    if not by_layer and (row.recompute if given["recompute"] is None else given["recompute"]):
+        told = shown(given["recompute"]) + (f", mode {mode}'s own," if given["recompute"] is None else "")
+        problem = f"got {told} with engine.compile, {_WITHOUT['recompute_layers']}"
+        yield "parallelism.recompute", f"{problem}: allowed is false, or engine.compile: false"
     if (given["backward"] or row.backward) == SPLIT:
         key, value = ("mode", mode) if given["backward"] is None else ("backward", given["backward"])
         problem = f"got {value} with engine.compile, whose backward is one piece"

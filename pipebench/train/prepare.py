@@ -196,8 +196,8 @@ def _check_compiled(recipe: Recipe, graph: LayerGraph, plan: Plan) -> None:
     other = next(((layer.name, policy) for layer, policy in pairs if policy != KEEP), None)
     if recipe.engine.compile and other is not None:
         raise PlanError(
-            f"engine.compile: got true with a plan that says {other[1]} for layer {other[0]}, and a compiled stage keeps "
-            f"what its own backward reads; set engine.compile: false, or {KEEP} for all layers"
+            f"engine.compile: got true with a plan that says {other[1]} for layer {other[0]}, and a compiled stage "
+            f"keeps what its own backward reads; set engine.compile: false, or {KEEP} for all layers"
         )
 
 

@@ -90,8 +90,9 @@ def _heading(subject: Subject, pairs: int, command: str) -> Iterator[str]:
         versions += f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
     yield from ("# Against plain PyTorch on a GPU", "")
     yield f"Written by `{command}` on {time.strftime('%Y-%m-%d')}: {devices}, {usable_cores():g} cores. {versions}."
-    yield f"{subject}. Each ratio is the speed of ours over theirs: median and range of {pairs} interleaved pairs in the"
-    yield "same processes. Predictions are from a profile taken first; error: measured over predicted seconds, less one."
+    yield f"{subject}. Each ratio is the speed of ours over theirs: median and range of {pairs} interleaved pairs in"
+    yield "the same processes. Predictions are from a profile taken first; error: measured over predicted seconds, less"
+    yield "one."
     if len(names) == 1:
         yield "Two processes share the device; their messages go through sockets."
     yield from (f"Load average of the minute before: {os.getloadavg()[0]:.1f}.", "")

@@ -128,3 +128,23 @@ def _replaced(where: Any, name: str, stand_in: Any) -> Iterator[None]:
         yield
     finally:
         setattr(where, name, before)
+
+
+def compiled(world: World, case: Case) -> tuple[list[int], dict[str, torch.Tensor], list[Any]]:
+    """Train a case, compiled or not; return the graphs compiled at the start and the end, and what was trained.
+
+    The last is what the engine counted and held when its clock started.
+    """
+    graphs: dict[str, int] = torch._dynamo.utils.counters["stats"]
+    engine = distributed.DistributedEngine(small_setup(case), world)
+    engine.start_clock()
+    (replica,) = engine.worker.replicas.values()
+    traces = [replica.gradients, replica.in_flight, replica.weights.newest.number, dict(replica.states)]
+    buffers = {name: buffer.clone() for name, buffer in replica.module.named_buffers()}
+    counts, done = [graphs["unique_graphs"]], 0
+    for count in case.segments:
+        done += engine.train(done, count)
+    counts.append(graphs["unique_graphs"])
+    trained = {name: tensor.detach().clone() for name, tensor in replica.weights.trained().items()}
+    engine.close()
+    return counts, trained, [traces, buffers]

@@ -1,8 +1,6 @@
-"""Compiled stages (`engine.compile`): the same results, bytes that are those of what is saved, no second compilation."""
+"""Compiled stages (`engine.compile`): the same results, the bytes of what is saved, no second compilation."""
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +32,9 @@ class Drops(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.default_generator.manual_seed(3)
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.4), nn.LayerNorm(8), nn.Linear(8, 4)).double()
+        self.body = nn.Sequential(
+            nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.4), nn.LayerNorm(8), nn.Linear(8, 4)
+        ).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
@@ -110,9 +110,19 @@ MODES: dict[str, dict[str, Any]] = {
     "1F1B with a flush": {"plan": ([4], [1, 1]), "weights": "one", "microbatches": 2},
     "all forwards": {"plan": ([4], [1, 1]), "weights": "one", "order": "all-forwards", "microbatches": 2},
     "dp": {"plan": ([], [2]), "weights": "one"},
-    "interleaved": {"plan": ([2, 4, 6], [1] * 4), "weights": "one", "order": "interleaved", "chunks": 2, "microbatches": 2},
+    "interleaved": {
+        "plan": ([2, 4, 6], [1] * 4),
+        "weights": "one",
+        "order": "interleaved",
+        "chunks": 2,
+        "microbatches": 2,
+    },
     "two buffers": {"plan": ([4], [1, 1]), "weights": "double-buffer", "accumulate": 2},
-    "predicted": {"plan": ([4], [1, 1]), "weights": "predict", "make_optimizer": lambda p: torch.optim.SGD(p, 0.1, 0.9)},
+    "predicted": {
+        "plan": ([4], [1, 1]),
+        "weights": "predict",
+        "make_optimizer": lambda p: torch.optim.SGD(p, 0.1, 0.9),
+    },
     "optimizer shared out": {"plan": ([], [2]), "weights": "one", "shard": "optimizer"},
     "a short minibatch": {"plan": ([4], [1, 1]), "dataset": Blobs(num_train=22)},
 }

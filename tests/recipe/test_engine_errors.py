@@ -5,10 +5,19 @@ import pytest
 from pipebench.errors import PlanError, RecipeError
 from pipebench.model.plan_layers import form_of
 from pipebench.recipe.load import load
+from pipebench.recipe.preflight import preflight
 from pipebench.train.job import Job
 from pipebench.train.prepare import prepare
 from tests.recipe.conftest import VALID, Write
 
+TEXT = """\
+name: small
+model: {name: gpt2, num_layers: 2, width: 16, num_heads: 4, vocabulary: 10000, max_tokens: 16}
+dataset: {name: king_james, bptt: 16}
+train: {minibatch_size: 32, optimizer: {name: sgd, lr: 0.02}, max_epochs: 10}
+cluster: {name: cluster-a}
+parallelism: {mode: dp}
+"""
 COMPILED = [
     (
         "parallelism={mode: gpipe, plan: 2-1-1}",
@@ -25,28 +34,33 @@ COMPILED = [
         "parallelism={mode: zero-bubble, plan: straight}",
         "parallelism.mode: got zero-bubble with engine.compile, whose backward is one piece: allowed is backward",
     ),
-    ("parallelism={mode: auto, plan: auto}", "parallelism.mode: got auto with engine.compile, which not every mode goes with"),
-    ("parallelism={mode: dp, plan: auto, tensor: 4}", "parallelism.tensor: got 4 with engine.compile, and slices send each other"),
+    (
+        "parallelism={mode: auto, plan: auto}",
+        "parallelism.mode: got auto with engine.compile, which not every mode goes with",
+    ),
+    (
+        "parallelism={mode: dp, plan: auto, tensor: 4}",
+        "parallelism.tensor: got 4 with engine.compile, and slices send each other",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("override", "message"), COMPILED)
 def test_what_compiled_stages_cannot_do_is_refused(write: Write, override: str, message: str) -> None:
-    text = VALID.replace("name: vgg16, width: 0.125, batch_norm: true, num_classes: 10, in_channels: 1, image_size: 32",
-                         "name: gpt2, num_layers: 2, width: 16, num_heads: 4, vocabulary: 10000, max_tokens: 16")  # fmt: skip
-    text = text.replace("mnist5k", "king_james, bptt: 16").replace("metric: top1, value: 0.95", "metric: perplexity, value: 9")
-    path = write(text if "tensor" in override else VALID)
+    path = write(TEXT if "tensor" in override else VALID)
     load(str(path), [override])
     with pytest.raises(RecipeError, match=message) as caught:
         load(str(path), [override, "engine.compile=true"])
     assert len(caught.value.faults) == 1, str(caught.value)
 
 
-@pytest.mark.parametrize("override", ["parallelism={mode: zero1, plan: auto}", "parallelism={mode: dp, plan: auto, shard: gradients}"])
+@pytest.mark.parametrize(
+    "override", ["parallelism={mode: zero1, plan: auto}", "parallelism={mode: dp, plan: auto, shard: gradients}"]
+)
 def test_channels_last_is_refused_with_shards(write: Write, override: str) -> None:
     path = write()
     load(str(path), [override])
-    with pytest.raises(RecipeError, match="with engine.channels_last, and shards are cut in the order of") as caught:
+    with pytest.raises(RecipeError, match=r"with engine\.channels_last, and shards are cut in the order of") as caught:
         load(str(path), [override, "engine.channels_last=true"])
     assert len(caught.value.faults) == 1, str(caught.value)
 
@@ -60,10 +74,19 @@ def test_a_plan_s_file_that_recomputes_is_refused_with_compiled_stages(write: Wr
     write(form.text(), "plan.json")
     of_file = [*straight[:2], "parallelism={mode: pipedream, plan: plan.json}"]
     assert "recompute" in prepared(of_file).setup.plan.stages[0].memory
-    with pytest.raises(PlanError, match="engine.compile: got true with a plan that says recompute for layer features_1"):
+    with pytest.raises(PlanError, match="got true with a plan that says recompute for layer features_1"):
         prepared([*of_file, "engine.compile=true"])
 
 
 def prepared(overrides: list[str]) -> Job:
     loaded = load("r.yaml", overrides)
     return prepare(loaded.recipe, loaded.cluster, trains=False)
+
+
+def test_a_missing_compiler_is_told_before_the_run(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(str(write()), ["engine.compile=true", "engine.device=cpu"])
+    preflight(loaded)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    preflight(loaded, trains=False)
+    with pytest.raises(RecipeError, match="engine.compile: got true, .* and no-such-compiler isn't here; allowed is"):
+        preflight(loaded)

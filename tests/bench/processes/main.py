@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -113,9 +112,7 @@ def _print_given(console: Console, given: Given) -> None:
     )
 
 
-def _speed(
-    given: Given, found: Machine, rows: Sequence[Row], pairs: int, environment: dict[str, str]
-) -> Table:
+def _speed(given: Given, found: Machine, rows: Sequence[Row], pairs: int, environment: dict[str, str]) -> Table:
     table = Table(f"speed, {pairs} interleaved pairs", *HEAD)
     for cells in rows_of(given, found, rows, pairs, environment):
         table.add_row(*cells)

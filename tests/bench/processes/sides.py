@@ -14,7 +14,17 @@ from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
 from tests.bench.processes.ours import Ours
-from tests.bench.processes.references import DDP, FSDP, GPIPE, ONE_F_ONE_B, Alone, DataParallel, FullyShard, Pipelined, Plain
+from tests.bench.processes.references import (
+    DDP,
+    FSDP,
+    GPIPE,
+    ONE_F_ONE_B,
+    Alone,
+    DataParallel,
+    FullyShard,
+    Pipelined,
+    Plain,
+)
 from tests.bench.processes.subject import Case, Subject, make_setup
 
 ALONE, PLAIN = "slowest stage alone", "plain loop"

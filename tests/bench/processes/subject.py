@@ -91,7 +91,7 @@ class Subject:
 
     @property
     def engine(self) -> EngineRecipe:
-        """torch's settings; a process on CPUs has one thread."""
+        """Torch's settings; a process on CPUs has one thread."""
         threads = 1 if self.device == "cpu" else "auto"
         return EngineRecipe(
             threads=threads, deterministic=self.deterministic, tf32=self.tf32, channels_last=self.channels_last
