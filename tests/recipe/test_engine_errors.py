@@ -88,5 +88,5 @@ def test_a_missing_compiler_is_told_before_the_run(write: Write, monkeypatch: py
     preflight(loaded)
     monkeypatch.setenv("CXX", "no-such-compiler")
     preflight(loaded, trains=False)
-    with pytest.raises(RecipeError, match="engine.compile: got true, .* and no-such-compiler isn't here; allowed is"):
+    with pytest.raises(RecipeError, match=r"engine\.compile: got true, .* and no-such-compiler isn't here; allowed is"):
         preflight(loaded)
