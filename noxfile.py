@@ -108,6 +108,12 @@ def gpu(session: nox.Session) -> None:
     session.run(python_with_pipebench(session), "-m", "pytest", "-m", "gpu", *session.posargs, external=True)
 
 
+@nox.session(name="gpu-bench", venv_backend="none")
+def gpu_bench(session: nox.Session) -> None:
+    """Measure against plain PyTorch and its pipelines on this machine's GPUs, and write `reports/gpu.md`."""
+    session.run(python_with_pipebench(session), "-m", "tests.bench.gpu", *session.posargs, external=True)
+
+
 @nox.session(venv_backend="none")
 def lab(session: nox.Session) -> None:
     """Take hosts and wires away from runs, compare what is left, and write `reports/lab.md`; Linux, root.

@@ -192,6 +192,8 @@ def make_setup(
     steps_on_whole: bool = False,
     repartitions: bool = False,
     ties: bool = False,
+    compiled: bool = False,
+    channels_last: bool = False,
 ) -> Setup:
     """Return a setup with unit costs; `plan` is a plan or (starts of later stages, replicas)."""
     graph = in_precision(graph or trace(model), precision)
@@ -225,8 +227,7 @@ def make_setup(
         held_out=held_out or InOrder(dataset.num_eval, minibatch_size),
         make_optimizer=make_optimizer, lr=lr, clip_norm=clip_norm, seed=seed, device=torch.device("cpu"),
         loss_scale=loss_scale, correction_decay=correction_decay, repartitions=repartitions,
-        steps_on_whole=steps_on_whole,
-
+        steps_on_whole=steps_on_whole, compiled=compiled, channels_last=channels_last,
     )  # fmt: skip
 
 

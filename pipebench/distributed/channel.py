@@ -34,6 +34,7 @@ from pipebench.distributed.message import (
     read_header,
     write_header,
 )
+from pipebench.model.memory_format import in_order
 
 AHEAD = 2  # receives posted before they are waited for; more would only take memory
 # Gloo locks the connection of two ranks while bytes arrive: posting the receive after next would wait for them, a
@@ -151,10 +152,6 @@ class ChannelSender(SendingEnd):
         if self._direct is not None:
             self._direct.flush()
 
-    def times_s(self) -> list[float]:
-        """See `SendingEnd`."""
-        return super().times_s() if self._direct is None else self._direct.times_s()
-
     def _wait_for_first(self) -> None:
         buffer, works = self._leaving.popleft()
         with peers():
@@ -234,13 +231,13 @@ class Receiver(ReceivingEnd):
         """
         link = self._link
         with peers(), nullcontext() if link.idle is None else torch.cuda.stream(link.idle):
-            tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=link.device) for leaf in layout.tensors]
-            works = [dist.irecv(tensor, link.peer, group=link.direct) for tensor in tensors]
-        for tensor, work in zip(tensors, works, strict=True):
+            runs = [torch.empty(leaf.shape.numel(), dtype=leaf.dtype, device=link.device) for leaf in layout.tensors]
+            works = [dist.irecv(run, link.peer, group=link.direct) for run in runs]
+        for run, work in zip(runs, works, strict=True):
             self._wait(work)
             if link.idle is not None:
-                tensor.record_stream(torch.cuda.current_stream(link.device))
-        return tensors
+                run.record_stream(torch.cuda.current_stream(link.device))
+        return [leaf.of(run) for leaf, run in zip(layout.tensors, runs, strict=True)]
 
     def _post(self) -> None:
         buffer = self._link.buffer(self._capacity.now)

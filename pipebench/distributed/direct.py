@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from pipebench.distributed.instruction_times import HostWatch
 from pipebench.distributed.launch_join import peers
+from pipebench.model.memory_format import in_order
 
 
 class DirectSends:
@@ -35,7 +36,7 @@ class DirectSends:
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors, in order, when all computing until here is done."""
         self._drop_sent()
-        kept = [tensor.detach().contiguous() for tensor in tensors]
+        kept = [in_order(tensor.detach()) for tensor in tensors]
         if self._watch is not None:
             start = self._watch.mark()
             self._watch.then(lambda: self._starts_s.append(start.s))

@@ -79,8 +79,8 @@ class DistributedEngine(TrainingEngine):
         self._transport = ChannelTransport(setup, world, self.worker.index, self._watch, self.meter, self.num_bytes)
         self._collectives = self._connected()
         self._pace = Pace(setup.device)
-        if needs_warm_up(setup.device):
-            warm_up(setup, world, self.worker.index)
+        if needs_warm_up(setup):
+            warm_up(setup, world, self.worker)
         if not setup.repartitions and (world.rank > 0 or setup.dataset.generates_with is None):
             # The stage has copies of what it needs; frees the rest of the model's memory.
             for whole in (setup.graph.model, setup.graph.root, setup.graph.evaluated.root):

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from pipebench.engine.structure import Structure, flatten, from_words, to_words, unflatten
+from pipebench.model.memory_format import is_channels_last, shaped
 
 ALIGNMENT = 64  # bytes; suits tensors of any type
 HEADER_BYTES = 64
-_OF_TENSOR = 3  # entries of a tensor in a form; others have two
+_OF_TENSOR = 4  # entries of a tensor in a form; others have two
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -68,13 +69,18 @@ def layout_in(data: torch.Tensor, header: Header, known: list["MessageLayout"]) 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a message: type, shape, whether it gets a gradient, offset."""
+    """One tensor of a message: type, shape, whether it gets a gradient and is channels last, offset."""
 
     dtype: torch.dtype
     shape: torch.Size
     requires_grad: bool
+    last: bool
     offset: int
     num_bytes: int
+
+    def of(self, run: torch.Tensor) -> torch.Tensor:
+        """Return a run of its numbers as this tensor."""
+        return shaped(run, self.shape, last=self.last)
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,9 @@ class MessageLayout:
     def to_text(self) -> bytes:
         """Return the layout as text, padded so that the tensors after it are aligned."""
         leaves = [
-            [str(leaf.dtype), list(leaf.shape), leaf.requires_grad] if isinstance(leaf, Leaf) else _in_words(leaf)
+            [str(leaf.dtype), list(leaf.shape), leaf.requires_grad, leaf.last]
+            if isinstance(leaf, Leaf)
+            else _in_words(leaf)
             for leaf in self.leaves
         ]
         text = json.dumps([to_words(self.structure), leaves]).encode()
@@ -113,7 +121,7 @@ class MessageLayout:
             if isinstance(leaf, dict):
                 leaves.append(_from_words(**leaf))
             else:
-                leaves.append((_DTYPES[leaf[0]], torch.Size(leaf[1]), leaf[2]))
+                leaves.append((_DTYPES[leaf[0]], torch.Size(leaf[1]), *leaf[2:]))
         return _laid_out(from_words(structure), leaves)
 
     def views(self, data: Any, start: int = 0) -> list[torch.Tensor]:
@@ -122,7 +130,7 @@ class MessageLayout:
         Each has its own storage, which references the bytes, so that autograd versions them separately.
         """
         return [
-            torch.frombuffer(data, dtype=leaf.dtype, count=count, offset=start + leaf.offset).view(leaf.shape)
+            leaf.of(torch.frombuffer(data, dtype=leaf.dtype, count=count, offset=start + leaf.offset))
             if (count := leaf.shape.numel())
             else torch.empty(leaf.shape, dtype=leaf.dtype)
             for leaf in self.tensors
@@ -142,8 +150,8 @@ class Form(NamedTuple):
     """A hashable key of a message's layout, made quickly."""
 
     structure: Structure  # the leaves' containers
-    # A tensor's type, shape and whether it gets a gradient; of other values type and value, since 1, 1.0 and True are
-    # equal but not the same
+    # A tensor's type, shape, whether it gets a gradient and is channels last; of other values type and value, since
+    # 1, 1.0 and True are equal but not the same
     leaves: tuple[tuple[Any, ...], ...]
 
     def layout(self) -> MessageLayout:
@@ -175,7 +183,9 @@ def form_of(values: Any) -> tuple[Form, list[torch.Tensor]]:
     leaves, structure = flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     shaped = [
-        (leaf.dtype, leaf.shape, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
+        (leaf.dtype, leaf.shape, leaf.requires_grad, is_channels_last(leaf))
+        if isinstance(leaf, torch.Tensor)
+        else (type(leaf), leaf)
         for leaf in leaves
     ]
     return Form(structure, tuple(shaped)), tensors
@@ -207,9 +217,9 @@ def _laid_out(structure: Structure, shaped: Sequence[Any]) -> MessageLayout:
     end, payload = 0, 0
     for leaf in shaped:
         if isinstance(leaf, tuple):
-            dtype, shape, requires_grad = leaf
+            dtype, shape, requires_grad, last = leaf
             num_bytes = shape.numel() * dtype.itemsize
-            leaves.append(Leaf(dtype, shape, requires_grad, end, num_bytes))
+            leaves.append(Leaf(dtype, shape, requires_grad, last, end, num_bytes))
             end, payload = end + aligned(num_bytes), payload + num_bytes
         else:
             leaves.append(leaf)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pipebench.distributed.instruction_times import HostWatch, Moment
 from pipebench.distributed.launch_join import peers
 from pipebench.distributed.shared_sum import SharedSum, Sharing, room_bytes
+from pipebench.model.memory_format import is_channels_last, shaped
 from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
 
 OnBucket = Callable[[int, Moment, Moment], None]  # bytes, start, end
@@ -110,7 +111,8 @@ class _Bucket:
         self.travels = self.sum.data
         self.data = torch.empty_like(self.travels, device=like[indices[0]].device) if host_copy else self.travels
         pieces = torch.split(self.data, [like[i].numel() for i in indices])
-        self.places = {i: piece.view(like[i].shape) for i, piece in zip(indices, pieces, strict=True)}
+        runs = zip(indices, pieces, strict=True)
+        self.places = {i: shaped(run, like[i].shape, last=is_channels_last(like[i])) for i, run in runs}
         self.missing = set(indices)
         self.is_free = False
         self.set_out = Moment()

@@ -24,6 +24,7 @@ from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import Layouts, MessageLayout, form_of
 from pipebench.distributed.pipes import PipePair, join_pairs
 from pipebench.distributed.world import World
+from pipebench.model.memory_format import in_order
 
 # Slot, the sender's file descriptor, start in the file, size, unit, number of the layout, bytes of the layout's text
 # that follow; time of the send, note.
@@ -91,7 +92,7 @@ class SharedSender(SendingEnd):
         slot = self._slots[index]
         for leaf, tensor in zip(layout.tensors, tensors, strict=True):
             if leaf.num_bytes:
-                whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+                whole = in_order(tensor.detach().resolve_conj().resolve_neg())
                 _write(self._file, bytes_of(whole), slot.start + leaf.offset)
         record = _RECORD.pack(index, self._file, *slot, unit, number, len(text), self._clock(), note)
         self._line.write(record + text)

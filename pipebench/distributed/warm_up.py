@@ -7,10 +7,13 @@ of every stage computes.
 
 Only GPUs need it, but it runs on any device; tests check on a CPU that it leaves no traces. Weights, optimizer, running
 statistics and carried states are copies; random generators are restored.
+
+Stages that are compiled (`engine.compile`) are so here, too, on any device: the worker's own stages then run a forward
+and a backward of every size, and what changes in them is restored.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +24,7 @@ from pipebench.distributed.channel import ChannelLink, ChannelSender, Receiver
 from pipebench.distributed.world import World
 from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.in_situ import AloneCollectives, zero_gradients
+from pipebench.engine.replica import Replica
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
@@ -35,16 +39,16 @@ _NOTHING = float("nan")
 _CPU = torch.device("cpu")
 
 
-def needs_warm_up(device: torch.device) -> bool:
-    """Return whether a device needs warm-up; a CPU has nothing to wait for."""
-    return device.type == "cuda"
+def needs_warm_up(setup: Setup) -> bool:
+    """Return whether a run needs warm-up; a CPU has nothing to wait for but compilation."""
+    return setup.device.type == "cuda" or setup.compiled
 
 
-def warm_up(setup: Setup, world: World, index: int) -> None:
+def warm_up(setup: Setup, world: World, own: Worker) -> None:
     """Run the first unit, and an evaluation's, through copies of this worker's stages; all processes call it.
 
     Every stage has one replica here, computed by all its workers: all run unit 0. The setup's graph still has the
-    model; `index` is this process's worker.
+    model; `own` is this process's worker.
 
     Raises:
         PeerLostError: a worker is gone.
@@ -54,9 +58,11 @@ def warm_up(setup: Setup, world: World, index: int) -> None:
         torch.cuda.synchronize(setup.device)
     alone = _alone(setup)
     with _kept_random_state(setup.device):
-        worker = Worker(alone, setup.pipeline.stages_of(index)[0])
-        _train(alone, worker, _Neighbours(setup, index))
-        _evaluate(alone, worker, _Neighbours(setup, index))
+        worker = Worker(alone, setup.pipeline.stages_of(own.index)[0])
+        _train(alone, worker, _Neighbours(setup, own.index))
+        _evaluate(alone, worker, _Neighbours(setup, own.index))
+        if setup.compiled:
+            _compile(alone, worker, own)
     if on_gpu:
         torch.cuda.synchronize(setup.device)
 
@@ -66,7 +72,34 @@ def _alone(setup: Setup) -> Setup:
     once = (1,) * setup.pipeline.num_stages
     evaluation = replace(setup.evaluation, pipeline=replace(setup.evaluation.pipeline, replicas=once))
     pipeline = replace(setup.pipeline, replicas=once, shares_norm=False)
-    return replace(setup, pipeline=pipeline, evaluation=evaluation)
+    return replace(setup, pipeline=pipeline, evaluation=evaluation, compiled=False)
+
+
+def _compile(setup: Setup, worker: Worker, own: Worker) -> None:
+    """Run a minibatch of every size, but no update, through a worker's own stages, which compiles them."""
+    worker.replicas, worker.running = own.replicas, dict(own.running)
+    sampler = setup.sampler
+    beginning = (k for k in reversed(range(sampler.minibatches_per_epoch)) if sampler.stream(k).starts)
+    first_of_size = {sampler.size(k): k for k in beginning}  # without a carried state
+    for minibatch in sorted(first_of_size.values()):
+        with ExitStack() as stack:
+            for replica in own.replicas.values():
+                stack.enter_context(_without_traces(replica))
+            _train(setup, worker, _Neighbours(setup, own.index), minibatch, updates=False)
+
+
+@contextmanager
+def _without_traces(replica: Replica) -> Iterator[None]:
+    """Give a replica memory for its weights, whatever they are; afterwards drop gradients and restore statistics."""
+    before = [buffer.clone() for buffer in replica.module.buffers()]
+    replica.weights.allocate()
+    yield
+    replica.weights.free()
+    replica.gradients = [None] * len(replica.gradients)
+    replica.states.clear()
+    with torch.no_grad():
+        for buffer, value in zip(replica.module.buffers(), before, strict=True):
+            buffer.copy_(value)
 
 
 class _Neighbours:
@@ -129,11 +162,12 @@ class _Neighbours:
         return leaf.detach().to(self._setup.device).requires_grad_(leaf.requires_grad)
 
 
-def _train(setup: Setup, worker: Worker, neighbours: _Neighbours) -> None:
-    feed, divisors = training_feed(setup, 0, 1)
+def _train(setup: Setup, worker: Worker, neighbours: _Neighbours, minibatch: int = 0, *, updates: bool = True) -> None:
+    feed, divisors = training_feed(setup, minibatch, 1)
+    program = _of_first_unit(programs(setup.pipeline, 1)[worker.index])
     try:
-        worker.begin_training(feed, 0, 1, divisors)
-        _play(_of_first_unit(programs(setup.pipeline, 1)[worker.index]), worker, neighbours)
+        worker.begin_training(feed, minibatch, 1, divisors)
+        _play((it for it in program if updates or it.op is not Op.UPDATE), worker, neighbours)
     finally:
         feed.close()
 

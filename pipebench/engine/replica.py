@@ -3,7 +3,7 @@
 It knows no schedule, clock, transport or mode: callers choose the version of each minibatch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import Accumulation, OnGradient
+from pipebench.engine.compiled import compiled
 from pipebench.engine.in_flight import (
     InFlight,
     detached,
@@ -28,6 +29,7 @@ from pipebench.engine.split import SplitBackward, backward_weight, kept_bytes
 from pipebench.engine.streams import ALONE, StreamSlot, StreamStates
 from pipebench.engine.swap import Swap
 from pipebench.engine.weights import Weights
+from pipebench.model.memory_format import channels_last, lay_out
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.precision import lower
 from pipebench.model.sampling import name_hash
@@ -67,6 +69,8 @@ class ReplicaRules(NamedTuple):
     gamma: float | None = None  # see `MovedWeights`
     loss_scale: LossScaleRecipe | None = None  # None: no scaling
     divide: Divide | None = None  # its part of the parameters, where replicas are sharded
+    compiled: bool = False  # whether its layers are compiled, for training
+    channels_last: bool = False  # whether images and weights of convolutions are laid out channels last
 
 
 _PLAIN = ReplicaRules()
@@ -90,6 +94,9 @@ class Replica:
     ) -> None:
         self.stage = stage
         self.module = stage.module.to(device)
+        self._channels_last = rules.channels_last
+        if rules.channels_last:
+            lay_out(self.module)
         self._evaluation = _evaluation_of(stage, device)
         # In mixed precision, the rounded parameters; the weights hold the masters of trained ones.
         self.exact = lower([self.module, self._evaluation.module], stage.rounding)
@@ -118,6 +125,7 @@ class Replica:
         self._accumulation = Accumulation(len(self.weights.names))
         stage.seeder.seed, stage.seeder.device = seed, device
         stage.enter()
+        self._call: Callable[..., Any] = compiled(stage) if rules.compiled else self.module
 
     def forward(
         self,
@@ -148,7 +156,7 @@ class Replica:
         self.weights.bind(weights)
         item = self._in_flight[unit] = InFlight(version, weights, received, draw, loss, self.states.take_up(place))
         self.stage.seeder.draw, self.stage.loss.function = draw, loss
-        outputs = self._run(item, [*inputs, *received.values()])
+        outputs = self._run(item, [*self._laid_out(inputs), *received.values()])
         self.states.lay_down(place)
         leaving = outputs[: len(self.stage.returns)]
         values = {layer: detached(value) for layer, value in zip(self.stage.returns, leaving, strict=True)}
@@ -249,7 +257,7 @@ class Replica:
         stage.seeder.draw = (_EVALUATION, *draw)
         self.states.take_up(place)
         with torch.no_grad():
-            outputs = stage.module(*inputs, *(received[layer] for layer in stage.reads))
+            outputs = stage.module(*self._laid_out(inputs), *(received[layer] for layer in stage.reads))
         self.states.lay_down(place)
         self.stage.enter()
         return dict(zip(stage.returns, outputs, strict=False)), outputs[-1] if stage.is_last else None
@@ -328,11 +336,11 @@ class Replica:
             for each in self.stage.swapped:
                 each.keeper = item.swap
         if shapes in self._saves:
-            outputs = self.module(*arguments)
+            outputs = self._call(*arguments)
         else:
             saved: dict[int, torch.UntypedStorage] = {}
             with record_saved(saved, self.stage.recomputed):
-                outputs = self.module(*arguments)
+                outputs = self._call(*arguments)
             own = self._own_storages(item)
             kept = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
             self._saves[shapes] = _Saves(kept, frozenset() if item.swap is None else item.swap.saved_with(saved))
@@ -340,6 +348,9 @@ class Replica:
         if item.swap is not None:
             item.swap.settle(self._saves[shapes].staying, self._own_storages(item), tensors_in(item.received))
         return outputs
+
+    def _laid_out(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return [channels_last(each) for each in inputs] if self._channels_last else inputs
 
     def _own_storages(self, item: InFlight) -> set[int]:
         """Return the addresses of a unit's weights and the stage's other tensors."""

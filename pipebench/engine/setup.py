@@ -45,6 +45,8 @@ class Setup:
     correction_decay: float = CORRECTION_DECAY  # PipeMare's D, see `gamma`
     steps_on_whole: bool = False  # whether the optimizer needs parameters whole: shards don't cut them then
     repartitions: bool = False  # whether layers may move: processes then keep the model and connect all stages
+    compiled: bool = False  # whether stages are compiled
+    channels_last: bool = False  # whether images and weights of convolutions are laid out channels last
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -12,16 +12,23 @@ import torch
 from torch import nn
 
 from pipebench.engine.shards import Piece
+from pipebench.model.memory_format import is_channels_last, shaped
 
 _ALIGNED_BYTES = 256  # cudaMalloc's alignment: kernels read as fast as from separate tensors
 
 
 class Like(NamedTuple):
-    """A parameter's shape, dtype and device."""
+    """A parameter's shape, dtype, device and order in memory."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    last: bool  # whether its channels are last
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "Like":
+        """Return what is to be like a tensor."""
+        return Like(tensor.shape, tensor.dtype, tensor.device, is_channels_last(tensor))
 
     @property
     def nbytes(self) -> int:
@@ -53,8 +60,8 @@ class Version:
             flat = torch.zeros(total, dtype=first.dtype, device=first.device)
             self.flats.append(flat)
             for index, start in zip(group.indices, starts, strict=True):
-                shape = likes[index].shape
-                views[index] = flat[start : start + shape.numel()].view(shape).detach().requires_grad_()
+                shape, run = likes[index].shape, flat[start : start + likes[index].shape.numel()]
+                views[index] = shaped(run, shape, last=likes[index].last).detach().requires_grad_()
         self.parameters = [views[index] for index in range(len(likes))]  # leaf views, in the stage's order
         # What an optimizer steps on: all of them, or these pieces
         self.stepped = self.parameters if pieces is None else [p.of(self.parameters[p.place]) for p in pieces]
@@ -72,7 +79,7 @@ def _places_in_buffer(likes: Sequence[Like], *, packed: bool) -> tuple[list[int]
 
 def apart(values: Sequence[torch.Tensor]) -> Version:
     """Return copies of parameters for the optimizer alone; no module needs a buffer layout."""
-    likes = [Like(value.shape, value.dtype, value.device) for value in values]
+    likes = [Like.of(value) for value in values]
     made = Version(likes, grouped([], likes))
     fill(made, values)
     return made

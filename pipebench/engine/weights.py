@@ -22,6 +22,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from pipebench.engine.shards import Divide, Piece
 from pipebench.engine.version import Like, Version, apart, fill, grouped, recurrent_in
+from pipebench.model.memory_format import laid_out_as
 from pipebench.model.optimizer import MakeOptimizer, average_in
 from pipebench.schedule.version_ledger import VersionLedger
 
@@ -69,7 +70,7 @@ class Weights:
         self._overwrite = overwrite
         self._places = _places([module, *also], [p for _, p in named])
         self._recurrent = list(recurrent_in(module, [p for _, p in named]))
-        self._likes = [Like(p.shape, p.dtype, p.device) for _, p in named]
+        self._likes = [Like.of(p) for _, p in named]
         self._groups = grouped([order for _, order in self._recurrent], self._likes)
         self.version_bytes = sum(like.nbytes for like in self._likes)  # of one version
         self.sharding = sharding = None if divide is None else divide(dict(named))
@@ -251,6 +252,9 @@ class Weights:
         if self.optimizer is None:
             return
         stepped = self._stepped
+        if any(like.last for like in self._likes):
+            # Fused optimizers walk through parameters and gradients as they lie in memory.
+            gradients = laid_out_as(gradients, stepped)
         for parameter, gradient in zip(stepped, gradients, strict=True):
             parameter.grad = gradient
         for group, share in zip(self.optimizer.param_groups, self._shares, strict=True):
@@ -324,7 +328,9 @@ class Weights:
             taken = self.optimizer.state[order[index]]
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    taken[key] = value.to(taken[key].device, copy=True)
+                    own = value.to(taken[key].device, copy=True)
+                    whole = own.shape == order[index].shape
+                    (taken[key],) = laid_out_as([own], [order[index]]) if whole else [own]
         self._some_are_fresh = isinstance(self.optimizer, torch.optim.SGD) and 0 < len(given) < len(order)
         self._count_state()
 

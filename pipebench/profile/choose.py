@@ -96,6 +96,7 @@ def _machine(recipe: Recipe, device: torch.device) -> dict[str, object]:
             "threads": torch.get_num_threads(),
             "deterministic": recipe.engine.deterministic,
             "tf32": recipe.engine.tf32,
+            "channels_last": recipe.engine.channels_last,
         }
 
 

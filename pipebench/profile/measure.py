@@ -23,6 +23,7 @@ from pipebench.model.device import torch_settings
 from pipebench.model.graph import LayerGraph
 from pipebench.model.heap import keep_freed_blocks
 from pipebench.model.loading import AHEAD, Source, onto_device
+from pipebench.model.memory_format import channels_last, lay_out
 from pipebench.model.optimizer import make_optimizer, state_bytes_per_byte
 from pipebench.model.precision import lower
 from pipebench.profile.clocks import Clock, Reading, device_clock
@@ -62,7 +63,8 @@ def measured_profile(
     keep_freed_blocks()  # as training does
     try:
         with torch_settings(engine):
-            return _measured(_Passes(graph, dataset, device, repeats), sizes, optimizer, model_text, on_progress)
+            passes = _Passes(graph, dataset, device, repeats, engine.channels_last)
+            return _measured(passes, sizes, optimizer, model_text, on_progress)
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -145,12 +147,15 @@ class _Passes:
     dataset: Dataset
     device: torch.device
     repeats: int
+    channels_last: bool = False
 
     @cached_property
     def root(self) -> nn.Module:
         """The copy, on the device and in the precision of training."""
         root = copy.deepcopy(self.graph.root).to(self.device).train()
         lower([root], self.graph.rounding)
+        if self.channels_last:
+            lay_out(root)
         return root
 
     @property
@@ -208,7 +213,10 @@ class _Passes:
     def _fetch(self, size: int, k: int, fields: Sequence[str]) -> _Samples:
         """Return the k-th minibatch of the training samples, on the device."""
         fetched = Source(self.dataset, "train", fields, self.device).fetch((self._indices(size, k), 0))
-        return {name: onto_device(value, self.device) for name, value in fetched.items()}
+        there = {name: onto_device(value, self.device) for name, value in fetched.items()}
+        if self.channels_last:
+            there |= {name: channels_last(there[name]) for name in self.dataset.inputs if name in there}
+        return there
 
     def _whole_step(self, samples: _Samples) -> Reading:
         """Run one forward and backward of the whole model, as a user would write it."""

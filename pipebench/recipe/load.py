@@ -21,6 +21,7 @@ from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeE
 from pipebench.hooks import hooks, with_section
 from pipebench.recipe import (  # noqa: F401 # for the rules that they register
     rules_cluster,  # first: it makes @cluster
+    rules_engine,
     rules_named,
     rules_order,
     rules_sharding,

@@ -1,8 +1,11 @@
 """Preflight: checks that everything a validated run uses is present, before it starts."""
 
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
+from shutil import which
 
 from pipebench.errors import Fault, RecipeError, UserCodeError
 from pipebench.files import FileError, read_text
@@ -36,7 +39,7 @@ def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
     needs_data = (trains and engine_kind(loaded.recipe).trains) or measured
     _refuse(loaded, _targets(loaded))  # first, since everything else may call them
     own = [_own_dataset] if loaded.recipe.dataset.get("target") is not None else []
-    checks = (*own, *([_dataset] if needs_data else []), _device, _timing, *([_tracking] if trains else []))
+    checks = (*own, *([_dataset] if needs_data else []), _device, _timing, *([_tracking, _compiler] if trains else []))
     _refuse(loaded, (problem for check in checks for problem in check(loaded)))
 
 
@@ -108,6 +111,22 @@ def _device(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
         return
     if not torch.cuda.is_available():
         yield "engine.device", "got cuda, and torch sees no CUDA device here; allowed are cpu and auto"
+
+
+def _compiler(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
+    engine = loaded.recipe.engine
+    if not engine.compile or not engine_kind(loaded.recipe).trains:
+        return
+    if engine.device != "cpu" and torch.cuda.is_available():
+        if find_spec("triton") is None:
+            yield "engine.compile", "got true, which needs the package triton on GPUs; allowed is false"
+        return
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # torch's own choice
+    if which(compiler) is None:
+        yield (
+            "engine.compile",
+            f"got true, which needs a C++ compiler on CPUs, and {compiler} isn't here; allowed is false",
+        )
 
 
 def _tracking(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:

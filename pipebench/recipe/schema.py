@@ -322,6 +322,8 @@ class EngineRecipe:
         timing: `auto` (measured on cluster `local`, analytic elsewhere), `measured`, `analytic` or a profile file.
         deterministic: deterministic kernels only.
         tf32: allow TF32 on GPUs that have it.
+        compile: compile every stage's layers, forward and backward, with torch.compile.
+        channels_last: lay images and the weights of convolutions out channels last (NHWC).
         max_restarts: distributed only: how often all processes start again after one has died.
         stall_limit_s: distributed only: seconds after which a worker that doesn't get on ends the run.
         silence_limit_s: distributed over several hosts only: seconds without any sign of life of a worker, after which
@@ -335,6 +337,8 @@ class EngineRecipe:
     timing: str = "auto"
     deterministic: bool = True
     tf32: bool = False
+    compile: bool = False
+    channels_last: bool = False
     max_restarts: int = 3
     stall_limit_s: float = 300.0
     silence_limit_s: float = 30.0

@@ -23,7 +23,7 @@ from pipebench.profile.model import Profile
 from pipebench.recipe.draft import turned_on
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.schema import LARGEST, LossScaleRecipe, Recipe, TrainRecipe
-from pipebench.schedule.modes import AUTO, MODES
+from pipebench.schedule.modes import AUTO, KEEP, MODES
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES
 from pipebench.simulate.costs import HostCosts, stage_costs
@@ -137,6 +137,7 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
     sampler, held_out = samplers(train, dataset)
     pipeline = _pipeline(recipe, cluster, profile, plan)
     check_copies(cluster, plan)
+    _check_compiled(recipe, graph, plan)
     cost = WEIGHT_POLICIES[parallelism.row.weights].update_cost
     costs = stage_costs(profile, plan, cost, sharded=pipeline.is_sharded)
     if is_measured(recipe, cluster) and known.device.type == "cpu":
@@ -165,6 +166,8 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
         correction_decay=parallelism.correction_decay or CORRECTION_DECAY,
         steps_on_whole=not is_elementwise(train.optimizer),
         repartitions=switches,
+        compiled=recipe.engine.compile,
+        channels_last=recipe.engine.channels_last,
     )
 
 
@@ -185,6 +188,17 @@ def _pipeline(recipe: Recipe, cluster: Cluster, profile: Profile, plan: Plan) ->
     settings = hooks("settings", on)
     given = {name: settings[name](recipe, pipeline) if name in settings else value_at(recipe, name) for name in on}
     return replace(pipeline, extensions=given)
+
+
+def _check_compiled(recipe: Recipe, graph: LayerGraph, plan: Plan) -> None:
+    """Raise an error for a plan's file that recomputes or swaps layers of compiled stages."""
+    pairs = zip(graph.layers, (policy for stage in plan.stages for policy in stage.memory), strict=True)
+    other = next(((layer.name, policy) for layer, policy in pairs if policy != KEEP), None)
+    if recipe.engine.compile and other is not None:
+        raise PlanError(
+            f"engine.compile: got true with a plan that says {other[1]} for layer {other[0]}, and a compiled stage "
+            f"keeps what its own backward reads; set engine.compile: false, or {KEEP} for all layers"
+        )
 
 
 def _scales(train: TrainRecipe) -> bool:

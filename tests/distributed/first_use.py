@@ -18,6 +18,7 @@ from pipebench.distributed import collectives as together
 from pipebench.distributed import engine as distributed
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
+from pipebench.engine.worker import Worker
 from tests.distributed.cases import Case, Outcome, in_processes, small_setup
 from tests.distributed.cases import distributed as run_case
 from tests.distributed.zoo_cases import ZooCase
@@ -60,14 +61,14 @@ def rehearsed(world: World, cases: Sequence[Case | ZooCase]) -> list[Outcome]:
     found = []
     times = [0]
 
-    def watched(setup: Setup, world: World, index: int) -> None:
+    def watched(setup: Setup, world: World, own: Worker) -> None:
         torch.default_generator.manual_seed(world.rank)
         before = torch.get_rng_state()
-        warm_up.warm_up(setup, world, index)
+        warm_up.warm_up(setup, world, own)
         assert torch.equal(torch.get_rng_state(), before)
         times[0] += 1
 
-    with _replaced(distributed, "needs_warm_up", lambda device: True), _replaced(distributed, "warm_up", watched):
+    with _replaced(distributed, "needs_warm_up", lambda setup: True), _replaced(distributed, "warm_up", watched):
         for case in cases:
             if isinstance(case, ZooCase):
                 found.append(in_processes(world, case.setup(), case.segments))
@@ -81,7 +82,7 @@ def facts_after_a_rehearsal(world: World, case: Case) -> list[Any]:
     """Return what an engine has counted, measured and holds when its clock starts, with and without a warm_up."""
     found: list[Any] = []
     for gains in (False, True):
-        with _replaced(distributed, "needs_warm_up", lambda device, gains=gains: gains):
+        with _replaced(distributed, "needs_warm_up", lambda setup, gains=gains: gains):
             engine = distributed.DistributedEngine(small_setup(case), world)
         engine.start_clock()
         (replica,) = engine.worker.replicas.values()
@@ -127,3 +128,23 @@ def _replaced(where: Any, name: str, stand_in: Any) -> Iterator[None]:
         yield
     finally:
         setattr(where, name, before)
+
+
+def compiled(world: World, case: Case) -> tuple[list[int], dict[str, torch.Tensor], list[Any]]:
+    """Train a case, compiled or not; return the graphs compiled at the start and the end, and what was trained.
+
+    The last is what the engine counted and held when its clock started.
+    """
+    graphs: dict[str, int] = torch._dynamo.utils.counters["stats"]
+    engine = distributed.DistributedEngine(small_setup(case), world)
+    engine.start_clock()
+    (replica,) = engine.worker.replicas.values()
+    traces = [replica.gradients, replica.in_flight, replica.weights.newest.number, dict(replica.states)]
+    buffers = {name: buffer.clone() for name, buffer in replica.module.named_buffers()}
+    counts, done = [graphs["unique_graphs"]], 0
+    for count in case.segments:
+        done += engine.train(done, count)
+    counts.append(graphs["unique_graphs"])
+    trained = {name: tensor.detach().clone() for name, tensor in replica.weights.trained().items()}
+    engine.close()
+    return counts, trained, [traces, buffers]

@@ -6,6 +6,8 @@ stands in for them here.
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,3 +166,28 @@ def test_tensors_of_three_processes_may_travel_beside_their_messages(three: Proc
     found = three.run("tests.distributed.first_use:directly", THREE[name])
     compare([outcome for outcome, _ in found], virtually(THREE[name]), 0.0)
     assert 0 < max(size for _, size in found) <= HEADER_BYTES + _ROOM_FOR_TEXT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("conv", (4,), (1, 1), {"compiled": True, "channels_last": True}, segments=(7, 5)),
+        Case("mlp", (), (2,), {"compiled": True, "weights": "one", "shard": "parameters"}, segments=(6,)),
+    ],
+    ids=["pipedream", "parameters shared out"],
+)
+def test_stages_are_compiled_before_the_clock_starts_without_traces(case: Case, tmp_path: Path) -> None:
+    """The last minibatch of an epoch is a short one, which would compile once more."""
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    with Processes(2, environment=environment) as processes:
+        plain = replace(case, columns={**case.columns, "compiled": False})
+        found = processes.run("tests.distributed.first_use:compiled", case)
+        expected = processes.run("tests.distributed.first_use:compiled", plain)
+    for (counts, tensors, started), (_, others, others_started) in zip(found, expected, strict=True):
+        assert counts[0] == counts[1] >= 1
+        assert started[0] == others_started[0]
+        assert tensors.keys() == others.keys()
+        for ours, theirs in ((tensors, others), (started[1], others_started[1])):
+            for name, value in theirs.items():
+                torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4)

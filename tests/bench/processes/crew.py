@@ -44,6 +44,7 @@ def run(
     *,
     environment: Mapping[str, str] | None = None,
     limit_s: float = 900,
+    device: str = "cpu",
 ) -> list[Any]:
     """Let a new crew do a job; return what each process's call returned, by rank.
 
@@ -53,6 +54,7 @@ def run(
         arguments: what JSON can hold.
         environment: variables to add, the same for every process.
         limit_s: seconds after which the crew is ended.
+        device: of every process.
 
     Raises:
         RuntimeError: a process failed, or the time was up; holds what was written to standard error.
@@ -69,7 +71,7 @@ def run(
             "LOCAL_WORLD_SIZE": str(num_processes),
             **(environment or {}),
         }
-        command = [sys.executable, "-m", __name__, f"{job.__module__}:{job.__qualname__}", str(folder)]
+        command = [sys.executable, "-m", __name__, f"{job.__module__}:{job.__qualname__}", str(folder), device]
         processes = []
         try:
             for rank in range(num_processes):
@@ -94,14 +96,22 @@ class Taken(NamedTuple):
 
 def together(work: Callable[[], object]) -> Taken:
     """Do some work in all processes of this crew, begun at the same time; return what it took, the same on all."""
+    wait_for_device()
     distributed.barrier()
     started, processor = time.perf_counter(), time.process_time()
     work()
+    wait_for_device()
     slowest = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
     total = torch.tensor([time.process_time() - processor], dtype=torch.float64)
     distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
     distributed.all_reduce(total)
     return Taken(float(slowest), float(total))
+
+
+def wait_for_device() -> None:
+    """Wait for what this process's GPU was told to do, if it uses one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, until: float) -> None:
@@ -121,12 +131,12 @@ def _end_with_parent() -> None:
     os._exit(3)
 
 
-def _member(job: str, folder: Path) -> None:
+def _member(job: str, folder: Path, device: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     module, function = job.split(":")
     call = getattr(importlib.import_module(module), function)
-    world = join("cpu", limit_s=_JOIN_LIMIT_S, shares_memory=not BY_SOCKETS.keys() & os.environ.keys())
-    with torch_settings(EngineRecipe(threads=1)):
+    world = join(device, limit_s=_JOIN_LIMIT_S, shares_memory=not BY_SOCKETS.keys() & os.environ.keys())
+    with torch_settings(EngineRecipe(threads=1 if device == "cpu" else "auto")):
         result = call(**json.loads((folder / "arguments").read_text()))
     (folder / f"result{world.rank}").write_text(json.dumps(result))
     world.barrier()
@@ -135,4 +145,4 @@ def _member(job: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _member(sys.argv[1], Path(sys.argv[2]))
+    _member(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

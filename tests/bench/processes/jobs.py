@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from pipebench.zoo.mnist5k import mnist5k
@@ -9,7 +10,7 @@ from tests.bench.processes import memory, traffic
 from tests.bench.processes.duel import duel
 from tests.bench.processes.ours import Ours
 from tests.bench.processes.references import DDP, FSDP, distance_from_plain_loop
-from tests.bench.processes.sides import OURS, Given, make_side
+from tests.bench.processes.sides import OURS, Given, Side, make_side, subject_of
 
 _WARM_UP = 2
 
@@ -25,14 +26,18 @@ def duels(given: Mapping[str, Any], rows: Sequence[tuple[str, str, float, int]],
     found = Given.from_json(given)
     results = []
     for ours, theirs, target, count in rows:
-        sides = {name: make_side(found, name) for name in dict.fromkeys((ours, theirs))}
-        result = duel(
-            f"{ours} against {theirs}",
-            lambda side=sides[ours], count=count: side.train(count),  # type: ignore[misc]
-            lambda side=sides[theirs], count=count: side.train(count),  # type: ignore[misc]
-            target,
-            pairs,
-        )
+        names = dict.fromkeys((ours, theirs))
+        settings = {name: subject_of(found, name).settings for name in names}
+        sides: dict[str, Side] = {}
+        for name in names:
+            with settings[name]():
+                sides[name] = make_side(found, name)
+
+        def train(name: str, sides: Mapping[str, Side] = sides, settings: Any = settings, count: int = count) -> None:
+            with settings[name]():
+                sides[name].train(count)
+
+        result = duel(f"{ours} against {theirs}", partial(train, ours), partial(train, theirs), target, pairs)
         results.append(asdict(result))
         for side in sides.values():
             if isinstance(side, Ours):
@@ -60,6 +65,11 @@ def sent(given: Mapping[str, Any], side: str, num_minibatches: int) -> tuple[int
     carried = traffic.bytes_of(lambda: made.train(num_minibatches))
     after = dict(made.sent_bytes()) if isinstance(made, Ours) else {}
     return carried, {kind: count - before.get(kind, 0) for kind, count in after.items()}
+
+
+def distances(given: Mapping[str, Any], sides: Sequence[str], steps: int) -> list[float]:
+    """Return the distances of several sides, one after another; see `distance`."""
+    return [distance(given, side, steps) for side in sides]
 
 
 def distance(given: Mapping[str, Any], side: str, steps: int) -> float:

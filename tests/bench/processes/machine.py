@@ -20,13 +20,13 @@ from pipebench.distributed.host import host_costs, in_situ, in_turns
 from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, connect
 from pipebench.distributed.world import World, current
 from pipebench.engine.in_situ import entries, in_use, mean
+from pipebench.model.rounded_data import RoundedData
 from pipebench.profile.measure import mean_profile, measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
-from pipebench.recipe.schema import EngineRecipe
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
 from pipebench.typed_json import read
-from pipebench.zoo.mnist5k import mnist5k
+from pipebench.zoo.registry import Dataset
 from tests.bench.processes import crew
 from tests.bench.processes.subject import OPTIMIZER, Case, Subject, cut_at, make_setup
 
@@ -35,6 +35,7 @@ _TRIPS, _WARM_UPS = 200, 10
 _PASSES, _SEGMENTS = 7, 3
 _ADDS_UP, _TRIES = 0.1, 3
 _MICROBATCHES = (1, 2, 4, 8)
+_UNUSED = (1e9, 1e-6)  # bytes/s and s of a link that a single process has not
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,20 @@ class Machine:
 
     def profile_of(self, case: Case) -> Profile:
         """Return what layers cost in use in a case; of a mode that wasn't practised, 1F1B stands for the order."""
-        known = (case.mode, "pipedream", "pipedream-flush") if case.starts else ("dp",)
+        known = (case.mode, "pipedream", "pipedream-flush") if case.starts else (case.mode, "dp")
         found = (self.in_use.get((mode, case.microbatches)) for mode in known)
         return next(filter(None, found), self.profile)
 
 
-def sizes(subject: Subject) -> list[int]:
-    """Return the numbers of samples that travel in any case."""
-    return [subject.minibatch_size // microbatches for microbatches in _MICROBATCHES]
+def sizes(subject: Subject, num_processes: int = 2) -> list[int]:
+    """Return the numbers of samples that travel in any case of so many processes."""
+    return [subject.minibatch_size // count for count in _MICROBATCHES[: None if num_processes > 1 else 1]]
+
+
+def _rounded(subject: Subject) -> Dataset:
+    """Return the data in the precision that the layers compute in."""
+    rounding = subject.graph().rounding
+    return subject.data() if rounding is None else RoundedData(subject.data(), rounding.low_type)
 
 
 def measure(subject: Subject, num_processes: int, environment: dict[str, str] | None = None) -> Machine:
@@ -79,7 +86,7 @@ def measure(subject: Subject, num_processes: int, environment: dict[str, str] | 
     """
     arguments = {"subject": asdict(subject)}
     for _ in range(_TRIES):
-        found = crew.run(measure_here, num_processes, arguments, environment=environment)[0]
+        found = crew.run(measure_here, num_processes, arguments, environment=environment, device=subject.device)[0]
         profile = read_profile(found["profile"])
         if all(abs(ratio - 1) <= _ADDS_UP for ratio in profile.sum_over_whole.values()):
             break
@@ -95,15 +102,16 @@ def measure_here(subject: dict[str, Any]) -> dict[str, Any]:
     assert world is not None
     link = link_between_first_two()
     world.barrier()
-    measured = partial(measured_profile, repeats=_PASSES, engine=EngineRecipe(threads=1))
-    given = (model.graph(), mnist5k(), sizes(model), OPTIMIZER, torch.device("cpu"), str(model))
+    measured = partial(measured_profile, repeats=_PASSES, engine=model.engine)
+    given = (model.graph(), _rounded(model), sizes(model, world.size), OPTIMIZER, world.device, str(model))
     mine = in_turns(world, lambda: measured(*given))
     profile = mean_profile([read_profile(text) for text in world.exchange(write_profile(mine))])
+    host = host_costs(world, fetches=True)
     return {
         "profile": write_profile(profile),
-        "in_use": _in_use(model, profile, world),
+        "in_use": _in_use(model, profile, world) if model.device == "cpu" or host.shared else [],  # as runs do
         "link": link,
-        "host": asdict(host_costs(world, fetches=True)),
+        "host": asdict(host),
     }
 
 
@@ -111,14 +119,16 @@ def _in_use(subject: Subject, profile: Profile, world: World) -> list[tuple[str,
     """Return the profile in use, as JSON, by mode and microbatches."""
     cluster = Cluster("alone", "local", None, (Level("machine", 2, 1e9, 1e-6),))
     cut = cut_at(profile, subject.minibatch_size)
-    cases = [Case("dp", (), (2,)), Case("pipedream", (cut,), (1, 1))]
+    cases = [Case("dp", (), (2,)), Case("pipedream", (cut,), (1, 1))] if world.size > 1 else [Case("single", (), (1,))]
     cases += [
         Case(mode, (cut,), (1, 1), microbatches=count)
         for mode in ("gpipe", "pipedream-flush")
-        for count in _MICROBATCHES[1:]
+        for count in _MICROBATCHES[1 if world.size > 1 else len(_MICROBATCHES) :]
     ]
     setups = [make_setup(subject, case, profile, cluster) for case in cases]
     everybodys = world.exchange([entries(each) for each in in_situ(world, setups, _SEGMENTS)])
+    if not all(everybodys):  # too large for some GPU
+        return []
     found = [in_use(profile, *each) for each in zip(setups, map(mean, zip(*everybodys, strict=True)), strict=True)]
     return [(case.mode, case.microbatches, write_profile(each)) for case, each in zip(cases, found, strict=True)]
 
@@ -130,11 +140,15 @@ def link_between_first_two() -> tuple[float, float]:
     """
     world = current()
     assert world is not None
-    shared = connect(world, [(0, 1), (1, 0)], time.perf_counter)
+    if world.size == 1:
+        return _UNUSED
+    group = world.new_group("nccl", [0, 1]) if world.direct else None
+    shared = None if world.device.type == "cuda" else connect(world, [(0, 1), (1, 0)], time.perf_counter)
     if world.rank > 1:
         return 0.0, 0.0
-    exchange = _by_sockets() if shared is None else _in_memory(shared[world.rank][0], shared[1 - world.rank][1])
-    messages = [torch.zeros(num_bytes, dtype=torch.uint8) for num_bytes in (_SMALL_BYTES, _LARGE_BYTES)]
+    exchange = _by_group(group) if shared is None else _in_memory(shared[world.rank][0], shared[1 - world.rank][1])
+    place = world.device if world.direct else None
+    messages = [torch.zeros(num_bytes, dtype=torch.uint8, device=place) for num_bytes in (_SMALL_BYTES, _LARGE_BYTES)]
     trips = [[_trip_s(message, exchange) for message in messages] for _ in range(_WARM_UPS + _TRIPS)][_WARM_UPS:]
     latency_s = statistics.median(small_s for small_s, _ in trips)
     return (_LARGE_BYTES - _SMALL_BYTES) / statistics.median(large_s - small_s for small_s, large_s in trips), latency_s
@@ -153,12 +167,13 @@ def _trip_s(message: torch.Tensor, exchange: _Exchange) -> float:
     else:
         receive(message)
         send(message)
+    crew.wait_for_device()
     return (time.perf_counter() - started) / 2
 
 
-def _by_sockets() -> _Exchange:
+def _by_group(group: Any) -> _Exchange:
     peer = 1 - distributed.get_rank()
-    return lambda message: distributed.send(message, peer), lambda message: distributed.recv(message, peer)
+    return lambda it: distributed.send(it, peer, group), lambda it: distributed.recv(it, peer, group)
 
 
 def _in_memory(sender: SharedSender | None, receiver: SharedReceiver | None) -> _Exchange:

@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,33 +25,17 @@ from pipebench.model.heap import HEAP
 from pipebench.simulate.steady import simulate_segment
 from tests.bench.pairs import Ratio
 from tests.bench.processes import crew, figure15, jobs, machine, memory, traffic
-from tests.bench.processes.duel import Duel
 from tests.bench.processes.machine import Machine
-from tests.bench.processes.references import DDP, FSDP, GPIPE, ONE_F_ONE_B
-from tests.bench.processes.sides import ALONE, OURS, REFERENCES, Given
+from tests.bench.processes.references import FSDP, GPIPE
+from tests.bench.processes.rows import COMPARED, DUELS, FEW, HEAD, SETTINGS_ON_CPU, Row, distances, rows_of
+from tests.bench.processes.sides import ALONE, OURS, Given
 from tests.bench.processes.subject import Subject, cut_at, make_setup
 
-PARTS = ("speed", "memory", "traffic", "figure15", "crowded")
+PARTS = ("speed", "single", "memory", "traffic", "figure15", "crowded")
 NUM_PAIRS = 7
 PICTURE = Path("reports", "figure15_miniature.png")
-_SHORT, _LONG, _FEW = 16, 96, 8  # minibatches; the long segment's fill and drain are about 1% of it
-# Ours, the reference, the target, minibatches per run.
-_DUELS = (
-    (GPIPE, GPIPE, 0.0, _SHORT),  # against itself: the noise of this machine today
-    (OURS[GPIPE], GPIPE, 1.0, _SHORT),
-    (OURS[ONE_F_ONE_B], ONE_F_ONE_B, 1.0, _SHORT),
-    (OURS[DDP], DDP, 1.0, _SHORT),
-    (OURS[FSDP], FSDP, 1.2, _SHORT),
-    (OURS[ALONE], ALONE, 0.95, _LONG),
-    (OURS[ALONE], OURS[GPIPE], 0.0, _SHORT),
-)
-_COMPARED = (GPIPE, ONE_F_ONE_B, DDP, FSDP)
 # Of sharded sides' memory: freed blocks that stay in the heap would hide that gathered weights are freed.
 _RETURNS_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-_REFERENCE_DUELS = tuple((name, GPIPE, 0.0, _SHORT) for name in REFERENCES)
-# Of float64 weights after two updates, over the way they went. Adding microbatches in another order makes 1e-13 of it,
-# another computation more than 1e-2. In float32 BatchNorm on few samples makes 1e-3 of the order alone.
-_LARGEST_DISTANCE = 1e-9
 # Of predictions: error where processes have to share cores; cases, correlation and mean error of figure 15.
 _CROWDED_ERROR, _CASES, _CORRELATION, _MEAN_ERROR = 0.10, 24, 0.99, 0.04
 
@@ -72,6 +55,10 @@ def main() -> None:
         console.print("every process: " + " ".join(f"{key}={value}" for key, value in environment.items()))
     if {*options.parts} & {"speed", "memory", "traffic"}:
         _against_torch(console, subject, options, environment)
+    if "single" in options.parts and not options.references:
+        alone = machine.measure(subject, 1, environment)
+        given = Given(subject, 1, alone.profile, alone.cluster)
+        console.print(_speed(given, alone, SETTINGS_ON_CPU, options.pairs, environment))
     for part, num_processes in (("figure15", 2), ("crowded", 3)):
         if part in options.parts and not options.references:
             _print_figure15(console, subject, num_processes, options.rounds, environment)
@@ -85,8 +72,10 @@ def _against_torch(
     given = Given(subject, cut, found.profile, found.cluster, found.host)
     _print_given(console, given)
     if "speed" in options.parts:
-        _print_distances(console, given, environment, references=options.references)
-        console.print(_speed(given, found, options, environment))
+        sides = [*COMPARED, *([] if options.references else [OURS[side] for side in COMPARED])]
+        console.print("\n".join(distances(given, sides, environment)))
+        rows = [Row(name, GPIPE) for name in COMPARED] if options.references else DUELS
+        console.print(_speed(given, found, rows, options.pairs, environment))
     if "memory" in options.parts:
         console.print(_memory(given, options, environment))
     if "traffic" in options.parts:
@@ -123,46 +112,12 @@ def _print_given(console: Console, given: Given) -> None:
     )
 
 
-def _print_distances(console: Console, given: Given, environment: dict[str, str], *, references: bool) -> None:
-    for side in (*_COMPARED, *([] if references else [OURS[side] for side in _COMPARED])):
-        in_double = replace(given, subject=replace(given.subject, double=True))
-        arguments = {"given": in_double.to_json(), "side": side, "steps": 2}
-        distance = max(crew.run(jobs.distance, 2, arguments, environment=environment))
-        verdict = "the same work" if distance <= _LARGEST_DISTANCE else "NOT THE SAME WORK"
-        console.print(
-            f"{side} against a plain loop, 2 updates in double precision: relative distance {distance:.1e}, {verdict}"
-        )
-
-
-def _speed(given: Given, found: Machine, options: argparse.Namespace, environment: dict[str, str]) -> Table:
-    rows = _REFERENCE_DUELS if options.references else _DUELS
-    arguments = {"given": given.to_json(), "rows": rows, "pairs": options.pairs}
-    duels = crew.run(jobs.duels, 2, arguments, environment=environment, limit_s=7200)[0]
-    head = ("ratio (median)", "range", "target", "verdict", "work", "samples/s, theirs", "ours", "predicted", "error")
-    table = Table(f"speed, {options.pairs} interleaved pairs", *head)
-    for fields, (ours, _, _, count) in zip(duels, rows, strict=True):
-        result = Duel(**fields)
-        samples = count * given.subject.minibatch_size
-        predicted = ["-", "-"] if ours in REFERENCES else _prediction(given, found, ours, count, result.ours_s)
-        rates = [f"{samples / seconds:,.0f}" for seconds in (result.theirs_s, result.ours_s)]
-        table.add_row(result.what, *_ratio_cells(result.ratio), f"{result.work:.3f}", *rates, *predicted)
+def _speed(given: Given, found: Machine, rows: Sequence[Row], pairs: int, environment: dict[str, str]) -> Table:
+    table = Table(f"speed, {pairs} interleaved pairs", *HEAD)
+    for cells in rows_of(given, found, rows, pairs, environment):
+        table.add_row(*cells)
     table.caption = "work: processor time of theirs over ours; error: measured over predicted seconds, less one"
     return table
-
-
-def _prediction(given: Given, found: Machine, mode: str, num_minibatches: int, measured_s: float) -> list[str]:
-    predicted_s = figure15.predicted_s(given.subject, given.case(mode), found, num_minibatches)
-    rate = num_minibatches * given.subject.minibatch_size / predicted_s
-    return [f"{rate:,.0f}", f"{measured_s / predicted_s - 1:+.1%}"]
-
-
-def _ratio_cells(ratio: Ratio) -> list[str]:
-    return [
-        f"{statistics.median(ratio.values):.3f}",
-        f"{min(ratio.values):.3f} to {max(ratio.values):.3f}",
-        f"{ratio.target:.2f}" if ratio.target else "-",
-        ratio.verdict if ratio.target else "-",
-    ]
 
 
 def _memory(given: Given, options: argparse.Namespace, environment: dict[str, str]) -> Table:
@@ -174,14 +129,14 @@ def _memory(given: Given, options: argparse.Namespace, environment: dict[str, st
     if not memory.can_measure():
         table.add_row("not measured: needs Linux's /proc/self/clear_refs")
         return table
-    pairs = [(side, GPIPE) for side in REFERENCES] if options.references else [(OURS[side], side) for side in _COMPARED]
+    pairs = [(side, GPIPE) for side in COMPARED] if options.references else [(OURS[side], side) for side in COMPARED]
     for ours, theirs in pairs:
         heap = _RETURNS_FREED if theirs == FSDP else environment
         peaks: dict[bool, list[list[int]]] = {True: [], False: []}
         for pair in range(options.memory_pairs):
             for is_ours in (True, False) if pair % 2 == 0 else (False, True):
                 side = ours if is_ours else theirs
-                arguments = {"given": given.to_json(), "side": side, "num_minibatches": _FEW}
+                arguments = {"given": given.to_json(), "side": side, "num_minibatches": FEW}
                 peaks[is_ours].append(crew.run(jobs.peak, 2, arguments, environment=heap))
         # The verdict's rule is that of speeds, where more is better.
         savings = tuple(max(b) / max(a) for a, b in zip(peaks[True], peaks[False], strict=True))
@@ -227,7 +182,7 @@ def _print_traffic(console: Console, given: Given, options: argparse.Namespace) 
 
 
 def _traffic_cells(given: Given, side: str, mode: str) -> list[str]:
-    arguments = {"given": given.to_json(), "side": side, "num_minibatches": _FEW}
+    arguments = {"given": given.to_json(), "side": side, "num_minibatches": FEW}
     found = crew.run(jobs.sent, 2, arguments, environment=crew.BY_SOCKETS)
     carried = found[0][0]
     payload = _payload(given, mode)
@@ -238,18 +193,18 @@ def _traffic_cells(given: Given, side: str, mode: str) -> list[str]:
     return [
         _kinds(payload),
         _kinds(counted) if side == mode else "-",
-        f"{carried / _FEW / 1e6:.3f}",
+        f"{carried / FEW / 1e6:.3f}",
         f"{carried / sum(payload.values()) - 1:+.2%}",
     ]
 
 
 def _payload(given: Given, mode: str) -> dict[str, int]:
     setup = make_setup(given.subject, given.case(mode), given.profile, given.cluster)
-    return {kind: num_bytes for (kind, _), num_bytes in simulate_segment(setup, _FEW).num_bytes.items()}
+    return {kind: num_bytes for (kind, _), num_bytes in simulate_segment(setup, FEW).num_bytes.items()}
 
 
 def _kinds(found: dict[str, int]) -> str:
-    return ", ".join(f"{kind} {num_bytes / _FEW / 1e6:.3f}" for kind, num_bytes in sorted(found.items()))
+    return ", ".join(f"{kind} {num_bytes / FEW / 1e6:.3f}" for kind, num_bytes in sorted(found.items()))
 
 
 def _print_figure15(

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from pipebench.distributed.world import current
 from pipebench.model.graph import trace
 from pipebench.model.plan import make_plan
 from pipebench.model.stage import cut_stage
@@ -40,6 +41,12 @@ class _OneValue(nn.Module):
         return value
 
 
+def _group(subject: Subject) -> Any:
+    """Return the group that torch's classes use: the default one, or a group of NCCL's for GPUs."""
+    world = current()
+    return None if subject.device == "cpu" or world is None else world.new_group("nccl")
+
+
 class _OnModule:
     """A side that trains a module in place."""
 
@@ -48,6 +55,31 @@ class _OnModule:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the parameters by the model's names."""
         return dict(self.module.named_parameters())
+
+
+class Plain(_OnModule):
+    """The loop anyone would write, on one device."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject, self.module = subject, subject.model().to(subject.place)
+        if subject.channels_last:
+            self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._call: Any = torch.compile(self.module) if subject.compile else self.module
+        self._optimizer = subject.make_optimizer(list(self.module.parameters()))
+        self._minibatches = Minibatches(subject)
+
+    def train(self, num_minibatches: int) -> None:
+        """Train on the next minibatches."""
+        rounds = self._subject.precision != "fp32"
+        for _ in range(num_minibatches):
+            image, label = self._minibatches.take("image", "label")
+            if self._subject.channels_last:
+                image = image.contiguous(memory_format=torch.channels_last)
+            self._optimizer.zero_grad()
+            with torch.autocast(self._subject.device, torch.bfloat16, enabled=rounds):
+                loss = functional.cross_entropy(self._call(image), label)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
 
 
 class Pipelined(_OnModule):
@@ -62,8 +94,8 @@ class Pipelined(_OnModule):
     def __init__(self, subject: Subject, cut: int, schedule: str) -> None:
         rank = distributed.get_rank()
         graph, plan = straight(subject, cut)
-        self.module = cut_stage(graph, plan, rank).module.train()
-        stage = PipelineStage(_OneValue(self.module), rank, 2, torch.device("cpu"))
+        self.module = cut_stage(graph, plan, rank).module.train().to(subject.place)
+        stage = PipelineStage(_OneValue(self.module), rank, 2, subject.place, group=_group(subject))
         size = subject.minibatch_size
 
         def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -96,14 +128,16 @@ class DataParallel(_OnModule):
 
     def __init__(self, subject: Subject) -> None:
         rank, self._size = distributed.get_rank(), distributed.get_world_size()
-        self.module = subject.model()
+        self.module, self._group = subject.model().to(subject.place), _group(subject)
         self._parallel = self._wrapped()
         self._optimizer = sgd(list(self.module.parameters()), fused=self._fuses)
         self._minibatches = Minibatches(subject, self._size, rank)
 
     def _wrapped(self) -> nn.Module:
         """Return what is called in place of the module."""
-        return DistributedDataParallel(self.module, broadcast_buffers=False, gradient_as_bucket_view=True)
+        return DistributedDataParallel(
+            self.module, process_group=self._group, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
 
     def train(self, num_minibatches: int) -> None:
         """Train on the next minibatches, shared out among the processes."""
@@ -158,7 +192,7 @@ class Alone(_OnModule):
 
     def __init__(self, subject: Subject, cut: int) -> None:
         graph, plan = straight(subject, cut)
-        first, second = (cut_stage(graph, plan, index).module.train() for index in range(2))
+        first, second = (cut_stage(graph, plan, index).module.train().to(subject.place) for index in range(2))
         self._size = subject.minibatch_size
         self._is_first = distributed.get_rank() == 0
         minibatches = Minibatches(subject)
@@ -205,7 +239,7 @@ def distance_from_plain_loop(
         parts: parts every minibatch is cut into, one forward and backward each.
         of: minibatches per update.
     """
-    whole = subject.model()
+    whole = subject.model().to(subject.place)
     before = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
     optimizer, minibatches = sgd(list(whole.parameters())), Minibatches(subject)
     for _ in range(steps):

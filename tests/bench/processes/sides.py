@@ -1,7 +1,7 @@
 """Sides by name, so that any process of any crew can make them: ours are modes, theirs are torch's classes."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,17 +15,28 @@ from pipebench.profile.stored import read_profile, write_profile
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
 from pipebench.typed_json import read
 from tests.bench.processes.ours import Ours
-from tests.bench.processes.references import DDP, FSDP, GPIPE, ONE_F_ONE_B, Alone, DataParallel, FullyShard, Pipelined
+from tests.bench.processes.references import (
+    DDP,
+    FSDP,
+    GPIPE,
+    ONE_F_ONE_B,
+    Alone,
+    DataParallel,
+    FullyShard,
+    Pipelined,
+    Plain,
+)
 from tests.bench.processes.subject import Case, Subject, make_setup
 
-ALONE = "slowest stage alone"
-REFERENCES = (GPIPE, ONE_F_ONE_B, DDP, FSDP, ALONE)
+ALONE, PLAIN = "slowest stage alone", "plain loop"
+REFERENCES = (GPIPE, ONE_F_ONE_B, DDP, FSDP, ALONE, PLAIN)
 OURS = {
     GPIPE: "gpipe",
     ONE_F_ONE_B: "pipedream-flush",
     DDP: "dp",
     FSDP: "fsdp",
     ALONE: "pipedream",
+    PLAIN: "single",
 }  # what stands against what
 
 
@@ -76,9 +87,9 @@ class Given:
         return Given(Subject(**fields["subject"]), fields["cut"], profile, cluster, host)
 
     def case(self, mode: str) -> Case:
-        """Return how a mode of ours is run: on the same two stages as torch's, or data parallel."""
-        if mode == "dp":
-            return Case(mode, (), (2,))
+        """Return how a mode of ours is run: on the same two stages as torch's, data parallel, or in one process."""
+        if mode in ("dp", "single"):
+            return Case(mode, (), (2 if mode == "dp" else 1,))
         if mode == "fsdp":
             request = Request(self.profile, self.cluster, COST_MODELS[DEFAULT], self.subject.minibatch_size)
             starts = tuple(stage.start for stage in Planner(request, mode).best().plan.stages[1:])
@@ -87,8 +98,21 @@ class Given:
         return Case(mode, (self.cut,), (1, 1), microbatches=microbatches)
 
 
-def make_side(given: Given, name: str) -> Side:
-    """Make a side in this process: one of `REFERENCES`, or a mode of ours."""
+def settings_of(side: str) -> list[str]:
+    """Return the settings that follow a side's name, such as `single+tf32+compile`."""
+    return side.split("+")[1:]
+
+
+def subject_of(given: Given, side: str) -> Subject:
+    """Return what a side runs, with the settings that follow its name."""
+    return given.subject.with_settings(*settings_of(side))
+
+
+def make_side(given: Given, side: str) -> Side:
+    """Make a side in this process: one of `REFERENCES`, or a mode of ours; settings may follow."""
+    given, name = replace(given, subject=subject_of(given, side)), side.split("+")[0]
+    if name == PLAIN:
+        return Plain(given.subject)
     if name == DDP:
         return DataParallel(given.subject)
     if name == FSDP:

@@ -1,69 +1,141 @@
-"""What is run: VGG-16 on digits, where it is cut, and the setups of the engine for every way of running it."""
+"""What is run: VGG-16, where it is cut, and the setups of the engine for every way of running it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from pipebench.cluster import Cluster
+from pipebench.distributed.world import current
 from pipebench.engine.setup import Setup
+from pipebench.model.device import torch_settings
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.model.optimizer import make_optimizer
 from pipebench.model.plan import Plan, make_plan
+from pipebench.model.precision import in_precision
+from pipebench.model.rounded_data import RoundedData
 from pipebench.model.sampling import InOrder, Sampler
 from pipebench.planner.predict import make_pipeline, with_sums
 from pipebench.profile.model import Profile
-from pipebench.recipe.schema import OptimizerRecipe
+from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
 from pipebench.schedule.modes import MODES
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts, stage_costs
 from pipebench.simulate.evaluation import evaluation_of
 from pipebench.zoo.mnist5k import Mnist5k, mnist5k
+from pipebench.zoo.registry import Dataset
+from pipebench.zoo.synthetic import synthetic
 from pipebench.zoo.vgg import vgg16
 
+_DIGITS, _NUM_NOISE = 32, 8192  # pixels; samples
 OPTIMIZER = OptimizerRecipe(name="sgd", lr=0.01, momentum=0.9, weight_decay=5e-4)
+
+
+# What can be turned on, by its name after a side's ("single+tf32"): fields of the subject.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "tf32": {"tf32": True},
+    "bf16": {"precision": "bf16"},
+    "free": {"deterministic": False},  # kernels needn't be deterministic, and cuDNN tries algorithms
+    "untried": {"deterministic": False, "benchmark": False},  # the same, but cuDNN doesn't try
+    "compile": {"compile": True},
+    "channels_last": {"channels_last": True},
+    "unfused": {"fused": False},
+}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The model and what travels; JSON can hold its fields.
+    """The model, what travels and how it is computed; JSON can hold its fields.
 
     Attributes:
         width: of VGG-16's layers; 1.0 is the published network's 33.6 M parameters at this image size.
-        minibatch_size: digits of 32x32.
+        minibatch_size: samples.
         microbatches: of gpipe, 1F1B with a flush and torch's schedules.
         double: whether it computes in double precision: slower, and what differs then by more than that rounds isn't
             the same computation.
+        image_size: 32 for digits in ten classes; otherwise noise of three channels in a thousand, as ImageNet's.
+        device: of every process; one kind.
+        precision, tf32, deterministic, compile, channels_last: as in a recipe; a plain loop rounds by autocast.
+        benchmark: whether cuDNN tries algorithms; None: where kernels needn't be deterministic.
+        fused: whether the optimizer is.
     """
 
     width: float = 0.25
     minibatch_size: int = 64
     microbatches: int = 4
     double: bool = False
+    image_size: int = _DIGITS
+    device: str = "cpu"
+    precision: str = "fp32"
+    tf32: bool = False
+    deterministic: bool = True
+    compile: bool = False
+    channels_last: bool = False
+    benchmark: bool | None = None
+    fused: bool = True
 
     def __str__(self) -> str:
         """Return it in words."""
+        what = "digits" if self.image_size == _DIGITS else "images"
         return (
-            f"VGG-16 with BatchNorm, width {self.width:g}, minibatches of {self.minibatch_size} digits of 32x32, "
-            f"{self.microbatches} microbatches where there are any"
+            f"VGG-16 with BatchNorm, width {self.width:g}, minibatches of {self.minibatch_size} {what} of "
+            f"{self.image_size}x{self.image_size}, {self.microbatches} microbatches where there are any"
         )
+
+    def with_settings(self, *names: str) -> "Subject":
+        """Return the same with settings turned on."""
+        return replace(self, **{key: value for name in names for key, value in SETTINGS[name].items()})
+
+    @property
+    def engine(self) -> EngineRecipe:
+        """Torch's settings; a process on CPUs has one thread."""
+        threads = 1 if self.device == "cpu" else "auto"
+        return EngineRecipe(
+            threads=threads, deterministic=self.deterministic, tf32=self.tf32, channels_last=self.channels_last
+        )
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """Compute as it says."""
+        with torch_settings(self.engine):
+            if self.benchmark is not None:
+                torch.backends.cudnn.benchmark = self.benchmark
+            yield
+
+    @property
+    def place(self) -> torch.device:
+        """This process's device."""
+        world = current()
+        return torch.device(self.device) if world is None else world.device
+
+    @property
+    def make_optimizer(self) -> Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]:
+        """Make every side's optimizer."""
+        return partial(sgd, fused=self.fused)
 
     def model(self) -> nn.Module:
         """Return the model, always with the same weights."""
         torch.default_generator.manual_seed(0)
+        classes, channels = (10, 1) if self.image_size == _DIGITS else (1000, 3)
         made: nn.Module = vgg16(
-            width=self.width, batch_norm=True, dropout=0.0, num_classes=10, in_channels=1, image_size=32, init="kaiming"
-        )
+            width=self.width, batch_norm=True, dropout=0.0, num_classes=classes, in_channels=channels,
+            image_size=self.image_size, init="kaiming",
+        )  # fmt: skip
         return made.to(torch.float64 if self.double else torch.float32).train()
 
-    def data(self) -> Mnist5k:
-        """Return the digits, in the precision that it computes in."""
+    def data(self) -> Dataset:
+        """Return the samples, in the precision that it computes in."""
+        if self.image_size != _DIGITS:
+            return synthetic((3, self.image_size, self.image_size), num_train=_NUM_NOISE, num_eval=self.minibatch_size)
         digits = mnist5k()
         return _InDouble(digits.image_size, digits.split_seed, digits.num_train) if self.double else digits
 
     def graph(self) -> LayerGraph:
         """Return the model's layers."""
-        return trace(self.model())
+        return in_precision(trace(self.model()), self.precision)
 
     def sampler(self) -> Sampler:
         """Return which digits make up minibatch k; all minibatches are whole, since torch's schedules want that."""
@@ -132,6 +204,8 @@ def make_setup(
         subject.data(),
         with_sums(MODES[case.mode], cluster, range(cluster.num_workers)),
     )
+    if graph.rounding is not None:
+        dataset = RoundedData(dataset, graph.rounding.low_type)
     chunks = len(case.replicas) if row.is_sharded else 1
     plan = make_plan(graph, case.starts, case.replicas, mode=case.mode, depth=case.depth or row.depth, chunks=chunks)
     rows = next(iter(profile.layers.values()))
@@ -147,11 +221,13 @@ def make_setup(
         dataset=dataset,
         sampler=subject.sampler(),
         held_out=InOrder(dataset.num_eval, subject.minibatch_size),
-        make_optimizer=sgd,
+        make_optimizer=subject.make_optimizer,
         lr=lambda stage, before, own: OPTIMIZER.lr,
         clip_norm=None,
         seed=0,
-        device=torch.device("cpu"),
+        device=subject.place,
+        compiled=subject.compile,
+        channels_last=subject.channels_last,
     )
 
 
@@ -170,7 +246,7 @@ def straight(subject: Subject, cut: int) -> tuple[LayerGraph, Plan]:
 
 
 class Minibatches:
-    """Successive minibatches of the training digits, loaded as the engine loads them.
+    """Successive minibatches of the training data, loaded as the engine loads them, on this process's device.
 
     Args:
         subject: says how large.
@@ -180,12 +256,13 @@ class Minibatches:
 
     def __init__(self, subject: Subject, stride: int = 1, offset: int = 0) -> None:
         self._data = subject.data()
+        self._place = subject.place
         self._sampler = subject.sampler()
         self._stride = stride
         self._next = offset
 
     def take(self, *fields: str) -> list[torch.Tensor]:
-        """Return fields of the next minibatch: `image` [samples, 1, 32, 32], `label` [samples] int64."""
+        """Return fields of the next minibatch: `image` [samples, channels, size, size], `label` [samples] int64."""
         found = self._data.fetch("train", self._sampler.indices(self._next), fields)
         self._next += self._stride
-        return [found[field] for field in fields]
+        return [found[field].to(self._place, non_blocking=True) for field in fields]

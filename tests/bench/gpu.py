@@ -1,0 +1,132 @@
+"""`nox -s gpu-bench`: one process against a plain loop, two against torch's, on this machine's GPUs: `reports/gpu.md`.
+
+The comparisons are those of `nox -s bench`, on another device. Two processes share a GPU where there is only one: each
+is then a host of its own to NCCL, and messages go through sockets.
+"""
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from pipebench.distributed.cores import usable_cores
+from tests.bench.processes import machine
+from tests.bench.processes.main import NUM_PAIRS
+from tests.bench.processes.rows import HEAD, SINGLE_ON_GPU, TORCHS_ON_GPU, Row, distances, rows_of
+from tests.bench.processes.sides import Given, settings_of
+from tests.bench.processes.subject import SETTINGS, Subject, cut_at
+
+PAGE = Path("reports", "gpu.md")
+_SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+_MEANINGS = {
+    "tf32": "`engine.tf32`",
+    "bf16": "`train.precision: bf16`, in the plain loop autocast",
+    "free": "`engine.deterministic: false`, with cuDNN's benchmark",
+    "untried": "the same without the benchmark",
+    "compile": "`engine.compile`, in the plain loop `torch.compile`",
+    "channels_last": "`engine.channels_last`",
+    "unfused": "the optimizer not fused",
+}
+assert _MEANINGS.keys() == SETTINGS.keys()
+
+
+def main() -> None:
+    """Measure, and write the page; ends with exit code 1 and one sentence where there is no GPU."""
+    options = _options()
+    if not torch.cuda.is_available():
+        sys.exit("gpu-bench: torch sees no CUDA device here, so there is nothing to measure")
+    subject = Subject(1.0, options.minibatch_size, image_size=224, device="cuda")
+    environment = _SHARED if torch.cuda.device_count() == 1 else {}
+    command = " ".join(("nox -s gpu-bench", *(["--", *sys.argv[1:]] if sys.argv[1:] else [])))
+    page = "\n".join(measured(subject, options.pairs, environment, command))
+    options.out.write_text(f"{page}\n")
+    print(page)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure pipebench on this machine's GPUs.")
+    parser.add_argument("--pairs", type=int, default=NUM_PAIRS, help="of every comparison")
+    parser.add_argument("--minibatch-size", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=PAGE)
+    return parser.parse_args()
+
+
+def measured(
+    subject: Subject,
+    pairs: int,
+    environment: Mapping[str, str],
+    command: str,
+    rows: tuple[Sequence[Row], Sequence[Row]] = (SINGLE_ON_GPU, TORCHS_ON_GPU),
+) -> Iterator[str]:
+    """Compare one process, then two; yield the page's lines.
+
+    Args:
+        subject: what is run, and on which device.
+        pairs: of every comparison.
+        environment: of every process.
+        command: that the page names.
+        rows: of one process, and of two.
+    """
+    alone, two = rows
+    yield from _heading(subject, pairs, command)
+    yield from ("## One process", "", *_table(_alone(subject, alone, pairs, environment)), "")
+    yield "Settings: " + "; ".join(f"`{name}`: {what}" for name, what in _MEANINGS.items()) + "."
+    yield from ("", "## Two processes", "", *_two(subject, two, pairs, environment))
+
+
+def _heading(subject: Subject, pairs: int, command: str) -> Iterator[str]:
+    on_gpu = subject.device == "cuda"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if on_gpu else ["CPU"]
+    devices = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    if on_gpu:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        versions += f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
+    yield from ("# Against plain PyTorch on a GPU", "")
+    yield f"Written by `{command}` on {time.strftime('%Y-%m-%d')}: {devices}, {usable_cores():g} cores. {versions}."
+    yield f"{subject}. Each ratio is the speed of ours over theirs: median and range of {pairs} interleaved pairs in"
+    yield "the same processes. Predictions are from a profile taken first; error: measured over predicted seconds, less"
+    yield "one."
+    if len(names) == 1:
+        yield "Two processes share the device; their messages go through sockets."
+    yield from (f"Load average of the minute before: {os.getloadavg()[0]:.1f}.", "")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(HEAD)} |"
+    yield f"|{' --- |' * len(HEAD)}"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def _alone(subject: Subject, rows: Sequence[Row], pairs: int, environment: Mapping[str, str]) -> list[list[str]]:
+    """Compare in one process; rows with a target are predicted, each from a profile taken with its settings."""
+    cells = []
+    known: dict[Subject, machine.Machine] = {}
+    for row in rows:
+        tuned = subject.with_settings(*settings_of(row.ours)) if row.target else subject
+        if tuned not in known:
+            known[tuned] = machine.measure(tuned, 1, dict(environment))
+        found = known[tuned]
+        cells += rows_of(Given(tuned, 1, found.profile, found.cluster), found, [row], pairs, environment)
+    return cells
+
+
+def _two(subject: Subject, rows: Sequence[Row], pairs: int, environment: Mapping[str, str]) -> Iterator[str]:
+    """Compare two processes, where kernels needn't be deterministic; all sides do a plain loop's work, on digits."""
+    tuned = subject.with_settings("free")
+    found = machine.measure(tuned, 2, dict(environment))
+    given = Given(tuned, cut_at(found.profile, tuned.minibatch_size), found.profile, found.cluster, found.host)
+    yield from _table(rows_of(given, found, rows, pairs, environment))
+    small = replace(given, subject=replace(tuned, width=tuned.width / 8, image_size=Subject.image_size))
+    sides = [name for row in rows if row.target for name in (row.theirs.split("+")[0], row.ours.split("+")[0])]
+    yield from ("", *(f"- {sentence}" for sentence in distances(small, sides, environment)))
+
+
+if __name__ == "__main__":
+    main()

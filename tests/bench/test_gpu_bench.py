@@ -1,0 +1,72 @@
+"""The bench of GPUs, on the CPU: its page comes of the same code."""
+
+import re
+import sys
+
+import pytest
+import torch
+
+from pipebench.cluster import Cluster, Level
+from pipebench.zoo.mnist5k import mnist5k
+from tests.bench import gpu
+from tests.bench.processes import machine
+from tests.bench.processes.machine import Machine
+from tests.bench.processes.references import DDP, GPIPE
+from tests.bench.processes.rows import SINGLE_ON_GPU, TORCHS_ON_GPU, Row
+from tests.bench.processes.sides import OURS, PLAIN, REFERENCES, settings_of
+from tests.bench.processes.subject import SETTINGS, Subject
+from tests.support import unit_profile
+
+NARROW = Subject(width=0.0625, minibatch_size=16)
+ALONE = (Row("single+free+bf16+channels_last", f"{PLAIN}+free+bf16+channels_last", 0.98, 1),)
+TWO = (Row(f"{OURS[GPIPE]}+free", f"{GPIPE}+free", 1.0, 1), Row(f"{OURS[DDP]}+free", f"{DDP}+free", 1.0, 2))
+
+
+def costs(subject: Subject, num_processes: int, environment: dict[str, str]) -> Machine:
+    profile = unit_profile(subject.graph(), mnist5k(), machine.sizes(subject, num_processes))
+    return Machine(profile, {}, Cluster("loopback", "local", None, (Level("machine", num_processes, 5e9, 50e-6),)))
+
+
+def test_the_page_has_every_comparison_with_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are made up, since measuring takes long."""
+    monkeypatch.setattr(machine, "measure", costs)
+    lines = list(gpu.measured(NARROW, 1, {}, "nox -s gpu-bench -- --pairs 1", (ALONE, TWO)))
+    assert lines[0] == "# Against plain PyTorch on a GPU"
+    assert lines[2].startswith("Written by `nox -s gpu-bench -- --pairs 1` on ")
+    assert "1 x CPU, " in lines[2]
+    assert f"torch {torch.__version__}" in lines[2]
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ") and " against " in line]
+    assert [row[0] for row in cells] == [f"{row.ours} against {row.theirs}" for row in (*ALONE, *TWO)]
+    for row in cells:
+        assert float(row[1]) > 0
+        assert re.fullmatch(r"\d+\.\d{3} to \d+\.\d{3}", row[2])
+        assert all(float(rate.replace(",", "")) > 0 for rate in row[6:8])
+    assert [row[9] == "-" for row in cells] == [False] * 3
+    assert sum("relative distance" in line for line in lines) == 4
+    assert all(line.endswith("the same work") for line in lines if "relative distance" in line)
+    assert not any("NOT" in line for line in lines)
+
+
+def test_noise_and_settings_reach_both_sides() -> None:
+    images = Subject(width=0.0625, minibatch_size=16, image_size=48)
+    assert images.data().example(2)["image"].shape == (2, 3, 48, 48)
+    assert images.with_settings("tf32", "free").engine.tf32
+    with images.with_settings("untried").settings():
+        assert not torch.backends.cudnn.benchmark
+        assert not torch.are_deterministic_algorithms_enabled()
+    with images.with_settings("free").settings():
+        assert torch.backends.cudnn.benchmark
+    known = {*REFERENCES, *OURS.values()}
+    for row in (*SINGLE_ON_GPU, *TORCHS_ON_GPU):
+        for side in (row.ours, row.theirs):
+            assert side.split("+")[0] in known
+            assert {*settings_of(side)} <= SETTINGS.keys()
+
+
+def test_without_a_gpu_there_is_no_page_but_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    before = gpu.PAGE.exists()
+    with pytest.raises(SystemExit, match="gpu-bench: torch sees no CUDA device here, so there is nothing to measure"):
+        gpu.main()
+    assert gpu.PAGE.exists() is before

@@ -1,0 +1,92 @@
+"""Ways of parallelising that compiled stages or channels last don't go with: the sentence that says so."""
+
+import pytest
+
+from pipebench.errors import PlanError, RecipeError
+from pipebench.model.plan_layers import form_of
+from pipebench.recipe.load import load
+from pipebench.recipe.preflight import preflight
+from pipebench.train.job import Job
+from pipebench.train.prepare import prepare
+from tests.recipe.conftest import VALID, Write
+
+TEXT = """\
+name: small
+model: {name: gpt2, num_layers: 2, width: 16, num_heads: 4, vocabulary: 10000, max_tokens: 16}
+dataset: {name: king_james, bptt: 16}
+train: {minibatch_size: 32, optimizer: {name: sgd, lr: 0.02}, max_epochs: 10}
+cluster: {name: cluster-a}
+parallelism: {mode: dp}
+"""
+COMPILED = [
+    (
+        "parallelism={mode: gpipe, plan: 2-1-1}",
+        "parallelism.recompute: got null, mode gpipe's own, with engine.compile, whose .*: allowed is false, or engine",
+    ),
+    ("parallelism.recompute=true", "parallelism.recompute: got true with engine.compile, .*: allowed is false"),
+    ("parallelism.recompute_layers=[head]", "parallelism.recompute_layers: got .* with engine.compile, whose backward"),
+    ("parallelism.swap_layers=[head]", "parallelism.swap_layers: got .* with engine.compile, whose saved tensors"),
+    (
+        "parallelism={mode: pipedream, plan: straight, vpipe: {swap: false}}",
+        "parallelism.vpipe: got .* with engine.compile, whose layers can't be told apart any longer: allowed is null",
+    ),
+    (
+        "parallelism={mode: zero-bubble, plan: straight}",
+        "parallelism.mode: got zero-bubble with engine.compile, whose backward is one piece: allowed is backward",
+    ),
+    (
+        "parallelism={mode: auto, plan: auto}",
+        "parallelism.mode: got auto with engine.compile, which not every mode goes with",
+    ),
+    (
+        "parallelism={mode: dp, plan: auto, tensor: 4}",
+        "parallelism.tensor: got 4 with engine.compile, and slices send each other",
+    ),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), COMPILED)
+def test_what_compiled_stages_cannot_do_is_refused(write: Write, override: str, message: str) -> None:
+    path = write(TEXT if "tensor" in override else VALID)
+    load(str(path), [override])
+    with pytest.raises(RecipeError, match=message) as caught:
+        load(str(path), [override, "engine.compile=true"])
+    assert len(caught.value.faults) == 1, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override", ["parallelism={mode: zero1, plan: auto}", "parallelism={mode: dp, plan: auto, shard: gradients}"]
+)
+def test_channels_last_is_refused_with_shards(write: Write, override: str) -> None:
+    path = write()
+    load(str(path), [override])
+    with pytest.raises(RecipeError, match=r"with engine\.channels_last, and shards are cut in the order of") as caught:
+        load(str(path), [override, "engine.channels_last=true"])
+    assert len(caught.value.faults) == 1, str(caught.value)
+
+
+def test_a_plan_s_file_that_recomputes_is_refused_with_compiled_stages(write: Write) -> None:
+    write()
+    straight = ["cluster.servers=2", "cluster.count=1", "parallelism={mode: pipedream, plan: straight}"]
+    setup = prepared(straight).setup
+    form = form_of(setup.plan, [layer.name for layer in setup.graph.layers])
+    form.stages[0].layers["features_1"] = "recompute"
+    write(form.text(), "plan.json")
+    of_file = [*straight[:2], "parallelism={mode: pipedream, plan: plan.json}"]
+    assert "recompute" in prepared(of_file).setup.plan.stages[0].memory
+    with pytest.raises(PlanError, match="got true with a plan that says recompute for layer features_1"):
+        prepared([*of_file, "engine.compile=true"])
+
+
+def prepared(overrides: list[str]) -> Job:
+    loaded = load("r.yaml", overrides)
+    return prepare(loaded.recipe, loaded.cluster, trains=False)
+
+
+def test_a_missing_compiler_is_told_before_the_run(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(str(write()), ["engine.compile=true", "engine.device=cpu"])
+    preflight(loaded)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    preflight(loaded, trains=False)
+    with pytest.raises(RecipeError, match=r"engine\.compile: got true, .* and no-such-compiler isn't here; allowed is"):
+        preflight(loaded)
