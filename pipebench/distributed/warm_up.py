@@ -55,8 +55,8 @@ def warm_up(setup: Setup, world: World, index: int) -> None:
     alone = _alone(setup)
     with _kept_random_state(setup.device):
         worker = Worker(alone, setup.pipeline.stages_of(index)[0])
-        _train(alone, worker, _Neighbours(setup, index))
-        _evaluate(alone, worker, _Neighbours(setup, index))
+        _train(alone, worker, _Neighbours(setup, world, index))
+        _evaluate(alone, worker, _Neighbours(setup, world, index))
     if on_gpu:
         torch.cuda.synchronize(setup.device)
 
@@ -75,8 +75,8 @@ class _Neighbours:
     Replicas of a stage send to disjoint sets of another stage's replicas.
     """
 
-    def __init__(self, setup: Setup, index: int) -> None:
-        self._setup = setup
+    def __init__(self, setup: Setup, world: World, index: int) -> None:
+        self._setup, self._world = setup, world
         self._index = index
         self._ranks = ranks_of(setup)
         self._receivers: dict[tuple[int, int], Receiver] = {}
@@ -121,7 +121,8 @@ class _Neighbours:
         # Messages end in unpinned host memory, because pinned memory is never released.
         pipeline = self._setup.pipeline
         tag = _TAG + _TAGS_OF_EDGE * (edge[0] * pipeline.num_stages + edge[1])
-        return ChannelLink(self._ranks[pipeline.worker(stage, replica)], [None], tag, None, _CPU, lambda: 0.0)
+        peer = self._world.process(self._ranks[pipeline.worker(stage, replica)])
+        return ChannelLink(peer, [None], tag, None, _CPU, lambda: 0.0)
 
     def _onto_device(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

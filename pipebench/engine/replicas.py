@@ -28,6 +28,7 @@ def make_replica(setup: Setup, stage: int, cut: Stage, replica: int = 0) -> Repl
         moves=policy.moves(setup.pipeline, stage),
         gamma=setup.gamma(stage),
         loss_scale=setup.loss_scale,
+        slices=setup.graph.slices,
     )
     kind: type[Replica] = next(iter(setup.pipeline.hooks("replica").values()), Replica)
     own = partial(_sharding, setup, stage, replica) if setup.pipeline.shards(stage) else None

@@ -15,6 +15,7 @@ from pipebench.hooks import hooks
 from pipebench.model.graph import LayerGraph
 from pipebench.model.optimizer import is_elementwise, make_optimizer
 from pipebench.model.plan import Plan
+from pipebench.model.slice_modules import SliceGroup
 from pipebench.planner.compare import compare
 from pipebench.planner.plans import Comparison
 from pipebench.planner.predict import PlannedWorkload, make_pipeline, with_sums
@@ -48,6 +49,7 @@ def prepare(
     kept: Decision | None = None,
     measure_again: Callable[[ProfiledModel, Profile], Profile] | None = None,
     whole_only: bool = False,
+    group: SliceGroup | None = None,
 ) -> Job:
     """Make a recipe ready to run.
 
@@ -59,6 +61,7 @@ def prepare(
         kept: earlier plan and profile; None makes them.
         measure_again: returns the profile for costs, if it is not the plan's.
         whole_only: leave out an epoch's last, short minibatch: fewer sizes to profile.
+        group: see `profile_model`.
 
     Raises:
         PlanError, GraphError, ProfileError: impossible with this model.
@@ -71,7 +74,8 @@ def prepare(
     parts = hooks("prepare", turned_on(partial(value_at, recipe)))
     whole_only |= not trains and any(part.profiles_often for part in parts.values())
     profile = None if kept is None else kept.profile
-    whole = profile_model(recipe, cluster, on_progress, trains=trains, kept=profile, whole_only=whole_only)
+    how = {"trains": trains, "kept": profile, "whole_only": whole_only, "group": group}
+    whole = profile_model(recipe, cluster, on_progress, **how)
     known, extensions = _extended(recipe, cluster, whole, parts)
     dataset, graph = known.dataset, known.graph
     recipe, comparison = _with_mode(recipe, cluster, known.profile, dataset, kept)

@@ -62,6 +62,7 @@ class MigratingReplica:
 
     scale: LossScale | None = None  # losses aren't scaled if layers move
     apart: frozenset[int] = frozenset()  # nor are weights tied over stages
+    divided = None  # nor are layers divided among processes
 
     def __init__(
         self,
