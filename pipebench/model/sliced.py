@@ -84,6 +84,10 @@ class Slicer:
             self._pieces[id(parameter)] = nn.Parameter(own, parameter.requires_grad)
         return self._pieces[id(parameter)]
 
+    def _copied(self) -> nn.Module:
+        """Return what stands before what is divided by columns."""
+        return CopiedToSlices(self._group)
+
     def _copy_inputs(self, module: fx.GraphModule, columns: Sequence[fx.Node]) -> None:
         """Let what is divided by columns read copies, one of each value."""
         order = {node: index for index, node in enumerate(module.graph.nodes)}
@@ -92,7 +96,7 @@ class Slicer:
             readers.setdefault(node.all_input_nodes[0], []).append(node)
         for value, own in readers.items():
             path = f"{value.name}_to_slices"
-            module.add_submodule(path, CopiedToSlices(self._group))
+            module.add_submodule(path, self._copied())
             with module.graph.inserting_before(own[0]):
                 copied = module.graph.call_module(path, (value,))
             for node in own:

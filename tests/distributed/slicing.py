@@ -25,9 +25,7 @@ def trained(world: World, given: dict[str, Any], segments: tuple[int, ...] = (3,
     done, scores = 0, []
     for count in segments:
         done += engine.train(done, count)
-        scores.append(engine.evaluate())
-    tensors = {name: t.detach().clone() for name, t in engine.worker.tensors().items()}
     parts = [(name, state.to_plain()) for name, state in engine.parts()]
     facts = engine.facts()
     engine.close()
-    return {"tensors": tensors, "scores": scores, "facts": facts, "parts": parts}
+    return {"scores": scores, "facts": facts, "parts": parts}
