@@ -289,12 +289,12 @@ class DistributedEngine(TrainingEngine):
         """Return all workers' measurements; all call it."""
         allocator = allocator_of(self.setup.device)
         allocated = {} if allocator is None else allocator.most_bytes
-        shares = self.exchange([self.meter.share(), core_share(self.setup.device), allocated])
+        shares = self.exchange([self.meter.share(), allocated])
         found = with_allocated(
-            merge([share for share, _, _ in shares], self.setup.pipeline, training_s), [most for _, _, most in shares]
+            merge([share for share, _ in shares], self.setup.pipeline, training_s), [most for _, most in shares]
         )
         simulated = self.setup.costs.host.cores is not None
-        crowded = crowding([cores for _, cores, _ in shares], simulated=simulated)
+        crowded = crowding(self._all.exchange(core_share(self.setup.device)), simulated=simulated)
         return replace(found, notes={**found.notes, PREDICTION: crowded}) if crowded else found
 
     # The loop.

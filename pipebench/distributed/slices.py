@@ -15,22 +15,29 @@ import torch.distributed as dist
 
 from pipebench.distributed.launch_join import leave, peers
 from pipebench.distributed.reducer import ServerSum
+from pipebench.distributed.shared_memory import bytes_of, write
+from pipebench.distributed.shared_sum import FULL, Sharing, read, share
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
 from pipebench.model.slice_modules import Slices
 from pipebench.simulate.timeline import TENSOR
 
+_PLACE_BYTES = 1 << 40  # from one place in a file to the other: more than a tensor has; the hole takes no memory
+
 
 class ProcessSlices:
     """One of k processes of a worker; a `SliceGroup` once it is connected.
 
-    Tensors without data, on the meta device, are returned as they are: these are shapes only.
+    Processes of one host that compute on its CPUs read each other's tensors in shared memory; others use a group of
+    processes. Tensors without data, on the meta device, are returned as they are: these are shapes only.
     """
 
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank = size, rank
         self._counts = False
         self._group: Any = None
+        self._sharing: Sharing | None = None
+        self._num_shared = 0  # tensors
         self._host_copy = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ProcessSlices":
@@ -40,9 +47,14 @@ class ProcessSlices:
     def connect(self, world: World, level: str, num_bytes: Counter[tuple[str, str]]) -> None:
         """Connect with the others, through links of a level; bytes sent by this process are added to `num_bytes`.
 
-        All processes call it. Methods raise `PeerLostError` if another is gone.
+        All processes call it, `world` has all. Methods raise `PeerLostError` if another is gone.
         """
-        self._group = world.slice_group("nccl" if world.direct else "gloo")
+        neighbours = [range(first, first + self.size) for first in range(0, world.size, self.size)]
+        found = [share(world, ranks, 0) for ranks in neighbours]
+        self._sharing = next((each for each in found if each is not None), None)
+        if self._sharing is None:
+            backend = "nccl" if world.direct else "gloo"
+            self._group = [world.new_group(backend, ranks) for ranks in neighbours][world.rank // self.size]
         self._host_copy = world.device.type == "cuda" and not world.direct
         self._num_bytes, self._key = num_bytes, (TENSOR, level)
         word = torch.zeros(self.size, device=world.device)
@@ -62,37 +74,72 @@ class ProcessSlices:
         """Return the sum over all processes, in their order; see `SliceGroup`."""
         if tensor.is_meta:
             return tensor
-        flat = self._travelling(tensor).reshape(-1).clone()
-        total = ServerSum(flat, self._group)
-        with peers():
-            total.start()
-            total.go_on()
-            total.wait()
+        given = self._travelling(tensor)
         if counts and self._counts:
-            own = len(flat.tensor_split(self.size)[self.rank])
-            self._num_bytes[self._key] += flat.itemsize * (len(flat) - own + (self.size - 1) * own)
-        return flat.view(tensor.shape).to(tensor.device)
+            own = len(given.view(-1).tensor_split(self.size)[self.rank])
+            self._num_bytes[self._key] += given.itemsize * (given.numel() - own + (self.size - 1) * own)
+        return (self._added(given) if self._sharing is None and self.size > 2 else self._read(given)).to(tensor.device)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return all processes' tensors, in their order."""
         if tensor.is_meta:
             return [tensor] * self.size
         given = self._travelling(tensor)
-        found = [torch.empty_like(given) for _ in range(self.size)]
-        with peers():
-            dist.all_gather(found, given, group=self._group)
         if self._counts:
             self._num_bytes[self._key] += (self.size - 1) * given.nbytes
-        return [each.to(tensor.device) for each in found]
+        return [each.to(tensor.device) for each in self._all(given)]
 
     def close(self) -> None:
-        """Leave the group."""
-        leave([self._group])
+        """Leave the others."""
+        if self._sharing is not None:
+            self._sharing.close()
+        else:
+            leave([self._group])
 
     def _travelling(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor as the group can send it."""
+        """Return a tensor as the others can get it."""
         own = tensor.detach().contiguous()
         return own.cpu() if self._host_copy else own
+
+    def _all(self, given: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the tensors of all processes, in their order."""
+        sharing = self._sharing
+        if sharing is None:
+            found = [torch.empty_like(given) for _ in range(self.size)]
+            with peers():
+                dist.all_gather(found, given, group=self._group)
+            yield from found
+            return
+        # Two places in turn: all have read one when they are at the other.
+        start = self._num_shared % 2 * _PLACE_BYTES
+        self._num_shared += 1
+        write(sharing.file, bytes_of(given), start)
+        sharing.tell(FULL)
+        for position in range(self.size):
+            other = given
+            if position != self.rank:
+                sharing.hear(position, FULL, self._num_shared)
+                other = torch.empty_like(given)
+                read(sharing.files[position], bytes_of(other), start)
+            yield other
+
+    def _read(self, given: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all tensors, which every process reads."""
+        first, *others = self._all(given)
+        total = first.clone() if first is given else first
+        for other in others:
+            total += other
+        return total
+
+    def _added(self, given: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all tensors, of which every process adds up a part: each sends less than all of its own."""
+        flat = given.view(-1).clone()
+        total = ServerSum(flat, self._group)
+        with peers():
+            total.start()
+            total.go_on()
+            total.wait()
+        return flat.view(given.shape)
 
 
 def connected_slices(
@@ -104,7 +151,7 @@ def connected_slices(
     group = setup.graph.slices.group
     assert isinstance(group, ProcessSlices)
     seen = replace(world, slices=group.size)
-    group.connect(seen, setup.cluster.levels[0].name, num_bytes)
+    group.connect(world, setup.cluster.levels[0].name, num_bytes)
     return group, seen
 
 

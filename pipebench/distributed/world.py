@@ -169,13 +169,6 @@ class World:
         all_members = [[rank * self.slices + index for rank in named] for index in range(self.slices)]
         return [self._group(backend, members, limit, options) for members in all_members][self.slice_index]
 
-    def slice_group(self, backend: str) -> Any:
-        """Make the groups of every worker's processes; return the own one."""
-        limit = timedelta(seconds=self.operation_limit_s)
-        firsts = range(0, self.place.size, self.slices)
-        made = [self._group(backend, range(first, first + self.slices), limit, None) for first in firsts]
-        return made[self.rank]
-
     def _group(self, backend: str, members: Sequence[int], limit: timedelta, options: Any) -> Any:
         """Make a group of processes."""
         with peers():
