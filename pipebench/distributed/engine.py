@@ -17,8 +17,8 @@ from pipebench.distributed.collectives import ProcessCollectives
 from pipebench.distributed.control import Control
 from pipebench.distributed.cores import core_share, crowding
 from pipebench.distributed.instruction_times import DeviceWatch, HostWatch
-from pipebench.distributed.slices import combined, connected_slices, joined
 from pipebench.distributed.meter import MeasuredMeter, merge, with_allocated
+from pipebench.distributed.slices import combined, connected_slices, joined
 from pipebench.distributed.transport import ChannelTransport
 from pipebench.distributed.warm_up import needs_warm_up, warm_up
 from pipebench.distributed.world import World

@@ -145,7 +145,9 @@ class ChannelTransport:
                 continue
             is_sender = self._worker == channel.sender
             tag = _TAGS[channel.kind] + _TAGS_OF_EDGE * edges.index(channel.edge)
-            link = ChannelLink(world.process(ranks[is_sender]), lanes[channel.kind], tag, direct, setup.device, self._clock, idle)
+            link = ChannelLink(
+                world.process(ranks[is_sender]), lanes[channel.kind], tag, direct, setup.device, self._clock, idle
+            )
             # Tensors are sent separately: messages only have headers.
             first_bytes = 0 if world.direct else _expected_bytes(setup, channel)
             if is_sender:

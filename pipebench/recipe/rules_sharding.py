@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
-from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.ranges import TIMINGS
 from pipebench.recipe.schema import OptimizerRecipe, ParallelismRecipe
 from pipebench.recipe.typecheck import shown

@@ -23,8 +23,8 @@ from pipebench.distributed.launch import Process, Start, run_workers, spawned
 from pipebench.distributed.launch_command import python_module
 from pipebench.distributed.launch_join import RUN
 from pipebench.distributed.launch_progress import progress_heard, progress_told
-from pipebench.distributed.slices import ProcessSlices
 from pipebench.distributed.launch_worker import fail_silent, launched_by_us, on_stop_request
+from pipebench.distributed.slices import ProcessSlices
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
 from pipebench.engine.engine import OnLoss, OnUnit
 from pipebench.engine.in_situ import entries, fetches_itself, in_use, mean, profile_in_situ

@@ -75,8 +75,7 @@ def prepare(
     parts = hooks("prepare", turned_on(partial(value_at, recipe)))
     whole_only |= not trains and any(part.profiles_often for part in parts.values())
     profile = None if kept is None else kept.profile
-    how = {"trains": trains, "kept": profile, "whole_only": whole_only, "group": group}
-    whole = profile_model(recipe, cluster, on_progress, **how)
+    whole = profile_model(recipe, cluster, on_progress, trains=trains, kept=profile, whole_only=whole_only, group=group)
     known, extensions = _extended(recipe, cluster, whole, parts)
     dataset, graph = known.dataset, known.graph
     recipe, comparison = _with_mode(recipe, cluster, known.profile, dataset, kept)
@@ -233,6 +232,6 @@ def _check_slices(recipe: Recipe, pipeline: Pipeline, *, switches: bool) -> None
     if not is_elementwise(optimizer) and (pipeline.is_sharded or not knows_slices(optimizer)):
         beside = f" and shard {pipeline.shard}" if pipeline.is_sharded else ""
         raise PlanError(
-            f"{told}{beside}, whose processes have pieces of the tensors that {called(optimizer)} adapts whole steps to: "
-            f"allowed is 1, or an optimizer that steps element by element{'' if beside else ', or lars or lamb'}"
+            f"{told}{beside}, whose processes have pieces of the tensors that {called(optimizer)} adapts whole steps "
+            f"to: allowed is 1, or an optimizer that steps element by element{'' if beside else ', or lars or lamb'}"
         )
