@@ -172,7 +172,8 @@ def joined(stages: Sequence[Mapping[str, torch.Tensor]], slices: Slices | None) 
     size, cuts = slices.group.size, slices.cuts
 
     def whole(name: str, parts: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-        return torch.cat([part[name] for part in parts], cuts[name].dimension) if name in cuts else parts[0][name]
+        own = [part[name].detach() for part in parts]
+        return torch.cat(own, cuts[name].dimension) if name in cuts else own[0]
 
     workers = [stages[first : first + size] for first in range(0, len(stages), size)]
     return [{name: whole(name, parts) for name in parts[0]} for parts in workers]

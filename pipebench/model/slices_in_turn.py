@@ -48,6 +48,18 @@ class _Copies(torch.autograd.Function):
         return reduce(torch.add, gradient.unbind()), None
 
 
+class _Piece(torch.autograd.Function):
+    """Hands on what one device puts out; its gradient lies in memory as there, so that kernels add in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.contiguous()
+
+
 class CopiesInTurn(nn.Module):
     """Stands before what is divided by columns: each device's matrices read, and add gradients to, its own copy."""
 
@@ -84,7 +96,8 @@ class ColumnsInTurn(_InTurn):
         weights = _pieces(self.weight, 0, self._num_slices)
         biases = [None] * len(weights) if self.bias is None else _pieces(self.bias, 0, self._num_slices)
         parts = zip(x.unbind(), weights, biases, strict=True)
-        return torch.cat([with_parameters(own, weight=w, bias=b)(copy) for copy, w, b in parts], self._dimension)
+        pieces = [_Piece.apply(with_parameters(own, weight=w, bias=b)(copy)) for copy, w, b in parts]
+        return torch.cat(pieces, self._dimension)
 
 
 class RowsInTurn(_InTurn):
@@ -94,7 +107,7 @@ class RowsInTurn(_InTurn):
         """Return what the whole matrix makes of x."""
         weights = _pieces(self.weight, 1, self._num_slices)
         read = _pieces(x, self._dimension, self._num_slices)
-        pairs = zip(weights, read, strict=True)
+        pairs = [(w.contiguous(), own.contiguous()) for w, own in zip(weights, read, strict=True)]  # as on devices
         y: torch.Tensor = reduce(
             torch.add, [with_parameters(self._whole[0], weight=w, bias=None)(own) for w, own in pairs]
         )

@@ -17,7 +17,7 @@ from pipebench.train.job import Job
 from pipebench.train.prepare import prepare
 from pipebench.zoo.synthetic import SyntheticText
 
-VOCABULARY, TOKENS = 60, 8
+VOCABULARY, TOKENS = 96, 16
 
 
 class Text(SyntheticText):
@@ -77,8 +77,9 @@ def trained(
         scores.append(engine.evaluate())
     held = sum(replica.weights.live_bytes for replica in engine.worker.replicas.values())
     parts = [part.to_plain() for _, part in engine.parts()]
-    engine.together(Op.GATHER, Op.WAIT_GATHER)
-    whole = joined(world.gather(engine.worker.tensors()), setup.graph.slices)
     facts = engine.facts()
+    engine.together(Op.GATHER, Op.WAIT_GATHER)
+    found = joined(world.gather(engine.worker.tensors()), setup.graph.slices)
+    whole = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in found]
     engine.close()
     return Outcome(parts, facts, scores, held, whole)

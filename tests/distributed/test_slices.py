@@ -28,8 +28,9 @@ SEGMENTS = (3, 2)
 def recipe(
     parallelism: dict[str, Any], tensor: int, kind: str = "distributed", model: Any = (), **train: Any
 ) -> dict[str, Any]:
-    """Return a recipe of a small GPT-2."""
-    sizes = {"name": "gpt2", "num_layers": 2, "width": 24, "num_heads": 6, "vocabulary": VOCABULARY}
+    """Return a recipe of a small GPT-2, a slice of which is as wide as a vector register: kernels round all alike."""
+    slices = max(2, tensor)
+    sizes = {"name": "gpt2", "num_layers": 2, "width": 16 * slices, "num_heads": 2 * slices, "vocabulary": VOCABULARY}
     return {
         "name": "sliced",
         "model": {**sizes, "max_tokens": TOKENS, **dict(model)},
@@ -91,7 +92,7 @@ TWO = {
     "clipped": ({"mode": "single"}, {}, 0.0),
     "adam, tied": (
         {"mode": "single"},
-        {"optimizer": {"name": "adam", "lr": 0.01}, "model": {"share_embedding": 1}},
+        {"optimizer": {"name": "adam", "lr": 0.01}, "model": {"share_embedding": True}},
         0.0,
     ),
     "bf16": ({"mode": "single"}, {"precision": "bf16"}, 0.0),
@@ -113,9 +114,9 @@ def check(processes: Processes, given: dict[str, Any], tolerance: float = 0.0, *
     """Train in processes and on the virtual engine; compare weights, scores and bytes."""
     engine, scores = virtually(given)
     found: list[Outcome] = processes.run("tests.distributed.sliced:trained", given, SEGMENTS, **options)
-    compare(found, engine, scores, tolerance)
     each_worker = found[:: given["parallelism"]["tensor"]]
     assert sent([each.facts for each in each_worker]) == sent([engine.facts()])
+    compare(found, engine, scores, tolerance)
     return found
 
 
@@ -143,7 +144,7 @@ def test_slices_by_sockets(four: Processes) -> None:
 def test_a_process_holds_a_slice_and_sends_megatron_s_bytes(two: Processes) -> None:
     given = recipe({"mode": "single"}, 2, model={"dropout": 0.0})
     first, second = two.run("tests.distributed.sliced:trained", given, SEGMENTS)
-    b, s, h, blocks, k = 4, TOKENS, 24, 2, 2
+    b, s, h, blocks, k = 4, TOKENS, 32, 2, 2
     # Per minibatch 8 b s h (k - 1) elements a block (SC'21, section 3.2), sums behind the embedding and before the
     # classifier, and gathered logits.
     of_one = 4 * b * s * (k - 1) * (blocks * 8 * h + 2 * 2 * h + VOCABULARY)
@@ -165,7 +166,7 @@ def test_checkpoints_go_on_with_and_without_slices(two: Processes) -> None:
         assert torch.equal(mine.parameters[name], tensor)
         assert torch.equal(mine.optimizer[name]["exp_avg"], of_whole["optimizer"][name]["exp_avg"])
     assert not mine.slices  # in one piece, as any plan restores it
-    with pytest.raises(CheckpointError, match="found 720 elements, expected of all slices are 1,440"):
+    with pytest.raises(CheckpointError, match="found 512 elements, expected of all slices are 1,024"):
         state_of(found[1].parts)
 
 
