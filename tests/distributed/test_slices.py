@@ -73,7 +73,7 @@ def sent(facts: Sequence[dict[str, Any]]) -> Counter[tuple[str, str]]:
 def compare(found: list[Outcome], engine: VirtualEngine, scores: list[Any], tolerance: float = 0.0) -> None:
     """Compare with the virtual engine; a tolerance of 0 asks for the same bits."""
     ours, theirs = state_of([part for each in found for part in each.parts]), state_of_engine(engine)
-    assert [*map(sorted, (ours.parameters, ours.optimizer))] == [*map(sorted, (theirs.parameters, theirs.optimizer))]
+    assert (ours.parameters.keys(), ours.optimizer.keys()) == (theirs.parameters.keys(), theirs.optimizer.keys())
     for name, expected in theirs.parameters.items():
         torch.testing.assert_close(ours.parameters[name], expected, rtol=tolerance, atol=tolerance)
         for key, kept in theirs.optimizer[name].items():
@@ -88,7 +88,7 @@ def compare(found: list[Outcome], engine: VirtualEngine, scores: list[Any], tole
             assert known == pytest.approx(expected, rel=max(tolerance, 1e-12))
 
 
-TWO = {
+TWO: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "clipped": ({"mode": "single"}, {}, 0.0),
     "adam, tied": (
         {"mode": "single"},
@@ -100,7 +100,7 @@ TWO = {
     "lamb": ({"mode": "single"}, {"optimizer": {"name": "lamb", "lr": 0.01, "clip_norm": 0.5}}, 1e-5),
     "lars": ({"mode": "single"}, {"optimizer": {"name": "lars", "lr": 0.5}}, 1e-5),
 }
-FOUR = {
+FOUR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp, clipped": ({"mode": "dp", "plan": "2"}, {}),
     "pipedream": ({"mode": "pipedream", "plan": "1-1"}, {}),
     "1F1B, clipped": (STRAIGHT, {}),
@@ -171,7 +171,7 @@ def test_checkpoints_go_on_with_and_without_slices(two: Processes) -> None:
 
 
 PIPEDREAM = {"mode": "pipedream", "plan": "1-1"}
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "moves": ({**PIPEDREAM, "vpipe": {"repartition": True}}, SGD, "can't move layers in slices: allowed is 1"),
     "pushes": ({"mode": "dp-asp", "plan": "2"}, {}, "sync asynchronous, whose updates every slice"),
     "whole tensors": ({"mode": "single"}, {"name": "adafactor"}, "tensors that adafactor adapts whole steps to"),
