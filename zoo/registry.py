@@ -6,7 +6,8 @@ reads them with `getattr`, so that nothing needs to be inherited:
 - `one_layer = True` (class): the module is one layer, not cut inside.
 - `tensor_role = (reads, gives)` (class): which pieces of a tensor the module can read and give where layers are sliced
   over several devices: `heads`, the second dimension, `features`, the last, or None for whole tensors. Of a kind of
-  `nn.Linear` whose weights can be divided, by columns or by rows, or of a module that treats pieces alone.
+  `nn.Linear` whose weights can be divided, by columns or by rows, or of a module that treats pieces alone and draws no
+  random numbers.
 - `carried_state` (instance; starts as None): what the module carries from one minibatch to the next, a pytree of
   detached tensors. `forward` reads it, None meaning from the start, and replaces it while training and evaluating
   alike; an engine keeps one for every stream of samples. Such a module is one layer too.

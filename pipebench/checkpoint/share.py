@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pipebench.model.graph import LayerGraph, attribute
+from pipebench.model.slice_modules import Cut
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class Share:
         unit_sizes: samples of every microbatch of a minibatch of text in streams. Empty where samples don't follow each
             other, so that no state is carried.
         elsewhere: own names of tied parameters that an earlier stage has, too, and saves.
+        slice_index: position among the processes that layers are divided among. The first saves what all have.
+        cuts: own name to the part that this one has, of every divided parameter of the model.
     """
 
     names: Mapping[str, str] = field(repr=False)
@@ -24,6 +27,8 @@ class Share:
     num_replicas: int = 1
     unit_sizes: tuple[int, ...] = ()
     elsewhere: frozenset[str] = frozenset()
+    slice_index: int = 0
+    cuts: Mapping[str, Cut] = field(default_factory=dict, repr=False)
 
     def holds(self, stream: int) -> bool:
         """Return whether this replica carries a stream's state: segments start at multiples of the streams."""
@@ -41,9 +46,15 @@ def own_names(graph: LayerGraph) -> dict[str, str]:
         for named in (part.named_parameters(remove_duplicate=False), part.named_buffers(remove_duplicate=False)):
             for name, tensor in named:
                 own.setdefault(id(tensor), name)
-    root = graph.root
+    root, cuts = graph.root, {} if graph.slices is None else graph.slices.cuts
     tensors = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
-    return {name: own[id(tensor)] for name, tensor in tensors}
+    return {name: own[id(attribute(graph.model, name) if name in cuts else tensor)] for name, tensor in tensors}
+
+
+def own_cuts(graph: LayerGraph) -> dict[str, Cut]:
+    """Return the part that this process has of every divided parameter, by the model's own name."""
+    own = {} if graph.slices is None else own_names(graph)
+    return {} if graph.slices is None else {own[name]: cut for name, cut in graph.slices.cuts.items()}
 
 
 def trained_names(graph: LayerGraph) -> list[str]:

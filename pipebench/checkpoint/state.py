@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from pipebench.errors import UserError
+from pipebench.model.slice_modules import Cut
 
-_SINCE = ("mean_change", "loss_scale", "pieces")
+_SINCE = ("mean_change", "loss_scale", "pieces", "slices")
+_FEW_HAVE = ("pieces", "slices")
 
 
 class CheckpointError(UserError, ValueError):
@@ -31,6 +33,8 @@ class ModelState:
         loss_scale: the scale of a parameter's gradients and its two counters, by its name, in fp16.
         pieces: of a parameter of which this is a part, by its name: its first element, flat, and the whole's shape.
             Parameter and optimizer state are that part's.
+        slices: of a parameter that is divided among devices, by its name: the dimension, the device's first position in
+            it, and the whole's shape. What is here is that device's; `pieces` are of it.
     """
 
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -41,6 +45,7 @@ class ModelState:
     mean_change: dict[str, torch.Tensor] = field(default_factory=dict)
     loss_scale: dict[str, torch.Tensor] = field(default_factory=dict)
     pieces: dict[str, torch.Tensor] = field(default_factory=dict)
+    slices: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, states: Iterable["ModelState"]) -> "ModelState":
@@ -50,6 +55,8 @@ class ModelState:
             CheckpointError: a part of a parameter is missing.
         """
         given = list(states)
+        if any(state.slices for state in given):
+            return _with_slices(cls.joined([state._named_by_slice() for state in given]), given)
         if not any(state.pieces for state in given):
             return cls.merge(given)
         merged = cls.merge(replace(s, parameters={}, optimizer={}, pieces={}) for s in given)
@@ -75,6 +82,30 @@ class ModelState:
                 getattr(merged, section.name).update(getattr(state, section.name))
         return merged
 
+    def of_slice(self, cuts: Mapping[str, Cut]) -> "ModelState":
+        """Return the state of a device that has these parts of the whole's tensors, by name; views."""
+
+        def cut(name: str, value: Any) -> Any:
+            is_whole = name in cuts and isinstance(value, torch.Tensor) and tuple(value.shape) == cuts[name].shape
+            return cuts[name].of(value) if is_whole else value
+
+        return replace(
+            self,
+            parameters={name: cut(name, value) for name, value in self.parameters.items()},
+            optimizer={
+                name: {key: cut(name, value) for key, value in kept.items()} for name, kept in self.optimizer.items()
+            },
+            mean_change={name: cut(name, value) for name, value in self.mean_change.items()},
+        )
+
+    def _named_by_slice(self) -> "ModelState":
+        """Return the state with the names of divided parameters followed by where a device's part begins."""
+        sections = {
+            section: {_name_of(self.slices, name): value for name, value in getattr(self, section).items()}
+            for section in ("parameters", "optimizer", "mean_change", "pieces")
+        }
+        return replace(self, **sections, slices={})
+
     def to_plain(self) -> dict[str, dict[str, Any]]:
         """Return dictionaries of tensors on the CPU, none of them a view of something larger.
 
@@ -82,7 +113,7 @@ class ModelState:
             CheckpointError: a state is of a type that `torch.load(weights_only=True)` wouldn't read back.
         """
         plain = self._mapped(_on_cpu)
-        return {section: values for section, values in plain.items() if values or section != "pieces"}  # few have any
+        return {section: values for section, values in plain.items() if values or section not in _FEW_HAVE}
 
     def copied(self) -> "ModelState":
         """Return a copy on the host, which training doesn't change; one from a GPU isn't there until it synchronises.
@@ -142,6 +173,44 @@ def _join(whole: ModelState, part: ModelState, name: str, place: torch.Tensor) -
         is_piece = isinstance(value, torch.Tensor) and value.shape == piece.shape
         found[key] = joined(found.get(key), value) if is_piece else value
     return piece.numel()
+
+
+def _name_of(slices: Mapping[str, torch.Tensor], name: str) -> str:
+    """Return the name of a device's part of a parameter, or the parameter's if it isn't divided."""
+    return f"{name}@{int(slices[name][1])}" if name in slices else name
+
+
+def _with_slices(joined: ModelState, states: Iterable[ModelState]) -> ModelState:
+    """Put divided parameters, and their optimizer state, together of all devices' parts, which have names of their own.
+
+    Raises:
+        CheckpointError: a device's part is missing.
+    """
+    parts: dict[str, dict[int, torch.Tensor]] = {}
+    for state in states:
+        for name, place in state.slices.items():
+            parts.setdefault(name, {})[int(place[1])] = place
+    for name, places in parts.items():
+        dimension, _, *shape = places[min(places)].tolist()
+        names = [_name_of({name: places[start]}, name) for start in sorted(places)]
+        own = [joined.parameters.pop(each) for each in names]
+        kept = [joined.optimizer.pop(each, {}) for each in names]
+        if sum(each.shape[dimension] for each in own) != shape[dimension]:
+            found = sum(each.numel() for each in own)
+            raise CheckpointError(f"{name}: found {found:,} elements, expected of all slices are {math.prod(shape):,}")
+        joined.parameters[name] = torch.cat([each.detach() for each in own], dimension)
+        columns = {key: [each[key] for each in kept] for key in kept[0]}
+        if columns:
+            joined.optimizer[name] = {key: _of_parts(column, own, dimension) for key, column in columns.items()}
+        if names[0] in joined.mean_change:
+            joined.mean_change[name] = torch.cat([joined.mean_change.pop(each) for each in names], dimension)
+    return joined
+
+
+def _of_parts(values: list[Any], own: list[torch.Tensor], dimension: int) -> Any:
+    """Return what an optimizer keeps of a whole parameter, of what it keeps of its parts."""
+    alike = all(isinstance(v, torch.Tensor) and v.shape == p.shape for v, p in zip(values, own, strict=True))
+    return torch.cat(values, dimension) if alike else values[0]
 
 
 def same_type_map(value: Any, function: Any) -> Any:

@@ -34,7 +34,6 @@ from pipebench.distributed.message import (
     read_header,
     write_header,
 )
-from pipebench.model.memory_format import in_order
 
 AHEAD = 2  # receives posted before they are waited for; more would only take memory
 # Gloo locks the connection of two ranks while bytes arrive: posting the receive after next would wait for them, a

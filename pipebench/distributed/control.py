@@ -47,12 +47,13 @@ class Control:
 
     Args:
         store: shared by all workers, new in every attempt; cloned here, so that its connection isn't shared.
-        worker: index of this worker.
-        num_workers: number of workers.
+        process: index of this process: its worker's, times `slices`, and which of the worker's it is.
+        num_processes: number of processes.
         pipeline: the pipeline.
         stall_limit_s: a worker longer than this at one instruction, or at other named work, ends the job.
         multiple_of: segments end early at multiples of this number of minibatches: a text's streams, whose states
             would otherwise be on other replicas than the next minibatches.
+        slices: processes of a worker.
         on_stall: called in a control thread with the report; ends the process.
         on_orphan: ends the process when the store is gone, i.e. the launcher was killed.
         heartbeat_s: seconds between workers' reports of their current work.
@@ -61,12 +62,13 @@ class Control:
     def __init__(
         self,
         store: Store,
-        worker: int,
-        num_workers: int,
+        process: int,
+        num_processes: int,
         pipeline: Pipeline,
         *,
         stall_limit_s: float,
         multiple_of: int = 1,
+        slices: int = 1,
         on_stall: Callable[[str], None] = fail_stalled,
         on_orphan: Callable[[], None] = end_quietly,
         heartbeat_s: float = 0.5,
@@ -74,7 +76,7 @@ class Control:
         self._store = store.clone()
         # A suspended launcher (Ctrl-Z) is not gone: only a broken connection means that.
         self._store.set_timeout(timedelta(days=365))
-        self._worker, self._pipeline = worker, pipeline
+        self._own, self._slices, self._pipeline = process, slices, pipeline
         self._stall_limit_s, self._heartbeat_s = stall_limit_s, heartbeat_s
         self._on_stall, self._on_orphan = on_stall, on_orphan
         self._gate = AdmissionControl(math.lcm(pipeline.period, multiple_of))
@@ -82,14 +84,14 @@ class Control:
         self._heard: dict[int, tuple[bytes, float]] = {}  # each worker's last heartbeat, and when it arrived here
         self._started_s = self._listened_s = time.monotonic()
         self._heartbeats = 0
-        self._heartbeat_keys = [f"{_HEARTBEAT_KEY}/{peer}" for peer in range(num_workers)]
-        self._position_keys = [f"{_POSITION_KEY}/{peer}" for peer in range(num_workers)]
+        self._heartbeat_keys = [f"{_HEARTBEAT_KEY}/{peer}" for peer in range(num_processes)]
+        self._position_keys = [f"{_POSITION_KEY}/{peer}" for peer in range(num_processes)]
         self._request: str | None = None
         self._answered = False
         self._stop_reason: str | None = None
         self._closed, self._wake = threading.Event(), threading.Event()
         self._threads = [
-            threading.Thread(target=function, name=f"pipebench-{name}-{worker}", daemon=True)
+            threading.Thread(target=function, name=f"pipebench-{name}-{process}", daemon=True)
             for name, function in (("control", self._talk), ("watch", self._watch))
         ]
 
@@ -181,7 +183,7 @@ class Control:
     def _tell(self) -> None:
         self._heartbeats += 1
         beat = {"count": self._heartbeats, **asdict(self._activity())}
-        self._store.set(self._heartbeat_keys[self._worker], json.dumps(beat))
+        self._store.set(self._heartbeat_keys[self._own], json.dumps(beat))
 
     def _listen(self) -> None:
         if len(self._heard) < len(self._heartbeat_keys):
@@ -202,7 +204,7 @@ class Control:
             self._store.compare_set(STOP_KEY, "", self._request)
         if not self._answered and self._store.check([STOP_KEY]):
             reason = self._store.get(STOP_KEY).decode()
-            self._store.set(self._position_keys[self._worker], json.dumps([*self._gate.close(), reason]))
+            self._store.set(self._position_keys[self._own], json.dumps([*self._gate.close(), reason]))
             self._answered = True
         if self._answered and self._store.check(self._position_keys):
             answers = [json.loads(answer) for answer in self._store.multi_get(self._position_keys)]
@@ -242,24 +244,28 @@ class Control:
     def _activity(self) -> Activity:
         instruction, work, since_s = self._place
         gate, elapsed_s = self._gate, time.monotonic() - since_s
-        return describe(self._pipeline, self._worker, instruction, work, gate.num_minibatches, elapsed_s)
+        return describe(self._pipeline, self._own // self._slices, instruction, work, gate.num_minibatches, elapsed_s)
 
     def _report(self) -> str:
         """Return the stall report. Ages end when this worker last heard from the store."""
         now_s, listened_s = time.monotonic(), self._listened_s
         overdue_s = max(_SILENT_HEARTBEATS * self._heartbeat_s, min(_SILENT_S, self._stall_limit_s / 2))
-        activities, silent_s = {self._worker: self._activity()}, dict[int, float]()
+        own = self._own // self._slices
+        activities, silent_s = {own: self._activity()}, dict[int, float]()
         heard = dict(self._heard)
         for peer in range(len(self._heartbeat_keys)):
             beat, heard_s = heard.get(peer, (None, self._started_s))
-            if peer == self._worker:
+            worker = peer // self._slices
+            if peer == self._own:
                 continue
             if beat is not None:
                 said = json.loads(beat)
                 del said["count"]
-                activities[peer] = Activity(**said | {"since_s": said["since_s"] + listened_s - heard_s})
+                found = Activity(**said | {"since_s": said["since_s"] + listened_s - heard_s})
+                # Of a worker's processes the one that has been at it for longest.
+                activities[worker] = max(found, activities.get(worker, found), key=lambda each: each.since_s)
             if listened_s - heard_s > overdue_s:
-                silent_s[peer] = listened_s - heard_s
+                silent_s[worker] = max(listened_s - heard_s, silent_s.get(worker, 0.0))
         notes = [f"the launcher's store has not answered for {now_s - listened_s:.0f} s"]
         return stall_report(
             self._pipeline, activities, silent_s, self._stall_limit_s, segment=self._gate.segment,

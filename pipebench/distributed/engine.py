@@ -6,6 +6,7 @@ virtual engine shares.
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from pipebench.distributed.control import Control
 from pipebench.distributed.cores import crowding, processor_shares
 from pipebench.distributed.instruction_times import DeviceWatch, HostWatch, runs_ahead
 from pipebench.distributed.meter import MeasuredMeter, merge, with_allocated
+from pipebench.distributed.slices import combined, connected_slices, joined
 from pipebench.distributed.transport import ChannelTransport
 from pipebench.distributed.warm_up import needs_warm_up, warm_up
 from pipebench.distributed.world import World
@@ -42,9 +44,12 @@ _CUDA_LOSS_EVERY = 50  # reading a loss waits for the GPU
 class DistributedEngine(TrainingEngine):
     """Trains this process's worker. `train` and `evaluate` leave the pipeline drained; all processes call them alike.
 
+    Where layers are divided, a worker is several processes; each sees the same one of every other worker's, and what
+    they count is added up where it leaves the engine.
+
     Args:
         setup: what to run, on this process's `setup.device`. Its model loses its weights to the stage.
-        world: the processes, as many as the plan has workers.
+        world: the processes, as many as the plan's workers have slices together.
         control: watches this worker and agrees with the others on early ends; None for neither.
         on_loss: see `TrainingEngine`; `DivergedError` stops all workers.
         on_unit: see `TrainingEngine`.
@@ -62,14 +67,16 @@ class DistributedEngine(TrainingEngine):
         on_unit: OnUnit = lambda samples, loss, clock_s: None,
     ) -> None:
         super().__init__(setup, on_loss, on_unit)
-        self.world = world
+        self._all = world
+        self._slices, self.world = connected_slices(setup, world, self.num_bytes)
+        world = self.world
         self._control = control
         self._ranks = ranks_of(setup)
         self.workers = [Worker(setup, self._ranks.index(world.rank))]
         self._first_stage = min(self.worker.replicas)
         ahead = runs_ahead(setup.device)
         direct = ahead and world.direct
-        self.meter = MeasuredMeter(setup.pipeline, self.worker.index, world.rank, tells_overlap=direct)
+        self.meter = MeasuredMeter(setup.pipeline, self.worker.index, self._all.rank, tells_overlap=direct)
         self._origin_s = time.perf_counter()
         self._segment = 0
         self._num_losses = 0
@@ -81,7 +88,7 @@ class DistributedEngine(TrainingEngine):
         self._pace = Pace(setup.device)
         if needs_warm_up(setup):
             warm_up(setup, world, self.worker)
-        if not setup.repartitions and (world.rank > 0 or setup.dataset.generates_with is None):
+        if not setup.repartitions and (not self.is_first or setup.dataset.generates_with is None):
             # The stage has copies of what it needs; frees the rest of the model's memory.
             for whole in (setup.graph.model, setup.graph.root, setup.graph.evaluated.root):
                 whole.to("meta")
@@ -131,7 +138,7 @@ class DistributedEngine(TrainingEngine):
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0, which writes the run's records."""
-        return self.world.rank == 0
+        return self._all.rank == 0
 
     @property
     def stop_reason(self) -> str | None:
@@ -151,11 +158,11 @@ class DistributedEngine(TrainingEngine):
 
     def gathering(self) -> Gather:
         """See `TrainingEngine`; beside the group of all processes, whose collectives are the training thread's."""
-        gather = self.world.gathering()
+        gather, slices = self.world.gathering(), self.world.slices
 
         def by_worker(value: Any) -> list[Any]:
             found = gather(value)
-            return [found[rank] for rank in self._ranks] if found else []
+            return [found[rank * slices + index] for rank in self._ranks for index in range(slices)] if found else []
 
         return by_worker
 
@@ -168,11 +175,12 @@ class DistributedEngine(TrainingEngine):
         feed, divisors = training_feed(self.setup, first_minibatch, num_minibatches)
         self._feed, by_extension = feed, self._begin_segment()
         self.worker.begin_training(feed, first_minibatch, num_minibatches, divisors, by_extension)
-        try:
-            done = self._train(first_minibatch, num_minibatches, by_extension)
-            self._settle()
-        finally:
-            feed.close()
+        with nullcontext() if self._slices is None else self._slices.counting():
+            try:
+                done = self._train(first_minibatch, num_minibatches, by_extension)
+                self._settle()
+            finally:
+                feed.close()
         self.worker.end_training()
         self._end_segment()
         if by_extension:
@@ -255,6 +263,19 @@ class DistributedEngine(TrainingEngine):
         self.exchange(None)
         self._transport.close()
         self._collectives.close()
+        if self._slices is not None:
+            self._slices.close()
+
+    def facts(self) -> dict[str, Any]:
+        """See `TrainingEngine`; of all of the worker's processes: bytes of all, and the most that one held."""
+        found = super().facts()
+        return found if self._slices is None else combined(self._all.exchange(found), self.world)
+
+    def restore(self, *given: Any, **named: Any) -> None:
+        """See `TrainingEngine`."""
+        super().restore(*given, **named)
+        if self.world.slice_index > 0:  # the worker's first process goes on with what all have counted
+            self.num_bytes.clear()
 
     def _meter_facts(self) -> dict[str, Any]:
         return {"meter": self.meter.state()}
@@ -276,12 +297,12 @@ class DistributedEngine(TrainingEngine):
         """Return all workers' measurements; all call it."""
         allocator = allocator_of(self.setup.device)
         allocated = {} if allocator is None else allocator.most_bytes
-        shares = self.exchange([self.meter.share(), processor_shares(self.setup.device), allocated])
+        shares = self.exchange([self.meter.share(), allocated])
         found = with_allocated(
-            merge([share for share, _, _ in shares], self.setup.pipeline, training_s), [most for _, _, most in shares]
+            merge([share for share, _ in shares], self.setup.pipeline, training_s), [most for _, most in shares]
         )
         simulated = self.setup.costs.host.shared is not None
-        crowded = crowding([processors for _, processors, _ in shares], simulated=simulated)
+        crowded = crowding(self._all.exchange(processor_shares(self.setup.device)), simulated=simulated)
         return replace(found, notes={**found.notes, PREDICTION: crowded}) if crowded else found
 
     # The loop.
@@ -342,8 +363,8 @@ class DistributedEngine(TrainingEngine):
     def _whole_model_metrics(self) -> dict[str, float]:
         """Gather the newest weights on rank 0, which computes the metrics of the whole model while the others wait."""
         self.set_activity("whole-model metrics")
-        stages = self.world.gather(self.worker.tensors())
+        stages = self._all.gather(self.worker.tensors())
         found: dict[str, float] = {}
-        if self.world.rank == 0:
-            found = self.setup.dataset.whole_model_metrics(self._whole.filled(stages))
-        return next(metrics for metrics in self.exchange(found) if metrics)
+        if self.is_first:
+            found = self.setup.dataset.whole_model_metrics(self._whole.filled(joined(stages, self.setup.graph.slices)))
+        return next(metrics for metrics in self._all.exchange(found) if metrics)

@@ -93,7 +93,7 @@ class SharedSender(SendingEnd):
         for leaf, tensor in zip(layout.tensors, tensors, strict=True):
             if leaf.num_bytes:
                 whole = in_order(tensor.detach().resolve_conj().resolve_neg())
-                _write(self._file, bytes_of(whole), slot.start + leaf.offset)
+                write(self._file, bytes_of(whole), slot.start + leaf.offset)
         record = _RECORD.pack(index, self._file, *slot, unit, number, len(text), self._clock(), note)
         self._line.write(record + text)
         self._num_sent += 1
@@ -172,7 +172,7 @@ class SharedReceiver(ReceivingEnd):
                 self._line.write(_TOKEN.pack(token))
 
 
-def _write(file: int, data: memoryview, start: int) -> None:
+def write(file: int, data: memoryview, start: int) -> None:
     """Write into a file in memory, at most two gigabytes at once."""
     while data:
         written = os.pwrite(file, data, start)

@@ -19,7 +19,7 @@ from pipebench.distributed.pipes import PipePair, join_pairs
 from pipebench.distributed.shared_memory import bytes_of, mapped, new_file
 from pipebench.distributed.world import World
 
-_FULL, _ADDED, _READ = b"fad"  # notifications on the next bucket; all replicas take buckets in one order
+FULL, _ADDED, _READ = b"fad"  # notifications on the next bucket; all replicas take buckets in one order
 _PIECE_BYTES = 1 << 18  # read and added at once: fits a core's own cache
 _ALIGNED_BYTES = 64
 
@@ -34,7 +34,7 @@ class Sharing:
         self.piece = torch.empty(_PIECE_BYTES, dtype=torch.uint8)
         self._bytes = mapped(self.file, size)
         self._end = 0
-        self._heard = {(position, what): 0 for position in lines for what in (_FULL, _ADDED, _READ)}
+        self._heard = {(position, what): 0 for position in lines for what in (FULL, _ADDED, _READ)}
 
     def room(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
         """Return a tensor of `count` numbers in the file, and its start."""
@@ -94,15 +94,15 @@ class SharedSum:
 
     def start(self) -> None:
         """Notify the others that the bucket is full."""
-        self._sharing.tell(_FULL)
+        self._sharing.tell(FULL)
 
     def go_on(self) -> None:
         """Add up the own chunk."""
         sharing, count = self._sharing, self._count(self._round)
         for position, file in sharing.files.items():
-            sharing.hear(position, _FULL, count)
+            sharing.hear(position, FULL, count)
             for piece, scratch, taken, start in self._pieces:
-                _read(file, taken, start)
+                read(file, taken, start)
                 piece.add_(scratch)
         sharing.tell(_ADDED)
 
@@ -111,7 +111,7 @@ class SharedSum:
         sharing, count = self._sharing, self._count(self._round)
         for position, file in sharing.files.items():
             sharing.hear(position, _ADDED, count)
-            _read(file, bytes_of(self._chunks[position]), self._starts[position])
+            read(file, bytes_of(self._chunks[position]), self._starts[position])
         sharing.tell(_READ)
         self._round += 1
 
@@ -147,7 +147,7 @@ def room_bytes(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-def _read(file: int, into: memoryview, start: int) -> None:
+def read(file: int, into: memoryview, start: int) -> None:
     """Read from a file in memory, at most two gigabytes at once."""
     while into:
         found = os.preadv(file, [into], start)

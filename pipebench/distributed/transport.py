@@ -153,7 +153,14 @@ class ChannelTransport:
             is_sender = self._worker == channel.sender
             tag = _TAGS[channel.kind] + _TAGS_OF_EDGE * edges.index(channel.edge)
             link = ChannelLink(
-                ranks[is_sender], lanes[channel.kind], tag, direct, setup.device, self._watch.clock, idle, by_gpu
+                world.process(ranks[is_sender]),
+                lanes[channel.kind],
+                tag,
+                direct,
+                setup.device,
+                self._watch.clock,
+                idle,
+                by_gpu,
             )
             # Tensors are sent separately: messages only have headers.
             first_bytes = 0 if world.direct else _expected_bytes(setup, channel)
@@ -342,9 +349,9 @@ def _pair(world: World, ranks: tuple[int, int], num_pairs: int) -> Any:
     if world.rank in ranks:
         word = torch.zeros(1, device=world.device)
         if world.rank == ranks[0]:
-            dist.send(word, ranks[1], group=group)
+            dist.send(word, world.process(ranks[1]), group=group)
         else:
-            dist.recv(word, ranks[0], group=group)
+            dist.recv(word, world.process(ranks[0]), group=group)
         if world.device.type == "cuda":  # complete before the next group is made
             torch.cuda.synchronize(world.device)
     return group

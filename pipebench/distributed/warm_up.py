@@ -59,10 +59,10 @@ def warm_up(setup: Setup, world: World, own: Worker) -> None:
     alone = _alone(setup)
     with _kept_random_state(setup.device):
         worker = Worker(alone, setup.pipeline.stages_of(own.index)[0])
-        _train(alone, worker, _Neighbours(setup, own.index))
-        _evaluate(alone, worker, _Neighbours(setup, own.index))
+        _train(alone, worker, _Neighbours(setup, world, own.index))
+        _evaluate(alone, worker, _Neighbours(setup, world, own.index))
         if setup.compiled:
-            _compile(alone, worker, own)
+            _compile(alone, worker, own, world)
     if on_gpu:
         torch.cuda.synchronize(setup.device)
 
@@ -75,7 +75,7 @@ def _alone(setup: Setup) -> Setup:
     return replace(setup, pipeline=pipeline, evaluation=evaluation, compiled=False)
 
 
-def _compile(setup: Setup, worker: Worker, own: Worker) -> None:
+def _compile(setup: Setup, worker: Worker, own: Worker, world: World) -> None:
     """Run a minibatch of every size, but no update, through a worker's own stages, which compiles them."""
     worker.replicas, worker.running = own.replicas, dict(own.running)
     sampler = setup.sampler
@@ -85,7 +85,7 @@ def _compile(setup: Setup, worker: Worker, own: Worker) -> None:
         with ExitStack() as stack:
             for replica in own.replicas.values():
                 stack.enter_context(_without_traces(replica))
-            _train(setup, worker, _Neighbours(setup, own.index), minibatch, updates=False)
+            _train(setup, worker, _Neighbours(setup, world, own.index), minibatch, updates=False)
 
 
 @contextmanager
@@ -108,8 +108,8 @@ class _Neighbours:
     Replicas of a stage send to disjoint sets of another stage's replicas.
     """
 
-    def __init__(self, setup: Setup, index: int) -> None:
-        self._setup = setup
+    def __init__(self, setup: Setup, world: World, index: int) -> None:
+        self._setup, self._world = setup, world
         self._index = index
         self._ranks = ranks_of(setup)
         self._receivers: dict[tuple[int, int], Receiver] = {}
@@ -154,7 +154,8 @@ class _Neighbours:
         # Messages end in unpinned host memory, because pinned memory is never released.
         pipeline = self._setup.pipeline
         tag = _TAG + _TAGS_OF_EDGE * (edge[0] * pipeline.num_stages + edge[1])
-        return ChannelLink(self._ranks[pipeline.worker(stage, replica)], [None], tag, None, _CPU, lambda: 0.0)
+        peer = self._world.process(self._ranks[pipeline.worker(stage, replica)])
+        return ChannelLink(peer, [None], tag, None, _CPU, lambda: 0.0)
 
     def _onto_device(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

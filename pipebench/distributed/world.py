@@ -45,6 +45,9 @@ class World:
     remark: str = ""  # for the user, on how workers reach each other; "" for none
     shares_memory: bool = True  # whether workers of one host may share memory; otherwise sockets, as between hosts
     secret: bytes | None = None  # of all workers, if the store is private; None: members can't be checked
+    # Processes that each worker's layers are divided among, neighbours by rank. Beyond 1 this is what the own one of
+    # every worker's sees: ranks count workers, and others' processes take part unseen.
+    slices: int = 1
     _num_groups: int = 0
     _gathered: Iterator[int] = field(default_factory=count)
     _closed: bool = False
@@ -52,25 +55,35 @@ class World:
     @property
     def rank(self) -> int:
         """This worker's rank, over all hosts."""
-        return self.place.rank
+        return self.place.rank // self.slices
 
     @property
     def size(self) -> int:
         """Number of workers, over all hosts."""
-        return self.place.size
+        return self.place.size // self.slices
+
+    @property
+    def slice_index(self) -> int:
+        """Which of its worker's processes this is."""
+        return self.place.rank % self.slices
+
+    def process(self, rank: int) -> int:
+        """Return the rank among all processes of a worker's process, the one that this one sees."""
+        return rank * self.slices + self.slice_index
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank; values are JSON: lists, dicts with text keys, numbers, text."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         with peers():
-            sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+            sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.place.size)]
             dist.all_gather(sizes, torch.tensor([len(data)]))
             longest = int(max(sizes))
-            rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+            rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.place.size)]
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: len(data)] = data
             dist.all_gather(rows, padded)
-        return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, sizes, strict=True)]
+        seen = slice(self.slice_index, None, self.slices)
+        return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows[seen], sizes[seen], strict=True)]
 
     def gather(self, own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """Return all ranks' tensors on rank 0, through the hosts' memory; nothing on the others."""
@@ -84,31 +97,31 @@ class World:
             with peers():
                 if self.rank == rank:
                     for tensor in own.values():
-                        dist.send(tensor.detach().cpu().contiguous(), 0)
+                        dist.send(tensor.detach().cpu().contiguous(), self.process(0))
                 else:
                     received = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in rows}
                     for tensor in received.values():
-                        dist.recv(tensor, rank)
+                        dist.recv(tensor, self.process(rank))
                     found.append(received)
         return found if self.rank == 0 else []
 
     def gathering(self) -> Callable[[Any], list[Any]]:
-        """Return a function by which rank 0 gets every rank's value, by rank, and the others nothing; any thread's.
+        """Return a function by which the first process gets every one's value, the others nothing; any thread's.
 
-        It doesn't wait for rank 0. All call it equally often; values are JSON.
+        It doesn't wait for the first. All call it equally often; values are JSON.
         """
         store = self.store.clone()  # a connection of its own, in which waiting disturbs nobody
         store.set_timeout(timedelta(days=365))
 
         def gather(value: Any) -> list[Any]:
             number = next(self._gathered)
-            keys = [f"gathered/{number}/{rank}" for rank in range(self.size)]
+            keys, own = [f"gathered/{number}/{rank}" for rank in range(self.place.size)], self.place.rank
             with peers():
-                store.set(keys[self.rank], json.dumps(value))
+                store.set(keys[own], json.dumps(value))
                 # Asked again and again: waiting for the store's word has hung once, though all had told.
-                while self.rank == 0 and not store.check(keys):
+                while own == 0 and not store.check(keys):
                     time.sleep(_POLL_S)
-                found = store.multi_get(keys) if self.rank == 0 else []
+                found = store.multi_get(keys) if own == 0 else []
                 for key in keys if found else ():
                     store.set(key, "")  # the private store can't delete
             return [json.loads(each) for each in found]
@@ -125,10 +138,11 @@ class World:
                     continue
                 with peers():
                     if self.rank == sender:
-                        dist.send(torch.frombuffer(bytearray(parcels[receiver]), dtype=torch.uint8), receiver)
+                        parcel = torch.frombuffer(bytearray(parcels[receiver]), dtype=torch.uint8)
+                        dist.send(parcel, self.process(receiver))
                     else:
                         arriving = torch.empty(size, dtype=torch.uint8)
-                        dist.recv(arriving, sender)
+                        dist.recv(arriving, self.process(sender))
                         given[sender] = arriving.numpy().tobytes()
         return given
 
@@ -151,9 +165,14 @@ class World:
         """
         limit = timedelta(seconds=limit_s or self.operation_limit_s)
         options = nccl.pair_options(limit, num_pairs) if num_pairs and backend == "nccl" else None
-        members = None if ranks is None else list(ranks)
+        named = range(self.size) if ranks is None else ranks
+        all_members = [[rank * self.slices + index for rank in named] for index in range(self.slices)]
+        return [self._group(backend, members, limit, options) for members in all_members][self.slice_index]
+
+    def _group(self, backend: str, members: Sequence[int], limit: timedelta, options: Any) -> Any:
+        """Make a group of processes."""
         with peers():
-            group: Any = dist.new_group(members, timeout=limit, backend=backend, pg_options=options)
+            group: Any = dist.new_group(list(members), timeout=limit, backend=backend, pg_options=options)
             if options is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
                 group._enable_collectives_timing()  # see `DirectSends`
             self._num_groups += 1
@@ -164,7 +183,7 @@ class World:
     def mark_started(self) -> None:
         """Report to the launcher that training has begun here, so that failures are worth a restart; not collective."""
         with peers():
-            self.store.set(f"started/{self.rank}", "1")
+            self.store.set(f"started/{self.place.rank}", "1")
 
     def first(self, event: str) -> bool:
         """Return whether this is the first worker to ask about an event, such as a report to print once.
@@ -260,11 +279,12 @@ def current() -> World | None:
     return _joined[-1] if _joined else None
 
 
-def check_world_size(size: int, needed: int, plan: str) -> None:
-    """Check that the number of workers is the plan's; `plan` is its notation, such as `2-1-1`."""
+def check_world_size(size: int, needed: int, plan: str, slices: int = 1) -> None:
+    """Check that the number of processes is the plan's; `plan` is its notation, such as `2-1-1`."""
     if size != needed:
+        of = "" if slices == 1 else f" of {slices} slices"
         raise UserError(
-            f"plan {plan} needs {needed} worker{'s' if needed > 1 else ''}, got {size}: start torchrun so that "
+            f"plan {plan}{of} needs {needed} worker{'s' if needed > 1 else ''}, got {size}: start torchrun so that "
             f"--nnodes times --nproc-per-node is {needed}, or choose cluster.servers and parallelism.plan for {size}"
         )
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from pipebench.model.slice_modules import Divided
+
 # A CPU widens few numbers at once, which stay in its cache; of many it adds rows in their own type: widened one by one,
 # as torch's norms do it, they take ten times as long.
 _FEW, _ROW = 1 << 14, 512
@@ -36,10 +38,15 @@ def norm_of(squares: torch.Tensor) -> torch.Tensor:
     return squares.sort().values.sum().sqrt()
 
 
-def gradient_norm(gradients: Sequence[torch.Tensor | None], device: torch.device, scale: float = 1.0) -> torch.Tensor:
+def gradient_norm(
+    gradients: Sequence[torch.Tensor | None], device: torch.device, scale: float = 1.0, divided: Divided | None = None
+) -> torch.Tensor:
     """Return the norm of all gradients together, a float64; the gradients are `scale` times too large."""
     squares = squared_norms(gradients, device)
-    return norm_of(torch.stack(squares) / scale**2) if squares else torch.zeros((), dtype=torch.float64, device=device)
+    if not squares:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    own = torch.stack(squares)
+    return norm_of((own if divided is None else divided.whole(own)) / scale**2)
 
 
 def clipped(gradients: Sequence[torch.Tensor | None], norm: torch.Tensor, largest: float) -> list[torch.Tensor | None]:

@@ -16,6 +16,7 @@ from pipebench.engine.replica import LiveBytes, Values
 from pipebench.engine.setup import Setup
 from pipebench.engine.streams import StreamSlot
 from pipebench.model.sampling import Size
+from pipebench.model.slice_modules import Divided
 from pipebench.model.stage import LossFunction
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
@@ -46,6 +47,7 @@ class StageRunner(Protocol):
 
     scale: LossScale | None  # of its gradients; None: no scaling
     again_bytes: int  # see `Replica`
+    divided: Divided | None  # which gradients are parts of whole ones, in the stage's order; None: none is
 
     @property
     def apart(self) -> frozenset[int]:

@@ -29,10 +29,12 @@ from pipebench.engine.split import SplitBackward, backward_weight, kept_bytes
 from pipebench.engine.streams import ALONE, StreamSlot, StreamStates
 from pipebench.engine.swap import Swap
 from pipebench.engine.weights import Weights
+from pipebench.model.large_batch import Adapted
 from pipebench.model.memory_format import channels_last, lay_out
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.precision import lower
 from pipebench.model.sampling import name_hash
+from pipebench.model.slice_modules import Divided, Slices
 from pipebench.model.stage import LossFunction, Stage
 from pipebench.recipe.schema import LossScaleRecipe
 
@@ -71,6 +73,7 @@ class ReplicaRules(NamedTuple):
     divide: Divide | None = None  # its part of the parameters, where replicas are sharded
     compiled: bool = False  # whether its layers are compiled, for training
     channels_last: bool = False  # whether images and weights of convolutions are laid out channels last
+    slices: Slices | None = None  # where layers are divided among processes
 
 
 _PLAIN = ReplicaRules()
@@ -106,6 +109,7 @@ class Replica:
         )  # fmt: skip
         for name in self.weights.names:
             self.exact.pop(name, None)
+        self.divided = _divided(self.weights, rules.slices)
         moves = rules.moves and self.weights.optimizer is not None
         self.moved = MovedWeights(self.weights, rules.gamma) if moves else None
         # Of its gradients; None: no scaling
@@ -406,6 +410,16 @@ class Replica:
     def _loss_head(self, loss_type: torch.dtype | None) -> torch.Tensor | None:
         """Return the gradient of the scaled loss with respect to the loss; None stands for 1."""
         return None if self.scale is None else torch.full((), self.scale.value, dtype=loss_type, device=self.device)
+
+
+def _divided(weights: Weights, slices: Slices | None) -> Divided | None:
+    """Return which gradients are parts of whole ones; an optimizer that asks for norms is told, too."""
+    if slices is None:
+        return None
+    found = Divided(slices.group, torch.tensor([name in slices.cuts for name in weights.stepped_names]))
+    if isinstance(weights.optimizer, Adapted):
+        weights.optimizer.whole_of = found
+    return found
 
 
 def _evaluation_of(stage: Stage, device: torch.device) -> Stage:

@@ -20,14 +20,27 @@ def state_of(replica: Replica, share: Share) -> ModelState:
         for section in (held.parameters, held.optimizer, held.mean_change, held.loss_scale):
             for name in share.elsewhere & section.keys():
                 section.pop(name)
-        return held
-    own = {name: buffer for name, buffer in held.buffers.items() if not buffer.is_floating_point()}
+    else:
+        own = {name: buffer for name, buffer in held.buffers.items() if not buffer.is_floating_point()}
+        held = ModelState(
+            parameters={name: held.parameters[name] for name in held.pieces},
+            optimizer={name: state for name, state in held.optimizer.items() if name in held.pieces},
+            counters={f"{share.replica}/{n}": b for n, b in own.items()},
+            carried=held.carried,
+            pieces=held.pieces,
+        )
+    slices = {
+        name: torch.tensor([cut.dimension, cut.start, *cut.shape])
+        for name, cut in share.cuts.items() if name in held.parameters
+    }  # fmt: skip
+    if share.slice_index == 0:
+        return replace(held, slices=slices)
     return ModelState(
-        parameters={name: held.parameters[name] for name in held.pieces},
-        optimizer={name: state for name, state in held.optimizer.items() if name in held.pieces},
-        counters={f"{share.replica}/{n}": b for n, b in own.items()},
-        carried=held.carried,
-        pieces=held.pieces,
+        parameters={name: held.parameters[name] for name in slices},
+        optimizer={name: state for name, state in held.optimizer.items() if name in slices},
+        mean_change={name: change for name, change in held.mean_change.items() if name in slices},
+        pieces={name: place for name, place in held.pieces.items() if name in slices},
+        slices=slices,
     )
 
 
@@ -65,7 +78,7 @@ def restore(replica: Replica, state: ModelState, share: Share) -> None:
     Raises:
         CheckpointError: a tensor of this stage is missing or has another shape; the replica is unchanged then.
     """
-    own = {name: share.names[name] for name in names_in(replica)}
+    own, state = {name: share.names[name] for name in names_in(replica)}, state.of_slice(share.cuts)
     given = {**state.buffers, **state.parameters}
     given |= {n: b for n in own.values() if (b := state.counters.get(f"{share.replica}/{n}")) is not None}
     tensors = {**_whole(replica), **dict(replica.module.named_buffers())}

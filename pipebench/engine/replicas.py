@@ -30,6 +30,7 @@ def make_replica(setup: Setup, stage: int, cut: Stage, replica: int = 0) -> Repl
         loss_scale=setup.loss_scale,
         compiled=setup.compiled,
         channels_last=setup.channels_last,
+        slices=setup.graph.slices,
     )
     kind: type[Replica] = next(iter(setup.pipeline.hooks("replica").values()), Replica)
     own = partial(_sharding, setup, stage, replica) if setup.pipeline.shards(stage) else None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipebench.checkpoint.share import Share, own_names
+from pipebench.checkpoint.share import Share, own_cuts, own_names
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
 from pipebench.model.graph import LayerGraph
@@ -143,4 +143,8 @@ def share_of(setup: Setup, stage: int, replica: int) -> Share:
     sizes = microbatch_sizes(setup.sampler.size(0), setup.pipeline.microbatches) if setup.sampler.streams else ()
     names, ties = own_names(setup.graph), zip(setup.pipeline.ties, setup.costs.ties, strict=True)
     elsewhere = {names[name] for stages, tied in ties if stages[0] < stage for name in tied.parameters}
-    return Share(names, replica, setup.pipeline.replicas[stage], tuple(sizes), frozenset(elsewhere))
+    slices = setup.graph.slices
+    return Share(
+        names, replica, setup.pipeline.replicas[stage], tuple(sizes), frozenset(elsewhere),
+        0 if slices is None else slices.group.rank, own_cuts(setup.graph),
+    )  # fmt: skip

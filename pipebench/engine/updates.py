@@ -13,6 +13,7 @@ from pipebench.engine.clipping import clipped, gradient_norm
 from pipebench.engine.prediction import AS_IT_IS, Displacement
 from pipebench.engine.protocols import StageRunner
 from pipebench.engine.setup import Setup, minibatch_weight
+from pipebench.model.slice_modules import Divided
 from pipebench.model.stage import LossFunction
 from pipebench.schedule.instructions import Instruction
 
@@ -68,7 +69,8 @@ class Updates:
         norm = shared_norm
         if replica.scale is not None:
             scale = replica.scale.value
-            norm = gradient_norm(gradients, self._setup.device, scale) if norm is None else norm
+            device = self._setup.device
+            norm = gradient_norm(gradients, device, scale, replica.divided) if norm is None else norm
             finite = bool(norm.isfinite())  # waits for the GPU, as torch's GradScaler does
             replica.scale.update(finite=finite)
             if not finite:
@@ -78,11 +80,15 @@ class Updates:
         if self._divisors is None:
             weight = sum(minibatch_weight(self._setup, self._first + k) for k in self._round(stage, round_index))
             gradients, norm = [None if g is None else g / weight for g in gradients], None
-        gradients = self.clipped(gradients, norm, replica.apart)
+        gradients = self.clipped(gradients, norm, replica.apart, replica.divided)
         replica.update(gradients, self._lr(stage, round_index), keep_from=keep_from)
 
     def clipped(
-        self, gradients: _Gradients, norm: torch.Tensor | None = None, apart: Collection[int] = ()
+        self,
+        gradients: _Gradients,
+        norm: torch.Tensor | None = None,
+        apart: Collection[int] = (),
+        divided: Divided | None = None,
     ) -> _Gradients:
         """Return gradients clipped to the run's largest norm, if any, by `norm` or their own.
 
@@ -92,11 +98,13 @@ class Updates:
         if largest is None:
             return gradients
         if norm is not None or not apart:
-            norm = gradient_norm(gradients, device) if norm is None else norm
+            norm = gradient_norm(gradients, device, divided=divided) if norm is None else norm
             return clipped(gradients, norm, largest)
-        found = list(self.clipped([None if index in apart else g for index, g in enumerate(gradients)]))
-        for index in apart:
-            (found[index],) = self.clipped([gradients[index]])
+        others = [None if index in apart else g for index, g in enumerate(gradients)]
+        found = list(self.clipped(others, divided=divided))
+        for index in sorted(apart):
+            alone = [g if place == index else None for place, g in enumerate(gradients)]
+            found[index] = self.clipped(alone, divided=divided)[index]
         return found
 
     def move(self, it: Instruction) -> Displacement:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from pipebench.checkpoint.handover import StateClaim
-from pipebench.checkpoint.share import trained_names
+from pipebench.checkpoint.share import own_cuts, trained_names
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.clipping import squared_norms
@@ -28,6 +28,7 @@ from pipebench.engine.updates import Updates
 from pipebench.errors import OutOfMemoryError
 from pipebench.formats import num_bytes
 from pipebench.model.allocator import allocator_of
+from pipebench.model.slice_modules import Divided
 from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
 from pipebench.schedule.programs import NOTHING
@@ -57,7 +58,10 @@ class Worker:
         self.peak_bytes = self.host_peak_bytes = 0
         self._live: list[int] = []  # bytes by stage and kind at the last note
         self.note_memory()
-        self._trained = trained_names(setup.graph)
+        self._trained, slices = trained_names(setup.graph), setup.graph.slices
+        cuts = own_cuts(setup.graph)
+        which = torch.tensor([name in cuts for name in self._trained])
+        self._divided = None if slices is None else Divided(slices.group, which)
         self.shares = {stage: share_of(setup, stage, own) for stage, own in self.replica_index.items()}
         self.tied = tied_copies(setup, self.replicas, self.shares)  # by group
         self.held_version = -1  # for forwards whose instruction names none (extensions)
@@ -363,7 +367,8 @@ class Worker:
             found_here = squared_norms(replica.gradients, self.setup.device, replica.weights.whole_sizes)
             squares = zip(names, found_here, strict=True)
             found |= {name: square / scale**2 for name, square in squares if name not in share.elsewhere}
-        return torch.stack([*found.values()])
+        own = torch.stack([*found.values()])
+        return own if self._divided is None else self._divided.whole(own)
 
     def buffers(self, stage: int) -> list[torch.Tensor]:
         """Return a stage's running statistics, which a drain averages over its replicas."""
@@ -373,8 +378,10 @@ class Worker:
 
     def parts(self) -> list[tuple[str, ModelState]]:
         """Return this worker's parts of a checkpoint, by name."""
+        slices = self.setup.graph.slices
+        last = "" if slices is None else f"-slice-{slices.group.rank}"
         return [
-            (f"stage-{stage}-replica-{self.replica_index[stage]}", state_of(replica, self.shares[stage]))
+            (f"stage-{stage}-replica-{self.replica_index[stage]}{last}", state_of(replica, self.shares[stage]))
             for stage, replica in self.replicas.items()
         ]
 

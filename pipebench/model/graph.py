@@ -15,6 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from pipebench.errors import GraphError, nearest
 from pipebench.model.evaluation_map import evaluation_map
+from pipebench.model.slice_modules import Slices
 from pipebench.model.tracing import Fed, fed_arguments, record, set_item
 
 _RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -60,6 +61,7 @@ class LayerGraph:
     evaluation: "LayerGraph | None" = None  # the same model as it evaluates; None if this is that
     evaluation_map: tuple[int | None, ...] = ()  # of an evaluation, each layer's index in training, or None
     rounding: Rounding | None = None  # see `precision.py`; the tensors here are never rounded
+    slices: Slices | None = None  # of a process that has pieces of divided layers; None: all is whole
 
     @property
     def evaluated(self) -> "LayerGraph":

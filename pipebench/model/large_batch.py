@@ -9,22 +9,37 @@ from typing import Any
 
 import torch
 
+from pipebench.model.slice_modules import Divided
+
 _Tensors = list[torch.Tensor]
 
 
-class _Adapted(torch.optim.Optimizer):
+class Adapted(torch.optim.Optimizer):
     """An optimizer that steps all tensors of one type together, adapted and plain ones apart."""
+
+    whole_of: Divided | None = None  # which parameters are parts of whole ones, whose norms adapt steps
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step with the gradients there are; `closure` is None."""
         with torch.no_grad():
             for group in self.param_groups:
-                for parameters, is_adapted in _kinds(group["params"], exclude_vectors=group["exclude_vectors"]):
+                for places, is_adapted in _kinds(group["params"], exclude_vectors=group["exclude_vectors"]):
+                    parameters = [group["params"][place] for place in places]
                     gradients = [p.grad for p in parameters if p.grad is not None]  # all have one
+                    self._places = places
                     self._step(parameters, gradients, group, is_adapted=is_adapted)
 
     def _step(self, parameters: _Tensors, gradients: _Tensors, group: dict[str, Any], *, is_adapted: bool) -> None:
         raise NotImplementedError
+
+    def _norms(self, tensors: _Tensors) -> torch.Tensor:
+        """Return the norms of tensors of one type, summed at least in single precision, since half would overflow."""
+        wide = torch.promote_types(tensors[0].dtype, torch.float32)
+        norms = torch.stack([norm.to(wide) for norm in torch._foreach_norm(tensors, 2.0, wide)])
+        if self.whole_of is None:
+            return norms
+        divided = self.whole_of._replace(which=self.whole_of.which[self._places])
+        return divided.whole(norms.double().square()).sqrt().to(wide)
 
     def _kept(self, parameters: _Tensors, name: str) -> list[torch.Tensor]:
         """Return the state of that name of every parameter, initially zeros."""
@@ -35,7 +50,7 @@ class _Adapted(torch.optim.Optimizer):
         return [state[name] for state in states]
 
 
-class LARS(_Adapted):
+class LARS(Adapted):
     """Layer-wise adaptive rate scaling, with momentum.
 
     You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017), Algorithm 1, with the trust
@@ -64,7 +79,7 @@ class LARS(_Adapted):
     def _step(self, parameters: _Tensors, gradients: _Tensors, group: dict[str, Any], *, is_adapted: bool) -> None:
         lr, momentum, decay, eta = (group[name] for name in ("lr", "momentum", "weight_decay", "eta"))
         if is_adapted:
-            own, theirs = _norms(parameters), _norms(gradients)
+            own, theirs = self._norms(parameters), self._norms(gradients)
             ratios = torch.where((own > 0) & (theirs > 0), eta * own / (theirs + decay * own), 1.0)
             moves = [*torch._foreach_add(gradients, parameters, alpha=decay)]
             torch._foreach_mul_(moves, _each(lr * ratios, parameters))
@@ -78,7 +93,7 @@ class LARS(_Adapted):
         torch._foreach_sub_(parameters, moves)
 
 
-class LAMB(_Adapted):
+class LAMB(Adapted):
     """Adam whose step is scaled to the norm of its parameter, for large minibatches.
 
     You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (ICLR 2020), Algorithm 2, with
@@ -118,7 +133,7 @@ class LAMB(_Adapted):
         torch._foreach_div_(moves, roots)
         if is_adapted:
             torch._foreach_add_(moves, parameters, alpha=group["weight_decay"])
-            own, theirs = _norms(parameters), _norms(moves)
+            own, theirs = self._norms(parameters), self._norms(moves)
             ratios = torch.where((own > 0) & (theirs > 0), own / theirs, 1.0)
             torch._foreach_mul_(moves, _each(group["lr"] * ratios, parameters))
         else:
@@ -132,23 +147,17 @@ class LAMB(_Adapted):
         return int(state["step"])
 
 
-def _kinds(parameters: _Tensors, *, exclude_vectors: bool) -> Iterator[tuple[list[torch.Tensor], bool]]:
-    """Yield parameters that have a gradient, grouped, with whether they are adapted.
+def _kinds(parameters: _Tensors, *, exclude_vectors: bool) -> Iterator[tuple[list[int], bool]]:
+    """Yield the places of parameters that have a gradient, grouped, with whether they are adapted.
 
     Groups have one type and device: a norm beside another type would be rounded differently.
     """
-    kinds: dict[tuple[bool, torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for parameter in parameters:
+    kinds: dict[tuple[bool, torch.dtype, torch.device], list[int]] = {}
+    for place, parameter in enumerate(parameters):
         if parameter.grad is not None:
             is_adapted = parameter.dim() > 1 or not exclude_vectors
-            kinds.setdefault((is_adapted, parameter.dtype, parameter.device), []).append(parameter)
+            kinds.setdefault((is_adapted, parameter.dtype, parameter.device), []).append(place)
     yield from ((found, is_adapted) for (is_adapted, _, _), found in kinds.items())
-
-
-def _norms(tensors: _Tensors) -> torch.Tensor:
-    """Return the norms of tensors of one type, summed at least in single precision, since half would overflow."""
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    return torch.stack([norm.to(wide) for norm in torch._foreach_norm(tensors, 2.0, wide)])
 
 
 def _each(factors: torch.Tensor, tensors: _Tensors) -> list[torch.Tensor]:

@@ -77,6 +77,11 @@ def is_elementwise(recipe: OptimizerRecipe) -> bool:
     return name in _ELEMENTWISE
 
 
+def knows_slices(recipe: OptimizerRecipe) -> bool:
+    """Return whether an optimizer adapts steps to norms, and finds those of tensors of which it has pieces."""
+    return recipe.name is not None and KINDS[OPTIMIZER].find(recipe.name) in ("lars", "lamb")
+
+
 def called(recipe: OptimizerRecipe) -> str:
     """Return the optimizer's name or target."""
     return str(recipe.name if recipe.target is None else recipe.target)

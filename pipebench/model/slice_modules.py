@@ -5,7 +5,8 @@ A module that is divided keeps its class and its parameters' names: its copy has
 
 import copy
 import math
-from typing import Any, Protocol, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -19,11 +20,42 @@ class SliceGroup(Protocol):
     size: int
     rank: int
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all devices, in their order."""
+    def sum(self, tensor: torch.Tensor, *, counts: bool = True) -> torch.Tensor:
+        """Return the sum over all devices, in their order; `counts`: whether as bytes of slices."""
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return all devices' tensors, in their order."""
+
+
+class Cut(NamedTuple):
+    """Which part of a tensor a device has: in a dimension, from a position on."""
+
+    dimension: int
+    start: int
+    shape: tuple[int, ...]  # the whole's
+    size: int  # of the part in the dimension
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the part of a whole tensor, a view."""
+        return whole.narrow(self.dimension, self.start, self.size)
+
+
+class Slices(NamedTuple):
+    """What a process has where layers are divided among several."""
+
+    group: SliceGroup
+    cuts: Mapping[str, Cut]  # of the divided parameters, by their names in the traced model
+
+
+class Divided(NamedTuple):
+    """Which of a list's gradients are parts of whole ones, where layers are divided among processes."""
+
+    group: SliceGroup
+    which: torch.Tensor  # bool
+
+    def whole(self, squares: torch.Tensor) -> torch.Tensor:
+        """Return the squared norms of whole gradients, given this process's; all processes call it."""
+        return torch.where(self.which.to(squares.device), self.group.sum(squares, counts=False), squares)
 
 
 class Alone:
@@ -32,7 +64,7 @@ class Alone:
     def __init__(self, size: int) -> None:
         self.size, self.rank = size, 0
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum(self, tensor: torch.Tensor, *, counts: bool = True) -> torch.Tensor:
         """Return the tensor."""
         return tensor
 
@@ -156,12 +188,36 @@ class EmbeddingSlices(nn.Module):
         return y
 
 
-def piece(tensor: torch.Tensor, dimension: int, group: SliceGroup) -> torch.Tensor:
-    """Return a device's piece, a view: all are as wide but the last, which may be narrower."""
+class DropoutSlices(nn.Module):
+    """Dropout of pieces: drawn for the whole, so that no number of devices changes what is dropped."""
+
+    one_layer = True
+
+    def __init__(self, whole: nn.Dropout, dimension: int, group: SliceGroup) -> None:
+        super().__init__()
+        self.p, self.dimension, self.group = whole.p, dimension, group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a device's piece of what dropout makes of the whole."""
+        if not self.training or self.p == 0:
+            return x
+        shape = list(x.shape)
+        shape[self.dimension] *= self.group.size
+        factors = nn.functional.dropout(x.new_ones(shape), self.p)
+        return x * piece(factors, self.dimension, self.group).clone()
+
+
+def cut_of(tensor: torch.Tensor, dimension: int, group: SliceGroup) -> Cut:
+    """Return a device's part of a tensor: all are as wide but the last, which may be narrower."""
     size = tensor.shape[dimension]
     width = math.ceil(size / group.size)
     start = min(size, group.rank * width)
-    return tensor.narrow(dimension, start, min(width, size - start))
+    return Cut(dimension, start, tuple(tensor.shape), min(width, size - start))
+
+
+def piece(tensor: torch.Tensor, dimension: int, group: SliceGroup) -> torch.Tensor:
+    """Return a device's piece, a view."""
+    return cut_of(tensor, dimension, group).of(tensor)
 
 
 def with_parameters(module: nn.Module, **parameters: torch.Tensor | None) -> nn.Module:

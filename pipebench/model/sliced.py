@@ -4,17 +4,22 @@ from collections.abc import Callable, Sequence
 
 from torch import fx, nn
 
+from pipebench.errors import GraphError
+from pipebench.model.graph import is_random
 from pipebench.model.slice_modules import (
     CopiedToSlices,
+    Cut,
+    DropoutSlices,
     EmbeddingSlices,
     GatheredSlices,
     SliceGroup,
     SummedSlices,
+    cut_of,
     narrowed,
     piece,
     with_parameters,
 )
-from pipebench.model.slicing import FEATURES, Slicing, find_slices
+from pipebench.model.slicing import DIMENSION, FEATURES, Slicing, find_slices
 
 Rewrite = Callable[[fx.GraphModule], None]
 
@@ -24,6 +29,7 @@ class Slicer:
 
     def __init__(self, group: SliceGroup) -> None:
         self._group = group
+        self.cuts: dict[str, Cut] = {}  # of divided parameters, by their names in the graphs
         self._pieces: dict[int, nn.Parameter] = {}  # by the whole parameter's id
         self._modules: dict[int, nn.Module] = {}  # by the whole module's id
         self._wholes: list[nn.Module] = []  # alive, so that no other module gets their ids
@@ -42,6 +48,8 @@ class Slicer:
             if id(whole) not in self._modules:
                 self._modules[id(whole)] = self._divided(whole, node, dimension, found)
             module.set_submodule(path, self._modules[id(whole)])
+            self._note_cuts(path, whole, dimension)
+        self._treat_alone(module, found)
         self._copy_inputs(module, [*found.columns, *found.gathered])
         module.graph.lint()
         module.recompile()
@@ -62,11 +70,23 @@ class Slicer:
             return SummedSlices(own, self._group)
         return own if node in found.columns else GatheredSlices(own, self._group, whole.out_features)
 
+    def _treat_alone(self, module: fx.GraphModule, found: Slicing) -> None:
+        """Change layers that treat pieces alone where they'd need the whole."""
+
+    def _note_cuts(self, path: str, whole: nn.Module, dimension: int) -> None:
+        for name, parameter in whole.named_parameters(recurse=False):
+            if parameter.dim() > dimension:
+                self.cuts[f"{path}.{name}"] = cut_of(parameter, dimension, self._group)
+
     def _piece(self, parameter: nn.Parameter, dimension: int) -> nn.Parameter:
         if id(parameter) not in self._pieces:
             own = piece(parameter.detach(), dimension, self._group).clone()
             self._pieces[id(parameter)] = nn.Parameter(own, parameter.requires_grad)
         return self._pieces[id(parameter)]
+
+    def _copied(self) -> nn.Module:
+        """Return what stands before what is divided by columns."""
+        return CopiedToSlices(self._group)
 
     def _copy_inputs(self, module: fx.GraphModule, columns: Sequence[fx.Node]) -> None:
         """Let what is divided by columns read copies, one of each value."""
@@ -76,8 +96,26 @@ class Slicer:
             readers.setdefault(node.all_input_nodes[0], []).append(node)
         for value, own in readers.items():
             path = f"{value.name}_to_slices"
-            module.add_submodule(path, CopiedToSlices(self._group))
+            module.add_submodule(path, self._copied())
             with module.graph.inserting_before(own[0]):
                 copied = module.graph.call_module(path, (value,))
             for node in own:
                 node.replace_input_with(value, copied)
+
+
+class ProcessSlicer(Slicer):
+    """Divides layers for a process that trains: layers that draw random numbers draw those of the whole."""
+
+    def _treat_alone(self, module: fx.GraphModule, found: Slicing) -> None:
+        for node, kind in found.alone.items():
+            path = str(node.target)
+            if node.op == "call_module" and isinstance(whole := module.get_submodule(path), nn.Dropout):
+                self._wholes.append(whole)
+                made = DropoutSlices(whole, DIMENSION[kind], self._group)
+                module.set_submodule(path, self._modules.setdefault(id(whole), made))
+            elif node.op == "call_function" and is_random(module, node):
+                function = getattr(node.target, "__name__", node.target)
+                raise GraphError(
+                    f"parallelism.tensor: got {self._group.size}, and layer {node.name} draws random numbers for "
+                    f"pieces by the function {function}: allowed in processes is a module, nn.Dropout"
+                )

@@ -6,6 +6,7 @@ model. What differs from it is the rounding of sums of k partial products, as on
 
 import math
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -31,6 +32,48 @@ class SlicerInTurn(Slicer):
             return RowsInTurn(whole, found.rows[node], self._num_slices)
         return ColumnsInTurn(whole, found.columns.get(node, FEATURES), self._num_slices)
 
+    def _copied(self) -> nn.Module:
+        return CopiesInTurn(self._num_slices)
+
+
+class _Copies(torch.autograd.Function):
+    """Hands a value on to all devices; its gradient is the sum of theirs, in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, num_slices: int) -> torch.Tensor:
+        return value.expand(num_slices, *value.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return reduce(torch.add, gradient.unbind()), None
+
+
+class _Piece(torch.autograd.Function):
+    """Hands on what one device puts out; its gradient lies in memory as there, so that kernels add in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.contiguous()
+
+
+class CopiesInTurn(nn.Module):
+    """Stands before what is divided by columns: each device's matrices read, and add gradients to, its own copy."""
+
+    one_layer = True
+
+    def __init__(self, num_slices: int) -> None:
+        super().__init__()
+        self._num_slices = num_slices
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x for every device: [devices, ...], without memory of their own."""
+        y: torch.Tensor = _Copies.apply(x, self._num_slices)
+        return y
+
 
 class _InTurn(nn.Module):
     """A matrix in pieces; `kind` is what the divided side's pieces are of."""
@@ -48,12 +91,13 @@ class ColumnsInTurn(_InTurn):
     """A matrix divided by columns: its pieces' results, side by side."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the whole matrix makes of x."""
+        """Return what the whole matrix makes of x, [devices, ...]."""
         own = narrowed(self._whole[0], self._kind, self._num_slices)
         weights = _pieces(self.weight, 0, self._num_slices)
         biases = [None] * len(weights) if self.bias is None else _pieces(self.bias, 0, self._num_slices)
-        pairs = zip(weights, biases, strict=True)
-        return torch.cat([with_parameters(own, weight=w, bias=b)(x) for w, b in pairs], self._dimension)
+        parts = zip(x.unbind(), weights, biases, strict=True)
+        pieces = [_Piece.apply(with_parameters(own, weight=w, bias=b)(copy)) for copy, w, b in parts]
+        return torch.cat(pieces, self._dimension)
 
 
 class RowsInTurn(_InTurn):
@@ -63,7 +107,7 @@ class RowsInTurn(_InTurn):
         """Return what the whole matrix makes of x."""
         weights = _pieces(self.weight, 1, self._num_slices)
         read = _pieces(x, self._dimension, self._num_slices)
-        pairs = zip(weights, read, strict=True)
+        pairs = [(w.contiguous(), own.contiguous()) for w, own in zip(weights, read, strict=True)]  # as on devices
         y: torch.Tensor = reduce(
             torch.add, [with_parameters(self._whole[0], weight=w, bias=None)(own) for w, own in pairs]
         )

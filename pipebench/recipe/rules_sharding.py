@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
-from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.ranges import TIMINGS
 from pipebench.recipe.schema import OptimizerRecipe, ParallelismRecipe
 from pipebench.recipe.typecheck import shown
@@ -96,10 +95,6 @@ def _tensor(
     elif tensor != AUTO and (isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1):
         yield "parallelism.tensor", f"got {shown(tensor)}, allowed is a whole number of at least 1, or auto"
     elif tensor != 1:
-        if ENGINES[kind].in_processes:
-            others = " or ".join(name for name, each in ENGINES.items() if not each.in_processes)
-            why = f"got {tensor} with engine {kind}, whose processes have whole layers"
-            yield "parallelism.tensor", f"{why}: allowed is 1, or engine.kind: {others}"
         if profile is not None:
             why = f"got {tensor} with model.profile, whose layers have no matrices to divide"
             yield "parallelism.tensor", f"{why}: allowed is 1, or a model"

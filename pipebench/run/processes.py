@@ -24,6 +24,7 @@ from pipebench.distributed.launch_command import python_module
 from pipebench.distributed.launch_join import RUN
 from pipebench.distributed.launch_progress import progress_heard, progress_told
 from pipebench.distributed.launch_worker import fail_silent, launched_by_us, on_stop_request
+from pipebench.distributed.slices import ProcessSlices
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
 from pipebench.engine.engine import OnLoss, OnUnit
 from pipebench.engine.in_situ import entries, fetches_itself, in_use, mean
@@ -104,7 +105,7 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Run:
     with progress_heard(suite.on_progress) as passed:
         code = run_workers(
             start,
-            job.setup.pipeline.num_workers,
+            job.setup.pipeline.num_workers * job.setup.costs.slices,
             folder.path,
             max_restarts=job.recipe.engine.max_restarts,
             verbose=suite.verbose,
@@ -193,7 +194,8 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
     request = RunRequest(with_seed(loaded, facts.seed), facts.name, suite, facts.parent_mlflow_run_id)
     with collected_log(facts.verbose) as log_text, torch_settings(loaded.recipe.engine):
         job = _prepared(request, world, folder)
-        check_world_size(world.size, job.setup.pipeline.num_workers, str(job.setup.plan))
+        num_processes = job.setup.pipeline.num_workers * job.setup.costs.slices
+        check_world_size(world.size, num_processes, str(job.setup.plan))
         checkpoints = checkpoints_of(folder, loaded, job)
         policy = _checkpoint_policy(world, folder, checkpoints, job, goes_on=suite.resumed is not None)
         train = partial(_train, world, job, policy)
@@ -223,8 +225,10 @@ def _train(
 ) -> tuple[RunResult, Timeline]:
     """Train this process's worker to the target, under the watchdog."""
     setup = job.setup
+    slices = setup.costs.slices
+    worker, own = divmod(world.rank, slices)
     control = Control(
-        world.store, ranks_of(setup).index(world.rank), world.size, setup.pipeline,
+        world.store, ranks_of(setup).index(worker) * slices + own, world.size, setup.pipeline, slices=slices,
         stall_limit_s=job.recipe.engine.stall_limit_s, multiple_of=setup.sampler.streams or 1,
         on_orphan=end_quietly if world.place.one_host else partial(fail_silent, _closed(world), False),
     )  # fmt: skip
@@ -282,15 +286,16 @@ def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) ->
 
     Raises a UserError if the number of processes isn't the plan's number of workers.
     """
-    replicas = decision.plan.replicas
-    check_world_size(world.size, sum(replicas), "-".join(map(str, replicas)))
+    replicas, slices = decision.plan.replicas, decision.profile.slices
+    check_world_size(world.size, sum(replicas) * slices, "-".join(map(str, replicas)), slices)
 
     def measure(known: ProfiledModel, profile: Profile) -> Profile:
         return _measured_together(loaded.recipe, known, profile, world)
 
     # A profile named by the recipe is used unchanged.
-    together = is_measured(loaded.recipe, loaded.cluster) and world.size > 1
-    job = prepare_job(loaded, kept=decision, measure_again=measure if together else None)
+    together = is_measured(loaded.recipe, loaded.cluster) and world.size > 1 and slices == 1
+    group = ProcessSlices(slices, world.rank % slices) if slices > 1 else None
+    job = prepare_job(loaded, kept=decision, measure_again=measure if together else None, group=group)
     job = replace(job, setup=replace(job.setup, device=world.device))
     return _in_use(job, world) if together else job
 

@@ -18,7 +18,7 @@ from pipebench.checkpoint.share import own_names
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.tensors import Form, check_form, has_infinite, has_nan, kind_of
 from pipebench.engine.setup import Setup
-from pipebench.model.graph import LayerGraph, carries_state, forget_states, run_node
+from pipebench.model.graph import LayerGraph, attribute, carries_state, forget_states, run_node
 from pipebench.model.sampling import microbatch_sizes
 from pipebench.profile.shapes import without_data
 
@@ -106,12 +106,13 @@ def _check_trained(what: str, parameter: torch.Tensor | None) -> None:
 
 
 def _own_tensors(graph: LayerGraph) -> dict[str, torch.Tensor]:
-    """Return every tensor of a layer graph by the model's own name."""
+    """Return every tensor of a layer graph by the model's own name; divided ones whole."""
     root = graph.root
     tensors = {
         **dict(root.named_buffers(remove_duplicate=False)),
         **dict(root.named_parameters(remove_duplicate=False)),
     }
+    tensors |= {name: attribute(graph.model, name) for name in (graph.slices.cuts if graph.slices else ())}
     return {own: tensors[name] for name, own in own_names(graph).items()}
 
 

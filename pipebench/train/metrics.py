@@ -73,7 +73,8 @@ def run_notes(job: Job, facts: Mapping[str, Any]) -> dict[str, str]:
     notes, limit, peaks = recipe_notes(job), job.cluster.memory_bytes, facts["peak_bytes"]
     slices = job.setup.costs.slices
     if slices > 1:
-        said = f"of one of a worker's {slices} devices, predicted: this engine holds all their slices"
+        predicted = "" if engine_kind(job.recipe).in_processes else ", predicted: this engine holds all their slices"
+        said = f"of one of a worker's {slices} devices{predicted}"
         notes[MEMORY] = f"{notes[MEMORY]}; {said}" if MEMORY in notes else said
     worker = max(range(len(peaks)), key=peaks.__getitem__)
     if limit is not None and peaks[worker] > limit:

@@ -13,8 +13,9 @@ from pipebench.engine.setup import Setup
 from pipebench.errors import Fault, PlanError, RecipeError, choice
 from pipebench.hooks import hooks
 from pipebench.model.graph import LayerGraph
-from pipebench.model.optimizer import is_elementwise, make_optimizer
+from pipebench.model.optimizer import called, is_elementwise, knows_slices, make_optimizer
 from pipebench.model.plan import Plan
+from pipebench.model.slice_modules import SliceGroup
 from pipebench.planner.compare import compare
 from pipebench.planner.plans import Comparison
 from pipebench.planner.predict import PlannedWorkload, make_pipeline, with_sums
@@ -25,6 +26,7 @@ from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.schema import LARGEST, LossScaleRecipe, Recipe, TrainRecipe
 from pipebench.schedule.modes import AUTO, KEEP, MODES
 from pipebench.schedule.pipeline import Pipeline
+from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
 from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES
 from pipebench.simulate.costs import HostCosts, stage_costs
 from pipebench.simulate.evaluation import evaluation_of
@@ -48,6 +50,7 @@ def prepare(
     kept: Decision | None = None,
     measure_again: Callable[[ProfiledModel, Profile], Profile] | None = None,
     whole_only: bool = False,
+    group: SliceGroup | None = None,
 ) -> Job:
     """Make a recipe ready to run.
 
@@ -59,6 +62,7 @@ def prepare(
         kept: earlier plan and profile; None makes them.
         measure_again: returns the profile for costs, if it is not the plan's.
         whole_only: leave out an epoch's last, short minibatch: fewer sizes to profile.
+        group: see `profile_model`.
 
     Raises:
         PlanError, GraphError, ProfileError: impossible with this model.
@@ -71,7 +75,7 @@ def prepare(
     parts = hooks("prepare", turned_on(partial(value_at, recipe)))
     whole_only |= not trains and any(part.profiles_often for part in parts.values())
     profile = None if kept is None else kept.profile
-    whole = profile_model(recipe, cluster, on_progress, trains=trains, kept=profile, whole_only=whole_only)
+    whole = profile_model(recipe, cluster, on_progress, trains=trains, kept=profile, whole_only=whole_only, group=group)
     known, extensions = _extended(recipe, cluster, whole, parts)
     dataset, graph = known.dataset, known.graph
     recipe, comparison = _with_mode(recipe, cluster, known.profile, dataset, kept)
@@ -146,6 +150,7 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
         memories = stage_memories(profile, plan, pipeline, input_bytes(graph, dataset, profile.by_size))
         pipeline = with_largest_update(PlannedWorkload(pipeline, costs, cluster, plan.devices, sampler), memories)
     _check_scaling(train, graph, plan, pipeline)
+    _check_slices(recipe, pipeline, switches=switches)
     return Setup(
         graph=graph,
         plan=plan,
@@ -223,3 +228,24 @@ def _check_scaling(train: TrainRecipe, graph: LayerGraph, plan: Plan, pipeline: 
                 "train.precision fp16 scales the gradients of each stage by what those of its parameters are; "
                 "move parallelism.cuts or use fewer stages"
             )
+
+
+def _check_slices(recipe: Recipe, pipeline: Pipeline, *, switches: bool) -> None:
+    """Raise an error for what processes with pieces of layers can't do; `switches`: whether layers may move."""
+    slices, optimizer = recipe.parallelism.tensor, recipe.train.optimizer
+    if slices == 1 or not engine_kind(recipe).in_processes:
+        return
+    told = f"parallelism.tensor: got {slices} with engine {recipe.engine.kind}"
+    if not SYNCS[pipeline.sync].waits:
+        raise PlanError(
+            f"{told} and sync {pipeline.sync}, whose updates every slice would make in an order of its own: allowed is "
+            f"1, or sync: {ALL_REDUCE}"
+        )
+    if switches:
+        raise PlanError(f"{told}, which can't move layers in slices: allowed is 1, or no moves in parallelism.vpipe")
+    if not is_elementwise(optimizer) and (pipeline.is_sharded or not knows_slices(optimizer)):
+        beside = f" and shard {pipeline.shard}" if pipeline.is_sharded else ""
+        raise PlanError(
+            f"{told}{beside}, whose processes have pieces of the tensors that {called(optimizer)} adapts whole steps "
+            f"to: allowed is 1, or an optimizer that steps element by element{'' if beside else ', or lars or lamb'}"
+        )

@@ -17,8 +17,8 @@ from pipebench.model.graph import LayerGraph, as_one_layer, trace
 from pipebench.model.precision import in_precision
 from pipebench.model.rounded_data import RoundedData
 from pipebench.model.sampling import Size, UnitShape, mix, name_hash, seed_default_generator
-from pipebench.model.slice_modules import Alone, EmbeddingSlices
-from pipebench.model.sliced import Slicer
+from pipebench.model.slice_modules import Alone, EmbeddingSlices, SliceGroup, Slices
+from pipebench.model.sliced import ProcessSlicer, Slicer
 from pipebench.model.slices_in_turn import SlicerInTurn
 from pipebench.model.trace_check import check_traced
 from pipebench.profile.as_graph import InputsOf, graph_of, work_of
@@ -59,6 +59,7 @@ def profile_model(
     trains: bool = False,
     kept: Profile | None = None,
     whole_only: bool = False,
+    group: SliceGroup | None = None,
 ) -> ProfiledModel:
     """Trace and profile a recipe's model.
 
@@ -70,6 +71,7 @@ def profile_model(
         trains: whether weights are needed beyond profiling.
         kept: the profile, if known.
         whole_only: see `prepare`.
+        group: this process's among those of its worker, if layers are divided among processes.
 
     Raises:
         GraphError, PlanError, ProfileError: it can't be traced or profiled, or the data set doesn't fit.
@@ -86,8 +88,9 @@ def profile_model(
     graph = _layer_graph(recipe, model, fed, Slicer(Alone(slices)))
     dataset = dataset.feeding(graph.inputs)
     _check_fed(model, graph, dataset, str(recipe.dataset.get("name") or recipe.dataset.get("target")))
-    # Costs are those of one slice; what trains has all of them.
-    trained = _layer_graph(recipe, model, fed, SlicerInTurn(slices)) if trains and slices > 1 else graph
+    decides = kept is None and (trains or engine_kind(recipe).in_processes)
+    # Costs are those of one slice; what trains in one process has all of them, and what is checked.
+    trained = _sliced(recipe, model, fed, group) if slices > 1 and (trains or (is_users and decides)) else graph
     exact, graph = (trained, dataset), in_precision(graph, recipe.train.precision)
     if graph.rounding is not None:
         dataset = RoundedData(dataset, graph.rounding.low_type)
@@ -97,7 +100,6 @@ def profile_model(
     else:
         profile = profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
         profile = profile if slices == 1 else with_exchanges(profile, cluster.levels[0], slices)
-    decides = kept is None and (trains or engine_kind(recipe).in_processes)
     if is_users and decides and len(graph.layers) > 1:  # one layer runs unchanged, and the zoo's are tested
         check_traced(*exact, sizes)
     if trains and slices > 1:
@@ -190,6 +192,14 @@ def _layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str], s
             raise
         _LOG.info("%s: run as one layer, since mode %s cuts nothing", error, mode)
         return as_one_layer(model, fed)
+
+
+def _sliced(recipe: Recipe, model: nn.Module, fed: int | Collection[str], group: SliceGroup | None) -> LayerGraph:
+    """Return a model in slices that computes: of one process of a group, or all of them in turn."""
+    if group is None:
+        return _layer_graph(recipe, model, fed, SlicerInTurn(_num_slices(recipe)))
+    slicer = ProcessSlicer(group)
+    return replace(_layer_graph(recipe, model, fed, slicer), slices=Slices(group, slicer.cuts))
 
 
 def _check_fed(model: nn.Module, graph: LayerGraph, dataset: Dataset, name: str) -> None:

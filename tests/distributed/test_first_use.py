@@ -8,6 +8,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +90,8 @@ def stuck(num_workers: int, *, connected: bool) -> list[tuple[int, ...]]:
 def test_messages_of_a_rehearsal_between_two_stages_have_tags_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     tags: list[int] = []
     monkeypatch.setattr(warm_up, "ChannelLink", lambda peer, lanes, tag, *others: tags.append(tag))
-    neighbours = warm_up._Neighbours(make_setup(Mlp(), ([2, 4, 6], [1] * 4)), 0)
+    world: Any = SimpleNamespace(process=lambda rank: rank)
+    neighbours = warm_up._Neighbours(make_setup(Mlp(), ([2, 4, 6], [1] * 4)), world, 0)
     for edge in itertools.combinations(range(4), 2):
         neighbours._link(edge, edge[1], 0)
     assert len({*tags}) == len(tags) == 6

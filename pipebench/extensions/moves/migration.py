@@ -26,6 +26,7 @@ from pipebench.engine.streams import StreamSlot
 from pipebench.extensions.moves.repartition_plan import BlockTransfer
 from pipebench.extensions.moves.segment_cuts import SegmentCuts
 from pipebench.extensions.moves.stage_parts import StagePart, StageParts
+from pipebench.model.slice_modules import Divided
 from pipebench.model.stage import LossFunction, Stage
 
 
@@ -62,6 +63,7 @@ class MigratingReplica:
 
     scale: LossScale | None = None  # losses aren't scaled if layers move
     apart: frozenset[int] = frozenset()  # nor are weights tied over stages
+    divided: Divided | None = None  # nor are layers divided among processes
 
     def __init__(
         self,

@@ -1,0 +1,85 @@
+"""What runs in the processes of the tests of tensor slices, and its text."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pipebench.checkpoint.state import ModelState
+from pipebench.distributed.engine import DistributedEngine
+from pipebench.distributed.slices import ProcessSlices, joined
+from pipebench.distributed.world import World
+from pipebench.recipe.load import load_mapping
+from pipebench.schedule.operations import Op
+from pipebench.train.fit import check_fits
+from pipebench.train.job import Job
+from pipebench.train.prepare import prepare
+from pipebench.zoo.synthetic import SyntheticText
+
+VOCABULARY, TOKENS = 96, 16
+
+
+class Text(SyntheticText):
+    """Random tokens, other ones for every sample."""
+
+    def fetch(
+        self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Return fields of the samples at `indices`."""
+        rows = [torch.randint(VOCABULARY, (TOKENS + 1,), generator=torch.Generator().manual_seed(i)) for i in indices]
+        found = {"tokens": torch.stack(rows)[:, :-1], "next_tokens": torch.stack(rows)[:, 1:]}
+        return {field: found[field] for field in fields}
+
+
+def text() -> Text:
+    """Return the text of all runs."""
+    return Text(TOKENS, VOCABULARY, 40, 6)
+
+
+def job_of(given: Mapping[str, Any], world: World | None = None) -> Job:
+    """Return a recipe's job, of this process if it is one of several that a worker is."""
+    (loaded,) = load_mapping(dict(given))
+    size = given["parallelism"]["tensor"]
+    group = None if world is None or size == 1 else ProcessSlices(size, world.rank % size)
+    return prepare(loaded.recipe, loaded.cluster, group=group)
+
+
+@dataclass
+class Outcome:
+    """What a run came to in one process."""
+
+    parts: list[dict[str, dict[str, Any]]]  # of a checkpoint
+    facts: dict[str, Any]
+    scores: list[dict[str, float]]
+    held_bytes: int  # of weights
+    whole: list[dict[str, torch.Tensor]]  # every worker's tensors, in the first process
+
+
+def trained(
+    world: World,
+    given: Mapping[str, Any],
+    segments: Sequence[int],
+    state: Mapping[str, dict[str, Any]] | None = None,
+    shares_memory: bool = True,
+) -> Outcome:
+    """Train segments, from the state of a checkpoint if there is one."""
+    world = replace(world, shares_memory=shares_memory)
+    setup = job_of(given, world).setup
+    before = None if state is None else check_fits(ModelState.from_plain(state), setup, 0)
+    engine = DistributedEngine(setup, world)
+    if before is not None:
+        engine.restore(before, None, 0.0)
+    engine.start_clock()
+    done, scores = 0, []
+    for count in segments:
+        done += engine.train(done, count)
+        scores.append(engine.evaluate())
+    held = sum(replica.weights.live_bytes for replica in engine.worker.replicas.values())
+    parts = [part.to_plain() for _, part in engine.parts()]
+    facts = engine.facts()
+    engine.together(Op.GATHER, Op.WAIT_GATHER)
+    found = joined(world.gather(engine.worker.tensors()), setup.graph.slices)
+    whole = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in found]
+    engine.close()
+    return Outcome(parts, facts, scores, held, whole)
