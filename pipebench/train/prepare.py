@@ -80,6 +80,8 @@ def prepare(
     else:
         asked, streams = recipe.parallelism, samplers(recipe.train, dataset)[0].streams
         plan = recorded_plan(kept, asked, cluster.num_workers, graph, streams, ties=may_tie(recipe))
+    check_copies(cluster, plan)
+    _check_compiled(recipe, graph, plan)
     if measure_again is not None:
         whole = replace(whole, profile=measure_again(whole, whole.profile))
         known, extensions = _extended(recipe, cluster, whole, parts)
@@ -136,10 +138,9 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
     graph, dataset, profile = known.graph, known.dataset, known.profile
     sampler, held_out = samplers(train, dataset)
     pipeline = _pipeline(recipe, cluster, profile, plan)
-    check_copies(cluster, plan)
-    _check_compiled(recipe, graph, plan)
-    cost = WEIGHT_POLICIES[parallelism.row.weights].update_cost
-    costs = stage_costs(profile, plan, cost, sharded=pipeline.is_sharded)
+    costs = stage_costs(
+        profile, plan, WEIGHT_POLICIES[parallelism.row.weights].update_cost, sharded=pipeline.is_sharded
+    )
     if is_measured(recipe, cluster) and known.device.type == "cpu":
         costs = replace(costs, host=HostCosts(fetches=dataset.loader_processes == 0))
     if parallelism.accumulate == LARGEST:
