@@ -86,6 +86,7 @@ def prepare(
         whole = replace(whole, profile=measure_again(whole, whole.profile))
         known, extensions = _extended(recipe, cluster, whole, parts)
     setup = _setup(recipe, cluster, known, plan, switches=any(each.switches for each in extensions.values()))
+    _check_scaling(recipe.train, graph, plan, setup.pipeline)
     extensions = {name: each.prepared(setup) for name, each in extensions.items()}
     return Job(recipe, cluster, setup, comparison, known.left_over, extensions, whole.profile, began_s)
 
@@ -138,15 +139,13 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
     graph, dataset, profile = known.graph, known.dataset, known.profile
     sampler, held_out = samplers(train, dataset)
     pipeline = _pipeline(recipe, cluster, profile, plan)
-    costs = stage_costs(
-        profile, plan, WEIGHT_POLICIES[parallelism.row.weights].update_cost, sharded=pipeline.is_sharded
-    )
+    cost = WEIGHT_POLICIES[parallelism.row.weights].update_cost
+    costs = stage_costs(profile, plan, cost, sharded=pipeline.is_sharded)
     if is_measured(recipe, cluster) and known.device.type == "cpu":
         costs = replace(costs, host=HostCosts(fetches=dataset.loader_processes == 0))
     if parallelism.accumulate == LARGEST:
         memories = stage_memories(profile, plan, pipeline, input_bytes(graph, dataset, profile.by_size))
         pipeline = with_largest_update(PlannedWorkload(pipeline, costs, cluster, plan.devices, sampler), memories)
-    _check_scaling(train, graph, plan, pipeline)
     return Setup(
         graph=graph,
         plan=plan,
