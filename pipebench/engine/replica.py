@@ -95,11 +95,8 @@ class Replica:
         seed: int,
         rules: ReplicaRules = _PLAIN,
     ) -> None:
-        self.stage = stage
-        self.module = stage.module.to(device)
-        self._channels_last = rules.channels_last
-        if rules.channels_last:
-            lay_out(self.module)
+        self.stage, self._channels_last = stage, rules.channels_last
+        self.module = lay_out(stage.module.to(device)) if rules.channels_last else stage.module.to(device)
         self._evaluation = _evaluation_of(stage, device)
         # In mixed precision, the rounded parameters; the weights hold the masters of trained ones.
         self.exact = lower([self.module, self._evaluation.module], stage.rounding)
@@ -122,9 +119,7 @@ class Replica:
         self._saves: dict[tuple[torch.Size, ...], _Saves] = {}
         self._recomputation = Recomputation(stage.recomputed)
         self.again_bytes = 0  # bytes that the last backward recomputed, freed with it
-        frozen = (parameter for parameter in self.module.parameters() if not parameter.requires_grad)
-        fixed = {tensor.untyped_storage().data_ptr() for tensor in (*frozen, *self.module.buffers())}
-        self._fixed = fixed | self._recomputation.storages
+        self._fixed = _fixed_storages(self.module) | self._recomputation.storages
         self.states = StreamStates([self.module.get_submodule(path) for path in stage.stateful])
         self._accumulation = Accumulation(len(self.weights.names))
         stage.seeder.seed, stage.seeder.device = seed, device
@@ -435,6 +430,12 @@ def _evaluation_of(stage: Stage, device: torch.device) -> Stage:
             table: dict[str, Any] = part._parameters if key in part._parameters else part._buffers
             table[key] = held[name]
     return evaluation
+
+
+def _fixed_storages(module: nn.Module) -> set[int]:
+    """Return the addresses of parameters that aren't trained, and of buffers."""
+    frozen = (parameter for parameter in module.parameters() if not parameter.requires_grad)
+    return {tensor.untyped_storage().data_ptr() for tensor in (*frozen, *module.buffers())}
 
 
 def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:

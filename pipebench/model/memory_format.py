@@ -4,10 +4,12 @@ A run of numbers, in a message or a buffer, keeps a tensor's order; sizes are th
 """
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+M = TypeVar("M", bound=nn.Module)
 _DIMENSIONS = 4  # [N, C, H, W]
 
 
@@ -25,10 +27,11 @@ def channels_last(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous(memory_format=torch.channels_last)
 
 
-def lay_out(module: nn.Module) -> None:
-    """Lay a module's parameters out channels last, in place."""
+def lay_out(module: M) -> M:
+    """Lay a module's parameters out channels last, in place; return it."""
     for parameter in module.parameters():
         parameter.data = channels_last(parameter.data)
+    return module
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:

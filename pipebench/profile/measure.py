@@ -154,9 +154,7 @@ class _Passes:
         """The copy, on the device and in the precision of training."""
         root = copy.deepcopy(self.graph.root).to(self.device).train()
         lower([root], self.graph.rounding)
-        if self.channels_last:
-            lay_out(root)
-        return root
+        return lay_out(root) if self.channels_last else root
 
     @property
     def clock(self) -> Clock:

@@ -84,10 +84,13 @@ def prepare(
     else:
         asked, streams = recipe.parallelism, samplers(recipe.train, dataset)[0].streams
         plan = recorded_plan(kept, asked, cluster.num_workers, graph, streams, ties=may_tie(recipe))
+    check_copies(cluster, plan)
+    _check_compiled(recipe, graph, plan)
     if measure_again is not None:
         whole = replace(whole, profile=measure_again(whole, whole.profile))
         known, extensions = _extended(recipe, cluster, whole, parts)
     setup = _setup(recipe, cluster, known, plan, switches=any(each.switches for each in extensions.values()))
+    _check_scaling(recipe.train, graph, plan, setup.pipeline)
     extensions = {name: each.prepared(setup) for name, each in extensions.items()}
     return Job(recipe, cluster, setup, comparison, known.left_over, extensions, whole.profile, began_s)
 
@@ -140,8 +143,6 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
     graph, dataset, profile = known.graph, known.dataset, known.profile
     sampler, held_out = samplers(train, dataset)
     pipeline = _pipeline(recipe, cluster, profile, plan)
-    check_copies(cluster, plan)
-    _check_compiled(recipe, graph, plan)
     cost = WEIGHT_POLICIES[parallelism.row.weights].update_cost
     costs = stage_costs(profile, plan, cost, sharded=pipeline.is_sharded)
     if is_measured(recipe, cluster) and known.device.type == "cpu":
@@ -149,7 +150,6 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
     if parallelism.accumulate == LARGEST:
         memories = stage_memories(profile, plan, pipeline, input_bytes(graph, dataset, profile.by_size))
         pipeline = with_largest_update(PlannedWorkload(pipeline, costs, cluster, plan.devices, sampler), memories)
-    _check_scaling(train, graph, plan, pipeline)
     _check_slices(recipe, pipeline, switches=switches)
     return Setup(
         graph=graph,
