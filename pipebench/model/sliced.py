@@ -116,6 +116,6 @@ class ProcessSlicer(Slicer):
             elif node.op == "call_function" and is_random(module, node):
                 function = getattr(node.target, "__name__", node.target)
                 raise GraphError(
-                    f"parallelism.tensor: got {self._group.size}, and layer {node.name} draws random numbers for pieces "
-                    f"by the function {function}: allowed in processes is a module, nn.Dropout"
+                    f"parallelism.tensor: got {self._group.size}, and layer {node.name} draws random numbers for "
+                    f"pieces by the function {function}: allowed in processes is a module, nn.Dropout"
                 )

@@ -88,6 +88,7 @@ def prepare(
         whole = replace(whole, profile=measure_again(whole, whole.profile))
         known, extensions = _extended(recipe, cluster, whole, parts)
     setup = _setup(recipe, cluster, known, plan, switches=any(each.switches for each in extensions.values()))
+    _check_slices(recipe, setup)
     extensions = {name: each.prepared(setup) for name, each in extensions.items()}
     return Job(recipe, cluster, setup, comparison, known.left_over, extensions, whole.profile, began_s)
 
@@ -149,7 +150,6 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
         memories = stage_memories(profile, plan, pipeline, input_bytes(graph, dataset, profile.by_size))
         pipeline = with_largest_update(PlannedWorkload(pipeline, costs, cluster, plan.devices, sampler), memories)
     _check_scaling(train, graph, plan, pipeline)
-    _check_slices(recipe, pipeline, switches=switches)
     return Setup(
         graph=graph,
         plan=plan,
@@ -216,9 +216,9 @@ def _check_scaling(train: TrainRecipe, graph: LayerGraph, plan: Plan, pipeline: 
             )
 
 
-def _check_slices(recipe: Recipe, pipeline: Pipeline, *, switches: bool) -> None:
-    """Raise an error for what processes with pieces of layers can't do; `switches`: whether layers may move."""
-    slices, optimizer = recipe.parallelism.tensor, recipe.train.optimizer
+def _check_slices(recipe: Recipe, setup: Setup) -> None:
+    """Raise an error for what processes with pieces of layers can't do."""
+    slices, optimizer, pipeline = recipe.parallelism.tensor, recipe.train.optimizer, setup.pipeline
     if slices == 1 or not engine_kind(recipe).in_processes:
         return
     told = f"parallelism.tensor: got {slices} with engine {recipe.engine.kind}"
@@ -227,7 +227,7 @@ def _check_slices(recipe: Recipe, pipeline: Pipeline, *, switches: bool) -> None
             f"{told} and sync {pipeline.sync}, whose updates every slice would make in an order of its own: allowed is "
             f"1, or sync: {ALL_REDUCE}"
         )
-    if switches:
+    if setup.repartitions:
         raise PlanError(f"{told}, which can't move layers in slices: allowed is 1, or no moves in parallelism.vpipe")
     if not is_elementwise(optimizer) and (pipeline.is_sharded or not knows_slices(optimizer)):
         beside = f" and shard {pipeline.shard}" if pipeline.is_sharded else ""
