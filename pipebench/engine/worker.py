@@ -28,6 +28,7 @@ from pipebench.engine.updates import Updates
 from pipebench.errors import OutOfMemoryError
 from pipebench.formats import num_bytes
 from pipebench.model.allocator import allocator_of
+from pipebench.model.graph import LayerGraph
 from pipebench.model.slice_modules import Divided
 from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
@@ -58,10 +59,8 @@ class Worker:
         self.peak_bytes = self.host_peak_bytes = 0
         self._live: list[int] = []  # bytes by stage and kind at the last note
         self.note_memory()
-        self._trained, slices = trained_names(setup.graph), setup.graph.slices
-        cuts = own_cuts(setup.graph)
-        which = torch.tensor([name in cuts for name in self._trained])
-        self._divided = None if slices is None else Divided(slices.group, which)
+        self._trained = trained_names(setup.graph)
+        self._divided = _divided(setup.graph, self._trained)
         self.shares = {stage: share_of(setup, stage, own) for stage, own in self.replica_index.items()}
         self.tied = tied_copies(setup, self.replicas, self.shares)  # by group
         self.held_version = -1  # for forwards whose instruction names none (extensions)
@@ -436,6 +435,12 @@ class Worker:
         for extension in self.extensions.values():
             extension.held(held_bytes)
         self.host_peak_bytes = max(self.host_peak_bytes, sum(each.host_bytes() for each in self.running.values()))
+
+
+def _divided(graph: LayerGraph, names: Sequence[str]) -> Divided | None:
+    """Return which parameters of the whole model are divided among processes, if any are."""
+    cuts = own_cuts(graph)
+    return None if graph.slices is None else Divided(graph.slices.group, torch.tensor([name in cuts for name in names]))
 
 
 def host_peaks(facts: Mapping[str, Any]) -> list[int]:

@@ -90,7 +90,7 @@ def prepare(
         whole = replace(whole, profile=measure_again(whole, whole.profile))
         known, extensions = _extended(recipe, cluster, whole, parts)
     setup = _setup(recipe, cluster, known, plan, switches=any(each.switches for each in extensions.values()))
-    _check_scaling(recipe.train, graph, plan, setup.pipeline)
+    _check_setup(recipe, setup)
     extensions = {name: each.prepared(setup) for name, each in extensions.items()}
     return Job(recipe, cluster, setup, comparison, known.left_over, extensions, whole.profile, began_s)
 
@@ -150,7 +150,6 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
     if parallelism.accumulate == LARGEST:
         memories = stage_memories(profile, plan, pipeline, input_bytes(graph, dataset, profile.by_size))
         pipeline = with_largest_update(PlannedWorkload(pipeline, costs, cluster, plan.devices, sampler), memories)
-    _check_slices(recipe, pipeline, switches=switches)
     return Setup(
         graph=graph,
         plan=plan,
@@ -210,6 +209,12 @@ def _scales(train: TrainRecipe) -> bool:
     return train.precision == "fp16"
 
 
+def _check_setup(recipe: Recipe, setup: Setup) -> None:
+    """Raise an error for what can't be done with the plan."""
+    _check_scaling(recipe.train, setup.graph, setup.plan, setup.pipeline)
+    _check_slices(recipe, setup)
+
+
 def _check_scaling(train: TrainRecipe, graph: LayerGraph, plan: Plan, pipeline: Pipeline) -> None:
     """Raise an error for a stage that scales alone without parameters, where no overflow would show, or with a tie."""
     if not _scales(train) or pipeline.flushes:
@@ -230,9 +235,9 @@ def _check_scaling(train: TrainRecipe, graph: LayerGraph, plan: Plan, pipeline: 
             )
 
 
-def _check_slices(recipe: Recipe, pipeline: Pipeline, *, switches: bool) -> None:
-    """Raise an error for what processes with pieces of layers can't do; `switches`: whether layers may move."""
-    slices, optimizer = recipe.parallelism.tensor, recipe.train.optimizer
+def _check_slices(recipe: Recipe, setup: Setup) -> None:
+    """Raise an error for what processes with pieces of layers can't do."""
+    slices, optimizer, pipeline = recipe.parallelism.tensor, recipe.train.optimizer, setup.pipeline
     if slices == 1 or not engine_kind(recipe).in_processes:
         return
     told = f"parallelism.tensor: got {slices} with engine {recipe.engine.kind}"
@@ -241,7 +246,7 @@ def _check_slices(recipe: Recipe, pipeline: Pipeline, *, switches: bool) -> None
             f"{told} and sync {pipeline.sync}, whose updates every slice would make in an order of its own: allowed is "
             f"1, or sync: {ALL_REDUCE}"
         )
-    if switches:
+    if setup.repartitions:
         raise PlanError(f"{told}, which can't move layers in slices: allowed is 1, or no moves in parallelism.vpipe")
     if not is_elementwise(optimizer) and (pipeline.is_sharded or not knows_slices(optimizer)):
         beside = f" and shard {pipeline.shard}" if pipeline.is_sharded else ""

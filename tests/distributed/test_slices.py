@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_slices_in_processes_do_not_go_with(name: str) -> None:
     parallelism, optimizer, said = REFUSED[name]
-    train = {"optimizer": {"lr": 0.1, **optimizer, "clip_norm": None}}
+    train: dict[str, Any] = {"optimizer": {"lr": 0.1, **optimizer, "clip_norm": None}}
     with pytest.raises(PlanError, match=f"parallelism.tensor: got 2 with engine distributed.*{said}"):
         job_of(recipe(parallelism, 2, **train))
     job_of(recipe(parallelism, 2, "virtual", **train))
