@@ -21,41 +21,26 @@ _WIDTH_IN, _ROW_IN, _STACK_IN, _MAP_IN, _MOST_LABELS = 14.0, 0.95, 2.4, 6.0, 24
 
 @dataclass(frozen=True)
 class Stacks:
-    """Stacked values of every worker over time.
-
-    Attributes:
-        heights: [worker, label, part of the time]; above a map, of the one worker that has a row.
-        colours: by label, in the order of stacking.
-        end_s: when the last part ends; the first begins at 0.
-        top: upper end of the vertical axes.
-        unit: theirs.
-        notes: of every worker, at the right of its row.
-    """
+    """Stacked values of every worker over time."""
 
     worker_names: Sequence[str]
-    heights: NDArray[np.float64]
-    colours: Mapping[str, str]
-    end_s: float
-    top: float
-    unit: str
+    heights: NDArray[np.float64]  # [worker, label, part of the time]; above a map, of the one worker that has a row
+    colours: Mapping[str, str]  # by label, in the order of stacking
+    end_s: float  # when the last part ends; the first begins at 0
+    top: float  # upper end of the vertical axes
+    unit: str  # theirs
     title: str
-    notes: Sequence[str]
+    notes: Sequence[str]  # of every worker, at the right of its row
 
 
 @dataclass(frozen=True)
 class Map:
-    """One value of every worker over time.
-
-    Attributes:
-        values: [worker, part].
-        label: the value's name.
-        top: the value with the darkest colour.
-    """
+    """One value of every worker over time."""
 
     worker_names: Sequence[str]
-    values: NDArray[np.float64]
-    label: str
-    top: float
+    values: NDArray[np.float64]  # [worker, part]
+    label: str  # the value's name
+    top: float  # the value with the darkest colour
 
 
 def stacks_figure(stacks: Stacks) -> tuple[InlineFigure, Sequence[Axes]]:
