@@ -43,10 +43,10 @@ class Map:
     top: float  # the value with the darkest colour
 
 
-def stacks_figure(stacks: Stacks) -> tuple[InlineFigure, Sequence[Axes]]:
+def stacks_figure(stacks: Stacks, made_by: str) -> tuple[InlineFigure, Sequence[Axes]]:
     """Return a picture with a row per worker, and its axes."""
     rows = len(stacks.worker_names)
-    figure = InlineFigure(figsize=(_WIDTH_IN, 1.3 + _ROW_IN * rows), layout="constrained")
+    figure = InlineFigure(_WIDTH_IN, 1.3 + _ROW_IN * rows, made_by)
     every = [*figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0]]
     for worker, axes in enumerate(every):
         _draw_stack(axes, stacks, worker)
@@ -54,9 +54,9 @@ def stacks_figure(stacks: Stacks) -> tuple[InlineFigure, Sequence[Axes]]:
     return figure, every
 
 
-def map_figure(stacks: Stacks, values: Map) -> tuple[InlineFigure, Sequence[Axes]]:
+def map_figure(stacks: Stacks, values: Map, made_by: str) -> tuple[InlineFigure, Sequence[Axes]]:
     """Return a picture of one row above a map of all workers, and its axes, the map's last."""
-    figure = InlineFigure(figsize=(_WIDTH_IN, 1.3 + _STACK_IN + _MAP_IN), layout="constrained")
+    figure = InlineFigure(_WIDTH_IN, 1.3 + _STACK_IN + _MAP_IN, made_by)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(_STACK_IN, _MAP_IN))
     _draw_stack(above, stacks, 0)
     count, scale_s = len(values.worker_names), axis_unit(stacks.end_s)[0]
