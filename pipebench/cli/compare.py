@@ -8,6 +8,7 @@ import click
 from pipebench.cli.group import tracebacks
 from pipebench.cli.json_output import json_flag, print_json
 from pipebench.cli.outputs import Output, is_picture_by, refuse_to_overwrite
+from pipebench.cli.parameters import FILE, option
 from pipebench.garbage import without_collector
 from pipebench.run.folder import records
 from pipebench.show.answers import recorded
@@ -17,12 +18,10 @@ from pipebench.show.terminal import standard_error, standard_output
 
 @click.command
 @click.argument("runs", metavar="RUN RUN... | COMPARISON", nargs=-1, required=True)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="Where comparison.md and curves.png go.  [default: the working directory; with --json, nowhere]",
-)
+@option(
+    "--out", FILE, "FOLDER",
+    "Where comparison.md and curves.png go.  [default: the working directory; with --json, nowhere]",
+)  # fmt: skip
 @json_flag
 @tracebacks
 def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:

@@ -10,6 +10,7 @@ import click
 from pipebench.cli.group import tracebacks
 from pipebench.cli.json_output import moved_option
 from pipebench.cli.outputs import PNG, Output, is_picture_by, refuse_to_overwrite
+from pipebench.cli.parameters import FILE, option
 from pipebench.cli.references import complete, load_one
 from pipebench.errors import UserError
 from pipebench.garbage import without_collector
@@ -27,13 +28,8 @@ PICTURES = (MEMORY, "occupancy")
 @click.command
 @click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True, shell_complete=complete)
 @click.option("--versions", is_flag=True, help="Tell which weight version each uses: F3@1.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="OUT.csv",
-    help="Write one update's passes here, in the CSV form of torch.distributed.pipelining.",
-)
-@click.option("--picture", type=click.Path(path_type=Path), metavar="OUT.png", help="Draw memory over time here.")
+@option("--out", FILE, "OUT.csv", "Write one update's passes here, in the CSV form of torch.distributed.pipelining.")
+@option("--picture", FILE, "OUT.png", "Draw memory over time here.")
 @click.option("--of", "what", type=click.Choice(PICTURES), help="What --picture draws instead.  [default: memory]")
 @moved_option("--csv", "--out OUT.csv")
 @moved_option("--memory", "--picture OUT.png")
