@@ -176,7 +176,11 @@ measures:
 rows:
   - name: one
     runs:
-      dp: {recipe: dp.yaml model.width=0.03125 train.minibatch_size=500, engine: virtual, seeds: [0, 1], columns: same}
+      dp:
+        recipe: dp.yaml model.width=0.03125 dataset.num_train=1000 train.minibatch_size=500
+        engine: virtual
+        seeds: [0, 1]
+        columns: same
       straight: straight.yaml
 """
 

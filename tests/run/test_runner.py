@@ -17,8 +17,8 @@ from pipebench.tracking import Tracking
 from tests.modes import WHOLE
 
 SHORT = [
-    *("model.width=0.05", "train.minibatch_size=200", "train.max_epochs=1"),
-    *("train.target.value=0.999", "train.evaluate_every.minibatches=10"),
+    *("model.width=0.05", "dataset.num_train=1000", "train.minibatch_size=200", "train.max_epochs=1"),
+    *("train.target.value=0.999", "train.evaluate_every.minibatches=3"),
 ]
 
 
