@@ -78,9 +78,9 @@ class PastRun:
 class RecordedRuns:
     """The runs of one MLflow store. Not thread-safe."""
 
-    def __init__(self) -> None:
-        """Prepare for the store at `default_uri`, without importing MLflow."""
-        self._connection = Connection(default_uri())
+    def __init__(self, uri: str | None = None) -> None:
+        """Prepare for an MLflow tracking URI, `default_uri` without one, without importing MLflow."""
+        self._connection = Connection(uri or default_uri())
 
     def newest(self, recipe_hash: str, version: str) -> Recorded | None:
         """Return the latest run with this `recipe_hash` and `source_version` (of `identity`); None without one.
