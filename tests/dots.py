@@ -6,9 +6,9 @@ from typing import Any
 from PIL import Image, PngImagePlugin
 
 
-def write_dot(figure: Any, path: str | os.PathLike[str], software: str | None = None) -> None:
+def write_dot(figure: Any, path: str | os.PathLike[str]) -> None:
     """Write a picture of one dot, with what a figure's file says of who made it."""
     about = PngImagePlugin.PngInfo()
-    if software is not None:
-        about.add_text("Software", software)
+    if figure.made_by is not None:
+        about.add_text("Software", figure.made_by)
     Image.new("1", (1, 1)).save(path, format="png", pnginfo=about)

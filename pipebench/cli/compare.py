@@ -1,12 +1,14 @@
 """`pipebench compare`: recorded runs side by side."""
 
+from functools import partial
 from pathlib import Path
 
 import click
 
 from pipebench.cli.group import tracebacks
 from pipebench.cli.json_output import json_flag, print_json
-from pipebench.cli.outputs import Output, refuse_to_overwrite
+from pipebench.cli.outputs import Output, is_picture_by, refuse_to_overwrite
+from pipebench.cli.parameters import FILE, option
 from pipebench.garbage import without_collector
 from pipebench.run.folder import records
 from pipebench.show.answers import recorded
@@ -16,12 +18,10 @@ from pipebench.show.terminal import standard_error, standard_output
 
 @click.command
 @click.argument("runs", metavar="RUN RUN... | COMPARISON", nargs=-1, required=True)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="Where comparison.md and curves.png go.  [default: the working directory; with --json, nowhere]",
-)
+@option(
+    "--out", FILE, "FOLDER",
+    "Where comparison.md and curves.png go.  [default: the working directory; with --json, nowhere]",
+)  # fmt: skip
 @json_flag
 @tracebacks
 def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
@@ -42,8 +42,9 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     with without_collector():
         from pipebench.show import figures
 
+    is_ours = partial(is_picture_by, figures.MADE_BY)
     page = Output("--out", folder and folder / "comparison.md", "a page of `pipebench compare`", is_our_page)
-    picture = Output("--out", folder and folder / "curves.png", "a picture of `pipebench compare`", figures.is_curves)
+    picture = Output("--out", folder and folder / "curves.png", "a picture of `pipebench compare`", is_ours)
     refuse_to_overwrite([page, picture])
     found = recorded(runs, records())
     if as_json:
@@ -54,4 +55,4 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     console, text = standard_error() if as_json else None, markdown(found.results, "curves.png" if drawn else None)
     page.write(lambda path: path.write_text(text, encoding="utf-8"), console)
     if drawn:
-        picture.write(lambda path: figures.draw_all(found.results, path), console)
+        picture.write(lambda path: figures.curves_figure(found.results).write(path), console)

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import click
 
 from pipebench.cli.group import tracebacks
 from pipebench.cli.json_output import moved_option
-from pipebench.cli.outputs import PNG, Output, refuse_to_overwrite
+from pipebench.cli.outputs import PNG, Output, is_picture_by, refuse_to_overwrite
+from pipebench.cli.parameters import FILE, option
 from pipebench.cli.references import complete, load_one
 from pipebench.errors import UserError
 from pipebench.garbage import without_collector
@@ -17,6 +18,7 @@ from pipebench.recipe.preflight import preflight
 from pipebench.schedule.csv_form import is_schedule
 
 if TYPE_CHECKING:
+    from pipebench.show.inline import InlineFigure
     from pipebench.train.memory_forecast import MemoryForecast
 
 MEMORY = "memory"
@@ -26,13 +28,8 @@ PICTURES = (MEMORY, "occupancy")
 @click.command
 @click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True, shell_complete=complete)
 @click.option("--versions", is_flag=True, help="Tell which weight version each uses: F3@1.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="OUT.csv",
-    help="Write one update's passes here, in the CSV form of torch.distributed.pipelining.",
-)
-@click.option("--picture", type=click.Path(path_type=Path), metavar="OUT.png", help="Draw memory over time here.")
+@option("--out", FILE, "OUT.csv", "Write one update's passes here, in the CSV form of torch.distributed.pipelining.")
+@option("--picture", FILE, "OUT.png", "Draw memory over time here.")
 @click.option("--of", "what", type=click.Choice(PICTURES), help="What --picture draws instead.  [default: memory]")
 @moved_option("--csv", "--out OUT.csv")
 @moved_option("--memory", "--picture OUT.png")
@@ -64,39 +61,30 @@ def draw(words: tuple[str, ...], versions: bool, out: Path | None, picture: Path
         loaded = load_one(words)
         from pipebench.run import runner
 
-    schedule, drawing = Output("--out", out, "a schedule", is_schedule), _picture(picture, what or MEMORY)
-    refuse_to_overwrite([schedule, drawing.output] if drawing else [schedule])
+    kind, schedule = what or MEMORY, Output("--out", out, "a schedule", is_schedule)
+    drawing = Output("--picture", picture, f"a picture of {kind} over time", partial(_is_our_picture, kind), PNG)
+    refuse_to_overwrite([schedule, drawing])
     preflight(loaded, trains=False)
     if out is not None:
         text = runner.schedule_csv(loaded)
         schedule.write(lambda path: path.write_text(text, encoding="utf-8"))
-    if drawing is not None:
+    if picture is not None:
         watch = runner.watch(loaded)
         click.echo(watch.sentence)
-        drawing.output.write(partial(drawing.draw, watch))
-    if out is None and drawing is None:
+        drawing.write(lambda path: _drawing(kind)[1](watch).write(path))
+    if out is None and picture is None:
         click.echo(runner.draw(loaded, versions=versions))
 
 
-class _Drawing(NamedTuple):
-    """A picture and what draws it."""
-
-    output: Output
-    draw: Callable[["MemoryForecast", Path], None]
+def _is_our_picture(kind: str, path: Path) -> bool:
+    return is_picture_by(_drawing(kind)[0], path)
 
 
-def _picture(path: Path | None, what: str) -> _Drawing | None:
-    """Return the requested picture."""
-    if path is None:
-        return None
+def _drawing(kind: str) -> tuple[str, Callable[["MemoryForecast"], "InlineFigure"]]:
+    """Return what a picture's file says that it was made by, and what draws it."""
     from pipebench.show import memory_picture, occupancy_picture, over_time  # late: matplotlib
 
-    if what == MEMORY:
-        return _Drawing(
-            Output("--picture", path, "a picture of memory over time", memory_picture.is_our_picture, PNG),
-            lambda watch, path: memory_picture.draw_memory(watch.memory, path),
-        )
-    return _Drawing(
-        Output("--picture", path, "a picture of occupancy over time", occupancy_picture.is_our_picture, PNG),
-        lambda watch, path: occupancy_picture.draw_occupancy(watch.occupancy(over_time.NUM_PARTS), path),
-    )
+    if kind == MEMORY:
+        return memory_picture.MADE_BY, lambda watch: memory_picture.memory_figure(watch.memory)
+    parts, drawn = over_time.NUM_PARTS, occupancy_picture
+    return drawn.MADE_BY, lambda watch: drawn.occupancy_figure(watch.occupancy(parts))

@@ -33,6 +33,16 @@ class Output:
         print_written(str(self.path), console)
 
 
+def is_picture_by(made_by: str, path: Path) -> bool:
+    """Return whether a file is a picture with this origin."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(4096)
+    except OSError:
+        return False
+    return start.startswith(b"\x89PNG\r\n") and f"Software\0{made_by}".encode() in start
+
+
 def refuse_to_overwrite(outputs: Sequence[Output]) -> None:
     """Check all files before any work.
 

@@ -5,6 +5,7 @@ A wrong value is refused in one sentence that names the option.
 
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,10 +14,20 @@ from pipebench.cluster import Cluster, Level
 from pipebench.errors import UserError, choice
 from pipebench.units import UnitError, parse_bandwidth
 
+FILE = click.Path(path_type=Path)
 MOST_WORKERS = 1 << 20  # on --levels: where planning still takes seconds
 _MOST_LEVELS = 8
 _LONGEST_TEXT = 60
 _LEVELS_FORM = "is N@BYTES_PER_S for every level, innermost first, joined by commas, such as 4@1e10,4@1.25e9"
+
+
+# For commands that take sweeps.
+zip_flag = click.option(
+    "--zip",
+    "zipped",
+    is_flag=True,
+    help="Of several keys with lists, take the first elements together, then the second ones, and so on.",
+)
 
 
 class Parameter(click.ParamType):  # type: ignore[type-arg] # in older versions of click it is no generic class
@@ -36,6 +47,11 @@ class Parameter(click.ParamType):  # type: ignore[type-arg] # in older versions 
         except ValueError as error:
             option = f"{param.opts[-1]}: " if param is not None else ""
             raise UserError(f"{option}{error}") from error
+
+
+def option(name: str, kind: Any, metavar: str, about: str) -> Callable[[Any], Any]:
+    """Return the decorator of an option with a value; `kind` is a `Parameter`, or a type of click's."""
+    return click.option(name, type=kind, metavar=metavar, help=about)
 
 
 def count(most: int) -> Parameter:

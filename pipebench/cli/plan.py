@@ -2,75 +2,45 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
 
 from pipebench.cli.group import tracebacks
 from pipebench.cli.json_output import json_flag
-from pipebench.cli.parameters import MOST_WORKERS, Parameter, count, name_of, parse_levels
+from pipebench.cli.parameters import FILE, MOST_WORKERS, Parameter, count, name_of, option, parse_levels, zip_flag
 from pipebench.cli.references import complete, load_to_plan, split
 from pipebench.errors import UserError
 from pipebench.recipe.preflight import preflight
 from pipebench.recipe.ranges import CHOICES
 from pipebench.units import parse_bytes, parse_duration
 
+_COST_MODEL, _MODE = (name_of(CHOICES[f"parallelism.{key}"]) for key in ("cost_model", "mode"))
+
 
 @click.command
 @click.argument("words", metavar="[RECIPE] [KEY=VALUE...]", nargs=-1, shell_complete=complete)
 @click.option("--profile", metavar="FILE", help="Layer costs: a profile (.json) or the PipeDream artifact's graph.txt.")
 @click.option("--cluster", metavar="NAME", help="Devices and links, from `pipebench ls clusters`, or a YAML file.")
-@click.option(
-    "--servers",
-    type=count(MOST_WORKERS),
-    metavar="N",
-    help="How many components of the cluster's outermost level.  [default: 1]",
-)
-@click.option(
-    "--levels",
-    type=Parameter(parse_levels),
-    metavar="N@RATE[,...]",
-    help="Instead of a cluster: workers and bytes/s per level, innermost first.",
-)
-@click.option(
-    "--memory",
-    type=Parameter(parse_bytes),
-    metavar="BYTES",
-    help="With --levels: memory per device, such as 16GB.  [default: no limit]",
-)
-@click.option(
-    "--latency",
-    type=Parameter(parse_duration),
-    metavar="SECONDS",
-    help="With --levels: latency of every link, such as 10us.  [default: 0]",
-)
-@click.option(
-    "--cost-model",
-    type=name_of(CHOICES["parallelism.cost_model"]),
-    metavar="NAME",
-    help="How times add up, from `pipebench ls cost-models`.",
-)
-@click.option(
-    "--mode",
-    type=name_of(CHOICES["parallelism.mode"]),
-    metavar="NAME|auto",
-    help="The mode to plan, from `pipebench ls modes`; auto: the fastest.",
-)
-@click.option("--minibatch-size", type=count(2**31), metavar="N", help="Samples per minibatch of a profile file.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="OUT.json",
-    help="Write the plan here, to be edited and run with parallelism.plan=OUT.json.",
-)
-@click.option("--picture", type=click.Path(path_type=Path), metavar="OUT.png", help="Write a picture of the plan here.")
-@click.option(
-    "--zip",
-    "zipped",
-    is_flag=True,
-    help="Of several keys with lists, take the first elements together, then the second ones, and so on.",
-)
+@option("--servers", count(MOST_WORKERS), "N", "How many components of the cluster's outermost level.  [default: 1]")
+@option(
+    "--levels", Parameter(parse_levels), "N@RATE[,...]",
+    "Instead of a cluster: workers and bytes/s per level, innermost first.",
+)  # fmt: skip
+@option(
+    "--memory", Parameter(parse_bytes), "BYTES",
+    "With --levels: memory per device, such as 16GB.  [default: no limit]",
+)  # fmt: skip
+@option(
+    "--latency", Parameter(parse_duration), "SECONDS",
+    "With --levels: latency of every link, such as 10us.  [default: 0]",
+)  # fmt: skip
+@option("--cost-model", _COST_MODEL, "NAME", "How times add up, from `pipebench ls cost-models`.")
+@option("--mode", _MODE, "NAME|auto", "The mode to plan, from `pipebench ls modes`; auto: the fastest.")
+@option("--minibatch-size", count(2**31), "N", "Samples per minibatch of a profile file.")
+@option("--out", FILE, "OUT.json", "Write the plan here, to be edited and run with parallelism.plan=OUT.json.")
+@option("--picture", FILE, "OUT.png", "Write a picture of the plan here.")
+@zip_flag
 @click.option(
     "--others/--no-others",
     default=True,

@@ -13,7 +13,7 @@ from types import ModuleType
 from rich.console import Console
 
 from pipebench.cli.json_output import print_json
-from pipebench.cli.outputs import PNG, Output, refuse_to_overwrite
+from pipebench.cli.outputs import PNG, Output, is_picture_by, refuse_to_overwrite
 from pipebench.cluster import Cluster, coarser
 from pipebench.errors import PlanError, RecipeError, UserError
 from pipebench.files import replace as replace_file
@@ -99,9 +99,7 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     is missing, or nothing fits in memory.
     """
     out = Output("--out", options.out, "a plan's file", is_our_plan)
-    picture = Output(
-        "--picture", options.picture, "a picture of a plan", lambda path: _pictures().is_our_picture(path), PNG
-    )
+    picture = Output("--picture", options.picture, "a picture of a plan", _is_our_picture, PNG)
     refuse_to_overwrite((out, picture))
     began_s = time.perf_counter()
     known: KnownStates = {}
@@ -110,7 +108,7 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
         print_plan(answer)
     form = form_of(answer.comparison.best.plan, answer.layer_names)
     out.write(lambda path: replace_file(path, form.text().encode()), _progress(options))
-    picture.write(lambda path: _pictures().draw_plan(answer, path), _progress(options))
+    picture.write(lambda path: _pictures().plan_figure(answer).write(path), _progress(options))
     everything = _with_others(answer, options, known)
     everything = replace(everything, total_s=time.perf_counter() - began_s)
     if options.as_json:
@@ -131,6 +129,10 @@ def _pictures() -> ModuleType:
     from pipebench.show import plan_picture  # late: imports matplotlib, which few plans need
 
     return plan_picture
+
+
+def _is_our_picture(path: Path) -> bool:
+    return is_picture_by(_pictures().MADE_BY, path)
 
 
 def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:

@@ -6,6 +6,7 @@ import click
 
 from pipebench.cli.group import tracebacks
 from pipebench.cli.json_output import json_flag, moved_option, print_json
+from pipebench.cli.parameters import FILE, option
 from pipebench.cli.references import complete, load_one, split
 from pipebench.errors import UserError
 from pipebench.recipe.preflight import preflight
@@ -14,13 +15,11 @@ from pipebench.show.terminal import standard_error, standard_output
 
 @click.command
 @click.argument("words", metavar="RECIPE|FILE [KEY=VALUE...]", nargs=-1, required=True, shell_complete=complete)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="OUT.json|OUT.txt",
-    help="Write the profile here, which pipebench reads back; a .txt in the PipeDream artifact's format.",
-)
-@click.option("--picture", type=click.Path(path_type=Path), metavar="OUT.png", help="Write the picture here.")
+@option(
+    "--out", FILE, "OUT.json|OUT.txt",
+    "Write the profile here, which pipebench reads back; a .txt in the PipeDream artifact's format.",
+)  # fmt: skip
+@option("--picture", FILE, "OUT.png", "Write the picture here.")
 @json_flag
 @moved_option("--graph-txt", "--out OUT.txt")
 @click.option(

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from pipebench.cli.outputs import PNG, Output, refuse_to_overwrite
+from pipebench.cli.outputs import PNG, Output, is_picture_by, refuse_to_overwrite
 from pipebench.errors import UserError
 from pipebench.files import read_text
 from pipebench.profile.graph_txt import read_graph_txt, write_graph_txt
@@ -15,7 +16,8 @@ from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.show.answers import ModelProfile
-from pipebench.show.profile_picture import draw_profile, is_our_picture
+from pipebench.show.inline import writes
+from pipebench.show.profile_picture import MADE_BY, profile_figure
 from pipebench.show.progress import preparing
 
 
@@ -57,7 +59,7 @@ def outputs(source: LoadedRecipe | Path, out: Path | None, picture: Path | None,
     made = [
         Output("--out", own_json if is_graph or out is None else out, "a profile in JSON", _is_our_json, (".json",)),
         Output("--out", out if is_graph else None, "a graph.txt that pipebench wrote", _is_our_graph_txt),
-        Output("--picture", picture or own_picture, "a picture of a profile", is_our_picture, PNG),
+        Output("--picture", picture or own_picture, "a picture of a profile", partial(is_picture_by, MADE_BY), PNG),
     ]
     refuse_to_overwrite(made)
     return made
@@ -69,7 +71,7 @@ def write_all(found: ModelProfile, files: Sequence[Output], console: Console | N
     size, made = found.num_samples, found.profile
     as_json.write(lambda path: path.write_text(write_profile(made), encoding="utf-8"), console)
     as_graph.write(lambda path: path.write_text(write_graph_txt(made, size), encoding="utf-8"), console)
-    picture.write(lambda path: draw_profile(made, size, found.name, path), console)
+    picture.write(writes(profile_figure, made, size, found.name), console)
 
 
 def _profiled(loaded: LoadedRecipe) -> Profile:

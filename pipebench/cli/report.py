@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from pipebench.cli.group import tracebacks
-from pipebench.cli.parameters import Parameter, name_of
+from pipebench.cli.parameters import FILE, Parameter, name_of, option
 from pipebench.errors import printable
 from pipebench.garbage import without_collector
 from pipebench.recipe.engines import ENGINES
@@ -27,24 +27,15 @@ def parse_rows(text: str) -> tuple[str, ...]:
 
 @click.command
 @click.argument("name", metavar="[NAME]", required=False)
-@click.option(
-    "--only", type=Parameter(parse_rows), metavar="ROW,...", help="These rows; patterns such as 'vgg16-*', too."
-)
-@click.option(
-    "--engine",
-    type=name_of(ENGINES),
-    metavar="KIND",
-    help=f"{', '.join(ENGINES)}: for every run but those that are the same in all columns.",
-)
+@option("--only", Parameter(parse_rows), "ROW,...", "These rows; patterns such as 'vgg16-*', too.")
+@option(
+    "--engine", name_of(ENGINES), "KIND",
+    f"{', '.join(ENGINES)}: for every run but those that are the same in all columns.",
+)  # fmt: skip
 @click.option("--fresh", is_flag=True, help="Run everything again, whatever is recorded or kept.")
 @click.option("--keep", "keeps", is_flag=True, help="Keep the results of runs that trained in kept/ beside the report.")
 @click.option("--no-training", is_flag=True, help="Leave out seeds that aren't trained yet; the page says which.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="Write here.  [default: rendered/NAME/ in the working directory]",
-)
+@option("--out", FILE, "FOLDER", "Write here.  [default: rendered/NAME/ in the working directory]")
 @click.option(
     "--list",
     "lists",

@@ -11,7 +11,7 @@ import click
 from pipebench.cli.group import note_verbose, trust
 from pipebench.cli.json_output import json_flag, json_line, json_text, only_json
 from pipebench.cli.main import main
-from pipebench.cli.parameters import Parameter, parse_seeds
+from pipebench.cli.parameters import Parameter, option, parse_seeds, zip_flag
 from pipebench.cli.references import complete, load_all, split
 from pipebench.distributed.launch_template import Template
 from pipebench.errors import UserError, WorkersFailedError
@@ -26,18 +26,8 @@ from pipebench.run.suite import Suite, suite_name
 
 @click.command
 @click.argument("words", metavar="RECIPE... [KEY=VALUE...]", nargs=-1, shell_complete=complete)
-@click.option(
-    "--seeds",
-    type=Parameter(parse_seeds),
-    metavar="0,1,2",
-    help="Run every recipe once per seed; gives a median and a spread.",
-)
-@click.option(
-    "--zip",
-    "zipped",
-    is_flag=True,
-    help="Of several keys with lists, take the first elements together, then the second ones, and so on.",
-)
+@option("--seeds", Parameter(parse_seeds), "0,1,2", "Run every recipe once per seed; gives a median and a spread.")
+@zip_flag
 @click.option(
     "--resume",
     metavar="RUN",

@@ -14,14 +14,15 @@ from pipebench.run.comparison_story import comparison_story
 from pipebench.run.request import RunRequest
 from pipebench.run.story import PAGE, answer_of, story
 from pipebench.show.answers import Run
-from pipebench.show.figures import draw_all
-from pipebench.show.memory_picture import draw_memory, draw_peaks
-from pipebench.show.occupancy_picture import draw_occupancy
+from pipebench.show.figures import curves_figure
+from pipebench.show.inline import writes
+from pipebench.show.memory_picture import memory_figure, peaks_figure
+from pipebench.show.occupancy_picture import occupancy_figure
 from pipebench.show.over_time import NUM_PARTS
-from pipebench.show.pictures import draw_curves, draw_timeline
-from pipebench.show.plan_picture import draw_plan
+from pipebench.show.pictures import metric_figure, timeline_figure
+from pipebench.show.plan_picture import plan_figure
 from pipebench.show.sweep_lines import sweeps_of
-from pipebench.show.sweep_picture import draw_sweep
+from pipebench.show.sweep_picture import sweep_figure
 from pipebench.show.trace import write_trace
 from pipebench.show.verdict import comparison_markdown
 from pipebench.simulate.memory_meter import MemoryTimeline
@@ -56,9 +57,9 @@ def record_run(
 
 def record_page(log: RunLog, request: RunRequest, job: Job, result: RunResult) -> None:
     """Record a run's page, which shows the pictures that are recorded already, its plan and its curves."""
-    record_drawn(log, {"plan.png": lambda path: draw_plan(answer_of(job), path)}, "the plan")
+    record_drawn(log, {"plan.png": lambda path: plan_figure(answer_of(job)).write(path)}, "the plan")
     if result.points:
-        record_drawn(log, {"curves.png": partial(draw_all, [result])}, "the curves")
+        record_drawn(log, {"curves.png": writes(curves_figure, [result])}, "the curves")
     _record_page_of(log, lambda: story(request, job.recipe, result, log.folder))
 
 
@@ -78,7 +79,7 @@ def _record_page_of(log: RunLog, make: Callable[[], str]) -> None:
 
 def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | None = None) -> list[str]:
     """Record a timeline as a picture and a Perfetto trace, with memory on the same clock; return their names."""
-    drawings = {"timeline.png": partial(draw_timeline, timeline)}
+    drawings = {"timeline.png": writes(timeline_figure, timeline)}
     drawings["trace.json"] = partial(write_trace, timeline, memory=memory)
     return record_drawn(log, drawings, "the timeline")
 
@@ -86,7 +87,10 @@ def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | No
 def record_watch(log: RunLog, watch: MemoryForecast) -> list[str]:
     """Record pictures of memory and occupancy over time, by parts of the run if stages are recut; return names."""
     occupancy, moved = watch.occupancy(NUM_PARTS), watch.moved
-    drawings = {"memory.png": partial(draw_memory, watch.memory), "occupancy.png": partial(draw_occupancy, occupancy)}
+    drawings = {
+        "memory.png": writes(memory_figure, watch.memory),
+        "occupancy.png": writes(occupancy_figure, occupancy),
+    }
     if moved is not None:
         parts = {
             "first cuts": watch.memory.peaks,
@@ -94,9 +98,9 @@ def record_watch(log: RunLog, watch: MemoryForecast) -> list[str]:
             "last cuts": moved.last.peaks,
         }
         drawings["memory-first.png"] = drawings["memory.png"]
-        drawings["memory-last.png"] = partial(draw_memory, moved.last)
+        drawings["memory-last.png"] = writes(memory_figure, moved.last)
         whole = {part: peaks for part, peaks in parts.items() if peaks}
-        drawings["memory.png"] = partial(draw_peaks, whole, watch.memory)
+        drawings["memory.png"] = writes(peaks_figure, whole, watch.memory)
     return record_drawn(log, drawings, "memory and occupancy")
 
 
@@ -126,6 +130,6 @@ def record_curves(log: RunLog, results: Sequence[RunResult]) -> list[str]:
     """Record a picture of each sweep over a quantity, and one per metric of all curves; return their names."""
     metrics = {name for result in results for point in result.points for name in point.metrics if "loss" not in name}
     sweeps = enumerate(sweeps_of(results))
-    drawings = {f"sweep{index or ''}.png": partial(draw_sweep, sweep) for index, sweep in sweeps}
-    drawings |= {f"{each}.png": partial(draw_curves, results, each) for each in sorted(metrics)}
+    drawings = {f"sweep{index or ''}.png": writes(sweep_figure, sweep) for index, sweep in sweeps}
+    drawings |= {f"{each}.png": writes(metric_figure, results, each) for each in sorted(metrics)}
     return record_drawn(log, drawings, "the curves")

@@ -4,7 +4,6 @@ Experiment = suite, parent run = comparison (or the seeds of one recipe), child 
 """
 
 import itertools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -30,7 +29,6 @@ from pipebench.tracking import RunLog, Tracking, require_writable, seed_medians,
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import INTERRUPTED, RunResult
 
-_LOG = logging.getLogger("pipebench.run")
 RUNS: Mapping[str, EngineRuns] = {
     "virtual": VirtualRuns(),
     "simulated": SimulatedRuns(),

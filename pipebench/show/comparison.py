@@ -45,15 +45,10 @@ _Format = Callable[[float], str]
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One row: the runs of one recipe, which differ in their seed only.
+    """One row: the runs of one recipe, which differ in their seed only."""
 
-    Attributes:
-        name: the recipe's; in a sweep with the varied values.
-        runs: at least one.
-    """
-
-    name: str
-    runs: tuple[RunResult, ...]
+    name: str  # the recipe's; in a sweep with the varied values
+    runs: tuple[RunResult, ...]  # at least one
 
     @property
     def recipe_name(self) -> str:
@@ -93,13 +88,9 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Rows that may be compared with each other.
+    """Rows that may be compared with each other."""
 
-    Attributes:
-        title: the keys in which the group differs from others; empty for a single group.
-    """
-
-    title: str
+    title: str  # the keys in which the group differs from others; empty for a single group
     entries: tuple[ComparedRun, ...]
 
 
@@ -138,43 +129,29 @@ def _counted(entry: ComparedRun, metric: str) -> tuple[RunResult, ...]:
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """What a comparison says of a row: medians over its runs, None where unknown.
+    """What a comparison says of a row: medians over its runs, None where unknown."""
 
-    Attributes:
-        name: the recipe's, without what all names begin with.
-        mode: its parallelism mode.
-        plan: in the papers' notation.
-        is_dp: whether a mode that may have several stages has data parallelism on all workers as its plan.
-        is_marked: whether its updates are made of other numbers of samples than the first row's.
-        outcome: of its runs.
-        num_reached: of its runs, those that reached their target.
-        num_targeted: of its runs, those that have one.
-        vs_dp: speed-up over data parallelism: to the target or, if no run has one, of epochs.
-        num_workers: this and the next two in a sweep over the number of workers.
-        ranges: smallest and largest value of metrics in which its runs differ.
-    """
-
-    name: str
-    mode: str
-    plan: str
-    is_dp: bool
-    is_marked: bool
-    outcome: str
-    num_reached: int
-    num_targeted: int
+    name: str  # the recipe's, without what all names begin with
+    mode: str  # its parallelism mode
+    plan: str  # in the papers' notation
+    is_dp: bool  # whether a mode that may have several stages has data parallelism on all workers as its plan
+    is_marked: bool  # whether its updates are made of other numbers of samples than the first row's
+    outcome: str  # of its runs
+    num_reached: int  # of its runs, those that reached their target
+    num_targeted: int  # of its runs, those that have one
     samples_per_update: float | None
     throughput_samples_per_s: float | None
     time_to_accuracy_s: float | None
-    vs_dp: float | None
+    vs_dp: float | None  # speed-up over data parallelism: to the target or, if no run has one, of epochs
     epochs_to_target: float | None
     epoch_time_s: float | None
     comm_bytes_per_sample: float | None
     peak_memory_bytes_max: float | None
     bubble_fraction: float | None
-    num_workers: float | None
+    num_workers: float | None  # this and the next two in a sweep over the number of workers
     speed_up: float | None
     efficiency: float | None
-    ranges: Mapping[str, tuple[float, float]]
+    ranges: Mapping[str, tuple[float, float]]  # smallest and largest value of metrics in which its runs differ
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain data; of metrics in which its runs differ, `<metric>_min` and `<metric>_max`, too."""

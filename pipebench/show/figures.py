@@ -1,6 +1,5 @@
 """Answers as figures, which a notebook shows; imports matplotlib."""
 
-import os
 from collections.abc import Sequence
 from functools import partial
 
@@ -10,14 +9,14 @@ from pipebench.show.differences import curves_of
 from pipebench.show.inline import InlineFigure
 from pipebench.show.pictures import draw_metric, timeline_figure
 from pipebench.show.plan_picture import plan_figure
-from pipebench.show.profile_picture import is_picture_by, profile_figure
+from pipebench.show.profile_picture import profile_figure
 from pipebench.show.sweep_lines import sweeps_of
 from pipebench.show.sweep_picture import draw_lines
 from pipebench.train.result import RunResult
 
-__all__ = ["curves_figure", "draw_all", "is_curves", "plan_figure", "profile_figure", "timeline_figure"]
+__all__ = ["MADE_BY", "curves_figure", "plan_figure", "profile_figure", "timeline_figure"]
 
-_SOFTWARE = "pipebench compare"
+MADE_BY = "pipebench compare"
 _WIDTH_IN, _ROW_IN = 8.0, 4.2
 # What every run has, simulated ones too, and a name for it.
 _BARS = (
@@ -26,8 +25,6 @@ _BARS = (
     ("peak_memory_bytes_max", "bytes of the fullest worker"),
 )
 
-is_curves = partial(is_picture_by, _SOFTWARE)  # whether a file is a picture that `draw_all` wrote
-
 
 def curves_figure(results: Sequence[RunResult]) -> InlineFigure:
     """Return each sweep over a quantity and all curves of all runs, a panel each; bars of runs that have neither."""
@@ -35,20 +32,15 @@ def curves_figure(results: Sequence[RunResult]) -> InlineFigure:
     panels += [partial(draw_metric, results=results, metric=metric) for metric in curves_of(results)]
     if not panels:
         return _bars_figure(results)
-    figure = InlineFigure(figsize=(_WIDTH_IN, _ROW_IN * len(panels)), layout="constrained")
+    figure = InlineFigure(_WIDTH_IN, _ROW_IN * len(panels), MADE_BY)
     for axes, draw in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
         draw(axes)
     return figure
 
 
-def draw_all(results: Sequence[RunResult], path: str | os.PathLike[str]) -> None:
-    """Write `curves_figure` as PNG, with its origin in the file's metadata."""
-    curves_figure(results).write(path, _SOFTWARE)
-
-
 def _bars_figure(results: Sequence[RunResult]) -> InlineFigure:
     """Return a panel per number that simulations give, a bar per run."""
-    figure = InlineFigure(figsize=(1.5 * _WIDTH_IN, 1 + 0.4 * len(results)), layout="constrained")
+    figure = InlineFigure(1.5 * _WIDTH_IN, 1 + 0.4 * len(results), MADE_BY)
     for axes, (metric, heading) in zip(figure.subplots(1, len(_BARS), sharey=True), _BARS, strict=True):
         axes.barh([result.name for result in results], [result.metrics.get(metric, 0.0) for result in results])
         axes.invert_yaxis() if metric == _BARS[0][0] else None

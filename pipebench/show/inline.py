@@ -2,6 +2,9 @@
 
 import io
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -9,19 +12,28 @@ _DOTS_PER_INCH = 110
 
 
 class InlineFigure(Figure):
-    """matplotlib's figure, which IPython can show."""
+    """matplotlib's figure, which IPython can show; `made_by` is kept in its file as its origin."""
 
-    def write(self, path: str | os.PathLike[str], software: str | None = None) -> None:
-        """Write a PNG; `software` is kept in it as its origin."""
+    def __init__(self, width_in: float, height_in: float, made_by: str | None = None) -> None:
+        super().__init__(figsize=(width_in, height_in), layout="constrained")
+        self.made_by = made_by
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write a PNG."""
         self.set_dpi(_DOTS_PER_INCH)
         layout = self.get_layout_engine()
         if layout is not None:
             # Laid out here, once: `savefig` would draw everything an extra time for it.
             layout.execute(self)
             self.set_layout_engine("none")
-        self.savefig(path, format="png", metadata=None if software is None else {"Software": software})
+        self.savefig(path, format="png", metadata=None if self.made_by is None else {"Software": self.made_by})
 
     def _repr_png_(self) -> bytes:
         with io.BytesIO() as file:
             self.savefig(file, format="png", dpi=80)
             return file.getvalue()
+
+
+def writes(figure: Callable[..., InlineFigure], *of: Any) -> Callable[[Path], None]:
+    """Return what draws a figure and writes it to a path."""
+    return lambda path: figure(*of).write(path)

@@ -1,8 +1,6 @@
 """Memory over time as an image: every worker's, by kind, below its device's limit."""
 
-import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -14,7 +12,6 @@ from pipebench.formats import num_bytes, percent
 from pipebench.show.inline import InlineFigure
 from pipebench.show.over_time import MOST_ROWS, NUM_PARTS, Map, Stacks, map_figure, stacks_figure
 from pipebench.show.pictures import axis_unit
-from pipebench.show.profile_picture import is_picture_by
 from pipebench.simulate.memory import (
     ACTIVATIONS,
     AGAIN,
@@ -33,7 +30,7 @@ from pipebench.simulate.memory import (
 )
 from pipebench.simulate.memory_meter import Curve, MemoryPeak, MemoryTimeline
 
-_SOFTWARE = "pipebench memory"
+MADE_BY = "pipebench memory"
 COLOURS: Final = {
     WEIGHTS: "#0072B2",
     VERSIONS: "#56B4E9",
@@ -52,16 +49,9 @@ _ROOMY = 2.5  # a limit so many times the highest peak, or more, is said and not
 _BARS_IN, _PART_IN, _MOST_NAMES = 12.0, 2.0, 16
 _UNITS: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
-is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether a file is a picture that `draw_memory` wrote
-
-
-def draw_memory(memory: MemoryTimeline, path: str | os.PathLike[str]) -> None:
-    """Write a PNG of workers' memory over time."""
-    memory_figure(memory).write(path, _SOFTWARE)
-
 
 def memory_figure(memory: MemoryTimeline) -> InlineFigure:
-    """Return the picture of `draw_memory`: a row per worker; of many, the fullest one's above a map of all."""
+    """Return a picture of memory over time: a row per worker; of many, the fullest one's above a map of all."""
     highest, limit = memory.fullest.num_bytes or 1, memory.limit_bytes
     scale, unit = next((scale, unit) for scale, unit in _UNITS if highest >= scale)
     is_drawn = limit is not None and limit < _ROOMY * highest
@@ -79,31 +69,26 @@ def memory_figure(memory: MemoryTimeline) -> InlineFigure:
         notes=[_note(memory, worker) for worker in shown],
     )
     if few:
-        figure, every = stacks_figure(stacks)
+        figure, every = stacks_figure(stacks, MADE_BY)
     else:
         totals = np.stack([_totals(curve, memory.end_s) for curve in memory.curves]) / scale
         values = Map(memory.worker_names, totals, f"all kinds together [{unit}]", highest / scale)
-        figure, every = map_figure(stacks, values)
+        figure, every = map_figure(stacks, values, MADE_BY)
     for place, worker in enumerate(shown):
         _mark(every[place], memory, worker, scale, limit if is_drawn else None)
         _draw_host(every[place], memory.curves[worker], memory.end_s, scale)
     return figure
 
 
-def draw_peaks(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeline, path: str | os.PathLike[str]) -> None:
-    """Write a PNG of workers' peak memory in several parts of a run."""
-    peaks_figure(parts, memory).write(path, _SOFTWARE)
-
-
 def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeline) -> InlineFigure:
-    """Return the picture of `draw_peaks`: a row per part of the run, with a bar per worker.
+    """Return a picture of workers' peak memory: a row per part of the run, with a bar per worker.
 
     `parts` has every worker's peak, by part; `memory`, of any part, has workers' names and the limit.
     """
     limit, names = memory.limit_bytes, memory.worker_names
     most = max(peak.num_bytes for row in parts.values() for peak in row)
     scale, unit = next((scale, unit) for scale, unit in _UNITS if (most or 1) >= scale)
-    figure = InlineFigure(figsize=(_BARS_IN, 1.3 + _PART_IN * len(parts)), layout="constrained")
+    figure = InlineFigure(_BARS_IN, 1.3 + _PART_IN * len(parts), MADE_BY)
     every = figure.subplots(len(parts), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (part, peaks) in zip(every, parts.items(), strict=True):
         bottom = np.zeros(len(peaks))

@@ -1,7 +1,5 @@
 """Occupancy over time as an image: the share of time that every worker computes, communicates or is idle."""
 
-import os
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -9,22 +7,14 @@ import numpy as np
 from pipebench.formats import percent
 from pipebench.show.inline import InlineFigure
 from pipebench.show.over_time import MOST_ROWS, Map, Stacks, map_figure, stacks_figure
-from pipebench.show.profile_picture import is_picture_by
 from pipebench.simulate.occupancy import COMMUNICATING, COMPUTING, IDLE, STATES, Occupancy
 
-_SOFTWARE = "pipebench occupancy"
+MADE_BY = "pipebench occupancy"
 COLOURS: Final = {COMPUTING: "#56B4E9", COMMUNICATING: "#D55E00", IDLE: "#E8E8E8"}
-
-is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether a file is a picture that `draw_occupancy` wrote
-
-
-def draw_occupancy(occupancy: Occupancy, path: str | os.PathLike[str]) -> None:
-    """Write a PNG of workers' occupancy."""
-    occupancy_figure(occupancy).write(path, _SOFTWARE)
 
 
 def occupancy_figure(occupancy: Occupancy) -> InlineFigure:
-    """Return the picture of `draw_occupancy`: a row per worker; of many, their mean above a map of all."""
+    """Return a picture of workers' occupancy: a row per worker; of many, their mean above a map of all."""
     assert tuple(COLOURS) == STATES
     shares, names = occupancy.shares, occupancy.worker_names
     few = len(names) <= MOST_ROWS
@@ -39,9 +29,9 @@ def occupancy_figure(occupancy: Occupancy) -> InlineFigure:
         notes=[_said(mean) for mean in shares.mean(axis=2)] if few else [""],
     )
     if few:
-        return stacks_figure(stacks)[0]
+        return stacks_figure(stacks, MADE_BY)[0]
     values = Map(names, np.asarray(shares[:, STATES.index(COMPUTING)]), f"share of the time {COMPUTING}", 1.0)
-    return map_figure(stacks, values)[0]
+    return map_figure(stacks, values, MADE_BY)[0]
 
 
 def _said(shares: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> str:

@@ -21,47 +21,32 @@ _WIDTH_IN, _ROW_IN, _STACK_IN, _MAP_IN, _MOST_LABELS = 14.0, 0.95, 2.4, 6.0, 24
 
 @dataclass(frozen=True)
 class Stacks:
-    """Stacked values of every worker over time.
-
-    Attributes:
-        heights: [worker, label, part of the time]; above a map, of the one worker that has a row.
-        colours: by label, in the order of stacking.
-        end_s: when the last part ends; the first begins at 0.
-        top: upper end of the vertical axes.
-        unit: theirs.
-        notes: of every worker, at the right of its row.
-    """
+    """Stacked values of every worker over time."""
 
     worker_names: Sequence[str]
-    heights: NDArray[np.float64]
-    colours: Mapping[str, str]
-    end_s: float
-    top: float
-    unit: str
+    heights: NDArray[np.float64]  # [worker, label, part of the time]; above a map, of the one worker that has a row
+    colours: Mapping[str, str]  # by label, in the order of stacking
+    end_s: float  # when the last part ends; the first begins at 0
+    top: float  # upper end of the vertical axes
+    unit: str  # theirs
     title: str
-    notes: Sequence[str]
+    notes: Sequence[str]  # of every worker, at the right of its row
 
 
 @dataclass(frozen=True)
 class Map:
-    """One value of every worker over time.
-
-    Attributes:
-        values: [worker, part].
-        label: the value's name.
-        top: the value with the darkest colour.
-    """
+    """One value of every worker over time."""
 
     worker_names: Sequence[str]
-    values: NDArray[np.float64]
-    label: str
-    top: float
+    values: NDArray[np.float64]  # [worker, part]
+    label: str  # the value's name
+    top: float  # the value with the darkest colour
 
 
-def stacks_figure(stacks: Stacks) -> tuple[InlineFigure, Sequence[Axes]]:
+def stacks_figure(stacks: Stacks, made_by: str) -> tuple[InlineFigure, Sequence[Axes]]:
     """Return a picture with a row per worker, and its axes."""
     rows = len(stacks.worker_names)
-    figure = InlineFigure(figsize=(_WIDTH_IN, 1.3 + _ROW_IN * rows), layout="constrained")
+    figure = InlineFigure(_WIDTH_IN, 1.3 + _ROW_IN * rows, made_by)
     every = [*figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0]]
     for worker, axes in enumerate(every):
         _draw_stack(axes, stacks, worker)
@@ -69,9 +54,9 @@ def stacks_figure(stacks: Stacks) -> tuple[InlineFigure, Sequence[Axes]]:
     return figure, every
 
 
-def map_figure(stacks: Stacks, values: Map) -> tuple[InlineFigure, Sequence[Axes]]:
+def map_figure(stacks: Stacks, values: Map, made_by: str) -> tuple[InlineFigure, Sequence[Axes]]:
     """Return a picture of one row above a map of all workers, and its axes, the map's last."""
-    figure = InlineFigure(figsize=(_WIDTH_IN, 1.3 + _STACK_IN + _MAP_IN), layout="constrained")
+    figure = InlineFigure(_WIDTH_IN, 1.3 + _STACK_IN + _MAP_IN, made_by)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(_STACK_IN, _MAP_IN))
     _draw_stack(above, stacks, 0)
     count, scale_s = len(values.worker_names), axis_unit(stacks.end_s)[0]

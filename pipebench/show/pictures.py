@@ -4,7 +4,6 @@ Figures are made without pyplot, whose global state is not for a library. The co
 colour-blind readers can distinguish.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -84,15 +83,10 @@ _CHAR_IN = 0.62 * _FONT_POINTS / 72  # mean width of a sans-serif character
 _PLOT_IN = 0.88 * _WIDTH_IN  # the rest of the width is for the workers' names
 
 
-def draw_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Write a PNG of workers' and links' activity: the whole timeline if it is readable, else its first part."""
-    timeline_figure(timeline).write(path)
-
-
 def timeline_figure(timeline: Timeline) -> InlineFigure:
-    """Return the picture of `draw_timeline`; one row per worker, the first on top."""
+    """Return a picture of a timeline, the whole if it is readable, else its first part; one row per worker."""
     num_workers = len(timeline.worker_names)
-    figure = InlineFigure(figsize=(_WIDTH_IN, 1.35 + _ROW_IN * num_workers), layout="constrained")
+    figure = InlineFigure(_WIDTH_IN, 1.35 + _ROW_IN * num_workers)
     axes = figure.add_subplot()
     end_s = readable_end_s(timeline)
     scale_s, unit = axis_unit(end_s)
@@ -130,14 +124,9 @@ def readable_end_s(timeline: Timeline) -> float:
     return min(readable_s, max(span.end_s for span in timeline.spans))
 
 
-def draw_curves(results: Sequence[RunResult], metric: str, path: str | os.PathLike[str]) -> None:
-    """Write a PNG of a metric against each run's clock, e.g. accuracy against virtual time."""
-    curves_figure(results, metric).write(path)
-
-
-def curves_figure(results: Sequence[RunResult], metric: str) -> InlineFigure:
-    """Return the picture of `draw_curves`; a star marks where a run reached its target."""
-    figure = InlineFigure(figsize=(8.0, 4.6), layout="constrained")
+def metric_figure(results: Sequence[RunResult], metric: str) -> InlineFigure:
+    """Return a picture of a metric against each run's clock; a star marks where a run reached its target."""
+    figure = InlineFigure(8.0, 4.6)
     draw_metric(figure.add_subplot(), results, metric)
     return figure
 

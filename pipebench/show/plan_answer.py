@@ -23,29 +23,19 @@ _ALMOST = 1e-6  # relative: times closer than this are the same
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of `pipebench plan`.
+    """The answer of `pipebench plan`."""
 
-    Attributes:
-        name: of the model.
-        request: to the planner.
-        mode: of the best plan.
-        comparison: the planner's result.
-        says_samples: whether the minibatch size is known; otherwise rates are in minibatches.
-        spare_s: predicted seconds per minibatch of the best plan with one more minibatch in flight; None if not asked.
-        times: how every stage of the best plan spends its time in the simulator; empty if that is too large for it.
-        given: the plan that the recipe names, if it does.
-        total_s: seconds from the recipe or the file to the answer.
-    """
-
-    name: str
-    request: Request
-    mode: Mode
-    comparison: Comparison
-    says_samples: bool
+    name: str  # of the model
+    request: Request  # to the planner
+    mode: Mode  # of the best plan
+    comparison: Comparison  # the planner's result
+    says_samples: bool  # whether the minibatch size is known; otherwise rates are in minibatches
+    # Predicted seconds per minibatch of the best plan with one more minibatch in flight; None if not asked
     spare_s: float | None = None
+    # How every stage of the best plan spends its time in the simulator; empty if that is too large for it
     times: tuple[StageTime, ...] = ()
-    given: PlanEstimate | None = None
-    total_s: float = 0.0
+    given: PlanEstimate | None = None  # the plan that the recipe names, if it does
+    total_s: float = 0.0  # seconds from the recipe or the file to the answer
 
     @property
     def size(self) -> int:
@@ -125,21 +115,13 @@ def depth_is_lowered(answer: Answer) -> bool:
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """A parameter of several layers.
+    """A parameter of several layers."""
 
-    Attributes:
-        parameter: its name.
-        layers: those that use it.
-        stages: that have it; with several, a copy each.
-        bytes_per_update: that workers send to sum the gradients of all copies; 0 for a single stage.
-        update_s: seconds of that sum on links without other traffic, likewise.
-    """
-
-    parameter: str
-    layers: tuple[str, ...]
-    stages: tuple[int, ...]
-    bytes_per_update: int
-    update_s: float
+    parameter: str  # its name
+    layers: tuple[str, ...]  # those that use it
+    stages: tuple[int, ...]  # that have it; with several, a copy each
+    bytes_per_update: int  # that workers send to sum the gradients of all copies; 0 for a single stage
+    update_s: float  # seconds of that sum on links without other traffic, likewise
 
 
 def ties(answer: Answer) -> list[TiedParameter]:

@@ -3,9 +3,7 @@
 Layers are coloured by stage, with the bytes that cross each cut; stages are compared with the bottleneck.
 """
 
-import os
 from collections.abc import Sequence
-from functools import partial
 
 from matplotlib.axes import Axes
 
@@ -15,7 +13,7 @@ from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.show.inline import InlineFigure
 from pipebench.show.plan_answer import Answer, bottleneck_of
-from pipebench.show.profile_picture import finish, is_picture_by, plain_text
+from pipebench.show.profile_picture import finish, plain_text
 from pipebench.show.profile_report import shortened
 
 _STAGE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -32,25 +30,18 @@ _TIMES = (
 )
 _HATCHES = {KEEP: "", RECOMPUTE: "///", SWAP: "..."}  # of layers' bars, by what is done with their activations
 _SAID = {RECOMPUTE: "striped: recomputed", SWAP: "dotted: swapped"}
-_SOFTWARE = "pipebench plan"
+MADE_BY = "pipebench plan"
 _WIDTH_IN, _HEIGHT_IN = 14.0, 7.5
 _MOST_LABELS = 64  # layers' names that fit beside each other, upright
 _LABEL_WIDTH = 20
 _ROOMY_LAYERS = 9.0  # per cent of the width that a label needs to lie flat
 _MOST_STAGES_LABELLED = 40
 
-is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether a file is a picture that `draw_plan` wrote
-
-
-def draw_plan(answer: Answer, path: str | os.PathLike[str]) -> None:
-    """Write a PNG of the best plan, with its origin in the file's metadata."""
-    plan_figure(answer).write(path, _SOFTWARE)
-
 
 def plan_figure(answer: Answer) -> InlineFigure:
-    """Return the picture of `draw_plan`."""
+    """Return a picture of the best plan."""
     found = answer.comparison.best
-    figure = InlineFigure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
+    figure = InlineFigure(_WIDTH_IN, _HEIGHT_IN, MADE_BY)
     layers, stages = figure.subplots(2, 1, height_ratios=(3, 2))
     _draw_layers(layers, answer.rows, found)
     _draw_stages(stages, found, answer.times)

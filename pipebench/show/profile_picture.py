@@ -3,10 +3,7 @@
 The colours are those of the timeline: forwards blue, backwards orange.
 """
 
-import os
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
@@ -18,35 +15,17 @@ from pipebench.show.inline import InlineFigure
 from pipebench.show.profile_report import shortened, title, trained_bytes
 
 _FORWARD, _BACKWARD, _ACTIVATION, _KEPT, _PARAMETER = "#56B4E9", "#E69F00", "#0072B2", "#D55E00", "#009E73"
-_SOFTWARE = "pipebench profile"
+MADE_BY = "pipebench profile"
 _WIDTH_IN, _HEIGHT_IN = 14.0, 8.0
 _MOST_LABELS = 64  # that fit beside each other at this width, upright
 _LABEL_WIDTH = 20
 
 
-def draw_profile(profile: Profile, num_samples: int, name: str, path: str | os.PathLike[str]) -> None:
-    """Write a PNG of the layers of one size, with its origin in the file's metadata."""
-    profile_figure(profile, num_samples, name).write(path, _SOFTWARE)
-
-
-def is_picture_by(software: str, path: Path) -> bool:
-    """Return whether a file is a picture with this origin."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(4096)
-    except OSError:
-        return False
-    return start.startswith(b"\x89PNG\r\n") and f"Software\0{software}".encode() in start
-
-
-is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether it is one that `draw_profile` wrote
-
-
 def profile_figure(profile: Profile, num_samples: int, name: str) -> InlineFigure:
-    """Return the picture of `draw_profile`."""
+    """Return a picture of the layers of one size."""
     numbered = [(index, row) for index, row in enumerate(profile.layers[num_samples]) if not row.is_input]
     rows = [row for _, row in numbered]
-    figure = InlineFigure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
+    figure = InlineFigure(_WIDTH_IN, _HEIGHT_IN, MADE_BY)
     time, activation, parameter = figure.subplots(3, 1, sharex=True)
     forward_s, backward_s = [row.forward_s for row in rows], [row.backward_s for row in rows]
     _bars(time, forward_s, _FORWARD, f"forward, {seconds(sum(forward_s))} together")

@@ -23,17 +23,11 @@ class SweepPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """What was asked for, along a swept quantity.
+    """What was asked for, along a swept quantity."""
 
-    Attributes:
-        key: the recipe's key that is swept.
-        metric: `time_to_accuracy_s`, or `throughput_samples_per_s` without a target.
-        lines: by the values of all other keys that vary, points in order of the quantity.
-    """
-
-    key: str
-    metric: str
-    lines: dict[str, list[SweepPoint]]
+    key: str  # the recipe's key that is swept
+    metric: str  # `time_to_accuracy_s`, or `throughput_samples_per_s` without a target
+    lines: dict[str, list[SweepPoint]]  # by the values of all other keys that vary, points in order of the quantity
 
     def first_places(self) -> Iterator[tuple[str, str, str]]:
         """Yield the lines that are first, in order of the quantity: name, and the first and last value as written."""

@@ -1,7 +1,5 @@
 """A sweep as a picture: throughput, or time to accuracy, along the swept quantity, where modes' lines may cross."""
 
-import os
-
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
@@ -14,14 +12,9 @@ _MARKERS = "os^Dv<>PX*"
 _WIDE = 8.0  # largest over smallest, from which on an axis is logarithmic
 
 
-def draw_sweep(sweep: Sweep, path: str | os.PathLike[str]) -> None:
-    """Write a PNG of a sweep."""
-    sweep_figure(sweep).write(path)
-
-
 def sweep_figure(sweep: Sweep) -> InlineFigure:
-    """Return the picture of `draw_sweep`, a line per mode."""
-    figure = InlineFigure(figsize=(8.0, 4.6), layout="constrained")
+    """Return a picture of a sweep, a line per mode."""
+    figure = InlineFigure(8.0, 4.6)
     draw_lines(figure.add_subplot(), sweep)
     return figure
 

@@ -54,13 +54,13 @@ def print_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
         print_plain(console, Padding(grid, (0, 0, 0, 2)))
 
 
-def print_groups(console: Console, groups: Sequence[tuple[str, Table]], *, left: int = 1) -> None:
-    """Print tables of the same columns below each other, each under its title if any; `left` as `print_table`."""
+def print_groups(console: Console, groups: Sequence[tuple[str, Table]]) -> None:
+    """Print tables of the same columns below each other, each under its title if any."""
     together = copy_without_rows(groups[0][1])
     for _, table in groups:
         for row in zip(*(column.cells for column in table.columns), strict=True):
             together.add_row(*row)
-    padding, parts = _fitting(console, together, console.width, left)
+    padding, parts = _fitting(console, together, console.width, 1)
     for part in parts:
         for title, table in groups:
             table.padding = padding

@@ -27,21 +27,13 @@ _WORKER_PARTS = ("compute_s", "waiting_s", "sending_s", "swapping_s", "other_s")
 
 @dataclass(frozen=True)
 class Limit:
-    """How the slowest stage spends the time of a minibatch, in seconds.
+    """How the slowest stage spends the time of a minibatch, in seconds."""
 
-    Attributes:
-        minibatch_s: seconds per minibatch, all workers together.
-        stage: the stage that computes longest, of several.
-        compute_s: of these seconds, those in which it computes.
-        transfer_s: it waits for bytes on their way; at most, as waits are known of all workers together.
-        wait_s: it waits for other stages, or for its data.
-    """
-
-    minibatch_s: float
-    stage: int | None
-    compute_s: float
-    transfer_s: float
-    wait_s: float
+    minibatch_s: float  # seconds per minibatch, all workers together
+    stage: int | None  # the stage that computes longest, of several
+    compute_s: float  # of these seconds, those in which it computes
+    transfer_s: float  # it waits for bytes on their way; at most, as waits are known of all workers together
+    wait_s: float  # it waits for other stages, or for its data
 
 
 def limit_of(run: RunResult) -> Limit | None:

@@ -127,11 +127,9 @@ class MemoryMeter:
         limit_bytes: memory of a device; None for no limit.
         holdings: per worker, its stages' memory; None: replicas with `memories`.
         start_s: the run's clock at the start.
-
-    Attributes:
-        between_stages: kinds of transfers whose bytes are at their sender until they have arrived.
     """
 
+    # Kinds of transfers whose bytes are at their sender until they have arrived
     between_stages: Sequence[str] = (ACTIVATION, GRADIENT)
 
     def __init__(

@@ -31,17 +31,11 @@ _PASSES = (Op.FORWARD, *BACKWARDS)
 
 
 class Change(NamedTuple):
-    """Bytes that come, or go where they are negative.
+    """Bytes that come, or go where they are negative."""
 
-    Attributes:
-        kind: what they are for, one of `memory.KINDS`, or `memory.ON_HOST`.
-        num_bytes: how many.
-        at_end: whether that is when the instruction ends; else when it starts.
-    """
-
-    kind: str
-    num_bytes: int
-    at_end: bool
+    kind: str  # what they are for, one of `memory.KINDS`, or `memory.ON_HOST`
+    num_bytes: int  # how many
+    at_end: bool  # whether that is when the instruction ends; else when it starts
 
 
 class ReplicaMemory:

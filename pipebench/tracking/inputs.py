@@ -14,18 +14,12 @@ _NAMES = ("target", "name", "profile")  # what a section is known by
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a data set.
-
-    Attributes:
-        dtype: torch's, e.g. `float32`.
-        shape: of one sample, or of the example where they differ in length.
-        is_target: whether it is a target; else an input of the model.
-    """
+    """One field of a data set."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
-    is_target: bool
+    dtype: str  # torch's, e.g. `float32`
+    shape: tuple[int, ...]  # of one sample, or of the example where they differ in length
+    is_target: bool  # whether it is a target; else an input of the model
 
     @property
     def spec(self) -> Mapping[str, object]:
@@ -36,23 +30,15 @@ class Field:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A data set and a model, by name and options.
+    """A data set and a model, by name and options."""
 
-    Attributes:
-        dataset: the data set's name, or the target that makes it.
-        dataset_digest: of its options and fields, not of its bytes: reading all of them would take minutes.
-        num_samples: by split.
-        model: the model's name, or the target that makes it.
-        model_digest: of its options.
-    """
-
-    dataset: str
-    dataset_digest: str
+    dataset: str  # the data set's name, or the target that makes it
+    dataset_digest: str  # of its options and fields, not of its bytes: reading all of them would take minutes
     dataset_options: Mapping[str, str]
     fields: tuple[Field, ...]
-    num_samples: Mapping[str, int]
-    model: str
-    model_digest: str
+    num_samples: Mapping[str, int]  # by split
+    model: str  # the model's name, or the target that makes it
+    model_digest: str  # of its options
     model_options: Mapping[str, str]
 
     @staticmethod

@@ -37,45 +37,29 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 @dataclass(frozen=True)
 class Start:
-    """A process that begins or resumes a run.
-
-    Attributes:
-        virtual: whether the run's clock is virtual.
-        parent_id: MLflow's id of the run it belongs to, if known.
-    """
+    """A process that begins or resumes a run."""
 
     name: str
-    virtual: bool
-    parent_id: str | None = None
+    virtual: bool  # whether the run's clock is virtual
+    parent_id: str | None = None  # MLflow's id of the run it belongs to, if known
 
 
 @dataclass(frozen=True)
 class LogEntry:
-    """What was logged at one moment; absent parts are empty or None.
+    """What was logged at one moment; absent parts are empty or None."""
 
-    Attributes:
-        at_ms: milliseconds since the epoch.
-        start: begins the record of a process.
-        params: of the recipe.
-        metrics: single values, at `step`.
-        about: MLflow's id of the run that the metrics are of; None for the run itself.
-        point: of the curves.
-        artifact: name of a complete file in the record's folder; it may include folders.
-        status: how it ended: the last entry of a process that ended normally.
-    """
-
-    at_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
-    start: Start | None = None
-    params: Mapping[str, str] = field(default_factory=dict)
+    at_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)  # milliseconds since the epoch
+    start: Start | None = None  # begins the record of a process
+    params: Mapping[str, str] = field(default_factory=dict)  # of the recipe
     tags: Mapping[str, str] = field(default_factory=dict)
-    metrics: Mapping[str, Number] = field(default_factory=dict)
+    metrics: Mapping[str, Number] = field(default_factory=dict)  # single values, at `step`
     step: int = 0
-    about: str | None = None
-    point: Point | None = None
+    about: str | None = None  # MLflow's id of the run that the metrics are of; None for the run itself
+    point: Point | None = None  # of the curves
     inputs: Inputs | None = None
-    artifact: str | None = None
+    artifact: str | None = None  # name of a complete file in the record's folder; it may include folders
     result: RunResult | None = None
-    status: Status | None = None
+    status: Status | None = None  # how it ended: the last entry of a process that ended normally
 
     def to_json(self) -> str:
         """Return it on one line, without empty parts; `typed_json.read` reads it back."""
@@ -92,25 +76,16 @@ class _Sent:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run's entries combined: later values replace earlier ones, each point is there once.
-
-    Attributes:
-        params: of the recipe.
-        metrics: single values but those of the result.
-        points: the curves, in time order.
-        artifacts: their names.
-        result: of the last process that began or resumed the run; None if it has none yet.
-        status: likewise.
-    """
+    """A run's entries combined: later values replace earlier ones, each point is there once."""
 
     name: str
-    params: Mapping[str, str]
+    params: Mapping[str, str]  # of the recipe
     tags: Mapping[str, str]
-    metrics: Mapping[str, float]
-    points: tuple[Point, ...]
-    artifacts: tuple[str, ...]
-    result: RunResult | None
-    status: Status | None
+    metrics: Mapping[str, float]  # single values but those of the result
+    points: tuple[Point, ...]  # the curves, in time order
+    artifacts: tuple[str, ...]  # their names
+    result: RunResult | None  # of the last process that began or resumed the run; None if it has none yet
+    status: Status | None  # likewise
 
     @staticmethod
     def of(entries: Sequence[LogEntry]) -> "RunRecord | None":

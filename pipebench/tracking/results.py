@@ -49,17 +49,11 @@ class Recorded:
 
 
 class RecordedRun(NamedTuple):
-    """A run that references can name.
+    """A run that references can name."""
 
-    Attributes:
-        ids: MLflow's, and its folder's name.
-        names: MLflow's name, and its recipe's.
-        load: returns the run with its result, None without one.
-    """
-
-    ids: tuple[str, ...]
-    names: tuple[str, ...]
-    load: Callable[[], Recorded | None]
+    ids: tuple[str, ...]  # MLflow's, and its folder's name
+    names: tuple[str, ...]  # MLflow's name, and its recipe's
+    load: Callable[[], Recorded | None]  # returns the run with its result, None without one
 
     @property
     def text(self) -> str:
@@ -69,27 +63,16 @@ class RecordedRun(NamedTuple):
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run, or a comparison of runs.
+    """A run, or a comparison of runs."""
 
-    Attributes:
-        run_id: MLflow's; of a run that MLflow hasn't, its folder's name.
-        parent_id: MLflow's, of its comparison; None without one.
-        kind: `run`, or `comparison`, `seeds` or `report`, which have runs.
-        name: in MLflow.
-        began_ms: milliseconds since the epoch.
-        outcome: `reached`, ...; of a comparison how many of each; MLflow's status without one.
-        time_to_accuracy_s: seconds on the run's clock, None without a target reached.
-        throughput_samples_per_s: None where unknown.
-    """
-
-    run_id: str
-    parent_id: str | None
-    kind: str
-    name: str
-    began_ms: int
-    outcome: str
-    time_to_accuracy_s: float | None
-    throughput_samples_per_s: float | None
+    run_id: str  # MLflow's; of a run that MLflow hasn't, its folder's name
+    parent_id: str | None  # MLflow's, of its comparison; None without one
+    kind: str  # `run`, or `comparison`, `seeds` or `report`, which have runs
+    name: str  # in MLflow
+    began_ms: int  # milliseconds since the epoch
+    outcome: str  # `reached`, ...; of a comparison how many of each; MLflow's status without one
+    time_to_accuracy_s: float | None  # seconds on the run's clock, None without a target reached
+    throughput_samples_per_s: float | None  # None where unknown
 
 
 class RecordedRuns:

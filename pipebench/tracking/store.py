@@ -24,34 +24,22 @@ _log = logging.getLogger(__name__)
 
 
 class Row(NamedTuple):
-    """One value of one metric.
-
-    Attributes:
-        value: finite.
-        timestamp_ms: milliseconds since the epoch.
-        step: samples seen.
-    """
+    """One value of one metric."""
 
     metric: str
-    value: float
-    timestamp_ms: int
-    step: int
+    value: float  # finite
+    timestamp_ms: int  # milliseconds since the epoch
+    step: int  # samples seen
 
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run that MLflow has.
+    """A run that MLflow has."""
 
-    Attributes:
-        start_ms: when it began, milliseconds since the epoch.
-        params: under MLflow's names, like tags.
-        metrics: the last value of every metric that has one.
-    """
-
-    start_ms: int
-    params: Mapping[str, str]
+    start_ms: int  # when it began, milliseconds since the epoch
+    params: Mapping[str, str]  # under MLflow's names, like tags
     tags: Mapping[str, str]
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float]  # the last value of every metric that has one
 
 
 def require_writable() -> None:

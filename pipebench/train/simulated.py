@@ -71,12 +71,12 @@ def planned_metrics(job: Job) -> dict[str, float]:
     return {"planned_throughput_samples_per_s": setup.sampler.size(0) / bottleneck_s}
 
 
-def predicted_metrics(setup: Setup, num_minibatches: int, meter: Meter | None = None) -> dict[str, float]:
+def predicted_metrics(setup: Setup, num_minibatches: int) -> dict[str, float]:
     """Return a simulated segment's metrics, under the names of a trained run's.
 
     The segment ends an epoch and is at most one; `epoch_time_s` is scaled to one.
     """
-    return _metrics(setup, num_minibatches, simulate_segment(setup, num_minibatches, meter))
+    return _metrics(setup, num_minibatches, simulate_segment(setup, num_minibatches))
 
 
 def _metrics(setup: Setup, num_minibatches: int, totals: SegmentTotals) -> dict[str, float]:

@@ -201,6 +201,7 @@ def result_of(run: Run) -> RunResult:
     return read(RunResult, json.loads(run.path.read_text())["result"])
 
 
+@cache
 def outcome_of(run: Run) -> Outcome:
     """Return when a run reached its recipe's target."""
     recipe = load(f"small/{run.model}/{run.mode}").recipe

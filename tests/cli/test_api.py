@@ -173,7 +173,7 @@ def test_mistakes_with_objects() -> None:
 def test_json_is_all_that_is_printed_on_standard_output() -> None:
     """By processes of the run, too."""
     assert json.loads(invoke("run", "small.yaml", "engine.kind=simulated", "--json").stdout)["outcome"] == "completed"
-    keys = ("train.max_epochs=1", "engine.kind=distributed", "cluster.name=local", "parallelism.plan=1-1")
+    keys = ("train.max_epochs=1", "engine.kind=distributed", "cluster.count=2", "parallelism.plan=1-1")
     command = [sys.executable, "-m", "pipebench", "run", "small.yaml", *keys, "--json-lines"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

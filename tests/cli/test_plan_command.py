@@ -11,13 +11,14 @@ from click.testing import CliRunner, Result
 
 from pipebench.cli import planning
 from pipebench.cli.main import cli
+from pipebench.cli.outputs import is_picture_by
 from pipebench.cli.parameters import MOST_WORKERS, parse_levels
 from pipebench.planner import coarsening
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate
 from pipebench.profile.stored import write_profile
-from pipebench.show.plan_picture import is_our_picture
+from pipebench.show.plan_picture import MADE_BY
 from tests.modes import WHOLE
 from tests.recipes import uniform_recipe
 
@@ -225,7 +226,7 @@ def test_picture(graph: str) -> None:
     result = invoke("--profile", graph, "--levels", "4@1e9", "--picture", "plan.png", "--json")
     assert result.exit_code == 0
     json.loads(result.stdout)
-    assert is_our_picture(Path("plan.png"))
+    assert is_picture_by(MADE_BY, Path("plan.png"))
     assert invoke("--profile", graph, "--levels", "2@1e9", "--picture", "plan.png").exit_code == 0
 
 
@@ -424,7 +425,7 @@ def test_the_plan_asked_for_is_printed_before_other_modes_are_planned(
     assert result.exit_code != 0
     assert "throughput" in result.stdout
     assert whole.startswith(result.stdout[: result.stdout.index("throughput")])
-    assert is_our_picture(Path("plan.png"))
+    assert is_picture_by(MADE_BY, Path("plan.png"))
 
 
 def test_other_modes_can_be_left_out(graph: str, planned: list[str]) -> None:

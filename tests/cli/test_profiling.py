@@ -10,11 +10,12 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from pipebench.cli.main import cli
+from pipebench.cli.outputs import is_picture_by
 from pipebench.profile.graph_txt import write_graph_txt
 from pipebench.profile.load import load_profile
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.stored import write_profile
-from pipebench.show.profile_picture import draw_profile, is_our_picture, profile_figure
+from pipebench.show.profile_picture import MADE_BY, profile_figure
 from pipebench.show.profile_report import heaviest, print_profile
 
 
@@ -87,11 +88,11 @@ def test_three_panels_of_any_length(num_layers: int) -> None:
 
 
 def test_a_picture_says_that_it_is_one(tmp_path: Path) -> None:
-    draw_profile(made(), 8, "mine", tmp_path / "a.png")
-    assert is_our_picture(tmp_path / "a.png")
+    profile_figure(made(), 8, "mine").write(tmp_path / "a.png")
+    assert is_picture_by(MADE_BY, tmp_path / "a.png")
     (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    assert not is_our_picture(tmp_path / "b.png")
-    assert not is_our_picture(tmp_path / "none.png")
+    assert not is_picture_by(MADE_BY, tmp_path / "b.png")
+    assert not is_picture_by(MADE_BY, tmp_path / "none.png")
 
 
 def test_a_recipe_writes_json_and_picture(folder: Path) -> None:
@@ -104,7 +105,7 @@ def test_a_recipe_writes_json_and_picture(folder: Path) -> None:
         "quickstart.profile.png",
     ]
     assert load_profile("quickstart.profile.json").source == "analytic"
-    assert is_our_picture(folder / "quickstart.profile.png")
+    assert is_picture_by(MADE_BY, folder / "quickstart.profile.png")
     assert len(load_profile("g.txt", 32).layers[32]) == len(load_profile("quickstart.profile.json").layers[32]) + 1
     again = invoke("quickstart", "engine.timing=quickstart.profile.json", "--out", "g.txt")
     assert again.exit_code == 0, again.output

@@ -14,7 +14,7 @@ from pipebench.schedule.instructions import parse
 from pipebench.schedule.operations import ACTIVATION, SEND, UPDATE, WAIT
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.syncs import ALL_REDUCE
-from pipebench.show.pictures import draw_timeline, text_picture
+from pipebench.show.pictures import text_picture, timeline_figure
 from pipebench.show.trace import write_trace
 from pipebench.simulate.meter import RECORDED_SPANS, RunMeasurements
 from pipebench.simulate.simulation import TimelineEvent
@@ -108,7 +108,7 @@ def test_the_timeline_has_all_workers_work_waits_and_sends(two: RunMeasurements)
 
 
 def test_pictures_and_traces_are_made_of_it(two: RunMeasurements, tmp_path: Path) -> None:
-    draw_timeline(two.timeline, tmp_path / "timeline.png")
+    timeline_figure(two.timeline).write(tmp_path / "timeline.png")
     write_trace(two.timeline, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [event["name"] for event in events if event.get("cat") == "send"] == ["send F0", "send B0"]

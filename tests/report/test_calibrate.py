@@ -192,7 +192,7 @@ calibration:
 """
 
 
-def test_a_pause_after_kernels_is_found_and_written(tmp_path: Path) -> None:
+def test_the_command_finds_a_pause_after_kernels_and_writes_it_if_asked(tmp_path: Path) -> None:
     """Every fit is of a profile of its own, since what hosts take is in the times of layers."""
     cluster = tmp_path / "paused.yaml"
     cluster.write_text(PAUSING.replace("PAUSE", "400"))
@@ -200,27 +200,19 @@ def test_a_pause_after_kernels_is_found_and_written(tmp_path: Path) -> None:
     made, _ = simulate_epoch(prepare(loaded.recipe, loaded.cluster, trains=False))
     cluster.write_text(PAUSING.replace("PAUSE", "90"))
     (tmp_path / "made.yaml").write_text(PAUSED.replace("EPOCH", repr(made.metrics["epoch_time_s"])))
-    report, asked = load_report(tmp_path / "made.yaml")
-    found = calibrate(report, asked, lambda _: None, lambda: None)
-    assert found.fitted["pause"] == pytest.approx(400e-6, rel=0.02)
-    assert re.search(
-        r"(?m)^\| pause \| paused \| pause \| 90 us \| (39\d|40\d) us \| alexnet.epoch", calibration_text(found)
-    )
-    write_value(found.places[0], 123.4e-6, "made")
+    found = CliRunner().invoke(cli, ["calibrate", str(tmp_path / "made.yaml"), "--write"])
+    assert found.exit_code == 0, found.output
+    assert re.search(r"(?m)^\| pause \| paused \| pause \| 90 us \| (39\d|40\d) us \| alexnet.epoch", found.output)
+    assert "all, each left out of the fit" in found.output
+    assert load_cluster(str(cluster), 1).pause_s == pytest.approx(400e-6, rel=0.02)
+    report, _ = load_report(tmp_path / "made.yaml")
+    assert report.calibration is not None
+    write_value(find_place(report.calibration.constants[0], tmp_path), 123.4e-6, "made")
     assert 'pause: {value: 123 us, calibrated: "on alexnet.epoch of made: how long"}' in cluster.read_text()
     with pytest.raises(
         PipebenchError, match="from, to: got 0 us to 1 ms, needed are two numbers above 0 around 123 us"
     ):
         find_place(Constant("pause", "paused.yaml", "pause", "0 us", "1 ms", ()), tmp_path)
-
-
-def test_the_command_prints_the_calibration_and_writes_it_if_asked(made: Path, calibrated: Calibrated) -> None:
-    found = CliRunner().invoke(cli, ["calibrate", str(made), "--write"])
-    assert found.exit_code == 0, found.output
-    assert "all, each left out of the fit" in found.output
-    level = load_cluster(str(made.parent / "mine.yaml"), 1).levels[1]
-    assert level.flow_bytes_per_s == pytest.approx(calibrated.fitted["flow"], rel=0.01)
-    (made.parent / "mine.yaml").write_text(cluster_text(6.0, 0.9))
 
 
 def test_a_report_without_constants_is_refused(tmp_path: Path) -> None:

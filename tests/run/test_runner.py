@@ -11,13 +11,14 @@ from click.testing import CliRunner, Result
 
 import pipebench
 from pipebench.cli.main import cli
+from pipebench.cli.outputs import is_picture_by
 from pipebench.show import memory_picture, occupancy_picture
 from pipebench.tracking import Tracking
 from tests.modes import WHOLE
 
 SHORT = [
-    *("model.width=0.05", "train.minibatch_size=200", "train.max_epochs=1"),
-    *("train.target.value=0.999", "train.evaluate_every.minibatches=10"),
+    *("model.width=0.05", "dataset.num_train=1000", "train.minibatch_size=200", "train.max_epochs=1"),
+    *("train.target.value=0.999", "train.evaluate_every.minibatches=3"),
 ]
 
 
@@ -147,8 +148,8 @@ def test_memory_and_occupancy_are_drawn_without_a_run(folder: Path) -> None:
     assert drawn.exit_code == 0, drawn.output
     said = r"[\d.]+ MB at most on worker 0 \(stage 0 replica 0\), in 0B\d+\+\d+@\d+, 0\.1% of the 16.0 GB of a device\n"
     assert re.match(said, drawn.stdout), drawn.stdout
-    assert memory_picture.is_our_picture(folder / "memory.png")
-    assert occupancy_picture.is_our_picture(folder / "occupancy.png")
+    assert is_picture_by(memory_picture.MADE_BY, folder / "memory.png")
+    assert is_picture_by(occupancy_picture.MADE_BY, folder / "occupancy.png")
     (folder / "notes.png").write_text("mine")
     refused = invoke("draw", "quickstart/dp", "--picture", "notes.png")
     assert refused.exit_code == 2

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipebench.extensions.moves.cuts_over_time import cuts_markdown, cuts_over_time, draw_cuts
+from pipebench.extensions.moves.cuts_over_time import cuts_figure, cuts_markdown, cuts_over_time
 from pipebench.schedule.repartitions import RepartitionRecord
 
 LAYERS = ["a", "b", "c", "d", "e"]
@@ -27,5 +27,5 @@ def test_cuts_hold_from_move_to_move() -> None:
 
 
 def test_the_picture_is_one(tmp_path: Path) -> None:
-    draw_cuts(MOVES, LAYERS, 50, tmp_path / "cuts.png")
+    cuts_figure(MOVES, LAYERS, 50).write(tmp_path / "cuts.png")
     assert (tmp_path / "cuts.png").read_bytes().startswith(b"\x89PNG")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipebench.extensions.moves.moves_over_time import MOVED, RATE, SENT, draw_moves, until_settled_s
+from pipebench.extensions.moves.moves_over_time import MOVED, RATE, SENT, moves_figure, until_settled_s
 from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.train.result import Point
 
@@ -22,5 +22,5 @@ def test_it_ends_soon_after_what_moves_has_arrived(tmp_path: Path) -> None:
     points = [point(8, 1.0, 0.0), point(16, 3.0, 2e6), point(24, 6.0, 4e6), point(9_000, 900.0, 0.0)]
     assert until_settled_s(points, MOVES) == pytest.approx(9.0)
     assert until_settled_s(points[:3], MOVES) == pytest.approx(6.0), "no longer than the run"
-    draw_moves(points, MOVES, tmp_path / "moves.png")
+    moves_figure(points, MOVES).write(tmp_path / "moves.png")
     assert (tmp_path / "moves.png").read_bytes().startswith(b"\x89PNG")

@@ -8,9 +8,10 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from pipebench.cli.outputs import is_picture_by
 from pipebench.show import memory_picture, occupancy_picture
-from pipebench.show.memory_picture import COLOURS, draw_memory, draw_peaks, memory_figure, peaks_figure
-from pipebench.show.occupancy_picture import draw_occupancy, occupancy_figure
+from pipebench.show.memory_picture import COLOURS, memory_figure, peaks_figure
+from pipebench.show.occupancy_picture import occupancy_figure
 from pipebench.show.over_time import MOST_ROWS
 from pipebench.simulate.memory import ACTIVATIONS, KINDS, RECEIVED, WEIGHTS
 from pipebench.simulate.memory_meter import Curve, MemoryPeak, MemoryTimeline
@@ -128,8 +129,8 @@ def test_what_a_run_holds_at_most_before_while_and_after_layers_move(tmp_path: P
     assert "received" in said
     assert "gradients" not in said  # there are none
     assert not peaks_figure(parts, last).axes[0].lines
-    draw_peaks(parts, first, tmp_path / "memory.png")
-    assert memory_picture.is_our_picture(tmp_path / "memory.png")
+    peaks_figure(parts, first).write(tmp_path / "memory.png")
+    assert is_picture_by(memory_picture.MADE_BY, tmp_path / "memory.png")
 
 
 def test_occupancy_of_few_and_of_many() -> None:
@@ -142,9 +143,9 @@ def test_occupancy_of_few_and_of_many() -> None:
 
 
 def test_the_files_say_what_they_are(tmp_path: Path) -> None:
-    draw_memory(memory(2), tmp_path / "memory.png")
-    draw_occupancy(occupancy(2), tmp_path / "occupancy.png")
+    memory_figure(memory(2)).write(tmp_path / "memory.png")
+    occupancy_figure(occupancy(2)).write(tmp_path / "occupancy.png")
     for picture, name in ((memory_picture, "memory"), (occupancy_picture, "occupancy")):
-        assert picture.is_our_picture(tmp_path / f"{name}.png")
-        assert not picture.is_our_picture(Path(__file__))
-    assert not memory_picture.is_our_picture(tmp_path / "occupancy.png")
+        assert is_picture_by(picture.MADE_BY, tmp_path / f"{name}.png")
+        assert not is_picture_by(picture.MADE_BY, Path(__file__))
+    assert not is_picture_by(memory_picture.MADE_BY, tmp_path / "occupancy.png")

@@ -11,9 +11,7 @@ import pytest
 from pipebench.schedule.operations import ACTIVATION, GRADIENT
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.show.pictures import (
-    curves_figure,
-    draw_curves,
-    draw_timeline,
+    metric_figure,
     natural_unit_s,
     readable_end_s,
     text_picture,
@@ -114,7 +112,7 @@ def test_the_picture_never_ends_before_the_pipeline_is_full() -> None:
 
 @pytest.mark.usefixtures("rendered")
 def test_the_timeline_file_is_a_png_of_a_readable_size(tmp_path: Path) -> None:
-    draw_timeline(parse(TWO_STAGES), tmp_path / "timeline.png")
+    timeline_figure(parse(TWO_STAGES)).write(tmp_path / "timeline.png")
     content = (tmp_path / "timeline.png").read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", content[16:24])
@@ -125,14 +123,14 @@ def test_the_timeline_file_is_a_png_of_a_readable_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spans", [(), (Span(0, "update", "U0", 0.0, 0.0, -1),)])
 def test_nothing_to_draw_is_still_a_picture(spans: tuple[Span, ...], tmp_path: Path) -> None:
     timeline = Timeline(("stage 0",), spans, (), truncated=False)
-    draw_timeline(timeline, tmp_path / "timeline.png")
-    draw_curves([], "top1", tmp_path / "curves.png")
+    timeline_figure(timeline).write(tmp_path / "timeline.png")
+    metric_figure([], "top1").write(tmp_path / "curves.png")
     assert "stage 0" in text_picture(timeline) or text_picture(timeline) == ""
 
 
 def test_curves_are_against_the_clock_with_a_star_where_the_target_was_reached() -> None:
     missed = replace(RESULT, name="dp", outcome=MISSED, metrics={})
-    axes = curves_figure([RESULT, missed], "top1").axes[0]
+    axes = metric_figure([RESULT, missed], "top1").axes[0]
     curve, star, other = axes.lines
     assert np.asarray(curve.get_xdata()).tolist() == [1.0, 2.0, 3.0]
     assert (np.asarray(star.get_xdata()).tolist(), np.asarray(star.get_ydata()).tolist()) == ([2.0], [0.6])
@@ -141,7 +139,7 @@ def test_curves_are_against_the_clock_with_a_star_where_the_target_was_reached()
 
 
 def test_curves_of_a_metric_nobody_has(tmp_path: Path) -> None:
-    draw_curves([RESULT], "bleu", tmp_path / "curves.png")
+    metric_figure([RESULT], "bleu").write(tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 0
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from pipebench.show.comparison import comparison_rows, groups, headings
 from pipebench.show.sweep_lines import Sweep, SweepPoint, sweep_of
-from pipebench.show.sweep_picture import draw_sweep, sweep_figure
+from pipebench.show.sweep_picture import sweep_figure
 from pipebench.show.verdict import verdict
 from pipebench.train.result import COMPLETED, RunResult
 from pipebench.units import quantity
@@ -75,5 +75,5 @@ def test_the_picture_has_a_line_per_mode_and_the_values_as_written(tmp_path: Pat
     assert {line.get_label() for line in axes.lines} == {*RATES}
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     assert next(label.get_text() for label in axes.get_xticklabels()) == "1 Gbit/s"
-    draw_sweep(found_sweep(), tmp_path / "sweep.png")
+    sweep_figure(found_sweep()).write(tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").stat().st_size > 1000

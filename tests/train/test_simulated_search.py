@@ -92,21 +92,21 @@ def test_changes_at_seconds_come_at_the_end_of_the_minibatch_in_which_they_fall(
 @pytest.mark.parametrize("live", [True, False])
 def test_with_vpipe_layers_follow_as_they_do_where_it_trains(tmp_path: Path, live: bool) -> None:
     """The moves are those of the virtual engine, which trains the same architectures: to minibatch and layer."""
-    events = [{"minibatch": 100, "delete": 12, "stage": 3}]
+    events = [{"minibatch": 60, "delete": 12, "stage": 3}]
     vpipe = f"{{swap: false, recompute: false, live: {str(live).lower()}}}"
-    given = job(tmp_path, events, epochs=10, vpipe=vpipe, size=10)
+    given = job(tmp_path, events, epochs=6, vpipe=vpipe, size=10)
     simulated, _ = simulate_search(given)
     training = prepare_job(load(str(tmp_path / "r.yaml"), ["engine={kind: virtual, threads: 1}"]), silent=True)
     found, _ = TrainingLoop(training, on_virtual_clock(training, StopRequest()), Silent(), lambda point: None).run()
     assert [(m.minibatch, m.cuts, m.live) for m in simulated.moves] == [
         (m.minibatch, m.cuts, m.live) for m in found.moves
     ]
-    assert {move.minibatch > 100 for move in simulated.moves} == {False, True}, "the first cuts aren't balanced either"
+    assert {move.minibatch > 60 for move in simulated.moves} == {False, True}, "the first cuts aren't balanced either"
     for name in ("repartitions", "migration_stall_s", "comm_bytes_activation"):
         assert simulated.metrics[name] == pytest.approx(found.metrics[name])
     assert (simulated.metrics["migration_stall_s"] > 0) is not live
     stays, _ = simulate_search(
-        job(tmp_path, events, epochs=10, vpipe="{swap: false, recompute: false, repartition: false}", size=10)
+        job(tmp_path, events, epochs=6, vpipe="{swap: false, recompute: false, repartition: false}", size=10)
     )
     assert stays.metrics["repartitions"] == stays.metrics["migration_bytes"] == 0 < simulated.metrics["migration_bytes"]
     rates = [result.points[-1].metrics["throughput_samples_per_s"] for result in (stays, simulated)]

@@ -1,16 +1,14 @@
 """Records the order of an asynchronous server's updates, and their staleness."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 from matplotlib.ticker import MaxNLocator
 
 from pipebench.extensions.asynchronous.pushes import FILE_NAME, histogram, to_text
 from pipebench.formats import percent
 from pipebench.run.drawings import record_drawn
-from pipebench.show.inline import InlineFigure
+from pipebench.show.inline import InlineFigure, writes
 from pipebench.tracking import RunLog
 from pipebench.train.job import Job
 from pipebench.train.result import RunResult
@@ -23,7 +21,7 @@ def record(log: RunLog, result: RunResult, _: Job) -> RunResult:
     counts = histogram(result.pushes)
     log.text(FILE_NAME, to_text(result.pushes))
     log.text("staleness.md", staleness_markdown(counts))
-    record_drawn(log, {"staleness.png": partial(draw_staleness, counts)}, "staleness")
+    record_drawn(log, {"staleness.png": writes(staleness_figure, counts)}, "staleness")
     return replace(result, pushes=())
 
 
@@ -35,13 +33,13 @@ def staleness_markdown(counts: Mapping[int, int]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw_staleness(counts: Mapping[int, int], path: str | os.PathLike[str]) -> None:
-    """Draw the same as a PNG."""
-    figure = InlineFigure(figsize=(6.0, 3.2), layout="constrained")
+def staleness_figure(counts: Mapping[int, int]) -> InlineFigure:
+    """Return the same as a picture."""
+    figure = InlineFigure(6.0, 3.2)
     axes = figure.add_subplot()
     axes.bar(list(counts), list(counts.values()), color="#0072B2", width=0.8)
     axes.set_xlabel("staleness: updates made between a minibatch's pull and its push")
     axes.set_ylabel("minibatches")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
-    figure.write(path)
+    return figure

@@ -1,6 +1,5 @@
 """A run's cuts over time: a table of its repartitions, and a picture of the layers of each stage."""
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -41,12 +40,10 @@ def cuts_over_time(
     return [0, *(move.minibatch for move in moves), max(end, moves[-1].minibatch)], ends
 
 
-def draw_cuts(
-    moves: Sequence[RepartitionRecord], layers: Sequence[str], end: int, path: str | os.PathLike[str]
-) -> None:
-    """Write a PNG of the layers of every stage over a run's minibatches; arguments as `cuts_over_time`."""
+def cuts_figure(moves: Sequence[RepartitionRecord], layers: Sequence[str], end: int) -> InlineFigure:
+    """Return a picture of the layers of every stage over a run's minibatches; arguments as `cuts_over_time`."""
     times, ends = cuts_over_time(moves, layers, end)
-    figure = InlineFigure(figsize=(7.0, 3.6), layout="constrained")
+    figure = InlineFigure(7.0, 3.6)
     axes = figure.add_subplot()
     steps = np.array([*ends, ends[-1]])
     for stage in range(steps.shape[1] - 1):
@@ -62,4 +59,4 @@ def draw_cuts(
         axis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False)
-    figure.write(path)
+    return figure

@@ -1,6 +1,5 @@
 """A run's throughput and traffic while layers move, as a picture with the repartitions marked."""
 
-import os
 from collections.abc import Sequence
 
 from pipebench.schedule.repartitions import RepartitionRecord
@@ -18,15 +17,15 @@ def until_settled_s(points: Sequence[Point], moves: Sequence[RepartitionRecord])
     return min(points[-1].clock_s, 1.5 * max(through, default=points[-1].clock_s))
 
 
-def draw_moves(points: Sequence[Point], moves: Sequence[RepartitionRecord], path: str | os.PathLike[str]) -> None:
-    """Write samples per second as a PNG, below them bytes per second, of passes and of moving layers.
+def moves_figure(points: Sequence[Point], moves: Sequence[RepartitionRecord]) -> InlineFigure:
+    """Return a picture of samples per second, below them bytes per second, of passes and of moving layers.
 
     `points` have these rates since the point before; `moves` has at least one repartition, in order.
     """
     end_s = until_settled_s(points, moves)
     scale_s, unit = axis_unit(end_s)
     edges = [0.0, *(point.clock_s / scale_s for point in points)]
-    figure = InlineFigure(figsize=(9.0, 4.8), layout="constrained")
+    figure = InlineFigure(9.0, 4.8)
     above, below = figure.subplots(2, 1, sharex=True)
     above.stairs([point.metrics[RATE] for point in points], edges, color=_BLUE, baseline=None)
     above.set_ylabel("samples/s")
@@ -42,4 +41,4 @@ def draw_moves(points: Sequence[Point], moves: Sequence[RepartitionRecord], path
         axes.set_xlim(0, end_s / scale_s)
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.write(path)
+    return figure

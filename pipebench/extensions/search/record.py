@@ -1,16 +1,14 @@
 """Records an architecture search: its history as a file, every individual in a table and over the run's clock."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from matplotlib.ticker import MaxNLocator
 
 from pipebench.extensions.search.trace_file import FILE_NAME, SearchFile
 from pipebench.formats import measure, seconds
 from pipebench.run.drawings import record_drawn
-from pipebench.show.inline import InlineFigure
+from pipebench.show.inline import InlineFigure, writes
 from pipebench.show.pictures import axis_unit
 from pipebench.tracking import RunLog
 from pipebench.train.job import Job
@@ -29,7 +27,7 @@ def record(log: RunLog, result: RunResult, _: Job) -> RunResult:
     log.text(FILE_NAME, write(found))
     log.text("search.md", search_markdown(found))
     end_s = result.metrics["total_time_s"]
-    record_drawn(log, {"search.png": partial(draw_search, found, result.points, end_s)}, "the search")
+    record_drawn(log, {"search.png": writes(search_figure, found, result.points, end_s)}, "the search")
     return replace(result, search=None)
 
 
@@ -48,10 +46,10 @@ def search_markdown(found: SearchFile) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw_search(found: SearchFile, points: Sequence[Point], end_s: float, path: str | os.PathLike[str]) -> None:
-    """Write active layers over time as a PNG, below them scores, or throughput if nothing was trained."""
+def search_figure(found: SearchFile, points: Sequence[Point], end_s: float) -> InlineFigure:
+    """Return a picture of active layers over time, below them scores, or throughput if nothing was trained."""
     scale_s, unit = axis_unit(end_s)
-    figure = InlineFigure(figsize=(9.0, 4.8), layout="constrained")
+    figure = InlineFigure(9.0, 4.8)
     above, below = figure.subplots(2, 1, sharex=True)
     edges = [*(each.second / scale_s for each in found.individuals), end_s / scale_s]
     above.stairs([each.layers for each in found.individuals], edges, color=_BLUE, baseline=None)
@@ -72,4 +70,4 @@ def draw_search(found: SearchFile, points: Sequence[Point], end_s: float, path: 
     below.set_xlabel(f"time since the start [{unit}]")
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.write(path)
+    return figure
