@@ -142,7 +142,7 @@ def _claimed(link: str, claim: PublishedClaim, answer: str, value: float | None,
     """Return a claim's answer with its tolerance, or why it can't be tested."""
     number = claim.number
     near = f"within {number.within:.0%}" if number is not None and claim.holds is None else claim.tolerance
-    why = claim.untestable or near
+    why = claim.untestable or re.sub("^none", "no tolerance", near)
     verdict = f"{answer} ({why})" if why else answer
     if number is None or value is None:
         return Answer(link, claim.text, verdict=verdict)

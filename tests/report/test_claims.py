@@ -65,7 +65,11 @@ def test_a_claim_on_a_study_says_its_tolerance_and_other_numbers_change_its_answ
     changed = [
         {**cells, column: {name: value * (change if name in rows else 1) for name, value in cells[column].items()}}
         for column in cells
-        for rows in ({*cells[column]}, *({row} for row in cells[column]))
+        for rows in (
+            {*cells[column]},
+            *({row} for row in cells[column]),
+            *({*[*cells[column]][k::4]} for k in range(4)),
+        )
         for change in (0.0, *(10 ** (step / 10) for step in range(-30, 31)))
     ]
     answers = set()
