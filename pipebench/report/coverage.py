@@ -16,18 +16,18 @@ from pipebench.files import replace as replace_file
 from pipebench.formats import UNKNOWN, percent
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.report.catalog import find_report, report_names, reports_folder
-from pipebench.report.definition import Measure, Published, Report
+from pipebench.report.definition import Measure, Published, PublishedClaim, Report
 from pipebench.report.load import read_report
 from pipebench.report.markdown import blocks_markdown
 from pipebench.report.scores import geometric_mean_error
+from pipebench.report.study_claims import StudyClaim, cells_of, judge, numbers_in, read_study_claim
 from pipebench.report.values import VALUES, CellValue, ReportValues, read_values
 from pipebench.report.wording import CHOSEN, CONSTRUCTED, FITTED, number_text, published_text
 from pipebench.show.page import Block, Heading, PageEntry, RenderedTable, Text
 
 NAME = "coverage"  # of the index and the page
-NONE, PAGE, DERIVED = "none", "page", "derived"
+NONE, TEST, DERIVED = "none", "test", "derived"
 NEAR = 1.2  # a factor, up or down
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?) ?(?:x|s|%)?")  # of a cell of a study
 STATED = ("published", "qualitative")  # kinds of entries that say what comes out
 _PIPEDREAM, _OTHERS = ("pipedream_sosp19", "pipedream_arxiv18"), "PipeDream's papers but Table 1"
 _ABOUT = """Every number and statement that the papers print (`reports/published/`), and where a report answers it.
@@ -44,7 +44,7 @@ class PublishedEntry:
     where: str
     claim: str
     values: Any
-    answers: tuple[str | Mapping[str, str], ...]  # as in the index
+    answers: tuple[str | Mapping[str, str] | StudyClaim, ...]  # as in the index, claims on studies read
 
 
 @dataclass(frozen=True)
@@ -88,46 +88,40 @@ class Pages:
             if measure.published_name in row.published and fnmatchcase(f"{row.name}.{measure.name}", pattern)
         ]
 
-    def claims(self, answer: str) -> list[tuple[Report, str]]:
-        """Return the report and text of every claim that `REPORT: BEGINNING` names."""
+    def claims(self, answer: str) -> list[tuple[Report, PublishedClaim]]:
+        """Return the report and every claim that `REPORT: BEGINNING` names."""
         name, _, begins = answer.partition(": ")
         report = self.reports.get(name)
-        return [(report, claim.text) for claim in report.claims if claim.text.startswith(begins)] if report else []
+        return [(report, claim) for claim in report.claims if claim.text.startswith(begins)] if report else []
 
-    def answers(self, answer: str | Mapping[str, str]) -> Iterator[Answer]:
+    def answers(self, answer: str | Mapping[str, str] | StudyClaim) -> Iterator[Answer]:
         """Yield what an answer of the index stands for."""
+        if isinstance(answer, StudyClaim):
+            yield _of_study(answer)
+            return
         if not isinstance(answer, str):
-            yield _of_table(answer)
+            yield from _of_pair(answer)
             return
         kind, _, rest = answer.partition(" ")
-        if kind in (NONE, PAGE):
-            linked = f"[{rest}](../../../{rest})"
-            yield Answer(UNKNOWN, verdict=f"no cell: {rest}") if kind == NONE else Answer(linked, verdict="see there")
+        if kind == NONE:
+            yield Answer(UNKNOWN, verdict=f"no cell: {rest}")
+        elif kind == TEST:
+            path, _, name = rest.partition("::")
+            yield Answer(_page_link(path), here="as published", verdict=f"equal: {name} asserts it")
         elif kind.endswith(":"):
             yield from (self._claim(*found) for found in self.claims(answer))
         else:
             cells = (self._cell(*found) for found in self.cells(answer))
             yield from (replace(cell, place=()) if kind == DERIVED else cell for cell in cells)
 
-    def _claim(self, report: Report, text: str) -> Answer:
+    def _claim(self, report: Report, claim: PublishedClaim) -> Answer:
         values = self.values.get(report.name)
-        found = [each for each in values.claims if each.text == text] if values else []
+        found = [each for each in values.claims if each.text == claim.text] if values else []
         if not found:
-            return Answer(_link(report), text, verdict="the page isn't made")
-        last = found[-1]
-        number_of = next((claim.number for claim in report.claims if claim.text == text), None)
-        if number_of is None or last.value is None:
-            return Answer(_link(report), text, verdict=last.answer)
-        ratio = last.value / number_of.published
-        return Answer(
-            _link(report),
-            text,
-            published=published_text(Published(number_of.published), Measure("", "", number_of.unit)),
-            here=number_text(last.value, number_of.unit),
-            ratio=ratio,
-            verdict=last.answer,
-            place=(report.name, text),
-        )
+            return Answer(_link(report), claim.text, verdict="the page isn't made")
+        counted = claim.number is not None and claim.holds is None
+        place = (report.name, claim.text) if counted else ()
+        return _claimed(_link(report), claim, found[-1].answer, found[-1].value, place)
 
     def _cell(self, report: Report, row: str, measure: Measure) -> Answer:
         published = report.row(row).published[measure.published_name]
@@ -135,46 +129,59 @@ class Pages:
         values = self.values.get(report.name)
         found = [c for c in (values.cells if values else ()) if (c.row, c.measure) == (row, measure.name)]
         if not found:
-            return Answer(_link(report), what, text, verdict="no value" if values else "the page isn't made")
+            return Answer(
+                _link(report), what, text, verdict="no value: its page says why" if values else "the page isn't made"
+            )
         last = found[-1]
         here = last.value if isinstance(last.value, str) else number_text(last.value, measure.unit)
-        place = () if measure.published_as else (report.name, row, measure.name)
+        place = () if measure.published_as or last.bound != "exact" else (report.name, row, measure.name)
         return Answer(_link(report), what, text, here, _ratio(last), _verdict(last), last.marks, place)
 
 
-def cell_of_page(answer: Mapping[str, str]) -> str:
-    """Return the text of the cell of a study's Markdown tables that has a row and a column.
+def _claimed(link: str, claim: PublishedClaim, answer: str, value: float | None, place: tuple[str, ...]) -> Answer:
+    """Return a claim's answer with its tolerance, or why it can't be tested."""
+    number = claim.number
+    near = f"within {number.within:.0%}" if number is not None and claim.holds is None else claim.tolerance
+    why = claim.untestable or re.sub("^none", "no tolerance", near)
+    verdict = f"{answer} ({why})" if why else answer
+    if number is None or value is None:
+        return Answer(link, claim.text, verdict=verdict)
+    published = published_text(Published(number.published), Measure("", "", number.unit))
+    here = number_text(value, number.unit)
+    return Answer(link, claim.text, published, here, value / number.published, verdict, place=place)
 
-    Args:
-        answer: `page`, the study's path in the repository; `row`, a row's first cell; `column`, a heading. Of several
-            such cells, the first.
 
-    Raises:
-        LookupError: there is none.
+def _of_pair(answer: Mapping[str, str]) -> Iterator[Answer]:
+    """Yield the numbers of a study's cell beside those of the published text, in their order.
+
+    They count unless the index says why they stand apart.
     """
-    lines = (reports_folder().parent / answer["page"]).read_text(encoding="utf-8").splitlines()
-    column: int | None = None
-    for line in lines:
-        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
-        if not cells:
-            column = None
-        elif column is None:
-            column = cells.index(answer["column"]) if answer["column"] in cells else -1
-        elif column >= 0 and cells[0] == answer["row"]:
-            return cells[column]
-    raise LookupError(f"{answer['page']} has no row {answer['row']!r} with a column {answer['column']!r}")
+    page, row, column = (answer[key] for key in ("page", "row", "column"))
+    text = (reports_folder().parent / page).read_text(encoding="utf-8")
+    theirs = answer["published"].split(", " if ", " in answer["published"] else " / ")
+    parts = column.partition(": ")[2].split(", " if ", " in column else " / ") if len(theirs) > 1 else [column]
+    for index, (part, printed) in enumerate(zip(parts, theirs, strict=True)):
+        here = cells_of(text, "", {"here": (column, index)})["here"][row]
+        unit = re.sub(r"[\d.,\s]", "", printed)
+        ratio, apart = here / numbers_in(printed)[0], answer.get("apart", "")
+        told = f"{here:,.4g}{unit if unit == 'x' else f' {unit}'.rstrip()}"
+        name = part if len(theirs) == 1 else f"{column.partition(': ')[0]}, {part}"
+        verdict = f"{_nearness(ratio)}; {apart}" if apart else _nearness(ratio)
+        place = () if apart else (page, row, name)
+        yield Answer(_page_link(page), f"{row}: {name}", printed, told, ratio, verdict, place=place)
 
 
-def _of_table(answer: Mapping[str, str]) -> Answer:
-    """Return a cell of a study's page beside the published text; their ratio counts if both are a number and a unit."""
-    page, row, column, published = (answer[key] for key in ("page", "row", "column", "published"))
-    here = cell_of_page(answer)
-    ours, theirs = (_QUANTITY.fullmatch(text) for text in (here, published))
-    what, link = f"{row}: {column}", f"[{page}](../../../{page})"
-    if ours is None or theirs is None:
-        return Answer(link, what, published, here, verdict="see there")
-    ratio = float(ours[1]) / float(theirs[1])
-    return Answer(link, what, published, here, ratio, _nearness(ratio), place=(page, row, column))
+def _of_study(claim: StudyClaim) -> Answer:
+    """Return the answer of a claim on a study's page."""
+    found, value = judge(claim, reports_folder().parent)
+    place = () if claim.apart or claim.is_bound else (claim.page, claim.claim.text)
+    answer = _claimed(_page_link(claim.page), claim.claim, found.answer, value, place)
+    told = replace(answer, here=found.reason) if value is None else answer
+    return replace(told, verdict=f"{told.verdict}; {claim.apart}") if claim.apart else told
+
+
+def _page_link(page: str) -> str:
+    return f"[{page}](../../../{page})"
 
 
 def entries() -> list[PublishedEntry]:
@@ -185,9 +192,15 @@ def entries() -> list[PublishedEntry]:
         for entry in read_mapping(folder / f"{source}.yaml")["entries"]:
             name, kind = entry["id"], entry["kind"]
             if kind in STATED or name in answers:
-                told = tuple(answers.get(name, ()))
+                told = tuple(_read(each, f"{source}.{name}") for each in answers.get(name, ()))
                 found.append(PublishedEntry(source, name, str(entry["where"]), entry["claim"], entry["values"], told))
     return found
+
+
+def _read(answer: Any, key: str) -> Any:
+    if not isinstance(answer, dict) or "columns" not in answer:
+        return answer
+    return read_study_claim(answer, key, f"{NAME}.yaml", reports_folder().parent)
 
 
 def write_coverage(folder: Path) -> Path:
@@ -215,7 +228,7 @@ _HEADINGS = ("item", "where", "what", "published", "here", "ratio", "verdict", "
 
 
 def _row(entry: PublishedEntry, answer: Answer) -> tuple[PageEntry, ...]:
-    ratio = UNKNOWN if answer.ratio is None else f"{answer.ratio:.2f}"
+    ratio = UNKNOWN if answer.ratio is None else f"{answer.ratio:.2f}" if answer.ratio > 0.1 else f"{answer.ratio:.1g}"
     here = f"{answer.here} {answer.marks}".strip()
     texts = (
         entry.name,
@@ -257,21 +270,21 @@ def _link(report: Report) -> str:
 
 
 def _ratio(cell: CellValue) -> float | None:
-    if cell.bound != "exact" or isinstance(cell.value, str) or isinstance(cell.published, str) or not cell.published:
+    if isinstance(cell.value, str) or isinstance(cell.published, str) or not cell.published:
         return None
     return cell.value / cell.published
 
 
 def _verdict(cell: CellValue) -> str:
     ratio, published = _ratio(cell), cell.published
-    if ratio is not None:
+    if ratio is None or isinstance(cell.value, str) or isinstance(published, str) or published is None:
+        return "equal" if str(cell.value).lower() == str(published).lower() else "differs"
+    if cell.bound in ("exact", "about"):
         return _nearness(ratio)
-    if isinstance(cell.value, str) or isinstance(published, str) or published is None or cell.bound == "about":
-        return "" if cell.value != published else "equal"
     return "kept" if (cell.value >= published) == (cell.bound == "at_least") else "not kept"
 
 
 def _nearness(ratio: float) -> str:
     if 1 / NEAR <= ratio <= NEAR:
         return "within 20%"
-    return f"off by {max(ratio, 1 / ratio):.2g}x" if ratio > 0 else "off"
+    return f"off by {float(f'{max(ratio, 1 / ratio):.2g}'):g}x" if ratio > 0 else "off"

@@ -3,20 +3,24 @@
 import ast
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
 
 import pytest
 
 from pipebench.report.catalog import find_report, report_names, reports_folder
+from pipebench.report.coverage import entries
 from pipebench.report.definition import PublishedClaim, Report
 from pipebench.report.evaluate import verdict
 from pipebench.report.evaluated import NO, YES
 from pipebench.report.expressions import Cells, Look, NoValueError, Value
 from pipebench.report.load import read_report
+from pipebench.report.study_claims import StudyClaim, cells_of, judged
 from pipebench.report.values import VALUES, ReportValues, read_values
 
 REPORTS = {name: read_report(find_report(name))[0] for name in report_names()}
 CLAIMS = [(name, claim) for name, report in REPORTS.items() for claim in report.claims if claim.untestable is None]
+STUDIES = [(each.name, claim) for each in entries() for claim in each.answers if isinstance(claim, StudyClaim)]
 NEAR = 0.35  # further off is not the number that was claimed
 LEAST_FAILURES = 0.05  # of random results
 
@@ -49,6 +53,32 @@ def test_a_claim_that_holds_fails_when_one_measure_is_another(name: str) -> None
         for column in values.columns:
             if any((each.text, each.column, each.answer) == (claim.text, column, YES) for each in values.claims):
                 assert NO in _disturbed(values, claim, column), f"{claim.text}, {column}"
+
+
+@pytest.mark.parametrize(
+    ("name", "claim"), [pytest.param(*each, id=f"{each[0]}: {each[1].claim.text}") for each in STUDIES]
+)
+def test_a_claim_on_a_study_says_its_tolerance_and_other_numbers_change_its_answer(
+    name: str, claim: StudyClaim
+) -> None:
+    page = (reports_folder().parent / claim.page).read_text()
+    cells = cells_of(page, claim.section, claim.columns)
+    changed = [
+        {**cells, column: {name: value * (change if name in rows else 1) for name, value in cells[column].items()}}
+        for column in cells
+        for rows in (
+            {*cells[column]},
+            *({row} for row in cells[column]),
+            *({*[*cells[column]][k::4]} for k in range(4)),
+        )
+        for change in (0.0, *(10 ** (step / 10) for step in range(-30, 31)))
+    ]
+    answers = set()
+    for each in changed:
+        with suppress(NoValueError):  # a division by zero
+            answers.add(judged(claim, each)[0].answer)
+    assert answers == {YES, NO}
+    assert claim.claim.tolerance or (claim.claim.number is not None and 0 < claim.claim.number.within <= NEAR)
 
 
 def _disturbed(values: ReportValues, claim: PublishedClaim, column: str) -> Iterator[str]:

@@ -15,19 +15,20 @@ from pipebench.report.coverage import (
     DERIVED,
     NAME,
     NONE,
-    PAGE,
     STATED,
+    TEST,
     Pages,
     PublishedEntry,
-    cell_of_page,
     entries,
     write_coverage,
 )
 from pipebench.report.definition import Published
+from pipebench.report.study_claims import StudyClaim
 
 ENTRIES = entries()
 TOLD = [(each, answer) for each in ENTRIES for answer in each.answers if isinstance(answer, str)]
-OF_TABLES = [(each, answer) for each in ENTRIES for answer in each.answers if not isinstance(answer, str)]
+PAIRS = [(each, answer) for each in ENTRIES for answer in each.answers if isinstance(answer, dict)]
+OF_STUDIES = [(each, answer) for each in ENTRIES for answer in each.answers if isinstance(answer, StudyClaim)]
 PAGES = Pages()
 FOLDER = reports_folder() / "published"
 SOURCES = ("pipedream_sosp19", "pipedream_arxiv18", "vpipe_tpds21")
@@ -48,30 +49,41 @@ def test_every_number_and_statement_is_answered_or_left_out_with_a_reason() -> N
 @pytest.mark.parametrize("answer", sorted({answer for _, answer in TOLD}))
 def test_an_answer_is_there(answer: str) -> None:
     kind, _, rest = answer.partition(" ")
-    if kind == PAGE:
-        assert (Path(reports_folder().parent) / rest).is_file()
+    if kind == TEST:
+        path, _, name = rest.partition("::")
+        assert f"def {name}(" in (reports_folder().parent / path).read_text()
     elif kind != NONE:
         assert PAGES.claims(answer) if kind.endswith(":") else PAGES.cells(answer)
 
 
-@pytest.mark.parametrize(("entry", "answer"), OF_TABLES, ids=lambda value: getattr(value, "name", None))
-def test_a_cell_of_a_study_is_there_beside_what_is_printed(entry: PublishedEntry, answer: Mapping[str, str]) -> None:
-    (found,) = PAGES.answers(answer)
+@pytest.mark.parametrize(("entry", "answer"), PAIRS, ids=lambda value: getattr(value, "name", None))
+def test_numbers_of_a_study_s_cell_stand_beside_what_is_printed(
+    entry: PublishedEntry, answer: Mapping[str, str]
+) -> None:
+    found = [*PAGES.answers(answer)]
     lines = (reports_folder().parent / answer["page"]).read_text().splitlines()
-    assert any(line.startswith(f"| {answer['row']} |") and f"| {found.here} |" in line for line in lines)
-    numbers = [float(each) for each in re.findall(r"\d+(?:\.\d+)?", answer["published"])]
+    (row,) = [line for line in lines if line.startswith(f"| {answer['row']} |") and "," in line][:1]
+    numbers = [_first_number(text) for text in re.split(", | / ", answer["published"])]
     known = [float(each) for each in _leaves(entry.values) if isinstance(each, int | float)]
     ratios = [round(a / b, 1) for a, b in itertools.permutations(known, 2) if b]  # Table 4's speed-ups aren't printed
     assert {*numbers} <= {*known, *ratios}, f"{entry.name}: {answer['published']}"
-    if found.ratio is not None:
-        assert found.ratio == pytest.approx(float(found.here.rstrip("xs%")) / numbers[0])
+    assert len(found) == len(numbers)
+    for each, number in zip(found, numbers, strict=True):
+        assert re.search(rf"(?<![\d.]){re.escape(each.here.rstrip('x'))}0?(?![\d.]\d)", row), each.here
+        assert each.ratio == pytest.approx(_first_number(each.here) / number)
+        assert bool(each.place) == ("apart" not in answer)
 
 
-def test_a_cell_that_no_table_has_is_refused() -> None:
-    (answer,) = {answer["page"]: answer for _, answer in OF_TABLES if "planner" in answer["page"]}.values()
-    for wrong in ({"row": "vgg-61"}, {"column": "plans"}):
-        with pytest.raises(LookupError, match=next(iter(wrong.values()))):
-            cell_of_page({**answer, **wrong})
+@pytest.mark.parametrize(("entry", "claim"), OF_STUDIES, ids=lambda value: getattr(value, "name", None))
+def test_a_claim_on_a_study_has_an_answer_and_quotes_its_entry(entry: PublishedEntry, claim: StudyClaim) -> None:
+    (found,) = PAGES.answers(claim)
+    assert found.verdict.startswith(("yes (", "no ("))
+    if claim.claim.number is not None:
+        of_hundred = [1 + each / 100 for each in _leaves(entry.values) if isinstance(each, int | float)]
+        like_stashing = [1.0] if entry.name == "vertical-sync-impact" else []
+        known = [each for each in _leaves(entry.values) if isinstance(each, int | float)]
+        assert claim.claim.number.published in [*known, *of_hundred, *like_stashing]
+        assert found.ratio is not None
 
 
 def test_every_exact_published_cell_is_some_entry_s() -> None:
@@ -92,10 +104,9 @@ def test_cells_quote_what_their_entry_has() -> None:
 
 def test_numbers_of_claims_are_their_entry_s() -> None:
     for entry, answer in TOLD:
-        for report, text in PAGES.claims(answer) if answer.partition(" ")[0].endswith(":") else ():
-            number = next(claim.number for claim in report.claims if claim.text == text)
-            if number is not None:
-                assert _is_among(Published(number.published), entry.values), f"{entry.name}: {text}"
+        for _, claim in PAGES.claims(answer) if answer.partition(" ")[0].endswith(":") else ():
+            if claim.number is not None:
+                assert _is_among(Published(claim.number.published), entry.values), f"{entry.name}: {claim.text}"
 
 
 def test_the_page_has_a_row_per_answer_and_scores(tmp_path: Path) -> None:
@@ -108,8 +119,12 @@ def test_the_page_has_a_row_per_answer_and_scores(tmp_path: Path) -> None:
 def _quoted(*, derived: bool = False) -> Iterator[tuple[Any, Any, str, Any]]:
     for entry, answer in TOLD:
         kind = answer.partition(" ")[0]
-        if kind not in (NONE, PAGE) and (derived or kind != DERIVED) and not kind.endswith(":"):
+        if kind not in (NONE, TEST) and (derived or kind != DERIVED) and not kind.endswith(":"):
             yield from ((entry, *cell) for cell in PAGES.cells(answer))
+
+
+def _first_number(text: str) -> float:
+    return float(re.findall(r"\d[\d,]*(?:\.\d+)?", text)[0].replace(",", ""))
 
 
 def _is_among(published: Published, values: Any) -> bool:

@@ -170,3 +170,30 @@ def test_two_buffers_are_needed() -> None:
     """The bound is met: with one buffer this mode could not be."""
     pipeline = pipeline_of("pipedream-2bw", (1, 1, 1, 1))
     assert [most_alive(steps, stage) for stage, steps in enumerate(printed(pipeline, 31))] == [2] * 4
+
+
+def test_the_papers_minibatch_5() -> None:
+    """PipeDream section 3.3: it (here 4) uses update 1 on machine 1, 2 on machine 2; with vertical sync 1 on all."""
+    for weights, wanted in {"stash": [1, 2, 3, 4], "stash-vertical-sync": [1, 1, 1, 1]}.items():
+        pipeline = pipeline_of("pipedream", (1, 1, 1, 1), weights)
+        used = {
+            (what, stage): version
+            for steps in printed(pipeline, 12)
+            for what, stage, number, version in steps
+            if number == 4 and what in "FB"
+        }
+        for what in "FB":
+            assert [used[what, stage] for stage in range(4)] == wanted, weights
+
+
+def test_gpipe_s_first_activation_lives_until_the_last_backward() -> None:
+    """The blog's example, n = m = 4, a step per forward and backward: from step 0 until step 13 on the first GPU."""
+    lists = [[step[:3] for step in steps if step[0] in "FB"] for steps in printed(pipeline_of("gpipe", (1,) * 4), 1)]
+    done: dict[tuple[str, int, int], int] = {}
+    for now in range(100):
+        for steps in lists:
+            what, stage, number = steps[0] if steps else ("", 0, 0)
+            before = ("F", stage - 1, number) if what == "F" else ("B", stage + 1, number)
+            if steps and (before[1] in (-1, 4) or done.get(before, now) < now):
+                done[steps.pop(0)] = now
+    assert (done["F", 0, 0], done["B", 0, 0]) == (0, 13)

@@ -27,6 +27,7 @@ def test_the_page_is_of_this_script(capsys: pytest.CaptureFixture[str]) -> None:
         vpipe_minibatches.LINES,
         vpipe_minibatches.FORMS_TEXT,
         vpipe_minibatches.OWN_TEXT,
+        vpipe_minibatches.BUSY_TEXT,
     ):
         assert text.strip() in PAGE
     for form in forms:
@@ -34,6 +35,8 @@ def test_the_page_is_of_this_script(capsys: pytest.CaptureFixture[str]) -> None:
         assert [*ours[:2], ours[3]] == [*kept[:2], kept[3]], form  # constant, fitted error, GNMT
     for line in made.splitlines():
         if re.match(r"\| (Transformer|GNMT) \| (forward|backward)", line):
+            assert line in PAGE
+        if re.match(r"\| (Transformer|GNMT) \| \d+\.\d ms \|", line):  # how busy devices are
             assert line in PAGE
 
 

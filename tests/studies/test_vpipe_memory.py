@@ -1,0 +1,39 @@
+"""The page of memory and PCIe is of its script and of what is kept; Algorithm 2 is the planner's reading of it."""
+
+from pathlib import Path
+
+import pytest
+
+from pipebench.planner.swap_recompute import algorithm_2
+from reports.studies import vpipe_memory
+from reports.studies.vpipe_algorithms import stage
+from reports.studies.vpipe_memory import Table, constant_gb, known, listed, played, with_constant
+
+PAGE = (Path(vpipe_memory.__file__).parents[1] / "vpipe_memory.md").read_text()
+
+
+def test_the_page_is_of_this_script(capsys: pytest.CaptureFixture[str]) -> None:
+    vpipe_memory.main()
+    assert capsys.readouterr().out.rstrip() == PAGE.rstrip()
+
+
+def test_the_constant_meets_the_two_rows_that_it_is_fitted_on() -> None:
+    of = Table()
+    found = [with_constant(of.here(row, "memory"), constant_gb(of)) for row in vpipe_memory.FITTED_ON]
+    told = [of.published(row, "memory") for row in vpipe_memory.FITTED_ON]
+    assert found[0] * found[1] == pytest.approx(told[0] * told[1], rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_algorithm_2_is_read_as_in_the_planner(seed: int) -> None:
+    """There it swaps where that frees memory; here it may everywhere, and then nothing fits less."""
+    problem = stage(seed, 12)
+    assert listed(problem, problem.in_flight).memory == algorithm_2(problem).memory
+
+
+def test_a_kept_run_comes_out_again() -> None:
+    way = "by equation (2)"
+    (kept,) = [each for each in known() if (each.row, each.way) == ("gnmt-pipedream-vpipe", way)]
+    again = played("gnmt", "pipedream-vpipe", way, 0.0)
+    for name in ("pcie", "memory", "effective", "throughput"):
+        assert getattr(again, name) == pytest.approx(getattr(kept, name), rel=1e-6), name
