@@ -42,6 +42,7 @@ class Plan:
     crossings: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     relay: bool = False  # whether a value that skips stages passes through each; else it goes straight to its readers
     ties: bool = False  # whether stages may have a copy each of a parameter that their layers share
+    shard: str | None = None  # what replicas share out, if the planner chose that; None: what mode and recipe say
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -121,6 +122,7 @@ def make_plan(
     memory: str | Sequence[str] = KEEP,
     relay: bool = False,
     ties: bool = False,
+    shard: str | None = None,
 ) -> Plan:
     """Cut a graph into stages.
 
@@ -135,6 +137,7 @@ def make_plan(
         memory: policy of every layer, or one for all; layers that run once are kept instead of recomputed.
         relay: see `Plan`.
         ties: see `Plan`.
+        shard: see `Plan`.
 
     Raises:
         PlanError: a stage is empty, or layers of different stages share a parameter, unless `ties`, or a buffer.
@@ -147,7 +150,7 @@ def make_plan(
     for problem in split_ties(graph, stages, ties=ties):
         raise PlanError(f"{problem}; move parallelism.cuts or use plan: auto")
     crossed = crossings(graph, stage_of_layers(stages), len(stages) - 1, relay=relay)
-    return Plan(mode, stages, depth or noam(widths), chunks, crossed, relay, ties)
+    return Plan(mode, stages, depth or noam(widths), chunks, crossed, relay, ties, shard)
 
 
 def check_bounds(bounds: Sequence[int]) -> None:
@@ -183,6 +186,7 @@ def recut(graph: Cuttable, plan: Plan, starts: Sequence[int], memory: Sequence[s
         memory=[policy for stage in plan.stages for policy in stage.memory] if memory is None else memory,
         relay=plan.relay,
         ties=plan.ties,
+        shard=plan.shard,
     )
 
 

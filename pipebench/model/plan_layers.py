@@ -21,7 +21,7 @@ def form_of(plan: Plan, names: Sequence[str]) -> PlanForm:
         StageForm(stage.replicas, stage.devices, dict(zip(names[stage.start : stage.stop], stage.memory, strict=True)))
         for stage in plan.stages
     )
-    return PlanForm(plan.mode, plan.depth, plan.chunks, tuple(stages))
+    return PlanForm(plan.mode, plan.depth, plan.chunks, tuple(stages), plan.shard)
 
 
 def plan_of(form: PlanForm, graph: Cuttable, *, relay: bool = False, ties: bool = False) -> Plan:
@@ -38,6 +38,7 @@ def plan_of(form: PlanForm, graph: Cuttable, *, relay: bool = False, ties: bool 
         memory=[policy for stage in form.stages for policy in stage.layers.values()],
         relay=relay,
         ties=ties,
+        shard=form.shard,
     )
 
 
