@@ -28,7 +28,7 @@ def best_choice(of: Estimator, best: Best) -> PlanEstimate:
         PlanError: nothing fits; says what the mode as it is needs.
     """
     found = {of.mode: _tried(best, of.request)}
-    own, rows = found[of.mode], [*_open_rows(of)]
+    own, rows = found[of.mode], [*open_rows(of)]
     closed = replace(of.request, may_shard=(), may_recompute=False)
     if rows and (isinstance(own, PlanError) or _binds(of, best, closed, own)):
         found |= {row: _tried(best, replace(closed, row=row)) for row in rows}
@@ -47,7 +47,7 @@ def best_choice(of: Estimator, best: Best) -> PlanEstimate:
     return replace(best, plan=replace(best.plan, shard=shard), found_by=f"{best.found_by}, with {told[0]}")
 
 
-def _open_rows(of: Estimator) -> Iterator[Mode]:
+def open_rows(of: Estimator) -> Iterator[Mode]:
     """Yield the mode's row with everything that plans may do besides what it says.
 
     Nothing under the papers' cost models, which know no shards; no shards in straight plans, which have no replicas.
