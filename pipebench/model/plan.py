@@ -122,7 +122,6 @@ def make_plan(
     memory: str | Sequence[str] = KEEP,
     relay: bool = False,
     ties: bool = False,
-    shard: str | None = None,
 ) -> Plan:
     """Cut a graph into stages.
 
@@ -137,7 +136,6 @@ def make_plan(
         memory: policy of every layer, or one for all; layers that run once are kept instead of recomputed.
         relay: see `Plan`.
         ties: see `Plan`.
-        shard: see `Plan`.
 
     Raises:
         PlanError: a stage is empty, or layers of different stages share a parameter, unless `ties`, or a buffer.
@@ -150,7 +148,7 @@ def make_plan(
     for problem in split_ties(graph, stages, ties=ties):
         raise PlanError(f"{problem}; move parallelism.cuts or use plan: auto")
     crossed = crossings(graph, stage_of_layers(stages), len(stages) - 1, relay=relay)
-    return Plan(mode, stages, depth or noam(widths), chunks, crossed, relay, ties, shard)
+    return Plan(mode, stages, depth or noam(widths), chunks, crossed, relay, ties)
 
 
 def check_bounds(bounds: Sequence[int]) -> None:
@@ -175,7 +173,7 @@ def recut(graph: Cuttable, plan: Plan, starts: Sequence[int], memory: Sequence[s
     Raises:
         PlanError: as `make_plan`.
     """
-    return make_plan(
+    made = make_plan(
         graph,
         starts,
         plan.replicas,
@@ -186,8 +184,8 @@ def recut(graph: Cuttable, plan: Plan, starts: Sequence[int], memory: Sequence[s
         memory=[policy for stage in plan.stages for policy in stage.memory] if memory is None else memory,
         relay=plan.relay,
         ties=plan.ties,
-        shard=plan.shard,
     )
+    return replace(made, shard=plan.shard)
 
 
 def stage_of_layers(stages: Sequence[StagePlan]) -> list[int]:

@@ -4,6 +4,7 @@ import bisect
 import difflib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from pipebench.errors import Fault, RecipeError, nearest
 from pipebench.formats import listed
@@ -27,7 +28,7 @@ def form_of(plan: Plan, names: Sequence[str]) -> PlanForm:
 def plan_of(form: PlanForm, graph: Cuttable, *, relay: bool = False, ties: bool = False) -> Plan:
     """Return the plan of a file without `layer_problems`; `relay` and `ties` as in `Plan`."""
     counts = [len(stage.layers) for stage in form.stages]
-    return make_plan(
+    made = make_plan(
         graph,
         [sum(counts[:index]) for index in range(1, len(counts))],
         [stage.replicas for stage in form.stages],
@@ -38,8 +39,8 @@ def plan_of(form: PlanForm, graph: Cuttable, *, relay: bool = False, ties: bool 
         memory=[policy for stage in form.stages for policy in stage.layers.values()],
         relay=relay,
         ties=ties,
-        shard=form.shard,
     )
+    return replace(made, shard=form.shard)
 
 
 def refuse(source: str, problems: Iterable[tuple[str, str]], hint: str = "") -> None:

@@ -34,7 +34,8 @@ def best_choice(of: Estimator, best: Best) -> PlanEstimate:
         found |= {row: _tried(best, replace(closed, row=row)) for row in rows}
     plans = {row: each for row, each in found.items() if isinstance(each, PlanEstimate)}
     if isinstance(own, PlanError) and not plans:
-        raise own
+        told = MemoryChoice(rows[-1].shard, rows[-1].recompute, None) if rows else None
+        raise own if told is None else PlanError(f"{own}; with {told} none fits either")
     chosen = min(plans, key=lambda row: plans[row].minibatch_s)
     if len(found) == 1:
         return plans[chosen]

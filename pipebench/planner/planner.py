@@ -63,17 +63,14 @@ class Planner(Estimator):
 
     def _best_of(self, request: Request) -> PlanEstimate:
         """Return the best plan of the mode under a request that leaves nothing else open."""
-        if request is self.request:
-            return self._searched()
-        other = Planner(request, self.name, known=self._known, tell=self._tell)
-        try:
-            return other.best()
-        finally:
-            self.search_s += other.search_s
-            self.predict_s += other.predict_s
-            self._searches.coarsened += other._searches.coarsened
-
-    def _searched(self) -> PlanEstimate:
+        if request is not self.request:
+            other = Planner(request, self.name, known=self._known, tell=self._tell)
+            try:
+                return other.best()
+            finally:
+                self.search_s += other.search_s
+                self.predict_s += other.predict_s
+                self._searches.coarsened += other._searches.coarsened
         proposed = self.proposed()
         best, started = min(proposed, key=lambda each: each.minibatch_s), time.perf_counter()
         if climbs(self, proposed):

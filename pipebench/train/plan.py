@@ -13,7 +13,6 @@ from pipebench.profile.model import Profile
 from pipebench.recipe.plan_file import PlanForm, Problems, form_problems, is_plan_file, load_plan
 from pipebench.recipe.schema import ParallelismRecipe, Recipe
 from pipebench.recipe.suited import unshared
-from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import AUTO, RECOMPUTE, SWAP
 from pipebench.schedule.notation import format_plan, parse_plan, streams_problem
 from pipebench.schedule.pipeline import MOST_BEYOND_NOAM, noam
@@ -86,7 +85,7 @@ def as_planned(recipe: Recipe, plan: Plan) -> tuple[Recipe, str]:
     again = any(RECOMPUTE in stage.memory for stage in plan.stages)
     if again and not (parallelism.row.recompute or asks_of_layers(parallelism) or is_plan_file(parallelism.plan)):
         chosen["recompute"] = True
-    words = ", ".join(f"{name}: {shown(value)}" for name, value in chosen.items())
+    words = ", ".join(f"{name}: {'true' if value is True else value}" for name, value in chosen.items())
     words *= not is_plan_file(parallelism.plan)
     return replace(recipe, parallelism=replace(parallelism, **chosen)), words
 

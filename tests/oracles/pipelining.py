@@ -1,8 +1,8 @@
 """PipeDream's steady state and memory on links that take no time, by hand; shares no code with planner and simulator.
 
-A layer is (forward seconds, backward seconds, bytes of parameters, bytes saved); a stage is (first layer, layer after its
-last, replicas). Ways: whether replicas share out optimizer state, whether layers run again. `spare` are minibatches in flight
-per replica of the first stage beyond NOAM.
+A layer is (forward seconds, backward seconds, bytes of parameters, bytes saved); a stage is (first layer, layer after
+its last, replicas). Ways: whether replicas share out optimizer state, whether layers run again. `spare` are minibatches
+in flight per replica of the first stage beyond NOAM.
 """
 
 import itertools
@@ -48,7 +48,9 @@ def num_bytes(layers: Sequence[Layer], plan: Sequence[Stage], way: Way, spare: i
     return fullest
 
 
-def minibatch_s(layers: Sequence[Layer], plan: Sequence[Stage], way: Way, spare: int, update_s_per_byte: float) -> float:
+def minibatch_s(
+    layers: Sequence[Layer], plan: Sequence[Stage], way: Way, spare: int, update_s_per_byte: float
+) -> float:
     """Return the seconds per minibatch of 1F1B-RR, read off late in a long run."""
     half = math.lcm(*(stage[2] for stage in plan)) * 8
     lists = [(stage, _passes(plan, stage, replica, spare, 2 * half)) for stage, replica in _replicas(plan)]
