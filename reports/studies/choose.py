@@ -161,7 +161,8 @@ class Study:
 def _plans(planner: Planner, cluster: Cluster) -> Iterator[PlanEstimate]:
     """Yield the mode's plan: a pipeline's with a stage's replicas side by side, and with a replica's stages so.
 
-    Of most flushing pipelines the planner tries the first placement only, since simulating others takes its time.
+    Of most flushing pipelines the planner tries the first placement only, since simulating others takes its time. On
+    more workers than in any row the second alone is simulated: the faster one of most rows.
     """
     if planner.mode.shape == "one-stage":
         yield planner.best()
@@ -170,7 +171,8 @@ def _plans(planner: Planner, cluster: Cluster) -> Iterator[PlanEstimate]:
     beside = [tuple(range(stage * width, (stage + 1) * width)) for stage in range(STAGES)]
     along = [tuple(range(stage, cluster.num_workers, STAGES)) for stage in range(STAGES)]
     stages = plan_fixed(planner.work, planner.request.model, cluster, [width] * STAGES)
-    for devices in (beside, along)[: 1 + (width > 1)]:
+    choices = (beside, along)[: 1 + (width > 1)] if cluster.num_workers <= WORKERS[-1] else (along,)
+    for devices in choices:
         yield planner.estimate("given", stages, devices)
 
 
