@@ -159,7 +159,7 @@ class Study:
 
 
 def _plans(planner: Planner, cluster: Cluster) -> Iterator[PlanEstimate]:
-    """Yield the mode's plan: a pipeline's with a stage's replicas side by side, and with a replica's stages so.
+    """Yield the mode's plan: a replicated pipeline's with a stage's replicas side by side, and with its stages so.
 
     Of most flushing pipelines the planner tries the first placement only, since simulating others takes its time. On
     more workers than in any row the second alone is simulated: the faster one of most rows.
@@ -168,11 +168,13 @@ def _plans(planner: Planner, cluster: Cluster) -> Iterator[PlanEstimate]:
         yield planner.best()
         return
     width = cluster.num_workers // STAGES
+    if width == 1:
+        yield planner.for_replicas([1] * STAGES)
+        return
     beside = [tuple(range(stage * width, (stage + 1) * width)) for stage in range(STAGES)]
     along = [tuple(range(stage, cluster.num_workers, STAGES)) for stage in range(STAGES)]
     stages = plan_fixed(planner.work, planner.request.model, cluster, [width] * STAGES)
-    choices = (beside, along)[: 1 + (width > 1)] if cluster.num_workers <= WORKERS[-1] else (along,)
-    for devices in choices:
+    for devices in (beside, along) if cluster.num_workers <= WORKERS[-1] else (along,):
         yield planner.estimate("given", stages, devices)
 
 
