@@ -34,18 +34,21 @@ def best_choice(of: Estimator, best: Best) -> PlanEstimate:
         found |= {row: _tried(best, replace(closed, row=row)) for row in rows}
     plans = {row: each for row, each in found.items() if isinstance(each, PlanEstimate)}
     if isinstance(own, PlanError) and not plans:
-        told = MemoryChoice(rows[-1].shard, rows[-1].recompute, None) if rows else None
-        raise own if told is None else PlanError(f"{own}; with {told} none fits either")
+        raise PlanError(f"{own}; with {_choice(rows[-1])} none fits either") if rows else own
     chosen = min(plans, key=lambda row: plans[row].minibatch_s)
     if len(found) == 1:
         return plans[chosen]
-    told = [MemoryChoice(row.shard, row.recompute, plans[row].minibatch_s if row in plans else None) for row in found]
-    told.sort(key=lambda each: (each.shard, each.recompute) != (chosen.shard, chosen.recompute))
-    best = replace(plans[chosen], choices=tuple(told))
+    ordered = sorted(found, key=lambda row: row != chosen)  # the others stay in order
+    told = tuple(replace(_choice(row), minibatch_s=plans[row].minibatch_s if row in plans else None) for row in ordered)
+    made = replace(plans[chosen], choices=told)
     if chosen == of.mode:
-        return best
+        return made
     shard = None if chosen.shard == of.mode.shard else chosen.shard
-    return replace(best, plan=replace(best.plan, shard=shard), found_by=f"{best.found_by}, with {told[0]}")
+    return replace(made, plan=replace(made.plan, shard=shard), found_by=f"{made.found_by}, with {told[0]}")
+
+
+def _choice(row: Mode) -> MemoryChoice:
+    return MemoryChoice(row.shard, row.recompute, None)
 
 
 def open_rows(of: Estimator) -> Iterator[Mode]:
