@@ -21,7 +21,6 @@ from pipebench.distributed.shared_sum import SharedSum, share
 from pipebench.distributed.world import World
 from pipebench.engine.in_situ import InSituTimes, profile_in_situ
 from pipebench.engine.setup import Setup
-from pipebench.profile.clocks import device_clock, host_clock
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts, SharedProcessors
 
 _SMALL_BYTES, _LARGE_BYTES, _RING_BYTES = 1 << 14, 1 << 20, 1 << 22
@@ -79,12 +78,12 @@ def in_situ(world: World, setups: Sequence[Setup], segments: int) -> list[InSitu
     together don't fit on one, nothing is returned.
     """
     if world.device.type == "cpu":
-        clock = host_clock() if _shared(world) is None else host_clock(time.thread_time)
-        return profile_in_situ(setups, segments, world.barrier, clock)
+        now = time.perf_counter if _shared(world) is None else time.thread_time
+        return profile_in_situ(setups, segments, world.barrier, now)
 
     def mine() -> list[InSituTimes]:
         try:
-            return profile_in_situ(setups, segments, lambda: None, device_clock(world.device))
+            return profile_in_situ(setups, segments, lambda: None)
         except torch.OutOfMemoryError:
             return []
         finally:

@@ -152,16 +152,9 @@ class ChannelTransport:
                 continue
             is_sender = self._worker == channel.sender
             tag = _TAGS[channel.kind] + _TAGS_OF_EDGE * edges.index(channel.edge)
-            link = ChannelLink(
-                world.process(ranks[is_sender]),
-                lanes[channel.kind],
-                tag,
-                direct,
-                setup.device,
-                self._watch.clock,
-                idle,
-                by_gpu,
-            )
+            peer = world.process(ranks[is_sender])
+            lane = lanes[channel.kind]
+            link = ChannelLink(peer, lane, tag, direct, setup.device, self._watch.clock, idle, by_gpu)
             # Tensors are sent separately: messages only have headers.
             first_bytes = 0 if world.direct else _expected_bytes(setup, channel)
             if is_sender:

@@ -10,6 +10,7 @@ Workers compute on copies, which are discarded.
 """
 
 import statistics
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
-from pipebench.profile.clocks import Clock, Reading
+from pipebench.profile.clocks import Reading, device_clock
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.instructions import BACKWARDS, Instruction
 from pipebench.schedule.modes import KEEP
@@ -57,7 +58,7 @@ def profile_in_situ(
     setups: Sequence[Setup],
     segments: int,
     wait_for_others: Callable[[], object],
-    clock: Clock,
+    now: Callable[[], float] = time.perf_counter,
 ) -> list[InSituTimes]:
     """Run training on copies of the model; return seconds per instruction of every setup.
 
@@ -67,7 +68,7 @@ def profile_in_situ(
         setups: run in turns, every stage by its first replica.
         segments: timed ones per setup, after an untimed one.
         wait_for_others: called before every segment, so that processes compute at the same time.
-        clock: times each instruction; read when a segment is over.
+        now: tells the time in seconds, where the host's clock times instructions; GPUs time theirs by events.
     """
     taken: list[dict[Key, list[float]]] = [defaultdict(list) for _ in setups]
     with torch.random.fork_rng([]):
@@ -75,7 +76,7 @@ def profile_in_situ(
         for segment in range(1 + segments):
             for worker, seconds in zip(workers, taken, strict=True):
                 wait_for_others()
-                found = worker.play(clock)
+                found = worker.play(now)
                 for key, each in found.items() if segment > 0 else ():
                     seconds[key].append(each)
     return [{key: statistics.median(each) for key, each in seconds.items()} for seconds in taken]
@@ -171,7 +172,7 @@ class _ListPlayer:
         wanted = _PERIODS * pipeline.period + pipeline.depth * pipeline.replicas[0]
         self._num_minibatches = min(wanted, len(whole))
 
-    def play(self, clock: Clock) -> dict[Key, float]:
+    def play(self, now: Callable[[], float]) -> dict[Key, float]:
         """Run the first minibatches; return mean seconds per instruction.
 
         A worker runs its list to the end, except in the first pass, where it may have to wait for a message to copy.
@@ -182,6 +183,7 @@ class _ListPlayer:
         lists = programs(self._setup.pipeline, count)
         playing = {worker: deque(lists[index]) for index, worker in zip(self._indices, self._workers, strict=True)}
         found: dict[Key, list[Reading]] = defaultdict(list)
+        clock = device_clock(self._setup.device, now)
         try:
             for worker in playing:
                 worker.begin_training(feed, 0, count, divisors)

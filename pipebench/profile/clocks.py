@@ -11,21 +11,18 @@ Reading = Callable[[], float]  # seconds
 Clock = Callable[[Callable[[], Any]], tuple[Any, Reading]]
 
 
-def host_clock(now: Callable[[], float] = time.perf_counter) -> Clock:
-    """Return a clock by a function that tells the time in seconds."""
+def device_clock(device: torch.device, now: Callable[[], float] = time.perf_counter) -> Clock:
+    """Return a device's clock: its events for a GPU, otherwise `now`, which tells the host's time in seconds."""
+    if device.type == "cuda":
+        return _cuda_clock
 
     def clock(work: Callable[[], Any]) -> tuple[Any, Reading]:
-        start = now()
+        start_s = now()
         value = work()
-        seconds = now() - start
+        seconds = now() - start_s
         return value, lambda: seconds
 
     return clock
-
-
-def device_clock(device: torch.device) -> Clock:
-    """Return a device's clock: the host's or, for a GPU, that of its events."""
-    return _cuda_clock if device.type == "cuda" else host_clock()
 
 
 def _cuda_clock(work: Callable[[], Any]) -> tuple[Any, Reading]:

@@ -11,7 +11,6 @@ import torch
 from pipebench.distributed import host
 from pipebench.engine.in_situ import profile_in_situ
 from pipebench.engine.setup import Setup
-from pipebench.profile.clocks import host_clock
 from pipebench.profile.model import Profile
 from pipebench.run import processes
 from pipebench.simulate.costs import HostCosts, SharedProcessors
@@ -30,11 +29,10 @@ class TwoRanks:
         self.happened: list[str] = []
         self._shares = [gpu(number) for number in gpus]
         monkeypatch.setattr(host, "processor_shares", lambda device: "shares")
-        monkeypatch.setattr(host, "device_clock", lambda device: host_clock(itertools.count().__next__))
 
         def measured(*args: Any) -> Any:
             self.happened.append("measures")
-            return profile_in_situ(*args)
+            return profile_in_situ(*args, itertools.count().__next__)
 
         monkeypatch.setattr(host, "profile_in_situ", measured)
 

@@ -12,7 +12,7 @@ from torch import nn
 from pipebench.errors import ProfileError
 from pipebench.model.graph import trace
 from pipebench.profile import measure
-from pipebench.profile.clocks import host_clock
+from pipebench.profile.clocks import device_clock
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
@@ -28,7 +28,7 @@ ENGINE = EngineRecipe()
 @pytest.fixture(autouse=True)
 def _time_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers and the whole step are timed one after the other: what others do on the machine is left out."""
-    monkeypatch.setattr(measure, "device_clock", lambda device: host_clock(time.process_time))
+    monkeypatch.setattr(measure, "device_clock", lambda device: device_clock(device, time.process_time))
 
 
 def narrow() -> VGG:
