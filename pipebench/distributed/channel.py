@@ -151,6 +151,10 @@ class ChannelSender(SendingEnd):
         if self._direct is not None:
             self._direct.flush()
 
+    def times_s(self) -> list[float]:
+        """See `SendingEnd`."""
+        return super().times_s() if self._direct is None else self._direct.times_s()
+
     def _wait_for_first(self) -> None:
         buffer, works = self._leaving.popleft()
         with peers():

@@ -275,7 +275,8 @@ class Gpus:
             way = (*group, group[1][group_src])
             return self._operation("sum", way, 1, self.sum_s, None, lambda given: data.copy_(given[0]))
         if tag is None:
-            return self._operation("message", group, 1, self.message_s, None, lambda given: data.copy_(given[0]))
+            take = lambda given: data.view(-1).copy_(given[0].reshape(-1))  # noqa: E731
+            return self._operation("message", group, 1, self.message_s, None, take)
         key = (group, tag, peer, self.rank)
 
         def arrive() -> None:
