@@ -25,6 +25,6 @@ def compiled(stage: Stage) -> Callable[..., Any]:
     carrying = [stage.module.get_submodule(path) for path in stage.stateful]
     recurrent = [part for part in stage.module.modules() if isinstance(part, nn.RNNBase)]
     for part in dict.fromkeys((stage.seeder, stage.loss, *carrying, *recurrent)):
-        part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign]
+        part.forward = torch.compiler.disable(part.forward)  # type: ignore[no-untyped-call]
     made: Callable[..., Any] = torch.compile(stage.module, options=_OPTIONS)
     return made

@@ -87,7 +87,8 @@ def _heading(subject: Subject, pairs: int, command: str) -> Iterator[str]:
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     if on_gpu:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        versions += f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        versions += f", CUDA {torch.version.cuda}, cuDNN {cudnn}, NCCL {nccl}"
     yield from ("# Against plain PyTorch on a GPU", "")
     yield f"Written by `{command}` on {time.strftime('%Y-%m-%d')}: {devices}, {usable_cores():g} cores. {versions}."
     yield f"{subject}. Each ratio is the speed of ours over theirs: median and range of {pairs} interleaved pairs in"

@@ -47,7 +47,8 @@ def saved_bytes(replica: Replica, unit: int) -> int:
     item = replica._in_flight[unit]
     own = {t.untyped_storage().data_ptr() for t in (*item.version.flats, *replica.module.buffers())}
     found: dict[int, int] = {}
-    nodes, seen = [edge.node for edge in item.results], set[Any]()
+    nodes: list[Any] = [edge.node for edge in item.results]
+    seen = set[Any]()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -68,7 +69,7 @@ def saved_bytes(replica: Replica, unit: int) -> int:
 
 def trained(model: nn.Module, *, compiled: bool, **columns: Any) -> VirtualEngine:
     """Return an engine that has trained, evaluated and trained; what every forward keeps was compared."""
-    compared = []
+    compared: list[Any] = []
 
     def look(event: TimelineEvent) -> None:
         it = event.instruction

@@ -110,7 +110,7 @@ def together(work: Callable[[], object]) -> Taken:
 
 def wait_for_device() -> None:
     """Wait for what this process's GPU was told to do, if it uses one."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 

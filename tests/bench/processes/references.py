@@ -63,7 +63,7 @@ class Plain(_OnModule):
     def __init__(self, subject: Subject) -> None:
         self._subject, self.module = subject, subject.model().to(subject.place)
         if subject.channels_last:
-            self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.module.to(memory_format=torch.channels_last)
         self._call: Any = torch.compile(self.module) if subject.compile else self.module
         self._optimizer = subject.make_optimizer(list(self.module.parameters()))
         self._minibatches = Minibatches(subject)
