@@ -150,9 +150,8 @@ def connected_slices(
         return None, world
     group = setup.graph.slices.group
     assert isinstance(group, ProcessSlices)
-    seen = replace(world, slices=group.size)
     group.connect(world, setup.cluster.levels[0].name, num_bytes)
-    return group, seen
+    return group, replace(world, slices=group.size)
 
 
 def combined(facts: Sequence[dict[str, Any]], world: World) -> dict[str, Any]:

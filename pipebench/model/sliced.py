@@ -27,8 +27,8 @@ Rewrite = Callable[[fx.GraphModule], None]
 class Slicer:
     """Divides the graphs of a model, in training and in evaluation, for one device of a group; they share pieces."""
 
-    def __init__(self, group: SliceGroup) -> None:
-        self._group = group
+    def __init__(self, group: SliceGroup, *, in_processes: bool = False) -> None:
+        self._group, self._in_processes = group, in_processes
         self.cuts: dict[str, Cut] = {}  # of divided parameters, by their names in the graphs
         self._pieces: dict[int, nn.Parameter] = {}  # by the whole parameter's id
         self._modules: dict[int, nn.Module] = {}  # by the whole module's id
@@ -38,7 +38,7 @@ class Slicer:
         """Divide a graph in place.
 
         Raises:
-            GraphError: nothing can be divided, or features or heads don't divide.
+            GraphError: nothing can be divided, or features or heads don't divide; or, in processes, a function draws.
         """
         found = find_slices(module, self._group.size)
         calls = {str(node.target): (node, dimension) for node, dimension in found.divided.items()}
@@ -71,7 +71,18 @@ class Slicer:
         return own if node in found.columns else GatheredSlices(own, self._group, whole.out_features)
 
     def _treat_alone(self, module: fx.GraphModule, found: Slicing) -> None:
-        """Change layers that treat pieces alone where they'd need the whole."""
+        """Refuse functions that draw random numbers for pieces, where processes would draw others than for the whole.
+
+        Raises:
+            GraphError: there is one.
+        """
+        for node in found.alone if self._in_processes else ():
+            if node.op == "call_function" and is_random(module, node):
+                function = getattr(node.target, "__name__", node.target)
+                raise GraphError(
+                    f"parallelism.tensor: got {self._group.size}, and layer {node.name} draws random numbers for "
+                    f"pieces by the function {function}: allowed in processes is a module, nn.Dropout"
+                )
 
     def _note_cuts(self, path: str, whole: nn.Module, dimension: int) -> None:
         for name, parameter in whole.named_parameters(recurse=False):
@@ -104,18 +115,16 @@ class Slicer:
 
 
 class ProcessSlicer(Slicer):
-    """Divides layers for a process that trains: layers that draw random numbers draw those of the whole."""
+    """Divides layers for a process that trains: dropout draws what it does of the whole."""
+
+    def __init__(self, group: SliceGroup) -> None:
+        super().__init__(group, in_processes=True)
 
     def _treat_alone(self, module: fx.GraphModule, found: Slicing) -> None:
+        super()._treat_alone(module, found)
         for node, kind in found.alone.items():
             path = str(node.target)
             if node.op == "call_module" and isinstance(whole := module.get_submodule(path), nn.Dropout):
                 self._wholes.append(whole)
                 made = DropoutSlices(whole, DIMENSION[kind], self._group)
                 module.set_submodule(path, self._modules.setdefault(id(whole), made))
-            elif node.op == "call_function" and is_random(module, node):
-                function = getattr(node.target, "__name__", node.target)
-                raise GraphError(
-                    f"parallelism.tensor: got {self._group.size}, and layer {node.name} draws random numbers for "
-                    f"pieces by the function {function}: allowed in processes is a module, nn.Dropout"
-                )

@@ -85,7 +85,8 @@ def profile_model(
     on_meta = not trains and not is_users and not measures
     model = initial_model(recipe, "meta" if on_meta else "cpu")
     fed, slices = dataset.argument_names or len(dataset.inputs), _num_slices(recipe)
-    graph = _layer_graph(recipe, model, fed, Slicer(Alone(slices)))
+    slicer = Slicer(Alone(slices), in_processes=engine_kind(recipe).in_processes)
+    graph = _layer_graph(recipe, model, fed, slicer)
     dataset = dataset.feeding(graph.inputs)
     _check_fed(model, graph, dataset, str(recipe.dataset.get("name") or recipe.dataset.get("target")))
     decides = kept is None and (trains or engine_kind(recipe).in_processes)

@@ -13,7 +13,7 @@ from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import GraphError, PlanError
 from pipebench.model.graph import trace
 from pipebench.model.slice_modules import Alone
-from pipebench.model.sliced import ProcessSlicer
+from pipebench.model.sliced import ProcessSlicer, Slicer
 from pipebench.schedule.operations import Op
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.memory_forecast import MemoryForecast
@@ -198,5 +198,9 @@ def test_a_function_that_draws_for_pieces_is_refused() -> None:
             y: torch.Tensor = self.b(nn.functional.dropout(self.a(x)))
             return y
 
-    with pytest.raises(GraphError, match="got 2, and layer dropout draws random numbers for pieces by the function"):
-        trace(Dropping(), rewrite=ProcessSlicer(Alone(2)))
+    for slicer in (ProcessSlicer(Alone(2)), Slicer(Alone(2), in_processes=True)):  # of a process, and of the costs
+        with pytest.raises(
+            GraphError, match="got 2, and layer dropout draws random numbers for pieces by the function"
+        ):
+            trace(Dropping(), rewrite=slicer)
+    trace(Dropping(), rewrite=Slicer(Alone(2)))
