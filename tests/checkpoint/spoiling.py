@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -132,13 +133,20 @@ def weights_hash(run: Path) -> str:
     return hashlib.sha256(b"".join(value.numpy().tobytes() for _, value in tensors)).hexdigest()
 
 
-def make_run(folder: Path, *words: str) -> Path:
-    """Make a run of two checkpoints in a new folder, and return the run's own."""
+def make_run(folder: Path, *words: str, apart: bool = False) -> Path:
+    """Make a run of two checkpoints in a new folder, and return the run's own.
+
+    `apart`: by a command in a process of its own, which imports torch once for all workers: they are copies of it.
+    """
     folder.mkdir()
     os.chdir(folder)
     Path("small.yaml").write_text(RECIPE)
-    done = CliRunner().invoke(cli, ["run", "small.yaml", *words])
-    assert done.exit_code == 0, done.stderr
+    command = ["run", "small.yaml", *words]
+    if apart:
+        subprocess.run([sys.executable, "-m", "pipebench", *command], check=True, stdout=subprocess.DEVNULL)
+    else:
+        done = CliRunner().invoke(cli, command)
+        assert done.exit_code == 0, done.stderr
     (run,) = (folder / "pipebench-runs").iterdir()
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == [BEFORE, f"step-{LAST:08d}"]
     return run
@@ -175,7 +183,7 @@ def main(room: Path) -> None:
     inline.InlineFigure.write = write_dot  # type: ignore[method-assign,assignment] # as conftest.py has it
     source, alone, in_processes = (room / name for name in ("source", "alone", "in-processes"))
     make_run(source)
-    make_run(in_processes, "engine.kind=distributed")
+    make_run(in_processes, "engine.kind=distributed", apart=True)
     make_run(room / "other", "train.seed=1")
     shutil.copytree(source, alone)
     shutil.rmtree(next(alone.glob(f"pipebench-runs/*/checkpoints/{BEFORE}")))
