@@ -365,7 +365,14 @@ def page() -> str:
     cpu_s = [each.cpu_s for each in made if each is not None]
     missing = len(made) - len(cpu_s)
     lacking = f" Of {len(made)} runs {missing} are not there yet: *reached* says of how many seeds." if missing else ""
-    return "\n".join([*parts, NOTES, f"{len(cpu_s)} runs, {sum(cpu_s) / 60:.0f} minutes of one core.{lacking}"])
+    by = f"trained by {'; '.join(trained_by())}: a later release may need other epochs with the same seed"
+    return "\n".join([*parts, NOTES, f"{len(cpu_s)} runs, {sum(cpu_s) / 60:.0f} minutes of one core, {by}.{lacking}"])
+
+
+def trained_by() -> list[str]:
+    """Return the versions that runs were trained with, each once."""
+    kept = (json.loads(run.path.read_text())["environment"] for run in study() if run.path.is_file())
+    return sorted({", ".join(f"{name} {version}" for name, version in each.items()) for each in kept})
 
 
 def main() -> None:
