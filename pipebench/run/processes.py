@@ -18,7 +18,6 @@ from pipebench.checkpoint.store import Checkpoints
 from pipebench.distributed.control import Control, end_quietly
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.heartbeat import Heartbeat, store_text
-from pipebench.distributed.host import clock_of, host_costs, in_turns
 from pipebench.distributed.launch import Process, Start, run_workers, spawned
 from pipebench.distributed.launch_command import python_module
 from pipebench.distributed.launch_join import RUN
@@ -26,43 +25,36 @@ from pipebench.distributed.launch_progress import progress_heard, progress_told
 from pipebench.distributed.launch_worker import fail_silent, launched_by_us, on_stop_request
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
 from pipebench.engine.engine import OnLoss, OnUnit
-from pipebench.engine.in_situ import entries, fetches_itself, in_use, mean, profile_in_situ
 from pipebench.engine.setup import ranks_of
 from pipebench.errors import WorkersFailedError, printable
 from pipebench.model.device import torch_settings
 from pipebench.profile.choose import is_measured
-from pipebench.profile.measure import mean_profile, measured_profile
-from pipebench.profile.model import Profile
-from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.load import LoadedRecipe
-from pipebench.recipe.schema import Recipe
 from pipebench.run.closing import close_record
 from pipebench.run.deciding import decision_of, keep_decision, kept_decision, prepare_job, read_decision
 from pipebench.run.folder import RunFolder
 from pipebench.run.identity import checkpoints_of
 from pipebench.run.lock import locked
+from pipebench.run.measuring import Together
 from pipebench.run.one_process import EngineRuns
 from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
 from pipebench.show.answers import Run
 from pipebench.show.progress import Silent, lasting
-from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, load_checked, newest, nothing_to_go_on_from
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Decision, Job
 from pipebench.train.loop import TrainingLoop
-from pipebench.train.profiled_model import ProfiledModel, choose_device
-from pipebench.train.request import travelling_sizes
+from pipebench.train.profiled_model import choose_device
 from pipebench.train.result import INTERRUPTED as STOPPED
 from pipebench.train.result import RunResult
 
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
 _USER_ERROR = 2
-_SEGMENTS = 3  # of in-situ profiling
 _LOCK_PATIENCE_S = 120.0  # NFS releases a dead host's locks after its lease of 90 s
 
 
@@ -285,38 +277,14 @@ def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) ->
     replicas = decision.plan.replicas
     check_world_size(world.size, sum(replicas), "-".join(map(str, replicas)))
 
-    def measure(known: ProfiledModel, profile: Profile) -> Profile:
-        return _measured_together(loaded.recipe, known, profile, world)
-
     # A profile named by the recipe is used unchanged.
-    together = is_measured(loaded.recipe, loaded.cluster) and world.size > 1
-    job = prepare_job(loaded, kept=decision, measure_again=measure if together else None)
+    if world.size == 1 or not is_measured(loaded.recipe, loaded.cluster):
+        job = prepare_job(loaded, kept=decision)
+        return replace(job, setup=replace(job.setup, device=world.device))
+    together = Together(loaded, world)
+    job = prepare_job(loaded, kept=decision, measure_again=together.profile)
     job = replace(job, setup=replace(job.setup, device=world.device))
-    return _in_use(job, world) if together and world.device.type == "cpu" else job
-
-
-def _measured_together(recipe: Recipe, known: ProfiledModel, profile: Profile, world: World) -> Profile:
-    """Profile again in all processes at once, or in as many at once as have their own cores."""
-    sizes = travelling_sizes(recipe, known.dataset)
-    with lasting(recipe.name, "measuring layers in all workers", shown=world.rank == 0):
-        mine = in_turns(
-            world,
-            lambda: measured_profile(
-                known.graph, known.dataset, sizes, recipe.train.optimizer, world.device, profile.model,
-                engine=recipe.engine,
-            ),
-        )  # fmt: skip
-        return mean_profile([read_profile(text) for text in world.exchange(write_profile(mine))])
-
-
-def _in_use(job: Job, world: World) -> Job:
-    """Return a job with costs measured while all workers compute and communicate at once."""
-    setup = job.setup
-    with lasting(job.recipe.name, "measuring stages while all workers compute", shown=world.rank == 0):
-        (mine,) = profile_in_situ([setup], _SEGMENTS, world.barrier, clock_of(world))
-        profile = in_use(job.profile, setup, mean(world.exchange(entries(mine))))
-        costs = replace(stage_costs(profile, setup.plan), host=host_costs(world, fetches=fetches_itself(setup)))
-    return replace(job, setup=replace(setup, profile=profile, costs=costs))
+    return together.in_use(job) if world.device.type == "cpu" else job
 
 
 def _checkpoint_policy(

@@ -76,7 +76,7 @@ def test_what_a_profile_depends_on_has_it_made_anew(override: str, built: list[s
 
 def test_changed_code_or_torch_has_it_made_anew(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     to_plan(recipe())
-    monkeypatch.setattr(profile_cache, "_code_hash", lambda: "another")
+    monkeypatch.setattr(profile_cache, "code_hash", lambda: "another")
     to_plan(recipe())
     monkeypatch.setattr("importlib.metadata.version", lambda _name: "9.9")
     to_plan(recipe())

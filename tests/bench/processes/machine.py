@@ -20,6 +20,7 @@ from pipebench.distributed.host import clock_of, host_costs, in_turns
 from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, connect
 from pipebench.distributed.world import World, current
 from pipebench.engine.in_situ import entries, in_use, mean, profile_in_situ
+from pipebench.profile.enough import StopRule
 from pipebench.profile.measure import mean_profile, measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
@@ -31,7 +32,6 @@ from tests.bench.processes.subject import OPTIMIZER, Case, Subject, cut_at, make
 
 _SMALL_BYTES, _LARGE_BYTES = 4, 4 << 20
 _TRIPS, _WARM_UPS = 200, 10
-_PASSES, _SEGMENTS = 7, 3
 _ADDS_UP, _TRIES = 0.1, 3
 _MICROBATCHES = (1, 2, 4, 8)
 
@@ -94,7 +94,7 @@ def measure_here(subject: dict[str, Any]) -> dict[str, Any]:
     assert world is not None
     link = link_between_first_two()
     world.barrier()
-    measured = partial(measured_profile, repeats=_PASSES, engine=EngineRecipe(threads=1))
+    measured = partial(measured_profile, engine=EngineRecipe(threads=1))
     given = (model.graph(), mnist5k(), sizes(model), OPTIMIZER, torch.device("cpu"), str(model))
     mine = in_turns(world, lambda: measured(*given))
     profile = mean_profile([read_profile(text) for text in world.exchange(write_profile(mine))])
@@ -118,7 +118,12 @@ def _in_use(subject: Subject, profile: Profile, world: World) -> list[tuple[str,
     ]
     setups = [make_setup(subject, case, profile, cluster) for case in cases]
     everybodys = world.exchange(
-        [entries(each) for each in profile_in_situ(setups, _SEGMENTS, world.barrier, clock_of(world))]
+        [
+            entries(each)
+            for each in profile_in_situ(
+                setups, lambda enough: all(world.exchange(enough)), clock_of(world), StopRule(most=3)
+            )
+        ]
     )
     found = [in_use(profile, *each) for each in zip(setups, map(mean, zip(*everybodys, strict=True)), strict=True)]
     return [(case.mode, case.microbatches, write_profile(each)) for case, each in zip(cases, found, strict=True)]

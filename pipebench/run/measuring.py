@@ -1,0 +1,143 @@
+"""What the processes of a run measure together before it trains, each thing once, and kept for the next run.
+
+On CPUs all measure at the same time, as they will compute: layers one by one, then every worker's list (in situ), then
+what messages and sums cost. Workers with GPUs of their own don't disturb each other: there a profile is of a kind of
+device, one worker of each kind measures it, and the launcher's profile is that of its own kind.
+
+Rank 0's cache has what was measured before by as many processes with the same cores.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from pipebench.distributed.cores import core_share
+from pipebench.distributed.host import clock_of, host_costs, in_turns
+from pipebench.distributed.world import World
+from pipebench.engine.in_situ import InSituTimes, entries, fetches_itself, in_use, mean, profile_in_situ
+from pipebench.profile.cache import code_hash, find, keep
+from pipebench.profile.choose import measured_key, profile_for
+from pipebench.profile.devices import local_device_name
+from pipebench.profile.measure import mean_profile, measured_profile
+from pipebench.profile.model import Profile
+from pipebench.profile.stored import read_profile, write_profile
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.ranges import ANEW
+from pipebench.show.progress import lasting
+from pipebench.simulate.costs import HostCosts, stage_costs
+from pipebench.train.job import Job
+from pipebench.train.profiled_model import ProfiledModel
+from pipebench.train.request import travelling_sizes
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Form(Generic[T]):
+    """How a measurement is written, for others and for the cache; `read` refuses what isn't of this form."""
+
+    read: Callable[[str], T]
+    write: Callable[[T], str]
+
+
+def _read_times(text: str) -> InSituTimes:
+    return mean([json.loads(text)])
+
+
+_PROFILE = _Form(read_profile, write_profile)
+_TIMES = _Form(_read_times, lambda times: json.dumps(entries(times)))
+_HOST = _Form(lambda text: HostCosts(**json.loads(text)), lambda costs: json.dumps(asdict(costs)))
+
+
+class Together:
+    """Measures for one run in all its processes; all call the same.
+
+    Args:
+        loaded: the recipe.
+        world: the processes.
+    """
+
+    def __init__(self, loaded: LoadedRecipe, world: World) -> None:
+        self._loaded, self._world = loaded, world
+        self._is_first = world.rank == 0
+        self._recipe = loaded.recipe
+        self._shares = world.exchange({**core_share(world.device), **_device(world.device)})
+        self._layers_key: Mapping[str, object] = {}
+
+    def profile(self, known: ProfiledModel, profile: Profile) -> Profile:
+        """Return a model's profile at the sizes that travel, for a run that was planned with `profile`."""
+        gpus = [share["gpu"] for share in self._shares]
+        sizes = travelling_sizes(self._recipe, known.dataset)
+        if None not in gpus and len({*gpus}) == len(gpus):
+            return self._by_kind(known, profile)
+        key = measured_key(self._recipe, known.graph, sizes, self._world.device)
+        self._layers_key = {**key, "together": self._shares}
+        with lasting(self._recipe.name, "measuring layers in all workers", shown=self._is_first) as say:
+            measure = partial(
+                measured_profile, known.graph, known.dataset, sizes, self._recipe.train.optimizer, self._world.device,
+                profile.model, on_progress=lambda work: say(f"{work}, in all workers"), engine=self._recipe.engine,
+                whole_steps=False,
+            )  # fmt: skip
+
+            def together() -> Profile:
+                mine = in_turns(self._world, measure)
+                return mean_profile([read_profile(text) for text in self._world.exchange(write_profile(mine))])
+
+            return self._once(self._layers_key, _PROFILE, together)
+
+    def in_use(self, job: Job) -> Job:
+        """Return a job with costs measured while all workers compute and communicate at once; on CPUs."""
+        setup, world = job.setup, self._world
+        lists = {"plan": repr(setup.plan), "pipeline": repr(setup.pipeline), "train": asdict(self._recipe.train)}
+        with lasting(job.recipe.name, "measuring stages while all workers compute", shown=self._is_first) as say:
+            times = self._once({**self._layers_key, "code": code_hash(), **lists}, _TIMES, lambda: self._lists(job))
+            say("measuring messages and sums while all workers compute")
+            fetches = fetches_itself(setup)
+            beside = {"together": self._shares, "code": code_hash(), "torch": torch.__version__, "fetches": fetches}
+            host = self._once(beside, _HOST, lambda: host_costs(world, fetches=fetches))
+        profile = in_use(job.profile, setup, times)
+        costs = replace(stage_costs(profile, setup.plan), host=host)
+        return replace(job, setup=replace(setup, profile=profile, costs=costs))
+
+    def _lists(self, job: Job) -> InSituTimes:
+        """Measure every worker's list in all processes."""
+        world = self._world
+        (mine,) = profile_in_situ([job.setup], lambda enough: all(world.exchange(enough)), clock_of(world))
+        return mean(world.exchange(entries(mine)))
+
+    def _by_kind(self, known: ProfiledModel, profile: Profile) -> Profile:
+        """Return the mean over the workers' devices, each kind measured by the first worker that has one."""
+        kinds, rank = [share["kind"] for share in self._shares], self._world.rank
+        mine = None
+        if kinds[rank] != profile.device and kinds.index(kinds[rank]) == rank:
+            with lasting(self._recipe.name, f"measuring layers on {kinds[rank]}") as say:
+                sizes = travelling_sizes(self._recipe, known.dataset)
+                args = self._recipe, self._loaded.cluster, known.graph, known.dataset, sizes, self._world.device, say
+                mine = write_profile(profile_for(*args))
+        found = {profile.device: profile}
+        found |= {kinds[i]: read_profile(text) for i, text in enumerate(self._world.exchange(mine)) if text is not None}
+        if {*kinds} == {profile.device}:
+            return profile
+        told = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+        return replace(mean_profile([found[kind] for kind in kinds]), note=f"{profile.note}; mean over {told}")
+
+    def _once(self, key: Mapping[str, object], form: _Form[T], measure: Callable[[], T]) -> T:
+        """Return what all processes measure and find alike, or what rank 0's cache has of the same."""
+        looks = self._is_first and self._recipe.engine.timing != ANEW
+        text = self._world.exchange(find(key, form.read) if looks else None)[0]
+        if text is not None:
+            return form.read(text)
+        found = measure()
+        if self._is_first:
+            keep(key, form.write(found))
+        return found
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    """Return the kind of a worker's device, and which GPU it is, None for none."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    return {"kind": local_device_name(device), "gpu": gpu}
