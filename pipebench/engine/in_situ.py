@@ -32,7 +32,7 @@ from pipebench.schedule.programs import programs
 from pipebench.schedule.syncs import NOT_SHARDED
 
 _PERIODS = 2  # of a segment, after the minibatches that fill the pipeline
-_RULE = StopRule(most=12, most_s=6.0)
+_RULE = StopRule(most=9, most_s=6.0)
 _TIMED = (Op.LOAD_INPUT, Op.FORWARD, *BACKWARDS, Op.UPDATE)
 
 

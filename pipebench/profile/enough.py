@@ -35,7 +35,7 @@ class StopRule:
 
     within: float = 0.05
     least: int = 6
-    most: int = 25
+    most: int = 15
     least_s: float = 0.0
     most_s: float = 10.0
     few: int = 3
