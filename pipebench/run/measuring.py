@@ -17,6 +17,7 @@ import torch
 
 from pipebench.distributed.cores import core_share
 from pipebench.distributed.host import clock_of, host_costs, in_turns
+from pipebench.distributed.launch_ready import ready_heard
 from pipebench.distributed.world import World
 from pipebench.engine.in_situ import InSituTimes, entries, fetches_itself, in_use, mean, profile_in_situ
 from pipebench.profile.cache import code_hash, find, keep
@@ -34,6 +35,7 @@ from pipebench.train.profiled_model import ProfiledModel
 from pipebench.train.request import travelling_sizes
 
 T = TypeVar("T")
+_LAUNCHER_S = 60.0  # for the launcher, which may be slow, to be ready to record
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,9 @@ class Together:
         text = self._world.exchange(find(key, form.read) if looks else None)[0]
         if text is not None:
             return form.read(text)
+        ready = ready_heard() if self._is_first else None
+        if ready is not None:  # else its import would take cores from what is measured
+            ready(_LAUNCHER_S)
         found = measure()
         if self._is_first:
             keep(key, form.write(found))

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from pipebench.distributed.launch import Process, Start, run_workers, spawned
 from pipebench.distributed.launch_command import python_module
 from pipebench.distributed.launch_join import RUN
 from pipebench.distributed.launch_progress import progress_heard, progress_told
+from pipebench.distributed.launch_ready import ready_heard, ready_told
 from pipebench.distributed.launch_worker import fail_silent, launched_by_us, on_stop_request
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
 from pipebench.engine.engine import OnLoss, OnUnit
@@ -29,6 +30,7 @@ from pipebench.engine.setup import ranks_of
 from pipebench.errors import WorkersFailedError, printable
 from pipebench.model.device import torch_settings
 from pipebench.profile.choose import is_measured
+from pipebench.profile.model import Profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.closing import close_record
 from pipebench.run.deciding import decision_of, keep_decision, kept_decision, prepare_job, read_decision
@@ -48,7 +50,7 @@ from pipebench.train.checkpointing import CheckpointPolicy, load_checked, newest
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Decision, Job
 from pipebench.train.loop import TrainingLoop
-from pipebench.train.profiled_model import choose_device
+from pipebench.train.profiled_model import ProfiledModel, choose_device
 from pipebench.train.result import INTERRUPTED as STOPPED
 from pipebench.train.result import RunResult
 
@@ -66,24 +68,29 @@ class DistributedRuns(EngineRuns):
         kept = kept_decision(suite.resumed, suite.overrides)
         return kept or decision_of(prepare_job(loaded, trains=False, apart=True))
 
-    def run(self, request: RunRequest, tracking: Tracking | None) -> Run:
-        """Run in processes, which record; `tracking` records a comparison at most."""
+    def run(self, request: RunRequest, tracking: Tracking) -> Run:
+        """Run in processes; this one sends to MLflow what they record."""
         job = prepare_job(request.loaded, tells=True, trains=False, kept=request.decision)
-        return run_in_processes(request, job)
+        return run_in_processes(request, job, tracking)
 
 
-def run_in_processes(request: RunRequest, job: Job) -> Run:
+def run_in_processes(request: RunRequest, job: Job, tracking: Tracking) -> Run:
     """Start a process per worker on this host, restart them if one dies, and return the result.
 
-    This process holds the run's folder for all of them. Raises a WorkersFailedError if there is no result.
+    This process holds the run's folder for all of them, and sends to MLflow what rank 0 records there. Raises a
+    WorkersFailedError if there is no result.
     """
     parent_id = request.parent.wait_for_id() if isinstance(request.parent, RunLog) else request.parent
     folder = request.suite.resumed or request.make_folder(parent_mlflow_run_id=parent_id)
-    with locked(folder.path):
-        return _launch(request, job, folder)
+    with (
+        locked(folder.path),
+        tracking.following(folder.record_path) as log,
+        ready_told(tracking.wait_until_ready) as told,
+    ):
+        return _launch(request, job, folder, log, told)
 
 
-def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Run:
+def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, told: Mapping[str, int]) -> Run:
     """Start the workers of a run whose folder exists; see `run_in_processes`."""
     suite = request.suite
     if kept_decision(folder, suite.changes) is None:
@@ -100,7 +107,7 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Run:
             folder.path,
             max_restarts=job.recipe.engine.max_restarts,
             verbose=suite.verbose,
-            passed=passed,
+            passed={**passed, **told},
         )
     result = folder.result() if code == 0 else None
     if result is None:
@@ -108,7 +115,7 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Run:
             print(f"pipebench: error: {folder.record_path} has no result: was the disk full?", file=sys.stderr)
         elif code != _USER_ERROR:  # else nothing has run and the earlier record stands
             folder.say_how_to_go_on(suite.changes)
-            close_record(folder, code)
+            close_record(folder, code, log)
         raise WorkersFailedError(code or 3)
     if result.outcome == STOPPED:
         folder.say_how_to_go_on(suite.changes)
@@ -194,7 +201,8 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
         else:
             if not _is_restart(world):
                 folder.update(started_at_s=time.time())
-            recorder = RunRecorder(request, job, Tracking(request.suite.name), log_text, folder.record_path)
+            tracking = Tracking(request.suite.name, ready_heard())
+            recorder = RunRecorder(request, job, tracking, log_text, folder.record_path)
             result = recorder.record(train).result
             if launched_by_us():  # the launcher says it
                 return
@@ -278,13 +286,18 @@ def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) ->
     check_world_size(world.size, sum(replicas), "-".join(map(str, replicas)))
 
     # A profile named by the recipe is used unchanged.
-    if world.size == 1 or not is_measured(loaded.recipe, loaded.cluster):
-        job = prepare_job(loaded, kept=decision)
-        return replace(job, setup=replace(job.setup, device=world.device))
-    together = Together(loaded, world)
-    job = prepare_job(loaded, kept=decision, measure_again=together.profile)
+    together = Together(loaded, world) if world.size > 1 and is_measured(loaded.recipe, loaded.cluster) else None
+    with ExitStack() as building:
+        building.enter_context(lasting(loaded.recipe.name, "building the model", shown=world.rank == 0))
+
+        def measure(known: ProfiledModel, profile: Profile) -> Profile:
+            assert together is not None
+            building.close()
+            return together.profile(known, profile)
+
+        job = prepare_job(loaded, kept=decision, silent=True, measure_again=measure if together else None)
     job = replace(job, setup=replace(job.setup, device=world.device))
-    return together.in_use(job) if world.device.type == "cpu" else job
+    return together.in_use(job) if together is not None and world.device.type == "cpu" else job
 
 
 def _checkpoint_policy(

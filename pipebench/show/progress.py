@@ -202,7 +202,7 @@ def preparing(name: str, console: Console | None = None, *, tells: bool = False)
     if not console.is_terminal:
         if tells:
             console.print(Text(f"{name}  preparing"), soft_wrap=True)
-        with lasting(name, "preparing", console if tells else None) as say:
+        with lasting(name, "" if tells else "preparing", console if tells else None) as say:
             yield say
         return
     with console.status(Text(f"{name}: preparing")) as status:
@@ -215,13 +215,17 @@ def lasting(
 ) -> Iterator[Callable[[str], None]]:
     """Print, if `shown`, what a run is at, once that has lasted 2 s; yields what takes other words, for later lines.
 
-    Those are ten seconds apart at least. `console` is the standard error by default.
+    Those are ten seconds apart at least. Without `work` the first other words are awaited. `console` is the standard
+    error by default.
     """
     latest, lock, due_s = work, Lock(), math.inf
 
     def show() -> None:
         nonlocal due_s
         with lock:
+            if not latest:
+                due_s = 0.0
+                return
             due_s = time.monotonic() + _SOONEST_S
             (console or standard_error()).print(Text(printable(f"{name}  {latest}")), soft_wrap=True)
 

@@ -17,6 +17,7 @@ from pipebench.recipe.load import load
 from pipebench.run import deciding, processes
 from pipebench.run.deciding import decided_apart, decision_of
 from pipebench.run.request import RunRequest
+from pipebench.tracking import Tracking
 from pipebench.train.job import Decision, Job
 from pipebench.train.prepare import prepare
 from tests.recipes import uniform_recipe
@@ -97,7 +98,8 @@ def test_a_comparison_decides_once_for_every_seed(monkeypatch: pytest.MonkeyPatc
         asked.append(recipe.name)
         return decided
 
-    def run_in_processes(request: RunRequest, job: Job) -> Any:
+    def run_in_processes(request: RunRequest, job: Job, tracking: Tracking) -> Any:
+        del tracking
         started.append((request.name, job.recipe.train.seed, job.profile == decided.profile))
         raise WorkersFailedError(3)
 
@@ -152,7 +154,7 @@ def test_an_end_without_an_answer_is_told_once(
 ) -> None:
     (here / "ending.yaml").write_text(ENDING.replace("HOW", how))
     with pytest.raises(WorkersFailedError) as failed:
-        decided_apart(load("ending.yaml", []).recipe, load_cluster("cluster-a", 1), lambda done, total: None)
+        decided_apart(load("ending.yaml", []).recipe, load_cluster("cluster-a", 1), lambda work: None)
     assert failed.value.exit_code == 3
     lines = capfd.readouterr().err.splitlines()
     assert [line for line in lines if line.startswith("pipebench:")] == [
@@ -164,7 +166,7 @@ def test_an_end_without_an_answer_is_told_once(
 def test_what_the_user_s_code_raises_comes_back_as_the_user_s(here: Path) -> None:
     (here / "ending.yaml").write_text(ENDING.replace("HOW", "raises"))
     with pytest.raises(UserCodeError, match=r"RuntimeError: a mistake inside \(.*ending.py:10, in raises\)"):
-        decided_apart(load("ending.yaml", []).recipe, load_cluster("cluster-a", 1), lambda done, total: None)
+        decided_apart(load("ending.yaml", []).recipe, load_cluster("cluster-a", 1), lambda work: None)
 
 
 @pytest.mark.usefixtures("here")
