@@ -37,6 +37,14 @@ def _messages_hide_nothing_of_other_tests() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _nothing_is_known_from_other_times(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what is profiled in a cache of these tests' own, in processes that they start, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIPEBENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _tables_are_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fill new stores with the tables that MLflow made in the first: making them takes a second, in every folder.
 

@@ -1,5 +1,6 @@
 """`pipebench run`: train recipes or resume a run, as a user's command or as one of a run's processes."""
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -109,6 +110,7 @@ def _template(loaded: Sequence[LoadedRecipe]) -> AbstractContextManager[Template
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as in `worker_settings`; torch reads it when imported
     with without_collector():
         from pipebench.run import runner  # noqa: F401 # what workers import, too
+    gc.freeze()  # else the collector scans all of it again and again, while MLflow is imported
     return Template(main)
 
 

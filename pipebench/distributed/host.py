@@ -70,8 +70,10 @@ def in_turns(world: World, work: Callable[[], T]) -> T:
     return result[0]
 
 
-def in_situ(world: World, setups: Sequence[Setup], segments: int) -> list[InSituTimes]:
-    """Measure how long instructions take in use, in every process (`profile_in_situ`); all call it.
+def in_situ(
+    world: World, setups: Sequence[Setup], measure: Callable[..., list[InSituTimes]] = profile_in_situ
+) -> list[InSituTimes]:
+    """Measure how long instructions take in use, in every process, by `profile_in_situ` with its rule; all call it.
 
     Processes on CPUs compute at the same time; on shared cores the clock is the processor's: without waits for a core,
     but with the others' effect on caches. GPUs have no such clock, so those who share one take turns; where all stages
@@ -79,11 +81,11 @@ def in_situ(world: World, setups: Sequence[Setup], segments: int) -> list[InSitu
     """
     if world.device.type == "cpu":
         now = time.perf_counter if _shared(world) is None else time.thread_time
-        return profile_in_situ(setups, segments, world.barrier, now)
+        return measure(setups, lambda enough: all(world.exchange(enough)), now)
 
     def mine() -> list[InSituTimes]:
         try:
-            return profile_in_situ(setups, segments, lambda: None)
+            return measure(setups, lambda enough: enough)
         except torch.OutOfMemoryError:
             return []
         finally:

@@ -15,6 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
 from pipebench.profile.clocks import Reading, device_clock
+from pipebench.profile.enough import StopRule
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.instructions import BACKWARDS, Instruction
 from pipebench.schedule.modes import KEEP
@@ -32,6 +34,7 @@ from pipebench.schedule.programs import programs
 from pipebench.schedule.syncs import NOT_SHARDED
 
 _PERIODS = 2  # of a segment, after the minibatches that fill the pipeline
+_RULE = StopRule(most=9, most_s=6.0)
 _TIMED = (Op.LOAD_INPUT, Op.FORWARD, *BACKWARDS, Op.UPDATE)
 
 
@@ -56,30 +59,39 @@ class Stepped:
 
 def profile_in_situ(
     setups: Sequence[Setup],
-    segments: int,
-    wait_for_others: Callable[[], object],
+    agree: Callable[[bool], bool],
     now: Callable[[], float] = time.perf_counter,
+    rule: StopRule = _RULE,
 ) -> list[InSituTimes]:
     """Run training on copies of the model; return seconds per instruction of every setup.
 
-    Each is the median over segments of the mean within a segment, since a run's time is a sum.
+    Each is the median over segments of the mean within a segment, since a run's time is a sum. After an untimed one,
+    there are as many as `rule` wants of every setup in all processes.
 
     Args:
         setups: run in turns, every stage by its first replica.
-        segments: timed ones per setup, after an untimed one.
-        wait_for_others: called before every segment, so that processes compute at the same time.
+        agree: called before every segment with whether this process needs no more, returns whether none does; waits
+            for the others, so that processes compute at the same time.
         now: tells the time in seconds, where the host's clock times instructions; GPUs time theirs by events.
+        rule: of each setup's segments.
     """
     taken: list[dict[Key, list[float]]] = [defaultdict(list) for _ in setups]
+    spent_s = [0.0 for _ in setups]
     with torch.random.fork_rng([]):
         workers = [_ListPlayer(_keeping(setup)) for setup in setups]
-        for segment in range(1 + segments):
-            for worker, seconds in zip(workers, taken, strict=True):
-                wait_for_others()
+        for segment in count():
+            enough = segment > 1 and all(
+                rule.is_met([*seconds.values()], spent) for seconds, spent in zip(taken, spent_s, strict=True)
+            )
+            for index, worker in enumerate(workers):
+                if agree(enough) and index == 0:
+                    return [{key: statistics.median(each) for key, each in seconds.items()} for seconds in taken]
+                start_s = time.perf_counter()
                 found = worker.play(now)
                 for key, each in found.items() if segment > 0 else ():
-                    seconds[key].append(each)
-    return [{key: statistics.median(each) for key, each in seconds.items()} for seconds in taken]
+                    taken[index][key].append(each)
+                spent_s[index] += time.perf_counter() - start_s if segment > 0 else 0.0
+    raise AssertionError("segments go on until all processes have enough")
 
 
 def entries(profiled_in_situ: InSituTimes) -> list[list[Any]]:

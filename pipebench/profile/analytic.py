@@ -31,12 +31,12 @@ def analytic_profile(
     device: DeviceSpec,
     optimizer: OptimizerRecipe,
     model_text: str,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[str], None] | None = None,
 ) -> Profile:
     """Compute every layer's cost on a device of the catalogue, at each of `sizes`, in samples.
 
     The graph's parameters may be on the meta device, and the data's files absent, unless a layer needs data.
-    `on_progress` gets (layers profiled, layers to profile).
+    `on_progress` gets what is computed, in words.
 
     Raises:
         ProfileError: a layer can't be run, or needs data that isn't there; names it.
@@ -70,7 +70,7 @@ class _Walks:
     """Passes through a layer graph that price its operations, without data as long as that is possible."""
 
     def __init__(
-        self, graph: LayerGraph, device: DeviceSpec, num_walks: int, on_progress: Callable[[int, int], None] | None
+        self, graph: LayerGraph, device: DeviceSpec, num_walks: int, on_progress: Callable[[str], None] | None
     ) -> None:
         self._graph, self._device, self._num_walks, self._on_progress = graph, device, num_walks, on_progress
         self._root = without_data(graph.root).train()
@@ -80,12 +80,12 @@ class _Walks:
 
     def at(self, dataset: Dataset, sizes: Sequence[int]) -> dict[int, tuple[LayerProfile, ...]]:
         """Return number of samples to the layers' costs."""
-        num_layers, found = len(self._graph.layers) + 1, {}
+        found = {}
         for size in sizes:
-            found[size] = self._rows(dataset, size)
             self._done += 1
             if self._on_progress:
-                self._on_progress(self._done * num_layers, self._num_walks * num_layers)
+                self._on_progress(f"computing all layers at {size} samples, {self._done} of {self._num_walks}")
+            found[size] = self._rows(dataset, size)
         return found
 
     def _rows(self, dataset: Dataset, num_samples: int) -> tuple[LayerProfile, ...]:

@@ -1,6 +1,7 @@
-"""The profile cache: one JSON file per key under `$PIPEBENCH_CACHE/profiles`, or else the user's cache directory.
+"""The cache of profiles and of what else is measured: a JSON file per key.
 
-A file that can't be read is made again; one that can't be written costs time, never a result.
+They are in `$PIPEBENCH_CACHE/profiles`, or else in the user's cache directory. A file that can't be read is made again;
+one that can't be written costs time, never a result.
 """
 
 import functools
@@ -11,28 +12,62 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pipebench import files
+import pipebench
+from pipebench import files, zoo
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import VERSION, read_profile, write_profile
 
 log = logging.getLogger(__name__)
 
 
-def cached(key_parts: Mapping[str, object], make: Callable[[], Profile]) -> Profile:
-    """Return the cached profile of a key; make and cache it if there is none.
+def cached(key_parts: Mapping[str, object], make: Callable[[], Profile], *, anew: bool = False) -> Profile:
+    """Return the cached profile of a key; make and cache it if there is none, or if it is to be made `anew`."""
+    text = None if anew else find(key_parts, read_profile)
+    if text is not None:
+        return read_profile(text)
+    made = make()
+    keep(key_parts, write_profile(made))
+    return made
 
-    Args:
-        key_parts: everything that determines the profile, as values with a stable `str`. The file format's version is
-            added.
-        make: makes the profile.
+
+def find(key_parts: Mapping[str, object], read: Callable[[str], object]) -> str | None:
+    """Return the text cached for a key, None without one that `read` can read.
+
+    `key_parts` is everything that determines it, as values with a stable `str`; the file format's version is added.
     """
+    path = _path(key_parts)
+    try:
+        text = path.read_text()
+        read(text)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("profile cache: %s can't be read (%s: %s), so it is made again", path, type(error).__name__, error)
+        return None
+    return text
+
+
+def keep(key_parts: Mapping[str, object], text: str) -> None:
+    """Cache a text for a key; see `find`."""
+    path = _path(key_parts)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(path, text.encode())
+    except OSError as error:
+        log.warning("profile cache: %s can't be written (%s), so the next run profiles again", path, error)
+
+
+def _path(key_parts: Mapping[str, object]) -> Path:
     text = json.dumps({**key_parts, "version": VERSION}, sort_keys=True, default=str)
-    path = cache_directory() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-    found = _read(path)
-    if found is None:
-        found = make()
-        _write(path, found)
-    return found
+    return cache_directory() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+@functools.cache
+def code_hash() -> str:
+    """Return a hash of all code of the zoo and pipebench."""
+    folders = (Path(pipebench.__file__).parent, Path(str(zoo.__file__)).parent)  # in a checkout the second is a link
+    sources = sorted({file for folder in folders for file in folder.rglob("*.py")})
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
 
 
 @functools.cache
@@ -49,21 +84,3 @@ def cache_directory() -> Path:
         return Path(own) / "profiles"
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pipebench" / "profiles"
-
-
-def _read(path: Path) -> Profile | None:
-    try:
-        return read_profile(path.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("profile cache: %s can't be read (%s: %s), so it is made again", path, type(error).__name__, error)
-        return None
-
-
-def _write(path: Path, profile: Profile) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, write_profile(profile).encode())
-    except OSError as error:
-        log.warning("profile cache: %s can't be written (%s), so the next run profiles again", path, error)

@@ -31,7 +31,7 @@ from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.walk import LOSS
 from pipebench.recipe.engines import engine_kind
-from pipebench.recipe.ranges import TIMINGS
+from pipebench.recipe.ranges import ANEW, MEASURED, TIMINGS
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import module_of, targets_of
 from pipebench.zoo.registry import Dataset
@@ -44,12 +44,12 @@ def profile_for(
     dataset: Dataset,
     sizes: Sequence[int],
     device: torch.device,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[str], None] | None = None,
 ) -> Profile:
     """Return the profile that `engine.timing` asks for, at each of `sizes`, in samples.
 
-    `device` is where to measure. `on_progress` gets (layers profiled, layers to profile), unless a file or the cache
-    has the profile.
+    `device` is where to measure. `on_progress` gets what is profiled, in words, unless a file or the cache has the
+    profile.
 
     Raises:
         ProfileError: the cluster doesn't allow that timing, or the file is of another model, precision or size.
@@ -71,7 +71,7 @@ def profile_for(
     else:
         found = _read_for(recipe, timing, graph, dataset, sizes)
         return replace(found, precision=recipe.train.precision)
-    found = cached({**_model_parts(recipe, graph, sizes), **key}, make)
+    found = cached({**_model_parts(recipe, graph, sizes), **key}, make, anew=recipe.engine.timing == ANEW)
     return replace(found, precision=recipe.train.precision)
 
 
@@ -83,15 +83,21 @@ def _check_measurable(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> Non
         )
     if cluster.device != LOCAL and not engine_kind(recipe).in_processes:
         raise ProfileError(
-            f"engine.timing: measured gives this machine's times, which say nothing about the {cluster.device} of "
-            f"cluster {cluster.name}; use auto, analytic or a profile file, or cluster local"
+            f"engine.timing: {recipe.engine.timing} gives this machine's times, which say nothing about the "
+            f"{cluster.device} of cluster {cluster.name}; use auto, analytic or a profile file, or cluster local"
         )
 
 
+def measured_key(recipe: Recipe, graph: LayerGraph, sizes: Sequence[int], device: torch.device) -> dict[str, object]:
+    """Return what determines a profile measured on a device of this machine, for the cache."""
+    return {**_model_parts(recipe, graph, sizes), **_machine(recipe, device)}
+
+
 def _machine(recipe: Recipe, device: torch.device) -> dict[str, object]:
-    """Return what determines a measured profile besides the model: device and settings."""
+    """Return what determines a measured profile besides the model: device, settings, and how it is measured."""
     with torch_settings(recipe.engine):
         return {
+            "by": own_hash(),
             "device": local_device_name(device),
             "threads": torch.get_num_threads(),
             "deterministic": recipe.engine.deterministic,
@@ -165,7 +171,7 @@ def is_measured(recipe: Recipe, cluster: Cluster) -> bool:
 def _timing(recipe: Recipe, cluster: Cluster) -> str:
     if is_computed(recipe.engine.timing, cluster):
         return "analytic"
-    return "measured" if recipe.engine.timing == "auto" else recipe.engine.timing
+    return "measured" if recipe.engine.timing in ("auto", *MEASURED) else recipe.engine.timing
 
 
 def fitting(profile: Profile, path: str, graph: LayerGraph, sizes: Sequence[int]) -> Profile:

@@ -1,17 +1,19 @@
 """The measured profile: every layer's forward, then its backward alone, timed on this machine.
 
 A pass runs the layers in the order of training, so that caches and the allocator are in the state training leaves them
-in; each layer gets the median over several passes, each with a minibatch of its own.
+in; each layer gets the median over several passes, each with a minibatch of its own, as many as it takes to know the
+medians well enough. All sizes take turns, so that the drift of a machine's speed is that of none.
 """
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import count, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -28,6 +30,7 @@ from pipebench.model.optimizer import make_optimizer, state_bytes_per_byte
 from pipebench.model.precision import lower
 from pipebench.profile.clocks import Clock, Reading, device_clock
 from pipebench.profile.devices import local_device_name
+from pipebench.profile.enough import StopRule, uncertainty
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.walk import idle_backward_s, walk
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
@@ -35,7 +38,9 @@ from pipebench.zoo.registry import Dataset
 
 # The first passes meet cold caches, CUDA's start-up and cuDNN's search for algorithms.
 _WARM_UPS = 2
-_OPTIMIZER_STEPS = 20
+_RULE = StopRule()
+_TELL_EVERY_S = 0.1  # so that telling takes no time from small layers
+OnProgress = Callable[[str], None]  # takes what is at work
 _Samples = Mapping[str, torch.Tensor]
 
 
@@ -46,16 +51,18 @@ def measured_profile(
     optimizer: OptimizerRecipe,
     device: torch.device,
     model_text: str,
-    repeats: int = 11,
-    on_progress: Callable[[int, int], None] | None = None,
+    rule: StopRule = _RULE,
+    on_progress: OnProgress | None = None,
     *,
     engine: EngineRecipe,
+    whole_steps: bool = True,
 ) -> Profile:
     """Time every layer on a device of this machine, with the settings (threads, TF32, determinism) of `engine`.
 
     The model is copied: its parameters, buffers and gradients stay as they are, and so does the random state. GPU
-    memory is released afterwards. `repeats` passes are timed at each of `sizes`, in samples; `on_progress` gets (layers
-    profiled, layers to profile).
+    memory is released afterwards. Passes at each of `sizes`, in samples, go on until `rule` is met there; the note says
+    how many there were and how well a pass is known. `on_progress` gets what is measured, in words.
+    `whole_steps`: time whole steps as well, to compare the sum over the layers with.
 
     Raises:
         ProfileError: a layer fails; names it.
@@ -63,50 +70,41 @@ def measured_profile(
     keep_freed_blocks()  # as training does
     try:
         with torch_settings(engine):
-            passes = _Passes(graph, dataset, device, repeats, engine.channels_last)
-            return _measured(passes, sizes, optimizer, model_text, on_progress)
+            told = on_progress or _unheard
+            passes = _Passes(graph, dataset, device, rule, told, whole_steps, engine.channels_last)
+            return _measured(passes, sizes, optimizer, model_text)
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _measured(
-    passes: "_Passes",
-    sizes: Sequence[int],
-    optimizer: OptimizerRecipe,
-    model_text: str,
-    on_progress: Callable[[int, int], None] | None,
-) -> Profile:
+def _unheard(work: str) -> None:
+    """Ignore progress."""
+
+
+def _measured(passes: "_Passes", sizes: Sequence[int], optimizer: OptimizerRecipe, model_text: str) -> Profile:
     graph, device = passes.graph, passes.device
     trained = [parameter for parameter in passes.root.parameters() if parameter.requires_grad]
     masters = [p for p in graph.root.parameters() if p.requires_grad] if graph.rounding else trained
-    layers: dict[int, tuple[LayerProfile, ...]] = {}
-    load_s, whole_step_s = {}, {}
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        for index, size in enumerate(sizes):
-
-            def report(fraction: float, index: int = index) -> None:
-                if on_progress:
-                    num_layers = len(graph.layers) + 1
-                    on_progress(round((index + fraction) * num_layers), len(sizes) * num_layers)
-
-            layers[size], whole_step_s[size] = passes.layers_and_step_s(size, report)
-            load_s[size] = passes.load_s(size)
-        update_s_per_byte, update_floor_s = _update_s(trained, masters, optimizer, passes.clock)
+        found = passes.at(sizes)
+        load_s = {size: passes.load_s(size) for size in sizes}
+        entry_s = _median_s(partial(idle_backward_s, device, passes.clock), passes.rule)
+        update_s_per_byte, update_floor_s = _update_s(trained, masters, optimizer, passes)
     profile = Profile(
         model=model_text,
         device=local_device_name(device),
         source="measured",
-        note=f"median of {passes.repeats} passes after {_WARM_UPS} of warm-up, torch {torch.__version__}",
-        layers=layers,
+        note=f"medians after {_WARM_UPS} passes of warm-up: {_counted(found)}, torch {torch.__version__}",
+        layers={size: each.layers(entry_s) for size, each in found.items()},
         update_s_per_byte=update_s_per_byte,
         update_floor_s=update_floor_s,
         load_s=load_s,
-        whole_step_s=whole_step_s,
+        whole_step_s={size: statistics.median(each.steps_s) for size, each in found.items() if each.steps_s},
         state_bytes_per_byte=state_bytes_per_byte(optimizer),
     )
     ratios = ", ".join(f"{ratio:.3f} at {size} samples" for size, ratio in profile.sum_over_whole.items())
-    return replace(profile, note=f"{profile.note}; sum over layers / whole step: {ratios}")
+    return replace(profile, note=f"{profile.note}; sum over layers / whole step: {ratios}") if ratios else profile
 
 
 def mean_profile(profiles: Sequence[Profile]) -> Profile:
@@ -139,14 +137,51 @@ def _mean_row(rows: Sequence[LayerProfile]) -> LayerProfile:
     )
 
 
+@dataclass
+class _AtSize:
+    """What is measured at one number of samples."""
+
+    counted: tuple[LayerProfile, ...] = ()  # bytes, of the first pass
+    passes: list[tuple[LayerProfile, ...]] = field(default_factory=list)
+    steps_s: list[float] = field(default_factory=list)  # of whole steps
+    spent_s: float = 0.0  # after the warm-up
+
+    @property
+    def series(self) -> list[list[float]]:
+        """The seconds of every layer's forward and backward, by pass."""
+        rows = [*zip(*self.passes, strict=True)]
+        return [[getattr(row, part) for row in each] for each in rows for part in ("forward_s", "backward_s")]
+
+    def is_enough(self, rule: StopRule) -> bool:
+        """Return whether the layers' medians are known as `rule` wants them."""
+        return bool(self.passes) and rule.is_met(self.series, self.spent_s)
+
+    def layers(self, entry_s: float) -> tuple[LayerProfile, ...]:
+        """Return the layers with their medians; `entry_s` is taken off backwards, see `idle_backward_s`."""
+        medians = (_median(rows, entry_s) for rows in zip(*self.passes, strict=True))
+        return tuple(first.with_times_of(row) for first, row in zip(self.counted, medians, strict=True))
+
+
+def _counted(found: Mapping[int, _AtSize]) -> str:
+    """Return the number of passes at every size, and how well their sum over the layers is known."""
+    told = []
+    for size, each in found.items():
+        share = uncertainty(each.series)
+        known = f"+-{share:.1%}" if math.isfinite(share) else "too few to say how precise"
+        told.append(f"{len(each.passes)} at {size} samples ({known})")
+    return ", ".join(told)
+
+
 @dataclass(frozen=True)
 class _Passes:
-    """Timed passes through a copy of a model on a device, `repeats` for each size."""
+    """Timed passes through a copy of a model on a device, as many for each size as `rule` wants."""
 
     graph: LayerGraph
     dataset: Dataset
     device: torch.device
-    repeats: int
+    rule: StopRule
+    on_progress: OnProgress
+    whole_steps: bool
     channels_last: bool = False
 
     @cached_property
@@ -161,30 +196,51 @@ class _Passes:
         """The device's clock."""
         return device_clock(self.device)
 
-    def layers_and_step_s(self, size: int, report: Callable[[float], None]) -> tuple[tuple[LayerProfile, ...], float]:
-        """Return the medians over minibatches of `size` samples: every layer's costs, and seconds of a whole step.
+    def at(self, sizes: Sequence[int]) -> dict[int, _AtSize]:
+        """Return what is measured at every size.
 
         Passes and whole steps alternate, because the speed of a shared machine drifts by more than they differ.
         """
-        passes, steps, allocator = [], [], allocator_of(self.device)
-        for k in range(_WARM_UPS + self.repeats):
-            samples = self._fetch(size, k, [*self.dataset.inputs, *self.dataset.targets])
-            # Counting saved bytes takes time: only the first pass, which isn't timed, does.
-            timed = walk(self.graph, self.root, self.dataset, samples, self.clock, count_saved=k == 0)
-            if k == 0:
-                counted = timed
-            if k == 1 and allocator is not None:  # the first pass may try algorithms
-                beside = walk(self.graph, self.root, self.dataset, samples, allocator.beside, count_saved=False)
-                counted = tuple(map(_with_workspace, counted, beside))
-            step_s = self._whole_step(samples)()
-            if k >= _WARM_UPS:
-                passes.append(timed)
-                steps.append(step_s)
-            report((k + 1) / (_WARM_UPS + self.repeats))
-        entry_s = _autograd_entry_s(next(iter(samples.values())).device, self.clock)
-        layers = (_median(rows, entry_s) for rows in zip(*passes, strict=True))
-        pairs = zip(counted, layers, strict=True)
-        return tuple(first.with_times_of(row) for first, row in pairs), statistics.median(steps)
+        found = {size: _AtSize() for size in sizes}
+        for k in count():
+            unfinished = [size for size, each in found.items() if not each.is_enough(self.rule)]
+            if not unfinished:
+                return found
+            for size in unfinished:
+                self._once(k, size, found[size])
+        raise AssertionError("passes go on until all are enough")
+
+    def _once(self, k: int, size: int, found: _AtSize) -> None:
+        """Make the k-th pass at a size; the first ones warm up."""
+        tell = self._teller(size)
+        samples = self._fetch(size, k, [*self.dataset.inputs, *self.dataset.targets])
+        start_s, allocator = time.perf_counter(), allocator_of(self.device)
+        # Counting saved bytes takes time: only the first pass, which isn't timed, does.
+        timed = walk(self.graph, self.root, self.dataset, samples, self.clock, tell if k > 0 else None)
+        if k == 0:
+            found.counted = timed
+        if k == 1 and allocator is not None:  # the first pass may try algorithms
+            beside = walk(self.graph, self.root, self.dataset, samples, allocator.beside, tell)
+            found.counted = tuple(map(_with_workspace, found.counted, beside))
+        step_s = [self._whole_step(samples)()] if self.whole_steps else []
+        if k >= _WARM_UPS:
+            found.passes.append(timed)
+            found.steps_s += step_s
+            found.spent_s += time.perf_counter() - start_s
+
+    def _teller(self, size: int) -> Callable[[int], None]:
+        """Return what tells of a layer at a size, by its index, now and at intervals."""
+        due_s, num_layers = 0.0, len(self.graph.layers) + 1
+
+        def tell(index: int) -> None:
+            nonlocal due_s
+            now_s = time.perf_counter()
+            if now_s >= due_s:
+                due_s = now_s + _TELL_EVERY_S
+                self.on_progress(f"measuring layer {index + 1} of {num_layers} at {size} samples")
+
+        tell(0)
+        return tell
 
     def load_s(self, size: int) -> float:
         """Return the seconds per minibatch at which inputs reach the device, by the path that training takes.
@@ -193,8 +249,9 @@ class _Passes:
         Loader processes aren't started: all of them, working for one worker, are taken to share the work evenly.
         """
         source = Source(self.dataset, "train", self.dataset.inputs, self.device)
-        tasks = ((self._indices(size, k), 0) for k in range(1 + AHEAD + self.repeats))
-        arrived_s = []
+        tasks = ((self._indices(size, k), 0) for k in count())
+        arrived_s: list[float] = []
+        each_s: list[float] = []
         with closing(source.minibatches(tasks, 0)) as minibatches:
             for minibatch in minibatches:
                 for value in minibatch.values():
@@ -202,8 +259,10 @@ class _Passes:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
                 arrived_s.append(time.perf_counter())
-        each_s = statistics.median(end - start for start, end in pairwise(arrived_s[AHEAD:]))
-        return each_s / max(1, self.dataset.loader_processes)
+                each_s = [end - start for start, end in pairwise(arrived_s[AHEAD:])]
+                if each_s and self.rule.is_met([each_s], arrived_s[-1] - arrived_s[AHEAD]):
+                    break
+        return statistics.median(each_s) / max(1, self.dataset.loader_processes)
 
     def _indices(self, size: int, k: int) -> list[int]:
         return [i % self.dataset.num_train for i in range(k * size, (k + 1) * size)]
@@ -244,14 +303,23 @@ def _median(rows: Sequence[LayerProfile], entry_s: float) -> LayerProfile:
     )
 
 
-def _autograd_entry_s(device: torch.device, clock: Clock) -> float:
-    """Return the seconds of entering and leaving autograd: once per step in training, once per layer in a pass."""
-    readings = [idle_backward_s(device, clock) for _ in range(_WARM_UPS + 50)]
-    return statistics.median(reading() for reading in readings[_WARM_UPS:])
+def _median_s(measure: Callable[[], Reading], rule: StopRule) -> float:
+    """Return the median of readings after some of warm-up, as many as `rule` wants.
+
+    A few are begun before they are read: on a GPU, reading waits.
+    """
+    for _ in range(_WARM_UPS):
+        measure()()
+    found: list[float] = []
+    start_s = time.perf_counter()
+    while not found or not rule.is_met([found], time.perf_counter() - start_s):
+        readings = [measure() for _ in range(rule.few)]
+        found += [reading() for reading in readings]
+    return statistics.median(found)
 
 
 def _update_s(
-    trained: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], recipe: OptimizerRecipe, clock: Clock
+    trained: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], recipe: OptimizerRecipe, passes: _Passes
 ) -> tuple[float, float]:
     """Return the seconds of one optimizer step per byte of parameters, and those of a step on almost none.
 
@@ -262,18 +330,18 @@ def _update_s(
         return 0.0, 0.0
     # Of as many dimensions as a parameter: not every optimizer takes one.
     one = [torch.zeros([1] * trained[0].dim(), dtype=trained[0].dtype, device=trained[0].device)]
-    floor_s = _step_s(one, one if masters is trained else [one[0].to(masters[0].dtype)], recipe, clock)
-    whole_s = _step_s(trained, masters, recipe, clock)
+    floor_s = _step_s(one, one if masters is trained else [one[0].to(masters[0].dtype)], recipe, passes)
+    whole_s = _step_s(trained, masters, recipe, passes)
     return max(0.0, whole_s - floor_s) / sum(parameter.nbytes for parameter in trained), floor_s
 
 
 def _step_s(
-    trained: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], recipe: OptimizerRecipe, clock: Clock
+    trained: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], recipe: OptimizerRecipe, passes: _Passes
 ) -> float:
     device = trained[0].device
     stepped = [torch.zeros_like(parameter, device=device).requires_grad_() for parameter in masters]
     given = [torch.full_like(parameter, 1e-3) for parameter in trained]
-    rounded = [torch.zeros_like(parameter) for parameter in trained]
+    rounded = [] if masters is trained else [torch.zeros_like(parameter) for parameter in trained]
     optimizer = make_optimizer(recipe, stepped)
 
     def widen() -> None:
@@ -288,5 +356,4 @@ def _step_s(
 
     widen()
     step = optimizer.step if masters is trained else step_and_round
-    readings = [clock(step)[1] for _ in range(_WARM_UPS + _OPTIMIZER_STEPS)]
-    return statistics.median(reading() for reading in readings[_WARM_UPS:])
+    return _median_s(lambda: passes.clock(step)[1], passes.rule)

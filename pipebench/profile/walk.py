@@ -91,8 +91,7 @@ def walk(
     dataset: Dataset,
     samples: Mapping[str, torch.Tensor],
     clock: Clock,
-    *,
-    count_saved: bool = True,
+    on_layer: Callable[[int], None] | None = None,
 ) -> tuple[LayerProfile, ...]:
     """Run one forward and one backward of every layer and of the loss, each cut off from its neighbours.
 
@@ -102,7 +101,8 @@ def walk(
         dataset: gives the loss.
         samples: every input and target of the dataset, on the device of `root`.
         clock: times each piece of work.
-        count_saved: whether to count the bytes saved for backwards, which slows small layers down.
+        on_layer: called with a layer's index before its forward and its backward. The bytes saved for backwards aren't
+            counted then, which slows small layers down: a pass that is timed has it.
 
     Returns:
         One profile per layer, then the loss. Idle layers cost nothing.
@@ -111,13 +111,15 @@ def walk(
         ProfileError: a layer fails; names it.
     """
     forget_states(root)  # of another number of samples
-    steps = _forwards(graph, root, dataset, samples, clock, count_saved)
+    steps = _forwards(graph, root, dataset, samples, clock, on_layer)
     for output in steps[-1].outputs.values():
         output.num_arrived = 1
     uses = Counter(name for step in steps for name in step.parameters)
     sums = {name: torch.zeros_like(p) for step in steps for name, p in step.parameters.items() if uses[name] > 1}
     met: set[str] = set()
-    for step in reversed(steps):
+    for index, step in reversed([*enumerate(steps)]):
+        if on_layer is not None:
+            on_layer(index)
         _backward(step, clock, sums, met)
     return tuple(_profile(step) for step in steps)
 
@@ -140,17 +142,19 @@ def _forwards(
     dataset: Dataset,
     samples: Mapping[str, torch.Tensor],
     clock: Clock,
-    count_saved: bool,
+    on_layer: Callable[[int], None] | None,
 ) -> list[_Step]:
     placeholders = graph.graph.find_nodes(op="placeholder")
     env: dict[fx.Node, Any] = {node: samples[name] for node, name in zip(placeholders, dataset.inputs, strict=True)}
-    kept = _SavedStorages([*root.parameters(), *root.buffers()]) if count_saved else None
+    kept = _SavedStorages([*root.parameters(), *root.buffers()]) if on_layer is None else None
     unread = {node: len(node.users) for node in graph.graph.nodes}
     owners: dict[fx.Node, _Step] = {}
     steps = _steps(graph, root)
     for layer, step in zip(graph.layers, steps, strict=True):
         if layer.idle:
             continue
+        if on_layer is not None:
+            on_layer(layer.index)
         env[layer.node] = _forward(step, _call_of(layer, root, env, owners, step), clock, kept, layer.index)
         if kept is not None:
             # A stage hands on a copy of a buffer that the next minibatch changes: a storage of its own.

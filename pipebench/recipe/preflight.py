@@ -14,7 +14,7 @@ from pipebench.recipe.load import LoadedRecipe, fault_of
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.named import KINDS, OPTIMIZER, SCHEDULE, given_arguments
 from pipebench.recipe.options import options, target_options, target_problems
-from pipebench.recipe.ranges import TIMINGS, TRACKERS
+from pipebench.recipe.ranges import MEASURED, TIMINGS, TRACKERS
 from pipebench.recipe.rules_zoo import dataset_problems, model_problems, one_line
 from pipebench.recipe.targets import import_target, targets_of
 from pipebench.recipe.users_code import users_code
@@ -35,7 +35,7 @@ def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
     engine = loaded.recipe.engine
     local = loaded.cluster.device == "local"
     of_file = loaded.recipe.model.get("profile") is not None
-    measured = not of_file and (engine.timing == "measured" or (engine.timing == "auto" and local))
+    measured = not of_file and (engine.timing in MEASURED or (engine.timing == "auto" and local))
     needs_data = (trains and engine_kind(loaded.recipe).trains) or measured
     _refuse(loaded, _targets(loaded))  # first, since everything else may call them
     own = [_own_dataset] if loaded.recipe.dataset.get("target") is not None else []

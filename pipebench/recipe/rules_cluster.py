@@ -8,7 +8,7 @@ from pipebench.errors import PlanError, RecipeError, choice
 from pipebench.recipe.clusters import CHANGED, SERVERS, load_cluster
 from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.engines import ENGINES
-from pipebench.recipe.ranges import TIMINGS
+from pipebench.recipe.ranges import MEASURED, TIMINGS
 from pipebench.recipe.schema import ClusterRecipe
 
 
@@ -44,9 +44,9 @@ def _relay(kind: str, relay: bool) -> Problems:
 @rule("engine.timing", "@cluster")
 def _timing(timing: str, cluster: Any) -> Problems:
     is_local = cluster.device == "local"
-    if timing == "measured" and not is_local:
+    if timing in MEASURED and not is_local:
         why = "this machine's compute times are never combined with another cluster's links"
-        yield "engine.timing", f"got measured with cluster {cluster.name}, {why}: allowed is analytic or a profile file"
+        yield "engine.timing", f"got {timing} with cluster {cluster.name}, {why}: allowed is analytic or a profile file"
     elif timing == "analytic" and is_local:
         yield (
             "engine.timing",

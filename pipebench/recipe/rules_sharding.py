@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
-from pipebench.recipe.ranges import TIMINGS
+from pipebench.recipe.ranges import MEASURED, TIMINGS
 from pipebench.recipe.schema import OptimizerRecipe, ParallelismRecipe
 from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import AUTO, MODES, Mode
@@ -98,7 +98,7 @@ def _tensor(
         if profile is not None:
             why = f"got {tensor} with model.profile, whose layers have no matrices to divide"
             yield "parallelism.tensor", f"{why}: allowed is 1, or a model"
-        elif timing not in TIMINGS or timing == "measured":
+        elif timing not in TIMINGS or timing in MEASURED:
             why = f"got {tensor} with timing {timing}, which has times of whole layers"
             yield "parallelism.tensor", f"{why}: allowed is 1, or engine.timing: analytic"
         if search is not None:

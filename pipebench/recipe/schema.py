@@ -321,7 +321,8 @@ class EngineRecipe:
             (a process per worker, on the wall clock).
         device: `auto`, `cpu` or `cuda`: where arithmetic happens.
         threads: `auto` or torch's number of threads.
-        timing: `auto` (measured on cluster `local`, analytic elsewhere), `measured`, `analytic` or a profile file.
+        timing: `auto` (measured on cluster `local`, analytic elsewhere), `measured`, `anew` (measured, whatever the
+            cache has), `analytic` or a profile file.
         deterministic: deterministic kernels only.
         tf32: allow TF32 on GPUs that have it.
         compile: compile every stage's layers, forward and backward, with torch.compile.

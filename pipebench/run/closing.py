@@ -16,24 +16,26 @@ from pipebench.distributed.launch_command import python_module
 from pipebench.errors import UserError
 from pipebench.run.folder import RunFolder
 from pipebench.run.lock import CLOSES, locked
-from pipebench.tracking import Tracking
-from pipebench.tracking.record import Status
+from pipebench.tracking import RunLog, Tracking, read_record
 
 _closing: list["subprocess.Popen[bytes]"] = []  # referenced because Python warns if a running one is collected
 _LOG = logging.getLogger("pipebench.run")
 _PATIENCE_S = 30.0  # for the stopped process to release the run
 
 
-def close_record(folder: RunFolder, code: int) -> None:
+def close_record(folder: RunFolder, code: int, log: RunLog) -> None:
     """Close a run's record, in the background if its user ended it.
 
-    If MLflow fails, the run's folder still has the record. `code` is the exit code of the run's processes.
+    If MLflow fails, the run's folder still has the record. `code` is the exit code of the run's processes, `log` what
+    has followed them.
     """
     try:
         suite = folder.read().suite
         if code != INTERRUPTED:
-            _close(folder.record_path, suite, "FAILED")
+            if read_record(folder.record_path) is not None:
+                log.finish(status="FAILED")
             return
+        log.stop()
         # In a session of its own it gets neither the terminal's Ctrl-C nor its hang-up.
         process = subprocess.Popen(
             [*python_module("pipebench.run.closing"), str(folder.path), suite],
@@ -44,17 +46,13 @@ def close_record(folder: RunFolder, code: int) -> None:
         _LOG.debug("the record of %s could not be closed: %s", folder.run_id, error)
 
 
-def _close(record: Path, suite: str, status: Status) -> None:
-    log = Tracking(suite).reopen(record)
-    if log is not None:
-        log.finish(status=status)
-
-
 def main(words: Sequence[str]) -> None:
     """Close the record of a run ended by its user, unless it was resumed meanwhile; `words` are folder and suite."""
     folder, suite = RunFolder(Path(words[0])), words[1]
     with suppress(UserError), locked(folder.path, patience_s=_PATIENCE_S, doing=CLOSES):
-        _close(folder.record_path, suite, "KILLED")
+        log = Tracking(suite).reopen(folder.record_path)
+        if log is not None:
+            log.finish(status="KILLED")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -77,7 +78,7 @@ def prepare_job(
         return prepare(recipe, cluster, on_progress, **how)
 
 
-def _unseen(done: int, total: int) -> None:
+def _unseen(work: str) -> None:
     """Ignore profiling progress."""
 
 
@@ -145,11 +146,11 @@ def measures_on_gpu(recipe: Recipe, cluster: Cluster) -> bool:
     return is_measured(recipe, cluster) and choose_device(recipe.engine.device).type == "cuda"
 
 
-def decided_apart(recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int], None]) -> Decision:
+def decided_apart(recipe: Recipe, cluster: Cluster, on_progress: Callable[[str], None]) -> Decision:
     """Decide a run in another process, whose memory, on GPUs too, is free when this returns.
 
-    The other process ends with this call, also on Ctrl-C or if this process dies. `on_progress` gets (layers profiled,
-    layers to profile).
+    The other process ends with this call, also on Ctrl-C or if this process dies. `on_progress` gets what is
+    profiled, in words.
 
     Raises:
         UserError: of the same class as `prepare` raises.
@@ -180,7 +181,7 @@ def _ask(process: "subprocess.Popen[bytes]", recipe: Recipe, cluster: Cluster) -
         pass
 
 
-def _answer(answers: TextIO, process: "subprocess.Popen[bytes]", on_progress: Callable[[int, int], None]) -> Decision:
+def _answer(answers: TextIO, process: "subprocess.Popen[bytes]", on_progress: Callable[[str], None]) -> Decision:
     """Read the process's messages up to its decision."""
     for line in answers:
         kind, *values = json.loads(line)
@@ -208,7 +209,7 @@ def main(words: Sequence[str]) -> None:
 
         recipe, cluster = pickle.load(sys.stdin.buffer)  # written by our parent
         try:
-            decision = decision_of(prepare(recipe, cluster, lambda *done: say("progress", *done), trains=False))
+            decision = decision_of(prepare(recipe, cluster, partial(say, "progress"), trains=False))
         except UserError as error:
             kinds = (kind.__name__ for kind in type(error).__mro__ if kind in _KINDS)
             say(next(kinds), str(error))

@@ -45,8 +45,8 @@ class EngineRuns(ABC):
         return None
 
     @abstractmethod
-    def run(self, request: RunRequest, tracking: Tracking | None) -> Run:
-        """Run, record and print; `tracking` is None if another process records.
+    def run(self, request: RunRequest, tracking: Tracking) -> Run:
+        """Run, record by `tracking`, and print.
 
         Raises a WorkersFailedError if there is no result.
         """
@@ -55,9 +55,8 @@ class EngineRuns(ABC):
 class SimulatedRuns(EngineRuns):
     """Durations only."""
 
-    def run(self, request: RunRequest, tracking: Tracking | None) -> Run:
+    def run(self, request: RunRequest, tracking: Tracking) -> Run:
         """See `EngineRuns`."""
-        assert tracking is not None
         loaded = request.loaded
         with collected_log(request.suite.verbose) as log_text, torch_settings(loaded.recipe.engine):
             job = prepare_job(loaded, tells=True, silent=request.suite.is_quiet)
@@ -76,9 +75,8 @@ class SimulatedRuns(EngineRuns):
 class VirtualRuns(EngineRuns):
     """Real arithmetic on a virtual clock."""
 
-    def run(self, request: RunRequest, tracking: Tracking | None) -> Run:
+    def run(self, request: RunRequest, tracking: Tracking) -> Run:
         """See `EngineRuns`."""
-        assert tracking is not None
         suite = request.suite
         keep_freed_blocks()
         settings = torch_settings(request.loaded.recipe.engine)

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,37 +18,33 @@ from pipebench.checkpoint.store import Checkpoints
 from pipebench.distributed.control import Control, end_quietly
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.heartbeat import Heartbeat, store_text
-from pipebench.distributed.host import host_costs, in_situ, in_turns
 from pipebench.distributed.launch import Process, Start, run_workers, spawned
 from pipebench.distributed.launch_command import python_module
 from pipebench.distributed.launch_join import RUN
 from pipebench.distributed.launch_progress import progress_heard, progress_told
+from pipebench.distributed.launch_ready import ready_heard, ready_told
 from pipebench.distributed.launch_worker import fail_silent, launched_by_us, on_stop_request
 from pipebench.distributed.slices import ProcessSlices
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
 from pipebench.engine.engine import OnLoss, OnUnit
-from pipebench.engine.in_situ import entries, fetches_itself, in_use, mean
 from pipebench.engine.setup import ranks_of
 from pipebench.errors import WorkersFailedError, printable
 from pipebench.model.device import torch_settings
 from pipebench.profile.choose import is_measured
-from pipebench.profile.measure import mean_profile, measured_profile
 from pipebench.profile.model import Profile
-from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.load import LoadedRecipe
-from pipebench.recipe.schema import Recipe
 from pipebench.run.closing import close_record
 from pipebench.run.deciding import decision_of, keep_decision, kept_decision, prepare_job, read_decision
 from pipebench.run.folder import RunFolder
 from pipebench.run.identity import checkpoints_of
 from pipebench.run.lock import locked
+from pipebench.run.measuring import Together
 from pipebench.run.one_process import EngineRuns
 from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
 from pipebench.show.answers import Run
 from pipebench.show.progress import Silent, lasting
-from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, load_checked, newest, nothing_to_go_on_from
@@ -56,14 +52,12 @@ from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Decision, Job
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.profiled_model import ProfiledModel, choose_device
-from pipebench.train.request import travelling_sizes
 from pipebench.train.result import INTERRUPTED as STOPPED
 from pipebench.train.result import RunResult
 
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
 _USER_ERROR = 2
-_SEGMENTS = 3  # of in-situ profiling
 _LOCK_PATIENCE_S = 120.0  # NFS releases a dead host's locks after its lease of 90 s
 
 
@@ -75,24 +69,29 @@ class DistributedRuns(EngineRuns):
         kept = kept_decision(suite.resumed, suite.overrides)
         return kept or decision_of(prepare_job(loaded, trains=False, apart=True))
 
-    def run(self, request: RunRequest, tracking: Tracking | None) -> Run:
-        """Run in processes, which record; `tracking` records a comparison at most."""
+    def run(self, request: RunRequest, tracking: Tracking) -> Run:
+        """Run in processes; this one sends to MLflow what they record."""
         job = prepare_job(request.loaded, tells=True, trains=False, kept=request.decision)
-        return run_in_processes(request, job)
+        return run_in_processes(request, job, tracking)
 
 
-def run_in_processes(request: RunRequest, job: Job) -> Run:
+def run_in_processes(request: RunRequest, job: Job, tracking: Tracking) -> Run:
     """Start a process per worker on this host, restart them if one dies, and return the result.
 
-    This process holds the run's folder for all of them. Raises a WorkersFailedError if there is no result.
+    This process holds the run's folder for all of them, and sends to MLflow what rank 0 records there. Raises a
+    WorkersFailedError if there is no result.
     """
     parent_id = request.parent.wait_for_id() if isinstance(request.parent, RunLog) else request.parent
     folder = request.suite.resumed or request.make_folder(parent_mlflow_run_id=parent_id)
-    with locked(folder.path):
-        return _launch(request, job, folder)
+    with (
+        locked(folder.path),
+        tracking.following(folder.record_path) as log,
+        ready_told(tracking.wait_until_ready) as told,
+    ):
+        return _launch(request, job, folder, log, told)
 
 
-def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Run:
+def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, told: Mapping[str, int]) -> Run:
     """Start the workers of a run whose folder exists; see `run_in_processes`."""
     suite = request.suite
     if kept_decision(folder, suite.changes) is None:
@@ -109,7 +108,7 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Run:
             folder.path,
             max_restarts=job.recipe.engine.max_restarts,
             verbose=suite.verbose,
-            passed=passed,
+            passed={**passed, **told},
         )
     result = folder.result() if code == 0 else None
     if result is None:
@@ -117,7 +116,7 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Run:
             print(f"pipebench: error: {folder.record_path} has no result: was the disk full?", file=sys.stderr)
         elif code != _USER_ERROR:  # else nothing has run and the earlier record stands
             folder.say_how_to_go_on(suite.changes)
-            close_record(folder, code)
+            close_record(folder, code, log)
         raise WorkersFailedError(code or 3)
     if result.outcome == STOPPED:
         folder.say_how_to_go_on(suite.changes)
@@ -204,7 +203,8 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
         else:
             if not _is_restart(world):
                 folder.update(started_at_s=time.time())
-            recorder = RunRecorder(request, job, Tracking(request.suite.name), log_text, folder.record_path)
+            tracking = Tracking(request.suite.name, ready_heard())
+            recorder = RunRecorder(request, job, tracking, log_text, folder.record_path)
             result = recorder.record(train).result
             if launched_by_us():  # the launcher says it
                 return
@@ -289,44 +289,22 @@ def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) ->
     replicas, slices = decision.plan.replicas, decision.profile.slices
     check_world_size(world.size, sum(replicas) * slices, "-".join(map(str, replicas)), slices)
 
-    def measure(known: ProfiledModel, profile: Profile) -> Profile:
-        return _measured_together(loaded.recipe, known, profile, world)
-
     # A profile named by the recipe is used unchanged.
     together = is_measured(loaded.recipe, loaded.cluster) and world.size > 1 and slices == 1
+    measuring = Together(loaded, world) if together else None
     group = ProcessSlices(slices, world.rank % slices) if slices > 1 else None
-    job = prepare_job(loaded, kept=decision, measure_again=measure if together else None, group=group)
+    with ExitStack() as building:
+        building.enter_context(lasting(loaded.recipe.name, "building the model", shown=world.rank == 0))
+
+        def measure(known: ProfiledModel, profile: Profile) -> Profile:
+            assert measuring is not None
+            building.close()
+            return measuring.profile(known, profile)
+
+        again = measure if measuring else None
+        job = prepare_job(loaded, kept=decision, silent=True, measure_again=again, group=group)
     job = replace(job, setup=replace(job.setup, device=world.device))
-    return _in_use(job, world) if together else job
-
-
-def _measured_together(recipe: Recipe, known: ProfiledModel, profile: Profile, world: World) -> Profile:
-    """Profile again in all processes at once, or in as many at once as have their own cores."""
-    sizes = travelling_sizes(recipe, known.dataset)
-    with lasting(recipe.name, "measuring layers in all workers", shown=world.rank == 0):
-        mine = in_turns(
-            world,
-            lambda: measured_profile(
-                known.graph, known.dataset, sizes, recipe.train.optimizer, world.device, profile.model,
-                engine=recipe.engine,
-            ),
-        )  # fmt: skip
-        return mean_profile([read_profile(text) for text in world.exchange(write_profile(mine))])
-
-
-def _in_use(job: Job, world: World) -> Job:
-    """Return a job with costs measured while all workers compute and communicate at once."""
-    setup = job.setup
-    with lasting(job.recipe.name, "measuring stages while all workers compute", shown=world.rank == 0):
-        host = host_costs(world, fetches=fetches_itself(setup))
-        if world.device.type == "cuda" and host.shared is None:
-            return job  # an instruction alone on its GPU takes what its layers take
-        found = world.exchange([entries(each) for each in in_situ(world, [setup], _SEGMENTS)])
-        if not all(found):  # too large for some GPU: its layers are known one by one
-            return replace(job, setup=replace(setup, costs=replace(setup.costs, host=host)))
-        profile = in_use(job.profile, setup, mean([mine for (mine,) in found]))
-        costs = replace(stage_costs(profile, setup.plan), host=host)
-    return replace(job, setup=replace(setup, profile=profile, costs=costs))
+    return job if measuring is None else measuring.in_use(job)
 
 
 def _checkpoint_policy(

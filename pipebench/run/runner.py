@@ -9,7 +9,6 @@ from dataclasses import replace
 from datetime import datetime
 
 from pipebench.metrics import ranked
-from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.deciding import prepare_job
 from pipebench.run.left import telling_what_is_left
@@ -58,7 +57,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
     several = len(loaded) > 1
     # Faults visible only in the traced model must be raised before the first recipe runs.
     decisions = [RUNS[each.recipe.engine.kind].decide(each, suite, alone=not several) for each in loaded]
-    tracking = None if _is_recorded_elsewhere(loaded, seeds) else Tracking(suite.name)
+    tracking = Tracking(suite.name)
     total, numbers = len(loaded) * len(seeds or [0]), itertools.count(1)
 
     def begin(name: str) -> None:
@@ -66,7 +65,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
             console.print_position(next(numbers), total, name)
 
     title = comparison_title([each.run_name for each in loaded], datetime.now())
-    parent = start_parent(tracking, title, "comparison", loaded) if several and tracking else None
+    parent = start_parent(tracking, title, "comparison", loaded) if several else None
     runs: list[Run] = []
     ids: _Ids = {}  # MLflow's, by name and seed (None for a group of seeds)
     try:
@@ -86,12 +85,6 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
             _tell_speed_ups(parent, results, ids)
             finish_parent(parent, runs, complete=len(runs) == total)
     return RunComparison(tuple(runs), parent.where() if parent else "")
-
-
-def _is_recorded_elsewhere(loaded: Sequence[LoadedRecipe], seeds: Sequence[int] | None) -> bool:
-    """Return whether a run's processes record everything, so that this one needs no MLflow."""
-    processes_only = all(engine_kind(each.recipe).in_processes for each in loaded)
-    return processes_only and len(loaded) * len(seeds or [0]) == 1
 
 
 def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> str:
@@ -137,7 +130,7 @@ def schedule_csv(loaded: LoadedRecipe) -> str:
 
 
 def _run_with_seeds(
-    given: RunRequest, seeds: Sequence[int] | None, tracking: Tracking | None, begin: Callable[[str], None], ids: _Ids
+    given: RunRequest, seeds: Sequence[int] | None, tracking: Tracking, begin: Callable[[str], None], ids: _Ids
 ) -> list[Run]:
     """Run a recipe once per seed, grouped if several; record MLflow's ids in `ids`."""
     loaded, name = given.loaded, given.name
@@ -148,7 +141,6 @@ def _run_with_seeds(
         made = run(replace(given, loaded=with_seed(loaded, seed)), tracking)
         ids[name, seed] = made.mlflow_run_id
         return [made]
-    assert tracking is not None
     title = f"{name}, seeds {', '.join(map(str, seeds))}"
     group = start_parent(tracking, title, "seeds", [loaded], given.parent)
     runs: list[Run] = []

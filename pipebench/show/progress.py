@@ -5,10 +5,11 @@ soon.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Timer
+from threading import Lock, Timer
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,7 +29,6 @@ _SHORT_S = 2.0  # what takes less needs no progress
 # Between plain lines: half as long as the run has taken so far, within these bounds: a dozen lines in the first twenty
 # minutes, then six an hour.
 _SOONEST_S, _LATEST_S = 10.0, 600.0
-_PREPARING_S = 3.0  # what takes no longer needs no line
 
 
 class Silent:
@@ -192,32 +192,55 @@ class RunProgress:
 
 
 @contextmanager
-def preparing(
-    name: str, console: Console | None = None, *, tells: bool = False
-) -> Iterator[Callable[[int, int], None]]:
-    """Show that a run is being prepared; yields what takes (layers profiled, layers to profile).
+def preparing(name: str, console: Console | None = None, *, tells: bool = False) -> Iterator[Callable[[str], None]]:
+    """Show that a run is being prepared; yields what takes what it is at, in words.
 
     `tells` writes plain lines where the console isn't a terminal, as a log of the run; otherwise these go to the
     standard error, once it takes long.
     """
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        say = _plain(name, console, "preparing") if tells else _plain(name, standard_error())
-        yield lambda done, total: say(f"profiling layer {done} of {total}")
+        if tells:
+            console.print(Text(f"{name}  preparing"), soft_wrap=True)
+        with lasting(name, "" if tells else "preparing", console if tells else None) as say:
+            yield say
         return
     with console.status(Text(f"{name}: preparing")) as status:
-        yield lambda done, total: status.update(Text(f"{name}: profiling layer {done} of {total}"))
+        yield lambda work: status.update(Text(f"{name}: {work}"))
 
 
 @contextmanager
-def lasting(name: str, work: str, *, shown: bool = True) -> Iterator[None]:
-    """Print on the standard error, if `shown`, what a run is at, once that has lasted 2 s."""
-    timer = Timer(_SHORT_S, lambda: standard_error().print(Text(printable(f"{name}  {work}")), soft_wrap=True))
+def lasting(
+    name: str, work: str, console: Console | None = None, *, shown: bool = True
+) -> Iterator[Callable[[str], None]]:
+    """Print, if `shown`, what a run is at, once that has lasted 2 s; yields what takes other words, for later lines.
+
+    Those are ten seconds apart at least. Without `work` the first other words are awaited. `console` is the standard
+    error by default.
+    """
+    latest, lock, due_s = work, Lock(), math.inf
+
+    def show() -> None:
+        nonlocal due_s
+        with lock:
+            if not latest:
+                due_s = 0.0
+                return
+            due_s = time.monotonic() + _SOONEST_S
+            (console or standard_error()).print(Text(printable(f"{name}  {latest}")), soft_wrap=True)
+
+    def say(work: str) -> None:
+        nonlocal latest
+        latest = work
+        if time.monotonic() >= due_s:
+            show()
+
+    timer = Timer(_SHORT_S, show)
     timer.daemon = True
     if shown:
         timer.start()
     try:
-        yield
+        yield say
     finally:
         timer.cancel()
 
@@ -227,8 +250,8 @@ def trying(name: str, console: Console | None = None) -> Iterator[Callable[[int]
     """Show the search for a size, on the standard error without a terminal; yields what takes each size tried."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        say = _plain(name, standard_error())
-        yield lambda size: say(f"looking for the largest minibatch, last tried {size:,}")
+        with lasting(name, "looking for the largest minibatch") as say:
+            yield lambda size: say(f"looking for the largest minibatch, last tried {size:,}")
         return
     with console.status(Text(f"{name}: looking for the largest minibatch")) as status:
         yield lambda size: status.update(Text(f"{name}: looking for the largest minibatch, last tried {size:,}"))
@@ -242,8 +265,8 @@ def searching(name: str, console: Console | None = None) -> Iterator[Callable[[i
     """
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        say = _plain(name, standard_error())
-        yield lambda done, total, search: say(f"planning mode {done + 1} of {total}: {search}")
+        with lasting(name, "planning") as say:
+            yield lambda done, total, search: say(f"planning mode {done + 1} of {total}: {search}")
         return
     bar = Progress(
         TextColumn("{task.description}", style="bold", markup=False),
@@ -299,18 +322,3 @@ def _bars(name: str, total_samples: int) -> tuple[Progress, Progress]:
     for bar in (learnt, speed):
         bar.add_task(name, total=total_samples or None, **nothing)
     return learnt, speed
-
-
-def _plain(name: str, console: Console, first: str = "") -> Callable[[str], None]:
-    """Return what prints plain lines of progress: `first` at once, others if it takes long, and not too often."""
-    if first:
-        console.print(Text(f"{name}  {first}"), soft_wrap=True)
-    due_s = time.monotonic() + _PREPARING_S
-
-    def say(text: str) -> None:
-        nonlocal due_s
-        if time.monotonic() >= due_s:
-            due_s = time.monotonic() + _SOONEST_S
-            console.print(Text(f"{name}  {text}"), soft_wrap=True)
-
-    return say

@@ -1,7 +1,7 @@
 """The record of a run: a folder to which every log entry is appended before it is sent.
 
     record.jsonl    an entry a line, in order
-    mlflow.json     MLflow's id of the run, and how many of the entries it has
+    mlflow.json     MLflow's id of the run, and how many of the entries it has; of an end that was dealt with, when
     ...             the artifacts, under their names
 
 What a run logged is read back from here, whether MLflow has it or not.
@@ -67,11 +67,22 @@ class LogEntry:
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """MLflow's id of the run, and how many entries it has."""
+class Sent:
+    """What MLflow has of a record.
 
-    run_id: str
+    Attributes:
+        run_id: MLflow's id of the run, None as long as it has none.
+        num_sent: how many of the entries it has.
+        experiment_id: MLflow's, of the run.
+        end_ms: of the last end that whoever sends the record is done with, when it was logged.
+        failed: whether that was without MLflow having everything.
+    """
+
+    run_id: str | None
     num_sent: Count
+    experiment_id: str | None = None
+    end_ms: int | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,31 +135,38 @@ def read_record(folder: Path) -> RunRecord | None:
 
 def mlflow_run_id(folder: Path) -> str | None:
     """Return MLflow's id of the run that is recorded in a folder; None if it has none yet."""
-    return _read_sent(folder)[0]
+    return read_sent(folder).run_id
 
 
 class RecordFolder:
     """Writes a record; thread-safe.
 
     Attributes:
-        earlier: the entries of earlier processes.
+        earlier: the entries of earlier processes, and those that were heard of.
         num_sent: how many of all entries MLflow has.
         run_id: MLflow's id of the run, None as long as it has none.
         path: the folder; None once it can't be written, and then nothing is.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        """Open or make a folder, or none, to append after the last complete entry."""
+    def __init__(self, path: Path | None, *, mends: bool = True) -> None:
+        """Open or make a folder, or none, to append after the last complete entry.
+
+        `mends`: remove what a process that died has written of an entry; False while another process writes.
+        """
         self.path = path
         self.earlier: list[LogEntry] = []
         self.num_sent = 0
         self.run_id: str | None = None
+        self._num_bytes = 0  # of the file's entries in `earlier`
         self._lock = threading.Lock()
         with self._writing():
             if path is not None:
                 path.mkdir(parents=True, exist_ok=True)
-                self.earlier = self._mended()
-                self.run_id, self.num_sent = _read_sent(path)
+                if mends:
+                    self._mend()
+                sent = read_sent(path)
+                self.run_id, self.num_sent = sent.run_id, sent.num_sent
+        self.hear()
 
     @staticmethod
     def of_name(name: str, parent: Path) -> "RecordFolder":
@@ -179,8 +197,22 @@ class RecordFolder:
                 path = self._inside(entry.artifact)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
-            with (self.path / ENTRIES).open("a", encoding="utf-8") as file:
-                file.write(entry.to_json() + "\n")
+            # In one piece: another process may append, too.
+            with (self.path / ENTRIES).open("ab", buffering=0) as file:
+                file.write(f"{entry.to_json()}\n".encode())
+
+    def hear(self) -> list[LogEntry]:
+        """Return the entries that were appended, by whichever process, since the last call or the folder was opened."""
+        heard: list[LogEntry] = []
+        with self._writing():
+            path = None if self.path is None else self.path / ENTRIES
+            if path is not None and path.exists() and path.stat().st_size > self._num_bytes:
+                content = _read(path)[self._num_bytes :]
+                whole = content[: content.rfind(b"\n") + 1]
+                self._num_bytes += len(whole)
+                heard = _entries_in(whole)
+                self.earlier += heard
+        return heard
 
     def content(self, artifact: str) -> bytes | None:
         """Return an artifact's content; None if it is gone."""
@@ -191,11 +223,15 @@ class RecordFolder:
 
     def note_sent(self, run_id: str, num_sent: int) -> None:
         """Store MLflow's id and number of entries."""
-        self.run_id, self.num_sent = run_id, num_sent
+        self.note(Sent(run_id, num_sent))
+
+    def note(self, sent: Sent) -> None:
+        """Store what MLflow has."""
+        self.run_id, self.num_sent = sent.run_id, sent.num_sent
         with self._writing():
             if self.path is not None:
                 beside = self.path / f".{_SENT}"
-                beside.write_text(json.dumps(asdict(_Sent(run_id, num_sent))), encoding="utf-8")
+                beside.write_text(json.dumps(asdict(sent)), encoding="utf-8")
                 beside.replace(self.path / _SENT)
 
     def move(self, path: Path) -> None:
@@ -213,14 +249,13 @@ class RecordFolder:
                 shutil.rmtree(self.path, ignore_errors=True)
                 _remove_if_empty(self.path.parent)
 
-    def _mended(self) -> list[LogEntry]:
-        """Return the entries of earlier processes; a torn last line is removed from the file."""
+    def _mend(self) -> None:
+        """Remove a torn last line from the file of entries."""
         assert self.path is not None
         content = _read(self.path / ENTRIES)
         whole = content[: content.rfind(b"\n") + 1]
         if whole != content:
             (self.path / ENTRIES).write_bytes(whole)
-        return _entries_in(whole)
 
     def _inside(self, name: str) -> Path:
         assert self.path is not None
@@ -251,13 +286,12 @@ def _entries_in(content: bytes) -> list[LogEntry]:
     return entries
 
 
-def _read_sent(folder: Path) -> tuple[str | None, int]:
-    """Return MLflow's id of the run and its number of entries."""
+def read_sent(folder: Path) -> Sent:
+    """Return what MLflow has of the record in a folder."""
     try:
-        sent = read(_Sent, read_text(folder / _SENT))
-        return sent.run_id, sent.num_sent
+        return read(Sent, read_text(folder / _SENT))
     except (FileError, JsonError):  # not there, or spoilt: what is sent twice is logged once
-        return None, 0
+        return Sent(None, 0)
 
 
 def _remove_if_empty(folder: Path) -> None:

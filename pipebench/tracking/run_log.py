@@ -10,16 +10,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipebench.errors import printable
 from pipebench.tracking.connection import default_uri, shown_uri
 from pipebench.tracking.entries import DESCRIPTION, description, outcome_status, shown_value, stages_csv
+from pipebench.tracking.following import Followed, Follower
 from pipebench.tracking.inputs import Inputs
 from pipebench.tracking.limits import MAX_PARAM_CHARS, clean_name
 from pipebench.tracking.record import RESULT_FILE, STAGES_FILE, LogEntry, RecordFolder, Start, Status
-from pipebench.tracking.sender import Sender
+from pipebench.tracking.sender import SEND_EVERY_S, Sender
 from pipebench.tracking.store import Store
 from pipebench.tracking.view import run_address
 from pipebench.train.result import Point, RunResult
@@ -27,8 +29,6 @@ from pipebench.typed_json import write
 
 __all__ = ["RunLog", "Tracking"]
 
-# One round of sending costs this process 5 to 10 ms (SQLite): every other second is half a per cent of a run at most.
-SEND_EVERY_S = 2.0
 # How long the end of a run waits for a store that takes nothing. A local file may be in the making.
 _PATIENCE_LOCAL_S, _PATIENCE_SERVER_S, _PATIENCE_LOST_S = 60.0, 5.0, 0.2
 _RETRY_AFTER_S = 30.0
@@ -39,8 +39,12 @@ _log = logging.getLogger(__name__)
 class Tracking:
     """One store and one experiment, connected in the background."""
 
-    def __init__(self, suite: str) -> None:
-        """Begin to connect to `default_uri`, for the experiment named `suite`."""
+    def __init__(self, suite: str, ready: Callable[[float], bool] | None = None) -> None:
+        """Begin to connect to `default_uri`, for the experiment named `suite`.
+
+        `ready` waits up to some seconds for the process that follows what is logged here, and returns whether it does;
+        None if this one sends it to MLflow itself.
+        """
         self.store = Store(default_uri(), suite)
         self.folder = Path.cwd()
         self.progress = 0  # grows with everything the store has taken
@@ -50,7 +54,10 @@ class Tracking:
         self._runs: list[RunLog] = []
         self._awake = threading.Event()
         self._connected = threading.Event()
-        threading.Thread(target=self._send_forever, name="pipebench-tracking", daemon=True).start()
+        self._ready = ready or self._connected.wait
+        self._sends = ready is None
+        if self._sends:
+            threading.Thread(target=self._send_forever, name="pipebench-tracking", daemon=True).start()
 
     @property
     def patience_s(self) -> float:
@@ -103,15 +110,28 @@ class Tracking:
             return parent.run_id if isinstance(parent, RunLog) else parent
 
         has_parent = parent is not None
+        if not self._sends:
+            return RunLog(self, start.name, Followed(record, start, self.note_progress))
         sender = Sender(record, start, parent_id if has_parent else None, system_metrics=system_metrics)
         run = RunLog(self, start.name, sender)
         self._runs.append(run)
         return run
 
+    @contextmanager
+    def following(self, folder: Path) -> Iterator["RunLog"]:
+        """Send to MLflow what another process records in a folder, as long as this lasts; yields the run's log."""
+        sender = Follower(RecordFolder(folder, mends=False))
+        run = RunLog(self, folder.parent.name, sender)
+        self._runs.append(run)
+        try:
+            yield run
+        finally:
+            sender.close()
+
     def wait_until_ready(self, limit_s: float = _PATIENCE_LOCAL_S) -> bool:
         """Wait until MLflow is imported and connected, so that neither costs time later; return whether it is."""
         limit_s = limit_s if self.store.local else min(limit_s, _PATIENCE_SERVER_S)
-        ready = self._connected.wait(0.0 if self._waited_in_vain else limit_s)
+        ready = self._ready(0.0 if self._waited_in_vain else limit_s)
         self._waited_in_vain = not ready
         return ready
 
@@ -141,9 +161,9 @@ class Tracking:
         while True:
             for run in list(self._runs):
                 run.send()
-                if run.is_settled:
+                if run._sender.is_done:
                     self._runs.remove(run)
-            self._awake.wait(SEND_EVERY_S)
+            self._awake.wait(min((run._sender.every_s for run in self._runs), default=SEND_EVERY_S))
             self._awake.clear()
 
 
@@ -172,11 +192,6 @@ class RunLog:
     def folder(self) -> Path | None:
         """The folder with the run's artifacts; None if the disk fails."""
         return self._sender.record.path
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the sender is done with a finished run, successfully or not."""
-        return self._sender.settled.is_set()
 
     def begin(self, start: LogEntry) -> None:
         """Log the start of a process."""
@@ -249,6 +264,10 @@ class RunLog:
             self._warn("interrupted before everything was sent")
             raise
 
+    def stop(self) -> None:
+        """Send nothing more, so that another process may."""
+        self._sender.close()
+
     def wait_for_id(self) -> str | None:
         """Wait for MLflow's id of the run, for another process to refer to; None if MLflow gives none in time."""
         until_s = time.monotonic() + self._tracking.patience_s
@@ -264,11 +283,13 @@ class RunLog:
             return f"{_shown(path)}/ (MLflow did not take it)" if path else "not recorded: MLflow and the disk failed"
         store = self.store
         if store.uri.startswith("http"):
-            return run_address(shown_uri(store.uri).rstrip("/"), str(store.experiment_id), str(self.run_id))
+            experiment_id = self._sender.experiment_id(store)
+            return run_address(shown_uri(store.uri).rstrip("/"), str(experiment_id), str(self.run_id))
         return f"pipebench ui   (experiment {store.suite}, run {self.name})"
 
     def send(self) -> None:
         """Send what is logged to MLflow; what it doesn't take stays. For the sender's thread only."""
+        self._sender.listen()
         ending = self._sender.ended
         if not ending and time.monotonic() < self._retry_at_s:
             return
@@ -278,7 +299,7 @@ class RunLog:
             self._retry_at_s = time.monotonic() + _RETRY_AFTER_S
             self._warn(error)
             if ending:
-                self._sender.settled.set()
+                self._sender.give_up()
 
     def _wait(self) -> bool:
         tracking, patience_s = self._tracking, self._tracking.patience_s

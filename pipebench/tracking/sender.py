@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pipebench.tracking.entries import CURVES, logged_metrics, tags_of, values_of
 from pipebench.tracking.limits import MAX_PARAM_CHARS, MAX_TAG_CHARS, clean_name
-from pipebench.tracking.record import LogEntry, RecordFolder, Start
+from pipebench.tracking.record import LogEntry, RecordFolder, Sent, Start
 from pipebench.tracking.store import Row, Store, StoredRun
 from pipebench.tracking.system import SYSTEM, SystemMetrics
 
+# One round of sending costs this process 5 to 10 ms (SQLite): every other second is half a per cent of a run at most.
+SEND_EVERY_S = 2.0
 _RESUMES = "resumes"
 
 
@@ -25,7 +27,10 @@ class Sender:
         record: where everything is written first.
         ended: the run's end is in the queue.
         settled: set when MLflow has the run's end, or is given up.
+        every_s: how often `send` is to be called, in seconds.
     """
+
+    every_s = SEND_EVERY_S
 
     def __init__(
         self, record: RecordFolder, start: Start, parent_id: Callable[[], str | None] | None, *, system_metrics: bool
@@ -56,6 +61,26 @@ class Sender:
         """Whether MLflow has everything."""
         return not self._queue
 
+    def experiment_id(self, store: Store) -> str | None:
+        """Return MLflow's id of the experiment, as far as is known."""
+        return store.experiment_id
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to do, successfully or not."""
+        return self.settled.is_set()
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self.settled.set()
+
+    def listen(self) -> None:
+        """Take in what other processes have logged: nothing, but of a follower."""
+
+    def give_up(self) -> None:
+        """Leave the run's end unsent."""
+        self.settled.set()
+
     def add(self, entry: LogEntry, content: bytes | None = None) -> None:
         """Write an entry to the record, and queue it; after the run's end it is ignored."""
         with self._lock:
@@ -74,9 +99,9 @@ class Sender:
             self._history = self._begin(store)
             on_progress()
         self._sample_system()
-        while self._queue:
+        while self._queue and not self.is_done:
             sent = self._send_some(store, str(self.record.run_id), self._history)
-            self.record.note_sent(str(self.record.run_id), self.record.num_sent + sent)
+            self.record.note(Sent(self.record.run_id, self.record.num_sent + sent, store.experiment_id))
             for _ in range(sent):
                 self._queue.popleft()
             on_progress()

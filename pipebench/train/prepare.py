@@ -44,7 +44,7 @@ from pipebench.zoo.registry import Dataset
 def prepare(
     recipe: Recipe,
     cluster: Cluster,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[str], None] | None = None,
     *,
     trains: bool = True,
     kept: Decision | None = None,
@@ -57,7 +57,7 @@ def prepare(
     Args:
         recipe: a validated recipe.
         cluster: its cluster.
-        on_progress: called with (layers profiled, layers to profile).
+        on_progress: called with what is profiled, in words.
         trains: False for no weights, as in a simulation.
         kept: earlier plan and profile; None makes them.
         measure_again: returns the profile for costs, if it is not the plan's.

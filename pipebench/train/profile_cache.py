@@ -5,19 +5,14 @@ a profile's inputs are known: the recipe, the data set's declared sizes, the clu
 of pipebench, and torch's version. A profile with the same inputs is used again.
 """
 
-import functools
-import hashlib
 import importlib.metadata
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import pipebench
-from pipebench import zoo
 from pipebench.cluster import Cluster
-from pipebench.profile.cache import cached
+from pipebench.profile.cache import cached, code_hash
 from pipebench.profile.devices import device_of, is_computed
 from pipebench.profile.model import Profile
 from pipebench.recipe.load import LoadedRecipe
@@ -30,7 +25,7 @@ from pipebench.zoo.registry import Dataset
 if TYPE_CHECKING:
     from pipebench.model.graph import LayerGraph
 
-OnProgress = Callable[[int, int], None] | None
+OnProgress = Callable[[str], None] | None
 
 
 class ToPlan(NamedTuple):
@@ -46,7 +41,7 @@ def to_plan(loaded: LoadedRecipe, on_progress: OnProgress = None, *, needs_graph
 
     Args:
         loaded: the recipe; the model may not have checked its options' values yet.
-        on_progress: called with (layers profiled, layers to profile).
+        on_progress: called with what is profiled, in words.
         needs_graph: whether the layer graph is required.
 
     Raises:
@@ -81,15 +76,7 @@ def _determining(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> dict[str
         "sizes": travelling_sizes(recipe, dataset, whole_minibatches=True),
         "computed for": asdict(device_of(cluster, recipe.engine)),
         "joined by": asdict(cluster.levels[0]) if recipe.parallelism.tensor != 1 else None,
-        "code": _code_hash(),
+        "code": code_hash(),  # more than is needed
         "torch": importlib.metadata.version("torch"),
         "python": sys.version,
     }
-
-
-@functools.cache
-def _code_hash() -> str:
-    """Return a hash of all code of the zoo and pipebench, more than is needed."""
-    folders = (Path(pipebench.__file__).parent, Path(str(zoo.__file__)).parent)  # in a checkout the second is a link
-    files = sorted({file for folder in folders for file in folder.rglob("*.py")})
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -53,7 +53,7 @@ class ProfiledModel:
 def profile_model(
     recipe: Recipe,
     cluster: Cluster,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[str], None] | None = None,
     *,
     whole_minibatches: bool = False,
     trains: bool = False,
@@ -66,7 +66,7 @@ def profile_model(
     Args:
         recipe: a validated recipe.
         cluster: whose device is profiled.
-        on_progress: called with (layers profiled, layers to profile).
+        on_progress: called with what is profiled, in words.
         whole_minibatches: profile whole minibatches too, even if only microbatches travel.
         trains: whether weights are needed beyond profiling.
         kept: the profile, if known.

@@ -6,6 +6,7 @@ The models are those of the full-size recipes with their initial weights; sample
 
 import argparse
 import io
+import math
 import platform
 import shlex
 import sys
@@ -22,6 +23,7 @@ from pipebench.errors import Fault, ProfileError, RecipeError
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES, DeviceSpec
+from pipebench.profile.enough import StopRule
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
@@ -137,7 +139,8 @@ def measure(loaded: LoadedRecipe, device: torch.device, text: str, repeats: int)
     real: Dataset = make_dataset(recipe.dataset)
     dataset = Noise(real, _num_outputs(loaded, real))
     graph = trace(initial_model(recipe), list(recipe.model.get("leaves") or ()))
-    profile = measured_profile(graph, dataset, [size], optimizer, device, text, repeats, engine=recipe.engine)
+    rule = StopRule(least=repeats, most=repeats, most_s=math.inf)
+    profile = measured_profile(graph, dataset, [size], optimizer, device, text, rule, engine=recipe.engine)
     return _without_loading(profile), _computed(loaded, graph, dataset, profile), dataset
 
 

@@ -8,6 +8,7 @@ import torch
 
 from pipebench.engine.in_situ import Key, Stepped, entries, in_use, mean, profile_in_situ, update_costs
 from pipebench.engine.setup import Setup
+from pipebench.profile.enough import StopRule
 from pipebench.schedule.operations import Op
 from tests.engine.test_modes import images
 from tests.engine.test_streams import text_setup
@@ -36,8 +37,9 @@ def ticks() -> Any:
     return itertools.count().__next__
 
 
-def nobody_else() -> None:
+def nobody_else(enough: bool) -> bool:
     """Nobody is waited for."""
+    return enough
 
 
 def setup_of(mode: str) -> Setup:
@@ -50,7 +52,7 @@ def test_every_instruction_of_every_stage_is_timed(mode: str) -> None:
     setup = setup_of(mode)
     before = {name: p.detach().clone() for name, p in setup.graph.root.named_parameters()}
     state = torch.get_rng_state()
-    (found,) = profile_in_situ([setup], 2, nobody_else, ticks())
+    (found,) = profile_in_situ([setup], nobody_else, ticks(), StopRule(most=2))
     size, stages = 4 // setup.pipeline.microbatches, range(len(setup.plan.stages))
     parts = [Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT] if setup.pipeline.backward == "split" else [Op.BACKWARD]
     expected = {Key(Op.LOAD_INPUT, 0, size), *(Key(op, s, size) for op in (Op.FORWARD, *parts) for s in stages)}
@@ -64,15 +66,21 @@ def test_every_instruction_of_every_stage_is_timed(mode: str) -> None:
 def test_models_that_carry_states_and_running_statistics_practise() -> None:
     for setup in (text_setup(([2], [1, 1]), weights="one"), make_setup(ConvNet(), ([2], [1, 1]), dataset=images())):
         before = {name: b.clone() for name, b in setup.graph.root.named_buffers()}
-        assert profile_in_situ([setup], 1, nobody_else)[0]
+        assert profile_in_situ([setup], nobody_else, rule=StopRule(most=1))[0]
         assert all(torch.equal(before[name], b) for name, b in setup.graph.root.named_buffers())
 
 
 def test_setups_take_turns_and_wait_for_others_every_time() -> None:
     setups = [make_setup(Mlp(), ([2], [1, 1]), weights="one", microbatches=m) for m in (1, 2)]
-    waits: list[None] = []
-    found = profile_in_situ(setups, 3, lambda: waits.append(None), ticks())
-    assert len(waits) == 2 * (1 + 3)
+    waits: list[bool] = []
+
+    def agree(enough: bool) -> bool:
+        """Another process needs a segment more of both."""
+        waits.append(enough)
+        return waits.count(True) > 2
+
+    found = profile_in_situ(setups, agree, ticks(), StopRule(most=3))
+    assert waits == [False] * 2 * (1 + 3) + [True] * 3
     assert [{key.num_samples for key in each if key.op is Op.FORWARD} for each in found] == [{4}, {2}]
 
 

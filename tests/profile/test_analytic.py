@@ -191,11 +191,11 @@ def test_update_time_counts_the_passes_over_the_parameters(optimizer: OptimizerR
     assert profile.update_floor_s == LAUNCH_S
 
 
-def test_progress_counts_layers() -> None:
-    told: list[tuple[int, int]] = []
+def test_progress_names_sizes() -> None:
+    told: list[str] = []
     graph = trace(nn.Linear(6, 4, dtype=torch.float64))
-    analytic_profile(graph, Blobs(), [2, 3], V100, SGD, "linear", lambda done, total: told.append((done, total)))
-    assert told == [(2, 4), (4, 4)]
+    analytic_profile(graph, Blobs(), [2, 3], V100, SGD, "linear", told.append)
+    assert told == ["computing all layers at 2 samples, 1 of 2", "computing all layers at 3 samples, 2 of 2"]
 
 
 def test_shared_parameters_stay_shared() -> None:

@@ -17,6 +17,7 @@ from pipebench.planner.state_graph import prefixes
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.choose import profile_for
 from pipebench.profile.devices import find_device
+from pipebench.profile.enough import StopRule
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
@@ -61,7 +62,7 @@ def lowered(name: str, precision: str) -> tuple[LayerGraph, Dataset]:
 def test_shapes_alone_give_the_bytes_that_data_gives(name: str, precision: str) -> None:
     graph, data = lowered(name, precision)
     shapes = analytic_profile(graph, data, [4], find_device("V100"), SGD, name)
-    real = measured_profile(graph, data, [4], SGD, torch.device("cpu"), name, 1, engine=EngineRecipe())
+    real = measured_profile(graph, data, [4], SGD, torch.device("cpu"), name, StopRule(most=1), engine=EngineRecipe())
     exact = {n: p.nbytes for n, p in graph.root.named_parameters()}
     for computed, measured in zip(shapes.layers[4], real.layers[4], strict=True):
         for column in ("output_bytes", "gradient_bytes", "parameter_sizes", "master_sizes", "buffer_sizes"):

@@ -451,6 +451,7 @@ OVERRIDES = [
     ),
     # engine
     ("engine.timing=measured", "engine.timing: got measured with cluster cluster-a, this machine's compute times are"),
+    ("engine.timing=anew", "engine.timing: got anew with cluster cluster-a, this machine's compute times are"),
     ("cluster={name: local, servers: 2}", "cluster.servers: got 2, allowed are 1 to 1 servers"),
     # interpolation
     ("name='${nothing}'", r"name: '\$\{nothing\}' can't be resolved: Interpolation key 'nothing' not found"),

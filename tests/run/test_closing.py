@@ -36,11 +36,20 @@ def test_after_two_ctrl_c_another_process_closes_the_record(folder: RunFolder, m
         raise AssertionError("MLflow is imported while the user waits for the prompt")
 
     monkeypatch.setattr(closing, "Tracking", here)
-    closing.close_record(folder, INTERRUPTED)
+    with Tracking("suite").following(folder.record_path) as log:
+        closing.close_record(folder, INTERRUPTED, log)
     closing._closing.pop().wait(PATIENCE_S)
     assert status() == "KILLED"
 
 
 def test_the_record_of_a_failed_run_is_closed_before_the_command_ends(folder: RunFolder) -> None:
-    closing.close_record(folder, 3)
+    with Tracking("suite").following(folder.record_path) as log:
+        closing.close_record(folder, 3, log)
     assert status() == "FAILED"
+
+
+def test_a_run_that_failed_before_it_began_has_no_record(folder: RunFolder) -> None:
+    (folder.record_path / "record.jsonl").unlink()
+    with Tracking("suite").following(folder.record_path) as log:
+        closing.close_record(folder, 3, log)
+    assert status() is None

@@ -242,27 +242,30 @@ def test_updates_are_drawn_only_so_often(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_preparing_writes_nothing_without_a_terminal() -> None:
     to = plain()
     with preparing("dp", to) as on_progress:
-        on_progress(1, 2)
+        on_progress("measuring layer 1 of 2 at 8 samples")
     assert written(to) == ""
 
 
 def test_preparing_a_run_says_so_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 0.0
+    """A first line at once; after two seconds one that says what it is at, and then one in ten seconds."""
+    now_s, timers = 0.0, list[threading.Timer]()
     monkeypatch.setattr("pipebench.show.progress.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("threading.Timer.start", lambda timer: timers.append(timer))
     to = plain()
     with preparing("dp", to, tells=True) as on_progress:
-        for done in range(20):
-            now_s = float(done)
-            on_progress(done, 20)
-    assert written(to).splitlines() == [
-        "dp  preparing", "dp  profiling layer 3 of 20", "dp  profiling layer 13 of 20"
-    ]  # fmt: skip
+        for layer in range(20):
+            now_s = float(layer)
+            on_progress(f"measuring layer {layer} of 20 at 8 samples")
+            if layer == timers[0].interval:
+                timers[0].function()
+    lines = [f"dp  measuring layer {layer} of 20 at 8 samples" for layer in (2, 12)]
+    assert written(to).splitlines() == ["dp  preparing", *lines]
 
 
 def test_preparing_on_a_terminal_takes_its_line_away() -> None:
     to = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     with preparing("dp", to) as on_progress:
-        on_progress(1, 2)
+        on_progress("measuring layer 1 of 2 at 8 samples")
     assert written(to).endswith("\x1b[2K")
 
 

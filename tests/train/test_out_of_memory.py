@@ -13,6 +13,7 @@ from pipebench.errors import OutOfMemoryError
 from pipebench.model import allocator
 from pipebench.model.allocator import Allocator
 from pipebench.profile import measure
+from pipebench.profile.enough import StopRule
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.simulate.memory import WORKSPACES, stage_memories
 from pipebench.train.engines import on_virtual_clock
@@ -85,8 +86,8 @@ def test_workspaces_are_measured_kept_and_predicted(monkeypatch: pytest.MonkeyPa
     setup, stand_in = given.setup, Standing()
     monkeypatch.setattr(measure, "allocator_of", lambda device: stand_in)
     found = measure.measured_profile(
-        setup.graph, setup.dataset, [*setup.profile.layers], given.recipe.train.optimizer, setup.device, "it", 1,
-        engine=given.recipe.engine,
+        setup.graph, setup.dataset, [*setup.profile.layers], given.recipe.train.optimizer, setup.device, "it",
+        StopRule(most=1), engine=given.recipe.engine,
     )  # fmt: skip
     rows = next(iter(found.layers.values()))
     assert {row.workspace_bytes for row in rows} == {1000}

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from pipebench.cli.main import cli
 from pipebench.errors import RecipeError
+from pipebench.profile import cache
 from pipebench.recipe.catalog import find
 from pipebench.recipe.load import LoadedRecipe, load_each
 from pipebench.train import profile_cache, profiled_model
@@ -75,7 +76,7 @@ def test_what_a_profile_depends_on_has_it_made_anew(built: list[str]) -> None:
 
 def test_changed_code_or_torch_has_it_made_anew(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     to_plan(recipe())
-    monkeypatch.setattr(profile_cache, "_code_hash", lambda: "another")
+    monkeypatch.setattr(profile_cache, "code_hash", lambda: "another")
     to_plan(recipe())
     monkeypatch.setattr("importlib.metadata.version", lambda _name: "9.9")
     to_plan(recipe())
@@ -88,10 +89,10 @@ def test_all_code_counts(package: str, tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "copy" / "__init__.py").write_text("")
     (tmp_path / "copy" / "inner" / "part.py").write_text("a = 1\n")
     monkeypatch.setattr(f"{package}.__file__", str(tmp_path / "copy" / "__init__.py"))
-    before = profile_cache._code_hash.__wrapped__()
-    assert profile_cache._code_hash.__wrapped__() == before
+    before = cache.code_hash.__wrapped__()
+    assert cache.code_hash.__wrapped__() == before
     (tmp_path / "copy" / "inner" / "part.py").write_text("a = 2\n")
-    assert profile_cache._code_hash.__wrapped__() != before
+    assert cache.code_hash.__wrapped__() != before
 
 
 def test_what_is_measured_or_the_users_own_is_never_taken_for_known(

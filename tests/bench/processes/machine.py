@@ -19,8 +19,9 @@ from pipebench.cluster import Cluster, Level
 from pipebench.distributed.host import host_costs, in_situ, in_turns
 from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, connect
 from pipebench.distributed.world import World, current
-from pipebench.engine.in_situ import entries, in_use, mean
+from pipebench.engine.in_situ import entries, in_use, mean, profile_in_situ
 from pipebench.model.rounded_data import RoundedData
+from pipebench.profile.enough import StopRule
 from pipebench.profile.measure import mean_profile, measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
@@ -32,7 +33,6 @@ from tests.bench.processes.subject import OPTIMIZER, Case, Subject, cut_at, make
 
 _SMALL_BYTES, _LARGE_BYTES = 4, 4 << 20
 _TRIPS, _WARM_UPS = 200, 10
-_PASSES, _SEGMENTS = 7, 3
 _ADDS_UP, _TRIES = 0.1, 3
 _MICROBATCHES = (1, 2, 4, 8)
 _UNUSED = (1e9, 1e-6)  # bytes/s and s of a link that a single process has not
@@ -102,7 +102,7 @@ def measure_here(subject: dict[str, Any]) -> dict[str, Any]:
     assert world is not None
     link = link_between_first_two()
     world.barrier()
-    measured = partial(measured_profile, repeats=_PASSES, engine=model.engine)
+    measured = partial(measured_profile, engine=model.engine)
     given = (model.graph(), _rounded(model), sizes(model, world.size), OPTIMIZER, world.device, str(model))
     mine = in_turns(world, lambda: measured(*given))
     profile = mean_profile([read_profile(text) for text in world.exchange(write_profile(mine))])
@@ -126,7 +126,9 @@ def _in_use(subject: Subject, profile: Profile, world: World) -> list[tuple[str,
         for count in _MICROBATCHES[1 if world.size > 1 else len(_MICROBATCHES) :]
     ]
     setups = [make_setup(subject, case, profile, cluster) for case in cases]
-    everybodys = world.exchange([entries(each) for each in in_situ(world, setups, _SEGMENTS)])
+    everybodys = world.exchange(
+        [entries(each) for each in in_situ(world, setups, partial(profile_in_situ, rule=StopRule(most=3)))]
+    )
     if not all(everybodys):  # too large for some GPU
         return []
     found = [in_use(profile, *each) for each in zip(setups, map(mean, zip(*everybodys, strict=True)), strict=True)]

@@ -2,19 +2,25 @@
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from pipebench.distributed import host
+from pipebench.distributed.host import in_situ
+from pipebench.distributed.world import World
 from pipebench.engine.in_situ import profile_in_situ
 from pipebench.engine.setup import Setup
 from pipebench.profile.model import Profile
-from pipebench.run import processes
+from pipebench.run import measuring
+from pipebench.run.measuring import Together
 from pipebench.simulate.costs import HostCosts, SharedProcessors
 from tests.distributed.test_cores import gpu
+from tests.run.test_measuring import loaded
 from tests.support import Blobs, Mlp, make_setup
 
 
@@ -29,12 +35,14 @@ class TwoRanks:
         self.happened: list[str] = []
         self._shares = [gpu(number) for number in gpus]
         monkeypatch.setattr(host, "processor_shares", lambda device: "shares")
+        monkeypatch.setattr(measuring, "processor_shares", lambda device: "shares")
+        monkeypatch.setattr(measuring, "local_device_name", str)
 
         def measured(*args: Any) -> Any:
             self.happened.append("measures")
             return profile_in_situ(*args, itertools.count().__next__)
 
-        monkeypatch.setattr(host, "profile_in_situ", measured)
+        monkeypatch.setattr(measuring, "in_situ", partial(in_situ, measure=measured))
 
     def exchange(self, value: Any) -> list[Any]:
         """Return both ranks' values."""
@@ -59,14 +67,16 @@ class Prepared:
 
 
 @pytest.fixture
-def job() -> Prepared:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
+    monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path))
     return Prepared(make_setup(Mlp(), ([2], [1, 1]), dataset=Blobs()), SimpleNamespace(name="shared"))
 
 
 def in_use(job: Prepared, world: TwoRanks) -> Setup:
     """Return the setup with what is measured in use."""
-    found: Prepared = processes._in_use(job, world)  # type: ignore[arg-type, assignment]
-    return found.setup
+    found: Any = Together(loaded(), cast("World", world)).in_use(cast("Any", job))
+    setup: Setup = found.setup
+    return setup
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, "waits measures waits waits"), (1, "waits waits measures waits")])
@@ -96,7 +106,7 @@ def test_what_is_too_large_for_one_gpu_is_shared_all_the_same(job: Prepared, mon
     def fail(*args: Any) -> Any:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(host, "profile_in_situ", fail)
+    monkeypatch.setattr(measuring, "in_situ", partial(in_situ, measure=fail))
     setup = in_use(job, world)
     assert world.happened == ["waits"] * 3  # nobody waits for the rank that failed
     assert setup.profile is job.profile

@@ -1,0 +1,149 @@
+"""What the processes of a run measure together before it trains, each thing once, and kept for the next run.
+
+On CPUs all measure at the same time, as they will compute: layers one by one, then every worker's list (in situ), then
+what messages and sums cost. Workers that share a GPU measure in turns. Workers with GPUs of their own don't disturb
+each other: there a profile is of a kind of device, one worker of each kind measures it, and the launcher's profile is
+that of its own kind.
+
+Rank 0's cache has what was measured before by as many processes with the same cores.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Generic, TypeVar
+
+import torch
+
+from pipebench import typed_json
+from pipebench.distributed.cores import processor_shares
+from pipebench.distributed.host import host_costs, in_situ, in_turns
+from pipebench.distributed.launch_ready import ready_heard
+from pipebench.distributed.world import World
+from pipebench.engine.in_situ import InSituTimes, entries, fetches_itself, in_use, mean
+from pipebench.profile.cache import code_hash, find, keep
+from pipebench.profile.choose import measured_key, profile_for
+from pipebench.profile.devices import local_device_name
+from pipebench.profile.measure import mean_profile, measured_profile
+from pipebench.profile.model import Profile
+from pipebench.profile.stored import read_profile, write_profile
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.ranges import ANEW
+from pipebench.show.progress import lasting
+from pipebench.simulate.costs import HostCosts, stage_costs
+from pipebench.train.job import Job
+from pipebench.train.profiled_model import ProfiledModel
+from pipebench.train.request import travelling_sizes
+
+T = TypeVar("T")
+_LAUNCHER_S = 60.0  # for the launcher, which may be slow, to be ready to record
+
+
+@dataclass(frozen=True)
+class _Form(Generic[T]):
+    """How a measurement is written, for others and for the cache; `read` refuses what isn't of this form."""
+
+    read: Callable[[str], T]
+    write: Callable[[T], str]
+
+
+def _read_times(text: str) -> InSituTimes:
+    return mean([json.loads(text)])
+
+
+_PROFILE = _Form(read_profile, write_profile)
+_TIMES = _Form(_read_times, lambda times: json.dumps(entries(times)))
+_HOST = _Form(partial(typed_json.read, HostCosts), typed_json.write)
+
+
+class Together:
+    """Measures for one run in all its processes; all call the same.
+
+    Args:
+        loaded: the recipe.
+        world: the processes.
+    """
+
+    def __init__(self, loaded: LoadedRecipe, world: World) -> None:
+        self._loaded, self._world = loaded, world
+        self._is_first = world.rank == 0
+        self._recipe = loaded.recipe
+        self._kinds = world.exchange(local_device_name(world.device))
+        self._shares = world.exchange(processor_shares(world.device))
+        gpus = [shares[-1]["name"] for shares in self._shares if shares[-1]["kind"] == "GPU"]
+        self._alone = len({*gpus}) == world.size  # every worker has a GPU of its own
+        self._layers_key: Mapping[str, object] = {}
+
+    def profile(self, known: ProfiledModel, profile: Profile) -> Profile:
+        """Return a model's profile at the sizes that travel, for a run that was planned with `profile`."""
+        if self._alone:
+            return self._by_kind(known, profile)
+        sizes = travelling_sizes(self._recipe, known.dataset)
+        key = measured_key(self._recipe, known.graph, sizes, self._world.device)
+        self._layers_key = {**key, "together": self._shares}
+        with lasting(self._recipe.name, "measuring layers in all workers", shown=self._is_first) as say:
+            measure = partial(
+                measured_profile, known.graph, known.dataset, sizes, self._recipe.train.optimizer, self._world.device,
+                profile.model, on_progress=lambda work: say(f"{work}, in all workers"), engine=self._recipe.engine,
+                whole_steps=False,
+            )  # fmt: skip
+
+            def together() -> Profile:
+                mine = in_turns(self._world, measure)
+                return mean_profile([read_profile(text) for text in self._world.exchange(write_profile(mine))])
+
+            return self._once(self._layers_key, _PROFILE, together)
+
+    def in_use(self, job: Job) -> Job:
+        """Return a job with costs measured while all workers compute and communicate, on CPUs and shared GPUs."""
+        if self._alone:
+            return job  # an instruction alone on its GPU takes what its layers take
+        setup, world = job.setup, self._world
+        lists = {"plan": repr(setup.plan), "pipeline": repr(setup.pipeline), "train": asdict(self._recipe.train)}
+        with lasting(job.recipe.name, "measuring stages while all workers compute", shown=self._is_first) as say:
+            times = self._once({**self._layers_key, "code": code_hash(), **lists}, _TIMES, lambda: self._lists(job))
+            say("measuring messages and sums while all workers compute")
+            fetches = fetches_itself(setup)
+            beside = {"together": self._shares, "code": code_hash(), "torch": torch.__version__, "fetches": fetches}
+            host = self._once(beside, _HOST, lambda: host_costs(world, fetches=fetches))
+        if not times:  # too large for some GPU: its layers are known one by one
+            return replace(job, setup=replace(setup, costs=replace(setup.costs, host=host)))
+        profile = in_use(job.profile, setup, times)
+        costs = replace(stage_costs(profile, setup.plan), host=host)
+        return replace(job, setup=replace(setup, profile=profile, costs=costs))
+
+    def _lists(self, job: Job) -> InSituTimes:
+        """Measure every worker's list in all processes; nothing where it is too large for some GPU."""
+        found = self._world.exchange([entries(each) for each in in_situ(self._world, [job.setup])])
+        return mean([mine for (mine,) in found]) if all(found) else {}
+
+    def _by_kind(self, known: ProfiledModel, profile: Profile) -> Profile:
+        """Return the mean over the workers' devices, each kind measured by the first worker that has one."""
+        kinds, rank = self._kinds, self._world.rank
+        mine = None
+        if kinds[rank] != profile.device and kinds.index(kinds[rank]) == rank:
+            with lasting(self._recipe.name, f"measuring layers on {kinds[rank]}") as say:
+                sizes = travelling_sizes(self._recipe, known.dataset)
+                args = self._recipe, self._loaded.cluster, known.graph, known.dataset, sizes, self._world.device, say
+                mine = write_profile(profile_for(*args))
+        found = {profile.device: profile}
+        found |= {kinds[i]: read_profile(text) for i, text in enumerate(self._world.exchange(mine)) if text is not None}
+        if {*kinds} == {profile.device}:
+            return profile
+        told = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+        return replace(mean_profile([found[kind] for kind in kinds]), note=f"{profile.note}; mean over {told}")
+
+    def _once(self, key: Mapping[str, object], form: _Form[T], measure: Callable[[], T]) -> T:
+        """Return what all processes measure and find alike, or what rank 0's cache has of the same."""
+        looks = self._is_first and self._recipe.engine.timing != ANEW
+        text = self._world.exchange(find(key, form.read) if looks else None)[0]
+        if text is not None:
+            return form.read(text)
+        ready = ready_heard() if self._is_first else None
+        if ready is not None:  # else its import would take cores from what is measured
+            ready(_LAUNCHER_S)
+        found = measure()
+        if self._is_first:
+            keep(key, form.write(found))
+        return found

@@ -1,0 +1,205 @@
+"""What processes measure together: once, and never again while nothing changes that it depends on."""
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import yaml
+
+from pipebench.distributed.host import in_situ
+from pipebench.distributed.world import World
+from pipebench.model.device import torch_settings
+from pipebench.profile.measure import measured_profile
+from pipebench.profile.model import Profile
+from pipebench.profile.stored import write_profile
+from pipebench.recipe.load import LoadedRecipe, load_mapping
+from pipebench.run import measuring
+from pipebench.run.deciding import decision_of, prepare_job
+from pipebench.run.measuring import Together
+from pipebench.run.processes import prepared_together
+from pipebench.simulate.costs import HostCosts, SharedProcessors
+from pipebench.train.job import Job
+from pipebench.train.profiled_model import ProfiledModel, profile_model
+from tests.recipes import uniform_recipe
+
+COSTS = HostCosts(0.5, 0.25, 0.125, fetches=True, shared=SharedProcessors(2.0))
+
+
+@dataclass
+class Peers:
+    """A world of which this process is the only real one: the others say what it says, unless a script has it."""
+
+    rank: int = 0
+    size: int = 2
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    script: list[Callable[[Any], list[Any]]] = field(default_factory=list)  # answers to the first exchanges
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return what all say."""
+        return self.script.pop(0)(value) if self.script else [value] * self.size
+
+    def barrier(self) -> None:
+        """Nobody is waited for."""
+
+
+def loaded(*, threads: int = 1, **sections: Mapping[str, Any]) -> LoadedRecipe:
+    given = yaml.safe_load(uniform_recipe(4, 64, 16, 8, "mode: gpipe, plan: 1-1, microbatches: 2"))
+    given |= {"cluster": {"name": "local", "count": 2}, "engine": {"kind": "distributed", "threads": threads}}
+    for section, keys in sections.items():
+        given[section] = {**given[section], **keys}
+    return load_mapping(given)[0]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
+    """What a first run comes to, and the cache that it leaves."""
+    folder = tmp_path_factory.mktemp("first")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIPEBENCH_CACHE", str(folder))
+        counts = counted(patch)
+        job = prepared(loaded())
+    assert counts == {"layers": 1, "lists": 1, "messages": 1}
+    return job, folder
+
+
+@pytest.fixture
+def measured(first: tuple[Job, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often what is measured from now on, with the cache of the first run."""
+    shutil.copytree(first[1], tmp_path, dirs_exist_ok=True)
+    monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path))
+    return counted(monkeypatch)
+
+
+def counted(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return how often what is measured, from now on."""
+    counts: Counter[str] = Counter()
+
+    def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    patch.setattr(measuring, "measured_profile", count("layers", measured_profile))
+    patch.setattr(measuring, "in_situ", count("lists", in_situ))
+    patch.setattr(measuring, "host_costs", count("messages", lambda *_, **__: COSTS))
+    return counts
+
+
+def prepared(recipe: LoadedRecipe) -> Job:
+    with torch_settings(recipe.recipe.engine):
+        decision = decision_of(prepare_job(recipe, trains=False, silent=True))
+        return prepared_together(recipe, decision, cast("World", Peers()))
+
+
+def test_everything_is_measured_once(first: tuple[Job, Path], measured: Counter[str]) -> None:
+    again = prepared(loaded())
+    assert measured == {}
+    assert again.setup.costs == first[0].setup.costs
+    assert again.setup.costs.host == COSTS
+    assert again.setup.profile == first[0].setup.profile
+    assert again.profile == first[0].profile
+
+
+@pytest.mark.parametrize(
+    ("change", "again"),
+    [
+        ({"engine": {"timing": "anew"}}, {"layers": 1, "lists": 1, "messages": 1}),
+        ({"threads": 2}, {"layers": 1, "lists": 1, "messages": 1}),
+        ({"model": {"num_layers": 6}}, {"layers": 1, "lists": 1}),
+        ({"train": {"minibatch_size": 16}}, {"layers": 1, "lists": 1}),
+        ({"parallelism": {"mode": "pipedream-flush"}}, {"lists": 1}),
+        ({"parallelism": {"plan": "2"}}, {"lists": 1}),
+        ({"train": {"max_epochs": 1}}, {}),
+    ],
+    ids=str,
+)
+def test_only_what_depends_on_a_change_is_measured_again(
+    change: dict[str, Any], again: dict[str, int], measured: Counter[str]
+) -> None:
+    prepared(loaded(**change))
+    assert measured == again
+
+
+@pytest.mark.parametrize("text", ["", "{", "[[1]]", '{"pipebench_profile": 0}'])
+def test_what_the_cache_has_and_nobody_can_read_is_measured_again(
+    text: str, measured: Counter[str], tmp_path: Path
+) -> None:
+    for path in (tmp_path / "profiles").iterdir():
+        path.write_text(text)
+    prepared(loaded())
+    assert measured == {"layers": 1, "lists": 1, "messages": 1}
+
+
+def test_the_cache_of_rank_0_counts(measured: Counter[str]) -> None:
+    """What another rank's cache has would leave rank 0 to measure alone."""
+    known, profile = model()
+    others = Together(loaded(), cast("World", Peers(rank=1)))
+    others._world = cast("World", Peers(rank=1, script=[lambda mine: [None, mine]]))
+    others.profile(known, profile)
+    assert measured == {"layers": 1}
+
+
+def model() -> tuple[ProfiledModel, Profile]:
+    """Return a model and its profile, as planned with."""
+    recipe = loaded()
+    known = profile_model(recipe.recipe, recipe.cluster)
+    return known, replace(known.profile, device="A")
+
+
+def with_forward(profile: Profile, device: str, forward_s: float) -> Profile:
+    rows = lambda rows: tuple(replace(row, forward_s=forward_s) for row in rows)  # noqa: E731
+    return replace(profile.with_rows(rows), device=device)
+
+
+def on_gpus(
+    monkeypatch: pytest.MonkeyPatch, rank: int, kinds: Sequence[str], gpus: Sequence[str], found: Profile
+) -> tuple[Together, list[str]]:
+    """Return what measures on made-up GPUs, and the kinds that this rank measures."""
+    cores = {"name": "h", "kind": "core", "threads": 1, "capacity": 2.0}
+    shares = [[cores, {"name": gpu, "kind": "GPU", "threads": 1, "capacity": 1.0}] for gpu in gpus]
+    world = Peers(rank, len(kinds), script=[lambda mine: [*kinds], lambda mine: shares])
+    told: list[str] = []
+
+    def profile_for(*_: object) -> Profile:
+        told.append(kinds[rank])
+        return found
+
+    monkeypatch.setattr(measuring, "profile_for", profile_for)
+    return Together(loaded(), cast("World", world)), told
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.usefixtures("measured")
+def test_each_kind_of_gpu_is_measured_by_its_first_worker(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, profile = model()
+    fast, slow = with_forward(profile, "A", 1.0), with_forward(profile, "B", 4.0)
+    together, told = on_gpus(monkeypatch, rank, "ABB", ["g0", "g1", "g2"], slow)
+    cast("Any", together._world).script = [lambda mine: [None, write_profile(slow), None]]
+    found = together.profile(known, fast)
+    assert told == (["B"] if rank == 1 else [])
+    assert {row.forward_s for rows in found.layers.values() for row in rows} == {3.0}
+    assert found.note.endswith("; mean over 1 x A, 2 x B")
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_gpus_of_the_launcher_s_kind_are_not_measured_again(
+    rank: int, monkeypatch: pytest.MonkeyPatch, measured: Counter[str]
+) -> None:
+    known, profile = model()
+    together, told = on_gpus(monkeypatch, rank, "AA", ["g0", "g1"], profile)
+    assert together.profile(known, profile) == profile
+    assert (told, measured) == ([], {})
+
+
+def test_workers_that_share_a_gpu_measure_together(monkeypatch: pytest.MonkeyPatch, measured: Counter[str]) -> None:
+    known, profile = model()
+    together, told = on_gpus(monkeypatch, 0, "AA", ["g0", "g0"], profile)
+    together.profile(known, profile)
+    assert (told, measured) == ([], {"layers": 1})

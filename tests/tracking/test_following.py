@@ -1,0 +1,154 @@
+"""Runs that one process logs and another sends to MLflow; here both are one process."""
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipebench.tracking import RunLog, Tracking, read_record
+from pipebench.tracking import system as system_metrics
+from pipebench.tracking.record import ENTRIES, LogEntry, RecordFolder, mlflow_run_id
+from pipebench.tracking.store import Store
+from tests.patience import PATIENCE_S
+from tests.tracking.records import RESULT, fetch, history
+
+
+def elsewhere() -> Tracking:
+    """Return where a run logs that another process sends."""
+    return Tracking("suite", lambda limit_s: True)
+
+
+def begun(folder: Path, **tags: str) -> RunLog:
+    """Begin a run, or go on with it, in a process of which nothing else is left."""
+    return elsewhere().start("followed", params={"lr": "0.1"}, tags=tags, virtual=False, folder=folder)
+
+
+def until(happened: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "record"
+
+
+@pytest.fixture
+def follower(tracking: Tracking, record: Path) -> Iterator[RunLog]:
+    with tracking.following(record) as log:
+        yield log
+
+
+@pytest.mark.usefixtures("follower")
+def test_what_one_process_logs_another_sends(record: Path) -> None:
+    run = begun(record, mode="dp")
+    for point in RESULT.points:
+        run.point(point)
+    run.text("note.txt", "an artifact")
+    run.finish(RESULT)
+    assert run.run_id == mlflow_run_id(record) is not None
+    stored = fetch(run)
+    assert (stored.info.status, stored.data.params, stored.data.tags["mode"]) == ("FINISHED", {"lr": "0.1"}, "dp")
+    assert [row.step for row in history(run, "curves/top1")] == [1000, 2000, 3000, 4000]
+    assert run.where() == "pipebench ui   (experiment suite, run followed)"
+
+
+@pytest.mark.usefixtures("folder")
+def test_logging_imports_nothing_and_connects_nowhere(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(_: Store) -> None:
+        raise AssertionError("this process doesn't send")
+
+    monkeypatch.setattr(Store, "connect", connect)
+    before = threading.active_count()
+    begun(record).point(RESULT.points[0])
+    assert threading.active_count() == before
+    found = read_record(record)
+    assert found is not None
+    assert found.points == (RESULT.points[0],)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.usefixtures("follower")
+def test_a_process_that_is_started_again_goes_on_with_its_run(ends: bool, record: Path) -> None:
+    """Whether the first could still say that it failed or not."""
+    first = begun(record)
+    for point in RESULT.points[:3]:
+        first.point(point)
+    if ends:
+        first.finish(status="FAILED")
+        assert fetch(first).info.status == "FAILED"
+    second = begun(record)
+    for point in RESULT.points:
+        second.point(point)
+    second.finish(RESULT)
+    assert second.run_id == mlflow_run_id(record)
+    assert [row.step for row in history(second, "curves/top1")] == [1000, 2000, 3000, 4000]
+    assert (fetch(second).info.status, fetch(second).data.tags["resumes"]) == ("FINISHED", "1")
+
+
+def test_the_follower_ends_a_run_whose_process_did_not(follower: RunLog, record: Path) -> None:
+    run = begun(record)
+    run.point(RESULT.points[0])
+    follower.finish(status="FAILED")
+    assert fetch(follower).info.status == "FAILED"
+    assert [row.step for row in history(follower, "curves/top1")] == [1000]
+
+
+def test_what_a_follower_left_another_sends(tracking: Tracking, record: Path) -> None:
+    with tracking.following(record) as log:
+        run = begun(record)
+        until(lambda: mlflow_run_id(record))
+        log.stop()
+        run.point(RESULT.points[0])
+    again = tracking.reopen(record)
+    assert again is not None
+    again.finish(status="KILLED")
+    assert again.run_id == log.run_id
+    assert fetch(again).info.status == "KILLED"
+    assert [row.step for row in history(again, "curves/top1")] == [1000]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_store_that_fails_is_told_once_and_waited_for_by_nobody(
+    record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def connect(_: Store) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(Store, "connect", connect)
+    with Tracking("suite").following(record):
+        run = begun(record)
+        run.finish(RESULT)
+        assert run.where().endswith("record/ (MLflow did not take it)")
+    assert capsys.readouterr().err.count("disk I/O error") == 1
+    found = read_record(record)
+    assert found is not None
+    assert found.result == RESULT
+
+
+@pytest.mark.usefixtures("follower")
+def test_this_host_is_sampled(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system_metrics, "SAMPLE_EVERY_S", 0.0)
+    run = begun(record)
+    until(lambda: b"system/" in (record / ENTRIES).read_bytes())
+    run.finish(RESULT)
+    assert any(name.startswith("system/") for name in fetch(run).data.metrics)
+
+
+def test_an_entry_that_is_being_written_is_heard_of_when_it_is_whole(tmp_path: Path) -> None:
+    record = RecordFolder(tmp_path, mends=False)
+    line = LogEntry(tags={"mode": "dp"}).to_json() + "\n"
+    with (tmp_path / ENTRIES).open("w", encoding="utf-8") as file:
+        file.write(line + line[:9])
+        file.flush()
+        assert [entry.tags for entry in record.hear()] == [{"mode": "dp"}]
+        assert [entry.tags for entry in RecordFolder(tmp_path, mends=False).earlier] == [{"mode": "dp"}]
+        file.write(line[9:])
+    assert [entry.tags for entry in record.hear()] == [{"mode": "dp"}]
+    assert record.hear() == []
