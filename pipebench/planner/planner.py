@@ -48,7 +48,10 @@ class Planner(Estimator):
     ) -> None:
         super().__init__(request, mode, known)
         self.search_s = self.predict_s = 0.0
-        self._tell = tell
+        self._tell, self._explains = (
+            tell,
+            True,
+        )  # the latter: says why nothing fits, which takes longer than finding out
         self._searches = Searches(self, tell)
 
     def best(self) -> PlanEstimate:
@@ -65,6 +68,7 @@ class Planner(Estimator):
         """Return the best plan of the mode under a request that leaves nothing else open."""
         if request is not self.request:
             other = Planner(request, self.name, known=self._known, tell=self._tell)
+            other._explains = False  # the error of the mode as it is says it
             try:
                 return other.best()
             finally:
@@ -120,7 +124,7 @@ class Planner(Estimator):
             problem = streams_problem(fitting[0].plan.replicas, self.request.streams)
             raise PlanError(f"no plan of mode {self.name} keeps streams of text together: train.streams is {problem}")
         if not keeping:
-            raise PlanError(why_nothing_fits(self))
+            raise PlanError(why_nothing_fits(self) if self._explains else "nothing fits")
         if not self.mode.flush and not self.request.model.has_ports:
             keeping = [min(keeping, key=lambda each: each.bottleneck_s)]
         self._tell("simulating")

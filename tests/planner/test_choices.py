@@ -11,6 +11,9 @@ from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
 from pipebench.planner.choices import open_rows
 from pipebench.planner.cost_models import COST_MODELS
+from pipebench.planner.flat import SearchStage
+from pipebench.planner.floor import Floors
+from pipebench.planner.placement_costs import Sketch
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.profile.model import LayerProfile, Profile
@@ -139,3 +142,12 @@ def test_nothing_is_chosen_unless_memory_binds_and_the_recipe_leaves_it_open() -
         assert way_of(found) == NEITHER
     straight = Planner(request_of(LAYERS, 4, 50_000, "model"), "model")
     assert [*open_rows(straight)] == [replace(MODES["model"], recompute=True)]
+
+
+def test_no_plan_with_shards_is_faster_than_its_lower_bound() -> None:
+    """Which counts the update of a shard, not of the whole stage: the climb rules plans out by it."""
+    given = replace(request_of(LAYERS, 4, None), row=replace(MODES["pipedream"], shard=OPTIMIZER))
+    planner = Planner(given, "pipedream")
+    found = planner.for_replicas([4])
+    floor_s = Floors(planner).floor_s(Sketch((SearchStage(0, 4, 4),), ((0, 1, 2, 3),), 1))
+    assert 0.99 * found.minibatch_s <= floor_s <= (1 + 1e-6) * found.minibatch_s
