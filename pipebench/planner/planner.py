@@ -48,10 +48,8 @@ class Planner(Estimator):
     ) -> None:
         super().__init__(request, mode, known)
         self.search_s = self.predict_s = 0.0
-        self._tell, self._explains = (
-            tell,
-            True,
-        )  # the latter: says why nothing fits, which takes longer than finding out
+        self._tell = tell
+        self._explains = True  # says why nothing fits, which takes longer than to find out
         self._searches = Searches(self, tell)
 
     def best(self) -> PlanEstimate:
