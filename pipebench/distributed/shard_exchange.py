@@ -187,15 +187,18 @@ class WeightGather:
             self._work.append((work, parts))
 
     def _exchanged(self, own: torch.Tensor, parts: list[torch.Tensor]) -> list[Any]:
-        """Send the own part to all others, and take theirs."""
-        work, group = list[Any](), self._exchange.group
+        """Send the own part to all others, and take theirs.
+
+        In one batch: by NCCL all of it is on one stream, where two members that both sent first would wait for ever.
+        """
+        operations, group = list[Any](), self._exchange.group
         parts[self._exchange.own] = own
         for position, part in enumerate(parts):
             if position != self._exchange.own and len(own):
-                work.append(dist.isend(own, group=group, group_dst=position))
+                operations.append(dist.P2POp(dist.isend, own, group=group, group_peer=position))
             if position != self._exchange.own and len(part):
-                work.append(dist.irecv(part, group=group, group_src=position))
-        return work
+                operations.append(dist.P2POp(dist.irecv, part, group=group, group_peer=position))
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Moment:
         """Take the others' pieces; return when the last of them was there."""

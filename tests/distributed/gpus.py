@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -286,6 +287,12 @@ class Gpus:
             self.here.host_s = max(self.here.host_s, sent_s + self.wire_s)
 
         return _Done(arrive)
+
+    def P2POp(self, kind: Callable[..., Any], data: torch.Tensor, *, group: Any, group_peer: int) -> Any:  # noqa: N802
+        return partial(kind, data, group=group, **{"group_dst" if kind == self.isend else "group_src": group_peer})
+
+    def batch_isend_irecv(self, operations: Sequence[Callable[[], Any]]) -> list[Any]:
+        return [operation() for operation in operations]
 
     def send(self, data: torch.Tensor, peer: int, group: Any) -> None:
         self.isend(data, peer, group=group).wait()

@@ -47,7 +47,7 @@ class Member:
         self.threads.barrier.wait()
         return found
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum(self, tensor: torch.Tensor, *, counts: bool = True) -> torch.Tensor:
         """Return their sum."""
         first, *others = self.gather(tensor)
         for other in others:

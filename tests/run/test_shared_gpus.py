@@ -38,9 +38,9 @@ class TwoRanks:
         monkeypatch.setattr(measuring, "processor_shares", lambda device: "shares")
         monkeypatch.setattr(measuring, "local_device_name", str)
 
-        def measured(*args: Any) -> Any:
+        def measured(setups: Any, agree: Any) -> Any:
             self.happened.append("measures")
-            return profile_in_situ(*args, itertools.count().__next__)
+            return profile_in_situ(setups, agree, itertools.count().__next__)
 
         monkeypatch.setattr(measuring, "in_situ", partial(in_situ, measure=measured))
 
