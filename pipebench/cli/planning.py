@@ -272,8 +272,9 @@ def _answer(
         comparison = compare(request, None if mode == AUTO else mode, others=False, known=known_states, tell=tell)
     best = comparison.best
     spare_s = None
-    row = request.row or MODES[best.plan.mode]
-    planner = Planner(request if best.plan.mode == mode else replace(request, row=None), best.plan.mode)
+    asked = request if best.plan.mode == mode else replace(request, row=None)
+    row = best.chosen(asked.row or MODES[best.plan.mode])
+    planner = Planner(replace(asked, row=row) if best.choices else asked, best.plan.mode)
     waits = best.is_simulated and best.minibatch_s > _DIFFERS * best.bottleneck_s
     if waits and not row.flush and len(best.stages) > 1:
         deeper = replace(best, plan=replace(best.plan, depth=best.plan.depth + 1), is_simulated=False)

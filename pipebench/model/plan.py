@@ -42,6 +42,7 @@ class Plan:
     crossings: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     relay: bool = False  # whether a value that skips stages passes through each; else it goes straight to its readers
     ties: bool = False  # whether stages may have a copy each of a parameter that their layers share
+    shard: str | None = None  # what replicas share out, if the planner chose that; None: what mode and recipe say
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -172,7 +173,7 @@ def recut(graph: Cuttable, plan: Plan, starts: Sequence[int], memory: Sequence[s
     Raises:
         PlanError: as `make_plan`.
     """
-    return make_plan(
+    made = make_plan(
         graph,
         starts,
         plan.replicas,
@@ -184,6 +185,7 @@ def recut(graph: Cuttable, plan: Plan, starts: Sequence[int], memory: Sequence[s
         relay=plan.relay,
         ties=plan.ties,
     )
+    return replace(made, shard=plan.shard)
 
 
 def stage_of_layers(stages: Sequence[StagePlan]) -> list[int]:

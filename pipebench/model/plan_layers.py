@@ -4,6 +4,7 @@ import bisect
 import difflib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from pipebench.errors import Fault, RecipeError, nearest
 from pipebench.formats import listed
@@ -21,13 +22,13 @@ def form_of(plan: Plan, names: Sequence[str]) -> PlanForm:
         StageForm(stage.replicas, stage.devices, dict(zip(names[stage.start : stage.stop], stage.memory, strict=True)))
         for stage in plan.stages
     )
-    return PlanForm(plan.mode, plan.depth, plan.chunks, tuple(stages))
+    return PlanForm(plan.mode, plan.depth, plan.chunks, tuple(stages), plan.shard)
 
 
 def plan_of(form: PlanForm, graph: Cuttable, *, relay: bool = False, ties: bool = False) -> Plan:
     """Return the plan of a file without `layer_problems`; `relay` and `ties` as in `Plan`."""
     counts = [len(stage.layers) for stage in form.stages]
-    return make_plan(
+    made = make_plan(
         graph,
         [sum(counts[:index]) for index in range(1, len(counts))],
         [stage.replicas for stage in form.stages],
@@ -39,6 +40,7 @@ def plan_of(form: PlanForm, graph: Cuttable, *, relay: bool = False, ties: bool 
         relay=relay,
         ties=ties,
     )
+    return replace(made, shard=form.shard)
 
 
 def refuse(source: str, problems: Iterable[tuple[str, str]], hint: str = "") -> None:

@@ -38,7 +38,7 @@ from pipebench.planner.predict import FILL_ROUNDS
 from pipebench.schedule.notation import streams_problem
 from pipebench.schedule.orders import ONE_F_ONE_B
 from pipebench.schedule.pipeline import MOST_BEYOND_NOAM, WHOLE, noam
-from pipebench.schedule.syncs import ALL_REDUCE
+from pipebench.schedule.syncs import ALL_REDUCE, ORDERED
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
 BUDGET = 50_000  # simulated instructions or equivalent, 15 to 20 us each: about a second
@@ -59,6 +59,7 @@ def climbs(of: Estimator, found: Sequence[PlanEstimate]) -> bool:
     """Return whether local search applies: pipelines that `floor` models, all simulated."""
     mode, policy = of.mode, WEIGHT_POLICIES[of.mode.weights]
     rings = mode.sync == ALL_REDUCE and of.request.cluster.all_reduce == RING
+    rings &= not mode.is_sharded or mode.sums != ORDERED  # the bounds are of rings
     plain = rings and mode.order == ONE_F_ONE_B and mode.backward == WHOLE and not policy.accumulates
     pipelined = mode.shape == "any" and mode.chunks == 1 and mode.depth is None
     whole = not mode.flush and not mode.microbatches
@@ -120,7 +121,8 @@ class _Climb:
         if self.tried_all:
             return (1 - _PRECISION) * min(self._unseen_s, *(each.minibatch_s for each in self._found.values()))
         fastest = max(self._cluster.levels, key=lambda level: level.sum_bytes_per_s)
-        return flat_bound_s(FlatProblem(self._of.work, ALONE, fastest, self._cluster.num_workers))
+        work = self._of.work if not self._of.mode.is_sharded else replace(self._of.work, update_s_per_byte=0.0)
+        return flat_bound_s(FlatProblem(work, ALONE, fastest, self._cluster.num_workers))
 
     def _tries_all(self) -> bool:
         """Try all plans that may beat the best if they are few; return whether that was completed."""

@@ -61,7 +61,7 @@ class Floors:
         states, self._cluster, self._size = of.work.states, of.request.cluster, of.unit_size
         order = states.layers(0, len(states) - 1)
         self._profile, self._memory = arranged(of.sizes, order), tuple(of.memory_policies[layer] for layer in order)
-        self._update_cost, self._relay = of.weights.update_cost, of.request.relay
+        self._update_cost, self._relay, self._sharded = of.weights.update_cost, of.request.relay, of.mode.is_sharded
         self._limited = any(
             level.host_copy_bytes_per_s or level.message_cap_bytes_per_s < math.inf for level in self._cluster.levels
         )
@@ -140,7 +140,12 @@ class Floors:
                 ready_s = bucket.ready * backward_s
                 devices = sketch.devices[index] if sketch.devices else None
                 end_s = max(end_s, ready_s) + self._ring(devices, replicas, bucket.num_bytes)
-        return costs.forward_s[self._size] + max(backward_s, end_s) + costs.update_s
+        return costs.forward_s[self._size] + max(backward_s, end_s) + self._update_s(costs, replicas)
+
+    def _update_s(self, costs: StageCosts, replicas: int) -> float:
+        """Return the seconds of an update, of a shard where replicas share."""
+        least_s = min(self._profile.update_floor_s, costs.update_s)
+        return least_s + (costs.update_s - least_s) / (replicas if self._sharded else 1)
 
     def _ring_s(self, devices: tuple[int, ...] | None, replicas: int, num_bytes: int) -> float:
         """Return the seconds of an uncontended ring all-reduce; without devices, over the fastest possible links."""
@@ -215,7 +220,7 @@ class Floors:
                     copying_s[device] += level.copy_s(sent + returned) / len(pairs)  # type: ignore[assignment]
         for (start, stop, replicas), devices in zip(sketch.stages, sketch.devices, strict=True):
             costs = self._stage(start, stop)
-            computing_s = costs.forward_s[self._size] + costs.backward_s[self._size] + costs.update_s
+            computing_s = costs.forward_s[self._size] + costs.backward_s[self._size] + self._update_s(costs, replicas)
             slowest_s = max(slowest_s, computing_s / replicas + max(copying_s[device] for device in devices))
         return slowest_s
 

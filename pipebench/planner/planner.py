@@ -14,6 +14,7 @@ from functools import cached_property, partial
 
 from pipebench.errors import PlanError
 from pipebench.model.plan import Plan, check_bounds
+from pipebench.planner.choices import best_choice
 from pipebench.planner.climb import climb, climbs
 from pipebench.planner.estimates import LONGEST_BLOCK, MOST_SIMULATED, Estimator
 from pipebench.planner.fixed import plan_fixed
@@ -48,6 +49,7 @@ class Planner(Estimator):
         super().__init__(request, mode, known)
         self.search_s = self.predict_s = 0.0
         self._tell = tell
+        self._explains = True  # says why nothing fits, which takes longer than to find out
         self._searches = Searches(self, tell)
 
     def best(self) -> PlanEstimate:
@@ -58,6 +60,19 @@ class Planner(Estimator):
         """
         if self.request.chooses and self.mode.chooses:
             return self._virtualised()
+        return best_choice(self, self._best_of)
+
+    def _best_of(self, request: Request) -> PlanEstimate:
+        """Return the best plan of the mode under a request that leaves nothing else open."""
+        if request is not self.request:
+            other = Planner(request, self.name, known=self._known, tell=self._tell)
+            other._explains = False  # the error of the mode as it is says it
+            try:
+                return other.best()
+            finally:
+                self.search_s += other.search_s
+                self.predict_s += other.predict_s
+                self._searches.coarsened += other._searches.coarsened
         proposed = self.proposed()
         best, started = min(proposed, key=lambda each: each.minibatch_s), time.perf_counter()
         if climbs(self, proposed):
@@ -107,7 +122,7 @@ class Planner(Estimator):
             problem = streams_problem(fitting[0].plan.replicas, self.request.streams)
             raise PlanError(f"no plan of mode {self.name} keeps streams of text together: train.streams is {problem}")
         if not keeping:
-            raise PlanError(why_nothing_fits(self))
+            raise PlanError(why_nothing_fits(self) if self._explains else "nothing fits")
         if not self.mode.flush and not self.request.model.has_ports:
             keeping = [min(keeping, key=lambda each: each.bottleneck_s)]
         self._tell("simulating")
@@ -149,6 +164,9 @@ class Planner(Estimator):
         if plan.chunks != self.mode.chunks:
             row = replace(self.mode, chunks=plan.chunks)
             return Planner(replace(self.request, row=row, is_cut=True), self.name, known=self._known).estimate_of(plan)
+        if plan.shard not in (None, self.mode.shard):
+            row = replace(self.mode, shard=plan.shard)
+            return Planner(replace(self.request, row=row), self.name, known=self._known).estimate_of(plan)
         memory = tuple(policy for stage in plan.stages for policy in stage.memory)
         if memory != self.memory_policies:
             return Planner(replace(self.request, memory=memory), self.name, known=self._known).estimate_of(plan)

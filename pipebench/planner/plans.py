@@ -1,7 +1,7 @@
 """The planner's request and answers."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from pipebench.cluster import Cluster
 from pipebench.model.plan import Plan
@@ -9,6 +9,7 @@ from pipebench.planner.activations import VirtualMemory
 from pipebench.planner.cost_models import CostModel
 from pipebench.profile.model import Profile
 from pipebench.schedule.modes import MODES, Mode
+from pipebench.schedule.syncs import NOT_SHARDED
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,23 @@ class Request:
     unsuited: Mapping[str, str] = field(default_factory=dict)  # reasons by mode that the training can't use
     relay: bool = False  # whether values that skip stages pass through those between
     ties: bool = True  # whether stages may have copies of weights that their layers share, in modes that allow it
+    # Where memory binds: modes whose replicas may then share out optimizer state; whether layers may run again then
+    may_shard: Collection[str] = ()
+    may_recompute: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryChoice:
+    """A way for plans to fit where memory binds, and how fast the best of them is."""
+
+    shard: str  # what replicas share out
+    recompute: bool  # whether layers run again
+    minibatch_s: float | None  # predicted seconds per minibatch; None: no plan fits
+
+    def __str__(self) -> str:
+        """Return the columns of a recipe that ask for it."""
+        given = (f"shard: {self.shard}" * (self.shard != NOT_SHARDED), "recompute: true" * self.recompute)
+        return ", ".join(filter(None, given)) or "neither"
 
 
 @dataclass(frozen=True)
@@ -74,11 +92,18 @@ class PlanEstimate:
     at_least_s: float = 0.0  # lower bound for plans of the mode; 0 if unknown
     # Whether all plans up to a depth of NOAM + 1 were simulated or cannot be better; `at_least_s` is then for these
     tried_all: bool = False
+    choices: tuple[MemoryChoice, ...] = ()  # that were compared since memory binds, this plan's first
 
     @property
     def memory_bytes(self) -> float:
         """Peak of the fullest worker, all its stages included."""
         return max(sum(stage.memory_bytes for stage in stages) for stages in self.by_position)
+
+    def chosen(self, row: Mode) -> Mode:
+        """Return the mode's row with what was chosen for this plan."""
+        for choice in self.choices[:1]:
+            row = replace(row, shard=choice.shard, recompute=choice.recompute)
+        return row
 
     @property
     def by_position(self) -> list[tuple[StageEstimate, ...]]:

@@ -115,10 +115,10 @@ class Searches:
 
     @property
     def _equal_widths(self) -> list[int]:
-        """Allowed replicas per stage of plans with equal widths."""
+        """Allowed replicas per stage of plans with equal widths; without shards, flushing modes of any are straight."""
         count = self._of.request.cluster.num_workers
         shape = self._of.mode.shape
-        if shape not in ("equal", "even"):
+        if shape == "straight" or (shape == "any" and not self._of.mode.is_sharded):
             return [1]
         return [width for width in range(1 + (shape == "even"), count + 1, 1 + (shape == "even")) if count % width == 0]
 

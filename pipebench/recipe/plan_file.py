@@ -18,6 +18,7 @@ from pipebench.schedule.modes import AUTO, KEEP, MEMORY_POLICIES, RECOMPUTE, SWA
 from pipebench.schedule.notation import parse_plan
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.schedule.placement import places
+from pipebench.schedule.syncs import OPTIMIZER
 from pipebench.typed_json import Count, JsonError, Ordinal, faults_in, read, shown
 
 VERSION = 1
@@ -43,6 +44,7 @@ class PlanForm:
     depth: Ordinal  # minibatches in flight per input-stage replica
     chunks: Ordinal  # stages per worker: these share their devices
     stages: tuple[StageForm, ...]
+    shard: str | None = None  # what replicas share out, if the planner chose that
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -51,11 +53,12 @@ class PlanForm:
 
     def data(self) -> dict[str, Any]:
         """Return the file's data."""
-        return {_KEY: VERSION, **asdict(self)}
+        found = {_KEY: VERSION, **asdict(self)}
+        return {key: value for key, value in found.items() if value is not None}
 
     def text(self) -> str:
         """Return the file's text."""
-        head = {_KEY: VERSION, "mode": self.mode, "depth": self.depth, "chunks": self.chunks}
+        head = {key: value for key, value in self.data().items() if key != "stages"}
         lines = ["{", *(f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()), ' "stages": [']
         for index, stage in enumerate(self.stages):
             layers = [f"    {json.dumps(name)}: {json.dumps(policy)}" for name, policy in stage.layers.items()]
@@ -133,6 +136,9 @@ def form_problems(form: PlanForm, asked: ParallelismRecipe, num_workers: int) ->
         allowed = "2 or more stages per worker" if others_allowed else f"{mode.chunks}, the stages per worker"
         yield "chunks", f"got {form.chunks}, in mode {name} allowed is {allowed}"
         form = replace(form, chunks=1)  # checks the rest without chunks
+    if form.shard not in (None, mode.shard) and (asked.shard is not None or form.shard != OPTIMIZER):
+        open_to = () if asked.shard is not None else (OPTIMIZER,)
+        yield "shard", choice(form.shard[:60], dict.fromkeys((mode.shard, *open_to)))
     yield from _stage_problems(form, asked.recompute, mode.backward)
     if not form.stages or len(form.stages) % form.chunks:
         given, allowed = len(form.stages), f"a multiple of {form.chunks}, the stages per worker"

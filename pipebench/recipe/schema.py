@@ -235,7 +235,8 @@ class ParallelismRecipe:
             that divide a minibatch, and 1 with `accumulate`.
         accumulate: whole minibatches of every replica per update; `largest`: as many as a device's memory holds, where
             all of them are kept until the first backward; null: the mode's own, 1, or as many as are in flight.
-        recompute: drop activations after the forward and compute them again for the backward; null: the mode's own.
+        recompute: drop activations after the forward and compute them again for the backward; null: the mode's own, or
+            with `plan: auto` in pipelines, where memory binds, what the planner chooses.
         recompute_layers: do so for these layers only, by name or pattern such as `encoder_*`; as `pipebench profile`
             lists them. Open cuts are made for what layers take then. A plan's file says it layer by layer.
         swap_layers: keep activations of these layers on the host between forward and backward, named likewise; what
@@ -251,7 +252,8 @@ class ParallelismRecipe:
         sums: in which order replicas' gradients are added: `ring`, or `ordered`, that of the replicas, whatever their
             number: the same bits in one process and in many.
         shard: what replicas of a stage share out instead of each holding all of it: `none`, `optimizer` (its state),
-            `gradients` (those, too) or `parameters` (those, too).
+            `gradients` (those, too) or `parameters` (those, too); null: the mode's own, or `optimizer` where the
+            planner chooses it likewise.
         reshard_after_forward: shard `parameters` only: whether they are freed between forward and backward.
         chunks: stages per worker (`interleaved` and `all-forwards`); of a sharded model, groups of layers at most.
         backward: `whole`, or `split`: gradients of the input leave a stage before those of its weights are computed.

@@ -1,9 +1,9 @@
-"""Ways of parallelising that a training can't use, because they need another kind of optimizer or fp32."""
+"""Ways of parallelising that a training can't use, because of its optimizer, its precision, or layers that move."""
 
 from pipebench.recipe.named import KINDS, OPTIMIZER
-from pipebench.recipe.schema import OptimizerRecipe, TrainRecipe
-from pipebench.schedule.modes import MODES
-from pipebench.schedule.syncs import SYNCS
+from pipebench.recipe.schema import OptimizerRecipe, Recipe, TrainRecipe
+from pipebench.schedule.modes import MODES, Mode
+from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
 DIRECTED = ("sgd with momentum", "adam", "adamw")
@@ -37,3 +37,21 @@ def unsuited_modes(train: TrainRecipe) -> dict[str, str]:
         elif WEIGHT_POLICIES[row.weights].aim is not None and not gives_direction(train.optimizer):
             found[name] = "weights are predicted, and the optimizer's state doesn't say where they go"
     return found
+
+
+def unshared(recipe: Recipe, row: Mode) -> str | None:
+    """Return why the replicas of a pipeline's stages can't share out optimizer state (`shard: optimizer`), or None."""
+    optimizer, sync = recipe.train.optimizer, SYNCS[row.sync]
+    if row.shape in ("one", "one-stage"):
+        return "the mode is no pipeline"
+    if not WEIGHT_POLICIES[row.weights].stashed:
+        return f"weights {row.weights} are moved, and shards aren't"
+    if sync.way != ALL_REDUCE or not sync.waits:
+        return f"sync {row.sync} has no sums to scatter"
+    if not row.flush and (optimizer.clip_norm is not None or recipe.train.precision == "fp16"):
+        return "without a flush no replica knows its stage's norm"
+    if optimizer.name is not None and KINDS[OPTIMIZER].find(optimizer.name) == "asgd":
+        return "evaluations need asgd's averages of all parameters"
+    if recipe.parallelism.vpipe is not None:
+        return "parallelism.vpipe moves layers"
+    return None

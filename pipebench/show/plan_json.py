@@ -57,6 +57,7 @@ def plan_summary(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
         "microbatches": found.microbatches,
         "accumulate": found.accumulate,
         "port_s": found.port_s,
+        "memory_choices": [asdict(each) for each in found.choices],
         **_outcome(answer, found),
     }
 

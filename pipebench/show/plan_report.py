@@ -143,8 +143,19 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "depth", f"{best.plan.depth}, below NOAM's {best.plan.noam}: more in flight doesn't fit in memory"
     elif answer.request.depth is None and best.plan.depth > best.plan.noam:
         yield "depth", f"{best.plan.depth}, more than NOAM's {best.plan.noam}: transfers wait less"
+    if best.choices:
+        yield "memory binds", _choices(answer, best)
     yield from _activations(best) if any(stage.virtual for stage in best.stages) else _not_kept(best.plan)
     yield from _ties(answer)
+
+
+def _choices(answer: Answer, best: PlanEstimate) -> str:
+    """Return what was compared so that plans fit, and how fast the best plans are."""
+    told = (
+        f"{each} {number(answer.size / each.minibatch_s) if each.minibatch_s else 'fits nowhere'}"
+        for each in best.choices
+    )
+    return f"the fastest of what fits, in {answer.units}/s, has {'; '.join(told)}"
 
 
 def _ties(answer: Answer) -> Iterator[tuple[str, str]]:

@@ -51,6 +51,7 @@ class Job:
     extensions: Mapping[str, JobExtension] = field(default_factory=dict)  # their parts, by name
     of_all_layers: Profile | None = None  # None: the setup's
     began_s: float = field(default_factory=time.perf_counter)  # when its preparation did, by the host's counter
+    chosen: str = ""  # columns that the planner chose besides the plan, as memory binds
 
     @property
     def profile(self) -> Profile:

@@ -46,6 +46,8 @@ def recipe_notes(job: Job) -> dict[str, str]:
     policies = _policies_cut_for(job)
     if policies:
         of_plan.append(f"cut for layers that {' and '.join(policies)}: cuts may be others without, unless named")
+    if job.chosen:
+        of_plan.append(f"{job.chosen}, chosen as the fastest of what fits in memory")
     if job.recipe.parallelism.row.sums == AUTO:
         of_plan.append(f"sums: {job.setup.pipeline.sums}, chosen for the cluster's links")
     if of_plan:

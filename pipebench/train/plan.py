@@ -1,5 +1,8 @@
 """The plan of a recipe: the planner's, one written out, a file's, or the one in a run's folder."""
 
+from dataclasses import replace
+from typing import Any
+
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.model.graph import LayerGraph
@@ -9,19 +12,20 @@ from pipebench.planner.planner import Planner
 from pipebench.profile.model import Profile
 from pipebench.recipe.plan_file import PlanForm, Problems, form_problems, is_plan_file, load_plan
 from pipebench.recipe.schema import ParallelismRecipe, Recipe
-from pipebench.schedule.modes import AUTO, SWAP
+from pipebench.recipe.suited import unshared
+from pipebench.schedule.modes import AUTO, RECOMPUTE, SWAP
 from pipebench.schedule.notation import format_plan, parse_plan, streams_problem
 from pipebench.schedule.pipeline import MOST_BEYOND_NOAM, noam
 from pipebench.schedule.placement import places
 from pipebench.train.job import Decision
-from pipebench.train.request import plan_request
+from pipebench.train.request import asks_of_layers, may_tie, plan_request
 from pipebench.zoo.registry import Dataset
 
 ANEW = "remove the file to have it decided anew"
 
 
 def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Profile, dataset: Dataset) -> Plan:
-    """Return the recipe's plan.
+    """Return the recipe's plan, for `as_planned`.
 
     Raises:
         PlanError: impossible with this model, cluster or memory.
@@ -32,7 +36,9 @@ def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Pr
     if parallelism.plan == AUTO and mode.shape not in ("one", "one-stage"):
         return _over(graph, planner.best().plan)
     if is_plan_file(parallelism.plan):
-        return plan_of_file(parallelism, cluster.num_workers, graph, planner.request.streams, ties=planner.ties)
+        recipe = with_shard(recipe, load_plan(parallelism.plan).shard, parallelism.plan)
+        streams, ties = planner.request.streams, may_tie(recipe)
+        return plan_of_file(recipe.parallelism, cluster.num_workers, graph, streams, ties=ties)
     replicas = parse_plan(parallelism.plan, mode, cluster.num_workers)
     problem = streams_problem(replicas, planner.request.streams)
     if problem is not None:
@@ -53,6 +59,35 @@ def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Pr
         ties=planner.ties,
     )
     return plan.on(planner.devices_of(replicas, starts))
+
+
+def with_shard(recipe: Recipe, shard: str | None, source: str) -> Recipe:
+    """Return a recipe with what a plan's file `source` says that replicas share out, if the recipe doesn't say it.
+
+    Raises:
+        PlanError: the recipe's training can't.
+    """
+    parallelism = recipe.parallelism
+    if shard in (None, parallelism.row.shard) or parallelism.shard is not None:
+        return recipe
+    why = unshared(recipe, parallelism.row)
+    if why is not None:
+        raise PlanError(f"{source}: shard: got {shard}, allowed is none: {why}")
+    return replace(recipe, parallelism=replace(parallelism, shard=shard))
+
+
+def as_planned(recipe: Recipe, plan: Plan) -> tuple[Recipe, str]:
+    """Return a recipe that asks for what the planner chose as memory binds, and that in words; empty for nothing."""
+    parallelism = recipe.parallelism
+    chosen: dict[str, Any] = {}
+    if plan.shard is not None:
+        chosen["shard"] = plan.shard
+    again = any(RECOMPUTE in stage.memory for stage in plan.stages)
+    if again and not (parallelism.row.recompute or asks_of_layers(parallelism) or is_plan_file(parallelism.plan)):
+        chosen["recompute"] = True
+    words = ", ".join(f"{name}: {'true' if value is True else value}" for name, value in chosen.items())
+    words *= not is_plan_file(parallelism.plan)
+    return replace(recipe, parallelism=replace(parallelism, **chosen)), words
 
 
 def plan_of_file(

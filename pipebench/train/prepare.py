@@ -32,7 +32,7 @@ from pipebench.simulate.memory import stage_memories
 from pipebench.train.job import Decision, Job, JobExtension
 from pipebench.train.largest import with_largest_update
 from pipebench.train.learning_rate import learning_rate
-from pipebench.train.plan import ANEW, check_copies, choose_plan, recorded_plan
+from pipebench.train.plan import ANEW, as_planned, check_copies, choose_plan, recorded_plan, with_shard
 from pipebench.train.profiled_model import ProfiledModel, input_bytes, profile_model
 from pipebench.train.request import may_tie, plan_request, samplers, value_at
 from pipebench.train.slices import choose_slices, sliced
@@ -78,14 +78,16 @@ def prepare(
     if kept is None:
         plan = choose_plan(recipe, cluster, graph, known.profile, dataset)
     else:
+        recipe = with_shard(recipe, kept.plan.shard, kept.source)
         asked, streams = recipe.parallelism, samplers(recipe.train, dataset)[0].streams
         plan = recorded_plan(kept, asked, cluster.num_workers, graph, streams, ties=may_tie(recipe))
+    recipe, chosen = as_planned(recipe, plan)
     if measure_again is not None:
         whole = replace(whole, profile=measure_again(whole, whole.profile))
         known, extensions = _extended(recipe, cluster, whole, parts)
     setup = _setup(recipe, cluster, known, plan, switches=any(each.switches for each in extensions.values()))
     extensions = {name: each.prepared(setup) for name, each in extensions.items()}
-    return Job(recipe, cluster, setup, comparison, known.left_over, extensions, whole.profile, began_s)
+    return Job(recipe, cluster, setup, comparison, known.left_over, extensions, whole.profile, began_s, chosen)
 
 
 def _profiled(recipe: Recipe, cluster: Cluster) -> tuple[Profile, Dataset]:

@@ -13,7 +13,7 @@ from pipebench.planner.plans import Request
 from pipebench.profile.model import Profile
 from pipebench.recipe.draft import turned_on
 from pipebench.recipe.schema import ParallelismRecipe, Recipe, TrainRecipe
-from pipebench.recipe.suited import unsuited_modes
+from pipebench.recipe.suited import unshared, unsuited_modes
 from pipebench.schedule.modes import AUTO, KEEP, MODES, RECOMPUTE
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.zoo.registry import Dataset
@@ -74,7 +74,24 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
         unsuited=unsuited_modes(recipe.train) | _unswappable_modes(parallelism),
         relay=parallelism.relay,
         ties=_stays(recipe),
+        may_shard=_may_shard(recipe),
+        may_recompute=_stays(recipe) and not asks_of_layers(parallelism),
     )
+
+
+def asks_of_layers(parallelism: ParallelismRecipe) -> bool:
+    """Return whether a recipe says itself whether layers keep their activations."""
+    given = (parallelism.recompute, parallelism.recompute_layers, parallelism.swap_layers, parallelism.vpipe)
+    return any(each is not None for each in given)
+
+
+def _may_shard(recipe: Recipe) -> list[str]:
+    """Return the modes whose replicas may share out optimizer state though the recipe doesn't ask for it."""
+    parallelism = recipe.parallelism
+    if parallelism.shard is not None or not _stays(recipe):
+        return []
+    rows = {**MODES, **({} if parallelism.mode == AUTO else {parallelism.mode: parallelism.row})}
+    return [name for name, row in rows.items() if unshared(recipe, row) is None]
 
 
 def may_tie(recipe: Recipe) -> bool:

@@ -94,7 +94,7 @@ def test_smaller_minibatches_are_advised_where_they_can_help(tmp_path: Path) -> 
 def test_what_the_planner_refuses_trains_where_it_recomputes(tmp_path: Path) -> None:
     pytest.importorskip("mlxtend")
     with pytest.raises(PlanError, match="no plan of mode pipedream fits"):
-        job_of(tmp_path, "1500 kB")
+        job_of(tmp_path, "1500 kB", ["parallelism.shard=none", "parallelism.recompute=false"])
     job = job_of(tmp_path, "1500 kB", ["parallelism.recompute=true"])
     assert MemoryForecast.over(job).out_of_memory == ""
     assert has_the_bits_of_endless_devices(tmp_path, job, 1_500_000)
