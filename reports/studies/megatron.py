@@ -1,6 +1,7 @@
 """Print rows of Megatron-LM's weak scaling: `python -m reports.studies.megatron`; `megatron.md` has them.
 
-Narayanan et al. (SC'21), table 1, on cluster `selene`; with the word `zero3`, its table 2. Nothing is fitted on them.
+Narayanan et al. (SC'21), table 1, on cluster `selene`; with the word `zero3`, its table 2; with `seconds`, what the
+published rates of ZeRO-3 say of its bytes. Nothing is fitted on them.
 """
 
 import sys
@@ -25,6 +26,9 @@ def flops(row: dict[str, int], samples: int) -> float:
 
 
 LARGE = {"heads": 96, "hidden": 12_288, "layers": 96, "batch": 1536}  # of table 2: 174.6 billion parameters
+PARAMETERS = 174.6e9
+LARGER = {"heads": 128, "hidden": 20_480, "layers": 105, "batch": 2240}  # 529.6 billion parameters
+LARGER_PARAMETERS = 529.6e9
 PTD = {"tensor": 8, "pipeline": 12}
 # What a ring gets if it passes a server's border through one card, not all eight: chosen with table 2 in view.
 ONE_CARD = """
@@ -69,6 +73,24 @@ def against_zero3(published: dict[str, list[dict[str, int]]]) -> None:
             _row(gpus, "PTD", 1, memory, rate, ptd["tflops"], "")
 
 
+def seconds_of_updates(published: list[dict[str, int]]) -> None:
+    """Print how long ZeRO-3's updates last at the published rates, and the bytes/s if only its bytes take time.
+
+    Weights are gathered twice and gradients scattered once per update, each in 16 bits (ZeRO, SC'20: 3 times as many).
+    Then what that says of a larger model, two samples and one at a time on each GPU.
+    """
+    sent, update_s = 3 * 2 * PARAMETERS, 0.0
+    for row in published:
+        update_s = flops(LARGE, LARGE["batch"]) / row["gpus"] / row["tflops"] / 1e12
+        print(f"{row['gpus']:5} GPUs: {update_s:.1f} s per update, {sent / update_s / 1e9:.1f} GB/s per GPU")
+    update_s *= LARGER_PARAMETERS / PARAMETERS
+    for gpus in (LARGER["batch"] // 2, LARGER["batch"]):
+        rate = flops(LARGER, LARGER["batch"]) / gpus / update_s / 1e12
+        print(
+            f"{gpus:5} GPUs, 529.6 billion parameters: {update_s:.0f} s per update, {rate:.0f} Tflop/s per GPU expected"
+        )
+
+
 def _row(gpus: int, way: str, samples: int, memory: float, rate: float, published: int, more: str) -> None:
     cells = (gpus, way, samples, f"{memory / 1e9:.0f} GB", f"{rate:.0f}", published, f"{rate / published:.2f}", more)
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
@@ -105,6 +127,9 @@ def main() -> None:
     """Print the rows named by their billions of parameters, or all that are planned in minutes."""
     published = yaml.safe_load(PUBLISHED.read_text())["megatron"]
     wanted = sys.argv[1:] or MINUTES
+    if "seconds" in wanted:
+        seconds_of_updates(published["against_zero3"]["zero3"])
+        return
     if "zero3" in wanted:
         against_zero3(published["against_zero3"])
         return
