@@ -30,7 +30,7 @@ def best_choice(of: Estimator, best: Best) -> PlanEstimate:
     found = {of.mode: _tried(best, of.request)}
     own, rows = found[of.mode], [*open_rows(of)]
     closed = replace(of.request, may_shard=(), may_recompute=False)
-    if rows and (isinstance(own, PlanError) or _binds(of, best, closed, own)):
+    if rows and (isinstance(own, PlanError) or (not _fits_whole(of) and _binds(of, best, closed, own))):
         found |= {row: _tried(best, replace(closed, row=row)) for row in rows}
     plans = {row: each for row, each in found.items() if isinstance(each, PlanEstimate)}
     if isinstance(own, PlanError) and not plans:
@@ -66,6 +66,18 @@ def open_rows(of: Estimator) -> Iterator[Mode]:
         again.append(True)
     rows = (replace(mode, shard=shard, recompute=recompute) for recompute in again for shard in shards)
     yield from (row for row in rows if row != mode)
+
+
+def _fits_whole(of: Estimator) -> bool:
+    """Return whether one device holds twice the whole model, with as many units in flight as any stage can have.
+
+    Then memory binds nowhere, which no search need find out. Twice, since a stage has buffers for what it sends.
+    """
+    limit = of.request.cluster.memory_bytes
+    assert limit is not None
+    rule, states = of.memory(limit), of.work.states
+    deepest = rule.in_flight or max(1 + of.request.cluster.num_workers, of.request.depth or 1)
+    return 2 * rule.num_bytes(states, 0, len(states) - 1, deepest) <= rule.limit_bytes
 
 
 def _binds(of: Estimator, best: Best, closed: Request, own: PlanEstimate) -> bool:
