@@ -11,7 +11,7 @@ from pipebench.zoo.mnist5k import mnist5k
 from tests.bench import gpu
 from tests.bench.processes import machine
 from tests.bench.processes.machine import Machine
-from tests.bench.processes.references import DDP, GPIPE
+from tests.bench.processes.references import DDP
 from tests.bench.processes.rows import SINGLE_ON_GPU, TORCHS_ON_GPU, Row
 from tests.bench.processes.sides import OURS, PLAIN, REFERENCES, settings_of
 from tests.bench.processes.subject import SETTINGS, Subject
@@ -19,7 +19,7 @@ from tests.support import unit_profile
 
 NARROW = Subject(width=0.0625, minibatch_size=16)
 ALONE = (Row("single+free+bf16+channels_last", f"{PLAIN}+free+bf16+channels_last", 0.98, 1),)
-TWO = (Row(f"{OURS[GPIPE]}+free", f"{GPIPE}+free", 1.0, 1), Row(f"{OURS[DDP]}+free", f"{DDP}+free", 1.0, 2))
+TWO = (Row(f"{OURS[DDP]}+free", f"{DDP}+free", 1.0, 2),)
 
 
 def costs(subject: Subject, num_processes: int, environment: dict[str, str]) -> Machine:
@@ -41,8 +41,8 @@ def test_the_page_has_every_comparison_with_its_prediction(monkeypatch: pytest.M
         assert float(row[1]) > 0
         assert re.fullmatch(r"\d+\.\d{3} to \d+\.\d{3}", row[2])
         assert all(float(rate.replace(",", "")) > 0 for rate in row[6:8])
-    assert [row[9] == "-" for row in cells] == [False] * 3
-    assert sum("relative distance" in line for line in lines) == 4
+    assert [row[9] == "-" for row in cells] == [False] * 2
+    assert sum("relative distance" in line for line in lines) == 2
     assert all(line.endswith("the same work") for line in lines if "relative distance" in line)
     assert not any("NOT" in line for line in lines)
 

@@ -61,14 +61,17 @@ PHASES = {
     "measuring, in the command": Phase("pipebench.profile.choose", "measured_profile", ("command",)),
     "joining": Phase("pipebench.run.processes", "join", BOTH),
     "measuring": Phase("pipebench.run.measuring", "measured_profile", BOTH),
-    "measuring lists": Phase("pipebench.run.measuring", "profile_in_situ", BOTH),
+    "measuring lists": Phase("pipebench.run.measuring", "in_situ", BOTH),
     "measuring messages": Phase("pipebench.run.measuring", "host_costs", BOTH),
     "connecting": Phase("pipebench.distributed.engine", "ProcessCollectives", BOTH),
     "warming up": Phase("pipebench.distributed.engine", "warm_up", BOTH),
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
+OFTEN = {"importing", "joining", "measuring", "warming up"}  # the others do more of the same
+
+
+@pytest.mark.parametrize("phase", [pytest.param(p, marks=() if p in OFTEN else pytest.mark.slow) for p in PHASES])
 def test_ctrl_c_is_answered_in_every_phase(phase: str, tmp_path: Path) -> None:
     it = PHASES[phase]
     (tmp_path / "path").mkdir()

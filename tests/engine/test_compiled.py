@@ -100,8 +100,17 @@ def same(made: Any, **columns: Any) -> None:
     assert compiled.evaluate() == pytest.approx(plain.evaluate(), rel=1e-5)
 
 
-def test_compiled_stages_train_the_same_weights_and_are_compiled_once() -> None:
-    """Every minibatch has another version of the weights, other targets and another draw: none compiles anew."""
+@pytest.mark.parametrize("makes_kernels", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_compiled_stages_train_the_same_weights_and_are_compiled_once(
+    makes_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every minibatch has another version of the weights, other targets and another draw: none compiles anew.
+
+    Without kernels of its own, torch's compiler is done in seconds: what it makes is played by torch's operations.
+    """
+    if not makes_kernels:
+        to_compile = torch.compile
+        monkeypatch.setattr(torch, "compile", lambda module, options: to_compile(module, backend="aot_eager"))
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     same(Drops, plan=([3], [1, 1]))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 3  # two pieces around dropout, one stage
