@@ -192,5 +192,6 @@ def test_a_run_s_measurements_carry_the_note(num_cores: float, said: bool, monke
     engine.meter = MeasuredMeter(pipeline, 0, rank=0)
     other = MeasuredMeter(pipeline, 1, rank=1).share()
     engine.exchange = lambda value: [value, [other, *value[1:]]]
+    engine._all = SimpleNamespace(exchange=lambda value: [value, value])
     notes = engine.measured(1.0).notes
     assert notes.get(PREDICTION, "").startswith("2 processes x 1 thread share 1 usable core") == said

@@ -143,7 +143,12 @@ def test_what_is_told_is_told_once(
 
 def test_a_pair_s_options_reach_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **how: found.append((how["backend"], how["pg_options"])))
+
+    def new_group(ranks: list[int], **how: Any) -> SimpleNamespace:
+        found.append((how["backend"], how["pg_options"]))
+        return SimpleNamespace(_enable_collectives_timing=lambda: None)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(nccl, "pair_options", lambda limit, num_pairs: f"one of {num_pairs}")
     nothing: Any = None
     joined = world.World(place(), torch.device("cpu"), True, nothing, 1.0, nothing)
