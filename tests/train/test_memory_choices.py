@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pipebench.errors import PlanError, RecipeError
+from pipebench.planner.plans import Request
 from pipebench.recipe.load import load
 from pipebench.recipe.plan_file import parse_plan_file
 from pipebench.recipe.suited import unshared
@@ -17,6 +18,7 @@ from pipebench.schedule.syncs import OPTIMIZER
 from pipebench.train.job import Job
 from pipebench.train.metrics import recipe_notes
 from pipebench.train.prepare import prepare
+from pipebench.train.request import plan_request
 from tests.support import make_engine, parameters_of
 
 RECIPE = """\
@@ -82,6 +84,20 @@ def test_a_recipe_that_names_shards_or_has_memory_enough_gets_no_others(tmp_path
     assert (whole.chosen, whole.setup.pipeline.shard, str(whole.setup.plan)) == ("", "none", "straight")
     with pytest.raises(PlanError, match="; with shard: optimizer, recompute: true none fits either"):
         job_of(tmp_path, "cluster.memory=100 kB")
+
+
+@pytest.mark.parametrize("word", ["engine.channels_last=true", "engine.compile=true"])
+def test_layouts_and_compiled_stages_leave_out_what_does_not_go_with_them(tmp_path: Path, word: str) -> None:
+    request = plan_request_of(tmp_path, BOUND, word)
+    assert bool(request.may_shard) == ("compile" in word)
+    assert request.may_recompute == ("compile" not in word)
+
+
+def plan_request_of(folder: Path, *words: str) -> Request:
+    job = job_of(folder, "cluster.memory=1 GB")
+    (folder / "two.yaml").write_text(TWO)
+    loaded = load(str(folder / "recipe.yaml"), list(words))
+    return plan_request(loaded.recipe, loaded.cluster, job.profile, job.setup.dataset)
 
 
 def test_a_plan_s_file_says_what_was_chosen(tmp_path: Path) -> None:
