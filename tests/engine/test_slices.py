@@ -19,7 +19,7 @@ from pipebench.train.prepare import prepare
 RECIPE = {
     "name": "sliced",
     "model": {"name": "gpt2", "num_layers": 2, "width": 16, "num_heads": 4, "vocabulary": 10_000, "max_tokens": 16},
-    "dataset": {"name": "king_james", "bptt": 16},
+    "dataset": {"name": "king_james", "bptt": 16, "train_tokens": 20_000, "eval_tokens": 1_000},
     "cluster": {"name": "cluster-b", "servers": 1},
     "engine": {"kind": "virtual"},
 }
