@@ -91,11 +91,6 @@ def test_slices_divide_parameters_and_work() -> None:
         ({"tensor": 3}, {}, "parallelism.tensor: got 3, and a server of cluster cluster-b has 8 devices"),
         ({"tensor": 0}, {}, "parallelism.tensor: got 0, allowed is a whole number of at least 1"),
         ({"tensor": "auto"}, {}, "parallelism.tensor: got auto with mode dp"),
-        (
-            {"tensor": 2},
-            {"engine": {"kind": "distributed"}},
-            "got 2 with engine distributed.* allowed is 1, or engine.kind",
-        ),
         ({"tensor": 2}, {"engine": {"kind": "simulated", "timing": "a/b.json"}}, "got 2 with timing .*times of whole"),
     ],
 )
