@@ -3,6 +3,7 @@
 import shutil
 import signal
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,18 @@ def pytest_configure() -> None:
     """Hear Ctrl-C, and let processes that are started hear it: a shell lets what runs in its background ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow the cases of a test marked `sampled(n)`, but for its first and about one in n, by their names."""
+    seen: set[str] = set()
+    for item in items:
+        if (mark := item.get_closest_marker("sampled")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if test in seen and zlib.crc32(item.nodeid.encode()) % mark.args[0]:
+                item.add_marker("slow")
+            seen.add(test)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -27,6 +27,7 @@ def costs(subject: Subject, num_processes: int, environment: dict[str, str]) -> 
     return Machine(profile, {}, Cluster("loopback", "local", None, (Level("machine", num_processes, 5e9, 50e-6),)))
 
 
+@pytest.mark.slow
 def test_the_page_has_every_comparison_with_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs are made up, since measuring takes long."""
     monkeypatch.setattr(machine, "measure", costs)

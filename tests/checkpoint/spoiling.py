@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,16 +152,19 @@ def make_run(folder: Path, *words: str, apart: bool = False) -> Path:
     return run
 
 
-def spoil_all(table: str, source: Path, room: Path) -> None:
+def spoil_all(table: str, source: Path, room: Path, names: Container[str]) -> None:
     """Spoil a copy of a run's folder in each way, resume it, and print what that said, a JSON object per line.
 
     Args:
         table: of ways by name, in the test module.
         source: the folder with the run's `pipebench-runs`.
         room: where the copies go.
+        names: of the ways that are asked for.
     """
     ways: Mapping[str, Callable[[Left], object]] = getattr(importlib.import_module(TABLES), table)
     for name, way in ways.items():
+        if name not in names:
+            continue
         folder = room / name.replace(" ", "-").replace("/", "-")
         shutil.copytree(source, folder, symlinks=True)
         os.chdir(folder)
@@ -178,8 +181,8 @@ def spoil_all(table: str, source: Path, room: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def main(room: Path) -> None:
-    """Make the runs in `room`, one of them in processes, and spoil them in all ways of the test module's tables."""
+def main(room: Path, names: Container[str]) -> None:
+    """Make the runs in `room`, one of them in processes, and spoil them in the ways named of the module's tables."""
     inline.InlineFigure.write = write_dot  # type: ignore[method-assign,assignment] # as conftest.py has it
     source, alone, in_processes = (room / name for name in ("source", "alone", "in-processes"))
     make_run(source)
@@ -195,7 +198,7 @@ def main(room: Path) -> None:
         ("FOREIGN", source),
         ("DECISION_WAYS", in_processes),
     ):
-        spoil_all(table, folder, room)
+        spoil_all(table, folder, room, names)
 
 
 # Ways to spoil tensors: what a tensor is replaced by.
@@ -299,4 +302,4 @@ def nested() -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -84,6 +84,7 @@ def test_every_optimizer_goes_on(optimizer: str) -> None:
     check_going_on(lambda: make_setup(Mlp(), ([2, 4], [1, 2, 1]), make_optimizer=OPTIMIZERS[optimizer]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", MLP_PLANS)
 @pytest.mark.parametrize("optimizer", ["fused-momentum", "fused-adam"])
 def test_every_weight_policy_goes_on(plan: str, optimizer: str) -> None:

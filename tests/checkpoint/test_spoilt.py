@@ -399,9 +399,14 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def said(room: Path) -> Said:
-    """What is said of every way, by table and name, by one process."""
-    done = in_subprocess(room, "-X", "faulthandler", "-m", "tests.checkpoint.spoiling", str(room))
+def said(request: pytest.FixtureRequest, room: Path) -> Said:
+    """What is said of every way that a test here asks for, by table and name, by one process."""
+    tests = [
+        item for item in request.session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)
+    ]
+    names = {*FOREIGN, *(name for test in tests if hasattr(test, "callspec") for name in test.callspec.params.values())}
+    words = ("-X", "faulthandler", "-m", "tests.checkpoint.spoiling", str(room))
+    done = in_subprocess(room, *words, *sorted(names))
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"table"')]
     assert done.returncode == 0, f"after {found[-1:]}: {done.stderr}"
     tables: dict[str, dict[str, dict[str, Any]]] = {}
@@ -421,6 +426,7 @@ def refusal(answer: Mapping[str, Any]) -> str:
     return line
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", EXPECTED)
 def test_a_spoilt_run_is_refused_in_one_sentence(said: Said, way: str) -> None:
     """The spoilt checkpoint is the only one."""
@@ -457,6 +463,7 @@ def test_checkpoints_of_another_run_are_refused(said: Said) -> None:
     assert "; seed: found 1, expected is 0" in line
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", DECISIONS)
 def test_a_spoilt_decision_is_refused_in_one_sentence(said: Said, way: str) -> None:
     """Before any process is started."""

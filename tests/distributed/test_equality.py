@@ -282,6 +282,7 @@ def check(case: Case, found: list[Outcome], tolerance: float = 0.0) -> None:
     compare(found, virtually(case), tolerance)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", TWO)
 def test_two_processes_end_with_the_virtual_engine_s_weights(two: Processes, name: str) -> None:
     check(TWO[name], two.run("tests.distributed.cases:distributed", TWO[name]))
@@ -318,6 +319,7 @@ def test_every_optimizer_ends_with_the_virtual_engine_s_weights(two: Processes) 
         check(case, list(outcomes))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", THREE)
 def test_three_processes_end_with_the_virtual_engine_s_weights(three: Processes, name: str) -> None:
     check(THREE[name], three.run("tests.distributed.cases:distributed", THREE[name]))

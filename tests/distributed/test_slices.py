@@ -120,6 +120,7 @@ def check(processes: Processes, given: dict[str, Any], tolerance: float = 0.0, *
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TWO)
 def test_two_slices_have_the_virtual_engine_s_weights(two: Processes, name: str) -> None:
     parallelism, more, tolerance = TWO[name]
@@ -131,6 +132,7 @@ def test_three_slices_add_in_their_order(three: Processes) -> None:
         check(three, recipe({"mode": "single"}, 3), shares_memory=shares_memory)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FOUR)
 def test_two_workers_of_two_slices_have_the_virtual_engine_s_weights(four: Processes, name: str) -> None:
     parallelism, more = FOUR[name]

@@ -50,6 +50,7 @@ def test_the_part_has_every_model_and_mode() -> None:
         assert {case.mode for case in cases} == {mode for mode, (_, plans) in MODES.items() if num_workers in plans}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", TWO, ids=str)
 def test_two_processes(two: Processes, case: ZooCase) -> None:
     check(two, [case])

@@ -77,6 +77,7 @@ def played(setup: Setup, total: int) -> tuple[Any, list[tuple[int, tuple[int, ..
     return engine, made
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize(
     ("starts", "columns"),

@@ -79,6 +79,7 @@ CASES: dict[str, Callable[[], Setup]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_idle_stays_as_it_is_to_the_bit_and_trains_on_when_it_is_back(case: str) -> None:
     setup = CASES[case]()
@@ -109,6 +110,7 @@ def test_cells_that_begin_idle_keep_their_initial_weights() -> None:
     assert of_cells(captured(engine), "ad") != of_cells(initial, "ad")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("left_out", ["b", "ad", "abcd", "c"])
 @pytest.mark.parametrize("weights", ["one", "stash"])
 def test_what_is_trained_is_the_model_built_without_the_cells(left_out: str, weights: str) -> None:

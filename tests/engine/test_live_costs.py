@@ -125,6 +125,7 @@ def test_a_slow_link_is_waited_for_where_layers_are_taken_only() -> None:
     assert slow.num_bytes[MIGRATION, "server"] == sum(each.num_bytes for each in moved)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("before", "after"), SEVERAL)
 def test_what_is_only_simulated_takes_as_long(before: Starts, after: Starts) -> None:
     """The same clock, bytes and busy time as of what trains; from any minibatch of the run on."""

@@ -33,6 +33,7 @@ def seeded(model: nn.Module, k: Callable[[], int]) -> nn.Module:
     return model
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", ["keep", "recompute", "swap"])
 @pytest.mark.parametrize(
     ("before", "after"), [((3, 6), (2, 8)), ((2, 5), (4, 7)), ((4, 7), (2, 6)), ((4,), (6,)), ((6,), (4,))]
@@ -49,6 +50,7 @@ def test_running_statistics_and_draws(before: tuple[int, ...], after: tuple[int,
     assert copied == ({SWAP_OUT, SWAP_IN} if policy == "swap" else set())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", range(12))
 def test_values_that_skip_stages(number: int) -> None:
     """Gradients that meet from more than two readers are added in the order of the cuts: float tolerance."""

@@ -147,12 +147,14 @@ SEVERAL = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("before", "after"), ONE_BOUNDARY)
 def test_a_boundary_moves(before: Starts, after: Starts, optimizer: str) -> None:
     check(before, [Repartition(9, after)], optimizer=optimizer)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("at", [8, 13])
 @pytest.mark.parametrize(("before", "after"), SEVERAL)
 def test_several_boundaries_move_at_once(before: Starts, after: Starts, at: int) -> None:
@@ -170,6 +172,7 @@ def test_a_move_is_announced_while_training_goes_on(told_at: int) -> None:
     check((2, 4), [Repartition(told_at + 7, (3, 5))], told_at=told_at)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("at", range(10, 19))
 @pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5), (3, 4)])
 def test_a_segment_may_end_before_in_or_after_a_move(after: Starts, at: int) -> None:
@@ -177,6 +180,7 @@ def test_a_segment_may_end_before_in_or_after_a_move(after: Starts, at: int) -> 
     check((2, 4) if after != (3, 4) else (2, 5), [Repartition(at, after)], count=13)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5)])
 @pytest.mark.parametrize("at", range(9, 15))
 def test_a_stop_in_mid_move_ends_it_first(after: Starts, at: int) -> None:
@@ -219,6 +223,7 @@ def test_a_move_at_a_drain_is_a_run_that_is_planned_anew(after: Starts) -> None:
     assert all(torch.equal(made[0][0][name], tensor) for name, tensor in made[1][0].items())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "columns", [{"order": "1f1b"}, {"order": "all-forwards"}, {"order": "1f1b", "accumulate": 3}], ids=str
 )
@@ -239,6 +244,7 @@ def test_with_a_flush_layers_move_between_two_updates(after: Starts, columns: di
     assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("before", "after"), SEVERAL)
 def test_what_a_worker_holds_while_layers_move(before: Starts, after: Starts) -> None:
     """No more versions than in flight, and afterwards what a run has that never did otherwise."""
@@ -284,6 +290,7 @@ POLICIES: dict[str, tuple[Starts, list[tuple[Starts, str]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_layers_do_with_activations_changes_with_a_move(name: str, optimizer: str) -> None:
@@ -301,6 +308,7 @@ def test_what_layers_do_with_activations_changes_with_a_move(name: str, optimize
         assert not any(isinstance(each, MigratingReplica) for each in worker.running.values())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("at", range(9, 15))
 @pytest.mark.parametrize("after", [(2, 4), (3, 5), (1, 3)])
 def test_a_stop_around_new_policies(after: Starts, at: int) -> None:

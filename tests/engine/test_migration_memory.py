@@ -53,6 +53,7 @@ def compared(setup: Setup, moves: Sequence[Repartition]) -> list[tuple[int, int]
     return [*zip(simulated.held, engine.peak_bytes, strict=True)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policies", ["k", "r", "s", "krs"])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_a_move_holds_is_foretold(policies: str, seed: int) -> None:
@@ -64,6 +65,7 @@ def test_what_a_move_holds_is_foretold(policies: str, seed: int) -> None:
         assert found == held
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_what_moves_with_other_policies_hold_is_told_before_they_are_made(seed: int) -> None:
     """Likewise, where layers do something else from each move on, and copies are slow enough to pile up, or aren't."""

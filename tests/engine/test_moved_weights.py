@@ -85,6 +85,7 @@ def test_predicted_weights_are_the_formula_s(plan: Plan, optimizer: str) -> None
     assert worst < 1e-12
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", STRAIGHT + REPLICATED + EQUAL, ids=lambda plan: "-".join(map(str, plan[1])))
 def test_corrected_weights_are_the_formula_s(plan: Plan, optimizer: str) -> None:
@@ -92,6 +93,7 @@ def test_corrected_weights_are_the_formula_s(plan: Plan, optimizer: str) -> None
     assert worst < 1e-12
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("microbatches", [2, 3, 4])
 @pytest.mark.parametrize("plan", STRAIGHT + EQUAL, ids=lambda plan: "-".join(map(str, plan[1])))
 def test_microbatches_use_their_bellwether_s_prediction(plan: Plan, microbatches: int) -> None:

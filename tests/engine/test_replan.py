@@ -64,6 +64,7 @@ def under(engine: VirtualEngine, starts: list[int]) -> None:
     engine.replan(recut(engine.setup.graph, engine.setup.plan, starts))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_replanned_run_is_one_that_was_stopped_and_started_again(case: str) -> None:
     make, starts, later = CASES[case]

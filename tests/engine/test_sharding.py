@@ -114,6 +114,7 @@ def test_weights_are_those_of_a_plain_loop_to_the_bit(shard: str, replicas: int,
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reshards", [True, False])
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 def test_shards_change_no_bit_of_data_parallelism(replicas: int, reshards: bool) -> None:
@@ -138,6 +139,7 @@ def test_the_order_of_a_ring_is_kept(shard: str) -> None:
         torch.testing.assert_close(state_of(engine).parameters[name], value, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "given",
     [
@@ -235,6 +237,7 @@ class _Deep(nn.Module):
         return output
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("shard", "row"), [("optimizer", "zero1"), ("gradients", "zero2"), ("parameters", "zero3")])
 @pytest.mark.parametrize("replicas", [2, 8])
 def test_memory_is_that_of_the_paper(shard: str, row: str, replicas: int) -> None:
@@ -285,6 +288,7 @@ PIPELINES: dict[str, tuple[tuple[list[int], list[int]], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_replicas_of_a_pipeline_s_stage_share_the_optimizer(name: str) -> None:
     """The weights of unsharded ones, to the bit; versions in use stay what they were."""

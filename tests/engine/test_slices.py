@@ -53,6 +53,7 @@ def moved(job: Job, engine: VirtualEngine) -> dict[str, torch.Tensor]:
     return {name: tensor - before[name] for name, tensor in weights(engine).items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("parallelism", "train"),
     [

@@ -88,6 +88,7 @@ MODELS: dict[str, tuple[Any, list[int]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "columns",

@@ -92,6 +92,7 @@ def worst_difference(
     return worst, engine
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "-".join(map(str, plan[1])))
 def test_every_version_is_the_formula_s(plan: tuple[list[int], list[int]], optimizer: str) -> None:
@@ -108,6 +109,7 @@ def test_vertical_sync(plan: tuple[list[int], list[int]]) -> None:
     assert worst < 1e-13
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weights", ["stash", "stash-vertical-sync"])
 @pytest.mark.parametrize("replicas", [[1, 1, 1], [2, 1, 1], [1, 2, 1]], ids=str)
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 6])

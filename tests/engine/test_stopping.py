@@ -47,6 +47,7 @@ def stopped(setup: Setup, after: int) -> tuple[VirtualEngine, int]:
     return engine, done
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", SETUPS)
 def test_wherever_it_is_asked_to_stop_it_ends_as_if_a_drain_had_been_planned_there(kind: str) -> None:
     make = SETUPS[kind]
@@ -76,6 +77,7 @@ def test_after_a_stop_nothing_is_trained_any_more() -> None:
     assert torch.tensor(engine.peak_bytes).min() > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", SETUPS)
 def test_only_a_run_that_flushes_ends_as_if_it_had_never_been_stopped(kind: str) -> None:
     """Without a flush the drain is one that the run would not have had: what is said in docs/distributed.md."""

@@ -4,7 +4,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from pipebench.cli.main import cli
 from pipebench.engine.admission import STOPPING, StopRequest, stopping_on_signals
 from reports.studies.watched_run import WatchedRun, recorded
 from tests.checkpoint.spoiling import RECIPE
@@ -34,7 +36,7 @@ def test_a_signal_that_is_to_be_ignored_stays_so() -> None:
     assert stop.reason is None
 
 
-def test_a_stopped_run_keeps_a_checkpoint_and_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_run_keeps_a_checkpoint_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "small.yaml").write_text(RECIPE)
     words = ("small.yaml", "train.checkpoint_every=null", "train.max_epochs=1000")
     with WatchedRun(tmp_path, words) as run:
@@ -51,10 +53,11 @@ def test_a_stopped_run_keeps_a_checkpoint_and_goes_on(tmp_path: Path) -> None:
     assert before["status"] == "KILLED"
 
     epochs = step // 8 + 2
-    with WatchedRun(tmp_path, ("--resume", run_id, f"train.max_epochs={epochs}")) as run:
-        assert run.wait(PATIENCE_S) == 0, run.output
-        assert f"trained {epochs} epochs" in run.output
-        assert max(run.steps()) == 8 * epochs
+    monkeypatch.chdir(tmp_path)
+    resumed = CliRunner().invoke(cli, ["run", "--resume", run_id, f"train.max_epochs={epochs}"])
+    assert resumed.exit_code == 0, resumed.output
+    assert f"trained {epochs} epochs" in resumed.output
+    assert max(run.steps()) == 8 * epochs
     record = recorded(tmp_path)
     (after,) = record["runs"]
     assert (after["id"], after["status"]) == (before["id"], "FINISHED")

@@ -136,6 +136,7 @@ def singles(n: int) -> list[list[int]]:
     return [[k] for k in range(n)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("plan", "columns", "groups"),
     [

@@ -70,6 +70,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], list[Unit]]]] =
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_any_layers_are_swapped_with_the_same_bits(name: str) -> None:
     """Also beside layers that are recomputed, in one stage and two, and where nothing asks for the copies back."""
@@ -245,6 +246,7 @@ def trained(model: nn.Module, seed: int, *, swapped: bool, replicas: Sequence[in
     return engine
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", COLUMNS)
 def test_training_that_swaps_ends_with_the_same_bits(name: str) -> None:
     """Two models, random plans, random policies of layers; the last minibatch is a short one."""

@@ -120,6 +120,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2)], ids=str)
 @pytest.mark.parametrize("name", SCHEDULES)

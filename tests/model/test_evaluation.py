@@ -166,6 +166,7 @@ class Several(Images):
         Blobs.__init__(self, num_train=16)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS)
 def test_scores_are_those_of_the_weights_in_plain_torch(model: Any, mode: str) -> None:
@@ -345,6 +346,7 @@ class Decoder(nn.Module):
         return output
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("flash", [False, True])
 def test_a_decoder_with_dropout_in_its_attention(mode: str, flash: bool) -> None:
@@ -372,6 +374,7 @@ OF_TORCHVISION = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "mode"), [*zip(OF_TORCHVISION, itertools.cycle(MODES), strict=False)])
 def test_a_classifier_of_most_families_of_torchvision(name: str, mode: str) -> None:
     check(name, mode, num_minibatches=1)

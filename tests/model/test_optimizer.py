@@ -72,6 +72,7 @@ def test_every_optimizer_has_the_bits_of_a_plain_loop(name: str) -> None:
     assert all(torch.equal(found[key], parameter.detach()) for key, parameter in model.named_parameters())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_goes_on_from_a_checkpoint(name: str) -> None:
     recipe = named(name)

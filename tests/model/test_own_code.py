@@ -316,6 +316,7 @@ def test_refused_in_one_sentence(overrides: Sequence[str], message: str) -> None
     assert after in line
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     "overrides",
@@ -355,20 +356,24 @@ def test_other_commands_refuse_alike(command: str) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_worker_processes_tell_once(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("verbose", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_worker_processes_tell_once(capfd: pytest.CaptureFixture[str], verbose: bool) -> None:
     """What only fails in a worker: exit code 2, one sentence, no restart; the traceback on request."""
     words = [
         *("model.fails=late", "engine.kind=distributed", "engine.device=cpu"),
         *("parallelism.mode=pipedream", "parallelism.plan=1-1"),
     ]
-    result = run(*words)
+    result = run(*words, *(["--verbose"] if verbose else []))
     assert result.exit_code == 2
-    (line,) = (result.stderr + capfd.readouterr().err).splitlines()
+    said = result.stderr + capfd.readouterr().err
+    if verbose:
+        assert "Traceback" in said
+        assert "restart" not in said
+        return
+    phases = [each for each in said.splitlines() if each.startswith("stranger  ")]  # that took long, on a busy machine
+    (line,) = [each for each in said.splitlines() if each not in phases]
     assert "tired" in line
     assert f"{OWN}.py:" in line
-    verbose = run(*words, "--verbose").stderr + capfd.readouterr().err
-    assert "Traceback" in verbose
-    assert "restart" not in verbose
 
 
 def test_modules_are_found_beside_the_recipe_and_in_the_working_directory(

@@ -96,6 +96,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_slices_compute_what_the_whole_does(name: str, size: int) -> None:
@@ -114,6 +115,7 @@ def test_slices_compute_what_the_whole_does(name: str, size: int) -> None:
             torch.testing.assert_close(own_gradients[parameter], gradient, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_slices_in_turn_compute_what_devices_do(name: str, size: int) -> None:

@@ -149,6 +149,7 @@ def peak(of: Planner, plan: PlanEstimate) -> int:
     return max(peaks)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cost_model", ["sosp19", "artifact"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_plan_of_all_that_fit_in_the_simulator_is_chosen(seed: int, cost_model: str) -> None:

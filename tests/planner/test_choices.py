@@ -70,6 +70,7 @@ def fastest(layers: list[Layer], workers: int, limit: float) -> dict[Way, float]
     return {way: best[way, best[way, 1] < 0.98 * best[way, 0]] for way in WAYS}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [0, 2, 3, 4, 7, 9, 10, 17, 19, 26])
 def test_the_choice_is_that_of_brute_force(seed: int) -> None:
     """Over all plans and ways, with time and memory by hand."""
@@ -96,6 +97,7 @@ def test_the_choice_is_that_of_brute_force(seed: int) -> None:
 LAYERS = [(1.0, 2.0, 16_000, 8000), (1.0, 2.0, 4000, 8000), (1.0, 2.0, 4000, 8000), (1.0, 2.0, 16_000, 8000)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("limit", [110_000, 90_000, 80_000])
 @pytest.mark.parametrize("mode", ["pipedream", "hybrid", "pipedream-2bw", "pipedream-flush", "interleaved"])
 def test_what_is_chosen_is_planned_as_if_it_were_written(mode: str, limit: int) -> None:

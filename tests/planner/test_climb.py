@@ -120,6 +120,7 @@ LIMITS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize(("kind", "seed"), [("random", 3), ("CNN-like", 7), ("RNN-like", 7)])
 def test_floors_hold_where_levels_limit_what_passes(kind: str, seed: int, limits: dict[str, Any]) -> None:

@@ -148,6 +148,7 @@ def test_links_that_are_nearly_nothing_or_everything(model: str, bandwidth: floa
         assert plan == (SearchStage(0, 6, 1),)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("num_workers", [1, 16, 16384])

@@ -176,6 +176,7 @@ def test_a_model_that_takes_no_time(model: str) -> None:
     assert plan == HierarchicalPlan(0.0, (SearchStage(0, 1, 1),), ((0,),))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("counts", [(2, 8), (8, 2), (2, 2, 4)])

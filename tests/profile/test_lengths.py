@@ -117,6 +117,7 @@ def _longest(loaded: LoadedRecipe) -> Profile:
     return prepare(replace(recipe, dataset=dataset), loaded.cluster, trains=False).profile
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["dp", "dp-asp", "pipedream", "interleaved", "pipedream-2bw"])
 def test_a_run_says_what_its_epoch_is_known_from(recipe: Path, mode: str) -> None:
     keys = [f"parallelism={{mode: {mode}, plan: auto}}", "dataset.num_train=200003"]

@@ -99,6 +99,7 @@ def test_recipes_that_ask_for_too_much(parallelism: dict[str, Any], others: dict
         load_mapping({**RECIPE, "parallelism": {"mode": "dp", **parallelism}, **others})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("memory", "is_sliced"), [("16 GB", False), ("18 MB", True)])
 def test_auto_chooses_the_fastest_of_data_pipeline_and_slices(memory: str, is_sliced: bool) -> None:
     """Against all numbers of slices, each with the fastest of all modes."""

@@ -49,6 +49,7 @@ def test_a_recipe_is_a_row_of_table_2_and_of_table_3(folder: str, system: str) -
     assert row is None or recipe.train.minibatch_size == row["batch"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_stages_have_the_layers_of_table_2_in_proportion(folder: str) -> None:
     loaded, settings = load(f"vpipe/{folder}/pipedream"), entries()[f"t2-{FOLDERS[folder]}"]

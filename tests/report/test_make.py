@@ -141,6 +141,7 @@ def test_nothing_is_kept_inside_the_installed_package(make: Make, monkeypatch: p
     assert "--keep: site-packages/pipebench/small.yaml is a part of the installed package" in said
 
 
+@pytest.mark.slow
 def test_a_killed_report_goes_on(make: Make, ran: list[str]) -> None:
     killed = """\
 import os, signal

@@ -32,6 +32,7 @@ def test_the_example_of_a_user_s_own_table_is_among_them() -> None:
     assert "published" not in page
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kept",
     [

@@ -107,6 +107,7 @@ def test_everything_is_measured_once(first: tuple[Job, Path], measured: Counter[
     assert again.profile == first[0].profile
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "again"),
     [

@@ -66,6 +66,7 @@ def test_a_written_plan_is_the_one_that_runs(here: Path) -> None:
         invoke("run", "small.yaml", *words, f"engine.kind={kind}")
 
 
+@pytest.mark.slow
 def test_processes_run_the_edited_plan(here: Path) -> None:
     invoke("plan", "small.yaml", "--out", "plan.json")
     edit(here / "plan.json", move_a_layer)

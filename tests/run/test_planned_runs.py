@@ -56,6 +56,7 @@ def test_mode_auto_is_the_mode_predicted_to_be_fastest_and_keeps_the_others() ->
     assert given.setup.plan.replicas == given.comparison.best.plan.replicas
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("reference", "overrides"),
     [

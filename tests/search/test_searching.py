@@ -114,6 +114,7 @@ def test_the_same_seed_searches_alike_and_another_one_does_not() -> None:
     assert [each.cells for each in history(one).individuals] != [each.cells for each in history(other).individuals]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_pipeline_that_flushes_searches_as_one_worker_does(plan: str) -> None:
     (alone, engine), (piped, other) = (
@@ -150,6 +151,7 @@ def undisturbed(weights: str) -> tuple[RunResult, dict[str, Any]]:
         return found, bits(captured(engine))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("weights", "after"), [("one", 6), ("one", 33), *(("stash", after) for after in (1, 6, 7, 20, 33))]
 )

@@ -74,6 +74,7 @@ def test_data_parallelism_waits_for_the_longest_of_every_round() -> None:
     assert data_parallel_s(drawn, 3) > 1.3 * sum(drawn) / 3, "rounds of one length would test nothing"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("columns", COLUMNS, ids=str)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_what_is_estimated_is_what_would_be_simulated(

@@ -45,6 +45,7 @@ def test_the_profile_is_what_its_recipes_say() -> None:
     assert (profile.update_s_per_byte, profile.update_floor_s, profile.load_s) == (0, 0, {8: 0})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("n", "m"), [(2, 1), (2, 3), (4, 4), (4, 6), (8, 2), (16, 16)])
 def test_bubble_with_a_flush(n: int, m: int) -> None:
     expected = pytest.approx((n - 1) / (m + n - 1))

@@ -202,6 +202,7 @@ def test_every_mode_is_a_case() -> None:
     assert {*CASES} == {name for name, row in MODES.items() if not row.is_sharded}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("plan", "columns"), PLANS)
 @pytest.mark.parametrize("model", [Mlp, ConvNet])
 def test_after_every_instruction_it_is_what_live_tensors_come_to(
@@ -229,6 +230,7 @@ def test_after_every_instruction_it_is_what_live_tensors_come_to(
     assert all(now[ACTIVATIONS] == now[GRADIENTS] == now[VERSIONS] == now[AGAIN] == 0 for now in levels.now.values())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("plan", "columns"), PLANS)
 def test_it_is_what_a_replay_of_the_printed_schedule_comes_to(plan: Plan, columns: Mapping[str, Any]) -> None:
     setup = setup_of(Mlp(), plan, columns)
@@ -265,6 +267,7 @@ def metered(setup: Setup, limit_bytes: int | None = None, *, whole: bool = False
     return memory.timeline()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("plan", "columns"), PLANS)
 def test_what_is_on_its_way_is_there_while_it_is_and_nothing_is_left(plan: Plan, columns: Mapping[str, Any]) -> None:
     """Weights and the optimizer's state are all that a drain leaves; in between no kind is ever less than nothing."""
@@ -307,6 +310,7 @@ def at(curve: list[tuple[float, int]], time_s: float) -> int:
     return next(value for moment_s, value in reversed(curve) if moment_s <= time_s)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("plan", "columns"), PLANS)
 def test_a_segment_of_a_few_periods_has_the_peak_of_the_whole(plan: Plan, columns: Mapping[str, Any]) -> None:
     setup = setup_of(Mlp(), plan, {**columns, "cluster": slow_links(sum(plan[1]))})
@@ -353,6 +357,7 @@ EXACT = ("one", "stash", "none", "double-buffer")  # else not every stage needs 
 FORETOLD = [case for case in PLANS if "zero-bubble" not in str(case.id) and "split" not in str(case.id)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("plan", "columns"), FORETOLD)
 def test_no_worker_ever_holds_more_than_the_planners_formula_has_room_for(
     plan: Plan, columns: Mapping[str, Any]

@@ -109,6 +109,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pcie", [150.0, 1e5])
 @pytest.mark.parametrize("memory", ["s", "ssk"])
 @pytest.mark.parametrize(("plan", "columns"), CASES)
@@ -180,6 +181,7 @@ class Labels:
         return functional.cross_entropy(output, targets["label"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_foretold_of_any_choice_is_what_a_replica_holds_and_copies(name: str) -> None:
     """To the byte, in one stage and in two, whatever is kept, swapped and recomputed, copies of buffers included."""

@@ -38,6 +38,7 @@ def test_there_are_optimizers_to_try() -> None:
     assert {"SGD", "Adam", "AdamW", "Adafactor", "ASGD", "Rprop"} <= set(OPTIMIZERS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_any_optimizer_of_torch_keeps_fits_and_nothing_else_does(name: str) -> None:
     setup = make_setup(Mlp(), ([2, 4], [1, 2, 1]), make_optimizer=lambda p: getattr(torch.optim, name)(p))

@@ -89,6 +89,7 @@ def test_changes_at_seconds_come_at_the_end_of_the_minibatch_in_which_they_fall(
     assert change.minibatch == pytest.approx(45, abs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("live", [True, False])
 def test_with_vpipe_layers_follow_as_they_do_where_it_trains(tmp_path: Path, live: bool) -> None:
     """The moves are those of the virtual engine, which trains the same architectures: to minibatch and layer."""

@@ -24,6 +24,7 @@ def test_the_page_has_a_table() -> None:
     assert len(ROWS) >= 6
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}".strip())
 def test_layers_and_edges_are_those_of_the_page(row: tuple[str, ...]) -> None:
     name, option, layers, edges, published_layers, published_edges = row

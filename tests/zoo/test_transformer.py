@@ -182,6 +182,7 @@ def test_every_cut_computes_the_whole() -> None:
     assert check_every_cut(make(), Pairs((12, 10)), 4, num_stages=5, num_random=4) == 16
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains_as_its_plain_loop_does(mode: str) -> None:
     check_mode(make(), Pairs((12, 10), num_train=24), mode)

@@ -56,6 +56,7 @@ def fails_on_one_rank() -> None:
     distributed.barrier()
 
 
+@pytest.mark.slow
 def test_both_sides_do_the_work_of_a_plain_loop(given: Given) -> None:
     found = crew.run(sides_are_right, 2, {"fields": given.to_json()}, limit_s=PATIENCE_S)
     for rank in found:
