@@ -35,6 +35,7 @@ def pushes_of(outcomes: list[Outcome]) -> list[Pushes]:
     return next(outcome.pushes for outcome in outcomes if outcome.pushes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_virtual_engine_repeats_what_processes_did(request: pytest.FixtureRequest, name: str) -> None:
     """Their order is the wall clock's; given it, one process computes the same weights, to the bit."""

@@ -75,6 +75,7 @@ def newest_step(folder: Path) -> int:
     return found.step
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("what", "fault"),
     [
@@ -104,6 +105,7 @@ def test_a_worker_killed_inside_a_move_loses_what_came_after_the_checkpoint(
     assert [each.cuts for each in result.moves] == [each.cuts for each in expected(what)[1].moves]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("what", "fault", "step"),
     [
@@ -136,6 +138,7 @@ def test_a_search_in_processes_is_the_virtual_engine_s(
     _assert_same_search(result, what)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "fault",
     [

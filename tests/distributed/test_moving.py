@@ -16,6 +16,7 @@ from tests.distributed.scenarios import _MINIBATCHES, balanced_setup
 from tests.processes import Processes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize("size", [2, 3])
 def test_stages_balance_themselves_and_the_weights_are_the_virtual_engine_s(
