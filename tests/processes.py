@@ -74,7 +74,8 @@ class Processes:
         Args:
             function: by name.
             args: plain values.
-            lost: ranks that die of it, for which None is returned; nothing runs here afterwards.
+            lost: ranks that die of it, for which None is returned; nothing runs here afterwards. When one has died,
+                those that don't hear of it, as a checkpoint waits for its part, are killed, which launchers do.
             kwargs: plain values.
 
         Raises:
@@ -89,10 +90,19 @@ class Processes:
         while len(answers) < len(self._pipes):
             waiting = {rank: pipe for rank, pipe in enumerate(self._pipes) if rank not in answers}
             found = connection.wait(list(waiting.values()), max(0.0, limit_s - time.monotonic()))
+            has_died = not answers.keys().isdisjoint(lost)
             for rank in [rank for rank, pipe in waiting.items() if pipe in found or not found]:
-                answers[rank] = self._answer(rank, lost) if found else (False, f"no answer to {function}")
+                if found:
+                    answers[rank] = self._answer(rank, lost)
+                elif has_died and rank in lost:
+                    self._processes[rank].kill()
+                    answers[rank] = True, None
+                else:
+                    answers[rank] = False, f"no answer to {function}"
             if any(not fine for fine, _ in answers.values()):  # the others may wait for those that failed
                 limit_s = min(limit_s, time.monotonic() + _AFTER_A_FAILURE_S)
+            if not answers.keys().isdisjoint(lost):
+                limit_s = min(limit_s, time.monotonic() + _STACKS_AFTER_S)
         failed = [f"rank {rank}:\n{text}" for rank, (fine, text) in sorted(answers.items()) if not fine]
         assert not failed, "\n".join(failed)
         return [value for _, (_, value) in sorted(answers.items())]
