@@ -156,7 +156,7 @@ def refused_as_running(folder: Path, run_id: str, pid: int) -> bool:
     return answer.exit_code == 2 and answer.stderr.count("\n") == 1 and answer.stderr.startswith(said)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("virtual", marks=pytest.mark.slow), "distributed"])
+@pytest.mark.parametrize("kind", ["virtual", pytest.param("distributed", marks=pytest.mark.slow)])
 def test_a_run_that_is_running_is_exported_but_not_gone_on_with(tmp_path: Path, kind: str) -> None:
     """0.1.0 let it be resumed: both trained, and removed each other's checkpoints."""
     with WatchedRun(tmp_path, (*SMALL, "train.max_epochs=100000", f"engine.kind={kind}")) as run:

@@ -3,6 +3,7 @@
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 
 from reports.studies.watched_run import WatchedRun
@@ -21,6 +22,7 @@ parallelism: {mode: single, tensor: 2}
 """
 
 
+@pytest.mark.slow
 def test_a_killed_slice_changes_nothing_and_a_run_goes_on_without_slices(tmp_path: Path) -> None:
     killed, virtual = tmp_path / "killed", tmp_path / "virtual"
     for folder in (killed, virtual):
