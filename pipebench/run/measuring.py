@@ -147,6 +147,6 @@ class Together:
         if ready is not None:  # else its import would take cores from what is measured
             ready(_LAUNCHER_S)
         found = measure()
-        if self._is_first:
+        if self._is_first and found:  # a list that didn't fit beside another program may fit next time
             keep(key, form.write(found))
         return found

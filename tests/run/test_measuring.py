@@ -140,6 +140,14 @@ def test_lists_of_compiled_stages_are_measured_again(
     assert measured == {"lists": 1}  # layers by themselves aren't compiled
 
 
+@pytest.mark.usefixtures("measured")
+def test_lists_that_did_not_fit_are_tried_again(first: tuple[Job, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "in_situ", lambda *_: [])  # as on a GPU that another program fills
+        assert prepared(loaded(engine={"timing": "anew"})).setup.profile != first[0].setup.profile
+    assert prepared(loaded()).setup.profile.note.count("; in use ") == 1
+
+
 @pytest.mark.parametrize("text", ["", "{", "[[1]]", '{"pipebench_profile": 0}'])
 def test_what_the_cache_has_and_nobody_can_read_is_measured_again(
     text: str, measured: Counter[str], tmp_path: Path
