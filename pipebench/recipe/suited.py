@@ -45,7 +45,9 @@ def _needs_whole(train: TrainRecipe, engine: EngineRecipe) -> str | None:
     """Return why no parameter can be cut into shards, or None."""
     if train.optimizer.name is not None and KINDS[OPTIMIZER].find(train.optimizer.name) == "asgd":
         return "evaluations need asgd's averages of all parameters"
-    return "with engine.channels_last a weight's elements don't lie in its shape's order" if engine.channels_last else None
+    if engine.channels_last:
+        return "with engine.channels_last a weight's elements don't lie in its shape's order"
+    return None
 
 
 def unshared(recipe: Recipe, row: Mode) -> str | None:

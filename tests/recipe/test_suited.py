@@ -13,9 +13,7 @@ def unsuited(precision: str, optimizer: str, momentum: float | None = None, *, l
 
 def test_weights_are_predicted_by_momentum_and_moved_in_fp32_only() -> None:
     assert unsuited("fp32", "sgd", 0.9) == unsuited("fp32", "adam") == {}
-    assert (
-        {*unsuited("fp32", "sgd")} == {*unsuited("fp32", "rmsprop")} == {"spectrain", "xpipe"}
-    )
+    assert {*unsuited("fp32", "sgd")} == {*unsuited("fp32", "rmsprop")} == {"spectrain", "xpipe"}
     for precision in ("bf16", "fp16"):
         rounded = unsuited(precision, "sgd", 0.9)
         assert {*rounded} == {"spectrain", "xpipe", "pipemare", "dp-asp"}

@@ -129,9 +129,7 @@ def test_only_what_depends_on_a_change_is_measured_again(
     assert measured == again
 
 
-def test_lists_of_compiled_stages_are_measured_again(
-    measured: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_of_compiled_stages_are_measured_again(measured: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     keeping = {"recompute": False}
     prepared(loaded(parallelism=keeping))
     measured.clear()
