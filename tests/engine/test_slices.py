@@ -82,10 +82,10 @@ def test_slices_train_the_same_weights(parallelism: dict[str, Any], train: dict[
 
 def test_the_last_device_may_have_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine tokens among four devices: three each, and none for the last."""
-    small = {"model": {**RECIPE["model"], "width": 8, "vocabulary": 9}}  # type: ignore[dict-item]
-    small["dataset"] = {"name": "synthetic_text", "columns": 8, "vocabulary": 9, "num_train": 16, "num_eval": 4}
-    for section, keys in small.items():
-        monkeypatch.setitem(RECIPE, section, keys)
+    model: Any = RECIPE["model"]
+    data = {"name": "synthetic_text", "columns": 8, "vocabulary": 9, "num_train": 16, "num_eval": 4}
+    monkeypatch.setitem(RECIPE, "model", {**model, "width": 8, "vocabulary": 9})
+    monkeypatch.setitem(RECIPE, "dataset", data)
     whole, sliced = (ready(tensor, {"mode": "dp"}, streams=None) for tensor in (1, 4))
     expected, found = moved(*whole), moved(*sliced)
     for name, step in expected.items():
