@@ -182,7 +182,9 @@ class EmbeddingSlices(nn.Module):
         elsewhere = (own < 0) | (own >= len(self.weight))
         padding = self._padding if self._padding is not None and 0 <= self._padding < len(self.weight) else None
         own = own.masked_fill(elsewhere, 0)
-        vectors = nn.functional.embedding(own, self.weight, padding, None, 2.0, *self._options)
+        # The last devices may have no row, and a lookup needs one.
+        rows = self.weight if len(self.weight) else nn.functional.pad(self.weight, (0, 0, 0, 1))
+        vectors = nn.functional.embedding(own, rows, padding, None, 2.0, *self._options)
         vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
         y: torch.Tensor = _SumForward.apply(vectors, self.group)
         return y

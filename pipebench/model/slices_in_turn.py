@@ -115,5 +115,7 @@ class RowsInTurn(_InTurn):
 
 
 def _pieces(tensor: torch.Tensor, dimension: int, num_slices: int) -> tuple[torch.Tensor, ...]:
-    """Return views of a tensor's pieces: all are as wide but the last, which may be narrower."""
-    return torch.split(tensor, math.ceil(tensor.shape[dimension] / num_slices), dimension)
+    """Return views of a tensor's pieces: all are as wide but the last, which may be narrower, or have nothing."""
+    pieces = torch.split(tensor, math.ceil(tensor.shape[dimension] / num_slices), dimension)
+    nothing = pieces[-1].narrow(dimension, 0, 0)
+    return (*pieces, *[nothing] * (num_slices - len(pieces)))

@@ -1,7 +1,7 @@
 """Ways of parallelising that a training can't use, because of its optimizer, its precision, or layers that move."""
 
 from pipebench.recipe.named import KINDS, OPTIMIZER
-from pipebench.recipe.schema import OptimizerRecipe, Recipe, TrainRecipe
+from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe, Recipe, TrainRecipe
 from pipebench.schedule.modes import MODES, Mode
 from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
@@ -27,16 +27,27 @@ def sends_weights(sync: str) -> str | None:
     return None if SYNCS[sync].waits else f"sync {sync} sends weights, which have one type there"
 
 
-def unsuited_modes(train: TrainRecipe) -> dict[str, str]:
+def unsuited_modes(train: TrainRecipe, engine: EngineRecipe) -> dict[str, str]:
     """Return the modes that a training can't use, with reasons."""
-    found = {}
+    found, whole = {}, _needs_whole(train, engine)
     for name, row in MODES.items():
         rounded = None if train.precision == "fp32" else moves_little(row.weights) or sends_weights(row.sync)
         if rounded is not None:
             found[name] = f"{rounded}, and precision is {train.precision}"
         elif WEIGHT_POLICIES[row.weights].aim is not None and not gives_direction(train.optimizer):
             found[name] = "weights are predicted, and the optimizer's state doesn't say where they go"
+        elif row.is_sharded and whole is not None:
+            found[name] = whole
     return found
+
+
+def _needs_whole(train: TrainRecipe, engine: EngineRecipe) -> str | None:
+    """Return why no parameter can be cut into shards, or None."""
+    if train.optimizer.name is not None and KINDS[OPTIMIZER].find(train.optimizer.name) == "asgd":
+        return "evaluations need asgd's averages of all parameters"
+    if engine.channels_last:
+        return "with engine.channels_last a weight's elements don't lie in its shape's order"
+    return None
 
 
 def unshared(recipe: Recipe, row: Mode) -> str | None:
@@ -50,8 +61,6 @@ def unshared(recipe: Recipe, row: Mode) -> str | None:
         return f"sync {row.sync} has no sums to scatter"
     if not row.flush and (optimizer.clip_norm is not None or recipe.train.precision == "fp16"):
         return "without a flush no replica knows its stage's norm"
-    if optimizer.name is not None and KINDS[OPTIMIZER].find(optimizer.name) == "asgd":
-        return "evaluations need asgd's averages of all parameters"
     if recipe.parallelism.vpipe is not None:
         return "parallelism.vpipe moves layers"
-    return None
+    return _needs_whole(recipe.train, recipe.engine)

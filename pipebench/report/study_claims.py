@@ -19,7 +19,7 @@ from pipebench.report.expressions import Cells, Look, NoValueError, Value, claim
 from pipebench.report.reading import Reading
 
 KEYS = ("page", "section", "columns", "text", "holds", "tolerance", "value", "unit", "published", "within", "apart")
-_NUMBER = re.compile(r"(\d[\d,]*(?:\.\d+)?)(?: ?(ms|us|%|s|x))?(?![\w.])")
+_NUMBER = re.compile(r"((?:(?<![^\s(])-)?\d[\d,]*(?:\.\d+)?)(?: ?(ms|us|%|s|x))?(?![\w.])")
 _SCALES = {"ms": 1e-3, "us": 1e-6, "%": 1e-2}
 
 
@@ -122,8 +122,8 @@ def _under(page: str, section: str) -> Iterator[str]:
 def numbers_in(text: str) -> list[float]:
     """Return the numbers of a cell, with their units.
 
-    >>> numbers_in("1,262 / 171"), numbers_in("254 ms (215 ms to 293 ms)")[0], numbers_in("3 of 3"), numbers_in("50%")
-    ([1262.0, 171.0], 0.254, [3.0, 3.0], [0.5])
+    >>> numbers_in("1,262 / 171"), numbers_in("254 ms (215 ms to 293 ms)")[0], numbers_in("3-4"), numbers_in("-50%")
+    ([1262.0, 171.0], 0.254, [3.0, 4.0], [-0.5])
     """
     return [float(each[1].replace(",", "")) * _SCALES.get(each[2], 1.0) for each in _NUMBER.finditer(text)]
 

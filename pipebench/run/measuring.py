@@ -37,6 +37,8 @@ from pipebench.train.profiled_model import ProfiledModel
 from pipebench.train.request import travelling_sizes
 
 T = TypeVar("T")
+# Keys of `train` that say which updates a run makes, and change none of their times
+_UNTIMED = ("seed", "schedule", "target", "max_epochs", "evaluate_every", "checkpoint_every", "checkpoint_keep")
 _LAUNCHER_S = 60.0  # for the launcher, which may be slow, to be ready to record
 
 
@@ -100,7 +102,8 @@ class Together:
         if self._alone:
             return job  # an instruction alone on its GPU takes what its layers take
         setup, world = job.setup, self._world
-        lists = {"plan": repr(setup.plan), "pipeline": repr(setup.pipeline), "train": asdict(self._recipe.train)}
+        train = {key: value for key, value in asdict(self._recipe.train).items() if key not in _UNTIMED}
+        lists = {"plan": repr(setup.plan), "pipeline": repr(setup.pipeline), "train": train, "compiled": setup.compiled}
         with lasting(job.recipe.name, "measuring stages while all workers compute", shown=self._is_first) as say:
             times = self._once({**self._layers_key, "code": code_hash(), **lists}, _TIMES, lambda: self._lists(job))
             say("measuring messages and sums while all workers compute")
@@ -144,6 +147,6 @@ class Together:
         if ready is not None:  # else its import would take cores from what is measured
             ready(_LAUNCHER_S)
         found = measure()
-        if self._is_first:
+        if self._is_first and found:  # a list that didn't fit beside another program may fit next time
             keep(key, form.write(found))
         return found

@@ -73,9 +73,9 @@ class Follower(Sender):
             if entry.start is not None:
                 self._start, parent_id = entry.start, entry.start.parent_id
                 self._parent_id = None if parent_id is None else lambda parent_id=parent_id: parent_id
-            self.ended = entry.status is not None
-            if self.ended:
-                self._end_ms = entry.at_ms
+                self.ended = False
+            if entry.status is not None:  # a sample of this host may follow
+                self.ended, self._end_ms = True, entry.at_ms
         if entries:
             self.settled.clear()
 

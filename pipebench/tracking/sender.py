@@ -141,7 +141,7 @@ class Sender:
         """Send as much of the queue as one request takes; return how many entries."""
         entry, content = self._queue[0]
         if entry.status is not None:
-            if len(self._queue) == 1:  # else it is the end of an earlier process, and the run goes on
+            if all(later.start is None for later, _ in self._queue.copy()):  # else a process went on with the run
                 store.end_run(run_id, entry.status, entry.at_ms)
             return 1
         if entry.artifact is not None:

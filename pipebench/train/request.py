@@ -71,7 +71,7 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
         memory=_memory(parallelism, names),
         chooses=() if parallelism.vpipe is None else parallelism.vpipe.policies,
         streams=(recipe.train.streams or 1) if dataset.sequential else None,
-        unsuited=unsuited_modes(recipe.train) | _unswappable_modes(parallelism),
+        unsuited=unsuited_modes(recipe.train, recipe.engine) | _unswappable_modes(parallelism),
         relay=parallelism.relay,
         ties=_stays(recipe),
         may_shard=_may_shard(recipe),
@@ -88,7 +88,7 @@ def asks_of_layers(parallelism: ParallelismRecipe) -> bool:
 def _may_shard(recipe: Recipe) -> list[str]:
     """Return the modes whose replicas may share out optimizer state though the recipe doesn't ask for it."""
     parallelism = recipe.parallelism
-    if parallelism.shard is not None or recipe.engine.channels_last or not _stays(recipe):
+    if parallelism.shard is not None or not _stays(recipe):
         return []
     rows = {**MODES, **({} if parallelism.mode == AUTO else {parallelism.mode: parallelism.row})}
     return [name for name, row in rows.items() if unshared(recipe, row) is None]

@@ -80,6 +80,18 @@ def test_slices_train_the_same_weights(parallelism: dict[str, Any], train: dict[
     assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-4)
 
 
+def test_the_last_device_may_have_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine tokens among four devices: three each, and none for the last."""
+    model: Any = RECIPE["model"]
+    data = {"name": "synthetic_text", "columns": 8, "vocabulary": 9, "num_train": 16, "num_eval": 4}
+    monkeypatch.setitem(RECIPE, "model", {**model, "width": 8, "vocabulary": 9})
+    monkeypatch.setitem(RECIPE, "dataset", data)
+    whole, sliced = (ready(tensor, {"mode": "dp"}, streams=None) for tensor in (1, 4))
+    expected, found = moved(*whole), moved(*sliced)
+    for name, step in expected.items():
+        torch.testing.assert_close(found[name], step, rtol=1e-3, atol=2e-3 * float(step.abs().max()) + 1e-8)
+
+
 def test_slices_train_in_sixteen_bits() -> None:
     whole, sliced = (ready(tensor, {"mode": "dp"}, precision="bf16") for tensor in (1, 2))
     expected, found = moved(*whole), moved(*sliced)

@@ -88,6 +88,7 @@ TOKENS = torch.arange(12).view(2, 6) % 11
 LENGTHS = torch.tensor([6, 4])
 MODELS = {
     "gpt2": (lambda: gpt2(2, 16, 4, 27, 8, dropout=0.0), [TOKENS]),
+    "gpt2-few-tokens": (lambda: gpt2(1, 8, 4, 9, 8, dropout=0.0), [TOKENS % 9]),  # none for the last of four devices
     "gpt2-tied": (lambda: gpt2(1, 16, 4, 27, 8, dropout=0.0, share_embedding=True), [TOKENS]),
     "bert": (lambda: bert_base(1, 16, 32, 4, 27, 8, 0.0), [TOKENS, TOKENS % 2, LENGTHS, TOKENS[:, :2] % 6]),
     "transformer": (lambda: transformer(1, 16, 32, 4, 27, 26, 0.0), [TOKENS, LENGTHS, TOKENS]),

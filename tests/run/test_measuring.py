@@ -13,6 +13,7 @@ import yaml
 
 from pipebench.distributed.host import in_situ
 from pipebench.distributed.world import World
+from pipebench.engine import replica
 from pipebench.model.device import torch_settings
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
@@ -117,7 +118,7 @@ def test_everything_is_measured_once(first: tuple[Job, Path], measured: Counter[
         ({"train": {"minibatch_size": 16}}, {"layers": 1, "lists": 1}),
         ({"parallelism": {"mode": "pipedream-flush"}}, {"lists": 1}),
         ({"parallelism": {"plan": "2"}}, {"lists": 1}),
-        ({"train": {"max_epochs": 1}}, {}),
+        ({"train": {"max_epochs": 2, "seed": 1, "schedule": {"name": "cosine"}}}, {}),
     ],
     ids=str,
 )
@@ -126,6 +127,23 @@ def test_only_what_depends_on_a_change_is_measured_again(
 ) -> None:
     prepared(loaded(**change))
     assert measured == again
+
+
+def test_lists_of_compiled_stages_are_measured_again(measured: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    keeping = {"recompute": False}
+    prepared(loaded(parallelism=keeping))
+    measured.clear()
+    monkeypatch.setattr(replica, "compiled", lambda stage: stage.module)  # compiling takes long
+    prepared(loaded(parallelism=keeping, engine={"compile": True}))
+    assert measured == {"lists": 1}  # layers by themselves aren't compiled
+
+
+@pytest.mark.usefixtures("measured")
+def test_lists_that_did_not_fit_are_tried_again(first: tuple[Job, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "in_situ", lambda *_: [])  # as on a GPU that another program fills
+        assert prepared(loaded(engine={"timing": "anew"})).setup.profile != first[0].setup.profile
+    assert prepared(loaded()).setup.profile.note.count("; in use ") == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[[1]]", '{"pipebench_profile": 0}'])

@@ -132,6 +132,17 @@ def test_a_store_that_fails_is_told_once_and_waited_for_by_nobody(
     assert found.result == RESULT
 
 
+def test_a_sample_of_this_host_may_come_after_the_end(tracking: Tracking, record: Path) -> None:
+    """The follower takes one while the other process ends."""
+    run = begun(record)
+    run._sender.add(LogEntry(status="FINISHED"))
+    RecordFolder(record, mends=False).append(LogEntry(metrics={"system/cpu": 0.5}))
+    with tracking.following(record):
+        until(run._sender.settled.is_set)
+    stored = fetch(run)
+    assert (stored.info.status, stored.data.metrics) == ("FINISHED", {"system/cpu": 0.5})
+
+
 @pytest.mark.usefixtures("follower")
 def test_this_host_is_sampled(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system_metrics, "SAMPLE_EVERY_S", 0.0)

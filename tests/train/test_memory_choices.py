@@ -106,6 +106,8 @@ def test_a_plan_s_file_says_what_was_chosen(tmp_path: Path) -> None:
     path.write_text(form.text())
     named = f"parallelism.plan={path}"
     assert job_of(tmp_path, named).setup.pipeline.shard == OPTIMIZER
+    with pytest.raises(PlanError, match=r"shard: got optimizer, allowed is none: with engine\.channels_last"):
+        job_of(tmp_path, named, "engine.channels_last=true")
     with pytest.raises(RecipeError, match="shard: got 'optimizer', allowed are none"):
         job_of(tmp_path, named, "parallelism.shard=none")
     path.write_text(replace(form, shard="parameters").text())
