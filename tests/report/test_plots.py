@@ -110,7 +110,7 @@ def test_names_in_a_scatter_hide_nothing() -> None:
 
 
 def test_equal_points_of_a_scatter_have_one_label_that_equality_s_line_does_not_cross() -> None:
-    """Rows with the same published and reproduced value stand below one another; a label goes to the line's free side."""
+    """Rows with equal values stand below one another; a label goes to the line's free side."""
     rows = tuple(replace(REPORT.rows[0], name=f"r{n}", title=f"row {n}, a model on a cluster") for n in range(4))
     values = [2.0, 2.0, 2.0, 6.0]
     made = tuple(
