@@ -82,7 +82,10 @@ def report(
     if name is None:
         raise click.UsageError("name a report, for example: pipebench report table1; --list lists them")
     if name == COVERAGE:
-        click.echo(f"written: {write_coverage(out or Path('rendered', name))}")
+        with without_collector():
+            from pipebench.report.make import made_now
+
+        click.echo(f"written: {write_coverage(out or Path('rendered', name), made_now())}")
         return 0
     path = find_report(name)
     definition, asked = load_report(path, only or (), engine)
