@@ -173,7 +173,7 @@ def _fits(box: "Bbox", frame: "Bbox", taken: list["Bbox"]) -> bool:
 
 def _crosses(box: "Bbox", frame: "Bbox") -> bool:
     """Return whether the line of equality, the diagonal of a square frame, goes through a box."""
-    return box.x0 - frame.x0 < box.y1 - frame.y0 and box.y0 - frame.y0 < box.x1 - frame.x0
+    return bool(box.x0 - frame.x0 < box.y1 - frame.y0 and box.y0 - frame.y0 < box.x1 - frame.x0)
 
 
 def _distance(point: _Point) -> float:
