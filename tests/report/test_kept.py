@@ -67,7 +67,7 @@ def test_a_result_that_differs_says_how() -> None:
     changed = {**first.result.metrics, "samples_per_update": 7}
     assert "samples_per_update" in difference(first.result, replace(first.result, metrics=changed))
     assert difference(first.result, replace(first.result, points=second.result.points)) == "curves"
-    later = first.result.metrics | dict.fromkeys(MEASURED, 1e3)
+    later = {**first.result.metrics, **dict.fromkeys(MEASURED, 1e3)}
     assert (
         difference(replace(first.result, metrics=later), replace(first.result, metrics={**later, MEASURED[1]: 7})) == ""
     )
