@@ -198,7 +198,7 @@ def kept(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def efficiency(session: nox.Session) -> None:
-    """Train what `reports/studies/statistical_efficiency_runs/` lacks, and write the report and its pictures."""
+    """Train what statistical efficiency lacks in `reports/kept/`, and write the report and its pictures."""
     command = [python_with_pipebench(session), "-m", "reports.studies.statistical_efficiency", *session.posargs]
     page = session.run(*command, external=True, silent=True, stderr=None)
     if not session.posargs:

@@ -81,19 +81,20 @@ def report(
         return 0
     if name is None:
         raise click.UsageError("name a report, for example: pipebench report table1; --list lists them")
-    if name == COVERAGE:
-        click.echo(f"written: {write_coverage(out or Path('rendered', name))}")
-        return 0
-    path = find_report(name)
-    definition, asked = load_report(path, only or (), engine)
+    path = None if name == COVERAGE else find_report(name)
+    loaded = load_report(path, only or (), engine) if path else None
     with without_collector():
-        from pipebench.report.make import RENDERED, Making, make_report
+        from pipebench.report.make import RENDERED, Making, made_now, make_report
 
+    if path is None or loaded is None:
+        click.echo(f"written: {write_coverage(out or Path(RENDERED, COVERAGE), made_now())}")
+        return 0
     if keeps:
         require_keepable(path)
     options = [f"--only {shlex.quote(','.join(only))}"] if only else []
     options += [f"--engine {engine}"] if engine else []
     options += ["--no-training"] if no_training else []
     command = " ".join(["pipebench report", shlex.quote(name), *options])
+    definition, asked = loaded
     folder = out or Path(RENDERED, definition.name)
     return make_report(definition, asked, Making(command, folder, fresh, keeps, trains=not no_training))

@@ -203,8 +203,11 @@ def _read(answer: Any, key: str) -> Any:
     return read_study_claim(answer, key, f"{NAME}.yaml", reports_folder().parent)
 
 
-def write_coverage(folder: Path) -> Path:
-    """Write the page into a folder and return its path; raises an OSError on failure."""
+def write_coverage(folder: Path, made: str = "") -> Path:
+    """Write the page into a folder and return its path; raises an OSError on failure.
+
+    `made` is when and by which code, for its last line.
+    """
     blocks: list[Block] = [Text(_ABOUT)]
     pages, counted = Pages(), dict[tuple[str, ...], tuple[str, Answer]]()
     told = entries()
@@ -217,6 +220,7 @@ def write_coverage(folder: Path) -> Path:
                     counted.setdefault(answer.place, (source, answer))
         blocks += [Heading(source), RenderedTable(_HEADINGS, tuple(rows), left=3)]
     blocks += _scores([*counted.values()])
+    blocks += [Text(f"Made {made}, by `pipebench report {NAME}`.")] if made else []
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "report.md"
     text = f"`pipebench report {NAME}`\n\n# What is published, and what comes out\n\n{blocks_markdown(blocks)}\n"

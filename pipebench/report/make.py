@@ -60,7 +60,7 @@ def make_report(report: Report, asked: Sequence[Asked], making: Making) -> int:
         if not _run(collection, tracking, parent):
             return INTERRUPTED
         outcomes, drawings = collection.outcomes(), _drawings(report, asked)
-        about = {"command": making.command, "server": server_address(), "made": _made()}
+        about = {"command": making.command, "server": server_address(), "made": made_now()}
         evaluated = evaluate_report(report, outcomes, **about, drawings=drawings)
         try:
             kept = collection.keep_trained(report.path.parent) if making.keeps else []
@@ -141,7 +141,7 @@ def _tell(evaluated: Evaluated, rendered: Rendered, kept: Sequence[Path], parent
     _say(f"MLflow: {parent.where()}")
 
 
-def _made() -> str:
+def made_now() -> str:
     """Return when and by which code a page is made."""
     return f"{datetime.now(UTC).strftime('%Y-%m-%d %H:%M UTC')} {code_identity()}"
 

@@ -1,6 +1,6 @@
 """Scatter: reproduced against published values on logarithmic axes, a point per row, measure and column.
 
-The line is equality, the band 20 % either way. Points are labelled where there is room.
+The line is equality, the band 20 % either way. Points are labelled where there is room, equal ones by one label.
 """
 
 from collections.abc import Iterator
@@ -9,6 +9,8 @@ from typing import cast
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.text import Annotation
 from matplotlib.ticker import LogLocator, NullLocator
 from matplotlib.transforms import Bbox
 
@@ -29,10 +31,12 @@ from pipebench.report.plot_style import (
 _SIDE_IN = 6.4
 _BAND = 1.2
 _NAME_POINTS = 6.5
+_HALO = (withStroke(linewidth=2, foreground="white"),)  # keeps a label legible on the grid and the band
 # Positions of labels, best first: offset in points, horizontal and vertical alignment.
 _PLACES = (
     (6, 0, "left", "center"), (-6, 0, "right", "center"), (0, 6, "center", "bottom"), (0, -6, "center", "top"),
     (5, 5, "left", "bottom"), (-5, 5, "right", "bottom"), (5, -5, "left", "top"), (-5, -5, "right", "top"),
+    (14, 6, "center", "bottom"), (-14, 6, "center", "bottom"), (14, -6, "center", "top"), (-14, -6, "center", "top"),
 )  # fmt: skip
 
 
@@ -118,7 +122,7 @@ def _scale(axes: Axes, low: float, high: float) -> None:
 
 
 def _name(figure: Figure, axes: Axes, points: list[_Point], column: int) -> None:
-    """Label the last column's points without overlaps, farthest from the line first."""
+    """Label the last column's points without overlaps, farthest from the line first; equal points have one label."""
     figure.draw_without_rendering()  # computes positions and sizes
     to_pixels = axes.transData.transform
     taken = []
@@ -128,23 +132,48 @@ def _name(figure: Figure, axes: Axes, points: list[_Point], column: int) -> None
     legend = axes.get_legend()
     if legend is not None:
         taken.append(legend.get_window_extent())
-    own = [point for point in points if point.column == column]
-    for point in sorted(own, key=lambda each: (-_distance(each), each.title)):
-        for x, y, horizontal, vertical in _PLACES:
-            text = axes.annotate(
-                plain(point.label), (point.published, point.reproduced), xytext=(x, y), textcoords="offset points",
-                ha=horizontal, va=vertical, fontsize=_NAME_POINTS, color="#333333", annotation_clip=True,
-            )  # fmt: skip
-            box = text.get_window_extent()
+    here: dict[tuple[float, float], list[_Point]] = {}
+    for point in sorted((each for each in points if each.column == column), key=lambda each: each.title):
+        here.setdefault((point.published, point.reproduced), []).append(point)
+    for spot, own in sorted(here.items(), key=lambda each: -_distance(each[1][0])):
+        text = "\n".join(plain(point.label) for point in own)
+        for text_at in _texts(axes, text, spot):
+            box = text_at.get_window_extent()
             if _fits(box, axes.get_window_extent(), taken):
                 taken.append(box)
                 break
-            text.remove()
+            text_at.remove()
+
+
+def _texts(axes: Axes, text: str, spot: tuple[float, float]) -> Iterator[Annotation]:
+    """Yield a label in every place, best first: those that equality's line crosses come last."""
+    crossed = []
+    for place in _PLACES:
+        found = _text(axes, text, spot, place)
+        if not _crosses(found.get_window_extent(), axes.get_window_extent()):
+            yield found
+        else:
+            found.remove()
+            crossed.append(place)
+    yield from (_text(axes, text, spot, place) for place in crossed)
+
+
+def _text(axes: Axes, text: str, spot: tuple[float, float], place: tuple[int, int, str, str]) -> Annotation:
+    x, y, horizontal, vertical = place
+    return axes.annotate(
+        text, spot, xytext=(x, y), textcoords="offset points", ha=horizontal, va=vertical, fontsize=_NAME_POINTS,
+        color="#333333", annotation_clip=True, multialignment=horizontal, path_effects=_HALO,
+    )  # fmt: skip
 
 
 def _fits(box: "Bbox", frame: "Bbox", taken: list["Bbox"]) -> bool:
     inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
     return inside and not any(box.overlaps(other) for other in taken)
+
+
+def _crosses(box: "Bbox", frame: "Bbox") -> bool:
+    """Return whether the line of equality, the diagonal of a square frame, goes through a box."""
+    return bool(box.x0 - frame.x0 < box.y1 - frame.y0 and box.y0 - frame.y0 < box.x1 - frame.x0)
 
 
 def _distance(point: _Point) -> float:

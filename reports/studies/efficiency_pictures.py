@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 _COLUMNS = 4
-_COLOURS = ("#0072B2", "#D55E00", "#009E73")
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 _GREY = "#B0B0B0"
 Curve = Sequence[Sequence[float]]  # epochs, virtual seconds, value
 
@@ -36,6 +36,7 @@ def draw(
         panel.axhline(target, color="black", linewidth=0.7, linestyle="--")
         for curve in curves[reference]:
             panel.plot([point[column] for point in curve], [point[2] for point in curve], color=_GREY, linewidth=1.2)
+        assert len(own) <= len(_COLOURS)
         for colour, curve in zip(_COLOURS, own, strict=False):
             panel.plot(
                 [point[column] for point in curve], [point[2] for point in curve],

@@ -27,6 +27,7 @@ from pipebench.tracking import Tracking
 from pipebench.train.result import RunResult
 
 WALL = "wall_time_s"
+MEASURED = (WALL, "start_time_s")  # by this host's clock: no two runs have the same
 SEED = "train.seed="
 _UNTIMED_S = 60.0  # guess for results that lack their wall time
 
@@ -63,7 +64,7 @@ def difference(before: RunResult, now: RunResult) -> str:
     """
     if before.outcome != now.outcome:
         return f"{before.sentence}, now {now.sentence}"
-    common = {name for name in before.metrics if name in now.metrics and name != WALL}
+    common = {name for name in before.metrics if name in now.metrics and name not in MEASURED}
     found = [
         f"{name} {before.metrics[name]:.6g}, now {now.metrics[name]:.6g}"
         for name in sorted(common)

@@ -12,7 +12,7 @@ from pipebench.report.catalog import find_report, report_names, reports_folder
 from pipebench.report.kept import kept_results
 from pipebench.report.load import read_report
 from pipebench.run.identity import made_on
-from reports.studies.kept import WALL, difference, repeat, without_seed
+from reports.studies.kept import MEASURED, WALL, difference, repeat, without_seed
 
 
 def trained() -> Iterator[tuple[str, ...]]:
@@ -67,3 +67,7 @@ def test_a_result_that_differs_says_how() -> None:
     changed = {**first.result.metrics, "samples_per_update": 7}
     assert "samples_per_update" in difference(first.result, replace(first.result, metrics=changed))
     assert difference(first.result, replace(first.result, points=second.result.points)) == "curves"
+    later = {**first.result.metrics, **dict.fromkeys(MEASURED, 1e3)}
+    assert (
+        difference(replace(first.result, metrics=later), replace(first.result, metrics={**later, MEASURED[1]: 7})) == ""
+    )

@@ -109,6 +109,26 @@ def test_names_in_a_scatter_hide_nothing() -> None:
     assert not [(a, b) for a in boxes for b in boxes if a is not b and a.overlaps(b)]
 
 
+def test_equal_points_of_a_scatter_have_one_label_that_equality_s_line_does_not_cross() -> None:
+    """Rows with equal values stand below one another; a label goes to the line's free side."""
+    rows = tuple(replace(REPORT.rows[0], name=f"r{n}", title=f"row {n}, a model on a cluster") for n in range(4))
+    values = [2.0, 2.0, 2.0, 6.0]
+    made = tuple(
+        TableCell(row.name, "speedup", "ideal", value, published=Published(2.2 if value == 2 else 3.0))
+        for row, value in zip(rows, values, strict=True)
+    )
+    figure = scatter_figure(Evaluated(replace(REPORT, rows=rows, columns=REPORT.columns[:1]), made), SCATTER)
+    assert figure is not None
+    axes = only(figure.axes)
+    texts = {text.get_text(): text for text in axes.texts}
+    assert {*texts} == {"\n".join(row.title for row in rows[:3]), rows[3].title}
+    frame = axes.get_window_extent()
+    for text in texts.values():  # the diagonal of the frame goes by on one side of every corner
+        box = text.get_window_extent()
+        above = [y - frame.y0 > x - frame.x0 for x in (box.x0, box.x1) for y in (box.y0, box.y1)]
+        assert len({*above}) == 1, text.get_text()
+
+
 def test_lines_go_along_the_key() -> None:
     figure = lines_figure(evaluated(), LINES)
     assert figure is not None

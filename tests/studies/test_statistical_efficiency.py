@@ -1,6 +1,7 @@
 """The study of statistical efficiency: what it compares, by which rule rates are chosen, and what its page says."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from pipebench.recipe.catalog import recipe_names
 from pipebench.train.result import MISSED, REACHED, Point, RunResult
 from reports.studies import statistical_efficiency
 from reports.studies.efficiency_pictures import draw
+from reports.studies.efficiency_texts import SAID
 from reports.studies.statistical_efficiency import GRIDS, METRICS, SEEDS, Run, chosen_rate, modes_of, outcome_of, study
 from tests.recipe.test_published import entries
 
@@ -17,7 +19,7 @@ PAGE = Path(statistical_efficiency.__file__).parents[1] / "statistical_efficienc
 
 def test_every_steep_recipe_is_trained_and_every_mode_with_every_seed() -> None:
     runs = list(study())
-    assert len({run.path for run in runs}) == len(runs)
+    assert len({run.words for run in runs}) == len({run.name for run in runs}) == len(runs)
     for model in METRICS:
         of_model = [run for run in runs if run.model == model]
         recipes = {name.rpartition("/")[2] for name in recipe_names() if name.startswith(f"steep/{model}/")}
@@ -56,7 +58,7 @@ def test_the_rule_takes_the_fewest_epochs_and_of_equals_the_smaller(
 
 def outcome(epochs: float | None) -> statistical_efficiency.Outcome:
     return statistical_efficiency.Outcome(
-        MISSED if epochs is None else REACHED, epochs, epochs, 32, [[1.0, 1.0, 0.5], [2.0, 2.0, 0.9]], 1.0
+        MISSED if epochs is None else REACHED, epochs, epochs, 32, [[1.0, 1.0, 0.5], [2.0, 2.0, 0.9]]
     )
 
 
@@ -64,8 +66,8 @@ def test_what_is_kept_of_a_run() -> None:
     points = tuple(Point(2000 * k, 2.5 * k, {"top1": 0.4 * k, "train_loss": 1.0}) for k in (1, 2))
     metrics = {"epochs_to_target": 2.0, "time_to_accuracy_s": 5.0, "samples_per_update": 128}
     result = RunResult("x", "dp", "4", "virtual", "virtual", "", 0, REACHED, "", metrics, points)
-    kept = outcome_of(result, "top1", 2000, 7.0)
-    assert (kept.epochs, kept.clock_s, kept.samples_per_update, kept.cpu_s) == (2.0, 5.0, 128, 7.0)
+    kept = outcome_of(result, "top1", 2000)
+    assert (kept.epochs, kept.clock_s, kept.samples_per_update) == (2.0, 5.0, 128)
     assert kept.points == [[1.0, 2.5, 0.4], [2.0, 5.0, 0.8]]
 
 
@@ -75,8 +77,8 @@ def test_a_mode_that_a_seed_missed_has_no_ratio(monkeypatch: pytest.MonkeyPatch)
         Run, "outcome", property(lambda run: missed if (run.mode, run.seed) == ("dp", 1) else outcome(2.0 + run.seed))
     )
     rows = {row[0]: row for row in statistical_efficiency.mode_rows("gnmt8")}
-    assert rows["single"][2:7] == ["3 of 3", "3.00 (2.00 to 4.00)", "3.00 s (2.00 s to 4.00 s)", "1.00x", "-"]
-    assert rows["dp"][2:6] == ["2 of 3", "3.00 (2.00 to 4.00)", "3.00 s (2.00 s to 4.00 s)", "-"]
+    assert rows["single"][2:7] == ["0 of 5", "4.00 (2.00 to 6.00)", "4.00 s (2.00 s to 6.00 s)", "1.00x", "-"]
+    assert rows["dp"][2:6] == ["1 of 5", "4.50 (2.00 to 6.00)", "4.50 s (2.00 s to 6.00 s)", "-"]
 
 
 def test_the_page_is_that_of_the_results_kept() -> None:
@@ -84,6 +86,54 @@ def test_the_page_is_that_of_the_results_kept() -> None:
     assert statistical_efficiency.page().rstrip() == PAGE.read_text().rstrip()
     for name in re.findall(r"\]\((\S+\.png)\)", PAGE.read_text()):
         assert (PAGE.parent / name).is_file()
+
+
+def test_modes_are_what_other_pages_have_kept() -> None:
+    """With tree, versions and processor, as the last lines of the page list them; every run is on one of them."""
+    found = [(run, run.kept) for run in study() if run.lr is None]
+    runs = [run for run, kept in found if kept is not None and {"tree", "torch", "processor"} <= {*kept.made}]
+    told = PAGE.read_text().rpartition("runs of modes")[2]
+    assert f"{len(runs)} runs of modes" in PAGE.read_text()
+    assert sum(int(count) for count in re.findall(r"^- (\d+) by tree", told, re.MULTILINE)) == len(runs)
+    for run in runs:
+        assert re.search(rf"[ ,]{run.model} {run.mode}(,|$)", told, re.MULTILINE), run.name
+    missing = len(found) - len(runs)
+    assert (f"- {missing} are not there yet" in told) is (missing > 0)
+
+
+def test_two_trees_agree_on_the_other_processor_and_two_processors_do_not() -> None:
+    """With other numbers, the page's sentence would be another."""
+    num_twice, num_equal = statistical_efficiency.trees_that_agree()
+    assert num_twice == num_equal == 2
+    single, dp, *_ = statistical_efficiency.elsewhere_rows()
+    assert [single[:2], dp[:2]] == [["vgg16 single", "5"], ["vgg16 dp", "3"]]
+    for row in (single, dp):
+        assert int(row[-1]) < int(row[1])
+        assert row[3].partition(", ")[2] != row[5].partition(", ")[2]  # processors
+
+
+@pytest.mark.parametrize("model", METRICS)
+def test_a_run_with_the_rate_chosen_came_out_the_same_since(model: str) -> None:
+    """Of an earlier version, which the table of rates is of; on the same kind of processor."""
+    kept = Run(model, "single", 0).outcome
+    assert kept is not None
+    tried = Run(model, "single", 0, chosen_rate(model, "single")).outcome
+    assert tried is not None
+    assert [value for *_, value in tried.points] == [value for *_, value in kept.points]
+
+
+def test_a_result_that_names_no_tree_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("vgg16", "single", 0)
+    kept = run.kept
+    assert kept is not None
+    named = replace(kept, words=run.words)
+    monkeypatch.setattr(statistical_efficiency, "kept_results", lambda folder: {PAGE: named})
+    statistical_efficiency._kept.cache_clear()
+    assert run.outcome is not None
+    monkeypatch.setattr(statistical_efficiency, "kept_results", lambda folder: {PAGE: replace(named, made={})})
+    statistical_efficiency._kept.cache_clear()
+    assert Run("vgg16", "single", 0).outcome is None
+    statistical_efficiency._kept.cache_clear()
 
 
 def test_pictures_have_a_panel_per_mode(tmp_path: Path) -> None:
@@ -94,7 +144,7 @@ def test_pictures_have_a_panel_per_mode(tmp_path: Path) -> None:
 
 
 def test_what_the_papers_say_is_what_is_published() -> None:
-    said, text = entries(), statistical_efficiency.SAID
+    said, text = entries(), SAID
     asp, lars = said["s52-asp"], said["s52-lars"]
     assert f"{asp['asp_time_ratio']} times PipeDream's time to {asp['accuracy_percent']}%" in text
     assert f"{lars['fastest_lars_minibatch']:,} is the fastest" in text
