@@ -70,7 +70,7 @@ class PhaseCosts:
 
     def update_s(self, stage: int, round_index: int) -> float:
         """Return the seconds of an update, for the layers of its last backward's cuts."""
-        pipeline, moves = self._phases.setup.pipeline, self._phases.routes.moves
+        pipeline, moves = self._phases.setup.pipeline, self._phases
         last = (round_index + 1) * pipeline.round_size(stage) - 1
         return self._phases.at(moves.backward_layout(last)).costs.stages[stage].update_s
 
@@ -103,7 +103,7 @@ class PhaseCosts:
         return it.number if it.op is Op.GIVE else self._minibatch_of(it.number)
 
     def _size_of(self, unit: int) -> Any:
-        minibatch, moves = self._minibatch_of(unit), self._phases.routes.moves
+        minibatch, moves = self._minibatch_of(unit), self._phases
         return PhasedSize(self._plain_size(unit), moves.forward_layout(minibatch), moves.backward_layout(minibatch))
 
     def _stage(self, index: int) -> StageCosts:

@@ -21,7 +21,7 @@ class MovingSegment(SegmentCuts, SegmentExtension):
     def foreseen(self) -> "MovingSegment":
         """Return a segment with the moves known so far."""
         made = MovingSegment(self.setup)
-        for move in self.routes.moves.announced:
+        for move in self.announced:
             made.announce(move)
         return made
 

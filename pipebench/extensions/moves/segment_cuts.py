@@ -2,31 +2,28 @@
 
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
-from pipebench.extensions.moves.repartition_plan import BlockTransfer, CutLayout, Policies, Repartition, layout_of
-from pipebench.extensions.moves.routes import Routes
+from pipebench.extensions.moves.repartition_plan import CutLayout, Policies, Repartition, RepartitionPlan, layout_of
 from pipebench.model.plan import make_plan, recut
 from pipebench.model.stage import Stage, cut_stage
 
 _Values = dict[int, tuple[int, ...]]  # layers whose values are exchanged, by the other stage
 
 
-class SegmentCuts:
+class SegmentCuts(RepartitionPlan):
     """A segment of training in which layers may move; `setup` has the cuts at the drain."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup = setup
         layout = layout_of(setup.plan)
+        super().__init__(setup.pipeline, layout)
+        self.setup = setup
         self._known = {layout: setup}
-        self._sends: dict[tuple[int, CutLayout], _Values] = {}
-        self._receives: dict[tuple[int, CutLayout], _Values] = {}
-        # Which stages exchange a unit's values, and the moves
-        self.routes = Routes(setup.pipeline, layout, lambda under: self.at(under).pipeline)
+        self._crossings: dict[tuple[int, CutLayout], tuple[_Values, _Values]] = {}
 
     def announce(self, move: Repartition) -> None:
         """Add a move.
 
         Raises:
-            PlanError: the layers can't move so, or not from that minibatch on.
+            PlanError: it is impossible or too early, or the cuts separate layers that share parameters.
         """
         if self.setup.plan.relay:
             raise PlanError(
@@ -36,12 +33,19 @@ class SegmentCuts:
             raise PlanError(
                 "layers move while training goes on only where no stage scales its loss; set train.precision: bf16"
             )
-        self.routes.announce(move)
+        for problem in self.problems(move):
+            raise PlanError(problem)
+        before = self.last_layout
+        after = move.after(before)
+        for turned in range(len(before.starts)):  # boundaries switch one by one
+            for memory in (before.memory, after.memory):
+                self.at(CutLayout((*after.starts[: turned + 1], *before.starts[turned + 1 :]), memory))
+        super().announce(move)
 
     @property
     def last(self) -> Setup:
         """The setup after the last move."""
-        return self.at(self.routes.moves.last_layout)
+        return self.at(self.last_layout)
 
     def at(self, layout: CutLayout) -> Setup:
         """Return the setup under cuts and policies."""
@@ -51,30 +55,26 @@ class SegmentCuts:
 
     def sends(self, stage: int, minibatch: int) -> _Values:
         """Return the layers whose values a stage sends forward, by reading stage, ascending."""
-        layout = self.routes.moves.forward_layout(minibatch)
-        if (stage, layout) not in self._sends:
-            crossings = self.at(layout).plan.crossings
-            self._sends[stage, layout] = {b: values for (a, b), values in crossings.items() if a == stage}
-        return self._sends[stage, layout]
+        return self._crossing(stage, self.forward_layout(minibatch))[0]
 
     def returns(self, stage: int, minibatch: int) -> _Values:
         """Return the layers whose gradients a stage sends back, by stage of the layers."""
-        layout = self.routes.moves.backward_layout(minibatch)
-        if (stage, layout) not in self._receives:
-            crossings = self.at(layout).plan.crossings
-            self._receives[stage, layout] = {a: values for (a, b), values in crossings.items() if b == stage}
-        return self._receives[stage, layout]
-
-    def handed(self, source: int, target: int, minibatch: int) -> BlockTransfer:
-        """Return the block in transfer from a stage to another, at a minibatch from its B to its K."""
-        return self.routes.moves.handed(source, target, minibatch)
+        return self._crossing(stage, self.backward_layout(minibatch))[1]
 
     def policies(self, minibatch: int) -> Policies:
         """Return the memory policies of all layers for a minibatch."""
-        return self.routes.moves.forward_layout(minibatch).memory
+        return self.forward_layout(minibatch).memory
 
     def cut(self, start: int, stop: int, memory: Policies) -> Stage:
         """Return layers [start, stop) as a stage of their own; `memory` has the policies of all layers of the model."""
         graph = self.setup.graph
         bounds = [each for each in (start, stop) if 0 < each < len(graph.layers)]
         return cut_stage(graph, make_plan(graph, bounds, [1] * (len(bounds) + 1), memory=memory), int(start > 0))
+
+    def _crossing(self, stage: int, layout: CutLayout) -> tuple[_Values, _Values]:
+        """Return the layers whose values leave a stage, and those whose values reach it, by the other stage."""
+        if (stage, layout) not in self._crossings:
+            crossings = self.at(layout).plan.crossings.items()
+            leave = {b: values for (a, b), values in crossings if a == stage}
+            self._crossings[stage, layout] = leave, {a: values for (a, b), values in crossings if b == stage}
+        return self._crossings[stage, layout]

@@ -53,7 +53,7 @@ class SimulatedSegment(Segment):
 
     @property
     def _announced(self) -> tuple[Repartition, ...]:
-        return () if self._phases is None else self._phases.routes.moves.announced
+        return () if self._phases is None else self._phases.announced
 
     def end_at(self, minibatch: int) -> None:
         """End before a minibatch, for a move there."""
