@@ -1,14 +1,30 @@
-"""The moves of layers in `parallelism.vpipe.moves`: a list, or the file that a run recorded."""
+"""The moves of layers in `parallelism.vpipe.moves`: a list, or the file that a run recorded.
+
+The file has the cuts from each minibatch on, and why. A run given it cuts at the same places from the same minibatches
+on, and computes the same weights on any engine.
+"""
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
 
-from pipebench.extensions.moves.moves_file import RepartitionFile
 from pipebench.recipe.schema import Recipe
 from pipebench.schedule.repartitions import RepartitionRecord
-from pipebench.typed_json import JsonError, Ordinal, read, read_file
+from pipebench.typed_json import JsonError, Ordinal, Within, read, read_file
+
+FILE_NAME = "moves.json"
+VERSION = 1
+
+
+@dataclass
+class RepartitionFile:
+    """The file: its format version, and all of a run's records in order."""
+
+    pipebench_moves: Annotated[int, Within(VERSION, VERSION, str(VERSION))]
+    moves: list[RepartitionRecord] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -71,3 +87,16 @@ def _problems(file: RepartitionFile) -> Iterator[tuple[str, str]]:
         if after.minibatch <= before.minibatch:
             allowed = f"one after that of the move before, {before.minibatch}"
             yield f"moves[{index}].minibatch", f"got {after.minibatch}, allowed is {allowed}"
+
+
+def in_words(memory: Mapping[str, str] | None) -> str:
+    """Return the number of layers per policy other than keep, e.g. `5 recompute, 2 swap`."""
+    if memory is None:
+        return "as before"
+    counts = Counter(memory.values())
+    return ", ".join(f"{counts[policy]} {policy}" for policy in sorted(counts)) or "all keep"
+
+
+def to_text(moves: Sequence[RepartitionRecord]) -> str:
+    """Return the records as JSON."""
+    return json.dumps(asdict(RepartitionFile(VERSION, list(moves))), indent=1) + "\n"

@@ -6,8 +6,8 @@ from typing import Any
 
 from pipebench.checkpoint.progress import SavedProgress
 from pipebench.engine.engine import Engine
+from pipebench.extensions.moves.asked import in_words
 from pipebench.extensions.moves.engine import moves_of
-from pipebench.extensions.moves.moves_file import in_words
 from pipebench.extensions.moves.planned import (
     BALANCED,
     BEFOREHAND,
