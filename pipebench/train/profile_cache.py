@@ -59,9 +59,9 @@ def to_plan(loaded: LoadedRecipe, on_progress: OnProgress = None, *, needs_graph
 
 def _made(loaded: LoadedRecipe, on_progress: OnProgress) -> ToPlan:
     check_model(loaded)
-    from pipebench.train.profiled_model import profile_model  # late: imports torch
+    from pipebench.train.profiled_model import Wanted, profile_model  # late: imports torch
 
-    made = profile_model(loaded.recipe, loaded.cluster, on_progress, whole_minibatches=True)
+    made = profile_model(loaded.recipe, loaded.cluster, on_progress, Wanted(whole_minibatches=True))
     return ToPlan(made.profile, made.dataset, made.graph)
 
 
