@@ -68,7 +68,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "settings": f"{_MOVES}.recipe:settings",
         "prepare": f"{_MOVES}.planned:MovesPlanned",
         "program": f"{_MOVES}.program:moving_program",
-        "play": f"{_MOVES}.play:MovingPlay",
+        "play": f"{_MOVES}.program:MovingPlay",
         "worker": f"{_MOVES}.worker:MovingWorker",
         "in_process": f"{_MOVES}.engine:in_process",
         "processes": f"{_MOVES}.processes:processes",

@@ -7,12 +7,11 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
 from pipebench.checkpoint.state import ModelState
-from pipebench.engine.facts import facts_of, restore_extensions
 from pipebench.engine.feed import Feed
 from pipebench.engine.loss_scale import scale_metrics
 from pipebench.engine.protocols import Collectives, EngineExtension, SegmentExtension
@@ -260,3 +259,27 @@ class TrainingEngine(Engine):
             **self._meter_facts(),
             **facts_of(self.extensions),
         }
+
+
+# Checkpoints predate extensions, so one extension's list has a key of its own.
+_KEYS: Final = {"asynchronous": "pushes"}
+_OTHERS = "extensions"
+
+
+def facts_of(extensions: Mapping[str, EngineExtension]) -> dict[str, Any]:
+    """Return extensions' counters as part of an engine's."""
+    found = {name: extension.facts() for name, extension in extensions.items()}
+    others = {name: facts for name, facts in found.items() if facts and name not in _KEYS}
+    return {key: found.get(name, []) for name, key in _KEYS.items()} | ({_OTHERS: others} if others else {})
+
+
+def facts_by_extension(facts: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the counters by extension from an engine's; checkpoints of 0.1.0 have none."""
+    return {name: facts.get(key, []) for name, key in _KEYS.items()} | dict(facts.get(_OTHERS, {}))
+
+
+def restore_extensions(extensions: Mapping[str, EngineExtension], facts: Mapping[str, Any]) -> None:
+    """Restore extensions from a checkpoint."""
+    found = facts_by_extension(facts)
+    for name, extension in extensions.items():
+        extension.restore(found.get(name, []))

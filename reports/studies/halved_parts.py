@@ -8,8 +8,7 @@ the square of its size, then lays the parts back on the layers and exchanges tho
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipebench.planner.partition.coarsen import Coarse, coarsen
-from pipebench.planner.partition.consecutive import TOLERANCE
+from pipebench.planner.partition.consecutive import TOLERANCE, Coarse, coarsen
 from pipebench.planner.partition.graph import TimedGraph
 from reports.studies.kernighan_lin import Balance, Halves, exchanged
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError, choice, nearest
-from pipebench.extensions.moves.asked import AskedMove, moves_asked
+from pipebench.extensions.moves.recipe import AskedMove, moves_asked
 from pipebench.extensions.moves.repartition_plan import Repartition, RepartitionPlan, layout_of, shape_problems
 from pipebench.extensions.moves.settings import MOVES, settings_of
 from pipebench.model.graph import LayerGraph

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from pipebench.extensions.moves.asked import FILE_NAME, in_words, to_text
 from pipebench.extensions.moves.planned import under
+from pipebench.extensions.moves.recipe import FILE_NAME, in_words, to_text
 from pipebench.formats import seconds
 from pipebench.model.plan_layers import form_of
 from pipebench.run.drawings import record_drawn
