@@ -127,12 +127,9 @@ class Checkpoints:
         self.best: int | None = None
 
     def write_part(self, step: int, part: str, state: ModelState) -> CheckpointFile:
-        """Write one worker's part to disk and sync it.
+        """Write one worker's part of a step to disk and sync it; its state must not change meanwhile.
 
-        Args:
-            step: minibatches done.
-            part: letters, digits and `-`, unique to the worker.
-            state: the worker's state, which must not change meanwhile.
+        `part`, of letters, digits and `-`, is unique to the worker.
 
         Raises:
             OSError: it can't be written, e.g. as the disk is full; nothing of it is left behind.

@@ -20,13 +20,7 @@ from pipebench.model.memory_format import in_order
 
 
 class DirectSends:
-    """What a channel sends by NCCL; `watch` times it, None times nothing.
-
-    Args:
-        group: the process group of the two workers.
-        peer: the other's rank.
-        watch: of the GPU's worker.
-    """
+    """What a channel sends by NCCL to `peer` in the group of the two workers; `watch` times it, None times nothing."""
 
     def __init__(self, group: Any, peer: int, watch: HostWatch | None) -> None:
         self._group, self._peer, self._watch = group, peer, watch

@@ -236,17 +236,14 @@ class DistributedEngine(TrainingEngine):
         for rank, content in arrived.items():
             moved = from_bytes(content)
             state = ModelState.merge([state, moved])
-            self._note_migration(self._ranks.index(rank), state_bytes(moved), start_s)
+            sender, own = self._ranks.index(rank), old.index
+            level, end_s = self.setup.level_between(sender, own).name, self.clock()
+            size = state_bytes(moved)
+            self.meter.transfer(Transfer(MIGRATION, "layers", (sender,), (own,), level, size, start_s, end_s))
         self.worker.restore(state)
         self.worker.recall(old.peak_bytes, old.versions_max, old.host_peak_bytes)
         self.set_activity("")
         self.sync_clock()
-
-    def _note_migration(self, sender: int, num_bytes: int, start_s: float) -> None:
-        """Record layers received from another worker."""
-        own = self.worker.index
-        level = self.setup.level_between(sender, own).name
-        self.meter.transfer(Transfer(MIGRATION, "layers", (sender,), (own,), level, num_bytes, start_s, self.clock()))
 
     def _cut_stages(self, setup: Setup) -> None:
         self.setup = setup

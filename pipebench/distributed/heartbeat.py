@@ -153,26 +153,19 @@ class SilenceMonitor:
             self._silent_s[rank] = 0.0 if lives else self._silent_s[rank] + passed_s
             self._last[rank] = beat
         if self.store_s >= self._limit_s:
-            return self._no_answer()
+            return (
+                f"{store_text(self._place)} has not answered for {self._limit}: that host, or the network between it "
+                "and this one, hangs or is gone"
+            )
         # Without the store no heartbeat arrives.
         silent = [rank for rank, so_long_s in self._silent_s.items() if so_long_s >= self._limit_s > 2 * self.store_s]
-        return self._no_sign(silent, heard) if silent else ""
+        what = "has not been heard of" if len(silent) == 1 else "have not been heard of"
+        why = "the host, its network or the process hangs or is gone"
+        return f"{_named(silent, heard)} {what} for {self._limit}: {why}" if silent else ""
 
     @property
     def _limit(self) -> str:
         return f"{self._limit_s:g} s (engine.silence_limit_s)"
-
-    def _no_answer(self) -> str:
-        return (
-            f"{store_text(self._place)} has not answered for {self._limit}: that host, or the network between it and "
-            "this one, hangs or is gone"
-        )
-
-    def _no_sign(self, silent: Sequence[int], heard: Mapping[int, bytes]) -> str:
-        what = "has not been heard of" if len(silent) == 1 else "have not been heard of"
-        return (
-            f"{_named(silent, heard)} {what} for {self._limit}: the host, its network or the process hangs or is gone"
-        )
 
 
 def store_text(place: HostSlot) -> str:

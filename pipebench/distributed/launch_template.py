@@ -53,10 +53,8 @@ class Copy:
 class Template:
     """The process that copies itself for every worker, as a context manager; leaving it ends what is left of them.
 
-    This process must not have computed with torch. The template ends with it, and workers with the template.
-
-    Args:
-        main: what a worker does, with its arguments in `sys.argv`.
+    This process must not have computed with torch. The template ends with it, and workers with the template. `main` is
+    what a worker does, with its arguments in `sys.argv`.
     """
 
     def __init__(self, main: Callable[[], object]) -> None:

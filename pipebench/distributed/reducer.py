@@ -140,9 +140,7 @@ class Bucket(Protocol):
 class BucketsInOrder(Generic[B]):
     """Fills a replica's buckets; they set out in their order, each when it and all before it are complete.
 
-    Args:
-        buckets: in the order in which a backward reaches them.
-        watch: times the sums.
+    A backward reaches them in that order; `watch` times the sums.
     """
 
     def __init__(self, buckets: Sequence[B], watch: HostWatch) -> None:

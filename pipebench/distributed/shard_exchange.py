@@ -19,14 +19,10 @@ from pipebench.engine.weights import Weights
 
 
 class Exchange:
-    """How a stage's replicas exchange the parts of a buffer.
+    """How a stage's replicas exchange the parts of a buffer in their process group.
 
-    Args:
-        group: the replicas' process group, of this backend's collectives.
-        order: the replica of every member of the group.
-        own: this member's position.
-        native: whether the backend scatters and gathers itself.
-        host_copy: whether tensors go through the host's memory.
+    `order` has the replica of every member of the group, `own` is this member's position; `native`: whether the backend
+    scatters and gathers itself; `host_copy`: whether tensors go through the host's memory.
     """
 
     def __init__(self, group: Any, order: Sequence[int], own: int, *, native: bool, host_copy: bool) -> None:
@@ -108,11 +104,7 @@ class _Scatter:
 class ShardReducer(BucketsInOrder[_Scatter]):
     """Scatters the sums of one replica's gradients; used like `reducer.Reducer`.
 
-    Args:
-        sharding: of the stage, and which part is this replica's.
-        like: the stage's parameters.
-        exchange: of the replicas.
-        watch: times the sums.
+    `sharding` is the stage's, `like` are its parameters; `watch` times the sums.
     """
 
     def __init__(self, sharding: Sharding, like: Sequence[torch.Tensor], exchange: Exchange, watch: HostWatch) -> None:

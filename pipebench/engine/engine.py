@@ -227,13 +227,10 @@ class TrainingEngine(Engine):
     def restore(
         self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float, plan: Plan | None = None
     ) -> None:
-        """Resume from a checkpoint.
+        """Resume from a checkpoint's `state` of the whole model, at `clock_s` on the run's clock.
 
-        Args:
-            state: of the whole model.
-            facts: what `facts` returned in this process then; None if engine or plan differed.
-            clock_s: the run's clock then.
-            plan: the plan to resume under; None for the current one.
+        `facts` are what `facts` returned in this process then, None if engine or plan differed; `plan` is the one to
+        resume under, None for the current one.
         """
         if plan is not None:
             self._cut_stages(self.setup.under(plan))

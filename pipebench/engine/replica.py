@@ -239,13 +239,7 @@ class Replica:
     def evaluate(
         self, draw: tuple[int, ...], inputs: Sequence[torch.Tensor], received: Values, place: StreamSlot
     ) -> tuple[Values, Any]:
-        """Run forward only, in evaluation mode, with the newest weights or their averages.
-
-        Args:
-            draw: key of layers that are random even in evaluation.
-            inputs: the model inputs that the stage's evaluation reads, in its order.
-            received: values from other stages, by layer of the evaluation.
-            place: whose state stateful modules carry.
+        """Run forward only, in evaluation mode, with the newest weights or their averages; arguments as in `forward`.
 
         Returns:
             The values that leave the stage, by layer of the evaluation; and the model's output in the last stage.
@@ -392,7 +386,10 @@ class Replica:
         on_gradient: OnGradient | None,
     ) -> None:
         """Set the leaves' `grad`, and pass parameters' gradients on to `gradients` or `on_gradient`."""
-        heads = [*given, *[self._loss_head(item.loss_type)] * (len(item.results) - len(given))]
+        of_loss = None  # stands for 1
+        if self.scale is not None:
+            of_loss = torch.full((), self.scale.value, dtype=item.loss_type, device=self.device)
+        heads = [*given, *[of_loss] * (len(item.results) - len(given))]
         parameters = item.version.parameters
         if not item.results or not (leaves or parameters):
             return
@@ -401,10 +398,6 @@ class Replica:
                 torch.autograd.backward(item.results, heads, inputs=[*leaves, *parameters])
             else:
                 item.rests = self._split.backward_input(item.results, heads, [*leaves, *parameters])
-
-    def _loss_head(self, loss_type: torch.dtype | None) -> torch.Tensor | None:
-        """Return the gradient of the scaled loss with respect to the loss; None stands for 1."""
-        return None if self.scale is None else torch.full((), self.scale.value, dtype=loss_type, device=self.device)
 
 
 def _divided(weights: Weights, slices: Slices | None) -> Divided | None:

@@ -68,12 +68,7 @@ def held_by(replica: Replica, share: Share) -> ModelState:
 
 
 def restore(replica: Replica, state: ModelState, share: Share) -> None:
-    """Restore this replica's share of a model's state, by name.
-
-    Args:
-        replica: the replica.
-        state: of the whole model, under any plan; neither changed nor referenced.
-        share: this replica's.
+    """Restore this replica's share of a whole model's state, by name; it is neither changed nor referenced.
 
     Raises:
         CheckpointError: a tensor of this stage is missing or has another shape; the replica is unchanged then.

@@ -58,13 +58,8 @@ class Updates:
     ) -> None:
         """Apply a round's update, or skip it if scaled gradients overflowed.
 
-        Args:
-            replica: runs the stage.
-            gradients: summed over replicas, in the stage's order.
-            stage: the stage.
-            round_index: the round.
-            shared_norm: of all stages' gradients, if they clip or skip together.
-            keep_from: the oldest version of the weights still needed.
+        `gradients` are summed over replicas, in the stage's order; `shared_norm` is of all stages' gradients, if they
+        clip or skip together; `keep_from` is the oldest version of the weights still needed.
         """
         norm = shared_norm
         if replica.scale is not None:

@@ -179,11 +179,7 @@ class Streams(Sampler):
 class Varying(Sampler):
     """Minibatches whose lengths are drawn; their samples are not chosen.
 
-    Args:
-        num_samples: samples of an epoch.
-        minibatch_size: samples of a minibatch, but the last of an epoch.
-        seed: of the draws.
-        lengths: (length, share of all minibatches) each.
+    `lengths` are (length, share of all minibatches) each; see `Sampler` on the rest.
     """
 
     def __init__(self, num_samples: int, minibatch_size: int, seed: int, lengths: Sequence[tuple[int, float]]) -> None:

@@ -118,9 +118,7 @@ class Activations:
     def of(self, starts: Iterable[int], stops: Iterable[int]) -> Unit:
         """Return the costs of all stages [start, stop); meaningless where stop < start.
 
-        Args:
-            starts: first layers.
-            stops: layers after the last; the number of rows for stages that end with the model.
+        For stages that end with the model, the layer after their last is the number of rows.
         """
         begin, end = [*map(int, starts)], np.array([*map(int, stops)], dtype=np.intp)
         kept, stays = (

@@ -57,14 +57,9 @@ _KINDS = (
 def prepare_job(
     loaded: LoadedRecipe, *, apart: bool = False, tells: bool = False, silent: bool = False, **how: Any
 ) -> Job:
-    """Prepare a recipe, showing progress.
+    """Prepare a recipe, showing progress unless `silent`; `tells` prints plain lines without a terminal.
 
-    Args:
-        loaded: the recipe.
-        apart: leave the GPU alone: another process decides if the profile is measured on one.
-        tells: print plain lines without a terminal.
-        silent: print nothing.
-        how: see `prepare`.
+    `apart` leaves the GPU alone: another process decides if the profile is measured on one. For `how` see `prepare`.
 
     Raises:
         RecipeError: the model doesn't allow it.

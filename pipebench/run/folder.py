@@ -183,8 +183,7 @@ def _seen_from(run: Path, folder: str) -> str:
 def find(run: str) -> RunFolder:
     """Find a run's folder in the working directory.
 
-    Args:
-        run: its id or MLflow run id, an unambiguous recipe name or start of an id, or the folder's path.
+    `run` is its id or MLflow run id, an unambiguous recipe name or start of an id, or the folder's path.
 
     Raises:
         UserError: none or several match; names the nearest or all.

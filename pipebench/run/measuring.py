@@ -58,12 +58,7 @@ _HOST = _Form(partial(typed_json.read, HostCosts), typed_json.write)
 
 
 class Together:
-    """Measures for one run in all its processes; all call the same.
-
-    Args:
-        loaded: the recipe.
-        world: the processes.
-    """
+    """Measures a recipe's model for one run in all its processes; all call the same."""
 
     def __init__(self, loaded: LoadedRecipe, world: World) -> None:
         self._loaded, self._world = loaded, world

@@ -171,9 +171,8 @@ class RunRecorder:
     def record(self, train: Train, watch: MemoryForecast | None = None) -> Run:
         """Train, record the result and print it.
 
-        Args:
-            train: trains; takes the progress display and the receiver of points.
-            watch: filled by `train` with memory over time; None to simulate that afterwards.
+        `train` gets the progress display and the receiver of points; it fills `watch` with memory over time, None to
+        simulate that afterwards.
         """
         log, measures = self.log, self._kind.measures
         self._warn()

@@ -62,13 +62,9 @@ class VersionLedger:
         return self._held
 
     def step(self, keep_from: int) -> bool:
-        """Make the next version.
+        """Make the next version; return whether it takes the place of the newest, which nothing needs.
 
-        Args:
-            keep_from: the oldest version that a forward may still request; older ones go as soon as no unit uses them.
-
-        Returns:
-            Whether it takes the place of the newest, which nothing needs.
+        `keep_from` is the oldest version that a forward may still request; older ones go as soon as no unit uses them.
         """
         self._keep_from = keep_from
         self._collect()

@@ -24,12 +24,9 @@ from pipebench.profile.shapes import without_data
 
 
 def check_fits(state: ModelState, setup: Setup, step: int) -> ModelState:
-    """Compare a checkpoint with a model, its optimizer and its data.
+    """Compare a checkpoint with a model, its optimizer and its data after `step` minibatches.
 
-    Args:
-        state: of the whole model, under any plan.
-        setup: to resume with; its graph holds initial weights, or is on the meta device.
-        step: minibatches done.
+    The state is of the whole model, under any plan; the setup's graph holds initial weights, or is on the meta device.
 
     Returns:
         The state to restore, without that of an optimizer that no longer has any.

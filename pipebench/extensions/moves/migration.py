@@ -50,15 +50,10 @@ class TransferredUnit:
 
 
 class MigratingReplica:
-    """A stage some of whose layers move.
+    """A stage some of whose layers move; `replica` runs it so far, layers `bounds[0]` to `bounds[1]`, excluded.
 
-    Args:
-        replica: runs the stage so far.
-        bounds: its first layer, and the one after its last.
-        share: its share of the model's state.
-        phases: the segment's cuts.
-        make_replica: makes a replica of layers.
-        note_memory: called at moments of peak memory within an operation.
+    `share` is its share of the model's state, `phases` the segment's cuts. `make_replica` makes a replica of layers,
+    `note_memory` is called at moments of peak memory within an operation.
     """
 
     scale: LossScale | None = None  # losses aren't scaled if layers move

@@ -296,13 +296,8 @@ def problems_of(
 ) -> ProblemOf:
     """Return the `StageProblem` of any layers as any stage of a straight pipeline, for units of `num_samples`.
 
-    Args:
-        profile: layer costs.
-        pipeline: of the straight plan.
-        num_samples: per unit.
-        limit_bytes: of a device; infinite for no limit.
-        pcie_bytes_per_s: copy rate to a device's host; None if unknown.
-        chooses: policies besides keep; none: layers keep theirs.
+    `limit_bytes` is of a device, infinite for no limit, `pcie_bytes_per_s` the copy rate to its host, None if unknown;
+    `chooses` has policies besides keep; none: layers keep theirs.
     """
     policy, in_flight = WEIGHT_POLICIES[pipeline.weights], most_in_flight(pipeline)
     rows, versions = profile.by_size[num_samples], policy.versions

@@ -69,11 +69,9 @@ class SimulatedSegment(Segment):
     ) -> SegmentTotals:
         """Simulate it; return its totals.
 
-        Args:
-            meter: records every event and transfer.
-            told: called with every event and the function from units to sizes.
-            held: called afterwards with the worker's peak bytes within the event, without messages.
-            enough: minibatches without a move after which simulation may stop; 0: never.
+        `meter` records every event and transfer; `told` is called with every event and the function from units to
+        sizes, `held` afterwards with the worker's peak bytes within it, without messages. Simulation may stop after
+        `enough` minibatches without a move; 0: never.
         """
         setup, pipeline, self._enough = self._setup, self._setup.pipeline, enough
         meter = meter or Meter(pipeline)
