@@ -115,11 +115,9 @@ class Control:
     def at(self, instruction: Instruction | None, wait: str = "") -> None:
         """Note the training thread's current work; costs well under a microsecond.
 
-        Args:
-            instruction: the instruction it executes; None for other work.
-            wait: name of other work ("exchange" and "barrier" wait for all workers, others are the worker's own), or
-                of what an instruction that isn't training, numbered by minibatch, belongs to. None and no name:
-                nothing is watched.
+        It is an instruction, or, with None, other work named by `wait` ("exchange" and "barrier" wait for all workers,
+        others are the worker's own), which also says what an instruction that isn't training, numbered by minibatch,
+        belongs to. Without either nothing is watched.
         """
         self._place = (instruction, wait, time.monotonic())
 

@@ -138,12 +138,9 @@ class SilenceMonitor:
         self.store_s = 0.0  # since the store answered
 
     def listen(self, passed_s: float, answers: int, heard: Mapping[int, bytes]) -> str:
-        """Note the latest heartbeats; return what to report, "" for nothing.
+        """Note the latest heartbeats, by rank; return what to report, "" for nothing.
 
-        Args:
-            passed_s: seconds since the last call.
-            answers: number of the store's answers so far.
-            heard: newest heartbeat by rank.
+        The last call was `passed_s` seconds ago; `answers` is the number of the store's answers so far.
         """
         self.store_s = 0.0 if answers != self._answers else self.store_s + passed_s
         self._answers = answers

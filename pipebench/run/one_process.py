@@ -103,9 +103,7 @@ class VirtualRuns(EngineRuns):
 class _LateFolder:
     """The folder of a virtual run: created at the start if the recipe asks for checkpoints, else with the first one.
 
-    Args:
-        request: the run.
-        held: holds the lock on the folder until the run's end.
+    `held` holds the lock on the folder until the run's end.
 
     Attributes:
         made: the folder, None before it exists.

@@ -131,12 +131,7 @@ def collected_log(verbose: bool) -> Iterator[io.StringIO]:
 class RunRecorder:
     """The record of a run, opened with all inputs; `record` does the rest.
 
-    Args:
-        request: the run.
-        job: the prepared recipe.
-        tracking: where to record it.
-        log_text: collects the log.
-        folder: of the record; None for a temporary one, removed once MLflow has everything.
+    `log_text` collects the log; the record's folder is None for a temporary one, removed once MLflow has everything.
 
     Attributes:
         log: what the run logs.

@@ -7,11 +7,8 @@ class VersionLedger:
     """The lifetimes of a stage's weight versions, as numbers: it holds no weights.
 
     Alive are the newest version, those that units in flight use, and those that a later forward may request. It takes
-    no lock: where threads share one, its owner does.
-
-    Args:
-        in_place: whether every update overwrites the newest version, whoever uses it.
-        newest: the version to begin with.
+    no lock: where threads share one, its owner does. `in_place`: whether every update overwrites the newest, whoever
+    uses it.
 
     Attributes:
         newest: the version of the most updates; -1 once retired.

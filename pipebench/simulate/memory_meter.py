@@ -109,13 +109,9 @@ class MemoryTimeline:
 class MemoryMeter:
     """Adds up what workers allocate and free.
 
-    Args:
-        pipeline: the pipeline.
-        memories: of a replica, per stage.
-        costs: sizes of messages.
-        limit_bytes: memory of a device; None for no limit.
-        holdings: per worker, its stages' memory; None: replicas with `memories`.
-        start_s: the run's clock at the start.
+    `memories` are of a replica, per stage, and `holdings` per worker, its stages'; without them replicas have
+    `memories`. `costs` has sizes of messages; `limit_bytes` is of a device, None for no limit; `start_s` is the run's
+    clock at the start.
     """
 
     # Kinds of transfers whose bytes are at their sender until they have arrived
