@@ -130,17 +130,8 @@ class ShardReducer(BucketsInOrder[_Scatter]):
             for piece, value in zip(bucket.pieces, bucket.added(), strict=True):
                 is_none = piece.place in self._absent and not value.any() and bool(value.signbit().all())
                 found.append((piece, None if is_none else value))
-        self._next = 0
-        self._absent.clear()
+        self._begin_anew()
         return [value for _, value in sorted(found, key=lambda each: each[0])]
-
-    def _set_out(self) -> None:
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            bucket = self._buckets[self._next]
-            bucket.set_out = self._watch.mark(keep=True)
-            with peers():
-                bucket.start()
-            self._next += 1
 
 
 class WeightGather:

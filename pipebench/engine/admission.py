@@ -201,7 +201,7 @@ def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class StoppableAdmission:
+class StoppableAdmission(AdmissionControl):
     """Admission control for all workers of one process; a cut is at their current position.
 
     Segments end early at multiples of `multiple_of` minibatches, see `Control`; `on_cut` is called with the new length.
@@ -215,25 +215,19 @@ class StoppableAdmission:
         multiple_of: int,
         on_cut: Callable[[int], None],
     ) -> None:
-        self._stop, self._on_cut = stop, on_cut
-        self._gate = AdmissionControl(math.lcm(pipeline.period, multiple_of))
-        self._gate.begin(0, num_minibatches)
-        self._open = True
-
-    @property
-    def limit(self) -> int:
-        """Minibatches of the segment that will run."""
-        return self._gate.limit
+        super().__init__(math.lcm(pipeline.period, multiple_of))
+        self._stop, self._on_cut, self._open = stop, on_cut, True
+        self.begin(0, num_minibatches)
 
     def end_at(self, minibatch: int) -> None:
         """Shorten the segment to end before `minibatch`, which no worker may have started."""
-        self._gate.end_at(minibatch)
-        self._on_cut(self._gate.limit)
+        super().end_at(minibatch)
+        self._on_cut(self.limit)
 
     def admit(self, minibatch: int) -> bool:
         """Return whether a minibatch may start."""
         if self._open and self._stop.reason is not None:
             self._open = False
-            self._gate.settle(self._gate.close())
-            self._on_cut(self._gate.limit)
-        return self._gate.admit(minibatch)
+            self.settle(self.close())
+            self._on_cut(self.limit)
+        return super().admit(minibatch)
