@@ -42,7 +42,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "rules": f"{_ASYNCHRONOUS}.recipe:RULES",
         "settings": f"{_ASYNCHRONOUS}.recipe:settings",
         "program": f"{_ASYNCHRONOUS}.program:pushing_program",
-        "play": f"{_ASYNCHRONOUS}.play:Pushing",
+        "play": f"{_ASYNCHRONOUS}.program:Pushing",
         "memory": f"{_ASYNCHRONOUS}.memory:ServerMemory",
         "worker": f"{_ASYNCHRONOUS}.server:PushAndPull",
         "in_process": f"{_ASYNCHRONOUS}.server:InProcessServer",

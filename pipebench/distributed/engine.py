@@ -16,7 +16,7 @@ from pipebench.checkpoint.store import from_bytes, to_bytes
 from pipebench.distributed.collectives import ProcessCollectives
 from pipebench.distributed.control import Control
 from pipebench.distributed.cores import crowding, processor_shares
-from pipebench.distributed.instruction_times import DeviceWatch, HostWatch, runs_ahead
+from pipebench.distributed.instruction_times import DeviceWatch, HostWatch, Pace, runs_ahead
 from pipebench.distributed.meter import MeasuredMeter, merge, with_allocated
 from pipebench.distributed.slices import combined, connected_slices, joined
 from pipebench.distributed.transport import ChannelTransport
@@ -25,7 +25,6 @@ from pipebench.distributed.world import World
 from pipebench.engine.admission import admitted_program
 from pipebench.engine.engine import Gather, OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.feed import Feed, training_feed
-from pipebench.engine.pace import Pace
 from pipebench.engine.protocols import EngineExtension, SegmentExtension, UnitLoss
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker

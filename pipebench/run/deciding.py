@@ -22,8 +22,7 @@ from typing import Any, TextIO
 
 from pipebench import errors
 from pipebench.cluster import Cluster
-from pipebench.distributed.launch_child import end_with
-from pipebench.distributed.launch_command import python_module
+from pipebench.distributed.launch_child import end_with, python_module
 from pipebench.distributed.launch_failure import signal_name
 from pipebench.errors import ProfileError, RecipeError, UserError, WorkersFailedError
 from pipebench.files import replace as replace_file

@@ -24,7 +24,7 @@ from pipebench.engine.replica import LiveBytes, Replica, Values
 from pipebench.engine.replica_state import restore, state_of
 from pipebench.engine.streams import StreamSlot
 from pipebench.extensions.moves.repartition_plan import BlockTransfer
-from pipebench.extensions.moves.segment_cuts import SegmentCuts
+from pipebench.extensions.moves.segment import MovingSegment
 from pipebench.extensions.moves.stage_parts import StagePart, StageParts
 from pipebench.model.slice_modules import Divided
 from pipebench.model.stage import LossFunction, Stage
@@ -65,7 +65,7 @@ class MigratingReplica:
         replica: Replica,
         bounds: tuple[int, int],
         share: Share,
-        phases: SegmentCuts,
+        phases: MovingSegment,
         make_replica: Callable[[Stage], Replica],
         note_memory: Callable[[], None],
     ) -> None:

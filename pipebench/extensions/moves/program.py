@@ -11,9 +11,8 @@ policies rebuilds itself (`RC` without a peer) after the update before the first
 from collections.abc import Iterable
 from typing import Any, Final
 
-from pipebench.extensions.moves.migration_costs import PhaseCosts
 from pipebench.extensions.moves.repartition_plan import BlockTransfer, RepartitionPlan
-from pipebench.extensions.moves.segment_cuts import SegmentCuts
+from pipebench.extensions.moves.segment import MovingSegment, PhaseCosts
 from pipebench.extensions.moves.settings import MOVES
 from pipebench.schedule.instructions import COPIES, Instruction
 from pipebench.schedule.operations import MIGRATION, Op
@@ -120,12 +119,14 @@ class TransferSteps:
         return Instruction(Op.TAKE, self._stage, each.at, each.source)
 
 
-def moving_program(p: Pipeline, worker: int, num_minibatches: int, whole: Parts, segment: SegmentCuts | None) -> Parts:
+def moving_program(
+    p: Pipeline, worker: int, num_minibatches: int, whole: Parts, segment: MovingSegment | None
+) -> Parts:
     """Return a worker's list in a segment in which layers may move; None: they stay."""
     return whole if segment is None else _moving_program(p, worker, num_minibatches, segment)
 
 
-def _moving_program(p: Pipeline, worker: int, num_minibatches: int, cuts: SegmentCuts) -> Parts:
+def _moving_program(p: Pipeline, worker: int, num_minibatches: int, cuts: MovingSegment) -> Parts:
     """Yield passes over the edges of each unit, and the transfers of layers in between."""
     (stage,) = p.stages_of(worker)
     program = StageProgram(p, stage, worker, num_minibatches)

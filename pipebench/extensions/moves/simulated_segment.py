@@ -6,8 +6,7 @@ from functools import lru_cache, partial
 
 from pipebench.engine.segment import Segment, SizeOf
 from pipebench.engine.setup import Setup
-from pipebench.extensions.moves.held_bytes import Inputs, SegmentBytes
-from pipebench.extensions.moves.migration_memory import MigrationMemory
+from pipebench.extensions.moves.migration_memory import Inputs, MigrationMemory, SegmentBytes
 from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.extensions.moves.segment import MovingSegment
 from pipebench.extensions.moves.settings import MOVES

@@ -10,7 +10,7 @@ from pipebench.engine.replicas import make_replica
 from pipebench.engine.worker import Worker
 from pipebench.extensions.moves.migration import MigratingReplica, TransferredUnit
 from pipebench.extensions.moves.monitor import StageMonitor
-from pipebench.extensions.moves.segment_cuts import SegmentCuts
+from pipebench.extensions.moves.segment import MovingSegment
 from pipebench.extensions.moves.settings import MOVES, settings_of
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, SEND, Op, with_kind
@@ -27,7 +27,7 @@ class MovingWorker(WorkerExtension):
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._cuts: SegmentCuts  # of the segment, or of the last one in which layers might move
+        self._cuts: MovingSegment  # of the segment, or of the last one in which layers might move
         self._moves = False  # whether layers may move in this segment
         self.monitor: StageMonitor | None = None  # if Algorithm 1 balances stages
         self.handlers: Mapping[Op, Handler] = {
@@ -41,7 +41,7 @@ class MovingWorker(WorkerExtension):
         if settings_of(worker.setup.pipeline).balances:
             self.handlers |= {op: self._reporting(worker.handlers[op]) for op in (*_SENDS, *_RECEIVES)}
 
-    def begin(self, segment: SegmentCuts | None) -> None:
+    def begin(self, segment: MovingSegment | None) -> None:
         """Start a segment of training."""
         self._moves = segment is not None
         if segment is not None:
