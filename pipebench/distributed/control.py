@@ -38,8 +38,8 @@ def end_quietly() -> NoReturn:
     os._exit(_FAILED)
 
 
-class Control:
-    """One worker's control threads.
+class Control(AdmissionControl):
+    """One worker's admission control and its control threads.
 
     Stop agreement: see `pipebench/engine/admission.py`. The key `pipebench/stop` has the reason; the first one counts.
     Every worker answers it with its position under a key of its own; all positions together determine the cut. A stop
@@ -73,13 +73,13 @@ class Control:
         on_orphan: Callable[[], None] = end_quietly,
         heartbeat_s: float = 0.5,
     ) -> None:
+        super().__init__(math.lcm(pipeline.period, multiple_of))
         self._store = store.clone()
         # A suspended launcher (Ctrl-Z) is not gone: only a broken connection means that.
         self._store.set_timeout(timedelta(days=365))
         self._own, self._slices, self._pipeline = process, slices, pipeline
         self._stall_limit_s, self._heartbeat_s = stall_limit_s, heartbeat_s
         self._on_stall, self._on_orphan = on_stall, on_orphan
-        self._gate = AdmissionControl(math.lcm(pipeline.period, multiple_of))
         self._place: tuple[Instruction | None, str, float] = (None, "", time.monotonic())
         self._heard: dict[int, tuple[bytes, float]] = {}  # each worker's last heartbeat, and when it arrived here
         self._started_s = self._listened_s = time.monotonic()
@@ -121,33 +121,20 @@ class Control:
         """
         self._place = (instruction, wait, time.monotonic())
 
-    def begin(self, segment: int, num_minibatches: int) -> None:
-        """Begin a segment of training; all workers begin the same segments, in ascending order."""
-        self._gate.begin(segment, num_minibatches)
-
-    def end_at(self, minibatch: int) -> None:
-        """Shorten the segment to end before `minibatch`, which no worker may have started; all workers call it."""
-        self._gate.end_at(minibatch)
-
     def admit(self, minibatch: int) -> bool:
         """Return whether a minibatch, numbered since the drain, may begin on this worker; False ends the segment.
 
         `admitted_program` calls it before the minibatch's first instruction on this worker and before a replica without
         a unit in the last round joins that round. Waits while workers agree on a stop.
         """
-        if self._gate.is_undecided(minibatch):
+        if self.is_undecided(minibatch):
             place = self._place
             self.at(None, ADMIT)
             try:
-                return self._gate.admit(minibatch)
+                return super().admit(minibatch)
             finally:
                 self.at(*place[:2])
-        return self._gate.admit(minibatch)
-
-    @property
-    def limit(self) -> int:
-        """Minibatches of this segment that will run; final once `admit` returned False or all have begun."""
-        return self._gate.limit
+        return super().admit(minibatch)
 
     @property
     def stop_reason(self) -> str | None:
@@ -202,13 +189,13 @@ class Control:
             self._store.compare_set(STOP_KEY, "", self._request)
         if not self._answered and self._store.check([STOP_KEY]):
             reason = self._store.get(STOP_KEY).decode()
-            self._store.set(self._position_keys[self._own], json.dumps([*self._gate.close(), reason]))
+            self._store.set(self._position_keys[self._own], json.dumps([*self.stop_admitting(), reason]))
             self._answered = True
         if self._answered and self._store.check(self._position_keys):
             answers = [json.loads(answer) for answer in self._store.multi_get(self._position_keys)]
             # The launcher's `set` may replace a worker's reason after some have read it: all use worker 0's.
             self._stop_reason = answers[0][2]
-            self._gate.settle(max(Position(segment, bound) for segment, bound, _ in answers))
+            self.settle(max(Position(segment, bound) for segment, bound, _ in answers))
 
     def _watch(self) -> None:
         """Measure how long the training thread is at one place, without time in which this process was suspended."""
@@ -241,8 +228,8 @@ class Control:
 
     def _activity(self) -> Activity:
         instruction, work, since_s = self._place
-        gate, elapsed_s = self._gate, time.monotonic() - since_s
-        return describe(self._pipeline, self._own // self._slices, instruction, work, gate.num_minibatches, elapsed_s)
+        worker, elapsed_s = self._own // self._slices, time.monotonic() - since_s
+        return describe(self._pipeline, worker, instruction, work, self.num_minibatches, elapsed_s)
 
     def _report(self) -> str:
         """Return the stall report. Ages end when this worker last heard from the store."""
@@ -266,6 +253,6 @@ class Control:
                 silent_s[worker] = max(listened_s - heard_s, silent_s.get(worker, 0.0))
         notes = [f"the launcher's store has not answered for {now_s - listened_s:.0f} s"]
         return stall_report(
-            self._pipeline, activities, silent_s, self._stall_limit_s, segment=self._gate.segment,
+            self._pipeline, activities, silent_s, self._stall_limit_s, segment=self.segment,
             notes=notes if now_s - listened_s > overdue_s else (),
         )  # fmt: skip
