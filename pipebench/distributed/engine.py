@@ -189,13 +189,11 @@ class DistributedEngine(TrainingEngine):
         return done
 
     def _note(self, event: TimelineEvent) -> None:
-        """Record an instruction of this worker."""
         self.meter.event(event)
         if not self.meter.evaluating:
             self.worker.took(event.instruction, event.end_s - event.start_s)
 
     def _run_evaluation(self, feed: Feed) -> None:
-        """Execute this worker's program for an evaluation."""
         self._feed, pipeline, count = feed, self.setup.evaluation.pipeline, self.setup.held_out.minibatches_per_epoch
         expected, own = (forward_programs(pipeline, count)[self.worker.index] for _ in range(2))
         self._transport.expect(expected, lambda unit: False)
@@ -332,7 +330,6 @@ class DistributedEngine(TrainingEngine):
         self._watch.timed(instruction, lambda: self._executed(instruction))
 
     def _executed(self, instruction: Instruction) -> None:
-        """Execute an instruction."""
         transport, collectives = self._transport, self._collectives
         loss = self.worker.execute(instruction, transport, collectives)
         if instruction.op is Op.FORWARD or instruction.op in BACKWARDS:

@@ -213,7 +213,6 @@ class ChannelTransport:
         return self._early.pop((route.channel, unit))
 
     def _next(self, route: _Route, kind: str, unit: int | None) -> Message:
-        """Wait for a channel's next message."""
         channel, sender, receiver, level = route
         assert receiver is not None
         start = self._watch.mark()

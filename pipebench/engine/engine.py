@@ -217,7 +217,6 @@ class TrainingEngine(Engine):
         return WholeModel(self.setup)
 
     def _whole_model_metrics(self) -> dict[str, float]:
-        """Return the metrics that need the whole model."""
         return self.setup.dataset.whole_model_metrics(self._whole.filled(worker.tensors() for worker in self.workers))
 
     def parts(self) -> list[tuple[str, ModelState]]:

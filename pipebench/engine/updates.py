@@ -107,7 +107,6 @@ class Updates:
         return Displacement(it.ahead, self._lr(it.stage, it.version)) if it.ahead else AS_IT_IS
 
     def _lr(self, stage: int, round_index: int) -> float:
-        """Return the learning rate of a stage's update in a round."""
         sampler, minibatches = self._setup.sampler, self._round(stage, round_index)
         samples = sum(sampler.size(self._first + k) for k in minibatches)
         return self._setup.lr(stage, sampler.samples_before(self._first + minibatches.start), samples)

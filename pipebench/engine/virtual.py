@@ -170,7 +170,6 @@ class VirtualEngine(TrainingEngine):
         return segment.limit
 
     def _cut(self, num_minibatches: int) -> None:
-        """Shorten the segment."""
         for worker in self.workers:
             worker.end_early(num_minibatches)
 
@@ -184,7 +183,6 @@ class VirtualEngine(TrainingEngine):
         self._count(0)
 
     def _play(self, simulation: Simulation) -> None:
-        """Execute a simulation's events in order."""
         verbose = _LOG.isEnabledFor(logging.DEBUG)
         for event in simulation:
             self.now_s = event.end_s

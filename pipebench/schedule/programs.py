@@ -60,7 +60,6 @@ def forward_programs(pipeline: Pipeline, num_minibatches: int) -> list[Iterator[
 
 
 def _evaluated(p: Pipeline, worker: int, units: range) -> Iterable[Pass]:
-    """Return a worker's passes in an evaluation."""
     if not p.gathers:
         return forwards(p, worker, units)
     passes = with_gathers(list(forwards(p, worker - p.replica_of(worker), units)), reshards=True)

@@ -222,7 +222,6 @@ class MemoryMeter:
         return next((each for each in found if each is not None), None) or ReplicaMemory(memory)
 
     def _sent_bytes(self, it: Instruction) -> int:
-        """Return the bytes of a message."""
         if it.op is Op.SEND_ACTIVATION:
             return self._costs.activation_bytes[it.stage, it.peer][self._size_of(it.number)]
         if it.op is Op.SEND_GRADIENT:

@@ -259,7 +259,6 @@ class _Run:
         )  # fmt: skip
 
     def _size(self, unit: int) -> Size:
-        """Return a unit's size."""
         size = self._last.get(unit, self._alike)
         return self._whole[self._pipeline.minibatch(unit)[1]] if size is None else size
 

@@ -126,7 +126,6 @@ def _held(graph: LayerGraph) -> Iterator[str]:
 
 
 def _variances(graph: LayerGraph) -> Iterator[str]:
-    """Yield the own names of the running variances."""
     own = own_names(graph)
     for path, module in graph.root.named_modules():
         if isinstance(module, _NormBase) and module.running_var is not None:
@@ -169,7 +168,6 @@ def _check_carried(carried: Mapping[str, Any], setup: Setup, step: int) -> None:
 
 
 def _stateful(graph: LayerGraph) -> list[str]:
-    """Return the qualified names of stateful modules."""
     called = dict.fromkeys(str(layer.node.target) for layer in graph.layers if layer.node.op == "call_module")
     return [
         f"{path}.{inner}" if inner else path

@@ -126,7 +126,6 @@ def _data(recipe: Recipe, *, whole_only: bool = False) -> tuple[Dataset, int]:
 
 
 def _model_of_file(recipe: Recipe, data: Dataset, left_over: int, device: torch.device) -> ProfiledModel:
-    """Return the model of a profile's file."""
     found = profile_of_file(recipe, data)
     costs = work_of(found)
     graph = graph_of(next(iter(costs.layers.values())))

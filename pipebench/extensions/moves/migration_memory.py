@@ -282,7 +282,6 @@ class _MigratingMemory:
         yield Change(RECEIVED, read - self._costs.num_bytes(given), True)
 
     def _crossing_bytes(self, it: Instruction) -> int:
-        """Return the bytes of a message to this stage."""
         costs, size = self._costs.costs, self._costs.size_of(it.number)
         if it.op is Op.RECEIVE_ACTIVATION:
             return costs.activation_bytes[it.peer, it.stage][size]

@@ -168,7 +168,6 @@ class SimulatedEngine(Engine):
             monitor.received(it, self._mailbox)
 
     def _hold(self, event: TimelineEvent, num_bytes: int) -> None:
-        """Record a stage's memory."""
         self._monitors[event.worker].hold(num_bytes)
 
     def _enough(self) -> int:

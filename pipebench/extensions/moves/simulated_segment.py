@@ -96,7 +96,6 @@ class SimulatedSegment(Segment):
         return SegmentTotals(took_s, busy_s, stall_s, num_bytes, again_s=again_s, swap_stall_s=swap_s)
 
     def _transferred(self, meter: Meter, transfer: Transfer) -> None:
-        """Record a transfer."""
         meter.transfer(transfer)
         if self.memory is not None:
             self.memory.transfer(transfer)

@@ -75,7 +75,6 @@ class SearchLoop(LoopExtension):
             self._begun.append(now)
 
     def _sentence(self) -> str:
-        """Describe the current individual."""
         it, architectures = self._strategy.current, self._architectures
         changed = ", ".join(
             f"{'+' if index in it.cells else '-'}{architectures.cells[index].name}" for index in sorted(it.changed)
