@@ -18,8 +18,7 @@ from pipebench.errors import PlanError
 from pipebench.formats import num_bytes
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat
-from pipebench.planner.partition.consecutive import LayerChain, best_consecutive, repartition
-from pipebench.planner.partition.graph import timed_graph
+from pipebench.planner.partition import LayerChain, best_consecutive, repartition, timed_graph
 from pipebench.planner.plans import PlanEstimate
 from pipebench.planner.stage_problem import StageProblem
 from pipebench.planner.swap_recompute import best_policies

@@ -19,8 +19,7 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from pipebench.extensions.moves.repartition_plan import CutLayout, Starts
-from pipebench.planner.partition.consecutive import TOLERANCE, Fits, LayerChain, repartition
-from pipebench.planner.partition.graph import timed_graph
+from pipebench.planner.partition import TOLERANCE, Fits, LayerChain, repartition, timed_graph
 from pipebench.planner.stage_problem import StageOutcome, StageProblem, input_bytes_of
 from pipebench.planner.swap_recompute import best_policies
 from pipebench.profile.model import LayerProfile, Profile

@@ -16,7 +16,39 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from pipebench.errors import PlanError
-from pipebench.planner.partition.graph import TimedGraph
+from pipebench.profile.model import LayerProfile
+
+Edge = tuple[int, int, int]  # a layer, a later one that reads it, bytes
+
+
+@dataclass(frozen=True)
+class TimedGraph:
+    """Layers in order of execution."""
+
+    seconds: tuple[float, ...]  # forward and backward of every layer
+    edges: tuple[Edge, ...]  # between a layer and its readers
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def cut_bytes(self, part_of: Sequence[int]) -> int:
+        """Return the bytes of edges between parts, given the part of every layer."""
+        return sum(num_bytes for source, target, num_bytes in self.edges if part_of[source] != part_of[target])
+
+
+def timed_graph(rows: Sequence[LayerProfile], seconds: Sequence[float] | None = None) -> TimedGraph:
+    """Return a profile's layers as a graph; the loss, last in `rows`, is part of the last layer.
+
+    Measured `seconds` per row, forward and backward together, replace the profile's.
+    """
+    each = [row.forward_s + row.backward_s for row in rows] if seconds is None else [*seconds]
+    edges = [
+        (source, index, rows[source].output_bytes + rows[source].gradient_bytes)
+        for index, row in enumerate(rows[:-1])
+        for source in row.reads
+    ]
+    return TimedGraph((*each[:-2], each[-2] + each[-1]), tuple(edges))
+
 
 # The paper's coarse graphs of 16 parts have 2.9 (GNMT) to 8.3 (AmoebaNet) nodes a part.
 NODES_PER_PART = 8
