@@ -25,7 +25,7 @@ from pipebench.distributed.world import World
 from pipebench.engine.admission import admitted_program
 from pipebench.engine.engine import Gather, OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.feed import Feed, training_feed
-from pipebench.engine.protocols import EngineExtension, SegmentExtension, UnitLoss
+from pipebench.engine.protocols import SegmentExtension, UnitLoss
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
 from pipebench.errors import DivergedError
@@ -54,6 +54,7 @@ class DistributedEngine(TrainingEngine):
         on_unit: see `TrainingEngine`.
     """
 
+    collectives: ProcessCollectives
     meter: MeasuredMeter
 
     def __init__(
@@ -83,7 +84,7 @@ class DistributedEngine(TrainingEngine):
         timed = (self.worker.index, self.clock, self._note)
         self._watch = DeviceWatch(*timed, direct=direct) if ahead else HostWatch(*timed)
         self._transport = ChannelTransport(setup, world, self.worker.index, self._watch, self.meter, self.num_bytes)
-        self._collectives = self._connected()
+        self.collectives = self._connected()
         self._pace = Pace(setup.device)
         if needs_warm_up(setup):
             warm_up(setup, world, self.worker)
@@ -118,16 +119,6 @@ class DistributedEngine(TrainingEngine):
     def worker(self) -> Worker:
         """This process's worker."""
         return self.workers[0]
-
-    @property
-    def collectives(self) -> ProcessCollectives:
-        """See `TrainingEngine`."""
-        return self._collectives
-
-    @property
-    def extensions(self) -> dict[str, EngineExtension]:
-        """See `Engine`."""
-        return self._collectives.extensions
 
     @property
     def position(self) -> int:
@@ -184,7 +175,7 @@ class DistributedEngine(TrainingEngine):
         self._end_segment()
         if by_extension:
             self._transport.switch_setup(self.setup)
-        self._collectives.drained()
+        self.collectives.drained()
         self.sync_clock()
         return done
 
@@ -246,8 +237,8 @@ class DistributedEngine(TrainingEngine):
         self.setup = setup
         self.workers = [Worker(setup, self.worker.index)]
         self._transport.switch_setup(setup)
-        self._collectives.close()
-        self._collectives = self._connected()
+        self.collectives.close()
+        self.collectives = self._connected()
 
     def _connected(self) -> ProcessCollectives:
         return ProcessCollectives(self.setup, self.world, self.worker, self._watch, self.meter, self.num_bytes)
@@ -256,7 +247,7 @@ class DistributedEngine(TrainingEngine):
         """Close the connections to the other workers; all workers call it."""
         self.exchange(None)
         self._transport.close()
-        self._collectives.close()
+        self.collectives.close()
         if self._slices is not None:
             self._slices.close()
 
@@ -308,14 +299,14 @@ class DistributedEngine(TrainingEngine):
         foreseeable = programs(pipeline, num_minibatches, foreseen)[index]
         self._transport.expect(foreseeable, lambda unit: self._feed.size(unit) == 0)
         if self._control is None:
-            self._collectives.begin(RunPart(first, lambda: num_minibatches, by_extension))
+            self.collectives.begin(RunPart(first, lambda: num_minibatches, by_extension))
             for instruction in programs(pipeline, num_minibatches, by_extension)[index]:
                 self._execute(instruction)
             return num_minibatches
         control = self._control
         control.begin(self._segment, num_minibatches)
         self._segment += 1
-        self._collectives.begin(RunPart(first, lambda: control.limit, by_extension, control.end_at))
+        self.collectives.begin(RunPart(first, lambda: control.limit, by_extension, control.end_at))
         for instruction in admitted_program(pipeline, index, num_minibatches, control, by_extension):
             if control.limit < num_minibatches:
                 num_minibatches = control.limit
@@ -330,7 +321,7 @@ class DistributedEngine(TrainingEngine):
         self._watch.timed(instruction, lambda: self._executed(instruction))
 
     def _executed(self, instruction: Instruction) -> None:
-        transport, collectives = self._transport, self._collectives
+        transport, collectives = self._transport, self.collectives
         loss = self.worker.execute(instruction, transport, collectives)
         if instruction.op is Op.FORWARD or instruction.op in BACKWARDS:
             self._pace.step()

@@ -95,6 +95,7 @@ class TrainingEngine(Engine):
     """
 
     workers: list[Worker]  # of this process
+    collectives: Collectives  # what they do together with the others of their stages
     meter: WorkersMeter
 
     def __init__(self, setup: Setup, on_loss: OnLoss, on_unit: OnUnit) -> None:
@@ -114,11 +115,6 @@ class TrainingEngine(Engine):
     @abstractmethod
     def stop_reason(self) -> str | None:
         """Why the run ends early, as far as this process knows."""
-
-    @property
-    @abstractmethod
-    def collectives(self) -> Collectives:
-        """What this process's workers do together with the others of their stages."""
 
     @abstractmethod
     def start_clock(self, clock_s: float = 0.0) -> None:
@@ -143,6 +139,11 @@ class TrainingEngine(Engine):
     @abstractmethod
     def _recall_meter(self, facts: Mapping[str, Any]) -> None:
         """Restore the meter's sums."""
+
+    @property
+    def extensions(self) -> Mapping[str, EngineExtension]:
+        """See `Engine`."""
+        return self.collectives.extensions
 
     @property
     def busy_fraction(self) -> float:

@@ -125,6 +125,10 @@ class Transport(Protocol):
 class Collectives(Protocol):
     """Collectives of a stage's replicas, of the copies of a tie's weights, or of all stages."""
 
+    @property
+    def extensions(self) -> Mapping[str, "EngineExtension"]:
+        """The enabled extensions' parts in this process."""
+
     def on_gradient(self, stage: int) -> OnGradient | None:
         """Return a function to call with each gradient of a round's last backward when it is complete, or None."""
 
