@@ -32,16 +32,11 @@ _STANDARD = (0, 1, 2)  # input, output, errors
 
 
 class Copy:
-    """A worker that the template started; poll it as a `subprocess.Popen`.
-
-    Attributes:
-        pid: its process id.
-        returncode: as of `subprocess.Popen`: None while it runs, negative for a signal.
-    """
+    """A worker that the template started; poll it as a `subprocess.Popen`."""
 
     def __init__(self, template: "Template", pid: int) -> None:
         self._template, self.pid = template, pid
-        self.returncode: int | None = None
+        self.returncode: int | None = None  # None while it runs, negative for a signal
 
     def poll(self) -> int | None:
         """Return the exit code, None while it runs."""

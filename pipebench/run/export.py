@@ -53,14 +53,11 @@ def export(run: str, output: str | None, step: int | None, *, trusts: bool = Fal
 
 
 class _Graph:
-    """A recipe's layer graph, built when first needed.
-
-    Attributes:
-        fitting: contents of the last checkpoint that fit; its files stay open even if a resumed run removes them.
-    """
+    """A recipe's layer graph, built when first needed."""
 
     def __init__(self, recipe: Recipe, run_id: str) -> None:
         self._recipe, self._run_id = recipe, run_id
+        # Contents of the last checkpoint that fit; its files stay open even if a resumed run removes them
         self.fitting = ModelState()
 
     @cached_property

@@ -132,9 +132,6 @@ class RunRecorder:
     """The record of a run, opened with all inputs; `record` does the rest.
 
     `log_text` collects the log; the record's folder is None for a temporary one, removed once MLflow has everything.
-
-    Attributes:
-        log: what the run logs.
     """
 
     def __init__(
@@ -144,7 +141,7 @@ class RunRecorder:
         self._kind = engine_kind(job.recipe)
         facts = environment(job.setup.device)
         self._device = facts["device"]
-        self.log = tracking.start(
+        self.log = tracking.start(  # what the run logs
             run_title(request, job),
             params=logged_params(request.loaded.flat),
             tags={**run_tags(job, facts), **identity_tags(request.loaded)},

@@ -9,22 +9,17 @@ class VersionLedger:
     Alive are the newest version, those that units in flight use, and those that a later forward may request. It takes
     no lock: where threads share one, its owner does. `in_place`: whether every update overwrites the newest, whoever
     uses it.
-
-    Attributes:
-        newest: the version of the most updates; -1 once retired.
-        alive: the versions that are alive.
-        most_alive: the most that have been alive at once.
     """
 
     def __init__(self, *, in_place: bool, newest: int = 0) -> None:
         self._in_place = in_place
-        self.most_alive = 1
+        self.most_alive = 1  # the most that have been alive at once
         self.restart(newest)
 
     def restart(self, newest: int) -> None:
         """Begin anew with one version, which nothing uses."""
-        self.newest = newest
-        self.alive = {newest}
+        self.newest = newest  # the version of the most updates; -1 once retired
+        self.alive = {newest}  # the versions that are alive
         self._users: dict[int, int] = {}
         self._keep_from = 0
         self._held: int | None = None
