@@ -178,11 +178,7 @@ def _name_of(slices: Mapping[str, torch.Tensor], name: str) -> str:
 
 
 def _with_slices(joined: ModelState, states: Iterable[ModelState]) -> ModelState:
-    """Put divided parameters, and their optimizer state, together of all devices' parts, which have names of their own.
-
-    Raises:
-        CheckpointError: a device's part is missing.
-    """
+    """Put divided parameters, and their optimizer state, together of all devices' parts, each of its own name."""
     parts: dict[str, dict[int, torch.Tensor]] = {}
     for state in states:
         for name, place in state.slices.items():

@@ -116,11 +116,7 @@ def _as_cut(replica: Replica, share: Share) -> ModelState:
 
 
 def _shelved(replica: Replica, state: ModelState, given: Mapping[str, torch.Tensor], share: Share) -> ModelState:
-    """Return copies of a state's tensors of the layers that are left out.
-
-    Raises:
-        CheckpointError: one is missing or has another shape.
-    """
+    """Return copies of a state's tensors of the layers that are left out."""
     found = _as_cut(replica, share)
     for section in (found.parameters, found.buffers):
         for name, tensor in section.items():

@@ -145,11 +145,7 @@ def _fastest(of: Estimator) -> tuple[SearchStage, ...]:
 
 
 def _best_that_fit(of: Estimator, num_stages: int, unfit: UnfitError) -> tuple[tuple[SearchStage, ...], PlanEstimate]:
-    """Return the fastest stages that can be made to fit, by the closed form and then simulated, and their plan.
-
-    Raises:
-        UnfitError: the given one, if none was found.
-    """
+    """Return the fastest stages that can be made to fit, by the closed form and then simulated, and their plan."""
     for share in _SHARES:
         stages = _that_fit(of, num_stages, share)
         if stages is not None:

@@ -253,11 +253,7 @@ class Simulation:
         return self.until(ready_s, worker, (now_s, load, math.inf))
 
     def _check_ended(self) -> None:
-        """Raise if a worker still waits.
-
-        Raises:
-            ScheduleError: names the workers and their instructions.
-        """
+        """Raise if a worker still waits."""
         if not self._running:
             return
         waiting = [*self.messages.waiting(), *self._reductions.waiting()]

@@ -103,11 +103,7 @@ def _extended(
 def _planned(
     recipe: Recipe, cluster: Cluster, known: ProfiledModel, kept: Decision | None
 ) -> tuple[Recipe, Plan, Comparison | None]:
-    """Return a recipe with a resolved mode, its plan, and the comparison of modes, if any.
-
-    Raises:
-        RecipeError: the recorded mode does not exist.
-    """
+    """Return a recipe with a resolved mode, its plan, and the comparison of modes, if any."""
     asked, comparison = recipe.parallelism, None
     if kept is None:
         if asked.mode == AUTO:
@@ -125,11 +121,7 @@ def _planned(
 
 
 def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *, switches: bool) -> Setup:
-    """Return the engine's setup for a recipe with a resolved mode; `switches`: whether an extension changes it.
-
-    Raises:
-        PlanError: impossible with this plan, cluster or precision.
-    """
+    """Return the engine's setup for a recipe with a resolved mode; `switches`: whether an extension changes it."""
     train, parallelism = recipe.train, recipe.parallelism
     graph, dataset, profile = known.graph, known.dataset, known.profile
     sampler, held_out = samplers(train, dataset)

@@ -175,9 +175,6 @@ def _layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str], s
     """Return a model as layers; as a single one if it can't be traced and needs no cuts.
 
     `fed` is the number or names of the arguments that the data set feeds; `slicer` divides layers, if any are.
-
-    Raises:
-        GraphError: it can't be traced, and needs cuts.
     """
     mode = recipe.parallelism.mode
     try:

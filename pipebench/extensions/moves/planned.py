@@ -46,11 +46,7 @@ class MovesPlanned(JobExtension):
         return cls(recipe)
 
     def prepared(self, setup: Setup) -> "MovesPlanned":
-        """Return the part with the plans that the recipe asks for.
-
-        Raises:
-            PlanError: see `planned_moves`.
-        """
+        """Return the part with the plans that the recipe asks for."""
         periods = Periods.of(self.recipe.train, setup.sampler.minibatches_per_epoch)
         return replace(self, planned=planned_moves(moves_asked(self.recipe), setup, periods))
 

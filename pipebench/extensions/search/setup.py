@@ -66,11 +66,7 @@ class SearchSetup(JobExtension):
         return replace(known, graph=graph, profile=profile)
 
     def prepared(self, setup: Setup) -> "SearchSetup":
-        """Return the search with the changes of its trace, if it has one.
-
-        Raises:
-            GraphError: see `steps_of`.
-        """
+        """Return the search with the changes of its trace, if it has one."""
         if self.recipe.trace is None:
             return self
         trace = load_trace(self.recipe.trace)
