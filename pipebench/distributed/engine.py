@@ -136,11 +136,7 @@ class DistributedEngine(TrainingEngine):
         return self._stop or (self._control.stop_reason if self._control is not None else None)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every worker's value, by worker; values travel as JSON.
-
-        Raises:
-            PeerLostError: a worker is gone.
-        """
+        """Return every worker's value, by worker; values travel as JSON."""
         self.set_activity("exchange")
         values = self.world.exchange(value)
         self.set_activity("")
@@ -157,11 +153,7 @@ class DistributedEngine(TrainingEngine):
         return by_worker
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
-        """Train on minibatches from `first_minibatch`, then drain; return how many, fewer after an agreed stop.
-
-        Raises:
-            PeerLostError: a worker is gone.
-        """
+        """Train on minibatches from `first_minibatch`, then drain; return how many, fewer after an agreed stop."""
         feed, divisors = training_feed(self.setup, first_minibatch, num_minibatches)
         self._feed, by_extension = feed, self._begin_segment()
         self.worker.begin_training(feed, first_minibatch, num_minibatches, divisors, by_extension)

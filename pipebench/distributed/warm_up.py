@@ -49,9 +49,6 @@ def warm_up(setup: Setup, world: World, own: Worker) -> None:
 
     Every stage has one replica here, computed by all its workers: all run unit 0. The setup's graph still has the
     model; `own` is this process's worker.
-
-    Raises:
-        PeerLostError: a worker is gone.
     """
     on_gpu = setup.device.type == "cuda"
     if on_gpu:
