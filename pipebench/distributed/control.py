@@ -88,7 +88,7 @@ class Control(AdmissionControl):
         self._position_keys = [f"{_POSITION_KEY}/{peer}" for peer in range(num_processes)]
         self._request: str | None = None
         self._answered = False
-        self._stop_reason: str | None = None
+        self.stop_reason: str | None = None  # once agreed; workers learn it at slightly different times
         self._closed, self._wake = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=function, name=f"pipebench-{name}-{process}", daemon=True)
@@ -136,11 +136,6 @@ class Control(AdmissionControl):
                 self.at(*place[:2])
         return super().admit(minibatch)
 
-    @property
-    def stop_reason(self) -> str | None:
-        """Why the run stops, once agreed; workers learn it at slightly different times."""
-        return self._stop_reason
-
     def request_stop(self, reason: str) -> None:
         """Request all workers to stop at the same minibatch; from any thread. The first reason in the store counts."""
         # A signal handler may interrupt this very method: no lock.
@@ -158,7 +153,7 @@ class Control(AdmissionControl):
                     self._tell()
                     self._listen()
                 self._agree()
-                agreeing = self._answered and self._stop_reason is None
+                agreeing = self._answered and self.stop_reason is None
                 self._wake.wait(min(_AGREEING_S, self._heartbeat_s) if agreeing else self._heartbeat_s)
         except RuntimeError as error:
             if not self._closed.is_set():
@@ -183,7 +178,7 @@ class Control(AdmissionControl):
 
     def _agree(self) -> None:
         """Advance the agreement by one step, without waiting."""
-        if self._stop_reason is not None:
+        if self.stop_reason is not None:
             return
         if self._request is not None and not self._answered:
             self._store.compare_set(STOP_KEY, "", self._request)
@@ -194,7 +189,7 @@ class Control(AdmissionControl):
         if self._answered and self._store.check(self._position_keys):
             answers = [json.loads(answer) for answer in self._store.multi_get(self._position_keys)]
             # The launcher's `set` may replace a worker's reason after some have read it: all use worker 0's.
-            self._stop_reason = answers[0][2]
+            self.stop_reason = answers[0][2]
             self.settle(max(Position(segment, bound) for segment, bound, _ in answers))
 
     def _watch(self) -> None:
