@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipebench.engine.replica import Replica
+from pipebench.engine.replica import Replica, UnitInput
 from pipebench.model.graph import trace
 from pipebench.model.plan import make_plan
 from pipebench.model.stage import cut_stage
@@ -36,7 +36,7 @@ def run(replicas: Sequence[Replica], units: Sequence[Unit], *, late: bool = Fals
             stage = replica.stage
             received = {layer: values[layer] for layers in stage.receives.values() for layer in layers}
             loss = (lambda o, t=target: functional.cross_entropy(o, t)) if stage.is_last else None
-            out, _ = replica.forward(unit, (unit, 0), [x for _ in stage.inputs], received, version=0, loss=loss)
+            out, _ = replica.forward(UnitInput(unit, (unit, 0), [x for _ in stage.inputs], received, 0, loss=loss))
             values |= out
             if stage.swapped:
                 replica.swap_out(unit)

@@ -210,7 +210,7 @@ def test_odd_replicas_of_the_last_stage_never_read_a_loss(replica: int, monkeypa
     engine: Any = DistributedEngine.__new__(DistributedEngine)
     loss = UnitLoss(cast("torch.Tensor", LossOnAGpu()), 3, 2.0)
     engine.workers = [SimpleNamespace(execute=lambda *given: loss)]
-    engine._transport, engine._collectives = SimpleNamespace(latest_loss=math.nan), SimpleNamespace()
+    engine._transport, engine.collectives = SimpleNamespace(latest_loss=math.nan), SimpleNamespace()
     engine._pace = SimpleNamespace(step=lambda: None)
     engine._on_loss = lambda *told: None
     engine._origin_s, engine._num_losses = 0.0, 0

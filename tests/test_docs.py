@@ -17,7 +17,6 @@ from PIL import Image
 
 from pipebench.cli.main import cli
 from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition
-from pipebench.extensions.moves.routes import Routes
 from pipebench.extensions.moves.settings import MOVES
 from pipebench.formats import num_bytes, number, percent, ratio, seconds
 from pipebench.schedule.instructions import render
@@ -28,7 +27,7 @@ from pipebench.schedule.programs import programs
 from pipebench.simulate.drawing import draw
 from pipebench.tracking.view import view_state
 from pipebench.zoo import DATASETS, MODELS
-from tests.schedule.moving import Drawn, moving, moving_programs
+from tests.schedule.moving import Routes, moving, moving_programs
 from tests.test_rooms import ROOMS
 
 ROOT = Path(__file__).parents[1]
@@ -88,7 +87,7 @@ def test_pictures_of_layers_that_move(after: tuple[int, int]) -> None:
     text, pipeline = (ROOT / "docs/vpipe.md").read_text(), Pipeline((1,) * 3, chain(3), "1f1b", False, 3)
     routes = Routes(pipeline, CutLayout((3, 6), (KEEP,) * 9), lambda layout: pipeline)
     routes.announce(Repartition(6, after))
-    drawn = draw(moving(pipeline), 10, [1] * 3, [2] * 3, by_extension={MOVES: Drawn(routes)}, since=12, width=126)
+    drawn = draw(moving(pipeline), 10, [1] * 3, [2] * 3, by_extension={MOVES: routes}, since=12, width=126)
     assert f"```\n{drawn}\n```" in text
     lists = [[*program] for program in moving_programs(pipeline, 10, routes)][:2]
     for program in lists:

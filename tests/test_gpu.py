@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pipebench.engine.replica import Replica
+from pipebench.engine.replica import Replica, UnitInput
 from pipebench.engine.setup import Setup
 from pipebench.engine.swap import Swap
 from pipebench.model.device import torch_settings
@@ -196,7 +196,7 @@ def test_what_is_swapped_leaves_the_device_for_pinned_memory() -> None:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     for unit in range(8):
-        replica.forward(unit, (unit, 0), [x], {}, version=0, loss=torch.Tensor.sum)
+        replica.forward(UnitInput(unit, (unit, 0), [x], {}, 0, loss=torch.Tensor.sum))
         each = max(each, replica.live_bytes())
         assert replica.swap_out(unit) == 17 * 8 << 20
         assert all(copy.host.is_pinned() for copy in swap_of(replica, unit)._copied)
@@ -215,7 +215,7 @@ def test_copies_run_beside_passes() -> None:
     """A copy out is still under way when the stage's own stream has nothing left to do."""
     replica, x = chain_of_tanhs(), torch.randn(2 << 20, 1, device="cuda")
     for unit in range(2):  # the second finds pinned memory there, and making it takes the longest
-        replica.forward(unit, (unit, 0), [x], {}, version=0, loss=torch.Tensor.sum)
+        replica.forward(UnitInput(unit, (unit, 0), [x], {}, 0, loss=torch.Tensor.sum))
         torch.cuda.synchronize()
         replica.swap_out(unit)
         torch.cuda.current_stream().synchronize()

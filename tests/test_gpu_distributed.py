@@ -14,13 +14,11 @@ import pytest
 import torch
 
 from pipebench.distributed import channel
-from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, Receiver
-from pipebench.distributed.direct import DirectSends
+from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, DirectSends, Receiver
 from pipebench.distributed.engine import DistributedEngine
-from pipebench.distributed.instruction_times import DeviceWatch
+from pipebench.distributed.instruction_times import DeviceWatch, Pace
 from pipebench.distributed.transport import _pair
 from pipebench.distributed.world import World
-from pipebench.engine.pace import Pace
 from pipebench.model.device import torch_settings
 from pipebench.recipe.schema import EngineRecipe
 from pipebench.simulate.meter import WORKERS_IDLE

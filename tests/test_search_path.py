@@ -87,7 +87,7 @@ def test_a_run_imports_a_recipes_code_and_nothing_else_of_the_working_directory(
 def test_a_worker_finds_modules_where_the_process_finds_them_that_starts_it(here: Path) -> None:
     """The folders' order, too: what PYTHONPATH names, and what `python -c` adds, stand where they stood."""
     code = (
-        "import json, subprocess, sys; from pipebench.distributed.launch_command import python_module\n"
+        "import json, subprocess, sys; from pipebench.distributed.launch_child import python_module\n"
         "(told := open('says.py', 'w')).write('import json, sys; print(json.dumps([sys.path, sys.argv[1:]]))')\n"
         "told.close(); ours = list(sys.path)\n"
         "theirs = subprocess.run([*python_module('says'), 'a b'], capture_output=True, text=True, check=True).stdout\n"

@@ -18,17 +18,11 @@ Key = tuple[str, str]  # a section of `ModelState`, and the key in it
 
 @dataclass(frozen=True)
 class StateClaim:
-    """What a worker needs of a model's state.
+    """What a worker needs of a model's state."""
 
-    Attributes:
-        names: the model's own names of the parameters and buffers of its stages.
-        stateful: qualified names of their modules that carry a state.
-        share: of any of its stages: its replica.
-    """
-
-    names: frozenset[str]
-    stateful: frozenset[str]
-    share: Share
+    names: frozenset[str]  # the model's own names of the parameters and buffers of its stages
+    stateful: frozenset[str]  # qualified names of their modules that carry a state
+    share: Share  # of any of its stages: its replica
 
     def wants(self, key: Key) -> bool:
         """Return whether a piece is needed.

@@ -15,20 +15,13 @@ _MOST_NAMED = 5  # modules in a sentence
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a run's weights depend on.
+    """What a run's weights depend on."""
 
-    Attributes:
-        run_id: its folder's name.
-        dataset: the data set's name, options, fields and numbers of samples.
-        minibatch_size: in samples.
-        code: module to the SHA-256 of the user's code; and pipebench's own version.
-    """
-
-    run_id: str
+    run_id: str  # its folder's name
     seed: int
-    dataset: str
-    minibatch_size: int
-    code: dict[str, str]
+    dataset: str  # the data set's name, options, fields and numbers of samples
+    minibatch_size: int  # in samples
+    code: dict[str, str]  # module to the SHA-256 of the user's code; and pipebench's own version
 
 
 def check_same_run(found: RunIdentity | None, expected: RunIdentity | None) -> None:

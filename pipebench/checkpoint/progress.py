@@ -34,21 +34,13 @@ class Transfers:
 
 @dataclass
 class MeterTotals:
-    """The totals of a worker's meter over training, or evaluation.
+    """The totals of a worker's meter over training, or evaluation."""
 
-    Attributes:
-        seconds: by instruction.
-        stall_s: seconds waited for bytes in transfer.
-        all_reduce_s: seconds during which at least one bucket was in transfer.
-        transfers: this worker's share of them, a row for each kind and level.
-        overlapped_s: seconds of transfers before computing waited for them, if GPUs tell when these end.
-    """
-
-    seconds: dict[str, Amount]
-    stall_s: Finite
-    all_reduce_s: Amount
-    transfers: list[Transfers]
-    overlapped_s: Amount = 0.0
+    seconds: dict[str, Amount]  # by instruction
+    stall_s: Finite  # seconds waited for bytes in transfer
+    all_reduce_s: Amount  # seconds during which at least one bucket was in transfer
+    transfers: list[Transfers]  # this worker's share of them, a row for each kind and level
+    overlapped_s: Amount = 0.0  # seconds of transfers before computing waited for them, if GPUs tell when these end
 
     def __post_init__(self) -> None:
         """Set 0 s for instructions that a checkpoint doesn't know yet."""
@@ -96,43 +88,28 @@ class Facts(TypedDict):
 
 @dataclass(frozen=True)
 class SavedProgress:
-    """How far a run is, at a drain.
+    """How far a run is, at a drain."""
 
-    Attributes:
-        taken_by: engine and plan of the facts.
-        facts: what every process counted.
-        samples: trained on since the start.
-        epoch: the same in epochs.
-        training_s_at: seconds of training before each of the curves' points.
-        counted_from: samples and training seconds before the facts begin.
-        loss_sum: since the last point.
-        weight: divisor of `loss_sum` for the mean loss.
-        clock_s: the run's clock.
-        saved_at_s: wall clock, seconds since the epoch.
-        lost_s: seconds on the clock that restarts have cost.
-        bytes_before: bytes sent, by kind and level, before the facts begin.
-        moves: the repartitions so far; the last cuts are the checkpoint's, changed from the plan in `taken_by`.
-        last_samples: indices of the first samples of the last minibatch done, which show the order of samples. Empty at
-            the start, and in early checkpoints of 0.1.0.
-    """
-
-    taken_by: str
-    facts: list[Facts]
-    samples: Count
-    epoch: Amount
+    taken_by: str  # engine and plan of the facts
+    facts: list[Facts]  # what every process counted
+    samples: Count  # trained on since the start
+    epoch: Amount  # the same in epochs
     points: list[CurvePoint]
-    training_s_at: list[Amount]
-    counted_from: tuple[Count, Amount]
-    loss_sum: Finite
-    weight: Amount
+    training_s_at: list[Amount]  # seconds of training before each of the curves' points
+    counted_from: tuple[Count, Amount]  # samples and training seconds before the facts begin
+    loss_sum: Finite  # since the last point
+    weight: Amount  # divisor of `loss_sum` for the mean loss
     training_s: Amount
     evaluation_s: Amount
     checkpoint_s: Amount
-    clock_s: Amount
-    saved_at_s: Amount
-    lost_s: Amount = 0.0
-    bytes_before: tuple[SentBytes, ...] = ()
+    clock_s: Amount  # the run's clock
+    saved_at_s: Amount  # wall clock, seconds since the epoch
+    lost_s: Amount = 0.0  # seconds on the clock that restarts have cost
+    bytes_before: tuple[SentBytes, ...] = ()  # bytes sent, by kind and level, before the facts begin
+    # The repartitions so far; the last cuts are the checkpoint's, changed from the plan in `taken_by`
     moves: tuple[RepartitionRecord, ...] = ()
+    # Indices of the first samples of the last minibatch done, which show the order of samples. Empty at the start, and
+    # in early checkpoints of 0.1.0
     last_samples: tuple[Count, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

@@ -9,25 +9,18 @@ from pipebench.model.slice_modules import Cut
 
 @dataclass(frozen=True)
 class Share:
-    """One worker's part of a model's state.
+    """One worker's part of a model's state."""
 
-    Attributes:
-        names: name in the stage's module to the model's own name, of every parameter and buffer.
-        replica: position among the replicas of its stage. The first saves parameters, optimizer and buffers.
-        num_replicas: of its stage. They take turns with the streams of a text.
-        unit_sizes: samples of every microbatch of a minibatch of text in streams. Empty where samples don't follow each
-            other, so that no state is carried.
-        elsewhere: own names of tied parameters that an earlier stage has, too, and saves.
-        slice_index: position among the processes that layers are divided among. The first saves what all have.
-        cuts: own name to the part that this one has, of every divided parameter of the model.
-    """
-
+    # Name in the stage's module to the model's own name, of every parameter and buffer
     names: Mapping[str, str] = field(repr=False)
-    replica: int = 0
-    num_replicas: int = 1
+    replica: int = 0  # position among the replicas of its stage. The first saves parameters, optimizer and buffers
+    num_replicas: int = 1  # of its stage. They take turns with the streams of a text
+    # Samples of every microbatch of a minibatch of text in streams. Empty where samples don't follow each other, so
+    # that no state is carried
     unit_sizes: tuple[int, ...] = ()
-    elsewhere: frozenset[str] = frozenset()
-    slice_index: int = 0
+    elsewhere: frozenset[str] = frozenset()  # own names of tied parameters that an earlier stage has, too, and saves
+    slice_index: int = 0  # position among the processes that layers are divided among. The first saves what all have
+    # Own name to the part that this one has, of every divided parameter of the model
     cuts: Mapping[str, Cut] = field(default_factory=dict, repr=False)
 
     def holds(self, stream: int) -> bool:

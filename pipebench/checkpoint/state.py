@@ -21,30 +21,27 @@ class CheckpointError(UserError, ValueError):
 
 @dataclass
 class ModelState:
-    """The state of one replica of a stage, or of several merged.
+    """The state of one replica of a stage, or of several merged."""
 
-    Attributes:
-        parameters: the newest weights, frozen ones included, by the model's own name.
-        optimizer: the optimizer's state (tensors, numbers) by the parameter's name.
-        buffers: by the model's own name; those that replicas average, and the first replica's others.
-        counters: `replica/name` to the buffers that aren't averaged (integers) of replicas other than the first.
-        carried: `stream/microbatch/module` to the state that a module carries to that stream's next minibatch.
-        mean_change: a parameter's mean change per update, by its name, where a weight policy uses it.
-        loss_scale: the scale of a parameter's gradients and its two counters, by its name, in fp16.
-        pieces: of a parameter of which this is a part, by its name: its first element, flat, and the whole's shape.
-            Parameter and optimizer state are that part's.
-        slices: of a parameter that is divided among devices, by its name: the dimension, the device's first position in
-            it, and the whole's shape. What is here is that device's; `pieces` are of it.
-    """
-
+    # The newest weights, frozen ones included, by the model's own name
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    # The optimizer's state (tensors, numbers) by the parameter's name
     optimizer: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # By the model's own name; those that replicas average, and the first replica's others
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    # `replica/name` to the buffers that aren't averaged (integers) of replicas other than the first
     counters: dict[str, torch.Tensor] = field(default_factory=dict)
+    # `stream/microbatch/module` to the state that a module carries to that stream's next minibatch
     carried: dict[str, Any] = field(default_factory=dict)
+    # A parameter's mean change per update, by its name, where a weight policy uses it
     mean_change: dict[str, torch.Tensor] = field(default_factory=dict)
+    # The scale of a parameter's gradients and its two counters, by its name, in fp16
     loss_scale: dict[str, torch.Tensor] = field(default_factory=dict)
+    # Of a parameter of which this is a part, by its name: its first element, flat, and the whole's shape. Parameter and
+    # optimizer state are that part's
     pieces: dict[str, torch.Tensor] = field(default_factory=dict)
+    # Of a parameter that is divided among devices, by its name: the dimension, the device's first position in it, and
+    # the whole's shape. What is here is that device's; `pieces` are of it
     slices: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -181,11 +178,7 @@ def _name_of(slices: Mapping[str, torch.Tensor], name: str) -> str:
 
 
 def _with_slices(joined: ModelState, states: Iterable[ModelState]) -> ModelState:
-    """Put divided parameters, and their optimizer state, together of all devices' parts, which have names of their own.
-
-    Raises:
-        CheckpointError: a device's part is missing.
-    """
+    """Put divided parameters, and their optimizer state, together of all devices' parts, each of its own name."""
     parts: dict[str, dict[int, torch.Tensor]] = {}
     for state in states:
         for name, place in state.slices.items():

@@ -38,36 +38,25 @@ _PART = re.compile(r"[A-Za-z0-9][\w.-]*\.pt", re.ASCII)
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """A part of a checkpoint, as its manifest names it.
+    """A part of a checkpoint, as its manifest names it."""
 
-    Attributes:
-        file: its name in the checkpoint's folder.
-        sha256: of its content, in hexadecimal.
-        updates: the optimizer's number of steps on every parameter that it has state for, None where it doesn't count;
-            None altogether in early checkpoints of 0.1.0.
-    """
-
-    file: str
+    file: str  # its name in the checkpoint's folder
     num_bytes: Count
-    sha256: str
+    sha256: str  # of its content, in hexadecimal
+    # The optimizer's number of steps on every parameter that it has state for, None where it doesn't count; None
+    # altogether in early checkpoints of 0.1.0
     updates: dict[str, Number | None] | None = None
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a manifest without its SHA-256.
+    """The content of a manifest without its SHA-256."""
 
-    Attributes:
-        step: number of minibatches done.
-        progress: the training loop's data, which it checks itself.
-        run: the run that wrote it; None without a folder, and in early manifests of 0.1.0.
-    """
-
-    step: Count
+    step: Count  # number of minibatches done
     parts: tuple[CheckpointFile, ...]
-    progress: dict[str, Any]
+    progress: dict[str, Any]  # the training loop's data, which it checks itself
     format: str = _FORMAT
-    run: RunIdentity | None = None
+    run: RunIdentity | None = None  # the run that wrote it; None without a folder, and in early manifests of 0.1.0
 
 
 @dataclass(frozen=True)
@@ -115,24 +104,18 @@ class Checkpoints:
         folder: where they are; need not exist.
         keep: number of complete ones to retain, the newest; at least 1.
         run: the run that writes and resumes; None for one without a folder.
-
-    Attributes:
-        best: the step that is retained beside them, None without one.
     """
 
     def __init__(self, folder: Path, keep: int = 2, run: RunIdentity | None = None) -> None:
         self.folder = folder
         self.keep = keep
         self.run = run
-        self.best: int | None = None
+        self.best: int | None = None  # the step that is retained beside them, None without one
 
     def write_part(self, step: int, part: str, state: ModelState) -> CheckpointFile:
-        """Write one worker's part to disk and sync it.
+        """Write one worker's part of a step to disk and sync it; its state must not change meanwhile.
 
-        Args:
-            step: minibatches done.
-            part: letters, digits and `-`, unique to the worker.
-            state: the worker's state, which must not change meanwhile.
+        `part`, of letters, digits and `-`, is unique to the worker.
 
         Raises:
             OSError: it can't be written, e.g. as the disk is full; nothing of it is left behind.

@@ -38,8 +38,8 @@ def end_quietly() -> NoReturn:
     os._exit(_FAILED)
 
 
-class Control:
-    """One worker's control threads.
+class Control(AdmissionControl):
+    """One worker's admission control and its control threads.
 
     Stop agreement: see `pipebench/engine/admission.py`. The key `pipebench/stop` has the reason; the first one counts.
     Every worker answers it with its position under a key of its own; all positions together determine the cut. A stop
@@ -73,13 +73,13 @@ class Control:
         on_orphan: Callable[[], None] = end_quietly,
         heartbeat_s: float = 0.5,
     ) -> None:
+        super().__init__(math.lcm(pipeline.period, multiple_of))
         self._store = store.clone()
         # A suspended launcher (Ctrl-Z) is not gone: only a broken connection means that.
         self._store.set_timeout(timedelta(days=365))
         self._own, self._slices, self._pipeline = process, slices, pipeline
         self._stall_limit_s, self._heartbeat_s = stall_limit_s, heartbeat_s
         self._on_stall, self._on_orphan = on_stall, on_orphan
-        self._gate = AdmissionControl(math.lcm(pipeline.period, multiple_of))
         self._place: tuple[Instruction | None, str, float] = (None, "", time.monotonic())
         self._heard: dict[int, tuple[bytes, float]] = {}  # each worker's last heartbeat, and when it arrived here
         self._started_s = self._listened_s = time.monotonic()
@@ -88,7 +88,7 @@ class Control:
         self._position_keys = [f"{_POSITION_KEY}/{peer}" for peer in range(num_processes)]
         self._request: str | None = None
         self._answered = False
-        self._stop_reason: str | None = None
+        self.stop_reason: str | None = None  # once agreed; workers learn it at slightly different times
         self._closed, self._wake = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=function, name=f"pipebench-{name}-{process}", daemon=True)
@@ -115,21 +115,11 @@ class Control:
     def at(self, instruction: Instruction | None, wait: str = "") -> None:
         """Note the training thread's current work; costs well under a microsecond.
 
-        Args:
-            instruction: the instruction it executes; None for other work.
-            wait: name of other work ("exchange" and "barrier" wait for all workers, others are the worker's own), or
-                of what an instruction that isn't training, numbered by minibatch, belongs to. None and no name:
-                nothing is watched.
+        It is an instruction, or, with None, other work named by `wait` ("exchange" and "barrier" wait for all workers,
+        others are the worker's own), which also says what an instruction that isn't training, numbered by minibatch,
+        belongs to. Without either nothing is watched.
         """
         self._place = (instruction, wait, time.monotonic())
-
-    def begin(self, segment: int, num_minibatches: int) -> None:
-        """Begin a segment of training; all workers begin the same segments, in ascending order."""
-        self._gate.begin(segment, num_minibatches)
-
-    def end_at(self, minibatch: int) -> None:
-        """Shorten the segment to end before `minibatch`, which no worker may have started; all workers call it."""
-        self._gate.end_at(minibatch)
 
     def admit(self, minibatch: int) -> bool:
         """Return whether a minibatch, numbered since the drain, may begin on this worker; False ends the segment.
@@ -137,24 +127,14 @@ class Control:
         `admitted_program` calls it before the minibatch's first instruction on this worker and before a replica without
         a unit in the last round joins that round. Waits while workers agree on a stop.
         """
-        if self._gate.is_undecided(minibatch):
+        if self.is_undecided(minibatch):
             place = self._place
             self.at(None, ADMIT)
             try:
-                return self._gate.admit(minibatch)
+                return super().admit(minibatch)
             finally:
                 self.at(*place[:2])
-        return self._gate.admit(minibatch)
-
-    @property
-    def limit(self) -> int:
-        """Minibatches of this segment that will run; final once `admit` returned False or all have begun."""
-        return self._gate.limit
-
-    @property
-    def stop_reason(self) -> str | None:
-        """Why the run stops, once agreed; workers learn it at slightly different times."""
-        return self._stop_reason
+        return super().admit(minibatch)
 
     def request_stop(self, reason: str) -> None:
         """Request all workers to stop at the same minibatch; from any thread. The first reason in the store counts."""
@@ -173,7 +153,7 @@ class Control:
                     self._tell()
                     self._listen()
                 self._agree()
-                agreeing = self._answered and self._stop_reason is None
+                agreeing = self._answered and self.stop_reason is None
                 self._wake.wait(min(_AGREEING_S, self._heartbeat_s) if agreeing else self._heartbeat_s)
         except RuntimeError as error:
             if not self._closed.is_set():
@@ -198,19 +178,19 @@ class Control:
 
     def _agree(self) -> None:
         """Advance the agreement by one step, without waiting."""
-        if self._stop_reason is not None:
+        if self.stop_reason is not None:
             return
         if self._request is not None and not self._answered:
             self._store.compare_set(STOP_KEY, "", self._request)
         if not self._answered and self._store.check([STOP_KEY]):
             reason = self._store.get(STOP_KEY).decode()
-            self._store.set(self._position_keys[self._own], json.dumps([*self._gate.close(), reason]))
+            self._store.set(self._position_keys[self._own], json.dumps([*self.stop_admitting(), reason]))
             self._answered = True
         if self._answered and self._store.check(self._position_keys):
             answers = [json.loads(answer) for answer in self._store.multi_get(self._position_keys)]
             # The launcher's `set` may replace a worker's reason after some have read it: all use worker 0's.
-            self._stop_reason = answers[0][2]
-            self._gate.settle(max(Position(segment, bound) for segment, bound, _ in answers))
+            self.stop_reason = answers[0][2]
+            self.settle(max(Position(segment, bound) for segment, bound, _ in answers))
 
     def _watch(self) -> None:
         """Measure how long the training thread is at one place, without time in which this process was suspended."""
@@ -243,8 +223,8 @@ class Control:
 
     def _activity(self) -> Activity:
         instruction, work, since_s = self._place
-        gate, elapsed_s = self._gate, time.monotonic() - since_s
-        return describe(self._pipeline, self._own // self._slices, instruction, work, gate.num_minibatches, elapsed_s)
+        worker, elapsed_s = self._own // self._slices, time.monotonic() - since_s
+        return describe(self._pipeline, worker, instruction, work, self.num_minibatches, elapsed_s)
 
     def _report(self) -> str:
         """Return the stall report. Ages end when this worker last heard from the store."""
@@ -268,6 +248,6 @@ class Control:
                 silent_s[worker] = max(listened_s - heard_s, silent_s.get(worker, 0.0))
         notes = [f"the launcher's store has not answered for {now_s - listened_s:.0f} s"]
         return stall_report(
-            self._pipeline, activities, silent_s, self._stall_limit_s, segment=self._gate.segment,
+            self._pipeline, activities, silent_s, self._stall_limit_s, segment=self.segment,
             notes=notes if now_s - listened_s > overdue_s else (),
         )  # fmt: skip

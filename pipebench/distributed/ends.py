@@ -55,11 +55,7 @@ class ReceivingEnd:
         """Prepare for future messages, if needed."""
 
     def receive(self, unit: int | None) -> Message:
-        """Wait for the next message, which must be of this unit; None: of any.
-
-        Raises:
-            PeerLostError: the sender is gone.
-        """
+        """Wait for the next message, which must be of this unit; None: of any."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from pipebench.checkpoint.store import from_bytes, to_bytes
 from pipebench.distributed.collectives import ProcessCollectives
 from pipebench.distributed.control import Control
 from pipebench.distributed.cores import crowding, processor_shares
-from pipebench.distributed.instruction_times import DeviceWatch, HostWatch, runs_ahead
+from pipebench.distributed.instruction_times import DeviceWatch, HostWatch, Pace, runs_ahead
 from pipebench.distributed.meter import MeasuredMeter, merge, with_allocated
 from pipebench.distributed.slices import combined, connected_slices, joined
 from pipebench.distributed.transport import ChannelTransport
@@ -25,8 +25,7 @@ from pipebench.distributed.world import World
 from pipebench.engine.admission import admitted_program
 from pipebench.engine.engine import Gather, OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.feed import Feed, training_feed
-from pipebench.engine.pace import Pace
-from pipebench.engine.protocols import EngineExtension, SegmentExtension, UnitLoss
+from pipebench.engine.protocols import SegmentExtension, UnitLoss
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
 from pipebench.errors import DivergedError
@@ -55,6 +54,7 @@ class DistributedEngine(TrainingEngine):
         on_unit: see `TrainingEngine`.
     """
 
+    collectives: ProcessCollectives
     meter: MeasuredMeter
 
     def __init__(
@@ -84,7 +84,7 @@ class DistributedEngine(TrainingEngine):
         timed = (self.worker.index, self.clock, self._note)
         self._watch = DeviceWatch(*timed, direct=direct) if ahead else HostWatch(*timed)
         self._transport = ChannelTransport(setup, world, self.worker.index, self._watch, self.meter, self.num_bytes)
-        self._collectives = self._connected()
+        self.collectives = self._connected()
         self._pace = Pace(setup.device)
         if needs_warm_up(setup):
             warm_up(setup, world, self.worker)
@@ -121,16 +121,6 @@ class DistributedEngine(TrainingEngine):
         return self.workers[0]
 
     @property
-    def collectives(self) -> ProcessCollectives:
-        """See `TrainingEngine`."""
-        return self._collectives
-
-    @property
-    def extensions(self) -> dict[str, EngineExtension]:
-        """See `Engine`."""
-        return self._collectives.extensions
-
-    @property
     def position(self) -> int:
         """This worker's index, as in the list that `exchange` returns."""
         return self.worker.index
@@ -146,11 +136,7 @@ class DistributedEngine(TrainingEngine):
         return self._stop or (self._control.stop_reason if self._control is not None else None)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every worker's value, by worker; values travel as JSON.
-
-        Raises:
-            PeerLostError: a worker is gone.
-        """
+        """Return every worker's value, by worker; values travel as JSON."""
         self.set_activity("exchange")
         values = self.world.exchange(value)
         self.set_activity("")
@@ -167,11 +153,7 @@ class DistributedEngine(TrainingEngine):
         return by_worker
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
-        """Train on minibatches from `first_minibatch`, then drain; return how many, fewer after an agreed stop.
-
-        Raises:
-            PeerLostError: a worker is gone.
-        """
+        """Train on minibatches from `first_minibatch`, then drain; return how many, fewer after an agreed stop."""
         feed, divisors = training_feed(self.setup, first_minibatch, num_minibatches)
         self._feed, by_extension = feed, self._begin_segment()
         self.worker.begin_training(feed, first_minibatch, num_minibatches, divisors, by_extension)
@@ -185,18 +167,16 @@ class DistributedEngine(TrainingEngine):
         self._end_segment()
         if by_extension:
             self._transport.switch_setup(self.setup)
-        self._collectives.drained()
+        self.collectives.drained()
         self.sync_clock()
         return done
 
     def _note(self, event: TimelineEvent) -> None:
-        """Record an instruction of this worker."""
         self.meter.event(event)
         if not self.meter.evaluating:
             self.worker.took(event.instruction, event.end_s - event.start_s)
 
     def _run_evaluation(self, feed: Feed) -> None:
-        """Execute this worker's program for an evaluation."""
         self._feed, pipeline, count = feed, self.setup.evaluation.pipeline, self.setup.held_out.minibatches_per_epoch
         expected, own = (forward_programs(pipeline, count)[self.worker.index] for _ in range(2))
         self._transport.expect(expected, lambda unit: False)
@@ -236,24 +216,21 @@ class DistributedEngine(TrainingEngine):
         for rank, content in arrived.items():
             moved = from_bytes(content)
             state = ModelState.merge([state, moved])
-            self._note_migration(self._ranks.index(rank), state_bytes(moved), start_s)
+            sender, own = self._ranks.index(rank), old.index
+            level, end_s = self.setup.level_between(sender, own).name, self.clock()
+            size = state_bytes(moved)
+            self.meter.transfer(Transfer(MIGRATION, "layers", (sender,), (own,), level, size, start_s, end_s))
         self.worker.restore(state)
         self.worker.recall(old.peak_bytes, old.versions_max, old.host_peak_bytes)
         self.set_activity("")
         self.sync_clock()
 
-    def _note_migration(self, sender: int, num_bytes: int, start_s: float) -> None:
-        """Record layers received from another worker."""
-        own = self.worker.index
-        level = self.setup.level_between(sender, own).name
-        self.meter.transfer(Transfer(MIGRATION, "layers", (sender,), (own,), level, num_bytes, start_s, self.clock()))
-
     def _cut_stages(self, setup: Setup) -> None:
         self.setup = setup
         self.workers = [Worker(setup, self.worker.index)]
         self._transport.switch_setup(setup)
-        self._collectives.close()
-        self._collectives = self._connected()
+        self.collectives.close()
+        self.collectives = self._connected()
 
     def _connected(self) -> ProcessCollectives:
         return ProcessCollectives(self.setup, self.world, self.worker, self._watch, self.meter, self.num_bytes)
@@ -262,7 +239,7 @@ class DistributedEngine(TrainingEngine):
         """Close the connections to the other workers; all workers call it."""
         self.exchange(None)
         self._transport.close()
-        self._collectives.close()
+        self.collectives.close()
         if self._slices is not None:
             self._slices.close()
 
@@ -314,14 +291,14 @@ class DistributedEngine(TrainingEngine):
         foreseeable = programs(pipeline, num_minibatches, foreseen)[index]
         self._transport.expect(foreseeable, lambda unit: self._feed.size(unit) == 0)
         if self._control is None:
-            self._collectives.begin(RunPart(first, lambda: num_minibatches, by_extension))
+            self.collectives.begin(RunPart(first, lambda: num_minibatches, by_extension))
             for instruction in programs(pipeline, num_minibatches, by_extension)[index]:
                 self._execute(instruction)
             return num_minibatches
         control = self._control
         control.begin(self._segment, num_minibatches)
         self._segment += 1
-        self._collectives.begin(RunPart(first, lambda: control.limit, by_extension, control.end_at))
+        self.collectives.begin(RunPart(first, lambda: control.limit, by_extension, control.end_at))
         for instruction in admitted_program(pipeline, index, num_minibatches, control, by_extension):
             if control.limit < num_minibatches:
                 num_minibatches = control.limit
@@ -336,8 +313,7 @@ class DistributedEngine(TrainingEngine):
         self._watch.timed(instruction, lambda: self._executed(instruction))
 
     def _executed(self, instruction: Instruction) -> None:
-        """Execute an instruction."""
-        transport, collectives = self._transport, self._collectives
+        transport, collectives = self._transport, self.collectives
         loss = self.worker.execute(instruction, transport, collectives)
         if instruction.op is Op.FORWARD or instruction.op in BACKWARDS:
             self._pace.step()

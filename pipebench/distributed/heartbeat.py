@@ -138,12 +138,9 @@ class SilenceMonitor:
         self.store_s = 0.0  # since the store answered
 
     def listen(self, passed_s: float, answers: int, heard: Mapping[int, bytes]) -> str:
-        """Note the latest heartbeats; return what to report, "" for nothing.
+        """Note the latest heartbeats, by rank; return what to report, "" for nothing.
 
-        Args:
-            passed_s: seconds since the last call.
-            answers: number of the store's answers so far.
-            heard: newest heartbeat by rank.
+        The last call was `passed_s` seconds ago; `answers` is the number of the store's answers so far.
         """
         self.store_s = 0.0 if answers != self._answers else self.store_s + passed_s
         self._answers = answers
@@ -153,26 +150,19 @@ class SilenceMonitor:
             self._silent_s[rank] = 0.0 if lives else self._silent_s[rank] + passed_s
             self._last[rank] = beat
         if self.store_s >= self._limit_s:
-            return self._no_answer()
+            return (
+                f"{store_text(self._place)} has not answered for {self._limit}: that host, or the network between it "
+                "and this one, hangs or is gone"
+            )
         # Without the store no heartbeat arrives.
         silent = [rank for rank, so_long_s in self._silent_s.items() if so_long_s >= self._limit_s > 2 * self.store_s]
-        return self._no_sign(silent, heard) if silent else ""
+        what = "has not been heard of" if len(silent) == 1 else "have not been heard of"
+        why = "the host, its network or the process hangs or is gone"
+        return f"{_named(silent, heard)} {what} for {self._limit}: {why}" if silent else ""
 
     @property
     def _limit(self) -> str:
         return f"{self._limit_s:g} s (engine.silence_limit_s)"
-
-    def _no_answer(self) -> str:
-        return (
-            f"{store_text(self._place)} has not answered for {self._limit}: that host, or the network between it and "
-            "this one, hangs or is gone"
-        )
-
-    def _no_sign(self, silent: Sequence[int], heard: Mapping[int, bytes]) -> str:
-        what = "has not been heard of" if len(silent) == 1 else "have not been heard of"
-        return (
-            f"{_named(silent, heard)} {what} for {self._limit}: the host, its network or the process hangs or is gone"
-        )
 
 
 def store_text(place: HostSlot) -> str:

@@ -35,9 +35,6 @@ def host_costs(world: World, *, fetches: bool = False) -> HostCosts:
     """Measure; all processes call it. A single process, and GPUs, have no costs, but GPUs may be shared.
 
     `fetches`: whether workers fetch their inputs themselves.
-
-    Raises:
-        PeerLostError: a process is gone.
     """
     if world.size == 1:
         return NO_HOST_COSTS

@@ -2,6 +2,9 @@
 
 It ties the process's life to its parent's before heavy imports, so that a parent that dies leaves no workers behind,
 and then becomes COMMAND. Standard library only, for a fast start.
+
+`python -m` alone would search the working directory first: a file there called yaml.py or torch.py would be imported by
+every worker.
 """
 
 import ctypes
@@ -9,6 +12,14 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+
+
+def python_module(name: str) -> list[str]:
+    """Return a command that runs a module as `python -m` does, with this process's search path; append arguments."""
+    # -P: the working directory is searched only if this process searches it.
+    program = f"import runpy, sys; sys.path[:] = {sys.path!a}; runpy.run_module({name!r}, None, '__main__', True)"
+    return [sys.executable, "-P", "-c", program]
+
 
 _PR_SET_PDEATHSIG = 1
 

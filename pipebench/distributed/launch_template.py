@@ -32,16 +32,11 @@ _STANDARD = (0, 1, 2)  # input, output, errors
 
 
 class Copy:
-    """A worker that the template started; poll it as a `subprocess.Popen`.
-
-    Attributes:
-        pid: its process id.
-        returncode: as of `subprocess.Popen`: None while it runs, negative for a signal.
-    """
+    """A worker that the template started; poll it as a `subprocess.Popen`."""
 
     def __init__(self, template: "Template", pid: int) -> None:
         self._template, self.pid = template, pid
-        self.returncode: int | None = None
+        self.returncode: int | None = None  # None while it runs, negative for a signal
 
     def poll(self) -> int | None:
         """Return the exit code, None while it runs."""
@@ -53,10 +48,8 @@ class Copy:
 class Template:
     """The process that copies itself for every worker, as a context manager; leaving it ends what is left of them.
 
-    This process must not have computed with torch. The template ends with it, and workers with the template.
-
-    Args:
-        main: what a worker does, with its arguments in `sys.argv`.
+    This process must not have computed with torch. The template ends with it, and workers with the template. `main` is
+    what a worker does, with its arguments in `sys.argv`.
     """
 
     def __init__(self, main: Callable[[], object]) -> None:

@@ -187,7 +187,10 @@ def _row(share: _Share, pipeline: Pipeline, training_s: float) -> dict[str, Any]
         "compute_s": busy_s,
         **{column: sum(totals.seconds[op.name] for op in ops) for column, ops in _COMPUTE_COLUMNS.items()},
         "waiting_s": waiting_s,
-        **{column: _waited_s(totals, column) for column in _WAIT_COLUMNS.values()},
+        **{
+            column: sum(totals.seconds[op.name] for op, each in _WAIT_COLUMNS.items() if each == column)
+            for column in _WAIT_COLUMNS.values()
+        },
         "stall_s": totals.stall_s,
         "sending_s": sending_s,
         **({"swapping_s": swapping_s} if pipeline.swaps else {}),
@@ -197,11 +200,6 @@ def _row(share: _Share, pipeline: Pipeline, training_s: float) -> dict[str, Any]
         "evaluation_compute_s": _busy_s(share.state.evaluation),
         **fractions(busy_s, totals.stall_s, 1, training_s),
     }
-
-
-def _waited_s(totals: MeterTotals, column: str) -> float:
-    """Return the seconds of all waits that count as one column."""
-    return sum(totals.seconds[op.name] for op, each in _WAIT_COLUMNS.items() if each == column)
 
 
 def _sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

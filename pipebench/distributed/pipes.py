@@ -83,9 +83,6 @@ def join_pairs(world: World, pairs: Sequence[tuple[int, int]]) -> dict[int, Pipe
 
     Returns this worker's ends by the pair's index; None for all workers if they aren't to share memory or the system
     forbids it.
-
-    Raises:
-        PeerLostError: a worker is gone.
     """
     if not (
         world.shares_memory and world.place.one_host and world.device.type == "cpu" and hasattr(os, "memfd_create")

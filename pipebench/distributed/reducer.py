@@ -126,23 +126,31 @@ class _Bucket:
         place.zero_() if gradient is None else place.copy_(gradient)
         self.missing.discard(index)
 
+    def start(self) -> None:
+        """Start the sum."""
+        if self.travels is not self.data:
+            self.travels.copy_(self.data)
+        self.sum.start()
+
 
 class Bucket(Protocol):
     """Some parameters' gradients, which are summed as one."""
 
-    indices: Sequence[int]
+    indices: list[int]
     missing: set[int]  # of these, in the round
+    set_out: Moment
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
         """Copy a parameter's gradient, which may be None, into its place."""
+
+    def start(self) -> None:
+        """Start the sum."""
 
 
 class BucketsInOrder(Generic[B]):
     """Fills a replica's buckets; they set out in their order, each when it and all before it are complete.
 
-    Args:
-        buckets: in the order in which a backward reaches them.
-        watch: times the sums.
+    A backward reaches them in that order; `watch` times the sums.
     """
 
     def __init__(self, buckets: Sequence[B], watch: HostWatch) -> None:
@@ -169,7 +177,16 @@ class BucketsInOrder(Generic[B]):
 
     def _set_out(self) -> None:
         """Start the sums of all buckets that are next and complete."""
-        raise NotImplementedError
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            bucket = self._buckets[self._next]
+            bucket.set_out = self._watch.mark(keep=True)
+            with peers():
+                bucket.start()
+            self._next += 1
+
+    def _begin_anew(self) -> None:
+        self._next = 0
+        self._absent.clear()
 
 
 class Reducer(BucketsInOrder[_Bucket]):
@@ -243,16 +260,5 @@ class Reducer(BucketsInOrder[_Bucket]):
                 result[index] = None if index in self._absent and not place.any() else place
             bucket.missing = set(bucket.indices)
             bucket.is_free = False
-        self._next = 0
-        self._absent.clear()
+        self._begin_anew()
         return result
-
-    def _set_out(self) -> None:
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            bucket = self._buckets[self._next]
-            if bucket.travels is not bucket.data:
-                bucket.travels.copy_(bucket.data)
-            bucket.set_out = self._watch.mark(keep=True)
-            with peers():
-                bucket.sum.start()
-            self._next += 1

@@ -19,14 +19,10 @@ from pipebench.engine.weights import Weights
 
 
 class Exchange:
-    """How a stage's replicas exchange the parts of a buffer.
+    """How a stage's replicas exchange the parts of a buffer in their process group.
 
-    Args:
-        group: the replicas' process group, of this backend's collectives.
-        order: the replica of every member of the group.
-        own: this member's position.
-        native: whether the backend scatters and gathers itself.
-        host_copy: whether tensors go through the host's memory.
+    `order` has the replica of every member of the group, `own` is this member's position; `native`: whether the backend
+    scatters and gathers itself; `host_copy`: whether tensors go through the host's memory.
     """
 
     def __init__(self, group: Any, order: Sequence[int], own: int, *, native: bool, host_copy: bool) -> None:
@@ -108,11 +104,7 @@ class _Scatter:
 class ShardReducer(BucketsInOrder[_Scatter]):
     """Scatters the sums of one replica's gradients; used like `reducer.Reducer`.
 
-    Args:
-        sharding: of the stage, and which part is this replica's.
-        like: the stage's parameters.
-        exchange: of the replicas.
-        watch: times the sums.
+    `sharding` is the stage's, `like` are its parameters; `watch` times the sums.
     """
 
     def __init__(self, sharding: Sharding, like: Sequence[torch.Tensor], exchange: Exchange, watch: HostWatch) -> None:
@@ -138,17 +130,8 @@ class ShardReducer(BucketsInOrder[_Scatter]):
             for piece, value in zip(bucket.pieces, bucket.added(), strict=True):
                 is_none = piece.place in self._absent and not value.any() and bool(value.signbit().all())
                 found.append((piece, None if is_none else value))
-        self._next = 0
-        self._absent.clear()
+        self._begin_anew()
         return [value for _, value in sorted(found, key=lambda each: each[0])]
-
-    def _set_out(self) -> None:
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            bucket = self._buckets[self._next]
-            bucket.set_out = self._watch.mark(keep=True)
-            with peers():
-                bucket.start()
-            self._next += 1
 
 
 class WeightGather:

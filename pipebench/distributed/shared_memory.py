@@ -186,9 +186,6 @@ def connect(world: World, pairs: Sequence[tuple[int, int]], clock: Callable[[], 
     """Connect pairs of (sender's rank, receiver's rank), possibly repeated; all workers call it with the same pairs.
 
     Returns per pair this worker's end, if any; None if processes can't share memory.
-
-    Raises:
-        PeerLostError: a worker is gone.
     """
     lines = join_pairs(world, pairs)
     if lines is None:

@@ -48,11 +48,7 @@ class Sharing:
             line.write(bytes([what]))
 
     def hear(self, position: int, what: int, times: int) -> None:
-        """Wait until another replica has sent a notification `times` times.
-
-        Raises:
-            PeerLostError: it is gone.
-        """
+        """Wait until another replica has sent a notification `times` times."""
         while self._heard[position, what] < times:
             for byte in self.lines[position].read_some():
                 self._heard[position, byte] += 1
@@ -125,9 +121,6 @@ def share(world: World, ranks: Sequence[int], num_bytes: int) -> Sharing | None:
 
     Returns this replica's; None for other workers, and for all where processes can't share memory. `num_bytes` is the
     aligned size of a replica's buckets.
-
-    Raises:
-        PeerLostError: a worker is gone.
     """
     pairs = [(a, b) for position, a in enumerate(ranks) for b in ranks[position + 1 :]]
     lines = join_pairs(world, pairs)

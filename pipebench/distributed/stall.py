@@ -79,15 +79,9 @@ def stall_report(
     """Return the culprit of a stall, and then a line per worker.
 
     The culprit is the worker silent for longest; else the one longest at its own work; else, as all wait for each
-    other, the one that has waited longest.
-
-    Args:
-        pipeline: the pipeline.
-        activities: last known work of each worker that ever reported.
-        silent_s: seconds since the last report of overdue workers.
-        stall_limit_s: the limit.
-        segment: index of the segment in which minibatches are numbered.
-        notes: more lines, after the first.
+    other, the one that has waited longest. `activities` are the last known work of each worker that ever reported,
+    `silent_s` the seconds since the last report of overdue ones; minibatches are numbered in `segment`; `notes` follow
+    the first line.
     """
     names = pipeline.worker_names
     lines = [_first_line(names, activities, silent_s, stall_limit_s, segment), *notes]

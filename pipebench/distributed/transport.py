@@ -199,11 +199,7 @@ class ChannelTransport:
         self._num_bytes[kind, level] += sent
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
-        """Wait for a unit's values from a stage of another worker.
-
-        Raises:
-            PeerLostError: it is gone.
-        """
+        """Wait for a unit's values from a stage of another worker."""
         route = self._route(kind, unit, source, target)
         if kind != MIGRATION:
             return self._next(route, kind, unit).values
@@ -213,7 +209,6 @@ class ChannelTransport:
         return self._early.pop((route.channel, unit))
 
     def _next(self, route: _Route, kind: str, unit: int | None) -> Message:
-        """Wait for a channel's next message."""
         channel, sender, receiver, level = route
         assert receiver is not None
         start = self._watch.mark()
@@ -242,11 +237,7 @@ class ChannelTransport:
         self._meter.transfer(transfer, waited_s)
 
     def settle(self, world: World) -> None:
-        """Record what has arrived since the last drain, with all moments known; all workers call it.
-
-        Raises:
-            PeerLostError: a worker is gone.
-        """
+        """Record what has arrived since the last drain, with all moments known; all workers call it."""
         if not self._watch.direct:
             return
         given: dict[int, bytes] = {}  # channels are in one order at both ends
@@ -269,11 +260,7 @@ class ChannelTransport:
         self._num_bytes[kind, PCIE] += num_bytes
 
     def flush(self) -> None:
-        """Wait until everything sent has left.
-
-        Raises:
-            PeerLostError: a receiver is gone.
-        """
+        """Wait until everything sent has left."""
         for sender in self._senders.values():
             sender.flush()
 

@@ -49,9 +49,6 @@ def warm_up(setup: Setup, world: World, own: Worker) -> None:
 
     Every stage has one replica here, computed by all its workers: all run unit 0. The setup's graph still has the
     model; `own` is this process's worker.
-
-    Raises:
-        PeerLostError: a worker is gone.
     """
     on_gpu = setup.device.type == "cuda"
     if on_gpu:
@@ -165,7 +162,7 @@ class _Neighbours:
 
 def _train(setup: Setup, worker: Worker, neighbours: _Neighbours, minibatch: int = 0, *, updates: bool = True) -> None:
     feed, divisors = training_feed(setup, minibatch, 1)
-    program = _of_first_unit(programs(setup.pipeline, 1)[worker.index])
+    program = (it for it in programs(setup.pipeline, 1)[worker.index] if it.op is Op.UPDATE or it.number == _UNIT)
     try:
         worker.begin_training(feed, minibatch, 1, divisors)
         _play((it for it in program if updates or it.op is not Op.UPDATE), worker, neighbours)
@@ -180,10 +177,6 @@ def _evaluate(setup: Setup, worker: Worker, neighbours: _Neighbours) -> None:
         _play(forward_programs(setup.evaluation.pipeline, 1)[worker.index], worker, neighbours)
     finally:
         feed.close()
-
-
-def _of_first_unit(program: Iterable[Instruction]) -> Iterator[Instruction]:
-    return (it for it in program if it.op is Op.UPDATE or it.number == _UNIT)
 
 
 def _play(program: Iterable[Instruction], worker: Worker, neighbours: _Neighbours) -> None:

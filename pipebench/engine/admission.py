@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from pipebench.schedule.instructions import MOVE_OPS, Instruction
 from pipebench.schedule.operations import OPERATIONS, ROUND
@@ -42,22 +42,11 @@ class Position(NamedTuple):
     bound: int  # first minibatch of the segment, numbered since the drain, that is not admitted
 
 
-class Admission(Protocol):
-    """What a program asks: an `AdmissionControl`, or a `Control`, which has one."""
-
-    @property
-    def limit(self) -> int:
-        """Minibatches of the segment that will run."""
-
-    def admit(self, minibatch: int) -> bool:
-        """Return whether a minibatch may start."""
-
-
 def admitted_program(
     pipeline: Pipeline,
     worker: int,
     num_minibatches: int,
-    admission: Admission,
+    admission: "AdmissionControl",
     by_extension: Mapping[str, Any] = NOTHING,
 ) -> Iterator[Instruction]:
     """Yield a worker's instructions for a segment, which may be shortened meanwhile.
@@ -100,8 +89,8 @@ class AdmissionControl:
     def __init__(self, size: int) -> None:
         self._size = size
         self._changed = threading.Condition()
-        self._segment = -1
-        self._num_minibatches = 0
+        self.segment = -1  # the worker's current or last one
+        self.num_minibatches = 0  # of the segment without a cut
         self._begun = 0  # admitted minibatches of the segment, rounded up to a grain
         self._position: Position | None = None
         self._cut: Position | None = None
@@ -109,7 +98,7 @@ class AdmissionControl:
     def begin(self, segment: int, num_minibatches: int) -> None:
         """Enter a segment; all workers enter the same segments, of the same lengths, in ascending order."""
         with self._changed:
-            self._segment, self._num_minibatches, self._begun = segment, num_minibatches, 0
+            self.segment, self.num_minibatches, self._begun = segment, num_minibatches, 0
 
     def admit(self, minibatch: int) -> bool:
         """Return whether a minibatch of this segment may start; waits while a cut is being agreed on."""
@@ -129,18 +118,18 @@ class AdmissionControl:
     def _undecided(self, minibatch: int) -> bool:
         if self._position is None or self._cut is not None:
             return False
-        return minibatch >= (self._position.bound if self._segment == self._position.segment else 0)
+        return minibatch >= (self._position.bound if self.segment == self._position.segment else 0)
 
     def end_at(self, minibatch: int) -> None:
         """Shorten the segment to end before `minibatch`, which no worker may have started; all workers do the same."""
         with self._changed:
-            self._num_minibatches = min(self._num_minibatches, minibatch)
+            self.num_minibatches = min(self.num_minibatches, minibatch)
 
-    def close(self) -> Position:
+    def stop_admitting(self) -> Position:
         """Stop admitting until `settle`; return the position, the same at every call."""
         with self._changed:
             if self._position is None:
-                self._position = Position(self._segment, min(self._begun, self._num_minibatches))
+                self._position = Position(self.segment, min(self._begun, self.num_minibatches))
             return self._position
 
     def settle(self, cut: Position) -> None:
@@ -150,22 +139,12 @@ class AdmissionControl:
             self._changed.notify_all()
 
     @property
-    def segment(self) -> int:
-        """The worker's current or last segment; -1 before the first."""
-        return self._segment
-
-    @property
-    def num_minibatches(self) -> int:
-        """The length of the segment without a cut."""
-        return self._num_minibatches
-
-    @property
     def limit(self) -> int:
         """Minibatches of the segment that will run, as far as known; final once all of them have started."""
         cut = self._cut
-        if cut is None or self._segment < cut.segment:
-            return self._num_minibatches
-        return min(cut.bound, self._num_minibatches) if self._segment == cut.segment else 0
+        if cut is None or self.segment < cut.segment:
+            return self.num_minibatches
+        return min(cut.bound, self.num_minibatches) if self.segment == cut.segment else 0
 
 
 @dataclass
@@ -201,7 +180,7 @@ def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class StoppableAdmission:
+class StoppableAdmission(AdmissionControl):
     """Admission control for all workers of one process; a cut is at their current position.
 
     Segments end early at multiples of `multiple_of` minibatches, see `Control`; `on_cut` is called with the new length.
@@ -215,25 +194,19 @@ class StoppableAdmission:
         multiple_of: int,
         on_cut: Callable[[int], None],
     ) -> None:
-        self._stop, self._on_cut = stop, on_cut
-        self._gate = AdmissionControl(math.lcm(pipeline.period, multiple_of))
-        self._gate.begin(0, num_minibatches)
-        self._open = True
-
-    @property
-    def limit(self) -> int:
-        """Minibatches of the segment that will run."""
-        return self._gate.limit
+        super().__init__(math.lcm(pipeline.period, multiple_of))
+        self._stop, self._on_cut, self._open = stop, on_cut, True
+        self.begin(0, num_minibatches)
 
     def end_at(self, minibatch: int) -> None:
         """Shorten the segment to end before `minibatch`, which no worker may have started."""
-        self._gate.end_at(minibatch)
-        self._on_cut(self._gate.limit)
+        super().end_at(minibatch)
+        self._on_cut(self.limit)
 
     def admit(self, minibatch: int) -> bool:
         """Return whether a minibatch may start."""
         if self._open and self._stop.reason is not None:
             self._open = False
-            self._gate.settle(self._gate.close())
-            self._on_cut(self._gate.limit)
-        return self._gate.admit(minibatch)
+            self.settle(self.stop_admitting())
+            self._on_cut(self.limit)
+        return super().admit(minibatch)

@@ -62,7 +62,6 @@ class DrainExchange:
         return self._arrive(messages)
 
     def _send(self, kind: str, sender: int, receiver: int, num_bytes: int, what: str) -> Message:
-        """Send bytes of the model's state from one worker to another."""
         self.rings.count(kind, sender, receiver, num_bytes)
         connection = self.network.connection(kind, sender, receiver)
         return self.network.send(connection, num_bytes, self.clock_s, what)

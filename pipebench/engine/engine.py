@@ -7,12 +7,11 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
 from pipebench.checkpoint.state import ModelState
-from pipebench.engine.facts import facts_of, restore_extensions
 from pipebench.engine.feed import Feed
 from pipebench.engine.loss_scale import scale_metrics
 from pipebench.engine.protocols import Collectives, EngineExtension, SegmentExtension
@@ -96,6 +95,7 @@ class TrainingEngine(Engine):
     """
 
     workers: list[Worker]  # of this process
+    collectives: Collectives  # what they do together with the others of their stages
     meter: WorkersMeter
 
     def __init__(self, setup: Setup, on_loss: OnLoss, on_unit: OnUnit) -> None:
@@ -115,11 +115,6 @@ class TrainingEngine(Engine):
     @abstractmethod
     def stop_reason(self) -> str | None:
         """Why the run ends early, as far as this process knows."""
-
-    @property
-    @abstractmethod
-    def collectives(self) -> Collectives:
-        """What this process's workers do together with the others of their stages."""
 
     @abstractmethod
     def start_clock(self, clock_s: float = 0.0) -> None:
@@ -144,6 +139,11 @@ class TrainingEngine(Engine):
     @abstractmethod
     def _recall_meter(self, facts: Mapping[str, Any]) -> None:
         """Restore the meter's sums."""
+
+    @property
+    def extensions(self) -> Mapping[str, EngineExtension]:
+        """See `Engine`."""
+        return self.collectives.extensions
 
     @property
     def busy_fraction(self) -> float:
@@ -218,7 +218,6 @@ class TrainingEngine(Engine):
         return WholeModel(self.setup)
 
     def _whole_model_metrics(self) -> dict[str, float]:
-        """Return the metrics that need the whole model."""
         return self.setup.dataset.whole_model_metrics(self._whole.filled(worker.tensors() for worker in self.workers))
 
     def parts(self) -> list[tuple[str, ModelState]]:
@@ -228,13 +227,10 @@ class TrainingEngine(Engine):
     def restore(
         self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float, plan: Plan | None = None
     ) -> None:
-        """Resume from a checkpoint.
+        """Resume from a checkpoint's `state` of the whole model, at `clock_s` on the run's clock.
 
-        Args:
-            state: of the whole model.
-            facts: what `facts` returned in this process then; None if engine or plan differed.
-            clock_s: the run's clock then.
-            plan: the plan to resume under; None for the current one.
+        `facts` are what `facts` returned in this process then, None if engine or plan differed; `plan` is the one to
+        resume under, None for the current one.
         """
         if plan is not None:
             self._cut_stages(self.setup.under(plan))
@@ -260,3 +256,27 @@ class TrainingEngine(Engine):
             **self._meter_facts(),
             **facts_of(self.extensions),
         }
+
+
+# Checkpoints predate extensions, so one extension's list has a key of its own.
+_KEYS: Final = {"asynchronous": "pushes"}
+_OTHERS = "extensions"
+
+
+def facts_of(extensions: Mapping[str, EngineExtension]) -> dict[str, Any]:
+    """Return extensions' counters as part of an engine's."""
+    found = {name: extension.facts() for name, extension in extensions.items()}
+    others = {name: facts for name, facts in found.items() if facts and name not in _KEYS}
+    return {key: found.get(name, []) for name, key in _KEYS.items()} | ({_OTHERS: others} if others else {})
+
+
+def facts_by_extension(facts: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the counters by extension from an engine's; checkpoints of 0.1.0 have none."""
+    return {name: facts.get(key, []) for name, key in _KEYS.items()} | dict(facts.get(_OTHERS, {}))
+
+
+def restore_extensions(extensions: Mapping[str, EngineExtension], facts: Mapping[str, Any]) -> None:
+    """Restore extensions from a checkpoint."""
+    found = facts_by_extension(facts)
+    for name, extension in extensions.items():
+        extension.restore(found.get(name, []))

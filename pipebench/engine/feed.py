@@ -12,7 +12,7 @@ import torch
 
 from pipebench.engine.setup import Setup, loss_divisors
 from pipebench.engine.streams import StreamSlot
-from pipebench.model.loading import Source, Task, onto_device
+from pipebench.model.loading import Source, onto_device
 from pipebench.model.sampling import microbatch_sizes, mix, name_hash
 
 _SIZES_KEPT = 1024  # more than there are units in flight
@@ -98,7 +98,7 @@ class Feed:
     def _fetch_ahead(self, stage: int, worker: int, fields: Sequence[str], first: int) -> "_Fetched":
         """Yield a stage's units from `first` on, in order, with their fields."""
         source = Source(self._setup.dataset, self.split, fields, self._setup.device)
-        tasks = map(self._task, self._units(stage, worker, first))
+        tasks = ((list(self.indices(unit)), self._draw(unit)) for unit in self._units(stage, worker, first))
         with closing(source.minibatches(tasks, self._processes)) as minibatches:
             yield from zip(self._units(stage, worker, first), minibatches, strict=True)
 
@@ -115,9 +115,6 @@ class Feed:
         for unit in pipeline.own_units(stage, worker, range(blocks * pipeline.block * self._parts)):
             if unit >= first and self.minibatch(unit)[0] < self._first + self._num_minibatches and self.size(unit) > 0:
                 yield unit
-
-    def _task(self, unit: int) -> Task:
-        return list(self.indices(unit)), self._draw(unit)
 
     def _draw(self, unit: int) -> int:
         return mix(self._setup.seed, name_hash("augmentation"), self.minibatch(unit)[0])

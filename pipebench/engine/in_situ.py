@@ -30,7 +30,7 @@ from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.instructions import BACKWARDS, Instruction
 from pipebench.schedule.modes import KEEP
 from pipebench.schedule.operations import GRADIENT, Op
-from pipebench.schedule.programs import programs
+from pipebench.schedule.programs import NOTHING, programs
 from pipebench.schedule.syncs import NOT_SHARDED
 
 _PERIODS = 2  # of a segment, after the minibatches that fill the pipeline
@@ -217,6 +217,7 @@ class AloneCollectives:
     """The collectives of a worker that waits for no other: sums are its own gradients."""
 
     worker: Worker  # that asks
+    extensions = NOTHING
 
     def __init__(self) -> None:
         self._gradients: dict[int, list[torch.Tensor | None]] = {}  # by stage

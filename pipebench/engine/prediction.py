@@ -32,11 +32,6 @@ class Displacement(NamedTuple):
 AS_IT_IS = Displacement(0, 0.0)
 
 
-def _momentum(state: Mapping[str, Any], group: Group) -> torch.Tensor | None:
-    buffer: torch.Tensor | None = state.get("momentum_buffer")
-    return buffer
-
-
 def _adam(state: Mapping[str, Any], group: Group) -> torch.Tensor:
     """Return m_hat / (sqrt(v_hat) + eps), without AdamW's weight decay."""
     (b1, b2), steps = group["betas"], state["step"].double()  # the float32 counter is too coarse for 1 - b2^steps
@@ -48,7 +43,7 @@ def _adam(state: Mapping[str, Any], group: Group) -> torch.Tensor:
 
 # Step directions by torch.optim class; `recipe.rules_training` has their names.
 DIRECTIONS: Final[dict[type, Callable[[Mapping[str, Any], Group], torch.Tensor | None]]] = {
-    torch.optim.SGD: _momentum,
+    torch.optim.SGD: lambda state, group: state.get("momentum_buffer"),
     torch.optim.Adam: _adam,
     torch.optim.AdamW: _adam,
 }

@@ -12,12 +12,10 @@ from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.crossing import Gradients
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement
-from pipebench.engine.replica import LiveBytes, Values
+from pipebench.engine.replica import LiveBytes, UnitInput, Values
 from pipebench.engine.setup import Setup
-from pipebench.engine.streams import StreamSlot
 from pipebench.model.sampling import Size
 from pipebench.model.slice_modules import Divided
-from pipebench.model.stage import LossFunction
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from pipebench.simulate.costs import Costs
@@ -61,18 +59,7 @@ class StageRunner(Protocol):
     def is_last(self) -> bool:
         """Whether it computes the model's output."""
 
-    def forward(
-        self,
-        unit: int,
-        draw: tuple[int, ...],
-        inputs: Sequence[torch.Tensor],
-        received: Values,
-        place: StreamSlot,
-        *,
-        version: int,
-        move: Displacement = AS_IT_IS,
-        loss: LossFunction | None = None,
-    ) -> tuple[Values, torch.Tensor | None]:
+    def forward(self, given: UnitInput) -> tuple[Values, torch.Tensor | None]:
         """Run a unit forward; see `Replica.forward`."""
 
     def backward(
@@ -124,6 +111,10 @@ class Transport(Protocol):
 
 class Collectives(Protocol):
     """Collectives of a stage's replicas, of the copies of a tie's weights, or of all stages."""
+
+    @property
+    def extensions(self) -> Mapping[str, "EngineExtension"]:
+        """The enabled extensions' parts in this process."""
 
     def on_gradient(self, stage: int) -> OnGradient | None:
         """Return a function to call with each gradient of a round's last backward when it is complete, or None."""

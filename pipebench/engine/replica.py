@@ -44,6 +44,19 @@ Values = dict[int, Any]  # layer index to its output, a pytree of tensors
 _EVALUATION = name_hash("evaluation")  # evaluations draw other numbers than training
 
 
+class UnitInput(NamedTuple):
+    """What a unit's forward through a stage gets."""
+
+    unit: int  # saved for its backward; at most one forward before it
+    draw: tuple[int, ...]  # key of random layers: (minibatch, microbatch)
+    inputs: Sequence[torch.Tensor]  # the model inputs the stage reads, in its order
+    received: Values  # values from other stages, by layer
+    version: int  # number of the weight version to use
+    place: StreamSlot = ALONE  # whose state stateful modules carry
+    move: Displacement = AS_IT_IS  # of the weights from that version
+    loss: LossFunction | None = None  # in the last stage, maps the model's output to the loss to differentiate
+
+
 class LiveBytes(NamedTuple):
     """Live bytes by kind."""
 
@@ -126,30 +139,9 @@ class Replica:
         stage.enter()
         self._call: Callable[..., Any] = compiled(stage) if rules.compiled else self.module
 
-    def forward(
-        self,
-        unit: int,
-        draw: tuple[int, ...],
-        inputs: Sequence[torch.Tensor],
-        received: Values,
-        place: StreamSlot = ALONE,
-        *,
-        version: int,
-        move: Displacement = AS_IT_IS,
-        loss: LossFunction | None = None,
-    ) -> tuple[Values, torch.Tensor | None]:
-        """Run a unit forward; return the detached values that leave the stage, by layer, and the last stage's loss.
-
-        Args:
-            unit: the unit, which is saved for its backward; at most one forward before it.
-            draw: key of random layers: (minibatch, microbatch).
-            inputs: the model inputs the stage reads, in its order.
-            received: values from other stages, by layer.
-            place: whose state stateful modules carry.
-            version: number of the weight version to use.
-            move: displacement of the weights from that version.
-            loss: in the last stage, maps the model's output to the loss to differentiate.
-        """
+    def forward(self, given: UnitInput) -> tuple[Values, torch.Tensor | None]:
+        """Run a unit forward; return the detached values that leave the stage, by layer, and the last stage's loss."""
+        unit, draw, inputs, received, version, place, move, loss = given
         weights = self.weights.use(version) if self.moved is None else self.moved.for_forward(version, move)
         received = {layer: detached(received[layer]) for layer in self.stage.reads}
         self.weights.bind(weights)
@@ -239,13 +231,7 @@ class Replica:
     def evaluate(
         self, draw: tuple[int, ...], inputs: Sequence[torch.Tensor], received: Values, place: StreamSlot
     ) -> tuple[Values, Any]:
-        """Run forward only, in evaluation mode, with the newest weights or their averages.
-
-        Args:
-            draw: key of layers that are random even in evaluation.
-            inputs: the model inputs that the stage's evaluation reads, in its order.
-            received: values from other stages, by layer of the evaluation.
-            place: whose state stateful modules carry.
+        """Run forward only, in evaluation mode, with the newest weights or their averages; arguments as in `UnitInput`.
 
         Returns:
             The values that leave the stage, by layer of the evaluation; and the model's output in the last stage.
@@ -392,7 +378,10 @@ class Replica:
         on_gradient: OnGradient | None,
     ) -> None:
         """Set the leaves' `grad`, and pass parameters' gradients on to `gradients` or `on_gradient`."""
-        heads = [*given, *[self._loss_head(item.loss_type)] * (len(item.results) - len(given))]
+        of_loss = None  # stands for 1
+        if self.scale is not None:
+            of_loss = torch.full((), self.scale.value, dtype=item.loss_type, device=self.device)
+        heads = [*given, *[of_loss] * (len(item.results) - len(given))]
         parameters = item.version.parameters
         if not item.results or not (leaves or parameters):
             return
@@ -401,10 +390,6 @@ class Replica:
                 torch.autograd.backward(item.results, heads, inputs=[*leaves, *parameters])
             else:
                 item.rests = self._split.backward_input(item.results, heads, [*leaves, *parameters])
-
-    def _loss_head(self, loss_type: torch.dtype | None) -> torch.Tensor | None:
-        """Return the gradient of the scaled loss with respect to the loss; None stands for 1."""
-        return None if self.scale is None else torch.full((), self.scale.value, dtype=loss_type, device=self.device)
 
 
 def _divided(weights: Weights, slices: Slices | None) -> Divided | None:

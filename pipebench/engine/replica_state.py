@@ -1,16 +1,18 @@
 """A replica's share of a checkpoint, written and restored."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from pipebench.checkpoint.recut import carried_states
 from pipebench.checkpoint.share import Share
 from pipebench.checkpoint.state import CheckpointError, ModelState, same_type_map
 from pipebench.engine.replica import Replica
 from pipebench.engine.streams import TRAIN
+from pipebench.model.sampling import microbatch_sizes
 
 
 def state_of(replica: Replica, share: Share) -> ModelState:
@@ -68,12 +70,7 @@ def held_by(replica: Replica, share: Share) -> ModelState:
 
 
 def restore(replica: Replica, state: ModelState, share: Share) -> None:
-    """Restore this replica's share of a model's state, by name.
-
-    Args:
-        replica: the replica.
-        state: of the whole model, under any plan; neither changed nor referenced.
-        share: this replica's.
+    """Restore this replica's share of a whole model's state, by name; it is neither changed nor referenced.
 
     Raises:
         CheckpointError: a tensor of this stage is missing or has another shape; the replica is unchanged then.
@@ -121,11 +118,7 @@ def _as_cut(replica: Replica, share: Share) -> ModelState:
 
 
 def _shelved(replica: Replica, state: ModelState, given: Mapping[str, torch.Tensor], share: Share) -> ModelState:
-    """Return copies of a state's tensors of the layers that are left out.
-
-    Raises:
-        CheckpointError: one is missing or has another shape.
-    """
+    """Return copies of a state's tensors of the layers that are left out."""
     found = _as_cut(replica, share)
     for section in (found.parameters, found.buffers):
         for name, tensor in section.items():
@@ -165,3 +158,59 @@ def _check_fits(name: str, tensor: torch.Tensor, given: Mapping[str, torch.Tenso
     if given[name].shape != tensor.shape:
         shapes = f"{list(given[name].shape)} in the checkpoint and {list(tensor.shape)} in the model"
         raise CheckpointError(f"{name} has the shape {shapes}")
+
+
+def carried_states(
+    carried: Mapping[str, Any], modules: Sequence[str], sizes: Sequence[int]
+) -> dict[tuple[int, int], list[Any]]:
+    """Return carried states by (stream, microbatch), in the order of `modules`, the qualified names wanted.
+
+    `carried` maps `stream/microbatch/module` to the state, of the whole model; `sizes` are each microbatch's samples.
+
+    Raises:
+        CheckpointError: the state can't be cut into these microbatches; names the module.
+    """
+    found: dict[int, dict[str, dict[int, Any]]] = {}
+    for key, state in carried.items():
+        place = key.split("/", 2)
+        found.setdefault(int(place[0]), {}).setdefault(place[2], {})[int(place[1])] = state
+    wanted = [microbatch for microbatch, size in enumerate(sizes) if size > 0]
+    states: dict[tuple[int, int], list[Any]] = {}
+    for stream, of_modules in found.items():
+        if modules and not of_modules.keys() >= set(modules):
+            missing = next(name for name in modules if name not in of_modules)
+            raise CheckpointError(f"the checkpoint has no state of module {missing} for stream {stream}")
+        columns = [_recut(name, of_modules[name], sizes) for name in modules]
+        for microbatch in wanted if modules else ():
+            states[stream, microbatch] = [column[microbatch] for column in columns]
+    return states
+
+
+def _recut(module: str, parts: Mapping[int, Any], sizes: Sequence[int]) -> Mapping[int, Any]:
+    """Return a module's state of one stream by microbatch."""
+    wanted = [microbatch for microbatch, size in enumerate(sizes) if size > 0]
+    if sorted(parts) == wanted:
+        return parts
+    old = [size for size in microbatch_sizes(sum(sizes), len(parts)) if size > 0]
+    new = [sizes[microbatch] for microbatch in wanted]
+    flat = [pytree.tree_flatten(parts[microbatch]) for microbatch in sorted(parts)]
+    columns = [_recut_leaf(module, leaves, old, new) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
+    return {
+        microbatch: pytree.tree_unflatten([column[index] for column in columns], flat[0][1])
+        for index, microbatch in enumerate(wanted)
+    }
+
+
+def _recut_leaf(module: str, parts: Sequence[Any], old: Sequence[int], new: Sequence[int]) -> Sequence[Any]:
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        return [parts[0]] * len(new)
+    dims = [d for d in range(parts[0].dim()) if [part.shape[d] for part in parts] == list(old)]
+    if 1 in dims and parts[0].dim() == 3:
+        dims = [1]  # torch's recurrent modules: [layers, samples, features]
+    if len(dims) != 1:
+        shape = list(parts[0].shape)
+        raise CheckpointError(
+            f"the state of module {module} was written for microbatches of {old[0]} samples and can't be cut into such "
+            f"of {new[0]}: {len(dims)} of its dimensions {shape} have that size; keep parallelism.microbatches"
+        )
+    return torch.split(torch.cat(list(parts), dims[0]), list(new), dims[0])

@@ -53,11 +53,8 @@ Divide = Callable[[Mapping[str, torch.Tensor]], Sharding]  # given a stage's tra
 def divided(indices: Sequence[int], sizes: Sequence[int], num_replicas: int, *, whole: bool) -> list[tuple[Piece, ...]]:
     """Divide a bucket into contiguous runs of about equal length; return each replica's pieces.
 
-    Args:
-        indices: positions of the bucket's parameters, in its order.
-        sizes: elements of every parameter of the stage.
-        num_replicas: number of runs.
-        whole: whether parameters stay whole.
+    `indices` are positions of the bucket's parameters, in its order, `sizes` the elements of every parameter of the
+    stage; `whole`: whether parameters stay whole.
     """
     total = sum(sizes[index] for index in indices)
     runs: list[list[Piece]] = [[] for _ in range(num_replicas)]

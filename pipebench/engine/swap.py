@@ -110,10 +110,8 @@ class Swap:
     def settle(self, staying: Container[int], own: Container[int], inputs: Sequence[torch.Tensor]) -> None:
         """Decide which storages to copy, after the forward.
 
-        Args:
-            staying: indices of tensors that stay on the device; see `saved_with`.
-            own: addresses of storages that stay: weights and buffers.
-            inputs: the stage's received values, which are the graph's leaves.
+        `staying` are indices of tensors that stay on the device (see `saved_with`), `own` addresses of storages that
+        do: weights and buffers; `inputs` are the stage's received values, which are the graph's leaves.
         """
         for index, saved in enumerate(self._saved):
             address = _address(saved.tensor, self._device)

@@ -58,13 +58,8 @@ class Updates:
     ) -> None:
         """Apply a round's update, or skip it if scaled gradients overflowed.
 
-        Args:
-            replica: runs the stage.
-            gradients: summed over replicas, in the stage's order.
-            stage: the stage.
-            round_index: the round.
-            shared_norm: of all stages' gradients, if they clip or skip together.
-            keep_from: the oldest version of the weights still needed.
+        `gradients` are summed over replicas, in the stage's order; `shared_norm` is of all stages' gradients, if they
+        clip or skip together; `keep_from` is the oldest version of the weights still needed.
         """
         norm = shared_norm
         if replica.scale is not None:
@@ -112,7 +107,6 @@ class Updates:
         return Displacement(it.ahead, self._lr(it.stage, it.version)) if it.ahead else AS_IT_IS
 
     def _lr(self, stage: int, round_index: int) -> float:
-        """Return the learning rate of a stage's update in a round."""
         sampler, minibatches = self._setup.sampler, self._round(stage, round_index)
         samples = sum(sampler.size(self._first + k) for k in minibatches)
         return self._setup.lr(stage, sampler.samples_before(self._first + minibatches.start), samples)

@@ -16,7 +16,6 @@ from pipebench.engine.drain import DrainExchange
 from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.mailbox import InProcessTransport
-from pipebench.engine.protocols import EngineExtension
 from pipebench.engine.replica import Replica
 from pipebench.engine.segment import Segment
 from pipebench.engine.setup import Setup
@@ -41,6 +40,7 @@ class VirtualEngine(TrainingEngine):
     device of every worker, (device's, host's) bytes.
     """
 
+    collectives: InProcessCollectives
     meter: Meter
     now_s = 0.0  # end of the last executed event
 
@@ -69,17 +69,7 @@ class VirtualEngine(TrainingEngine):
         self.workers = [Worker(setup, index) for index in range(setup.pipeline.num_workers)]
         num_bytes = self.num_bytes if setup.costs.slices == 1 else Counter[tuple[str, str]]()  # see `_count`
         self._mailbox = InProcessTransport(setup, num_bytes)
-        self._rings = InProcessCollectives(setup, self.workers, num_bytes)
-
-    @property
-    def collectives(self) -> InProcessCollectives:
-        """See `TrainingEngine`."""
-        return self._rings
-
-    @property
-    def extensions(self) -> dict[str, EngineExtension]:
-        """See `Engine`."""
-        return self._rings.extensions
+        self.collectives = InProcessCollectives(setup, self.workers, num_bytes)
 
     @property
     def replicas(self) -> list[Replica]:
@@ -155,7 +145,7 @@ class VirtualEngine(TrainingEngine):
         for worker in self.workers:
             worker.begin_training(self._feed, first_minibatch, num_minibatches, divisors, by_extension)
         segment = Segment(setup, by_extension, first_minibatch, num_minibatches, self._stop, self._cut)
-        self._rings.begin(segment.part)
+        self.collectives.begin(segment.part)
         try:
             self._play(segment.simulation(self.network, self._feed.size, self.clock_s, self.meter))
         finally:
@@ -170,7 +160,6 @@ class VirtualEngine(TrainingEngine):
         return segment.limit
 
     def _cut(self, num_minibatches: int) -> None:
-        """Shorten the segment."""
         for worker in self.workers:
             worker.end_early(num_minibatches)
 
@@ -184,7 +173,6 @@ class VirtualEngine(TrainingEngine):
         self._count(0)
 
     def _play(self, simulation: Simulation) -> None:
-        """Execute a simulation's events in order."""
         verbose = _LOG.isEnabledFor(logging.DEBUG)
         for event in simulation:
             self.now_s = event.end_s
@@ -199,7 +187,7 @@ class VirtualEngine(TrainingEngine):
     def _execute(self, event: TimelineEvent) -> None:
         worker = self.workers[event.worker]
         worker.took(event.instruction, event.end_s - event.start_s)
-        loss = worker.execute(event.instruction, self._mailbox, self._rings)
+        loss = worker.execute(event.instruction, self._mailbox, self.collectives)
         if loss is not None:
             self._on_loss(*loss, self.now_s)
             mean = math.nan if loss.total.is_cuda else float(loss.total) / loss.weight
@@ -207,7 +195,7 @@ class VirtualEngine(TrainingEngine):
 
     @property
     def _drain(self) -> DrainExchange:
-        return DrainExchange(self.setup, self.workers, self._rings, self.network, self.clock_s)
+        return DrainExchange(self.setup, self.workers, self.collectives, self.network, self.clock_s)
 
 
 def _as_evaluation(before: Counter[tuple[str, str]], after: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:

@@ -17,7 +17,7 @@ from pipebench.engine.clipping import squared_norms
 from pipebench.engine.crossing import BoundaryValues, Gradients
 from pipebench.engine.feed import Feed
 from pipebench.engine.protocols import Collectives, Handler, StageRunner, Transport, UnitLoss, WorkerExtension
-from pipebench.engine.replica import LiveBytes, Values
+from pipebench.engine.replica import LiveBytes, UnitInput, Values
 from pipebench.engine.replica_state import held_by, names_in, restore, state_of
 from pipebench.engine.replicas import replica_of_stage
 from pipebench.engine.ring import of_one_type
@@ -216,16 +216,11 @@ class Worker:
             self._evaluate(it.stage, unit, inputs, received, self._scores)
             return None
         replica, updates, minibatch = self.running[it.stage], self.updates, self.setup.pipeline.minibatch(unit)[0]
-        values, loss = replica.forward(
-            unit,
-            self.feed.minibatch(unit),
-            inputs,
-            received,
-            self.feed.place(unit),
-            version=self.held_version if it.version < 0 else self._drained_versions[it.stage] + it.version,
-            move=updates.move(it),
-            loss=updates.loss_function(self.feed.targets(unit), minibatch) if replica.is_last else None,
-        )
+        version = self.held_version if it.version < 0 else self._drained_versions[it.stage] + it.version
+        head = updates.loss_function(self.feed.targets(unit), minibatch) if replica.is_last else None
+        draw, place = self.feed.minibatch(unit), self.feed.place(unit)
+        given = UnitInput(unit, draw, inputs, received, version, place, updates.move(it), head)
+        values, loss = replica.forward(given)
         self.note_memory()
         self.crossing.leave(it.stage, unit, values)
         if loss is None:

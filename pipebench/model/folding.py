@@ -6,9 +6,11 @@ change.
 
 import operator
 from collections.abc import Callable, Container, Sequence
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 POLICY = "pipebench_policy"  # key of a node's meta data: the memory policy of its layer
 
@@ -84,3 +86,31 @@ def _folded(
     for node in reversed(nodes):
         module.graph.erase_node(node)
     return folded
+
+
+class Keeper(Protocol):
+    """Stores what the layers of one unit save for their backward."""
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Take a tensor that autograd saves; return what replaces it in the graph."""
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return that tensor for its backward."""
+
+
+class Swapped(FoldedRun):
+    """Runs layers whose saved tensors its keeper stores: they move to the host between forward and backward.
+
+    The idea is that of vDNN (Rhu et al., MICRO'16), and vPipe's virtualised tensors (TPDS'21).
+    """
+
+    def __init__(self, run: fx.GraphModule) -> None:
+        super().__init__(run)
+        self.keeper: Keeper | None = None  # of the running unit; None leaves saved tensors to autograd
+
+    def forward(self, *values: Any) -> Any:
+        """Return the values that later layers read, as a tuple."""
+        if self.keeper is None or not torch.is_grad_enabled():
+            return self.run(*values)
+        with saved_tensors_hooks(self.keeper.pack, self.keeper.unpack):
+            return self.run(*values)

@@ -4,6 +4,7 @@ torch.fx traces the model twice, as it trains and as it evaluates; a layer is a 
 safe to cut: readers of values overwritten in place read their last writer, and nodes with side effects stay.
 """
 
+import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,6 @@ from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from pipebench.errors import GraphError, nearest
-from pipebench.model.evaluation_map import evaluation_map
 from pipebench.model.slice_modules import Slices
 from pipebench.model.tracing import Fed, fed_arguments, record, set_item
 
@@ -370,3 +370,26 @@ def _buffers(module: nn.Module, node: fx.Node, changed: Collection[str]) -> tupl
         return tuple(name for name, _ in module.get_submodule(path).named_buffers(prefix=path))
     read = [str(argument.target) for argument in node.all_input_nodes if argument.op == "get_attr"]
     return tuple(dict.fromkeys(n for n in (*read, overwritten_buffer(module, node)) if n is not None and n in changed))
+
+
+MADE = "_tensor_constant"  # how torch.fx names tensors that are made in forward, with a number: each time another one
+
+
+def evaluation_map(training: Sequence[fx.Node], evaluation: Sequence[fx.Node]) -> tuple[int | None, ...]:
+    """Return for every layer of the evaluation its index in training, or None; indices ascend."""
+    ours, theirs = list(map(_what, training)), list(map(_what, evaluation))
+    if ours == theirs:  # nearly always
+        return tuple(range(len(ours)))
+    found: list[int | None] = [None] * len(theirs)
+    matcher = difflib.SequenceMatcher(None, ours, theirs, autojunk=False)
+    for block in matcher.get_matching_blocks():
+        for offset in range(block.size):
+            found[block.b + offset] = block.a + offset
+    return tuple(found)
+
+
+def _what(node: fx.Node) -> tuple[Any, ...]:
+    """Return what identifies a layer: what it calls, and on which of the model's tensors."""
+    names = (str(read.target) for read in node.all_input_nodes if read.op == "get_attr")
+    tensors = tuple("" if name.startswith(MADE) else name for name in names)
+    return node.op, node.target, tensors

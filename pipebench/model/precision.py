@@ -16,8 +16,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from pipebench.model.evaluation_map import MADE
-from pipebench.model.graph import LayerGraph, Rounding, overwritten_buffer
+from pipebench.model.graph import MADE, LayerGraph, Rounding, overwritten_buffer
 
 LOW_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by `train.precision`; with fp32, types are the model's
 

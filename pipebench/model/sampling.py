@@ -145,16 +145,10 @@ class InOrder(Sampler):
 class Streams(Sampler):
     """Chunks of one text: minibatch k is the next chunk of every row of stream k mod `streams`.
 
-    The text is cut into streams x minibatch_size rows of equally many chunks; chunk i + 1 of the text continues
-    chunk i. With a number of streams that a stage's replicas divide, each stream stays with one replica, which carries
-    its state.
-
-    Args:
-        num_samples: chunks of the text.
-        minibatch_size: rows of a stream.
-        streams: at least 1.
-        covers: whether rows are long enough for all of the text, the last ones running past its end; otherwise up to a
-            chunk per row is left out.
+    The text is cut into streams x minibatch_size rows of equally many chunks; chunk i + 1 of the text continues chunk
+    i. With a number of streams that a stage's replicas divide, each stream stays with one replica, which carries its
+    state. `covers`: whether rows are long enough for all of the text, the last ones running past its end; otherwise up
+    to a chunk per row is left out.
     """
 
     def __init__(self, num_samples: int, minibatch_size: int, streams: int, *, covers: bool = False) -> None:
@@ -179,11 +173,7 @@ class Streams(Sampler):
 class Varying(Sampler):
     """Minibatches whose lengths are drawn; their samples are not chosen.
 
-    Args:
-        num_samples: samples of an epoch.
-        minibatch_size: samples of a minibatch, but the last of an epoch.
-        seed: of the draws.
-        lengths: (length, share of all minibatches) each.
+    `lengths` are (length, share of all minibatches) each; see `Sampler` on the rest.
     """
 
     def __init__(self, num_samples: int, minibatch_size: int, seed: int, lengths: Sequence[tuple[int, float]]) -> None:

@@ -71,11 +71,7 @@ class Slicer:
         return own if node in found.columns else GatheredSlices(own, self._group, whole.out_features)
 
     def _treat_alone(self, module: fx.GraphModule, found: Slicing) -> None:
-        """Refuse functions that draw random numbers for pieces, where processes would draw others than for the whole.
-
-        Raises:
-            GraphError: there is one.
-        """
+        """Refuse functions that draw random numbers for pieces: processes would draw others than for the whole."""
         for node in found.alone if self._in_processes else ():
             if node.op == "call_function" and is_random(module, node):
                 function = getattr(node.target, "__name__", node.target)

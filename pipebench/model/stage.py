@@ -2,7 +2,7 @@
 
 import copy
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,13 +11,11 @@ import torch
 from torch import fx, nn
 
 from pipebench.model.evaluation import plan_evaluation
-from pipebench.model.folding import POLICY, fold
-from pipebench.model.graph import Layer, LayerGraph, Rounding, carries_state, is_inplace, overwritten_buffer
-from pipebench.model.idle import idle_tensors
+from pipebench.model.folding import POLICY, Swapped, fold
+from pipebench.model.graph import Layer, LayerGraph, Rounding, attribute, carries_state, is_inplace, overwritten_buffer
 from pipebench.model.plan import Plan
 from pipebench.model.recompute import Recomputed
 from pipebench.model.sampling import mix, name_hash, seed_default_generator
-from pipebench.model.swap import Swapped
 from pipebench.model.tracing import set_item, with_item
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 
@@ -289,3 +287,22 @@ def _out_of_place(module: fx.GraphModule, node: fx.Node) -> None:
         with node.graph.inserting_before(node):
             copied = node.graph.call_method("clone", (node.args[0],))
         node.args = (copied, *node.args[1:])
+
+
+def idle_tensors(graph: LayerGraph, start: int, stop: int) -> dict[str, torch.Tensor]:
+    """Return copies of the parameters and buffers that only idle layers use, of layers `start` to `stop`, excluded."""
+    layers = graph.layers[start:stop]
+    there = {id(tensor) for layer in layers if not layer.idle for _, tensor in _tensors(graph.root, layer.node)}
+    idle = {name: tensor for layer in layers if layer.idle for name, tensor in _tensors(graph.root, layer.node)}
+    return {name: copy.deepcopy(tensor) for name, tensor in idle.items() if id(tensor) not in there}
+
+
+def _tensors(root: nn.Module, node: fx.Node) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and buffers that a layer uses, by qualified name."""
+    if node.op == "call_module":
+        path = str(node.target)
+        yield from root.get_submodule(path).named_parameters(path)
+        yield from root.get_submodule(path).named_buffers(path)
+    for read in node.all_input_nodes:
+        if read.op == "get_attr" and isinstance(value := attribute(root, str(read.target)), torch.Tensor):
+            yield str(read.target), value

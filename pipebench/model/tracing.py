@@ -31,10 +31,8 @@ CALLS = "pipebench_calls"
 def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None) -> fx.GraphModule:
     """Trace a model in the mode that its modules are in. It shares its parameters, buffers and leaves with the graph.
 
-    Args:
-        model: any module that torch.fx traces.
-        is_leaf: whether a module, of that qualified name, is one layer though torch.fx would trace into it.
-        fed: number or names of the forward's arguments that get data, or None if unknown.
+    `is_leaf`: whether a module, of that qualified name, is one layer though torch.fx would trace into it; `fed` is the
+    number or the names of the forward's arguments that get data, or None if unknown.
 
     Raises:
         TracingError: it can't be traced, or something would be frozen; names the module, the line and the way out.

@@ -33,12 +33,8 @@ def on_device(
     """Return the peak device bytes of swapped tensors with d units in flight: the lower of two lines in d.
 
     Each line is (constant bytes, bytes per unit in flight). The first keeps all units on the device; the second has
-    three units there and, where a copy out takes longer than a forward, the uncopied rest of every later unit.
-
-    Args:
-        swapped_bytes: per unit.
-        forward_s: seconds of one forward.
-        pcie_bytes_per_s: copy rate; None if unknown: copies then never lag.
+    three units there and, where a copy out takes longer than a forward, the uncopied rest of every later unit. Where
+    the copy rate is unknown, copies never lag.
     """
     swaps = np.maximum(0.0, swapped_bytes)  # below 0 if a profile without storages is inconsistent
     left = 0.0 * swaps
@@ -94,12 +90,10 @@ class _Hold(NamedTuple):
 
 
 class Activations:
-    """Activation bytes of all stages of a model.
+    """Activation bytes of all stages of a model, whose last row is the loss, which belongs to the last stage.
 
-    Args:
-        rows: layers; the last is the loss, which belongs to the last stage.
-        memory: policy per layer without the loss, as executed: layers that change buffers are never recomputed.
-        pcie_bytes_per_s: copy rate per direction, both at once; None if unknown.
+    `memory` has the policy per layer without the loss, as executed: layers that change buffers are never recomputed.
+    Devices copy at `pcie_bytes_per_s` per direction, both at once; None if unknown.
     """
 
     def __init__(self, rows: Sequence[LayerProfile], memory: Sequence[str], pcie_bytes_per_s: float | None) -> None:
@@ -118,9 +112,7 @@ class Activations:
     def of(self, starts: Iterable[int], stops: Iterable[int]) -> Unit:
         """Return the costs of all stages [start, stop); meaningless where stop < start.
 
-        Args:
-            starts: first layers.
-            stops: layers after the last; the number of rows for stages that end with the model.
+        For stages that end with the model, the layer after their last is the number of rows.
         """
         begin, end = [*map(int, starts)], np.array([*map(int, stops)], dtype=np.intp)
         kept, stays = (

@@ -20,9 +20,7 @@ Best = Callable[[Request], PlanEstimate]  # of a request in one mode; raises a P
 def best_choice(of: Estimator, best: Best) -> PlanEstimate:
     """Return the best plan of a mode; if memory binds, of all that its request leaves open.
 
-    Args:
-        of: the mode and its request.
-        best: returns the best plan of a request that leaves nothing open, and of `of.request` as if it did.
+    `best` returns the best plan of a request that leaves nothing open, and of `of.request` as if it did.
 
     Raises:
         PlanError: nothing fits; says what the mode as it is needs.

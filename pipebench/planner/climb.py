@@ -172,7 +172,8 @@ class _Climb:
         placed = set[Sketch]()
         few = self._cluster.num_workers <= _ALL_SHAPES_UP_TO
         while self._run():
-            left = [each for each in self._found if each not in placed and self._is_near(each)]
+            near_s = _PLACED * self._best_s
+            left = [each for each in self._found if each not in placed and self._seconds(each) <= near_s]
             chosen = sorted(left, key=self._seconds)[:1] or [each for each in begun if few and each not in placed]
             if not chosen:
                 return
@@ -235,9 +236,6 @@ class _Climb:
 
     def _seconds(self, sketch: Sketch) -> float:
         return self._found[sketch].minibatch_s
-
-    def _is_near(self, sketch: Sketch) -> bool:
-        return self._seconds(sketch) <= _PLACED * self._best_s
 
     def _may_win(self, sketch: Sketch) -> bool:
         """Return whether simulating the plan to steady state is affordable."""

@@ -107,7 +107,6 @@ def _all(request: Request, known: KnownStates) -> list[str]:
 
 
 def _by_time(found: Iterable[PlanEstimate]) -> list[PlanEstimate]:
-    """Sort plans, the fastest first."""
     return sorted(found, key=lambda each: (each.minibatch_s, list(MODES).index(each.plan.mode)))
 
 

@@ -38,10 +38,7 @@ LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, lik
 class ModeRequest:
     """A request in one mode: the size of a unit, places to cut, the use of memory, minibatches in flight.
 
-    Args:
-        request: what to plan.
-        mode: the mode.
-        known: states by unit size, shared among modes; extended here.
+    `known` has states by unit size, shared among modes, and is extended here.
     """
 
     def __init__(self, request: Request, mode: str, known: KnownStates | None = None) -> None:
@@ -170,11 +167,9 @@ class ModeRequest:
         return math.inf if limit is None else float(limit)
 
     def depth_of(self, widths: Sequence[int], depth: int | None = None) -> int:
-        """Return the minibatches in flight per input-stage replica.
+        """Return the minibatches in flight per input-stage replica, given replicas per position in the pipeline.
 
-        Args:
-            widths: replicas per position in the pipeline.
-            depth: used where the mode leaves it open; None for the request's, or NOAM.
+        Where the mode leaves it open it is `depth`; None for the request's, or NOAM.
         """
         usual = noam(widths)
         if self.weights.accumulates:  # an update must cover all minibatches in flight

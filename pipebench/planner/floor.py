@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipebench.cluster import Level
 from pipebench.model.plan import Plan, StagePlan
 from pipebench.planner.cost_models import ring_s
 from pipebench.planner.estimates import Estimator
@@ -51,11 +50,7 @@ _NOTHING = _Crossing(0, 0, 0)
 
 
 class Floors:
-    """Lower bounds for plans of one model on one cluster, under 1F1B without flushes.
-
-    Args:
-        of: the model, cluster and mode; cuts follow the order of execution.
-    """
+    """Lower bounds for plans under 1F1B without flushes, whose cuts follow the order of execution."""
 
     def __init__(self, of: Estimator) -> None:
         states, self._cluster, self._size = of.work.states, of.request.cluster, of.unit_size
@@ -69,7 +64,7 @@ class Floors:
         self.rows = self._profile.layers[self._size]
         self._stage = cache(self._stage_costs)
         self._crossing = cache(self._values_across)
-        self._level = cache(self._level_between)
+        self._level = cache(lambda one, other: self._cluster.levels[self._cluster.level_between(one, other)])
         self._ring = cache(self._ring_s)
         self._ports = cache(self._ports_between)
         self.warmups = cache(warmups)
@@ -126,9 +121,6 @@ class Floors:
                     row = self.rows[value]
                     edges[edge] = _Crossing(sent + row.output_bytes, returned + row.gradient_bytes, values + 1)
         return edges
-
-    def _level_between(self, one: int, other: int) -> Level:
-        return self._cluster.levels[self._cluster.level_between(one, other)]
 
     def _round_s(self, sketch: Sketch, index: int) -> float:
         """Return the seconds of one replica's round."""

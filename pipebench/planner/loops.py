@@ -69,12 +69,9 @@ def round_trips_s(
 ) -> Iterator[float]:
     """Yield the seconds per minibatch of the round trips from the first of some stages to each later one.
 
-    Args:
-        round_s: seconds of a round of the first stage.
-        steps_s: per later stage, its forward and backward and the transfers to it and back; None: none come back.
-        replicas: of all the stages.
-        depths: minibatches in flight per replica of each.
-        sums: whether the first stage sums gradients, so that a round waits for its last minibatch.
+    `round_s` is a round of the first stage; `steps_s` are, per later stage, its forward and backward and the transfers
+    to it and back, None: none come back. `replicas` and `depths`, the minibatches in flight per replica, are of all the
+    stages; `sums`: whether the first stage sums gradients, so that a round waits for its last minibatch.
     """
     trip_s, m = round_s, replicas[0]
     for step_s, width, depth in zip(steps_s, replicas[1:], depths[1:], strict=True):

@@ -94,9 +94,7 @@ class MemoryRule:
     def least(self, parts: MemoryLine, after: Floats) -> Floats:
         """Return the fewest replicas with which the stages of a one-start grid fit, or infinity [stop].
 
-        Args:
-            parts: `parts` of the grid.
-            after: workers in later stages [stop].
+        `parts` is of the grid; `after` has the workers in later stages [stop].
         """
         if parts.shared is not None:
             return self._least_sharing(parts, after)

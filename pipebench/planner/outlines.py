@@ -14,13 +14,10 @@ from pipebench.planner.states import Floats
 
 
 class Outlines:
-    """The outlines of a model's plans.
+    """The outlines of a model's plans on at most `num_workers`; `last` is the state after the last layer.
 
-    Args:
-        last: the state after the last layer.
-        num_workers: at most so many are used.
-        alone_s: lower bound on a stage's seconds per minibatch.
-        fits: whether a stage fits in memory with a number of workers behind it; called repeatedly.
+    `alone_s` is a lower bound on a stage's seconds per minibatch; `fits` says whether one fits in memory with a number
+    of workers behind it, and is called repeatedly.
     """
 
     def __init__(

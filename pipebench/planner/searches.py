@@ -37,14 +37,11 @@ def searches_levels(cluster: Cluster) -> bool:
 
 
 class Searches:
-    """The searches of one mode.
-
-    Attributes:
-        coarsened: per inexact search, the bottleneck found and a function that bounds it from below.
-    """
+    """The searches of one mode."""
 
     def __init__(self, of: Estimator, tell: Callable[[str], None]) -> None:
         self._of, self._tell = of, tell
+        # Per inexact search, the bottleneck found and a function that bounds it from below
         self.coarsened: list[tuple[float, Callable[[], float]]] = []
 
     def candidates(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:

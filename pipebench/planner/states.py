@@ -175,9 +175,7 @@ _BLOCK_ELEMENTS = 1 << 22  # of [state, layer] at a time: a few MB for any numbe
 def _evenly(grown: list[float], num_groups: int) -> list[int]:
     """Return the first states of at most `num_groups` groups with the least largest growth, and of the two ends.
 
-    Args:
-        grown: cumulative growth of the model up to every state, ascending.
-        num_groups: without those of the first and the last state.
+    `grown` is the cumulative growth of the model up to every state, ascending.
     """
 
     def groups(limit: float) -> list[int]:

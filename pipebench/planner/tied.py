@@ -41,9 +41,7 @@ class TiedBytes:
     def copies(self, starts: NDArray[np.intp], stop_from: int) -> tuple[Floats, Floats]:
         """Return the bytes, and the updated bytes, of copies that sums leave out, of the stages [start, stop].
 
-        Args:
-            starts: states before the stages.
-            stop_from: the first state after them; all later ones follow.
+        They begin after the states `starts` and end at every state from `stop_from` on.
         """
         used = self.users[:, None, stop_from:] > self.users[:, starts, None]
         is_counted = self.counted[:, None, stop_from:] & ~self.counted[:, starts, None]

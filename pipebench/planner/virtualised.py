@@ -18,8 +18,7 @@ from pipebench.errors import PlanError
 from pipebench.formats import num_bytes
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat
-from pipebench.planner.partition.consecutive import LayerChain, best_consecutive, repartition
-from pipebench.planner.partition.graph import timed_graph
+from pipebench.planner.partition import LayerChain, best_consecutive, repartition, timed_graph
 from pipebench.planner.plans import PlanEstimate
 from pipebench.planner.stage_problem import StageProblem
 from pipebench.planner.swap_recompute import best_policies
@@ -146,11 +145,7 @@ def _fastest(of: Estimator) -> tuple[SearchStage, ...]:
 
 
 def _best_that_fit(of: Estimator, num_stages: int, unfit: UnfitError) -> tuple[tuple[SearchStage, ...], PlanEstimate]:
-    """Return the fastest stages that can be made to fit, by the closed form and then simulated, and their plan.
-
-    Raises:
-        UnfitError: the given one, if none was found.
-    """
+    """Return the fastest stages that can be made to fit, by the closed form and then simulated, and their plan."""
     for share in _SHARES:
         stages = _that_fit(of, num_stages, share)
         if stages is not None:

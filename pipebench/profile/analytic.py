@@ -6,6 +6,7 @@ does depends on it, the pass runs on samples on this machine.
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,7 +16,6 @@ from pipebench.model.graph import LayerGraph
 from pipebench.model.optimizer import state_bytes_per_byte
 from pipebench.model.precision import lower
 from pipebench.profile.devices import DeviceSpec
-from pipebench.profile.lengths import mean_layers, mean_load_s
 from pipebench.profile.model import LayerProfile, LengthProfile, Profile
 from pipebench.profile.roofline import priced
 from pipebench.profile.shapes import without_data
@@ -145,3 +145,39 @@ def _update_s_per_byte(optimizer: OptimizerRecipe, rows: Sequence[LayerProfile],
 def _input_bytes(dataset: Dataset, num_samples: int) -> int:
     example = dataset.example(num_samples)
     return sum(example[name].nbytes for name in dataset.inputs)
+
+
+def mean_layers(lengths: Sequence[LengthProfile]) -> dict[int, tuple[LayerProfile, ...]]:
+    """Return number of samples to the layers' mean times and output bytes, with the longest minibatch's saved bytes.
+
+    For planners, which take one length. Every length is profiled: short minibatches use a device badly, so the mean
+    isn't the cost at the mean length.
+    """
+    shares = [each.share for each in lengths]
+    return {
+        size: tuple(_mean(shares, rows) for rows in zip(*(each.layers[size] for each in lengths), strict=True))
+        for size in lengths[0].layers
+    }
+
+
+def mean_load_s(lengths: Sequence[LengthProfile]) -> dict[int, float]:
+    """Return number of samples to the mean seconds of loading them."""
+    return {size: sum(each.share * each.load_s[size] for each in lengths) for size in lengths[0].load_s}
+
+
+def _mean(shares: Sequence[float], rows: Sequence[LayerProfile]) -> LayerProfile:
+    def mean(values: Sequence[float]) -> float:
+        return sum(share * value for share, value in zip(shares, values, strict=True))
+
+    parts = tuple(round(mean(sizes)) for sizes in zip(*(row.output_parts for row in rows), strict=True))
+    output_bytes = sum(parts) or round(mean([row.output_bytes for row in rows]))
+    longest = max(rows, key=lambda row: (row.saved_bytes, row.output_bytes))
+    return replace(
+        longest,
+        forward_s=mean([row.forward_s for row in rows]),
+        backward_s=mean([row.backward_s for row in rows]),
+        weight_s=mean([row.weight_s for row in rows]),
+        output_bytes=output_bytes,
+        gradient_bytes=min(output_bytes, round(mean([row.gradient_bytes for row in rows]))),
+        output_parts=parts,
+    )

@@ -52,7 +52,6 @@ def graph_of(rows: Sequence[LayerProfile]) -> LayerGraph:
 
 
 def _unknown() -> None:
-    """Stand for a layer's operation."""
     raise AssertionError("nothing is known of a profile's layers but their costs")
 
 

@@ -23,22 +23,14 @@ class StopRule:
 
     Looked at after every repetition, an interval of 95% encloses the median in about nine of ten cases: measuring ends
     when it happens to be narrow.
-
-    Attributes:
-        within: half the intervals' width, as a share of the medians.
-        least: repetitions, at least.
-        most: repetitions, at most.
-        least_s: seconds, at least, unless there are `most` repetitions.
-        most_s: seconds after which nothing more is begun, with `few` repetitions at least.
-        few: repetitions that a median needs at least, however long they take.
     """
 
-    within: float = 0.05
-    least: int = 6
-    most: int = 15
-    least_s: float = 0.0
-    most_s: float = 10.0
-    few: int = 3
+    within: float = 0.05  # half the intervals' width, as a share of the medians
+    least: int = 6  # repetitions, at least
+    most: int = 15  # repetitions, at most
+    least_s: float = 0.0  # seconds, at least, unless there are `most` repetitions
+    most_s: float = 10.0  # seconds after which nothing more is begun, with `few` repetitions at least
+    few: int = 3  # repetitions that a median needs at least, however long they take
 
     def is_met(self, series: Sequence[Sequence[float]], elapsed_s: float) -> bool:
         """Return whether no more is needed of quantities measured together, a series each, after some seconds."""

@@ -19,7 +19,6 @@ from pathlib import PurePath
 from pipebench.errors import ProfileError
 from pipebench.profile.kept import with_saved_bytes
 from pipebench.profile.model import LayerProfile, Profile
-from pipebench.profile.parts import with_usual_part
 from pipebench.profile.stored import check_profile
 from pipebench.typed_json import MAX_BYTES, MAX_SECONDS
 
@@ -280,7 +279,7 @@ def _row(node: _Node, nodes: dict[str, _Node]) -> LayerProfile:
         output_parts=node.sizes if len(node.sizes) > 1 else (),
         is_input=node.is_input,
     )
-    return with_usual_part(row)
+    return row.with_usual_part()
 
 
 def _is_loss(kind: str, reads_layers: bool) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from pipebench.model.sampling import Size, UnitShape
+from pipebench.model.split_kinds import SPLITTABLE, is_kind_of
 from pipebench.typed_json import Count, Ordinal, Samples, Seconds, Share
 
 _T = TypeVar("_T")
@@ -55,6 +56,16 @@ class LayerProfile:
     def parameter_bytes(self) -> int:
         """Bytes of the parameters it trains."""
         return sum(self.parameter_sizes.values())
+
+    def with_usual_part(self) -> "LayerProfile":
+        """Return the row with an estimated `weight_s`, for a profile that doesn't tell it.
+
+        It is half of the backward of a layer that can be split, as its two products are equally large; all of it where
+        the layer reads no other layer, and so computes no input gradient.
+        """
+        if not self.parameters or not is_kind_of(self.kind, SPLITTABLE):
+            return replace(self, weight_s=0.0)
+        return replace(self, weight_s=self.backward_s / 2 if self.reads else self.backward_s)
 
     def with_times_of(self, other: "LayerProfile") -> "LayerProfile":
         """Return this row with the seconds of another."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from pipebench.errors import ProfileError
 from pipebench.profile.model import LayerProfile, LengthProfile, Profile
-from pipebench.profile.parts import with_usual_part
 from pipebench.typed_json import JsonError, read, shown
 
 VERSION = 7
@@ -56,7 +55,7 @@ def read_profile(text: str) -> Profile:
         profile = read(Profile, data)
         _check_complete(data, but=_LACKS[version])
         if version == _WITHOUT_PARTS:
-            profile = profile.with_rows(lambda rows: tuple(map(with_usual_part, rows)))
+            profile = profile.with_rows(lambda rows: tuple(row.with_usual_part() for row in rows))
     except JsonError as error:
         raise ProfileError(str(error)) from None
     check_profile(profile)

@@ -19,11 +19,7 @@ _Step = tuple[str, list[str]]  # the reason, and words to add to the command
 def advice(loaded: LoadedRecipe, recipe: Recipe, result: RunResult, overrides: Sequence[str]) -> list[tuple[str, str]]:
     """Return reasons and commands of what to try next; only commands that the recipe takes.
 
-    Args:
-        loaded: the run's recipe.
-        recipe: the same with its mode resolved.
-        result: the run's.
-        overrides: of the run's command.
+    `recipe` is the loaded one with its mode resolved; `overrides` are of the run's command.
     """
     given = [*overrides, *loaded.words]
     found = []

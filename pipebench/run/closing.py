@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipebench.distributed.launch import INTERRUPTED
-from pipebench.distributed.launch_command import python_module
+from pipebench.distributed.launch_child import python_module
 from pipebench.errors import UserError
 from pipebench.run.folder import RunFolder
 from pipebench.run.lock import CLOSES, locked

@@ -24,10 +24,7 @@ _MOST_COLUMNS = 12  # of recipes beside each other; more are a sweep, whose name
 def comparison_story(parent: RunLog, runs: Sequence[Run], pictures: Sequence[str]) -> str:
     """Return the page of a comparison, or of one recipe's seeds, as HTML.
 
-    Args:
-        parent: its record, which has `pictures`.
-        runs: at least one.
-        pictures: names of PNG files, in order.
+    `parent` is its record, which has `pictures`, names of PNG files in order; there is at least one run.
     """
     results = [run.result for run in runs]
     blocks: list[Block] = [

@@ -22,8 +22,7 @@ from typing import Any, TextIO
 
 from pipebench import errors
 from pipebench.cluster import Cluster
-from pipebench.distributed.launch_child import end_with
-from pipebench.distributed.launch_command import python_module
+from pipebench.distributed.launch_child import end_with, python_module
 from pipebench.distributed.launch_failure import signal_name
 from pipebench.errors import ProfileError, RecipeError, UserError, WorkersFailedError
 from pipebench.files import replace as replace_file
@@ -57,14 +56,9 @@ _KINDS = (
 def prepare_job(
     loaded: LoadedRecipe, *, apart: bool = False, tells: bool = False, silent: bool = False, **how: Any
 ) -> Job:
-    """Prepare a recipe, showing progress.
+    """Prepare a recipe, showing progress unless `silent`; `tells` prints plain lines without a terminal.
 
-    Args:
-        loaded: the recipe.
-        apart: leave the GPU alone: another process decides if the profile is measured on one.
-        tells: print plain lines without a terminal.
-        silent: print nothing.
-        how: see `prepare`.
+    `apart` leaves the GPU alone: another process decides if the profile is measured on one. For `how` see `prepare`.
 
     Raises:
         RecipeError: the model doesn't allow it.

@@ -25,13 +25,10 @@ _LOADS = "model.load_state_dict(torch.load(FILE, weights_only=True))"
 
 
 def export(run: str, output: str | None, step: int | None, *, trusts: bool = False) -> tuple[str, list[str]]:
-    """Write the weights of a run's newest whole checkpoint as a `state_dict`.
+    """Write the weights of a run's newest whole checkpoint, or of that of a step, as a `state_dict`.
 
-    Args:
-        run: see `run_folder.find`.
-        output: the file; None for `<run id>.pt` in the working directory. Replaced if it is a `state_dict`.
-        step: of the checkpoint; None for the newest.
-        trusts: execute the run's code even if another user owns it.
+    For `run` see `run_folder.find`. The file is `<run id>.pt` in the working directory without `output`, and replaced
+    if it is a `state_dict`. `trusts` executes the run's code even if another user owns it.
 
     Returns:
         A sentence on the file written, and one per newer checkpoint that isn't whole.
@@ -56,14 +53,11 @@ def export(run: str, output: str | None, step: int | None, *, trusts: bool = Fal
 
 
 class _Graph:
-    """A recipe's layer graph, built when first needed.
-
-    Attributes:
-        fitting: contents of the last checkpoint that fit; its files stay open even if a resumed run removes them.
-    """
+    """A recipe's layer graph, built when first needed."""
 
     def __init__(self, recipe: Recipe, run_id: str) -> None:
         self._recipe, self._run_id = recipe, run_id
+        # Contents of the last checkpoint that fit; its files stay open even if a resumed run removes them
         self.fitting = ModelState()
 
     @cached_property

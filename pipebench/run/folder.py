@@ -183,8 +183,7 @@ def _seen_from(run: Path, folder: str) -> str:
 def find(run: str) -> RunFolder:
     """Find a run's folder in the working directory.
 
-    Args:
-        run: its id or MLflow run id, an unambiguous recipe name or start of an id, or the folder's path.
+    `run` is its id or MLflow run id, an unambiguous recipe name or start of an id, or the folder's path.
 
     Raises:
         UserError: none or several match; names the nearest or all.
@@ -221,13 +220,10 @@ def find_trusted(run: str, *, trusts: bool) -> RunFolder:
 def resumed(
     run: str, overrides: Sequence[str], *, trusts: bool = False, tells: bool = True
 ) -> tuple[RunFolder, LoadedRecipe]:
-    """Return a run's folder and its recipe with overrides, to resume from its last checkpoint.
+    """Return a run's folder and its recipe with overrides, `key=value` texts, to resume from its last checkpoint.
 
-    Args:
-        run: see `find`.
-        overrides: `key=value` texts.
-        trusts: execute the run's code even if another user owns it.
-        tells: print which code is executed.
+    For `run` see `find`; `trusts` executes the run's code even if another user owns it, `tells` prints which is
+    executed.
 
     Raises:
         UserError: no such run, another user's, without checkpoint, or an override of a key that its weights depend on.

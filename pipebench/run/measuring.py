@@ -19,7 +19,7 @@ import torch
 from pipebench import typed_json
 from pipebench.distributed.cores import processor_shares
 from pipebench.distributed.host import host_costs, in_situ, in_turns
-from pipebench.distributed.launch_ready import ready_heard
+from pipebench.distributed.launch_pipes import ready_heard
 from pipebench.distributed.world import World
 from pipebench.engine.in_situ import InSituTimes, entries, fetches_itself, in_use, mean
 from pipebench.profile.cache import code_hash, find, keep
@@ -60,12 +60,7 @@ _HOST = _Form(partial(typed_json.read, HostCosts), typed_json.write)
 
 
 class Together:
-    """Measures for one run in all its processes; all call the same.
-
-    Args:
-        loaded: the recipe.
-        world: the processes.
-    """
+    """Measures a recipe's model for one run in all its processes; all call the same."""
 
     def __init__(self, loaded: LoadedRecipe, world: World) -> None:
         self._loaded, self._world = loaded, world

@@ -103,19 +103,13 @@ class VirtualRuns(EngineRuns):
 class _LateFolder:
     """The folder of a virtual run: created at the start if the recipe asks for checkpoints, else with the first one.
 
-    Args:
-        request: the run.
-        held: holds the lock on the folder until the run's end.
-
-    Attributes:
-        made: the folder, None before it exists.
-        log: what the run logs; moved into the folder when that is created.
+    `held` holds the lock on the folder until the run's end.
     """
 
     def __init__(self, request: RunRequest, held: ExitStack) -> None:
         self._request, self._held = request, held
-        self.made = request.suite.resumed
-        self.log: RunLog | None = None
+        self.made = request.suite.resumed  # the folder, None before it exists
+        self.log: RunLog | None = None  # what the run logs; moved into the folder when that is created
 
     @property
     def record_path(self) -> Path | None:

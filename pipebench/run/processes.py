@@ -19,10 +19,9 @@ from pipebench.distributed.control import Control, end_quietly
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.heartbeat import Heartbeat, store_text
 from pipebench.distributed.launch import Process, Start, run_workers, spawned
-from pipebench.distributed.launch_command import python_module
+from pipebench.distributed.launch_child import python_module
 from pipebench.distributed.launch_join import RUN
-from pipebench.distributed.launch_progress import progress_heard, progress_told
-from pipebench.distributed.launch_ready import ready_heard, ready_told
+from pipebench.distributed.launch_pipes import progress_heard, progress_told, ready_heard, ready_told
 from pipebench.distributed.launch_worker import fail_silent, launched_by_us, on_stop_request
 from pipebench.distributed.slices import ProcessSlices
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check

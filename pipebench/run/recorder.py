@@ -131,15 +131,7 @@ def collected_log(verbose: bool) -> Iterator[io.StringIO]:
 class RunRecorder:
     """The record of a run, opened with all inputs; `record` does the rest.
 
-    Args:
-        request: the run.
-        job: the prepared recipe.
-        tracking: where to record it.
-        log_text: collects the log.
-        folder: of the record; None for a temporary one, removed once MLflow has everything.
-
-    Attributes:
-        log: what the run logs.
+    `log_text` collects the log; the record's folder is None for a temporary one, removed once MLflow has everything.
     """
 
     def __init__(
@@ -149,7 +141,7 @@ class RunRecorder:
         self._kind = engine_kind(job.recipe)
         facts = environment(job.setup.device)
         self._device = facts["device"]
-        self.log = tracking.start(
+        self.log = tracking.start(  # what the run logs
             run_title(request, job),
             params=logged_params(request.loaded.flat),
             tags={**run_tags(job, facts), **identity_tags(request.loaded)},
@@ -171,9 +163,8 @@ class RunRecorder:
     def record(self, train: Train, watch: MemoryForecast | None = None) -> Run:
         """Train, record the result and print it.
 
-        Args:
-            train: trains; takes the progress display and the receiver of points.
-            watch: filled by `train` with memory over time; None to simulate that afterwards.
+        `train` gets the progress display and the receiver of points; it fills `watch` with memory over time, None to
+        simulate that afterwards.
         """
         log, measures = self.log, self._kind.measures
         self._warn()

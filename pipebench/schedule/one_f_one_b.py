@@ -31,14 +31,10 @@ def passes(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
 def _short_group_orders(replicas: Sequence[int], depths: Sequence[int], units: Sequence[int]) -> list[list[_Step]]:
     """Return every worker's passes in a group of units whose replicas have unequal shares: fixed depths may deadlock.
 
-    The order is that of a simulated execution in which every pass takes one unit of time and every worker prefers
-    backwards, else runs a forward unless d_s units are in flight. Lists read off a finished execution can't deadlock,
-    and this one always finishes, because the oldest unfinished unit is first in line everywhere.
-
-    Args:
-        replicas: per stage; unit u belongs to replica u mod r.
-        depths: most units in flight per replica, per stage.
-        units: of the group, ascending.
+    Unit u belongs to replica u mod r; `depths` are the most units in flight per replica. The order is that of a
+    simulated execution in which every pass takes one unit of time and every worker prefers backwards, else runs a
+    forward unless d_s units are in flight. Lists read off a finished execution can't deadlock, and this one always
+    finishes, because the oldest unfinished unit is first in line everywhere.
     """
     last = len(replicas) - 1
     places = [(stage, replica) for stage, r in enumerate(replicas) for replica in range(r)]

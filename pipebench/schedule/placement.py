@@ -15,14 +15,10 @@ _IN_A_V, _TWO_WAYS = (ZBV, DUALPIPEV, DUALPIPE), (DUALPIPE,)
 
 
 def places(order: str, replicas: Sequence[int], chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the workers of every stage's replicas.
+    """Return the workers of every stage's replicas, of which stages of one position have equally many.
 
-    Workers are numbered position by position, positions in the order of their first stages.
-
-    Args:
-        order: a name in `orders.ORDERS`, or the path of a file.
-        replicas: per stage; stages of one position have equally many.
-        chunks: stages per worker.
+    Workers are numbered position by position, positions in the order of their first stages. The order of work is a name
+    in `orders.ORDERS`, or the path of a file; `chunks` are the stages per worker.
     """
     count, num_positions = len(replicas), len(replicas) // chunks
     found = read_csv(order).placement if is_csv(order) else ()

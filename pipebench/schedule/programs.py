@@ -15,9 +15,8 @@ from typing import Any, Final
 from pipebench.schedule.instructions import COPIES, ENDS, Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.orders import order_of
-from pipebench.schedule.passes import Pass, forwards, with_copies
+from pipebench.schedule.passes import COLLECTIVE, Pass, forwards, own_passes, with_copies, with_gathers, with_scatters
 from pipebench.schedule.pipeline import SPLIT, Pipeline
-from pipebench.schedule.sharding import COLLECTIVE, own_passes, with_gathers, with_scatters
 from pipebench.schedule.syncs import GRADIENTS, PARAMETERS
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
@@ -61,7 +60,6 @@ def forward_programs(pipeline: Pipeline, num_minibatches: int) -> list[Iterator[
 
 
 def _evaluated(p: Pipeline, worker: int, units: range) -> Iterable[Pass]:
-    """Return a worker's passes in an evaluation."""
     if not p.gathers:
         return forwards(p, worker, units)
     passes = with_gathers(list(forwards(p, worker - p.replica_of(worker), units)), reshards=True)

@@ -7,27 +7,19 @@ class VersionLedger:
     """The lifetimes of a stage's weight versions, as numbers: it holds no weights.
 
     Alive are the newest version, those that units in flight use, and those that a later forward may request. It takes
-    no lock: where threads share one, its owner does.
-
-    Args:
-        in_place: whether every update overwrites the newest version, whoever uses it.
-        newest: the version to begin with.
-
-    Attributes:
-        newest: the version of the most updates; -1 once retired.
-        alive: the versions that are alive.
-        most_alive: the most that have been alive at once.
+    no lock: where threads share one, its owner does. `in_place`: whether every update overwrites the newest, whoever
+    uses it.
     """
 
     def __init__(self, *, in_place: bool, newest: int = 0) -> None:
         self._in_place = in_place
-        self.most_alive = 1
+        self.most_alive = 1  # the most that have been alive at once
         self.restart(newest)
 
     def restart(self, newest: int) -> None:
         """Begin anew with one version, which nothing uses."""
-        self.newest = newest
-        self.alive = {newest}
+        self.newest = newest  # the version of the most updates; -1 once retired
+        self.alive = {newest}  # the versions that are alive
         self._users: dict[int, int] = {}
         self._keep_from = 0
         self._held: int | None = None
@@ -62,13 +54,9 @@ class VersionLedger:
         return self._held
 
     def step(self, keep_from: int) -> bool:
-        """Make the next version.
+        """Make the next version; return whether it takes the place of the newest, which nothing needs.
 
-        Args:
-            keep_from: the oldest version that a forward may still request; older ones go as soon as no unit uses them.
-
-        Returns:
-            Whether it takes the place of the newest, which nothing needs.
+        `keep_from` is the oldest version that a forward may still request; older ones go as soon as no unit uses them.
         """
         self._keep_from = keep_from
         self._collect()

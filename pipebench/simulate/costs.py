@@ -54,17 +54,11 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class SharedProcessors:
-    """Processors that workers share: a host's cores, all of them one processor, or GPUs, each with one queue.
+    """Processors that workers share: a host's cores, all of them one processor, or GPUs, each with one queue."""
 
-    Attributes:
-        capacity: threads that one runs at full speed at once.
-        threads: per worker.
-        processors: by worker, the number of its processor, from 0; if empty, all workers are on one.
-    """
-
-    capacity: float
-    threads: int = 1
-    processors: tuple[int, ...] = ()
+    capacity: float  # threads that one runs at full speed at once
+    threads: int = 1  # per worker
+    processors: tuple[int, ...] = ()  # by worker, the number of its processor, from 0; if empty, all workers are on one
 
 
 @dataclass(frozen=True)

@@ -68,15 +68,11 @@ class StageMemoryCosts:
     relayed: Bytes  # part of `received` that is not kept but sent on after the forward
 
     def most_bytes(self, size: Size, in_flight: int, versions: int) -> int:
-        """Return the peak on the device without messages: vPipe (TPDS'21) eq. 1.
+        """Return the peak on the device without messages: vPipe (TPDS'21) eq. 1, all units of one size.
 
         Differs: of swapped units, three are on the device: one that runs forward or just has, one that runs backward,
-        and one that is copied back.
-
-        Args:
-            size: of every unit.
-            in_flight: units between forward and backward.
-            versions: weight versions held then.
+        and one that is copied back. `in_flight` counts units between forward and backward, `versions` those of the
+        weights held then.
         """
         gathered = self.gathered - self.weights  # while a pass runs
         once = self.masters + self.state + self.weights * (versions + self.copies) + gathered + self.gathered
@@ -93,14 +89,10 @@ class StageMemoryCosts:
 def stage_memories(
     profile: Profile, plan: Plan, pipeline: Pipeline, input_bytes: Mapping[Size, Mapping[str, int]] | None = None
 ) -> tuple[StageMemoryCosts, ...]:
-    """Sum a profile over the stages of a plan.
+    """Sum a profile over the stages of a plan, whose pipeline is in a mode.
 
-    Args:
-        profile: layer costs at every size of a unit.
-        plan: stages and policies.
-        pipeline: the plan's, in a mode.
-        input_bytes: by size of a unit: bytes of each model input that recomputed layers, or layers with a split
-            backward, keep. None: 0.
+    By size of a unit, `input_bytes` has the bytes of each model input that recomputed layers, or layers with a split
+    backward, keep. None: 0.
     """
     inputs = input_bytes or {}
     return tuple(stage_memory(profile, plan, pipeline, index, inputs) for index in range(len(plan.stages)))
@@ -202,13 +194,8 @@ def kept_bytes(
     """Return a unit's bytes kept by a stage: what its layers save, and the inputs of recomputed runs.
 
     A tensor saved on both sides of a cut is kept on both. If a profile doesn't identify storages, what several runs
-    read counts for each of them, and so does what other layers save besides.
-
-    Args:
-        rows: the layers at the unit's size.
-        stage: its layers and their policies.
-        inputs: bytes of every model input, for profiles that don't identify storages.
-        on_host: whether to leave out what swapped layers save.
+    read counts for each of them, and so does what other layers save besides; `inputs` are for such profiles. `on_host`:
+    whether to leave out what swapped layers save.
     """
     if any(row.puts_out for row in rows):
         return sum(_held(rows, stage, on_host=on_host).values())

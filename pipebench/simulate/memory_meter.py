@@ -70,9 +70,7 @@ class MemoryPeak:
 
     worker: int
     time_s: float
-    # The instruction, or what was arriving
     during: str  # the instruction, or what was arriving
-    # Bytes
     by_kind: Mapping[str, int]  # bytes
 
     @property
@@ -85,11 +83,8 @@ class MemoryPeak:
 class Curve:
     """A worker's memory over time: `num_bytes[:, i]` from `times_s[i]` to the next."""
 
-    # Ascending
     times_s: NDArray[np.float64]  # ascending
-    # [kind, time], kinds as in `memory.KINDS`
     num_bytes: NDArray[np.int64]  # [kind, time], kinds as in `memory.KINDS`
-    # [time] on the host
     host_bytes: NDArray[np.int64]  # [time] on the host
 
 
@@ -98,17 +93,11 @@ class MemoryTimeline:
     """Memory of all workers over time; tuples have one entry per worker."""
 
     worker_names: tuple[str, ...]
-    # Of the recorded part
     curves: tuple[Curve, ...]  # of the recorded part
-    # Of the whole run: the first time of most bytes
     peaks: tuple[MemoryPeak, ...]  # of the whole run: the first time of most bytes
-    # Most bytes on the host
     host_peaks: tuple[int, ...]  # most bytes on the host
-    # Memory of a device, None for no limit
     limit_bytes: int | None  # memory of a device, None for no limit
-    # The first excess over the limit on any worker, if there is one
     overflow: MemoryPeak | None  # the first excess over the limit on any worker, if there is one
-    # Of the recorded part
     end_s: float  # of the recorded part
 
     @property
@@ -120,13 +109,9 @@ class MemoryTimeline:
 class MemoryMeter:
     """Adds up what workers allocate and free.
 
-    Args:
-        pipeline: the pipeline.
-        memories: of a replica, per stage.
-        costs: sizes of messages.
-        limit_bytes: memory of a device; None for no limit.
-        holdings: per worker, its stages' memory; None: replicas with `memories`.
-        start_s: the run's clock at the start.
+    `memories` are of a replica, per stage, and `holdings` per worker, its stages'; without them replicas have
+    `memories`. `costs` has sizes of messages; `limit_bytes` is of a device, None for no limit; `start_s` is the run's
+    clock at the start.
     """
 
     # Kinds of transfers whose bytes are at their sender until they have arrived
@@ -237,7 +222,6 @@ class MemoryMeter:
         return next((each for each in found if each is not None), None) or ReplicaMemory(memory)
 
     def _sent_bytes(self, it: Instruction) -> int:
-        """Return the bytes of a message."""
         if it.op is Op.SEND_ACTIVATION:
             return self._costs.activation_bytes[it.stage, it.peer][self._size_of(it.number)]
         if it.op is Op.SEND_GRADIENT:

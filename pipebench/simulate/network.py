@@ -86,11 +86,8 @@ class _Sum:
 class Network:
     """Transfers bytes, and counts them as payload by kind and level, once, at the sender.
 
-    Args:
-        cluster: the levels of links.
-        devices: of every worker; None: worker i is on device i.
-        observe: called with every transfer that has ended.
-        copies: whether devices copy to their hosts and back, on lanes that messages also cross.
+    Worker i is on device i without `devices`; `observe` is called with every transfer that has ended; `copies`: whether
+    devices copy to their hosts and back, on lanes that messages also cross.
     """
 
     def __init__(

@@ -39,11 +39,7 @@ class Change(NamedTuple):
 
 
 class ReplicaMemory:
-    """One replica of one stage.
-
-    Args:
-        memory: what it keeps.
-    """
+    """One replica of one stage, which keeps what `memory` says."""
 
     def __init__(self, memory: StageMemoryCosts) -> None:
         self._memory = memory
@@ -59,8 +55,7 @@ class ReplicaMemory:
     def copied(self, memory: StageMemoryCosts) -> "ReplicaMemory":
         """Return one of other layers that goes on from the newest weights of this one, and from its optimizer's state.
 
-        Args:
-            memory: what they keep; of their weights and state it has everything.
+        Of the weights and state in `memory` it has everything.
         """
         made = ReplicaMemory(memory)
         made._versions, made._has_state = self._versions.copied(), self._has_state
@@ -118,12 +113,7 @@ class ReplicaMemory:
         yield Change(MOVED, memory.copies * memory.weights, False)
 
     def changes(self, it: Instruction, size: Size) -> Iterator[Change]:
-        """Yield what an instruction changes, in order.
-
-        Args:
-            it: of this stage and replica.
-            size: of the unit that it is about.
-        """
+        """Yield what an instruction of this stage and replica changes, in order; `size` is of its unit."""
         if it.op in _PASSES and (workspace := self._memory.workspace[size]):
             yield from (Change(WORKSPACES, workspace, False), Change(WORKSPACES, -workspace, True))
         if it.op is Op.FORWARD:

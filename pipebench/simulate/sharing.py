@@ -44,13 +44,9 @@ Uses = tuple[tuple[Resource, float], ...]  # what a flow crosses, each once, wit
 
 
 class Flow:
-    """Work that proceeds at a rate of at most `cap`.
+    """An amount of work that proceeds at a rate of at most `cap` through the resources in `uses`, with its weights.
 
-    Args:
-        work: amount.
-        uses: the resources that it crosses, with its weights.
-        tail_s: seconds from its end until arrival (a link's latency), without using resources.
-        cap: limit on its rate.
+    It arrives `tail_s` seconds after its end (a link's latency), without using resources.
     """
 
     __slots__ = (

@@ -29,14 +29,10 @@ LATER = -1.0  # in place of a duration: the worker continues at once, and the ev
 class TimelineEvent(NamedTuple):
     """One executed instruction."""
 
-    # When the worker began it; of a copy, when that began
     start_s: float  # when the worker began it; of a copy, when that began
-    # When the worker could continue; of a copy, which occupies no worker, its end, when it is reported
     end_s: float  # when the worker could continue; of a copy, which occupies no worker, its end, when it is reported
     worker: int
     instruction: Instruction
-    # Part of the wait during which what it waited for was in transit (communication, not a bubble); of a copy in, how
-    # long a backward waited for it
     # Part of the wait during which what it waited for was in transit (communication, not a bubble); of a copy in, how
     # long a backward waited for it
     stall_s: float = 0.0
@@ -257,11 +253,7 @@ class Simulation:
         return self.until(ready_s, worker, (now_s, load, math.inf))
 
     def _check_ended(self) -> None:
-        """Raise if a worker still waits.
-
-        Raises:
-            ScheduleError: names the workers and their instructions.
-        """
+        """Raise if a worker still waits."""
         if not self._running:
             return
         waiting = [*self.messages.waiting(), *self._reductions.waiting()]

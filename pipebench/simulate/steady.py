@@ -92,16 +92,11 @@ class SegmentTotals:
 def simulate_segment(
     workload: Workload, num_minibatches: int, meter: Meter | None = None, *, ends_epoch: bool = True
 ) -> SegmentTotals:
-    """Return the totals of a segment of whole minibatches, but for an epoch's last.
+    """Return the totals of a segment of whole minibatches, at most an epoch, but for an epoch's last.
 
     Simulated once: when the state is steady, workers switch to the lists of a segment shorter by whole periods, which
-    begin alike, and the cost of these periods is added.
-
-    Args:
-        workload: what to simulate.
-        num_minibatches: up to one epoch.
-        meter: records the timeline of the simulated part.
-        ends_epoch: whether the last minibatch is the epoch's last, which may be short.
+    begin alike, and the cost of these periods is added. `meter` records the timeline of the simulated part;
+    `ends_epoch`: whether the last minibatch is the epoch's last, which may be short.
     """
     run = _Run(workload, num_minibatches, meter, ends_epoch=ends_epoch)
     if workload.sampler.varies:
@@ -191,15 +186,10 @@ def _simulated(run: "_Run") -> SegmentTotals:
 
 
 class _Run:
-    """A segment being simulated; iterate over its events once.
+    """A segment being simulated; iterate over its events once. For its arguments see `simulate_segment`.
 
-    Args:
-        workload: what to simulate.
-        num_minibatches: length of the segment.
-        meter: records the timeline.
-        ends_epoch: whether the last minibatch is the epoch's last, which may be short.
-        sampler: replaces the workload's.
-        first: first minibatch in the run; negative: all minibatches are whole but for an epoch's last.
+    `sampler` replaces the workload's; `first` is the first minibatch in the run, negative: all minibatches are whole
+    but for an epoch's last.
     """
 
     def __init__(
@@ -269,7 +259,6 @@ class _Run:
         )  # fmt: skip
 
     def _size(self, unit: int) -> Size:
-        """Return a unit's size."""
         size = self._last.get(unit, self._alike)
         return self._whole[self._pipeline.minibatch(unit)[1]] if size is None else size
 

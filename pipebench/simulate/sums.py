@@ -161,13 +161,10 @@ def all_reduce_phases(links: Links, ring: Sequence[int], servers: Groups) -> Pha
 
 
 def _ring_part(links: Links, rings: Groups, rounds: int, connections: int = 1) -> list[Part]:
-    """Return a phase of rings side by side, at the pace of the slowest link.
+    """Return a phase of rings side by side, at the pace of the slowest of the links.
 
-    Args:
-        links: what joins workers.
-        rings: workers, in the order in which they pass on.
-        rounds: times that a chunk goes round: once to sum it, once to distribute the sum.
-        connections: number of rings that take the same path and divide the buffer.
+    A chunk goes round `rounds` times: once to sum it, once to distribute the sum; `connections` rings take the same
+    path and divide the buffer.
     """
     size = max(map(len, rings))
     weights: dict[Port, float] = {}

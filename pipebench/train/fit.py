@@ -24,12 +24,9 @@ from pipebench.profile.shapes import without_data
 
 
 def check_fits(state: ModelState, setup: Setup, step: int) -> ModelState:
-    """Compare a checkpoint with a model, its optimizer and its data.
+    """Compare a checkpoint with a model, its optimizer and its data after `step` minibatches.
 
-    Args:
-        state: of the whole model, under any plan.
-        setup: to resume with; its graph holds initial weights, or is on the meta device.
-        step: minibatches done.
+    The state is of the whole model, under any plan; the setup's graph holds initial weights, or is on the meta device.
 
     Returns:
         The state to restore, without that of an optimizer that no longer has any.
@@ -129,7 +126,6 @@ def _held(graph: LayerGraph) -> Iterator[str]:
 
 
 def _variances(graph: LayerGraph) -> Iterator[str]:
-    """Yield the own names of the running variances."""
     own = own_names(graph)
     for path, module in graph.root.named_modules():
         if isinstance(module, _NormBase) and module.running_var is not None:
@@ -172,7 +168,6 @@ def _check_carried(carried: Mapping[str, Any], setup: Setup, step: int) -> None:
 
 
 def _stateful(graph: LayerGraph) -> list[str]:
-    """Return the qualified names of stateful modules."""
     called = dict.fromkeys(str(layer.node.target) for layer in graph.layers if layer.node.op == "call_module")
     return [
         f"{path}.{inner}" if inner else path

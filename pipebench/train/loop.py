@@ -116,7 +116,6 @@ class TrainingLoop:
     # The course of a run.
 
     def _restore(self, found: ResumePoint) -> None:
-        """Restore a checkpoint."""
         saved = found.progress
         for extension in self._extensions:
             extension.restore(saved)

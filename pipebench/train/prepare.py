@@ -35,7 +35,7 @@ from pipebench.train.job import Decision, Job, JobExtension
 from pipebench.train.largest import with_largest_update
 from pipebench.train.learning_rate import learning_rate
 from pipebench.train.plan import ANEW, as_planned, check_copies, choose_plan, recorded_plan, with_shard
-from pipebench.train.profiled_model import ProfiledModel, input_bytes, profile_model
+from pipebench.train.profiled_model import ProfiledModel, Wanted, input_bytes, profile_model
 from pipebench.train.request import may_tie, plan_request, samplers, value_at
 from pipebench.train.slices import choose_slices, sliced
 from pipebench.zoo.registry import Dataset
@@ -52,54 +52,40 @@ def prepare(
     whole_only: bool = False,
     group: SliceGroup | None = None,
 ) -> Job:
-    """Make a recipe ready to run.
+    """Make a validated recipe ready to run on its cluster; `on_progress` is told what is profiled, in words.
 
-    Args:
-        recipe: a validated recipe.
-        cluster: its cluster.
-        on_progress: called with what is profiled, in words.
-        trains: False for no weights, as in a simulation.
-        kept: earlier plan and profile; None makes them.
-        measure_again: returns the profile for costs, if it is not the plan's.
-        whole_only: leave out an epoch's last, short minibatch: fewer sizes to profile.
-        group: see `profile_model`.
+    Without `trains` there are no weights, as in a simulation. `kept` has an earlier plan and profile; None makes them.
+    `measure_again` returns the profile for costs, if it is not the plan's; `whole_only` and `group` as in `Wanted`.
 
     Raises:
         PlanError, GraphError, ProfileError: impossible with this model.
     """
     began_s, trains = time.perf_counter(), trains and engine_kind(recipe).trains
-    if kept is None:
-        recipe, cluster = choose_slices(recipe, cluster, _profiled)
-    elif recipe.parallelism.tensor == AUTO:
+    if kept is not None and recipe.parallelism.tensor == AUTO:
         recipe, cluster = sliced(recipe, cluster, kept.profile.slices)
+    recipe, cluster = choose_slices(recipe, cluster, _profiled)
     parts = hooks("prepare", turned_on(partial(value_at, recipe)))
     whole_only |= not trains and any(part.profiles_often for part in parts.values())
-    profile = None if kept is None else kept.profile
-    whole = profile_model(recipe, cluster, on_progress, trains=trains, kept=profile, whole_only=whole_only, group=group)
+    wanted = Wanted(trains, None if kept is None else kept.profile, whole_only=whole_only, group=group)
+    whole = profile_model(recipe, cluster, on_progress, wanted)
     known, extensions = _extended(recipe, cluster, whole, parts)
-    dataset, graph = known.dataset, known.graph
-    recipe, comparison = _with_mode(recipe, cluster, known.profile, dataset, kept)
-    if kept is None:
-        plan = choose_plan(recipe, cluster, graph, known.profile, dataset)
-    else:
-        recipe = with_shard(recipe, kept.plan.shard, kept.source)
-        asked, streams = recipe.parallelism, samplers(recipe.train, dataset)[0].streams
-        plan = recorded_plan(kept, asked, cluster.num_workers, graph, streams, ties=may_tie(recipe))
+    recipe, plan, comparison = _planned(recipe, cluster, known, kept)
     recipe, chosen = as_planned(recipe, plan)
     check_copies(cluster, plan)
-    _check_compiled(recipe, graph, plan)
+    _check_compiled(recipe, known.graph, plan)
     if measure_again is not None:
         whole = replace(whole, profile=measure_again(whole, whole.profile))
         known, extensions = _extended(recipe, cluster, whole, parts)
     setup = _setup(recipe, cluster, known, plan, switches=any(each.switches for each in extensions.values()))
-    _check_setup(recipe, setup)
+    _check_scaling(recipe.train, setup.graph, setup.plan, setup.pipeline)
+    _check_slices(recipe, setup)
     extensions = {name: each.prepared(setup) for name, each in extensions.items()}
     return Job(recipe, cluster, setup, comparison, known.left_over, extensions, whole.profile, began_s, chosen)
 
 
 def _profiled(recipe: Recipe, cluster: Cluster) -> tuple[Profile, Dataset]:
     """Return the costs and the data to plan with."""
-    known = profile_model(recipe, cluster, whole_minibatches=True)
+    known = profile_model(recipe, cluster, wanted=Wanted(whole_minibatches=True))
     return known.profile, known.dataset
 
 
@@ -114,33 +100,28 @@ def _extended(
     return known, extensions
 
 
-def _with_mode(
-    recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Dataset, kept: Decision | None
-) -> tuple[Recipe, Comparison | None]:
-    """Return a recipe with a resolved mode, and the comparison of modes, if any.
-
-    Raises:
-        RecipeError: the recorded mode does not exist.
-    """
-    if recipe.parallelism.mode != AUTO:
-        return recipe, None
-    comparison = None
+def _planned(
+    recipe: Recipe, cluster: Cluster, known: ProfiledModel, kept: Decision | None
+) -> tuple[Recipe, Plan, Comparison | None]:
+    """Return a recipe with a resolved mode, its plan, and the comparison of modes, if any."""
+    asked, comparison = recipe.parallelism, None
     if kept is None:
-        comparison = compare(plan_request(recipe, cluster, profile, dataset), None)
-        chosen = comparison.best.plan.mode
-    else:
-        chosen = kept.plan.mode
-        if chosen not in MODES:
-            raise RecipeError([Fault(kept.source, "mode", f"{choice(chosen[:60], MODES)}; {ANEW}")])
-    return replace(recipe, parallelism=replace(recipe.parallelism, mode=chosen)), comparison
+        if asked.mode == AUTO:
+            comparison = compare(plan_request(recipe, cluster, known.profile, known.dataset), None)
+            recipe = replace(recipe, parallelism=replace(asked, mode=comparison.best.plan.mode))
+        return recipe, choose_plan(recipe, cluster, known.graph, known.profile, known.dataset), comparison
+    if asked.mode == AUTO:
+        if kept.plan.mode not in MODES:
+            raise RecipeError([Fault(kept.source, "mode", f"{choice(kept.plan.mode[:60], MODES)}; {ANEW}")])
+        recipe = replace(recipe, parallelism=replace(asked, mode=kept.plan.mode))
+    recipe = with_shard(recipe, kept.plan.shard, kept.source)
+    asked, streams = recipe.parallelism, samplers(recipe.train, known.dataset)[0].streams
+    plan = recorded_plan(kept, asked, cluster.num_workers, known.graph, streams, ties=may_tie(recipe))
+    return recipe, plan, None
 
 
 def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *, switches: bool) -> Setup:
-    """Return the engine's setup for a recipe with a resolved mode; `switches`: whether an extension changes it.
-
-    Raises:
-        PlanError: impossible with this plan, cluster or precision.
-    """
+    """Return the engine's setup for a recipe with a resolved mode; `switches`: whether an extension changes it."""
     train, parallelism = recipe.train, recipe.parallelism
     graph, dataset, profile = known.graph, known.dataset, known.profile
     sampler, held_out = samplers(train, dataset)
@@ -209,12 +190,6 @@ def _check_compiled(recipe: Recipe, graph: LayerGraph, plan: Plan) -> None:
 
 def _scales(train: TrainRecipe) -> bool:
     return train.precision == "fp16"
-
-
-def _check_setup(recipe: Recipe, setup: Setup) -> None:
-    """Raise an error for what can't be done with the plan."""
-    _check_scaling(recipe.train, setup.graph, setup.plan, setup.pipeline)
-    _check_slices(recipe, setup)
 
 
 def _check_scaling(train: TrainRecipe, graph: LayerGraph, plan: Plan, pipeline: Pipeline) -> None:

@@ -37,12 +37,9 @@ class ToPlan(NamedTuple):
 
 
 def to_plan(loaded: LoadedRecipe, on_progress: OnProgress = None, *, needs_graph: bool = False) -> ToPlan:
-    """Return a recipe's profile and data set.
+    """Return a recipe's profile and data set, and its layer graph if needed; `on_progress` is told what is profiled.
 
-    Args:
-        loaded: the recipe; the model may not have checked its options' values yet.
-        on_progress: called with what is profiled, in words.
-        needs_graph: whether the layer graph is required.
+    The model may not have checked its options' values yet.
 
     Raises:
         RecipeError: the model rejects its options' values.
@@ -59,9 +56,9 @@ def to_plan(loaded: LoadedRecipe, on_progress: OnProgress = None, *, needs_graph
 
 def _made(loaded: LoadedRecipe, on_progress: OnProgress) -> ToPlan:
     check_model(loaded)
-    from pipebench.train.profiled_model import profile_model  # late: imports torch
+    from pipebench.train.profiled_model import Wanted, profile_model  # late: imports torch
 
-    made = profile_model(loaded.recipe, loaded.cluster, on_progress, whole_minibatches=True)
+    made = profile_model(loaded.recipe, loaded.cluster, on_progress, Wanted(whole_minibatches=True))
     return ToPlan(made.profile, made.dataset, made.graph)
 
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -50,34 +51,29 @@ class ProfiledModel:
     left_over: int = 0  # samples of an epoch without times in the profile, left out of the data
 
 
-def profile_model(
-    recipe: Recipe,
-    cluster: Cluster,
-    on_progress: Callable[[str], None] | None = None,
-    *,
-    whole_minibatches: bool = False,
-    trains: bool = False,
-    kept: Profile | None = None,
-    whole_only: bool = False,
-    group: SliceGroup | None = None,
-) -> ProfiledModel:
-    """Trace and profile a recipe's model.
+class Wanted(NamedTuple):
+    """What is wanted of a recipe's model beside costs."""
 
-    Args:
-        recipe: a validated recipe.
-        cluster: whose device is profiled.
-        on_progress: called with what is profiled, in words.
-        whole_minibatches: profile whole minibatches too, even if only microbatches travel.
-        trains: whether weights are needed beyond profiling.
-        kept: the profile, if known.
-        whole_only: see `prepare`.
-        group: this process's among those of its worker, if layers are divided among processes.
+    trains: bool = False  # whether weights are needed beyond profiling
+    kept: Profile | None = None  # the profile, if known
+    whole_minibatches: bool = False  # profile whole minibatches too, even if only microbatches travel
+    whole_only: bool = False  # leave out an epoch's last, short minibatch: fewer sizes to profile
+    group: SliceGroup | None = None  # this process's among those of its worker, if layers are divided among processes
+
+
+COSTS = Wanted()
+
+
+def profile_model(
+    recipe: Recipe, cluster: Cluster, on_progress: Callable[[str], None] | None = None, wanted: Wanted = COSTS
+) -> ProfiledModel:
+    """Trace and profile a recipe's model on a cluster's device; `on_progress` is told what is profiled, in words.
 
     Raises:
         GraphError, PlanError, ProfileError: it can't be traced or profiled, or the data set doesn't fit.
     """
-    device = choose_device(recipe.engine.device)
-    dataset, left_over = _data(recipe, whole_only=whole_only)
+    device, trains, kept = choose_device(recipe.engine.device), wanted.trains, wanted.kept
+    dataset, left_over = _data(recipe, whole_only=wanted.whole_only)
     if recipe.model.get("profile") is not None:
         return _model_of_file(recipe, dataset, left_over, device)
     measures = kept is None and is_measured(recipe, cluster)
@@ -91,11 +87,11 @@ def profile_model(
     _check_fed(model, graph, dataset, str(recipe.dataset.get("name") or recipe.dataset.get("target")))
     decides = kept is None and (trains or engine_kind(recipe).in_processes)
     # Costs are those of one slice; what trains in one process has all of them, and what is checked.
-    trained = _sliced(recipe, model, fed, group) if slices > 1 and (trains or (is_users and decides)) else graph
+    trained = _sliced(recipe, model, fed, wanted.group) if slices > 1 and (trains or (is_users and decides)) else graph
     exact, graph = (trained, dataset), in_precision(graph, recipe.train.precision)
     if graph.rounding is not None:
         dataset = RoundedData(dataset, graph.rounding.low_type)
-    sizes = travelling_sizes(recipe, dataset, whole_minibatches=whole_minibatches)
+    sizes = travelling_sizes(recipe, dataset, whole_minibatches=wanted.whole_minibatches)
     if kept is not None:
         profile = fitting(kept, KEPT, graph, sizes)
     else:
@@ -130,7 +126,6 @@ def _data(recipe: Recipe, *, whole_only: bool = False) -> tuple[Dataset, int]:
 
 
 def _model_of_file(recipe: Recipe, data: Dataset, left_over: int, device: torch.device) -> ProfiledModel:
-    """Return the model of a profile's file."""
     found = profile_of_file(recipe, data)
     costs = work_of(found)
     graph = graph_of(next(iter(costs.layers.values())))
@@ -180,9 +175,6 @@ def _layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str], s
     """Return a model as layers; as a single one if it can't be traced and needs no cuts.
 
     `fed` is the number or names of the arguments that the data set feeds; `slicer` divides layers, if any are.
-
-    Raises:
-        GraphError: it can't be traced, and needs cuts.
     """
     mode = recipe.parallelism.mode
     try:

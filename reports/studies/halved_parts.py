@@ -8,10 +8,8 @@ the square of its size, then lays the parts back on the layers and exchanges tho
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipebench.planner.partition.coarsen import Coarse, coarsen
-from pipebench.planner.partition.consecutive import TOLERANCE
-from pipebench.planner.partition.graph import TimedGraph
-from reports.studies.kernighan_lin import Balance, Halves, exchanged
+from pipebench.planner.partition import TOLERANCE, Coarse, TimedGraph, coarsen
+from reports.studies.kernighan_lin import Balance, Halves, exchanged, neighbours_of, seconds_of
 
 _MOST_SWEEPS = 8  # over the boundaries; those that have settled cost nothing
 _PATIENCE = 16  # exchanges at a boundary that gain nothing: a block of some layers has been passed through
@@ -72,7 +70,7 @@ def _halved(
     if num_parts == 1:
         return [layers], 0
     counts = (num_parts - num_parts // 2, num_parts // 2)
-    balance = Balance(graph.time(layers) * counts[0] / num_parts, slack_s, counts)
+    balance = Balance(seconds_of(graph, layers) * counts[0] / num_parts, slack_s, counts)
     halves = exchanged(graph, _in_time_order(graph, layers, balance), balance)
     found = [_halved(graph, *half, slack_s) for half in zip((halves.left, halves.right), counts, strict=True)]
     return [part for parts, _ in found for part in parts], max(halves.passes, *(passes for _, passes in found))
@@ -81,11 +79,11 @@ def _halved(
 def _in_time_order(graph: TimedGraph, layers: Sequence[int], balance: Balance) -> Halves:
     """Return the first layers and the rest: cut where that is cheapest of what is balanced, or nearest to balance."""
     first, last = balance.at_least[0], len(layers) - balance.at_least[1]
-    passing, found = 0, []
+    passing, found, neighbours = 0, [], neighbours_of(graph)
     left_s, known = 0.0, {*layers}
     for position, layer in enumerate(layers, 1):
         left_s += graph.seconds[layer]
-        for other, num_bytes in graph.neighbours[layer].items():
+        for other, num_bytes in neighbours[layer].items():
             if other in known:
                 passing += num_bytes if other > layer else -num_bytes
         if first <= position <= last:
@@ -105,7 +103,7 @@ def _refined(graph: TimedGraph, coarse: Coarse, parts: list[tuple[int, ...]], sl
             if settled[index] == pair:
                 continue
             free = _beside(graph, coarse, node_of, left, right)
-            balance = Balance((graph.time(left) + graph.time(right)) / 2, slack_s)
+            balance = Balance((seconds_of(graph, left) + seconds_of(graph, right)) / 2, slack_s)
             halves = exchanged(graph, Halves(left, right), balance, free=free, patience=_PATIENCE)
             parts[index], parts[index + 1] = settled[index] = halves.left, halves.right
     return parts
@@ -115,7 +113,7 @@ def _beside(
     graph: TimedGraph, coarse: Coarse, node_of: Sequence[int], left: Sequence[int], right: Sequence[int]
 ) -> set[int]:
     """Return the layers of two parts whose node has an edge from one part to the other."""
-    own, others = {*left}, {*right}
-    cut = [(layer, other) for layer in left for other in graph.neighbours[layer] if other in others]
+    own, others, neighbours = {*left}, {*right}, neighbours_of(graph)
+    cut = [(layer, other) for layer in left for other in neighbours[layer] if other in others]
     nodes = {node_of[layer] for edge in cut for layer in edge}
     return {layer for node in nodes for layer in coarse.layers(node) if layer in own or layer in others}

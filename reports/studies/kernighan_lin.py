@@ -8,10 +8,10 @@ layers of no time and no edges to exchange with: that is, layers move alone.
 
 import heapq
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipebench.planner.partition.graph import TimedGraph
+from pipebench.planner.partition import TimedGraph
 
 # Differs: of each side only so many of the layers that gain most are looked at. The best pair is nearly always among
 # the first few; where balance forbids it, looking on would make a pass quadratic.
@@ -48,6 +48,20 @@ class Balance:
     at_least: tuple[int, int] = (1, 1)
 
 
+def neighbours_of(graph: TimedGraph) -> list[dict[int, int]]:
+    """Return the bytes by neighbour of every layer."""
+    found: list[dict[int, int]] = [{} for _ in graph.seconds]
+    for source, target, num_bytes in graph.edges:
+        found[source][target] = found[source].get(target, 0) + num_bytes
+        found[target][source] = found[target].get(source, 0) + num_bytes
+    return found
+
+
+def seconds_of(graph: TimedGraph, layers: Iterable[int]) -> float:
+    """Return the seconds of some layers together."""
+    return sum(graph.seconds[layer] for layer in layers)
+
+
 def exchanged(
     graph: TimedGraph,
     start: Halves,
@@ -65,7 +79,7 @@ def exchanged(
         free: layers that may be exchanged; None: all.
         patience: exchanges in a row that don't gain, after which a pass is given up.
     """
-    slack_s = max(balance.slack_s, abs(graph.time(start.left) - balance.left_s) * (1 + _SAME))
+    slack_s = max(balance.slack_s, abs(seconds_of(graph, start.left) - balance.left_s) * (1 + _SAME))
     balance = replace(balance, slack_s=slack_s)
     side = dict.fromkeys(start.left, 0) | dict.fromkeys(start.right, 1)
     passes = 0
@@ -83,9 +97,9 @@ class _Pass:
     """One pass: tries exchanges, and tells which of them to keep."""
 
     def __init__(self, graph: TimedGraph, side: dict[int, int], balance: Balance, free: Collection[int]) -> None:
-        self._graph, self._balance = graph, balance
+        self._graph, self._neighbours, self._balance = graph, neighbours_of(graph), balance
         self._side = dict(side)
-        self._left_s = graph.time(layer for layer, own in side.items() if own == 0)
+        self._left_s = seconds_of(graph, (layer for layer, own in side.items() if own == 0))
         self._counts = [sum(own == half for own in side.values()) for half in (0, 1)]
         self._gain = {layer: self._gain_of(layer) for layer in free}
         self._heaps: list[list[tuple[int, int]]] = [[], []]
@@ -113,7 +127,7 @@ class _Pass:
     def _gain_of(self, layer: int) -> int:
         """Return the bytes that are cut less when a layer moves."""
         own, total = self._side[layer], 0
-        for other, num_bytes in self._graph.neighbours[layer].items():
+        for other, num_bytes in self._neighbours[layer].items():
             if other in self._side:
                 total += num_bytes if self._side[other] != own else -num_bytes
         return total
@@ -126,7 +140,7 @@ class _Pass:
         self._counts[own] -= 1
         self._counts[1 - own] += 1
         self._gain.pop(layer)
-        for other, num_bytes in self._graph.neighbours[layer].items():
+        for other, num_bytes in self._neighbours[layer].items():
             if other in self._gain:
                 self._gain[other] += 2 * num_bytes if self._side[other] == own else -2 * num_bytes
                 heapq.heappush(self._heaps[self._side[other]], (-self._gain[other], other))
@@ -149,7 +163,7 @@ class _Pass:
                 if bound <= best[0]:
                     break
                 pairs += 1
-                gain = bound - 2 * self._graph.neighbours[left].get(right, 0)
+                gain = bound - 2 * self._neighbours[left].get(right, 0)
                 if gain > best[0] and self._allows((left, right)):
                     best = gain, (left, right)
             if not pairs:

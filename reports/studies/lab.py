@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from pipebench.distributed.launch_command import python_module
+from pipebench.distributed.launch_child import python_module
 
 REPORTS = Path(__file__).parents[1]
 COMMAND = "python -m tests.lab lab --ladder"

@@ -17,7 +17,7 @@ from pipebench.profile.model import Profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.recipe.schema import Recipe
-from pipebench.train.profiled_model import profile_model
+from pipebench.train.profiled_model import Wanted, profile_model
 from tests.profile.judging import GNMT_FILE, SENTENCES, VGG_FILE
 
 PUBLISHED = Path(__file__).parents[1] / "published" / "pipedream_sosp19.yaml"
@@ -117,7 +117,7 @@ def analytic(model: str, size: int | None = None) -> Subject:
     Arguments and errors are those of `recipe`.
     """
     own = recipe(model, size)
-    profile = profile_model(own, cluster(own.cluster.name, 1), whole_minibatches=True).profile
+    profile = profile_model(own, cluster(own.cluster.name, 1), wanted=Wanted(whole_minibatches=True)).profile
     return Subject(model, "analytic", own.train.minibatch_size, profile)
 
 

@@ -27,8 +27,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.flat import SearchStage
-from pipebench.planner.partition.consecutive import LayerChain, algorithm_3_consecutive, best_consecutive
-from pipebench.planner.partition.graph import TimedGraph, timed_graph
+from pipebench.planner.partition import LayerChain, TimedGraph, algorithm_3_consecutive, best_consecutive, timed_graph
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.planner.stage_problem import StageProblem
@@ -39,6 +38,7 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.train.profiled_model import profile_model
 from reports.studies.cuts_and_policies import best_cuts_and_policies, lasts_s
 from reports.studies.halved_parts import Parts, algorithm_3, plain
+from reports.studies.kernighan_lin import neighbours_of
 from reports.studies.planned_models import table
 
 PUBLISHED = Path(__file__).parents[1] / "published" / "vpipe_tpds21.yaml"
@@ -153,7 +153,7 @@ def by_networkx(graph: TimedGraph, num_parts: int) -> list[int]:
     whole = networkx.Graph()
     whole.add_nodes_from(range(len(graph)))
     whole.add_weighted_edges_from(
-        (a, b, num_bytes) for a, others in enumerate(graph.neighbours) for b, num_bytes in others.items() if a < b
+        (a, b, num_bytes) for a, others in enumerate(neighbours_of(graph)) for b, num_bytes in others.items() if a < b
     )
     parts = [[*range(len(graph))]]
     while len(parts) < num_parts:

@@ -16,9 +16,9 @@ from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.world import World
 from pipebench.engine.engine import TrainingEngine
 from pipebench.engine.worker import Worker
-from pipebench.extensions.moves.asked import asked_moves
 from pipebench.extensions.moves.engine import moving
 from pipebench.extensions.moves.planned import MovesPlanned, planned_moves
+from pipebench.extensions.moves.recipe import asked_moves
 from pipebench.extensions.moves.settings import MOVES
 from pipebench.recipe.schema import PeriodRecipe
 from pipebench.schedule.instructions import Instruction

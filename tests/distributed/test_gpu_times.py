@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipebench.distributed import channel, collectives, direct, reducer, shard_exchange, transport
+from pipebench.distributed import channel, collectives, reducer, shard_exchange, transport
 from pipebench.distributed import engine as distributed
 from pipebench.distributed.engine import DistributedEngine
-from pipebench.distributed.instruction_times import _READ_EVERY, DeviceWatch, Moment
-from pipebench.engine.pace import Pace
+from pipebench.distributed.instruction_times import _READ_EVERY, DeviceWatch, Moment, Pace
 from pipebench.engine.worker import Worker
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
@@ -71,7 +70,7 @@ class Truth:
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the made-up GPUs in the place of torch's, and let instructions take their time on them."""
-    for module in (channel, direct, transport, reducer, collectives, shard_exchange):
+    for module in (channel, transport, reducer, collectives, shard_exchange):
         monkeypatch.setattr(module, "dist", _Present())
     monkeypatch.setattr(distributed, "time", SimpleNamespace(perf_counter=lambda: Gpus.present.here.host_s))
     monkeypatch.setattr(distributed, "runs_ahead", lambda device: True)

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from pipebench.distributed.launch_ready import ready_heard, ready_told
+from pipebench.distributed.launch_pipes import ready_heard, ready_told
 from tests.patience import PATIENCE_S
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from pipebench.distributed import reducer as reducer_module
 from pipebench.distributed.instruction_times import HostWatch
 from pipebench.distributed.reducer import Reducer
-from pipebench.engine.replica import Replica
+from pipebench.engine.replica import Replica, UnitInput
 from pipebench.model.graph import trace
 from pipebench.model.plan import make_plan
 from pipebench.model.stage import cut_stage
@@ -142,7 +142,7 @@ def test_sums_of_microbatches_have_the_bits_of_those_added_after_the_backward(wi
         replica = mlp_replica()
         reducer = make(replica.weights.newest.parameters, [[7, 6, 5], [4, 3, 2, 1, 0]])
         for unit, x in enumerate(inputs):
-            replica.forward(unit, (unit, 0), [x], {}, version=0, loss=lambda output: output.square().sum())
+            replica.forward(UnitInput(unit, (unit, 0), [x], {}, 0, loss=lambda output: output.square().sum()))
             last = overlaps and unit == num_units - 1
             replica.backward(unit, {}, reducer.add if last else None)
         reducer.finish(replica.gradients)
@@ -164,7 +164,7 @@ def test_buckets_leave_while_the_backward_still_runs(wire: Wire) -> None:
         output.register_hook(lambda gradient: sent_before_the_end.append(len(wire.sent)))  # type: ignore[no-untyped-call]
 
     first.register_forward_hook(note)
-    replica.forward(0, (0, 0), [x], {}, version=0, loss=lambda output: output.square().sum())
+    replica.forward(UnitInput(0, (0, 0), [x], {}, 0, loss=lambda output: output.square().sum()))
     replica.backward(0, {}, reducer.add)
     assert sent_before_the_end == [3]
     assert len(wire.sent) == 4

@@ -46,16 +46,17 @@ def pipelines(draw: st.DrawFn, most_stages: int = 4, most_replicas: int = 4) -> 
     )
 
 
-class _Agreed:
+class _Agreed(AdmissionControl):
     """A stop that is agreed on from the beginning."""
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
+        super().__init__(1)
+        self.begin(0, limit)
         self.asked: list[int] = []
 
     def admit(self, minibatch: int) -> bool:
         self.asked.append(minibatch)
-        return minibatch < self.limit
+        return super().admit(minibatch)
 
 
 @settings(deadline=None, max_examples=150)
@@ -91,9 +92,9 @@ def test_a_gate_lets_in_what_has_begun_and_nothing_else_until_the_cut_is_known()
     gate = AdmissionControl(2)
     gate.begin(3, 9)
     assert gate.admit(2)
-    assert gate.close() == Position(3, 4)
+    assert gate.stop_admitting() == Position(3, 4)
     assert gate.admit(3)
-    assert gate.close() == Position(3, 4)
+    assert gate.stop_admitting() == Position(3, 4)
     assert [gate.is_undecided(minibatch) for minibatch in (3, 4, 8)] == [False, True, True]
     gate.settle(Position(3, 6))
     assert gate.limit == 6
@@ -105,7 +106,7 @@ def test_a_gate_is_cut_in_the_segment_of_the_worker_that_is_furthest() -> None:
         gate = AdmissionControl(2)
         gate.begin(1, 5)
         assert gate.admit(4)
-        assert gate.close() == Position(1, 5)
+        assert gate.stop_admitting() == Position(1, 5)
         gate.settle(cut)
         assert gate.limit == limits[0]
         gate.begin(2, 5)
@@ -117,7 +118,7 @@ def test_a_gate_is_cut_in_the_segment_of_the_worker_that_is_furthest() -> None:
 
 def test_a_closed_gate_holds_back_the_next_segment() -> None:
     gate = AdmissionControl(1)
-    assert gate.close() == Position(-1, 0)
+    assert gate.stop_admitting() == Position(-1, 0)
     gate.begin(0, 4)
     assert gate.is_undecided(0)
     gate.settle(Position(0, 2))

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from pipebench.engine.setup import Setup
-from pipebench.extensions.moves.balancing import RepartitionController, StageReport
+from pipebench.extensions.moves.balancing import FeasibilityCheck, RepartitionController, StageReport
 from pipebench.extensions.moves.engine import moves_of, moving
-from pipebench.extensions.moves.feasibility import FeasibilityCheck
 from pipebench.extensions.moves.monitor import StageMonitor
 from pipebench.extensions.moves.rebalancing import Proposal, RepartitionSearch, problems_of
 from pipebench.extensions.moves.repartition_plan import Repartition, layout_of

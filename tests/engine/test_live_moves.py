@@ -254,7 +254,7 @@ def test_what_a_worker_holds_while_layers_move(before: Starts, after: Starts) ->
         assert mine.versions_max <= moved.setup.pipeline.warmups[mine.index]
         assert [r.live_bytes() for r in mine.replicas.values()] == [r.live_bytes() for r in theirs.replicas.values()]
         assert not any(isinstance(each, MigratingReplica) for each in mine.running.values())
-        crossing, given = mine.crossing, moving_worker(mine).handing_over._given_units
+        crossing, given = mine.crossing, moving_worker(mine)._given_units
         assert not any((crossing._outgoing, crossing._received, crossing._arriving, crossing._returning, given))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipebench.engine.pace import Pace
+from pipebench.distributed.instruction_times import Pace
 
 
 class Gpu:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipebench.engine.replica import Replica, ReplicaRules
+from pipebench.engine.replica import Replica, ReplicaRules, UnitInput
 from pipebench.model.graph import trace
 from pipebench.model.plan import make_plan
 from pipebench.model.splitting import unsplit
@@ -169,7 +169,7 @@ def test_the_second_part_keeps_what_layers_with_weights_need_and_no_more() -> No
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 4))
     replica, x = replica_of(model), torch.randn(5, 3, 8, 8)
     before = replica.live_bytes()
-    replica.forward(0, (0, 0), [x], {}, version=0, loss=lambda output: output.square().sum())
+    replica.forward(UnitInput(0, (0, 0), [x], {}, 0, loss=lambda output: output.square().sum()))
     image, hidden, pooled, out = 5 * 3 * 64, 5 * 4 * 64, 5 * 64, 5 * 4
     # Tanh keeps its output, which pooling keeps too, with indices of 8 bytes; the square keeps the output.
     assert replica.live_bytes() - before == 4 * (image + hidden + pooled + out) + 8 * pooled
@@ -204,7 +204,7 @@ def test_memory_is_freed_after_each_part() -> None:
     x = torch.randn(3, 6, dtype=torch.float64)
     for unit in (0, 1):  # the first one is measured
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
-            replica.forward(unit, (unit, 0), [x], {}, version=0, loss=lambda output: output.square().sum())
+            replica.forward(UnitInput(unit, (unit, 0), [x], {}, 0, loss=lambda output: output.square().sum()))
         before = kept()
         replica.backward_input(unit, {})
         between = kept()
@@ -218,7 +218,7 @@ def test_memory_is_freed_after_each_part() -> None:
 def test_layers_that_run_whole_have_their_gradients_after_the_first_part() -> None:
     replica = replica_of(Recurrent())
     x = torch.randn(3, 6, dtype=torch.float64)
-    replica.forward(0, (0, 0), [x], {}, version=0, loss=lambda output: output.square().sum())
+    replica.forward(UnitInput(0, (0, 0), [x], {}, 0, loss=lambda output: output.square().sum()))
     replica.backward_input(0, {})
     there = {n for n, g in zip(replica.weights.names, replica.gradients, strict=True) if g is not None}
     assert there == {"gain", *(name for name in replica.weights.names if name.startswith(("lstm.", "norm.")))}
@@ -233,7 +233,7 @@ def test_a_shared_weight_is_told_of_once_and_whole() -> None:
     model = Tied()
     replica, plain = replica_of(copy.deepcopy(model)), copy.deepcopy(model)
     x = torch.randn(3, 6, dtype=torch.float64)
-    replica.forward(0, (0, 0), [x], {}, version=0, loss=lambda output: output.square().sum())
+    replica.forward(UnitInput(0, (0, 0), [x], {}, 0, loss=lambda output: output.square().sum()))
     replica.backward_input(0, {})
     told: dict[str, torch.Tensor] = {}
     calls: list[int] = []

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipebench.engine.replica import Replica
+from pipebench.engine.replica import Replica, UnitInput
 from pipebench.engine.swap import Saved, Swap
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import GraphError, PlanError
@@ -98,7 +98,7 @@ def second_stage(model: nn.Module, start: int, memory: Sequence[str]) -> tuple[R
 def forward(replica: Replica, layer: int, values: torch.Tensor, unit: int = 0) -> None:
     received = {layer: values.requires_grad_()}
     target = torch.zeros(len(values), dtype=torch.long)
-    replica.forward(unit, (unit, 0), [], received, version=0, loss=lambda o: functional.cross_entropy(o, target))
+    replica.forward(UnitInput(unit, (unit, 0), [], received, 0, loss=lambda o: functional.cross_entropy(o, target)))
 
 
 def chain() -> nn.Module:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from pipebench.distributed.launch import worker_settings
-from pipebench.distributed.launch_command import python_module
+from pipebench.distributed.launch_child import python_module
 from tests.lab import wires
 from tests.lab.hosts import Lab, environment
 

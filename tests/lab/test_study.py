@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipebench.distributed.launch_command import python_module
+from pipebench.distributed.launch_child import python_module
 from tests.lab import cleaner
 from tests.lab.machine import needs_a_lab, wait_for
 from tests.patience import PATIENCE_S

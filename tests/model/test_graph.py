@@ -10,7 +10,7 @@ import torchvision
 from torch import nn
 from torch.nn import functional
 
-from pipebench.engine.replica import Replica
+from pipebench.engine.replica import Replica, UnitInput
 from pipebench.errors import GraphError, PlanError
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.model.plan import Plan, make_plan
@@ -41,14 +41,8 @@ def cut(graph: LayerGraph, plan: Plan, x: torch.Tensor, target: torch.Tensor) ->
     for replica in replicas:
         stage = replica.stage
         received = {layer: values[layer] for layers in stage.receives.values() for layer in layers}
-        out, loss = replica.forward(
-            0,
-            (0, 0),
-            [x for _ in stage.inputs],
-            received,
-            version=0,
-            loss=(lambda o: functional.cross_entropy(o, target, reduction="sum")) if stage.is_last else None,
-        )
+        head = (lambda o: functional.cross_entropy(o, target, reduction="sum")) if stage.is_last else None
+        out, loss = replica.forward(UnitInput(0, (0, 0), [x for _ in stage.inputs], received, 0, loss=head))
         values.update(out)
     gradients: dict[int, list[torch.Tensor]] = {}
     for replica in reversed(replicas):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pipebench.engine.replica import UnitInput
 from pipebench.errors import PlanError
 from pipebench.model.graph import trace
 from pipebench.model.plan import memory_of
@@ -73,7 +74,7 @@ def test_what_has_left_a_stage_is_let_go() -> None:
     """What nothing needs any more, the sender doesn't hold on to until the gradient comes back."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).double()
     first, _ = replicas_of(model, [1], "keep")
-    out, _ = first.forward(0, (0, 0), [torch.randn(5, 6, dtype=torch.float64)], {}, version=0)
+    out, _ = first.forward(UnitInput(0, (0, 0), [torch.randn(5, 6, dtype=torch.float64)], {}, 0))
     (value,) = out.values()
     left = weakref.ref(value.untyped_storage())
     del out, value
@@ -92,7 +93,7 @@ def test_a_run_that_ends_the_model_keeps_neither_its_output_nor_the_loss_s_share
     for policy in ("keep", "recompute"):
         (replica,) = replicas_of(model, [], ["keep", "keep", policy])
         before = replica.live_bytes()
-        replica.forward(0, (0, 0), [unit[0]], {}, version=0, loss=lambda o: functional.cross_entropy(o, unit[1]))
+        replica.forward(UnitInput(0, (0, 0), [unit[0]], {}, 0, loss=lambda o: functional.cross_entropy(o, unit[1])))
         held[policy] = replica.live_bytes() - before
     assert held["keep"] > 5 * 1000 * 8
     assert held["recompute"] < 5 * 100 * 8

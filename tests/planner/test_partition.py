@@ -7,9 +7,16 @@ from collections.abc import Sequence
 import pytest
 
 from pipebench.errors import PlanError
-from pipebench.planner.partition.coarsen import NODES_PER_PART, coarsen
-from pipebench.planner.partition.consecutive import LayerChain, algorithm_3_consecutive, best_consecutive, repartition
-from pipebench.planner.partition.graph import TimedGraph, timed_graph
+from pipebench.planner.partition import (
+    NODES_PER_PART,
+    LayerChain,
+    TimedGraph,
+    algorithm_3_consecutive,
+    best_consecutive,
+    coarsen,
+    repartition,
+    timed_graph,
+)
 from tests.planner.problems import chain
 
 SEEDS = range(60)

@@ -7,8 +7,7 @@ from click.testing import CliRunner
 
 from pipebench.cli.main import cli
 from pipebench.recipe.load import load
-from pipebench.run.left import left
-from pipebench.run.suite import Suite
+from pipebench.run.suite import Suite, left
 from pipebench.show import console
 
 

@@ -1,9 +1,9 @@
 """Layers that move in lists and pictures, without a model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from pipebench.extensions.moves.routes import Routes
+from pipebench.extensions.moves.repartition_plan import CutLayout, RepartitionPlan
 from pipebench.extensions.moves.settings import MOVES, MoveSettings
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
@@ -26,18 +26,31 @@ class FreeMoves:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A segment in which layers move by `routes`."""
+class Shape:
+    """A setup as far as lists read it."""
 
-    routes: Routes
+    pipeline: Pipeline
+
+
+class Routes(RepartitionPlan):
+    """A segment in which layers move, without a model: `under` returns the shape under a layout."""
+
     moving = FreeMoves()
+
+    def __init__(self, pipeline: Pipeline, layout: CutLayout, under: Callable[[CutLayout], Pipeline]) -> None:
+        super().__init__(pipeline, layout)
+        self._under = under
+
+    def at(self, layout: CutLayout) -> Shape:
+        """Return the shape under a layout."""
+        return Shape(self._under(layout))
 
     def mark(self, event: TimelineEvent) -> str:
         """Return the mark of passes under other cuts than the first."""
         op, stage, unit, *_ = event.instruction
         if op is Op.FORWARD_AGAIN:
             return ""
-        moves = self.routes.moves.at_stage(stage)
+        moves = self.at_stage(stage)
         return "'" if any((block.at if op is Op.FORWARD else block.first) <= unit for block in moves) else ""
 
 
@@ -48,4 +61,4 @@ def moving(pipeline: Pipeline) -> Pipeline:
 
 def moving_programs(pipeline: Pipeline, num_minibatches: int, routes: Routes) -> list[Iterator[Instruction]]:
     """Return every worker's list while layers move by `routes`."""
-    return programs(moving(pipeline), num_minibatches, {MOVES: Drawn(routes)})
+    return programs(moving(pipeline), num_minibatches, {MOVES: routes})

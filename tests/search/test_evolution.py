@@ -6,14 +6,12 @@ import math
 
 import pytest
 
-from pipebench.extensions.search.evolution import Evolution, Rules
-from pipebench.extensions.search.recipe import OLDEST, WORST
+from pipebench.extensions.search.evolution import Evolution
+from pipebench.extensions.search.recipe import OLDEST, WORST, SearchRecipe
 from tests.oracles.evolution import evolve
 
-RULES = Rules(
-    num_cells=6, first=frozenset(range(6)), population=5, tournament=3, mutations=1, smallest=1, removes=OLDEST,
-    hurdles=0, larger_is_better=True, seed=7,
-)  # fmt: skip
+RULES = SearchRecipe(population=5, tournament=3, mutations=1, smallest=1, removes=OLDEST, hurdles=0)
+ALL = frozenset(range(6))
 
 
 def fitness(number: int, cells: frozenset[int], period: int) -> float:
@@ -22,8 +20,10 @@ def fitness(number: int, cells: frozenset[int], period: int) -> float:
     return sum(1 if cell % 2 == 0 else -0.5 for cell in cells) + 0.2 * period + luck
 
 
-def searched(rules: Rules, periods: int, sign: float = 1.0) -> Evolution:
-    evolution = Evolution(rules)
+def searched(
+    rules: SearchRecipe, periods: int, sign: float = 1.0, *, first: frozenset[int] = ALL, seed: int = 7
+) -> Evolution:
+    evolution = Evolution(rules, len(ALL), first, larger_is_better=sign > 0, seed=seed)
     for _ in range(periods):
         it = evolution.current
         evolution.add_score(sign * fitness(it.number, it.cells, len(it.scores) + 1), 0)
@@ -39,9 +39,9 @@ def test_a_search_is_the_one_that_the_papers_describe(
     for seed, first in itertools.product((0, 3), (frozenset(range(6)), frozenset({1, 2, 5, 0, 3, 4}))):
         rules = dataclasses.replace(
             RULES, removes=removes, population=population, tournament=tournament, mutations=mutations,
-            smallest=smallest, hurdles=hurdles, seed=seed, first=first,
+            smallest=smallest, hurdles=hurdles,
         )  # fmt: skip
-        found = searched(rules, 60).individuals
+        found = searched(rules, 60, first=first, seed=seed).individuals
         expected = evolve(
             fitness, num_cells=6, first=set(first), population_size=population, sample_size=tournament,
             num_mutations=mutations, fewest=smallest, remove_oldest=removes == OLDEST, max_hurdles=hurdles,
@@ -53,14 +53,14 @@ def test_a_search_is_the_one_that_the_papers_describe(
 
 
 def test_the_same_seed_searches_alike_and_another_one_does_not() -> None:
-    a, again, other = (searched(dataclasses.replace(RULES, seed=seed), 40).individuals for seed in (7, 7, 8))
+    a, again, other = (searched(RULES, 40, seed=seed).individuals for seed in (7, 7, 8))
     assert a == again
     assert [each.cells for each in a] != [each.cells for each in other]
 
 
 def test_smaller_scores_can_be_the_better_ones() -> None:
     larger = searched(RULES, 40)
-    smaller = searched(dataclasses.replace(RULES, larger_is_better=False), 40, sign=-1.0)
+    smaller = searched(RULES, 40, sign=-1.0)
     assert [each.cells for each in larger.individuals] == [each.cells for each in smaller.individuals]
     assert larger.best is not None
     assert smaller.best is not None
@@ -91,4 +91,4 @@ def test_who_gets_over_a_hurdle_is_trained_on() -> None:
 
 
 def test_nothing_is_best_before_there_is_a_score() -> None:
-    assert Evolution(RULES).best is None
+    assert searched(RULES, 0).best is None

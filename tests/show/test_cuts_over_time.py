@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipebench.extensions.moves.cuts_over_time import cuts_figure, cuts_markdown, cuts_over_time
+from pipebench.extensions.moves.record import cuts_figure, cuts_markdown, cuts_over_time
 from pipebench.schedule.repartitions import RepartitionRecord
 
 LAYERS = ["a", "b", "c", "d", "e"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipebench.extensions.moves.moves_over_time import MOVED, RATE, SENT, moves_figure, until_settled_s
+from pipebench.extensions.moves.record import MOVED, RATE, SENT, moves_figure, until_settled_s
 from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.train.result import Point
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from pipebench.cluster import Cluster, Level
+from pipebench.engine.replica import UnitInput
 from pipebench.engine.setup import Setup
 from pipebench.model.graph import trace
 from pipebench.model.plan import StagePlan, as_they_run
@@ -200,7 +201,7 @@ def test_what_is_foretold_of_any_choice_is_what_a_replica_holds_and_copies(name:
             stage = replica.stage
             received = {layer: values[layer] for layers in stage.receives.values() for layer in layers}
             loss = (lambda output: functional.cross_entropy(output, label)) if stage.is_last else None
-            out, _ = replica.forward(0, (0, 0), [x for _ in stage.inputs], received, version=0, loss=loss)
+            out, _ = replica.forward(UnitInput(0, (0, 0), [x for _ in stage.inputs], received, 0, loss=loss))
             values |= out
             plan = StagePlan(start, stop, 1, (0,), as_they_run(graph.layers, policies)[start:stop])
             kept, swapped = kept_bytes(rows, plan, {}), swapped_bytes(rows, plan)

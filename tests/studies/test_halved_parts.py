@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from pipebench.planner.partition.consecutive import (
+from pipebench.planner.partition import (
     TOLERANCE,
+    TimedGraph,
 )
-from pipebench.planner.partition.graph import TimedGraph
 from reports.studies.halved_parts import Parts, algorithm_3, plain
-from reports.studies.kernighan_lin import Balance, Halves, exchanged
+from reports.studies.kernighan_lin import Balance, Halves, exchanged, seconds_of
 from tests.planner.test_partition import SEEDS, crossing, graph, off_s
 
 
@@ -81,7 +81,7 @@ def test_parts_hold_every_layer_once_and_are_balanced(ways: object, seed: int) -
     part_s = sum(given.seconds) / num_parts
     # Every halving may be off by the slack, or by half of a layer where none can be cut: at most log2 of them.
     slack_s = (TOLERANCE * part_s + max(given.seconds)) * (num_parts - 1).bit_length()
-    assert max(given.time(part) for part in found.parts) <= part_s + slack_s
+    assert max(seconds_of(given, part) for part in found.parts) <= part_s + slack_s
     assert given.cut_bytes(found.part_of) == sum(
         num_bytes for a, b, num_bytes in given.edges if found.part_of[a] != found.part_of[b]
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipebench.simulate.costs import HostCosts
-from pipebench.train.loading import loading_note
+from pipebench.train.metrics import loading_note
 from tests.support import Blobs, Mlp, make_setup
 
 IMAGES = {"name": "imagenet"}

@@ -9,10 +9,9 @@ import torch
 
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.errors import PlanError, RecipeError
-from pipebench.extensions.moves.asked import AskedMove, asked_moves, load_moves
 from pipebench.extensions.moves.engine import moves_of, moving
-from pipebench.extensions.moves.moves_file import FILE_NAME, to_text
 from pipebench.extensions.moves.planned import BALANCED, MovesPlanned, planned_moves, under
+from pipebench.extensions.moves.recipe import FILE_NAME, AskedMove, asked_moves, load_moves, to_text
 from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.extensions.moves.settings import MOVES
 from pipebench.model.plan import recut

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipebench.engine.setup import Setup
-from pipebench.extensions.moves.moves_file import FILE_NAME, to_text
+from pipebench.extensions.moves.recipe import FILE_NAME, to_text
 from pipebench.extensions.moves.simulated import simulate_moving, watch_of
 from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.simulate.meter import MEMORY

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pipebench.engine.replica import Replica
+from pipebench.engine.replica import Replica, UnitInput
 from pipebench.engine.streams import StreamSlot
 from pipebench.errors import PlanError
 from pipebench.model.graph import LayerGraph, trace
@@ -125,9 +125,8 @@ def _cut(graph: LayerGraph, plan: Plan, dataset: Dataset, fields: Fields) -> dic
         inputs = [fields[_field(graph, dataset, name)].clone() for name in stage.inputs]
         received = {layer: values[layer] for layers in stage.receives.values() for layer in layers}
         last = loss_function if stage.is_last else None
-        given, loss = replica.forward(
-            0, (0, 0), inputs, received, StreamSlot("train", 0, 0, starts=True), version=0, loss=last
-        )
+        place = StreamSlot("train", 0, 0, starts=True)
+        given, loss = replica.forward(UnitInput(0, (0, 0), inputs, received, 0, place, loss=last))
         values |= given
     arriving: dict[int, list[torch.Tensor]] = {}
     for replica in reversed(replicas):  # the last reader's gradients come first

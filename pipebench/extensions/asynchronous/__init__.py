@@ -1,1 +1,4 @@
-"""Asynchronous data parallelism: a server applies each gradient on arrival, and replicas pull the newest weights."""
+"""Asynchronous data parallelism: a server applies each gradient on arrival, and replicas pull the newest weights.
+
+Whatever waits for another process raises `PeerLostError` once that is gone.
+"""

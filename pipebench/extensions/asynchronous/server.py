@@ -91,18 +91,10 @@ class Server(EngineExtension):
     here: ParameterServer | None = None  # if in this process
 
     def push(self, replica: int, minibatch: int, version: int, gradients: Gradients) -> None:
-        """Push a minibatch's gradient, computed with a version of the weights.
-
-        Raises:
-            PeerLostError: the process of the server, or of a replica, is gone.
-        """
+        """Push a minibatch's gradient, computed with a version of the weights."""
 
     def pull(self, replica: int, at_least: int) -> Pulled:
-        """Return the weights after the replica's last push or, if `at_least` is given, after so many pushes.
-
-        Raises:
-            PeerLostError: as above.
-        """
+        """Return the weights after the replica's last push or, if `at_least` is given, after so many pushes."""
         return Pulled(0, None)
 
     def facts(self) -> list[Any]:

@@ -36,11 +36,7 @@ class ServerLink:
         self._parts = of_one_type(range(len(like)), like)
 
     def send(self, kind: int, number: int, version: int, tensors: Sequence[torch.Tensor | None] = ()) -> None:
-        """Send a message; None travels as zeros.
-
-        Raises:
-            PeerLostError: the peer is gone.
-        """
+        """Send a message; None travels as zeros."""
         there = [tensor is not None for tensor in tensors] or [False] * len(self._like)
         with peers():
             self._send(torch.tensor([kind, number, version, *there]))
@@ -49,11 +45,7 @@ class ServerLink:
                 self._send(torch.cat([piece.reshape(-1) for piece in pieces]).cpu())  # type: ignore[union-attr]
 
     def receive(self) -> tuple[int, int, int, list[torch.Tensor | None]]:
-        """Return the next message; a pull has no tensors.
-
-        Raises:
-            PeerLostError: the peer is gone.
-        """
+        """Return the next message; a pull has no tensors."""
         found: list[torch.Tensor | None] = [None] * len(self._like)
         with peers():
             kind, number, version, *there = self._receive(3 + len(self._like), torch.long).tolist()
@@ -114,19 +106,11 @@ class Serving:
             self._changed.notify_all()
 
     def push(self, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Apply a gradient of the first replica.
-
-        Raises:
-            PeerLostError: a replica is gone.
-        """
+        """Apply a gradient of the first replica."""
         self._own = self._apply(minibatch, version, gradients, of_first=True)
 
     def pull(self, at_least: int) -> Pulled:
-        """Return the weights after the first replica's last push or, if `at_least` is given, after so many pushes.
-
-        Raises:
-            PeerLostError: a replica is gone.
-        """
+        """Return the weights after the first replica's last push or, if `at_least` is given, after so many pushes."""
         if at_least >= 0:
             self._own = self._all_made(at_least, for_first=True)
         assert self._own is not None

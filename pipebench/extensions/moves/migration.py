@@ -20,14 +20,14 @@ from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.in_flight import num_bytes
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement
-from pipebench.engine.replica import LiveBytes, Replica, Values
+from pipebench.engine.replica import LiveBytes, Replica, UnitInput, Values
 from pipebench.engine.replica_state import restore, state_of
 from pipebench.engine.streams import StreamSlot
 from pipebench.extensions.moves.repartition_plan import BlockTransfer
-from pipebench.extensions.moves.segment_cuts import SegmentCuts
+from pipebench.extensions.moves.segment import MovingSegment
 from pipebench.extensions.moves.stage_parts import StagePart, StageParts
 from pipebench.model.slice_modules import Divided
-from pipebench.model.stage import LossFunction, Stage
+from pipebench.model.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,10 @@ class TransferredUnit:
 
 
 class MigratingReplica:
-    """A stage some of whose layers move.
+    """A stage some of whose layers move; `replica` runs it so far, layers `bounds[0]` to `bounds[1]`, excluded.
 
-    Args:
-        replica: runs the stage so far.
-        bounds: its first layer, and the one after its last.
-        share: its share of the model's state.
-        phases: the segment's cuts.
-        make_replica: makes a replica of layers.
-        note_memory: called at moments of peak memory within an operation.
+    `share` is its share of the model's state, `phases` the segment's cuts. `make_replica` makes a replica of layers,
+    `note_memory` is called at moments of peak memory within an operation.
     """
 
     scale: LossScale | None = None  # losses aren't scaled if layers move
@@ -70,7 +65,7 @@ class MigratingReplica:
         replica: Replica,
         bounds: tuple[int, int],
         share: Share,
-        phases: SegmentCuts,
+        phases: MovingSegment,
         make_replica: Callable[[Stage], Replica],
         note_memory: Callable[[], None],
     ) -> None:
@@ -98,32 +93,22 @@ class MigratingReplica:
         """Whether the stage computes the model's output."""
         return any(part.replica.stage.is_last for part in self._parts)
 
-    def forward(
-        self,
-        unit: int,
-        draw: tuple[int, ...],
-        inputs: Sequence[torch.Tensor],
-        received: Values,
-        place: StreamSlot,
-        *,
-        version: int,
-        move: Displacement = AS_IT_IS,
-        loss: LossFunction | None = None,
-    ) -> tuple[Values, torch.Tensor | None]:
+    def forward(self, given: UnitInput) -> tuple[Values, torch.Tensor | None]:
         """Run a unit forward; see `Replica.forward`. Returns all known values, those of other stages too."""
-        fields, values, result = dict(zip(self.inputs, inputs, strict=True)), dict(received), None
-        for part in self._parts.begin(unit):
+        fields, values, result = dict(zip(self.inputs, given.inputs, strict=True)), dict(given.received), None
+        for part in self._parts.begin(given.unit):
             replica, stage = part.replica, part.replica.stage
             reads, own = {layer: values[layer] for layer in stage.reads}, [fields[name] for name in stage.inputs]
             if part.leaves_to is not None:
-                before = self._state_before(replica, place)
-                self._pending_transfers[unit, part.leaves_to] = TransferredUnit(version, before, own, reads)
-            head = loss if stage.is_last else None
-            found, result = replica.forward(unit, draw, own, reads, place, version=version, loss=head)
+                before = self._state_before(replica, given.place)
+                transferred = TransferredUnit(given.version, before, own, reads)
+                self._pending_transfers[given.unit, part.leaves_to] = transferred
+            head = given.loss if stage.is_last else None
+            found, result = replica.forward(given._replace(inputs=own, received=reads, loss=head))
             values |= found
             if part.leaves_to is not None:
                 self._note_memory()
-                replica.let_go(unit)
+                replica.let_go(given.unit)
         self._note_versions()
         return values, result
 
@@ -219,7 +204,7 @@ class MigratingReplica:
         guest = self._parts.guest(block, unit, self._make)
         restore(guest, given.state, self._share)
         guest.weights.renumber(given.version)
-        guest.forward(unit, draw, given.inputs, given.received, place, version=given.version)
+        guest.forward(UnitInput(unit, draw, given.inputs, given.received, given.version, place))
 
     def take(self, block: BlockTransfer, state: ModelState) -> None:
         """Add a block: from the next forward on it runs as one with the adjacent layers."""

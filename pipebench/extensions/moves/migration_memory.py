@@ -3,26 +3,100 @@
 Each replica of a stage (its parts, retired ones that still run backwards, and guests that recompute transferred units)
 is a `ReplicaMemory` of its layers. A `MemoryMeter` orders their changes in time and adds what is in transit: messages,
 units and blocks of layers.
+
+Bytes within an instruction are as engines count live tensors, between instructions, and report them to Algorithm 1.
+Within one, its results count from its start and its inputs until its end, so every kind counts at its peak
+(docs/memory.md); messages are not counted.
 """
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
-from pipebench.extensions.moves.held_bytes import HeldBytes, Inputs
-from pipebench.extensions.moves.migration_costs import PhaseCosts
-from pipebench.extensions.moves.segment_cuts import SegmentCuts
+from pipebench.engine.setup import Setup
+from pipebench.extensions.moves.segment import MovingSegment, PhaseCosts
 from pipebench.extensions.moves.stage_parts import StagePart, StageParts
 from pipebench.model.plan import StagePlan
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import COPIES, Instruction
+from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, Op, with_kind
-from pipebench.simulate.memory import AGAIN, GRADIENTS, RECEIVED, SENT, StageMemoryCosts, layers_memory
+from pipebench.simulate.memory import (
+    ACTIVATIONS,
+    AGAIN,
+    GRADIENTS,
+    MASTERS,
+    MOVED,
+    RECEIVED,
+    SENT,
+    STATE,
+    VERSIONS,
+    WEIGHTS,
+    StageMemoryCosts,
+    layers_memory,
+    stage_memories,
+)
 from pipebench.simulate.memory_meter import MemoryMeter, MemoryTimeline
 from pipebench.simulate.replica_memory import Change, ReplicaMemory
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import Transfer
+
+Inputs = Mapping[Size, Mapping[str, int]]  # by size of the unit, bytes of every model input
+
+# Kinds as in `replica.LiveBytes`: units waiting to be transferred count at their stage until sent.
+_COUNTED: Final = {
+    WEIGHTS: 0, VERSIONS: 0, MOVED: 1, MASTERS: 2, STATE: 2, GRADIENTS: 3, ACTIVATIONS: 4, SENT: 4, AGAIN: 5,
+}  # fmt: skip
+_OF_A_UNIT: Final = (Op.FORWARD, *BACKWARDS, *COPIES)
+
+
+class HeldBytes:
+    """Adds up one worker's bytes."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0  # peak within the latest instruction, and over all
+        self._live = [0] * (1 + max(_COUNTED.values()))
+
+    def noted(self, changes: Iterable[Change]) -> Iterator[Change]:
+        """Yield an instruction's changes, and count them."""
+        most = [*self._live]
+        for change in changes:
+            kind = _COUNTED.get(change.kind)
+            if kind is not None:
+                self._live[kind] += change.num_bytes
+                most[kind] = max(most[kind], self._live[kind])
+            yield change
+        self.now = sum(most)
+        self.most = max(self.most, self.now)
+
+
+class SegmentBytes:
+    """Tracks each worker's bytes in a straight pipeline's segment whose layers stay.
+
+    `inputs` are the model's; there have been updates if `start_s`, the run's clock at the segment's start, is above 0.
+    """
+
+    def __init__(self, setup: Setup, size_of: Callable[[int], Size], inputs: Inputs, start_s: float) -> None:
+        made = (ReplicaMemory(each) for each in stage_memories(setup.profile, setup.plan, setup.pipeline, inputs))
+        self._holdings = [each.trained() if start_s > 0 else each for each in made]
+        self._held = [HeldBytes() for _ in self._holdings]
+        self._size_of = size_of
+        for held, holding in zip(self._held, self._holdings, strict=True):
+            _all(held.noted([*holding.before(), *(change for change in holding.come() if change.kind == STATE)]))
+
+    def event(self, event: TimelineEvent) -> int:
+        """Process an event; return its worker's peak bytes within it."""
+        it, held = event.instruction, self._held[event.worker]
+        if it.op is not Op.WAIT_NORM:
+            size = self._size_of(it.number) if it.op in _OF_A_UNIT else 0
+            _all(held.noted(self._holdings[it.stage].changes(it, size)))
+        return held.now
+
+
+def _all(changes: Iterable[Change]) -> None:
+    for _ in changes:
+        pass
+
 
 _RECEIVES: Final = with_kind(RECEIVE, ACTIVATION, GRADIENT)
 
@@ -34,7 +108,7 @@ class MigrationMemory:
     """
 
     def __init__(
-        self, phases: SegmentCuts, costs: PhaseCosts, size_of: Callable[[int], Size], inputs: Inputs, start_s: float
+        self, phases: MovingSegment, costs: PhaseCosts, size_of: Callable[[int], Size], inputs: Inputs, start_s: float
     ) -> None:
         pipeline, limit_bytes = phases.setup.pipeline, phases.setup.cluster.memory_bytes
         self._stages = [
@@ -85,7 +159,7 @@ class _MigratingMemory:
 
     def __init__(
         self,
-        phases: SegmentCuts,
+        phases: MovingSegment,
         costs: PhaseCosts,
         size_of: Callable[[int], Size],
         inputs: Inputs,
@@ -208,7 +282,6 @@ class _MigratingMemory:
         yield Change(RECEIVED, read - self._costs.num_bytes(given), True)
 
     def _crossing_bytes(self, it: Instruction) -> int:
-        """Return the bytes of a message to this stage."""
         costs, size = self._costs.costs, self._costs.size_of(it.number)
         if it.op is Op.RECEIVE_ACTIVATION:
             return costs.activation_bytes[it.peer, it.stage][size]

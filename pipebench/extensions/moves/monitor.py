@@ -33,12 +33,9 @@ Decide = Callable[[int, Sequence[StageReport]], Repartition | None]
 class StageMonitor:
     """Measures one stage.
 
-    Args:
-        setup: what runs.
-        stage: the stage.
-        decide: for the last stage, makes a decision from a minibatch and all reports; None for the others.
-        on_move: called once with every decision, as soon as it arrives.
-        allocator: the allocator's peak if no other stage shares the device.
+    For the last stage, `decide` makes a decision from a minibatch and all reports; None for the others. `on_move` is
+    called once with every decision, as soon as it arrives. The allocator's peak counts if no other stage shares the
+    device.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError, choice, nearest
-from pipebench.extensions.moves.asked import AskedMove, moves_asked
+from pipebench.extensions.moves.recipe import AskedMove, moves_asked
 from pipebench.extensions.moves.repartition_plan import Repartition, RepartitionPlan, layout_of, shape_problems
 from pipebench.extensions.moves.settings import MOVES, settings_of
 from pipebench.model.graph import LayerGraph
@@ -46,11 +46,7 @@ class MovesPlanned(JobExtension):
         return cls(recipe)
 
     def prepared(self, setup: Setup) -> "MovesPlanned":
-        """Return the part with the plans that the recipe asks for.
-
-        Raises:
-            PlanError: see `planned_moves`.
-        """
+        """Return the part with the plans that the recipe asks for."""
         periods = Periods.of(self.recipe.train, setup.sampler.minibatches_per_epoch)
         return replace(self, planned=planned_moves(moves_asked(self.recipe), setup, periods))
 

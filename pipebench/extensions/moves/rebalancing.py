@@ -19,8 +19,7 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from pipebench.extensions.moves.repartition_plan import CutLayout, Starts
-from pipebench.planner.partition.consecutive import TOLERANCE, Fits, LayerChain, repartition
-from pipebench.planner.partition.graph import timed_graph
+from pipebench.planner.partition import TOLERANCE, Fits, LayerChain, repartition, timed_graph
 from pipebench.planner.stage_problem import StageOutcome, StageProblem, input_bytes_of
 from pipebench.planner.swap_recompute import best_policies
 from pipebench.profile.model import LayerProfile, Profile
@@ -296,13 +295,8 @@ def problems_of(
 ) -> ProblemOf:
     """Return the `StageProblem` of any layers as any stage of a straight pipeline, for units of `num_samples`.
 
-    Args:
-        profile: layer costs.
-        pipeline: of the straight plan.
-        num_samples: per unit.
-        limit_bytes: of a device; infinite for no limit.
-        pcie_bytes_per_s: copy rate to a device's host; None if unknown.
-        chooses: policies besides keep; none: layers keep theirs.
+    `limit_bytes` is of a device, infinite for no limit, `pcie_bytes_per_s` the copy rate to its host, None if unknown;
+    `chooses` has policies besides keep; none: layers keep theirs.
     """
     policy, in_flight = WEIGHT_POLICIES[pipeline.weights], most_in_flight(pipeline)
     rows, versions = profile.by_size[num_samples], policy.versions

@@ -113,11 +113,7 @@ class RepartitionPlan:
     """The moves of one segment of training, some of which may be announced while it runs.
 
     Thread-safe. Programs query it for every unit and get consistent answers, since a move is announced before any
-    worker reaches its first change.
-
-    Args:
-        pipeline: common to all cuts.
-        layout: at the drain.
+    worker reaches its first change. `pipeline` is common to all cuts, `layout` that at the drain.
     """
 
     def __init__(self, pipeline: Pipeline, layout: CutLayout) -> None:

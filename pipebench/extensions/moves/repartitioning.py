@@ -7,7 +7,6 @@ from typing import Any
 from pipebench.checkpoint.progress import SavedProgress
 from pipebench.engine.engine import Engine
 from pipebench.extensions.moves.engine import moves_of
-from pipebench.extensions.moves.moves_file import in_words
 from pipebench.extensions.moves.planned import (
     BALANCED,
     BEFOREHAND,
@@ -17,6 +16,7 @@ from pipebench.extensions.moves.planned import (
     policies_of,
     under,
 )
+from pipebench.extensions.moves.recipe import in_words
 from pipebench.extensions.moves.repartition_plan import Repartition, RepartitionPlan, layout_of
 from pipebench.extensions.moves.settings import settings_of
 from pipebench.model.plan import Plan, recut

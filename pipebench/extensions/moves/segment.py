@@ -1,16 +1,73 @@
-"""A segment of training in which layers may move, as engines ask for it."""
+"""A segment of training in which layers may move: the setup under each of its cuts, and what instructions cost.
+
+On the virtual clock passes cost what they do under their units' cuts, and transfers their bytes. A unit's size, the key
+of cost tables, includes the cuts of its forward and backward here, so the simulator needs no change; tables are filled
+on demand.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pipebench.engine.protocols import SegmentCosts, SegmentExtension
 from pipebench.engine.setup import Setup
-from pipebench.extensions.moves.migration_costs import PhaseCosts
-from pipebench.extensions.moves.repartition_plan import shape_problems
-from pipebench.extensions.moves.segment_cuts import SegmentCuts
+from pipebench.errors import PlanError
+from pipebench.extensions.moves.repartition_plan import (
+    BlockTransfer,
+    CutLayout,
+    Policies,
+    Repartition,
+    RepartitionPlan,
+    layout_of,
+    shape_problems,
+)
+from pipebench.model.graph import attribute
+from pipebench.model.plan import make_plan, recut
+from pipebench.model.sampling import Size, UnitShape
+from pipebench.model.stage import Stage, cut_stage
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.operations import Op
+from pipebench.simulate.costs import Costs, StageCosts
+from pipebench.simulate.memory import swapped_bytes
+
+_Values = dict[int, tuple[int, ...]]  # layers whose values are exchanged, by the other stage
 
 
-class MovingSegment(SegmentCuts, SegmentExtension):
-    """The cuts of a segment, with the costs of moving layers once it is simulated."""
+class MovingSegment(RepartitionPlan, SegmentExtension):
+    """A segment of training in which layers may move; `setup` has the cuts at the drain."""
 
-    moving: PhaseCosts
+    moving: "PhaseCosts"  # costs of moving layers, once it is simulated
+
+    def __init__(self, setup: Setup) -> None:
+        layout = layout_of(setup.plan)
+        super().__init__(setup.pipeline, layout)
+        self.setup = setup
+        self._known = {layout: setup}
+        self._crossings: dict[tuple[int, CutLayout], tuple[_Values, _Values]] = {}
+
+    def announce(self, move: Repartition) -> None:
+        """Add a move.
+
+        Raises:
+            PlanError: it is impossible or too early, or the cuts separate layers that share parameters.
+        """
+        if self.setup.plan.relay:
+            raise PlanError(
+                "layers move while training goes on only where values go straight to who reads them; set relay: false"
+            )
+        if self.setup.loss_scale is not None:
+            raise PlanError(
+                "layers move while training goes on only where no stage scales its loss; set train.precision: bf16"
+            )
+        for problem in self.problems(move):
+            raise PlanError(problem)
+        before = self.last_layout
+        after = move.after(before)
+        for turned in range(len(before.starts)):  # boundaries switch one by one
+            for memory in (before.memory, after.memory):
+                self.at(CutLayout((*after.starts[: turned + 1], *before.starts[turned + 1 :]), memory))
+        super().announce(move)
 
     def costs(self, costs: SegmentCosts) -> SegmentCosts:
         """Return what instructions cost under the cuts of their units."""
@@ -21,9 +78,187 @@ class MovingSegment(SegmentCuts, SegmentExtension):
     def foreseen(self) -> "MovingSegment":
         """Return a segment with the moves known so far."""
         made = MovingSegment(self.setup)
-        for move in self.routes.moves.announced:
+        for move in self.announced:
             made.announce(move)
         return made
+
+    @property
+    def last(self) -> Setup:
+        """The setup after the last move."""
+        return self.at(self.last_layout)
+
+    def at(self, layout: CutLayout) -> Setup:
+        """Return the setup under cuts and policies."""
+        if layout not in self._known:
+            self._known[layout] = self.setup.under(recut(self.setup.graph, self.setup.plan, *layout))
+        return self._known[layout]
+
+    def sends(self, stage: int, minibatch: int) -> _Values:
+        """Return the layers whose values a stage sends forward, by reading stage, ascending."""
+        return self._crossing(stage, self.forward_layout(minibatch))[0]
+
+    def returns(self, stage: int, minibatch: int) -> _Values:
+        """Return the layers whose gradients a stage sends back, by stage of the layers."""
+        return self._crossing(stage, self.backward_layout(minibatch))[1]
+
+    def policies(self, minibatch: int) -> Policies:
+        """Return the memory policies of all layers for a minibatch."""
+        return self.forward_layout(minibatch).memory
+
+    def cut(self, start: int, stop: int, memory: Policies) -> Stage:
+        """Return layers [start, stop) as a stage of their own; `memory` has the policies of all layers of the model."""
+        graph = self.setup.graph
+        bounds = [each for each in (start, stop) if 0 < each < len(graph.layers)]
+        return cut_stage(graph, make_plan(graph, bounds, [1] * (len(bounds) + 1), memory=memory), int(start > 0))
+
+    def _crossing(self, stage: int, layout: CutLayout) -> tuple[_Values, _Values]:
+        """Return the layers whose values leave a stage, and those whose values reach it, by the other stage."""
+        if (stage, layout) not in self._crossings:
+            crossings = self.at(layout).plan.crossings.items()
+            leave = {b: values for (a, b), values in crossings if a == stage}
+            self._crossings[stage, layout] = leave, {a: values for (a, b), values in crossings if b == stage}
+        return self._crossings[stage, layout]
+
+
+N = TypeVar("N", int, float)
+_SIZES_KEPT = 1024  # more than there are units in flight
+
+
+class PhasedSize(NamedTuple):
+    """The size of a unit with its cuts, the key of costs while layers move."""
+
+    size: Size
+    forward: CutLayout  # cuts and memory policies of its forward
+    backward: CutLayout  # of its backward
+
+
+class _CostTable(dict[Any, N], Generic[N]):
+    """Costs by `PhasedSize`, computed on demand."""
+
+    def __init__(self, find: Callable[[PhasedSize], N]) -> None:
+        self._find: Callable[[PhasedSize], N] = find
+
+    def __missing__(self, key: PhasedSize) -> N:
+        found: N = self._find(key)
+        self[key] = found
+        return found
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return a size's cost; every size has one."""
+        return self[key]
+
+
+class PhaseCosts:
+    """The costs of a segment in which layers may move; the arguments map units to sizes and minibatches."""
+
+    def __init__(
+        self, phases: MovingSegment, size_of: Callable[[int], Size], minibatch_of: Callable[[int], int]
+    ) -> None:
+        self._phases = phases
+        self._plain_size = size_of
+        self._minibatch_of = minibatch_of
+        self.size_of = lru_cache(maxsize=_SIZES_KEPT)(self._size_of)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Instruction costs by `PhasedSize`."""
+        num_stages = self._phases.setup.pipeline.num_stages
+        edges = [(a, b) for b in range(num_stages) for a in range(b)]
+        return replace(
+            self._phases.setup.costs,
+            stages=tuple(self._stage(index) for index in range(num_stages)),
+            activation_bytes={edge: self._crossing(edge, "activation_bytes", "forward") for edge in edges},
+            gradient_bytes={edge: self._crossing(edge, "gradient_bytes", "backward") for edge in edges},
+        )
+
+    def update_s(self, stage: int, round_index: int) -> float:
+        """Return the seconds of an update, for the layers of its last backward's cuts."""
+        pipeline, moves = self._phases.setup.pipeline, self._phases
+        last = (round_index + 1) * pipeline.round_size(stage) - 1
+        return self._phases.at(moves.backward_layout(last)).costs.stages[stage].update_s
+
+    def recomputing_s(self, stage: int, unit: int) -> float:
+        """Return the seconds of a unit's backward that recompute forwards."""
+        size = self.size_of(unit)
+        return float(self._phases.at(size.backward).costs.stages[stage].again_s.get(size.size, 0.0))
+
+    def again_s(self, it: Instruction) -> float:
+        """Return the seconds to recompute a unit's forward through a block."""
+        block, size = self._phases.handed(it.peer, it.stage, it.number), self._plain_size(it.number)
+        if not size:
+            return 0.0
+        return sum(self._phases.setup.profile.by_size[size][i].forward_s for i in range(block.start, block.stop))
+
+    def num_bytes(self, it: Instruction) -> int:
+        """Return the bytes of a transfer: a unit's data for a block, or the block itself."""
+        setup, block = self._phases.setup, self._phases.handed(it.stage, it.peer, self._minibatch(it))
+        parameters, buffers = _held_bytes(setup, block)
+        if it.op is Op.GIVE:
+            return buffers + parameters * (1 + setup.profile.state_bytes_per_byte)
+        return (buffers + parameters + self.read_bytes(it)) if self._plain_size(it.number) else 0
+
+    def read_bytes(self, it: Instruction) -> int:
+        """Return the bytes of a transferred unit's activations and inputs; the rest is weights, buffers and states."""
+        block = self._phases.handed(it.stage, it.peer, self._minibatch(it))
+        return _read_bytes(self._phases.setup, block, self._plain_size(it.number))
+
+    def _minibatch(self, it: Instruction) -> int:
+        return it.number if it.op is Op.GIVE else self._minibatch_of(it.number)
+
+    def _size_of(self, unit: int) -> Any:
+        minibatch, moves = self._minibatch_of(unit), self._phases
+        return PhasedSize(self._plain_size(unit), moves.forward_layout(minibatch), moves.backward_layout(minibatch))
+
+    def _stage(self, index: int) -> StageCosts:
+        def table(field: str, way: str) -> _CostTable[float]:
+            return _CostTable(
+                lambda key: float(getattr(self._phases.at(getattr(key, way)).costs.stages[index], field)[key.size])
+            )
+
+        return replace(
+            self._phases.setup.costs.stages[index],
+            forward_s=table("forward_s", "forward"),
+            backward_s=table("backward_s", "backward"),
+            weight_s=table("weight_s", "backward"),
+            load_s=table("load_s", "forward"),
+            swap_bytes=_CostTable(partial(self._swapped, index)),
+        )
+
+    def _swapped(self, index: int, key: PhasedSize) -> int:
+        """Return the bytes of a unit that a stage swaps: only of layers that it runs both forward and backward."""
+        one, other = (self._phases.at(layout).plan.stages[index] for layout in (key.forward, key.backward))
+        start, stop = max(one.start, other.start), min(one.stop, other.stop)
+        own = replace(one, start=start, stop=stop, memory=one.memory[start - one.start : stop - one.start])
+        return swapped_bytes(self._phases.setup.profile.by_size[key.size], own) if key.size else 0
+
+    def _crossing(self, edge: tuple[int, int], field: str, way: str) -> _CostTable[int]:
+        return _CostTable(
+            lambda key: getattr(self._phases.at(getattr(key, way)).costs, field).get(edge, {}).get(key.size, 0)
+        )
+
+
+def _held_bytes(setup: Setup, block: BlockTransfer) -> tuple[int, int]:
+    """Return the bytes of a block's parameters and of its buffers."""
+    layers = setup.graph.layers[block.start : block.stop]
+    parameters = {name for layer in layers for name in layer.parameters}
+    buffers = {name for layer in layers for name in layer.buffers}
+    return _bytes_of(setup, parameters), _bytes_of(setup, buffers)
+
+
+def _bytes_of(setup: Setup, names: Iterable[str]) -> int:
+    return sum(attribute(setup.graph.root, name).nbytes for name in names)
+
+
+def _read_bytes(setup: Setup, block: BlockTransfer, size: Size) -> int:
+    """Return the bytes that a block's layers read in a unit: other layers' outputs and model inputs."""
+    layers = setup.graph.layers[block.start : block.stop]
+    values = {read for layer in layers for read in layer.reads if not block.start <= read < block.stop}
+    fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
+    read = {fields[name] for layer in layers for name in layer.inputs}
+    dataset = setup.dataset.of_length(size.columns) if isinstance(size, UnitShape) else setup.dataset
+    example = dataset.example(size.num_samples if isinstance(size, UnitShape) else size) if read else {}
+    rows = setup.profile.by_size[size]
+    return sum(rows[value].output_bytes for value in values) + sum(example[name].nbytes for name in read)
 
 
 def segment_of(setup: Setup) -> MovingSegment | None:

@@ -18,7 +18,7 @@ from pipebench.engine.segment import SizeOf
 from pipebench.engine.setup import Setup, share_of
 from pipebench.extensions.moves.balancing import ENOUGH, Known
 from pipebench.extensions.moves.engine import EngineMoves
-from pipebench.extensions.moves.held_bytes import Inputs
+from pipebench.extensions.moves.migration_memory import Inputs
 from pipebench.extensions.moves.monitor import EVERY, monitors
 from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.extensions.moves.segment import MovingSegment
@@ -168,7 +168,6 @@ class SimulatedEngine(Engine):
             monitor.received(it, self._mailbox)
 
     def _hold(self, event: TimelineEvent, num_bytes: int) -> None:
-        """Record a stage's memory."""
         self._monitors[event.worker].hold(num_bytes)
 
     def _enough(self) -> int:

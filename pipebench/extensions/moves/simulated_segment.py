@@ -6,8 +6,7 @@ from functools import lru_cache, partial
 
 from pipebench.engine.segment import Segment, SizeOf
 from pipebench.engine.setup import Setup
-from pipebench.extensions.moves.held_bytes import Inputs, SegmentBytes
-from pipebench.extensions.moves.migration_memory import MigrationMemory
+from pipebench.extensions.moves.migration_memory import Inputs, MigrationMemory, SegmentBytes
 from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.extensions.moves.segment import MovingSegment
 from pipebench.extensions.moves.settings import MOVES
@@ -53,7 +52,7 @@ class SimulatedSegment(Segment):
 
     @property
     def _announced(self) -> tuple[Repartition, ...]:
-        return () if self._phases is None else self._phases.routes.moves.announced
+        return () if self._phases is None else self._phases.announced
 
     def end_at(self, minibatch: int) -> None:
         """End before a minibatch, for a move there."""
@@ -69,11 +68,9 @@ class SimulatedSegment(Segment):
     ) -> SegmentTotals:
         """Simulate it; return its totals.
 
-        Args:
-            meter: records every event and transfer.
-            told: called with every event and the function from units to sizes.
-            held: called afterwards with the worker's peak bytes within the event, without messages.
-            enough: minibatches without a move after which simulation may stop; 0: never.
+        `meter` records every event and transfer; `told` is called with every event and the function from units to
+        sizes, `held` afterwards with the worker's peak bytes within it, without messages. Simulation may stop after
+        `enough` minibatches without a move; 0: never.
         """
         setup, pipeline, self._enough = self._setup, self._setup.pipeline, enough
         meter = meter or Meter(pipeline)
@@ -99,7 +96,6 @@ class SimulatedSegment(Segment):
         return SegmentTotals(took_s, busy_s, stall_s, num_bytes, again_s=again_s, swap_stall_s=swap_s)
 
     def _transferred(self, meter: Meter, transfer: Transfer) -> None:
-        """Record a transfer."""
         meter.transfer(transfer)
         if self.memory is not None:
             self.memory.transfer(transfer)

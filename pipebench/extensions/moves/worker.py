@@ -1,53 +1,68 @@
 """A worker whose layers move, and whose stage may measure itself."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
+from pipebench.checkpoint.state import ModelState
 from pipebench.engine.protocols import Collectives, Handler, Transport, UnitLoss, WorkerExtension
+from pipebench.engine.replicas import make_replica
 from pipebench.engine.worker import Worker
-from pipebench.extensions.moves.block_transfers import BlockTransfers
+from pipebench.extensions.moves.migration import MigratingReplica, TransferredUnit
 from pipebench.extensions.moves.monitor import StageMonitor
-from pipebench.extensions.moves.segment_cuts import SegmentCuts
+from pipebench.extensions.moves.segment import MovingSegment
 from pipebench.extensions.moves.settings import MOVES, settings_of
-from pipebench.schedule.instructions import TRANSFER_OPS, Instruction
-from pipebench.schedule.operations import ACTIVATION, GRADIENT, RECEIVE, SEND, Op, with_kind
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, SEND, Op, with_kind
 
 _SENDS: Final = with_kind(SEND, ACTIVATION, GRADIENT)
 _RECEIVES: Final = with_kind(RECEIVE, ACTIVATION, GRADIENT)
 
 
 class MovingWorker(WorkerExtension):
-    """Executes moves, and reports to Algorithm 1 if stages balance."""
+    """Executes moves, and reports to Algorithm 1 if stages balance.
+
+    The worker's `replicas` and `running` (see `MigratingReplica`) are updated as layers move.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._cuts: SegmentCuts | None = None  # of the segment, if layers may move in it
+        self._cuts: MovingSegment  # of the segment, or of the last one in which layers might move
+        self._moves = False  # whether layers may move in this segment
         self.monitor: StageMonitor | None = None  # if Algorithm 1 balances stages
-        self.handlers: Mapping[Op, Handler] = dict.fromkeys(TRANSFER_OPS, self._hand_over)
+        self.handlers: Mapping[Op, Handler] = {
+            Op.RECUT: partial(self._transfer, self._recut),
+            Op.GIVE_UNIT: partial(self._transfer, self._give_unit),
+            Op.GIVE: partial(self._transfer, self._give),
+            Op.TAKE_UNIT: partial(self._transfer, self._take_unit),
+            Op.FORWARD_AGAIN: partial(self._transfer, self._forward_again),
+            Op.TAKE: partial(self._transfer, self._take),
+        }
         if settings_of(worker.setup.pipeline).balances:
             self.handlers |= {op: self._reporting(worker.handlers[op]) for op in (*_SENDS, *_RECEIVES)}
 
-    def begin(self, segment: SegmentCuts | None) -> None:
+    def begin(self, segment: MovingSegment | None) -> None:
         """Start a segment of training."""
-        worker, self._cuts = self._worker, segment
+        self._moves = segment is not None
         if segment is not None:
-            worker.crossing.edges = segment
-            self.handing_over = BlockTransfers(
-                worker.replicas, worker.running, worker.shares, worker.feed, segment, worker.note_memory
-            )
+            self._cuts = segment
+            self._worker.crossing.edges = segment
+            stages = segment.setup.plan.stages
+            self._bounds = {stage: (stages[stage].start, stages[stage].stop) for stage in self._worker.replicas}
+            self._given_units: dict[tuple[int, int, int], TransferredUnit] = {}  # by stage, unit and source stage
         if self.monitor is not None:
             self.monitor.begin()
 
     def end(self) -> None:
         """If layers have moved, cut the stages as they are now, for evaluations too."""
-        cuts, self._cuts = self._cuts, None
-        if cuts is not None and cuts.routes.moves.announced:
-            self._worker.recut(cuts.last)
+        moves, self._moves = self._moves, False
+        if moves and self._cuts.announced:
+            self._worker.recut(self._cuts.last)
 
     def passed(self, stage: int) -> None:
         """Let one replica run the stage again, if this was the last backward of another."""
-        if self._cuts is not None:
-            self.handing_over.gather(stage)
+        if self._moves:
+            self._gather(stage)
 
     def took(self, instruction: Instruction, seconds: float) -> None:
         """Measure an instruction."""
@@ -59,10 +74,64 @@ class MovingWorker(WorkerExtension):
         if self.monitor is not None:
             self.monitor.hold(num_bytes)
 
-    def _hand_over(self, it: Instruction, transport: Transport, _: Collectives) -> None:
-        self.handing_over.execute(it, transport)
+    def _transfer(
+        self, execute: Callable[[Instruction, Transport], None], it: Instruction, transport: Transport, _: Collectives
+    ) -> None:
+        execute(it, transport)
         self._worker.note_memory()
-        self.handing_over.gather(it.stage)
+        self._gather(it.stage)
+
+    def _gather(self, stage: int) -> None:
+        """Let one replica run a stage again once no transfer and no unit in another replica is left."""
+        migrating = self._worker.running[stage]
+        if isinstance(migrating, MigratingReplica) and (whole := migrating.whole) is not None:
+            self._worker.replicas[stage] = self._worker.running[stage] = whole.replica
+            self._bounds[stage] = whole.bounds
+            self._worker.note_memory()
+
+    def _recut(self, it: Instruction, _: Transport) -> None:
+        migrating = self._migrating(it.stage)
+        if it.peer < 0:
+            migrating.renew(it.number)
+        else:
+            migrating.part(self._cuts.handed(it.stage, it.peer, it.number))
+
+    def _give_unit(self, it: Instruction, transport: Transport) -> None:
+        if self._worker.feed.size(it.number) > 0:
+            given = self._migrating(it.stage).give_unit(it.number, it.peer)
+            transport.send(MIGRATION, it.number, it.stage, it.peer, given.to_plain())
+
+    def _give(self, it: Instruction, transport: Transport) -> None:
+        state = self._migrating(it.stage).give(it.peer)
+        transport.send(MIGRATION, it.number, it.stage, it.peer, vars(state))
+
+    def _take_unit(self, it: Instruction, transport: Transport) -> None:
+        if self._worker.feed.size(it.number) > 0:
+            given = transport.receive(MIGRATION, it.number, it.peer, it.stage)
+            self._given_units[it.stage, it.number, it.peer] = TransferredUnit.from_plain(given)
+
+    def _forward_again(self, it: Instruction, _: Transport) -> None:
+        given = self._given_units.pop((it.stage, it.number, it.peer), None)
+        if given is not None:
+            block = self._cuts.handed(it.peer, it.stage, it.number)
+            draw, place = self._worker.feed.minibatch(it.number), self._worker.feed.place(it.number)
+            self._migrating(it.stage).forward_again(block, it.number, given, draw, place)
+
+    def _take(self, it: Instruction, transport: Transport) -> None:
+        state = ModelState(**transport.receive(MIGRATION, it.number, it.peer, it.stage))
+        self._migrating(it.stage).take(self._cuts.handed(it.peer, it.stage, it.number), state)
+
+    def _migrating(self, stage: int) -> MigratingReplica:
+        """Return the `MigratingReplica` of a stage, made of its replica at the first call."""
+        worker, running = self._worker, self._worker.running[stage]
+        if isinstance(running, MigratingReplica):
+            return running
+        replica, make = worker.replicas[stage], partial(make_replica, self._cuts.setup, stage)
+        made = MigratingReplica(
+            replica, self._bounds[stage], worker.shares[stage], self._cuts, make, worker.note_memory
+        )
+        worker.running[stage] = made
+        return made
 
     def _reporting(self, handler: Handler) -> Handler:
         """Return a handler that sends or receives reports, or a decision, after a message of training."""

@@ -10,35 +10,20 @@ current state, as in Pham et al. (ENAS, ICML'18), so cells common to two of them
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from pipebench.extensions.search.recipe import OLDEST
+from pipebench.extensions.search.recipe import OLDEST, SearchRecipe
 from pipebench.extensions.search.strategy import Individual, SearchStrategy
 from pipebench.model.sampling import mix, name_hash
 
 
-@dataclass(frozen=True)
-class Rules:
-    """Parameters of an evolution."""
-
-    num_cells: int  # to choose from
-    first: frozenset[int]  # cells of the first individual
-    population: int  # living individuals
-    tournament: int  # individuals drawn for each tournament, with repetition
-    mutations: int  # cells by which a child differs from its parent
-    smallest: int  # fewest cells of an individual
-    removes: str  # which individual a child replaces: the `oldest`, or the `worst` of a tournament
-    hurdles: int  # at most; each grants another training period to individuals that exceed it
-    larger_is_better: bool  # of scores
-    seed: int  # of all draws
-
-
 class Evolution(SearchStrategy):
-    """A search that continues with every score."""
+    """A search that continues with every score, among `num_cells` cells; `seed` is of all draws."""
 
-    def __init__(self, rules: Rules) -> None:
-        super().__init__(rules.first, larger_is_better=rules.larger_is_better)
-        self._rules = rules
+    def __init__(
+        self, rules: SearchRecipe, num_cells: int, first: frozenset[int], *, larger_is_better: bool, seed: int
+    ) -> None:
+        super().__init__(first, larger_is_better=larger_is_better)
+        self._rules, self._cells, self._seed = rules, range(num_cells), seed
         self.population: list[int] = []  # numbers of the living, in order of birth
 
     def _go_on(self, num_minibatches: int) -> None:
@@ -78,10 +63,10 @@ class Evolution(SearchStrategy):
 
     def _drawn(self, number: int) -> Individual:
         """Return an individual of the first population: each cell with probability 1/2, more if these are too few."""
-        draws, every = self._draws("cells", number), range(self._rules.num_cells)
-        cells = {cell for cell in every if draws.below(2)}
+        draws = self._draws("cells", number)
+        cells = {cell for cell in self._cells if draws.below(2)}
         while len(cells) < self._rules.smallest:
-            cells.add(draws.one_of([cell for cell in every if cell not in cells]))
+            cells.add(draws.one_of([cell for cell in self._cells if cell not in cells]))
         return Individual(number, None, frozenset(cells))
 
     def _child(self, number: int) -> Individual:
@@ -96,8 +81,7 @@ class Evolution(SearchStrategy):
         cells, changed = set(parent), set[int]()
         for _ in range(self._rules.mutations):
             can_go = len(cells) > self._rules.smallest
-            unchanged = (cell for cell in range(self._rules.num_cells) if cell not in changed)
-            free = [cell for cell in unchanged if can_go or cell not in cells]
+            free = [cell for cell in self._cells if cell not in changed and (can_go or cell not in cells)]
             if not free:
                 break
             cell = draws.one_of(free)
@@ -111,7 +95,7 @@ class Evolution(SearchStrategy):
         return [self.individuals[draws.one_of(self.population)] for _ in range(self._rules.tournament)]
 
     def _draws(self, what: str, number: int) -> "_Draws":
-        return _Draws(self._rules.seed, what, number)
+        return _Draws(self._seed, what, number)
 
 
 class _Draws:

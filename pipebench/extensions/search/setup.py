@@ -8,9 +8,9 @@ from pipebench.engine.setup import Setup
 from pipebench.errors import GraphError
 from pipebench.extensions.moves.planned import cuts_of
 from pipebench.extensions.search.architectures import Architectures, Cells
-from pipebench.extensions.search.evolution import Evolution, Rules
+from pipebench.extensions.search.evolution import Evolution
 from pipebench.extensions.search.recipe import SearchRecipe
-from pipebench.extensions.search.search import Search
+from pipebench.extensions.search.strategy import SearchStrategy
 from pipebench.extensions.search.trace import Following, Step, steps_of
 from pipebench.extensions.search.trace_file import load_trace
 from pipebench.recipe.schema import Recipe
@@ -66,11 +66,7 @@ class SearchSetup(JobExtension):
         return replace(known, graph=graph, profile=profile)
 
     def prepared(self, setup: Setup) -> "SearchSetup":
-        """Return the search with the changes of its trace, if it has one.
-
-        Raises:
-            GraphError: see `steps_of`.
-        """
+        """Return the search with the changes of its trace, if it has one."""
         if self.recipe.trace is None:
             return self
         trace = load_trace(self.recipe.trace)
@@ -86,18 +82,13 @@ class SearchSetup(JobExtension):
             job = replace(job, setup=chosen(job, self.architectures.setup(job.setup, step.cells)))
             yield job
 
-    def begin(self) -> Search:
+    def begin(self) -> SearchStrategy:
         """Return the search, before training."""
-        given = self.recipe
+        first, better = self.first, self.larger_is_better
         if self.steps is not None:
-            following = Following(self.first, self.steps, larger_is_better=self.larger_is_better)
-            return Search(following, self.architectures, self.metric)
-        rules = Rules(
-            num_cells=len(self.architectures.cells), first=self.first, population=given.population,
-            tournament=given.tournament, mutations=given.mutations, smallest=given.smallest, removes=given.removes,
-            hurdles=given.hurdles, larger_is_better=self.larger_is_better, seed=self.seed,
-        )  # fmt: skip
-        return Search(Evolution(rules), self.architectures, self.metric)
+            return Following(first, self.steps, larger_is_better=better)
+        num_cells = len(self.architectures.cells)
+        return Evolution(self.recipe, num_cells, first, larger_is_better=better, seed=self.seed)
 
 
 def chosen(job: Job, setup: Setup) -> Setup:
