@@ -223,7 +223,7 @@ def test_the_largest_minibatch_fits_with_every_architecture(tmp_path: Path) -> N
 def test_what_an_architecture_costs_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [{"minibatch": 30, "delete": 12, "stage": 0}]
     first, _ = simulate_search(job(tmp_path, events))
-    monkeypatch.delattr("pipebench.extensions.search.costs.analytic_profile")
+    monkeypatch.delattr("pipebench.extensions.search.architectures.analytic_profile")
     again, _ = simulate_search(job(tmp_path, events))
     assert [point.metrics for point in again.points] == [point.metrics for point in first.points]
 
