@@ -2,7 +2,9 @@
 
 Every member sends every other its part: Gloo's own reduce-scatter sends as much as an all-reduce, and adds
 in an order that depends on the number of members; here they are added in their order. On NCCL a ring may do both
-(`sums: ring`). Buffers live from a bucket's first gradient to its sum, so that whole gradients don't stay.
+(`sums: ring`). Large pieces travel by themselves, from the gradient or the shard that they are of and into the weights
+that they are for, so that no buffer holds them a second time; a bucket's small ones travel together. Gradients stay
+until their bucket's sum.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,9 +19,13 @@ from pipebench.distributed.reducer import BucketsInOrder, OnBucket
 from pipebench.engine.shards import Piece, Sharding
 from pipebench.engine.weights import Weights
 
+# Pieces of so many bytes travel by themselves: to copy one into a buffer and out takes about as long as a message does.
+_LARGE_BYTES = 1 << 18
+Message = Sequence[Piece]  # pieces that travel as one tensor
+
 
 class Exchange:
-    """How a stage's replicas exchange the parts of a buffer in their process group.
+    """How a stage's replicas exchange the parts of a bucket in their process group.
 
     `order` has the replica of every member of the group, `own` is this member's position; `native`: whether the backend
     scatters and gathers itself; `host_copy`: whether tensors go through the host's memory.
@@ -29,13 +35,34 @@ class Exchange:
         self.group, self.order, self.own = group, order, own
         self.native, self.host_copy = native, host_copy
 
-    def sizes(self, bucket: Sequence[Sequence[Piece]]) -> list[int]:
-        """Return the elements of every member's part of a bucket."""
-        return [sum(piece.stop - piece.start for piece in bucket[replica]) for replica in self.order]
+    def messages(self, bucket: Sequence[Sequence[Piece]], like: Sequence[torch.Tensor]) -> list[list[Message]]:
+        """Return the messages that every member's part of a bucket travels in; one, maybe empty, where native."""
+        if self.native:
+            return [[bucket[replica]] for replica in self.order]
+        found: list[list[Message]] = []
+        for replica in self.order:
+            sizes = [(piece, (piece.stop - piece.start) * like[piece.place].itemsize) for piece in bucket[replica]]
+            small = [piece for piece, num_bytes in sizes if num_bytes < _LARGE_BYTES]
+            found.append([[piece] for piece, num_bytes in sizes if num_bytes >= _LARGE_BYTES])
+            found[-1] += [small] if small else []
+        return found
 
-    def travelling(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a buffer where the group's collectives can send it."""
-        return flat.cpu() if self.host_copy else flat
+    def joined(self, runs: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        """Return the values of a message as one tensor where the group can send it; a single one isn't copied."""
+        flat = [run.reshape(-1) for run in runs] or [like.new_empty(0)]
+        found = flat[0] if len(flat) == 1 else torch.cat(flat)
+        return found.cpu() if self.host_copy else found
+
+    def between(self, sent: Sequence[Sequence[torch.Tensor]], taken: Sequence[Sequence[torch.Tensor]]) -> list[Any]:
+        """Send every other member its messages and take its own; both are by position.
+
+        In one batch: by NCCL all of it is on one stream, where two members that both sent first would wait for ever.
+        """
+        operations = list[Any]()
+        for peer in (position for position in range(len(self.order)) if position != self.own):
+            operations += [dist.P2POp(dist.isend, each, group=self.group, group_peer=peer) for each in sent[peer]]
+            operations += [dist.P2POp(dist.irecv, each, group=self.group, group_peer=peer) for each in taken[peer]]
+        return dist.batch_isend_irecv(operations) if operations else []
 
 
 class _Scatter:
@@ -43,62 +70,64 @@ class _Scatter:
 
     def __init__(self, bucket: Sequence[Sequence[Piece]], like: Sequence[torch.Tensor], exchange: Exchange) -> None:
         self.indices = [*dict.fromkeys(piece.place for part in bucket for piece in part)]
-        self._like = [like[index] for index in self.indices]
-        self._exchange, self._sizes = exchange, exchange.sizes(bucket)
+        self._like = {index: like[index] for index in self.indices}
+        self._exchange, self._messages = exchange, exchange.messages(bucket, like)
         self.pieces = bucket[exchange.order[exchange.own]]
-        self.num_bytes = sum(tensor.nbytes for tensor in self._like)
+        self.num_bytes = sum(tensor.nbytes for tensor in self._like.values())
         self.missing = set(self.indices)
         self.set_out = Moment()
-        self._places: dict[int, torch.Tensor] = {}
-        self._flat = self._given = torch.empty(0)
-        self._work: Any = None
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._given: list[list[torch.Tensor]] = []  # this member's messages, by the position of who gives them
+        self._sent: list[list[torch.Tensor]] = []
+        self._work: list[Any] = []
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Copy a gradient into the buffer; None as negative zeros, which change no sum and show if all are None."""
-        if not self._places:
-            self._flat = torch.empty(
-                sum(tensor.numel() for tensor in self._like), dtype=self._like[0].dtype, device=self._like[0].device
-            )
-            pieces = torch.split(self._flat, [tensor.numel() for tensor in self._like])
-            shaped = (piece.view(tensor.shape) for piece, tensor in zip(pieces, self._like, strict=True))
-            self._places = dict(zip(self.indices, shaped, strict=True))
-        place = self._places[index]
-        place.fill_(-0.0) if gradient is None else place.copy_(gradient)
+        """Keep a gradient; None as negative zeros, which change no sum and show if all are None."""
+        if gradient is None:
+            like = self._like[index]
+            gradient = torch.full(like.shape, -0.0, dtype=like.dtype, device=like.device)
+        self._gradients[index] = gradient.contiguous()
         self.missing.discard(index)
 
     def start(self) -> None:
         """Send every other member its part."""
-        exchange, own = self._exchange, self._sizes[self._exchange.own]
-        self._flat = exchange.travelling(self._flat)
+        exchange, own = self._exchange, self._exchange.own
+        parts = [[self._values(message) for message in messages] for messages in self._messages]
+        self._gradients, self._sent = {}, parts
         if exchange.native:
-            self._given = self._flat.new_empty(own)
-            parts = [*torch.split(self._flat, self._sizes)]
-            self._work = dist.reduce_scatter(self._given, parts, group=exchange.group, async_op=True)
+            self._given = [[torch.empty_like(parts[own][0])]]
+            given = [part for (part,) in parts]
+            self._work = [dist.reduce_scatter(self._given[0][0], given, group=exchange.group, async_op=True)]
         else:
-            taken = [own] * len(self._sizes)
-            self._given = self._flat.new_empty(sum(taken))
-            self._work = dist.all_to_all_single(
-                self._given, self._flat, taken, self._sizes, group=exchange.group, async_op=True
-            )
+            self._given = [part if part is parts[own] else [*map(torch.empty_like, parts[own])] for part in parts]
+            self._work = exchange.between(parts, self._given)
+
+    def _values(self, message: Message) -> torch.Tensor:
+        runs = [piece.of(self._gradients[piece.place]) for piece in message]
+        return self._exchange.joined(runs, next(iter(self._like.values())))
 
     def wait(self) -> None:
         """Wait for the others' parts."""
-        self._work.wait()
+        for each in self._work:
+            each.wait()
 
     def added(self) -> list[torch.Tensor]:
-        """Return this member's pieces of the sum, once waited for."""
-        first, *others = torch.split(self._given, self._sizes[self._exchange.own] or 1) if len(self._given) else [
-            self._given
-        ]  # fmt: skip
-        total = first.clone()
-        for other in others:
-            total += other
-        total = total.to(self._like[0].device)
-        self._places, self._flat, self._given, self._work = {}, torch.empty(0), torch.empty(0), None
+        """Return this member's pieces of the sum, once waited for; it is made in what another member has given."""
+        found: dict[Piece, torch.Tensor] = {}
+        own = self._exchange.own
+        for message, (total, *others) in zip(self._messages[own], zip(*self._given, strict=True), strict=True):
+            for count, other in enumerate(others):
+                total = torch.add(total, other, out=other if own == count == 0 else total)
+            values = torch.split(total.to(self._device), [piece.stop - piece.start for piece in message])
+            shaped = (value.view(*p.shape(self._like[p.place])) for p, value in zip(message, values, strict=True))
+            found |= zip(message, shaped, strict=True)
+        self._given, self._sent, self._work = [], [], []
         self.missing = set(self.indices)
-        shaped = zip(self.pieces, torch.split(total, [p.stop - p.start for p in self.pieces]), strict=True)
-        like = dict(zip(self.indices, self._like, strict=True))
-        return [values.view(*piece.shape(like[piece.place])) for piece, values in shaped]
+        return [found[piece] for piece in self.pieces]
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._like.values())).device
 
 
 class ShardReducer(BucketsInOrder[_Scatter]):
@@ -141,7 +170,8 @@ class WeightGather:
         assert weights.sharding is not None
         self._watch = watch
         self._weights, self._exchange, self._sharding = weights, exchange, weights.sharding
-        self._work: list[tuple[list[Any], list[torch.Tensor]]] = []  # per bucket: operations, and every member's part
+        # Per bucket: operations, what they send, and messages that are to be copied with what arrives of them
+        self._work: list[tuple[list[Any], list[torch.Tensor], list[tuple[Message, torch.Tensor]]]] = []
         self.kind = ""  # as which the bytes of the one under way are counted
         self.set_out = Moment()
 
@@ -155,47 +185,46 @@ class WeightGather:
     def start(self) -> None:
         """Send every other member the own pieces."""
         self.set_out = self._watch.mark(keep=True)
-        exchange, own = self._exchange, self._sharding.own
-        values = dict(zip(own, self._weights.own_pieces(), strict=True))
+        exchange, own = self._exchange, self._exchange.own
+        values = dict(zip(self._sharding.own, self._weights.own_pieces(), strict=True))
+        parameters = self._weights.newest.parameters
         for bucket in self._sharding.buckets:
-            like = self._weights.newest.parameters[next(p for b in bucket for p in b).place]
-            given = [values[piece].reshape(-1) for piece in bucket[exchange.order[exchange.own]]]
-            flat = exchange.travelling(torch.cat(given) if given else like.new_empty(0))
-            parts = [flat.new_empty(size) for size in exchange.sizes(bucket)]
+            like, messages = parameters[next(p for b in bucket for p in b).place], exchange.messages(bucket, parameters)
+            sent = [exchange.joined([values[piece] for piece in message], like) for message in messages[own]]
+            arriving = [] if self._sharding.keeps_all else [*zip(messages[own], sent, strict=True)]
+            taken = [
+                [*map(torch.empty_like, sent)] if position == own else [self._place(it, like, arriving) for it in each]
+                for position, each in enumerate(messages)
+            ]
             with peers():
                 if exchange.native:
-                    work = [dist.all_gather(parts, flat, group=exchange.group, async_op=True)]
+                    parts = [part for (part,) in taken]
+                    work = [dist.all_gather(parts, sent[0], group=exchange.group, async_op=True)]
                 else:
-                    work = self._exchanged(flat, parts)
-            self._work.append((work, parts))
+                    work = exchange.between([sent] * len(messages), taken)
+            self._work.append((work, sent, arriving))
 
-    def _exchanged(self, own: torch.Tensor, parts: list[torch.Tensor]) -> list[Any]:
-        """Send the own part to all others, and take theirs.
-
-        In one batch: by NCCL all of it is on one stream, where two members that both sent first would wait for ever.
-        """
-        operations, group = list[Any](), self._exchange.group
-        parts[self._exchange.own] = own
-        for position, part in enumerate(parts):
-            if position != self._exchange.own and len(own):
-                operations.append(dist.P2POp(dist.isend, own, group=group, group_peer=position))
-            if position != self._exchange.own and len(part):
-                operations.append(dist.P2POp(dist.irecv, part, group=group, group_peer=position))
-        return dist.batch_isend_irecv(operations) if operations else []
+    def _place(
+        self, message: Message, like: torch.Tensor, arriving: list[tuple[Message, torch.Tensor]]
+    ) -> torch.Tensor:
+        """Return where a message arrives: in the weights or, of several pieces, in a buffer noted in `arriving`."""
+        exchange, parameters = self._exchange, self._weights.newest.parameters
+        if len(message) == 1 and not exchange.native and not exchange.host_copy:
+            return message[0].of(parameters[message[0].place]).view(-1)
+        size = sum(piece.stop - piece.start for piece in message)
+        arriving.append((message, like.new_empty(size, device="cpu" if exchange.host_copy else like.device)))
+        return arriving[-1][1]
 
     def wait(self) -> Moment:
         """Take the others' pieces; return when the last of them was there."""
-        exchange, weights = self._exchange, self._weights
-        for (work, parts), bucket in zip(self._work, self._sharding.buckets, strict=True):
+        weights = self._weights
+        for work, _, arriving in self._work:
             _wait_for(work)
-            for position, (replica, part) in enumerate(zip(exchange.order, parts, strict=True)):
-                if position == exchange.own and self._sharding.keeps_all:
-                    continue
-                pieces = bucket[replica]
-                values = torch.split(part, [piece.stop - piece.start for piece in pieces])
-                shapes = (piece.shape(weights.newest.parameters[piece.place]) for piece in pieces)
-                weights.gathered(pieces, [v.view(*shape) for v, shape in zip(values, shapes, strict=True)])
-        end = self._watch.ended(lambda: _wait_for(each for work, _ in self._work for each in work), self.set_out)
+            for message, part in arriving:
+                values = torch.split(part, [piece.stop - piece.start for piece in message])
+                shapes = (piece.shape(weights.newest.parameters[piece.place]) for piece in message)
+                weights.gathered(message, [v.view(*shape) for v, shape in zip(values, shapes, strict=True)])
+        end = self._watch.ended(lambda: _wait_for(each for work, *_ in self._work for each in work), self.set_out)
         self._work.clear()
         return end
 

@@ -329,6 +329,7 @@ class Replica:
             own = self._own_storages(item)
             kept = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
             self._saves[shapes] = _Saves(kept, frozenset() if item.swap is None else item.swap.saved_with(saved))
+            saved.clear()  # every node of torch's holds the hook, so that none would free anything before the last
         item.kept_bytes = self._saves[shapes].kept_bytes + (num_bytes(item.carried) if self.stage.recomputed else 0)
         if item.swap is not None:
             item.swap.settle(self._saves[shapes].staying, self._own_storages(item), tensors_in(item.received))

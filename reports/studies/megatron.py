@@ -1,44 +1,56 @@
-"""Print rows of Megatron-LM's weak scaling: `python -m reports.studies.megatron`; `megatron.md` has them.
+"""Print rows of Megatron-LM's tables beside what is published: `python -m reports.studies.megatron`.
 
-Narayanan et al. (SC'21), table 1, on cluster `selene`; with the word `zero3`, its table 2; with `seconds`, what the
-published rates of ZeRO-3 say of its bytes. Nothing is fitted on them.
+Narayanan et al. (SC'21) on cluster `selene`: table 1, of which words name rows; with the word `zero3`, table 2; with
+`split`, figure 13. Nothing is fitted on them. `megatron.md` has what came out.
 """
 
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 import pipebench
+from pipebench.errors import PipebenchError
 
 PUBLISHED = Path(__file__).parents[1] / "published" / "sharding.yaml"
 MINUTES = ("1.7", "3.6", "7.5")
 VOCABULARY, TOKENS = 51_200, 2048  # of all rows
+# Table 2's models; the first is GPT-3's shape, the second has table 1's.
+LARGE = {"heads": 96, "hidden": 12_288, "layers": 96, "tensor": 8, "pipeline": 12, "batch": 1536}
+LARGER = {"heads": 128, "hidden": 20_480, "layers": 105, "tensor": 8, "pipeline": 35, "batch": 2240}
+# No links to wait for, and memory without a limit: what is left is computing.
+COMPUTING = """
+extends: selene
+memory: {value: 1000 TB, assumed: "none of it binds"}
+levels:
+  - {name: server, bandwidth: {value: 1e9 GB/s, assumed: "instant"}, latency: {value: 0 us, assumed: "instant"}}
+  - {name: cluster, bandwidth: {value: 1e9 GB/s, assumed: "instant"}, latency: {value: 0 us, assumed: "instant"}}
+"""
+# Bytes/s at which DeepSpeed's ZeRO-3 of spring 2021 gathered, measured within one server of 8 A100 on NVLink: a forward
+# of 5.1 billion parameters took 470 ms (its pull request 1188), of ZeRO-2, which gathers nothing, 60 ms (issue 1174).
+GATHERED_BYTES_PER_S = 2 * 5.1e9 / (0.470 - 0.060)
+# Bytes per parameter and update in 16 bits (ZeRO, SC'20): gathered for the forward and for the backward, and scattered.
+SENT_BYTES = 3 * 2
 
 
-def flops(row: dict[str, int], samples: int) -> float:
-    """Return the paper's operations of one update, the extra forward of recomputation included."""
+def parameters(row: Mapping[str, int]) -> float:
+    """Return the number of parameters by the paper's formula (2)."""
+    hidden, layers = row["hidden"], row["layers"]
+    return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (VOCABULARY + TOKENS) / (12 * layers * hidden))
+
+
+def flops(row: Mapping[str, int], samples: int) -> float:
+    """Return the paper's operations of one update, the extra forward of recomputation included: its formula (3)."""
     hidden, layers = row["hidden"], row["layers"]
     rest = 1 + TOKENS / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
     return 96 * samples * TOKENS * layers * hidden**2 * rest
 
 
-LARGE = {"heads": 96, "hidden": 12_288, "layers": 96, "batch": 1536}  # of table 2: 174.6 billion parameters
-PARAMETERS = 174.6e9
-LARGER = {"heads": 128, "hidden": 20_480, "layers": 105, "batch": 2240}  # 529.6 billion parameters
-LARGER_PARAMETERS = 529.6e9
-PTD = {"tensor": 8, "pipeline": 12}
-# What a ring gets if it passes a server's border through one card, not all eight: chosen with table 2 in view.
-ONE_CARD = """
-extends: selene
-levels: [{name: cluster, ring: {value: 25 GB/s, published: "one HDR InfiniBand card of 200 Gbit/s"}}]
-"""
-
-
-def sharded(gpus: int, samples: int, cluster: str = "selene") -> tuple[float, float]:
-    """Return Tflop/s per GPU and bytes of memory of ZeRO-3, every block of the Transformer a group of its own.
+def sharded(row: Mapping[str, int], gpus: int, samples: int, cluster: str = "selene") -> tuple[float, float]:
+    """Return seconds per update and bytes of memory of ZeRO-3, every block of the Transformer a group of its own.
 
     Embedding and classifier are apart, unlike the paper's: layers that share a weight would be one group.
     """
@@ -46,57 +58,57 @@ def sharded(gpus: int, samples: int, cluster: str = "selene") -> tuple[float, fl
         "gpt2/1x8-selene-zero1",
         others=False,
         model={
-            "num_layers": LARGE["layers"], "width": LARGE["hidden"], "num_heads": LARGE["heads"],
-            "share_embedding": False,
+            "num_layers": row["layers"], "width": row["hidden"], "num_heads": row["heads"], "share_embedding": False,
         },
         # Its own 80 GB would refuse four samples at a time, which the paper trained with.
-        cluster={"name": cluster, "servers": gpus // 8, "memory": "160 GB"},
-        parallelism={"mode": "fsdp", "chunks": LARGE["layers"], "accumulate": LARGE["batch"] // gpus // samples},
+        cluster={"name": cluster, "servers": gpus // 8, **({"memory": "200 GB"} if cluster == "selene" else {})},
+        parallelism={"mode": "fsdp", "chunks": row["layers"], "accumulate": row["batch"] // gpus // samples},
         train={"minibatch_size": samples},
     ).to_dict()  # fmt: skip
-    return flops(LARGE, 1) * found["samples_per_s"] / gpus / 1e12, found["memory_bytes"]
+    return row["batch"] / found["samples_per_s"], found["memory_bytes"]
 
 
-def against_zero3(published: dict[str, list[dict[str, int]]]) -> None:
-    """Print table 2's rows of both ways, ZeRO-3's also with rings through one card."""
-    head = ("GPUs", "way", "samples at a time", "memory of a GPU", "Tflop/s per GPU, computed", "published", "ratio")
-    print("| " + " | ".join((*head, "rings through one card")) + " |\n" + "| --- " * 8 + "|")
+def against_zero3(published: Mapping[str, Any]) -> None:
+    """Print table 2's rows: ZeRO-3 on links as published, and as DeepSpeed gathered then; and PTD."""
+    head = ("GPUs", "billions", "way", "samples at a time", "memory of a GPU", "Tflop/s per GPU, computed", "published")
+    print("| " + " | ".join((*head, "ratio", "as DeepSpeed gathered", "ratio")) + " |\n" + "| --- " * 10 + "|")
+    for shape, name in ((LARGE, "against_zero3"), (LARGER, "against_zero3_larger")):
+        for cells in _compared(shape, published[name]):
+            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def _compared(shape: Mapping[str, int], published: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
+    for row in published["zero3"]:
+        of = {**shape, "batch": row.get("batch", shape["batch"])}
+        gpus, samples = row["gpus"], row["microbatch"]
+        each = flops(of, of["batch"]) / gpus / 1e12
+        update_s, memory = sharded(of, gpus, samples)
+        then_s = computing_s(of, gpus, samples) + SENT_BYTES * parameters(of) / GATHERED_BYTES_PER_S
+        rates = (each / update_s, row["tflops"], each / then_s)
+        yield _cells(of, "ZeRO-3", gpus, samples, memory, *rates)
+    for row in published["ptd"]:
+        rate, memory = planned({**shape, "gpus": row["gpus"]}, 1)
+        yield _cells(shape, "PTD", row["gpus"], 1, memory, rate, row["tflops"])
+
+
+def _cells(
+    shape: Mapping[str, int], way: str, gpus: int, samples: int, memory: float, *rates: float
+) -> tuple[object, ...]:
+    rate, published, *then = rates
+    own = (f"{parameters(shape) / 1e9:.1f}", way, samples, f"{memory / 1e9:.0f} GB")
+    more = [f"{each:.0f}" for each in then] + [f"{each / published:.2f}" for each in then] if then else ["", ""]
+    return (gpus, *own, f"{rate:.0f}", published, f"{rate / published:.2f}", *more)
+
+
+def computing_s(row: Mapping[str, int], gpus: int, samples: int) -> float:
+    """Return the seconds per update of ZeRO-3 that are not spent on links."""
     with tempfile.TemporaryDirectory() as folder:
-        one_card = Path(folder) / "one-card.yaml"
-        one_card.write_text(ONE_CARD)
-        for zero3, ptd in zip(published["zero3"], published["ptd"], strict=True):
-            gpus, samples = zero3["gpus"], zero3["microbatch"]
-            rate, memory = sharded(gpus, samples)
-            slow, _ = sharded(gpus, samples, str(one_card))
-            _row(gpus, "ZeRO-3", samples, memory, rate, zero3["tflops"], f"{slow:.0f}")
-            rate, memory = planned({**LARGE, **PTD, "gpus": gpus}, 1)
-            _row(gpus, "PTD", 1, memory, rate, ptd["tflops"], "")
+        computing = Path(folder) / "computing.yaml"
+        computing.write_text(COMPUTING)
+        return sharded(row, gpus, samples, str(computing))[0]
 
 
-def seconds_of_updates(published: list[dict[str, int]]) -> None:
-    """Print how long ZeRO-3's updates last at the published rates, and the bytes/s if only its bytes take time.
-
-    Weights are gathered twice and gradients scattered once per update, each in 16 bits (ZeRO, SC'20: 3 times as many).
-    Then what that says of a larger model, two samples and one at a time on each GPU.
-    """
-    sent, update_s = 3 * 2 * PARAMETERS, 0.0
-    for row in published:
-        update_s = flops(LARGE, LARGE["batch"]) / row["gpus"] / row["tflops"] / 1e12
-        print(f"{row['gpus']:5} GPUs: {update_s:.1f} s per update, {sent / update_s / 1e9:.1f} GB/s per GPU")
-    update_s *= LARGER_PARAMETERS / PARAMETERS
-    for gpus in (LARGER["batch"] // 2, LARGER["batch"]):
-        rate = flops(LARGER, LARGER["batch"]) / gpus / update_s / 1e12
-        print(
-            f"{gpus:5} GPUs, 529.6 billion parameters: {update_s:.0f} s per update, {rate:.0f} Tflop/s per GPU expected"
-        )
-
-
-def _row(gpus: int, way: str, samples: int, memory: float, rate: float, published: int, more: str) -> None:
-    cells = (gpus, way, samples, f"{memory / 1e9:.0f} GB", f"{rate:.0f}", published, f"{rate / published:.2f}", more)
-    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-
-
-def planned(row: dict[str, int], samples: int) -> tuple[float, float]:
+def planned(row: Mapping[str, int], samples: int) -> tuple[float, float]:
     """Return Tflop/s per GPU and bytes of memory, `samples` at a time on each group of GPUs that divide layers.
 
     Replicas of one stage are of ZeRO-1; several stages are of 1F1B with a flush.
@@ -123,15 +135,32 @@ def planned(row: dict[str, int], samples: int) -> tuple[float, float]:
     return flops(row, 1) * told["samples_per_s"] / row["gpus"] / 1e12, told["memory_bytes"]
 
 
+def split(published: Mapping[str, Any]) -> None:
+    """Print figure 13's ways to divide 64 GPUs between slices and stages, one sample at a time."""
+    print(
+        "| tensor, pipeline | samples per update | memory of a GPU | Tflop/s per GPU, computed |\n" + "| --- " * 4 + "|"
+    )
+    for batch in published["batches"]:
+        for tensor in (2, 4, 8, 16, 32):
+            stages = published["gpus"] // tensor
+            row = {**{key: published[key] for key in ("heads", "hidden", "layers", "gpus")}, "batch": batch}
+            try:
+                rate, memory = planned({**row, "tensor": tensor, "pipeline": stages}, 1)
+                cells = (f"{memory / 1e9:.0f} GB", f"{rate:.0f}")
+            except PipebenchError as error:
+                cells = (str(error).splitlines()[0], "-")
+            print(f"| {tensor}, {stages} | {batch} | " + " | ".join(cells) + " |", flush=True)
+
+
 def main() -> None:
     """Print the rows named by their billions of parameters, or all that are planned in minutes."""
     published = yaml.safe_load(PUBLISHED.read_text())["megatron"]
     wanted = sys.argv[1:] or MINUTES
-    if "seconds" in wanted:
-        seconds_of_updates(published["against_zero3"]["zero3"])
+    if "split" in wanted:
+        split(published["split"])
         return
     if "zero3" in wanted:
-        against_zero3(published["against_zero3"])
+        against_zero3(published)
         return
     head = ("billions of parameters", "tensor, pipeline, GPUs", "samples at a time", "memory of a GPU")
     print("| " + " | ".join((*head, "Tflop/s per GPU, computed", "published", "ratio")) + " |\n" + "| --- " * 7 + "|")

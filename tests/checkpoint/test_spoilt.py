@@ -401,8 +401,10 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def said(request: pytest.FixtureRequest, room: Path) -> Said:
     """What is said of every way that a test here asks for, by table and name, by one process."""
-    asked = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
-    names = {*FOREIGN, *(name for each in asked if each is not None for name in each.params.values())}
+    tests = [
+        item for item in request.session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)
+    ]
+    names = {*FOREIGN, *(name for test in tests if hasattr(test, "callspec") for name in test.callspec.params.values())}
     words = ("-X", "faulthandler", "-m", "tests.checkpoint.spoiling", str(room))
     done = in_subprocess(room, *words, *sorted(names))
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"table"')]

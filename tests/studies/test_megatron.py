@@ -6,37 +6,64 @@ from pathlib import Path
 import pytest
 import yaml
 
+from reports.studies.megatron import GATHERED_BYTES_PER_S, LARGE, LARGER, SENT_BYTES, flops, parameters
+
 REPORTS = Path(__file__).parents[2] / "reports"
 PUBLISHED = yaml.safe_load((REPORTS / "published" / "sharding.yaml").read_text())["megatron"]
+NOT_COMPUTED = {"529.6", "1008.0"}  # rows of weak scaling with too many workers to simulate
+NOT_SIMULATED = ("2240", "529.6")  # GPUs and billions of the row of PTD that the cost model's bottleneck stands for
 
 
 def rows(first: str) -> Iterator[list[str]]:
     """Yield the cells of the table whose first heading is this."""
-    _, table = (REPORTS / "megatron.md").read_text().split(f"| {first} |")
+    table = (REPORTS / "megatron.md").read_text().split(f"\n| {first} |", 1)[1]
     for line in table.split("\n\n")[0].splitlines()[2:]:
-        yield [cell.strip() for cell in line.strip("|").split("|")]
+        yield [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]
 
 
-def ratio(computed: str, published: str) -> float:
-    return float(computed) / float(published)
+def is_ratio(told: str, computed: str, published: str) -> bool:
+    """Return whether a ratio is that of two rates, all of them rounded."""
+    rate = float(published)
+    return abs(float(told) - float(computed) / rate) <= 0.5 / rate + 0.0051
 
 
 def test_every_row_of_weak_scaling_has_its_published_rate() -> None:
     published = {str(row["billions"]): row["tflops"] for row in PUBLISHED["weak_scaling"]}
+    assert len(published) == 10
     found = list(rows("billions of parameters"))
     assert {row[0] for row in found} == {*published}
+    assert {row[0] for row in found if row[4] == "-"} == NOT_COMPUTED
     for billions, _, _, _, computed, rate, told in found:
         assert int(rate) == published[billions]
-        assert float(told) == pytest.approx(ratio(computed, rate), abs=0.011)
-        assert abs(float(told) - 1) <= 0.2, "the page says that the goal is met on all rows"
+        if computed != "-":
+            assert is_ratio(told, computed, rate)
+            assert abs(float(told) - 1) <= 0.2, "the page says that the goal is met on all rows that are computed"
 
 
-def test_every_row_of_zero_3_and_slices_has_its_published_rate() -> None:
+def test_every_cell_of_zero_3_and_slices_has_its_published_rate() -> None:
     found = list(rows("GPUs"))
-    for way, name in (("ZeRO-3", "zero3"), ("PTD", "ptd")):
-        own = [row for row in found if row[1] == way]
-        expected = [(row["gpus"], row["microbatch"], row["tflops"]) for row in PUBLISHED["against_zero3"][name]]
-        assert [(int(row[0]), int(row[2]), int(row[5])) for row in own] == expected
-        for row in own:
-            assert float(row[6]) == pytest.approx(ratio(row[4], row[5]), abs=0.011)
-            assert (abs(float(row[6]) - 1) <= 0.2) is (way == "PTD"), "as the page says"
+    assert len(found) == 12
+    for shape, name in ((LARGE, "against_zero3"), (LARGER, "against_zero3_larger")):
+        for way, key in (("ZeRO-3", "zero3"), ("PTD", "ptd")):
+            own = [row for row in found if row[2] == way and row[1] == f"{parameters(shape) / 1e9:.1f}"]
+            expected = [(row["gpus"], row["microbatch"], row["tflops"]) for row in PUBLISHED[name][key]]
+            assert [(int(row[0]), int(row[3]), int(row[6])) for row in own] == expected
+            for row in (each for each in own if each[5] != "-"):
+                assert is_ratio(row[7], row[5], row[6])
+                near = way == "PTD" and (row[0], row[1]) != NOT_SIMULATED
+                assert (abs(float(row[7]) - 1) <= 0.2) is near, "as the page says"
+                if way == "ZeRO-3":
+                    assert is_ratio(row[9], row[8], row[6])
+                    assert abs(float(row[9]) - 1) <= 0.145, "as the page says"
+
+
+def test_what_zero_3_exchanges_at_the_measured_rate_lasts_less_than_its_published_updates() -> None:
+    """Else computing would have no time at all, or less than none."""
+    for shape, name in ((LARGE, "against_zero3"), (LARGER, "against_zero3_larger")):
+        exchange_s = SENT_BYTES * parameters(shape) / GATHERED_BYTES_PER_S
+        for row in PUBLISHED[name]["zero3"]:
+            batch = row.get("batch", shape["batch"])
+            update_s = flops(shape, batch) / row["gpus"] / row["tflops"] / 1e12
+            tokens_days = 300e9 / (batch * 2048) * update_s / 86_400
+            assert tokens_days == pytest.approx(row["days_for_300B_tokens"], rel=0.03)
+            assert 0.4 * update_s < exchange_s < update_s

@@ -1,0 +1,139 @@
+"""What sharded replicas hold while they exchange; no process is needed."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from pipebench.distributed import shard_exchange
+from pipebench.distributed.instruction_times import HostWatch
+from pipebench.distributed.shard_exchange import Exchange, ShardReducer, WeightGather
+from pipebench.engine.shards import Sharding, divided
+from pipebench.engine.weights import Weights
+
+SIZES = [1200, 2000, 4, 6]
+SHAPES = [(1200,), (2, 1000), (4,), (2, 3)]
+LARGE_BYTES = 1024
+
+
+@pytest.fixture(autouse=True)
+def few_bytes_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_exchange, "_LARGE_BYTES", LARGE_BYTES)
+
+
+class Operation(NamedTuple):
+    """A message of a batch."""
+
+    way: str
+    tensor: torch.Tensor
+    group: Any
+    group_peer: int
+
+
+class Wire:
+    """Stands in for `torch.distributed`; what a peer sends is made by `peer`, given its position and the place."""
+
+    P2POp, isend, irecv = Operation, "send", "receive"
+
+    def __init__(self, peer: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
+        self.peer = peer
+        self.batches: list[list[Operation]] = []
+
+    def batch_isend_irecv(self, operations: list[Operation]) -> list["Wire"]:
+        self.batches.append(operations)
+        for way, tensor, _, position in operations:
+            if way == self.irecv:
+                tensor.copy_(self.peer(position, tensor))
+        return [self]
+
+    def wait(self) -> None:
+        """Nothing is asynchronous here."""
+
+
+def sharding(replicas: int, own: int, *, keeps_all: bool = True) -> Sharding:
+    buckets = [[1, 3, 2], [0]]
+    return Sharding(
+        tuple(tuple(divided(bucket, SIZES, replicas, whole=False)) for bucket in buckets), own, keeps_all=keeps_all
+    )
+
+
+def watch() -> HostWatch:
+    clock = itertools.count()
+    return HostWatch(0, lambda: float(next(clock)), print)
+
+
+def reducer_of(monkeypatch: pytest.MonkeyPatch, replicas: int, own: int) -> tuple[ShardReducer, Wire]:
+    wire = Wire(lambda position, place: torch.full_like(place, 10.0 ** (position + 1)))
+    monkeypatch.setattr(shard_exchange, "dist", wire)
+    exchange = Exchange(None, range(replicas), own, native=False, host_copy=False)
+    like = [torch.zeros(shape) for shape in SHAPES]
+    return ShardReducer(sharding(replicas, own), like, exchange, watch()), wire
+
+
+@pytest.mark.parametrize(("replicas", "own"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+def test_a_member_takes_the_others_parts_alone_and_adds_its_own(
+    monkeypatch: pytest.MonkeyPatch, replicas: int, own: int
+) -> None:
+    reducer, wire = reducer_of(monkeypatch, replicas, own)
+    given = [torch.randn(shape) for shape in SHAPES]
+    for index in (2, 3, 1, 0):
+        reducer.add(index, given[index])
+    found = reducer.wait(lambda *_: None)
+    pieces = sharding(replicas, own).own
+    taken = sum(each.tensor.numel() for batch in wire.batches for each in batch if each.way == wire.irecv)
+    assert taken == (replicas - 1) * sum(piece.stop - piece.start for piece in pieces)
+    for piece, value in zip(pieces, found, strict=True):
+        parts = [torch.full_like(piece.of(given[piece.place]), 10.0 ** (member + 1)) for member in range(replicas)]
+        parts[own] = piece.of(given[piece.place])
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        assert value is not None
+        assert torch.equal(value, total)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_large_gradients_are_sent_from_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    reducer, wire = reducer_of(monkeypatch, 2, 0)
+    given = [torch.randn(shape) for shape in SHAPES]
+    for index in (2, 3, 1, 0):
+        reducer.add(index, given[index])
+    sent = [each.tensor for batch in wire.batches for each in batch if each.way == wire.isend]
+    large = [each for each in sent if each.nbytes >= LARGE_BYTES]
+    assert {storage_of(each) for each in large} == {storage_of(given[0]), storage_of(given[1])}
+    assert sum(each.nbytes for each in sent) < 2 * sum(each.nbytes for each in large), "most of it isn't copied"
+
+
+def test_large_weights_arrive_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Module()
+    for index, shape in enumerate(SHAPES):
+        model.register_parameter(f"p{index}", nn.Parameter(torch.arange(float(SIZES[index])).view(shape)))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    weights = Weights(
+        model, lambda given: torch.optim.SGD(given, 0.1), divide=lambda _: sharding(2, 0, keeps_all=False)
+    )
+    theirs: list[torch.Tensor] = []
+    wire = Wire(lambda position, place: theirs.pop(0))
+    monkeypatch.setattr(shard_exchange, "dist", wire)
+    exchange = Exchange(None, range(2), 0, native=False, host_copy=False)
+    for bucket in sharding(2, 1).buckets:
+        _, messages = exchange.messages(bucket, before)
+        theirs += [torch.cat([piece.of(before[piece.place]).reshape(-1) for piece in each]) for each in messages]
+    gather = WeightGather(weights, exchange, watch())
+    weights.allocate()
+    gather.start()
+    gather.wait()
+    assert not theirs
+    taken = [each.tensor for batch in wire.batches for each in batch if each.way == wire.irecv]
+    own = {storage_of(flat) for flat in weights.newest.flats}
+    assert [storage_of(each) in own for each in taken] == [each.nbytes >= LARGE_BYTES for each in taken]
+    for found, value in zip(weights.newest.parameters, before, strict=True):
+        assert torch.equal(found, value)
+    weights.free()
+    assert weights.gathered_bytes == 0
