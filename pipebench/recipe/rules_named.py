@@ -14,7 +14,7 @@ from pipebench.recipe.targets import ALLOWED, is_target
 from pipebench.recipe.typecheck import shown
 
 
-@rule("@draft")
+@rule
 def _names(draft: Draft) -> Problems:
     for section, kind in KINDS.items():
         given = draft.values[section[0]]
@@ -76,17 +76,16 @@ def _is_pending(draft: Draft, section: Key, argument: str) -> bool:
     return ".".join((*section, ARGUMENTS, argument)) in draft.pending
 
 
-@rule(*(f"train.schedule.{key}" for key in ("name", "every_epochs", "factor", "power", "step_every")))
-def _schedule(
-    name: str | None, every_epochs: float | None, factor: float | None, power: float | None, step_every: object
-) -> Problems:
+@rule
+def _schedule(schedule: Mapping[str, Any]) -> Problems:
     """Keys that only some schedules take."""
-    if step_every is not None and (name is None or name in KINDS[SCHEDULE].ours):
+    name = schedule["name"]
+    if schedule["step_every"] is not None and (name is None or name in KINDS[SCHEDULE].ours):
         yield "train.schedule.step_every", "is for torch's schedulers, whose steps it counts; others need null"
     if name not in KINDS[SCHEDULE].ours:  # a target or a class: its own parameters are checked
         return
-    takers = (("every_epochs", every_epochs, "step"), ("factor", factor, "step"), ("power", power, "polynomial"))
-    for key, value, taker in takers:
+    for key, taker in {"every_epochs": "step", "factor": "step", "power": "polynomial"}.items():
+        value = schedule[key]
         if name == taker and value is None:
             yield f"train.schedule.{key}", f"is missing, the schedule {taker} needs a number"
         if name != taker and value is not None:
