@@ -55,7 +55,7 @@ def test_what_compiled_stages_cannot_do_is_refused(write: Write, override: str, 
 
 
 def test_what_is_wrong_by_itself_is_told_once(write: Write) -> None:
-    """Until 0.2.0 the rule on compiled stages read slices that another rule had refused, and printed what stands for them."""
+    """Until 0.2.0 the rule on compiled stages read slices that another rule had refused, and printed an object."""
     with pytest.raises(RecipeError) as caught:
         load(str(write(VALID)), ["parallelism.tensor=3", "engine.compile=true"])
     assert [fault.key for fault in caught.value.faults] == ["parallelism.tensor"]
