@@ -25,21 +25,14 @@ _SCALES = {"ms": 1e-3, "us": 1e-6, "%": 1e-2}
 
 @dataclass(frozen=True)
 class StudyClaim:
-    """A claim on the cells of a study's page.
+    """A claim on the cells of a study's page."""
 
-    Attributes:
-        page: the page's path in the repository.
-        section: how the heading begins under which the tables are; "" for the whole page.
-        columns: by the name that expressions use, a heading and which number of its cells, from 0 on.
-        claim: `holds`, a number, or both: then the number is a bound, and `holds` decides.
-        apart: why its number doesn't count in scores; "" if it does.
-    """
-
-    page: str
-    section: str
+    page: str  # the page's path in the repository
+    section: str  # how the heading begins under which the tables are; "" for the whole page
+    # By the name that expressions use, a heading and which number of its cells, from 0 on
     columns: Mapping[str, tuple[str, int]]
-    claim: PublishedClaim
-    apart: str = ""
+    claim: PublishedClaim  # `holds`, a number, or both: then the number is a bound, and `holds` decides
+    apart: str = ""  # why its number doesn't count in scores; "" if it does
 
     @property
     def is_bound(self) -> bool:

@@ -168,14 +168,10 @@ class Tracking:
 
 
 class RunLog:
-    """The log of one run. Every method but `finish` returns at once and never raises because of MLflow.
-
-    Attributes:
-        name: the run's in MLflow.
-        store: where it is logged.
-    """
+    """The log of one run. Every method but `finish` returns at once and never raises because of MLflow."""
 
     def __init__(self, tracking: Tracking, name: str, sender: Sender) -> None:
+        """Log as `name`, MLflow's of the run, where `tracking` does."""
         self.name, self.store = name, tracking.store
         self._tracking = tracking
         self._sender = sender

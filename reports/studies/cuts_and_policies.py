@@ -18,15 +18,10 @@ StageOf = Callable[[int, int, int], StageProblem]  # the stage of an index, its 
 
 @dataclass(frozen=True)
 class CutsAndPolicies:
-    """Cuts and policies.
+    """Cuts and policies."""
 
-    Attributes:
-        slowest_s: seconds of the slowest stage's forward and backward.
-        outcomes: what every stage does with its layers.
-    """
-
-    slowest_s: float
-    outcomes: tuple[StageOutcome, ...]
+    slowest_s: float  # seconds of the slowest stage's forward and backward
+    outcomes: tuple[StageOutcome, ...]  # what every stage does with its layers
 
     @property
     def starts(self) -> tuple[int, ...]:

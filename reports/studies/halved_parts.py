@@ -17,17 +17,12 @@ _PATIENCE = 16  # exchanges at a boundary that gain nothing: a block of some lay
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a graph.
+    """The parts of a graph."""
 
-    Attributes:
-        parts: their layers, each in order of time stamps; parts in the order in which they came of halving.
-        passes: the most passes that one halving took.
-        coarse: what Algorithm 3 worked on; None for plain Kernighan-Lin.
-    """
-
+    # Their layers, each in order of time stamps; parts in the order in which they came of halving
     parts: tuple[tuple[int, ...], ...]
-    passes: int
-    coarse: Coarse | None = None
+    passes: int  # the most passes that one halving took
+    coarse: Coarse | None = None  # what Algorithm 3 worked on; None for plain Kernighan-Lin
 
     @property
     def part_of(self) -> list[int]:

@@ -21,31 +21,21 @@ _SAME = 1e-9  # relative: seconds that differ by rounding only
 
 @dataclass(frozen=True)
 class Halves:
-    """Two parts, each in the order of time stamps.
+    """Two parts, each in the order of time stamps."""
 
-    Attributes:
-        left, right: their layers.
-        passes: how many it took, the last of which gained nothing.
-    """
-
+    # left, right: their layers
     left: tuple[int, ...]
     right: tuple[int, ...]
-    passes: int = 0
+    passes: int = 0  # how many it took, the last of which gained nothing
 
 
 @dataclass(frozen=True)
 class Balance:
-    """What the left part's seconds have to be.
+    """What the left part's seconds have to be."""
 
-    Attributes:
-        left_s: at best.
-        slack_s: how far from it at most.
-        at_least: how many layers each part needs, left and right.
-    """
-
-    left_s: float
-    slack_s: float
-    at_least: tuple[int, int] = (1, 1)
+    left_s: float  # at best
+    slack_s: float  # how far from it at most
+    at_least: tuple[int, int] = (1, 1)  # how many layers each part needs, left and right
 
 
 def neighbours_of(graph: TimedGraph) -> list[dict[int, int]]:

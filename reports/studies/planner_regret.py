@@ -66,15 +66,10 @@ nothing in flight hides a slower stage any more. No instance was used while the 
 
 
 class Sizes(NamedTuple):
-    """Of what sizes instances are.
+    """Of what sizes instances are."""
 
-    Attributes:
-        layers: of the chain.
-        counts: components per level, innermost first.
-    """
-
-    layers: range
-    counts: tuple[tuple[int, ...], ...]
+    layers: range  # of the chain
+    counts: tuple[tuple[int, ...], ...]  # components per level, innermost first
 
 
 SMALL = Sizes(range(4, 8), ((2,), (3,), (4,), (5,), (6,), (2, 2), (2, 3), (3, 2)))
@@ -91,21 +86,16 @@ class Instance(NamedTuple):
 
 @dataclass(frozen=True)
 class Judged:
-    """What the planner chose for an instance, beside the best: plan, depth and seconds per minibatch.
-
-    Attributes:
-        searched_s: of the best plan that searches alone propose.
-        at_least_s: what the planner says that no plan is below.
-    """
+    """What the planner chose for an instance, beside the best: plan, depth and seconds per minibatch."""
 
     kind: str
     seed: int
-    searched_s: float
+    searched_s: float  # of the best plan that searches alone propose
     chosen: str
     chosen_s: float
     best: str
     best_s: float
-    at_least_s: float
+    at_least_s: float  # what the planner says that no plan is below
 
     @property
     def regret(self) -> float:

@@ -63,20 +63,14 @@ What the causes mean, and how they are found (the first whose removal takes away
 
 @dataclass(frozen=True)
 class Row:
-    """One plan, judged.
+    """One plan, judged."""
 
-    Attributes:
-        subject, cluster: what is planned, and where.
-        found_by: which part of the rule chose it; `*` if the planner does.
-        plan: with the simulator's time.
-        cause: of a difference, a key of CAUSES; empty if small.
-    """
-
+    # subject, cluster: what is planned, and where
     subject: Subject
     cluster: Cluster
-    found_by: str
-    plan: PlanEstimate
-    cause: str
+    found_by: str  # which part of the rule chose it; `*` if the planner does
+    plan: PlanEstimate  # with the simulator's time
+    cause: str  # of a difference, a key of CAUSES; empty if small
 
     @property
     def error(self) -> float:

@@ -117,20 +117,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """When a run reached the target of its recipe.
+    """When a run reached the target of its recipe."""
 
-    Attributes:
-        epochs, clock_s, training_s: of the first evaluation at the target, with evaluations and without; None if it
-            was missed.
-        best: the best value of the target's metric.
-        wall_s: of the whole command here.
-    """
-
+    # epochs, clock_s, training_s: of the first evaluation at the target, with evaluations and without; None if it was
+    # missed
     epochs: float | None
     clock_s: float | None
     training_s: float | None
-    best: float
-    wall_s: float
+    best: float  # the best value of the target's metric
+    wall_s: float  # of the whole command here
 
 
 def study() -> list[Run]:

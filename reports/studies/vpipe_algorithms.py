@@ -268,16 +268,11 @@ def published() -> str:
 
 @dataclass(frozen=True)
 class Regret:
-    """How far answers are from the best, and what both took.
+    """How far answers are from the best, and what both took."""
 
-    Attributes:
-        kind: of instances.
-        over: every answer over the best, less one.
-        own_s, best_s: mean CPU seconds of the algorithm, and of the best.
-    """
-
-    kind: str
-    over: Sequence[float]
+    kind: str  # of instances
+    over: Sequence[float]  # every answer over the best, less one
+    # own_s, best_s: mean CPU seconds of the algorithm, and of the best
     own_s: float
     best_s: float
 

@@ -21,19 +21,12 @@ class WatchedRun:
     """A run in a folder of its own: `pipebench-runs/`, `mlflow.db` and `output.txt` are this run's alone.
 
     Leaving it as a context manager ends what is left of it.
-
-    Attributes:
-        folder: its working directory.
-        process: the command, which is the parent of the workers.
     """
 
     def __init__(self, folder: Path, words: Sequence[str], settings: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Start it; its output is added to that of a command that ran in the folder before.
+        """Start `pipebench run` with words, adding its output to that of a command that ran in the folder before.
 
-        Args:
-            folder: the working directory; made where it isn't there.
-            words: what follows `pipebench run`.
-            settings: environment variables of the command, beside those of this process.
+        `settings` are environment variables of the command, beside those of this process.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder

@@ -28,13 +28,9 @@ from pipebench.train.periods import Periods
 
 @dataclass(frozen=True)
 class MorePeriods(Periods):
-    """A run's drains, and some more.
+    """A run's drains, and some more."""
 
-    Attributes:
-        stops: after how many minibatches these are.
-    """
-
-    stops: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()  # after how many minibatches these are
 
     def next_drain(self, done: int) -> int:
         """Return after how many minibatches the next drain is."""

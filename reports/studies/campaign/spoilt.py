@@ -30,17 +30,11 @@ _MISTAKE = 2
 
 @dataclass(frozen=True)
 class Spoilt:
-    """What came of going on with a spoilt run.
+    """What came of going on with a spoilt run."""
 
-    Attributes:
-        way: how it was spoilt.
-        case: what had run.
-        answer: `refused`, `passed over` or what was wrong, in words.
-    """
-
-    way: str
-    case: str
-    answer: str
+    way: str  # how it was spoilt
+    case: str  # what had run
+    answer: str  # `refused`, `passed over` or what was wrong, in words
 
     @property
     def fine(self) -> bool:
