@@ -142,13 +142,9 @@ class Cluster:
         raise ValueError(f"devices {sender} and {receiver} are not both in {self.name} ({self.num_workers} devices)")
 
     def servers(self, ring: Sequence[int]) -> list[list[int]]:
-        """Return which members of a ring of devices sum together first: all of them, or those of every server.
+        """Return which of a ring of devices, ascending, sum together first: all, or those of every server.
 
-        Args:
-            ring: devices, ascending.
-
-        Returns:
-            Positions in the ring, server by server.
+        By their positions in the ring.
         """
         if self.all_reduce == RING or len(ring) < 2:
             return [[*range(len(ring))]]

@@ -117,15 +117,10 @@ def unit_of(expression: Expression, units: Mapping[str, str]) -> str:
 
 
 def evaluate(expression: Expression, look: Look) -> Value:
-    """Evaluate an expression.
+    """Evaluate an expression; raises a NoValueError if it has no value, such as a quotient by 0.
 
-    Args:
-        expression: the expression.
-        look: returns the value of (run, metric) in a cell's expression, of (measure, row or pattern or "") in a
-            claim's.
-
-    Raises:
-        NoValueError: it has no value, such as a quotient by 0; errors of `look` pass through.
+    `look`, whose errors pass through, returns the value of (run, metric) in a cell's expression, and of (measure, row
+    or pattern or "") in a claim's.
     """
     return _value(expression.tree, look)
 

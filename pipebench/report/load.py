@@ -21,16 +21,10 @@ _TOP = ("title", "source", "about", "columns", "measures", "runs", "rows", "clai
 
 
 def load_report(path: Path, only: Sequence[str] = (), engine: str | None = None) -> tuple[Report, list[Asked]]:
-    """Load and validate a report with the recipe of every run.
+    """Load and validate a report, of `only` the rows of these names or patterns, with the recipe of every run.
 
-    Args:
-        path: its file.
-        only: names or patterns of rows; empty for all.
-        engine: replaces the engine of every run that columns may change; None for the report's.
-
-    Raises:
-        RecipeError: with all faults.
-        UserError: a pattern matches no row.
+    `engine` replaces that of every run that columns may change. Raises a RecipeError with all faults, or a UserError if
+    a pattern matches no row.
     """
     report, reading = read_report(path)
     report = with_rows(report, only)

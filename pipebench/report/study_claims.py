@@ -76,14 +76,9 @@ def _claim(data: Mapping[str, Any], columns: Mapping[str, Any], rows: Sequence[s
 def cells_of(page: str, section: str, columns: Mapping[str, tuple[str, int]]) -> dict[str, dict[str, float]]:
     """Return the numbers of a page's tables by column and row; of rows of one name the first.
 
-    Args:
-        page: Markdown.
-        section: how a heading of level two begins; "" for the whole page.
-        columns: as in `StudyClaim`. Milliseconds become seconds, per cent a fraction; cells without a number are left
-            out.
-
-    Raises:
-        ValueError: no table has a column.
+    `section` says how a heading of level two begins, "" takes the whole page; `columns` are as in `StudyClaim`.
+    Milliseconds become seconds, per cent a fraction; cells without a number are left out. Raises a ValueError if no
+    table has a column.
     """
     found: dict[str, dict[str, float]] = {name: {} for name in columns}
     headings: list[str] = []

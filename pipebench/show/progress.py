@@ -91,13 +91,8 @@ class RunProgress:
     ) -> None:
         """Prepare, without writing anything.
 
-        Args:
-            name: the run's name.
-            total_samples: training samples until the last epoch ends.
-            quiet: plain lines only.
-            samples_per_epoch: lets the live line show epochs from the start; otherwise from the first evaluation.
-            clock: `virtual` or `wall`, as in the run's result.
-            console: standard output by default.
+        `total_samples` are those until the last epoch ends; with `samples_per_epoch` the live line shows epochs from
+        the start, otherwise from the first evaluation. `quiet` writes plain lines only.
         """
         self._name, self._clock, self._total_samples = name, clock, total_samples
         self._samples_per_epoch = float(samples_per_epoch or 0)

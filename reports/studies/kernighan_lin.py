@@ -62,12 +62,8 @@ def exchanged(
 ) -> Halves:
     """Return the parts after passes that gain; balanced at least as well as the start where that was out of balance.
 
-    Args:
-        graph: what the parts are of; layers in neither are left alone.
-        start: the parts to begin with.
-        balance: what they have to keep to.
-        free: layers that may be exchanged; None: all.
-        patience: exchanges in a row that don't gain, after which a pass is given up.
+    Layers in neither part are left alone, as are those that aren't `free`, if these are named. A pass is given up after
+    so many exchanges in a row (`patience`) that don't gain.
     """
     slack_s = max(balance.slack_s, abs(seconds_of(graph, start.left) - balance.left_s) * (1 + _SAME))
     balance = replace(balance, slack_s=slack_s)

@@ -67,11 +67,7 @@ class WatchedRun:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def workers(self, attempt: int | None = None) -> dict[int, int]:
-        """Return the living workers' process ids by rank.
-
-        Args:
-            attempt: only of this one: 0, then 1 after the first restart; None for all.
-        """
+        """Return the living workers' process ids by rank, if asked only those of one attempt, counted from 0."""
         found: dict[int, int] = {}
         for child in _children(self.process.pid):
             for process in [child, *_children(child.pid)]:
@@ -124,11 +120,9 @@ class WatchedRun:
 
 
 def recorded(folder: Path) -> dict[str, Any]:
-    """Return what MLflow holds of the runs in a folder's store.
+    """Return what MLflow holds of the runs in a folder's store: `runs`, with id, status and tags of each.
 
-    Returns:
-        `runs` (id, status and tags of each) and `metrics`: of the first run, name to (step, value) in the order of
-        steps.
+    And `metrics` of the first run: name to (step, value) in the order of steps.
     """
     from mlflow.tracking import MlflowClient
 

@@ -61,12 +61,10 @@ class Trial:
 
 
 def draw(seed: int, num_kills: int, only: str = "") -> list[Trial]:
-    """Return all trials of a campaign.
+    """Return all trials of a campaign, the same of a seed.
 
-    Args:
-        seed: the same one draws the same trials.
-        num_kills: processes, or all processes of a run, ended by SIGKILL; what else is done is in proportion.
-        only: trials whose title contains this, with as many kills.
+    So many processes, or all processes of a run, are ended by SIGKILL; what else is done is in proportion. With `only`
+    all of these kills are of trials whose title contains it.
     """
     chance = random.Random(seed)
     kinds: tuple[tuple[str, int, Make, Callable[[Case], bool]], ...] = (

@@ -190,13 +190,9 @@ def _applies(way: str, case: Case) -> bool:
 
 
 def spoil_all(seed: int, count: int, only: str, room: Path) -> None:
-    """Make runs, spoil so many copies of them, every way in turn, and print what came of each.
+    """Make runs in the folder `room`, spoil `count` copies of them, every way in turn, and print what came of each.
 
-    Args:
-        seed: draws cases and what is random in a way.
-        count: how many.
-        only: ways or cases whose name contains this.
-        room: a folder for all of it.
+    `seed` draws cases and what is random in a way; `only` is for ways or cases whose name contains it.
     """
     chance, made = Random(seed), dict[str, tuple[Left, Left]]()
     cases = [case for case in CASES if not case.in_processes]
