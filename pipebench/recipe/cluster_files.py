@@ -55,8 +55,7 @@ class ClusterFiles:
 def cluster_files(path: Path) -> ClusterFiles:
     """Return the keys of a cluster's file merged with those of the files it extends.
 
-    Raises:
-        RecipeError: they can't be read, have unknown keys, or their levels don't go together.
+    Raises a RecipeError if they can't be read, have unknown keys, or their levels don't go together.
     """
     faults: list[Fault] = []
     keys, levels = Keys(display(path)), dict[str, Keys]()

@@ -17,8 +17,7 @@ def chain(path: Path, what: str, find: Callable[[str, Path], Path]) -> list[tupl
 
     `path` is the last file and `what` it is, for messages: `recipe`. `find` resolves a reference in a file's folder.
 
-    Raises:
-        RecipeError: a file can't be read, isn't there, or extends itself.
+    Raises a RecipeError if a file can't be read, isn't there, or extends itself.
     """
     found: list[tuple[Path, dict[Any, Any]]] = []
     seen: list[Path] = []

@@ -67,8 +67,7 @@ _Loader.add_implicit_resolver(
 def parse(text: str) -> Any:
     """Return the plain data of YAML text.
 
-    Raises:
-        ValueError: not valid YAML; the message is the end of a sentence, with the line.
+    Raises a ValueError if it is not valid YAML; the message is the end of a sentence, with the line.
     """
     return copy.deepcopy(_parsed(text))
 
@@ -90,8 +89,7 @@ def _parsed(text: str) -> Any:
 def read_mapping(path: Path) -> dict[Any, Any]:
     """Return the mapping in a YAML file.
 
-    Raises:
-        RecipeError: it can't be read, isn't YAML, is empty or isn't a mapping.
+    Raises a RecipeError if it can't be read, isn't YAML, is empty or isn't a mapping.
     """
     name = display(path)
     try:
