@@ -200,9 +200,5 @@ def _one(fault: "ErrorDetails", where: str) -> tuple[str, str]:
 def _at(where: str, path: tuple[int | str, ...]) -> str:
     for step in path:
         named = isinstance(step, str) and step.isidentifier()
-        where += f"{'.' if where else ''}{step}" if named else f"[{shown(step) if not _is_digits(step) else step}]"
+        where += f"{'.' if where else ''}{step}" if named else f"[{step if str(step).isdecimal() else shown(step)}]"
     return where
-
-
-def _is_digits(step: int | str) -> bool:
-    return str(step).isdecimal()

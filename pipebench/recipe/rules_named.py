@@ -53,11 +53,11 @@ def _argument_problems(draft: Draft, section: Key, kind: Kind, given: Mapping[st
         return
     _refuse_arguments(draft, section, list(parameters))
     for argument, said in problems_of(parameters, arguments):
-        where = f"{key}.{argument}"
+        where, is_pending = f"{key}.{argument}", f"{key}.{ARGUMENTS}.{argument}" in draft.pending
         if argument in kind.keys and argument not in parameters:
             allowed = f"allowed are {', '.join(parameters)}{nearest(argument, parameters)}"
             yield where, f"got {shown(arguments[argument])}, which {name} doesn't take (null takes it away), {allowed}"
-        elif argument in parameters and draft.get(where) is not UNUSABLE and not _is_pending(draft, section, argument):
+        elif argument in parameters and draft.get(where) is not UNUSABLE and not is_pending:
             yield where, f"{said} ({name})"
 
 
@@ -70,10 +70,6 @@ def _refuse_arguments(draft: Draft, section: Key, taken: list[str]) -> None:
     for found, leaf in list(draft.leaves.found.items()):
         if found[: len(section) + 1] == (*section, ARGUMENTS) and len(found) > 3 and found[3] not in taken:
             draft.leaves.unknown((*section, *found[3:]), [*keys, *taken], leaf.file)
-
-
-def _is_pending(draft: Draft, section: Key, argument: str) -> bool:
-    return ".".join((*section, ARGUMENTS, argument)) in draft.pending
 
 
 @rule

@@ -231,8 +231,8 @@ def _kind(node: ast.expr, kind_of_leaf: Callable[[str, str], _Kind]) -> _Kind:
     wants_truth = isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
     for part, operand in zip(parts, _operands(node), strict=True):
         if part.is_truth != wants_truth:
-            allowed = "yes or no" if wants_truth else "a number"
-            raise ValueError(f"{_short(operand)} gives {_gives(part)}, allowed in {_short(node)} is {allowed}")
+            given, allowed = ("yes or no" if truth else "a number" for truth in (part.is_truth, wants_truth))
+            raise ValueError(f"{_short(operand)} gives {given}, allowed in {_short(node)} is {allowed}")
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _is_zero(node.right):
         raise ValueError(f"{_short(node)} divides by zero")
     return _Kind(is_truth=wants_truth or isinstance(node, ast.Compare), is_several=several)
@@ -364,10 +364,6 @@ def _where(node: ast.expr, look: Look) -> str:
 
 def _shown(value: Value) -> str:
     return f"{value:.4g}" if not isinstance(value, Cells) else ", ".join(f"{each:.4g}" for each in value.values())
-
-
-def _gives(kind: _Kind) -> str:
-    return "yes or no" if kind.is_truth else "a number"
 
 
 def _short(node: ast.AST) -> str:

@@ -65,13 +65,9 @@ def explain_marks(figure: Figure, cells: Iterable[TableCell]) -> None:
 
 def write_values(axis: Axis, unit: str) -> None:
     """Format tick labels of an axis in a measure's unit."""
-    write: Callable[[float], str] = {"x": "{:g}x".format, "share": _per_cent}.get(unit, "{:,g}".format)
-    numbers = FuncFormatter(lambda value, _: write(value))
+    known: dict[str, Callable[[float], str]] = {"x": "{:g}x".format, "share": lambda value: f"{100 * value:g}%"}
+    numbers = FuncFormatter(lambda value, _: known.get(unit, "{:,g}".format)(value))
     axis.set_major_formatter(EngFormatter(unit=_AXIS_UNITS[unit]) if unit in _AXIS_UNITS else numbers)
-
-
-def _per_cent(value: float) -> str:
-    return f"{100 * value:g}%"
 
 
 def number_of(value: float | str | None) -> float | None:
