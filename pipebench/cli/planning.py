@@ -34,8 +34,7 @@ from pipebench.recipe.schema import ParallelismRecipe, Recipe
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
 from pipebench.show.answers import PlanAnswer
-from pipebench.show.plan_answer import Answer
-from pipebench.show.plan_json import plan_data
+from pipebench.show.plan_answer import Answer, plan_data
 from pipebench.show.plan_report import print_modes, print_plan
 from pipebench.show.plans_report import print_plans
 from pipebench.show.progress import preparing, searching

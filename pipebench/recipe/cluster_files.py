@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from pipebench.errors import Fault, RecipeError, nearest
 from pipebench.recipe.catalog import display, find_cluster
-from pipebench.recipe.extending import chain
 from pipebench.recipe.typecheck import shown
+from pipebench.recipe.yaml_file import chain
 
 LEVELS = "levels"
 KEYS = ("device", "memory", "pcie", "host_memory", "launch", "pause", LEVELS, "max_servers", "all_reduce")

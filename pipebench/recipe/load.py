@@ -32,7 +32,6 @@ from pipebench.recipe import (  # noqa: F401 # for the rules that they register
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
 from pipebench.recipe.draft import UNUSABLE, Draft, check
 from pipebench.recipe.environment import hide_value, hide_variables, of_environment
-from pipebench.recipe.extending import EXTENDS, chain
 from pipebench.recipe.leaves import (
     ARGUMENTS,
     TARGETED,
@@ -55,6 +54,7 @@ from pipebench.recipe.schema import Recipe
 from pipebench.recipe.sweep import Several, Varied, combinations, problem_with_elements, several
 from pipebench.recipe.targets import targets_of
 from pipebench.recipe.typecheck import problem_with, shown
+from pipebench.recipe.yaml_file import EXTENDS, chain
 from pipebench.schedule.csv_form import is_csv, read_csv
 from pipebench.schedule.modes import AUTO, MODES
 

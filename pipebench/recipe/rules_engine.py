@@ -4,7 +4,7 @@ from typing import Any
 
 from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.typecheck import shown
-from pipebench.schedule.modes import AUTO, Mode
+from pipebench.schedule.modes import Mode
 from pipebench.schedule.pipeline import SPLIT, WHOLE
 from pipebench.schedule.syncs import NOT_SHARDED
 
@@ -14,12 +14,6 @@ _WITHOUT = {
     "swap_layers": "whose saved tensors aren't those of its layers",
     "vpipe": "whose layers can't be told apart any longer",
 }
-
-
-@rule
-def _compiled_mode(engine__compile: bool, mode: str) -> Problems:
-    if engine__compile and mode == AUTO:
-        yield "parallelism.mode", "got auto with engine.compile, which not every mode goes with: allowed is a mode"
 
 
 @rule

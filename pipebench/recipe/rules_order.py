@@ -8,15 +8,8 @@ from pipebench.recipe.plan_file import asked_replicas
 from pipebench.recipe.schema import LARGEST
 from pipebench.recipe.typecheck import shown
 from pipebench.schedule.csv_form import is_csv, read_csv
-from pipebench.schedule.modes import AUTO, Mode
+from pipebench.schedule.modes import Mode
 from pipebench.schedule.orders import ORDERS, order_of
-
-
-@rule
-def _largest_mode(mode: str, accumulate: Any) -> Problems:
-    if accumulate == LARGEST and mode == AUTO:
-        why = f"got {LARGEST} with mode {AUTO}, which plans every mode"
-        yield "parallelism.accumulate", f"{why}: allowed is a whole number"
 
 
 @rule

@@ -59,9 +59,14 @@ def _periods(
 
 
 @rule
-def _mode_auto(draft: Draft, mode: str, plan: Any, depth: Any) -> Problems:
+def _mode_auto(draft: Draft, mode: str, plan: Any, depth: Any, accumulate: Any, engine__compile: bool) -> Problems:
     if mode != AUTO:
         return
+    if engine__compile:
+        yield "parallelism.mode", "got auto with engine.compile, which not every mode goes with: allowed is a mode"
+    if accumulate == LARGEST:
+        why = f"got {LARGEST} with mode {AUTO}, which plans every mode"
+        yield "parallelism.accumulate", f"{why}: allowed is a whole number"
     if plan != AUTO:
         yield "parallelism.plan", f"got {shown(plan)} with mode auto, which plans every mode: allowed is auto"
     if depth != AUTO:

@@ -18,8 +18,7 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.show.comparison import comparison_rows, groups
 from pipebench.show.console import print_comparison, print_differences, print_seeds, print_summary
 from pipebench.show.differences import differences, labelled
-from pipebench.show.plan_answer import Answer
-from pipebench.show.plan_json import plan_data, plan_summary
+from pipebench.show.plan_answer import Answer, plan_data, plan_summary
 from pipebench.show.plan_report import print_modes, print_plan
 from pipebench.show.profile_report import print_profile
 from pipebench.show.shown import Shown
