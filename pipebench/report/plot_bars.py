@@ -166,8 +166,8 @@ def _has(evaluated: Evaluated, row: Row, measure: Measure) -> bool:
 
 def _published(row: Row, measure: Measure) -> float | None:
     published = row.published.get(measure.published_name)
-    return number_of(published and published.value)
+    return None if published is None else number_of(published.value)
 
 
 def _number(cell: TableCell | None) -> float | None:
-    return number_of(cell and cell.value)
+    return None if cell is None else number_of(cell.value)

@@ -104,8 +104,7 @@ def _along(
     found = []
     for place, row in zip(places, rows, strict=True):
         cell = evaluated.cell(row.name, measure.name, column)
-        value = number_of(cell and cell.value)
-        if cell is not None and value is not None:
+        if cell is not None and (value := number_of(cell.value)) is not None:
             low, high = (value if end is None else end for end in (cell.low, cell.high))
             found.append((place, value, low, high))
     return sorted(found)
