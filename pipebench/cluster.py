@@ -142,13 +142,9 @@ class Cluster:
         raise ValueError(f"devices {sender} and {receiver} are not both in {self.name} ({self.num_workers} devices)")
 
     def servers(self, ring: Sequence[int]) -> list[list[int]]:
-        """Return which members of a ring of devices sum together first: all of them, or those of every server.
+        """Return which of a ring of devices, ascending, sum together first: all, or those of every server.
 
-        Args:
-            ring: devices, ascending.
-
-        Returns:
-            Positions in the ring, server by server.
+        By their positions in the ring.
         """
         if self.all_reduce == RING or len(ring) < 2:
             return [[*range(len(ring))]]
@@ -162,10 +158,8 @@ class Cluster:
 def coarser(cluster: Cluster, num_slices: int) -> Cluster:
     """Return the cluster of workers of so many neighbouring devices each.
 
-    Each of a worker's devices sends what is its own over the ports that it shares with the others.
-
-    Raises:
-        PlanError: so many don't divide the devices of a component of the innermost level.
+    Each of a worker's devices sends what is its own over the ports that it shares with the others. Raises a PlanError
+    if so many don't divide the devices of a component of the innermost level.
     """
     if num_slices == 1:
         return cluster

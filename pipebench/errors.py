@@ -211,7 +211,7 @@ def nearest(given: object, allowed: Iterable[str], keys: Iterable[str] = ()) -> 
     >>> nearest("clusterA", ["cluster-a", "cluster-b"]), nearest("seed", ["train"], ["train.seed"])
     ("; did you mean 'cluster-a'?", "; did you mean 'train.seed'?")
     """
-    names = sorted(allowed, key=lambda name: _likeness(name, str(given)), reverse=True)
+    names = sorted(allowed, key=lambda name: difflib.SequenceMatcher(None, name, str(given)).ratio(), reverse=True)
     others, word = list(keys), _folded(given)
     ours = (name for name in _OURS.get(word, ()) if name in names or name in others)
     same = (name for name in names if _folded(name) == word)
@@ -233,10 +233,6 @@ def nearest(given: object, allowed: Iterable[str], keys: Iterable[str] = ()) -> 
 def _folded(name: object) -> str:
     """Return a name's letters and digits in lower case; all of it if it has none."""
     return re.sub(r"[\W_]+", "", str(name)).lower() or str(name)
-
-
-def _likeness(name: str, given: str) -> float:
-    return difflib.SequenceMatcher(None, name, given).ratio()
 
 
 def choice(given: object, allowed: Iterable[str]) -> str:

@@ -102,8 +102,7 @@ def read(kind: type[T], source: str | bytes | dict[str, Any] | list[Any], where:
 
     `where` begins the dotted path of faults.
 
-    Raises:
-        JsonError: it doesn't match `kind`; with place, value and what is allowed.
+    Raises a JsonError with place, value and what is allowed if it doesn't match `kind`.
     """
     from pydantic import ValidationError
 
@@ -120,8 +119,7 @@ def read_file(kind: type[T], path: str, check: Callable[[T], Iterator[tuple[str,
 
     `check` yields further faults, which types can't express: place, and the end of a sentence.
 
-    Raises:
-        RecipeError: it can't be read, or isn't valid; with every fault and its line.
+    Raises a RecipeError with every fault and its line if it can't be read, or isn't valid.
     """
     text = read_text(path)
     with faults_in(path):
@@ -202,9 +200,5 @@ def _one(fault: "ErrorDetails", where: str) -> tuple[str, str]:
 def _at(where: str, path: tuple[int | str, ...]) -> str:
     for step in path:
         named = isinstance(step, str) and step.isidentifier()
-        where += f"{'.' if where else ''}{step}" if named else f"[{shown(step) if not _is_digits(step) else step}]"
+        where += f"{'.' if where else ''}{step}" if named else f"[{step if str(step).isdecimal() else shown(step)}]"
     return where
-
-
-def _is_digits(step: int | str) -> bool:
-    return str(step).isdecimal()

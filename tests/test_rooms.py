@@ -143,7 +143,7 @@ def test_the_zoo_needs_of_the_package_only_how_files_are_written() -> None:
 # How many there are at most. A change that makes one fewer lowers the number; none raises it.
 PAIRS_OF_ROOMS = 75
 IMPORTS_INSIDE_FUNCTIONS = 59
-LONG_FUNCTIONS, LONG_LISTS_OF_PARAMETERS, LARGE_CLASSES = 4, 17, 7
+LONG_FUNCTIONS, LONG_LISTS_OF_PARAMETERS, LARGE_CLASSES = 0, 15, 7
 MOST_LINES, MOST_PARAMETERS, MOST_METHODS = 40, 6, 20
 
 

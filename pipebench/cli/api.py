@@ -42,7 +42,7 @@ def load_recipe(recipe: Recipe, /, **keys: Any) -> LoadedRecipe:
     Raises:
         UserError: a mistake in the recipe; one sentence per fault.
     """
-    return only_one(_loaded(recipe, keys, _load_one))
+    return only_one(_loaded(recipe, keys, lambda references, texts: [load(references[0], texts)]))
 
 
 def run(recipe: Recipe, /, *, on_progress: OnProgress = None, **keys: Any) -> Run:
@@ -192,10 +192,6 @@ def _loaded(
     if own:
         return load_mapping({"extends": os.fspath(recipe)}, _texts(plain), without=own)
     return read([os.fspath(recipe)], _texts(plain))
-
-
-def _load_one(references: Sequence[str], texts: Sequence[str]) -> list[LoadedRecipe]:
-    return [load(references[0], texts)]
 
 
 def _texts(keys: Mapping[str, Any]) -> tuple[str, ...]:

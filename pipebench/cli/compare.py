@@ -6,14 +6,14 @@ from pathlib import Path
 import click
 
 from pipebench.cli.group import tracebacks
-from pipebench.cli.json_output import json_flag, print_json
-from pipebench.cli.outputs import Output, is_picture_by, refuse_to_overwrite
+from pipebench.cli.json_output import json_flag
+from pipebench.cli.outputs import Output, is_picture_by, print_answer, refuse_to_overwrite
 from pipebench.cli.parameters import FILE, option
 from pipebench.garbage import without_collector
 from pipebench.run.folder import records
 from pipebench.show.answers import recorded
 from pipebench.show.differences import has_picture, is_our_page, markdown
-from pipebench.show.terminal import standard_error, standard_output
+from pipebench.show.terminal import standard_error
 
 
 @click.command
@@ -47,10 +47,7 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     picture = Output("--out", folder and folder / "curves.png", "a picture of `pipebench compare`", is_ours)
     refuse_to_overwrite([page, picture])
     found = recorded(runs, records())
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        found.print_to(standard_output())
+    print_answer(found, as_json=as_json)
     drawn = has_picture(found.results)
     console, text = standard_error() if as_json else None, markdown(found.results, "curves.png" if drawn else None)
     page.write(lambda path: path.write_text(text, encoding="utf-8"), console)

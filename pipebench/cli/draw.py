@@ -1,7 +1,6 @@
 """`pipebench draw`: a recipe's pipeline as text."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,7 +61,8 @@ def draw(words: tuple[str, ...], versions: bool, out: Path | None, picture: Path
         from pipebench.run import runner
 
     kind, schedule = what or MEMORY, Output("--out", out, "a schedule", is_schedule)
-    drawing = Output("--picture", picture, f"a picture of {kind} over time", partial(_is_our_picture, kind), PNG)
+    told = f"a picture of {kind} over time"
+    drawing = Output("--picture", picture, told, lambda path: is_picture_by(_drawing(kind)[0], path), PNG)
     refuse_to_overwrite([schedule, drawing])
     preflight(loaded, trains=False)
     if out is not None:
@@ -74,10 +74,6 @@ def draw(words: tuple[str, ...], versions: bool, out: Path | None, picture: Path
         drawing.write(lambda path: _drawing(kind)[1](watch).write(path))
     if out is None and picture is None:
         click.echo(runner.draw(loaded, versions=versions))
-
-
-def _is_our_picture(kind: str, path: Path) -> bool:
-    return is_picture_by(_drawing(kind)[0], path)
 
 
 def _drawing(kind: str) -> tuple[str, Callable[["MemoryForecast"], "InlineFigure"]]:

@@ -3,14 +3,15 @@
 import click
 
 from pipebench.cli.group import tracebacks
-from pipebench.cli.json_output import json_flag, print_json
+from pipebench.cli.json_output import json_flag
+from pipebench.cli.outputs import print_answer
 from pipebench.cli.references import complete, load_one
 from pipebench.garbage import without_collector
 from pipebench.recipe.load import faults_of
 from pipebench.recipe.preflight import preflight
 from pipebench.show.answers import LargestMinibatch
-from pipebench.show.progress import trying
-from pipebench.show.terminal import standard_error, standard_output
+from pipebench.show.progress import preparing
+from pipebench.show.terminal import standard_error
 
 
 @click.command
@@ -35,15 +36,12 @@ def largest(words: tuple[str, ...], as_json: bool) -> None:
 
     preflight(loaded, trains=False)
     trials: list[Trial] = []
-    with faults_of(loaded), trying(loaded.recipe.name, standard_error() if as_json else None) as tell:
+    name, work, console = loaded.recipe.name, "looking for the largest minibatch", standard_error() if as_json else None
+    with faults_of(loaded), preparing(name, console, work=work) as say:
 
         def on_trial(trial: Trial) -> None:
             trials.append(trial)
-            tell(trial.minibatch_size)
+            say(f"{work}, last tried {trial.minibatch_size:,}")
 
         found = largest_minibatch(loaded, on_trial)
-    answer = LargestMinibatch(loaded, found, tuple(trials))
-    if as_json:
-        print_json(answer.to_dict())
-    else:
-        answer.print_to(standard_output())
+    print_answer(LargestMinibatch(loaded, found, tuple(trials)), as_json=as_json)

@@ -1,4 +1,4 @@
-"""Files that a command writes: new, or replacing one of the same kind, so no mistyped name loses data."""
+"""What a command prints, and the files that it writes: new, or replacing one of the same kind, lest data be lost."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,10 +6,21 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pipebench.cli.json_output import print_json
 from pipebench.errors import UserError
 from pipebench.show.console import print_written
+from pipebench.show.shown import Shown
+from pipebench.show.terminal import standard_output
 
 PNG = (".png",)
+
+
+def print_answer(answer: Shown, *, as_json: bool) -> None:
+    """Print an answer, for people or as JSON."""
+    if as_json:
+        print_json(answer.to_dict())
+    else:
+        answer.print_to(standard_output())
 
 
 @dataclass(frozen=True)

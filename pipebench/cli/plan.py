@@ -1,6 +1,6 @@
 """`pipebench plan`: its options and their allowed combinations."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,11 +73,7 @@ def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
     `--levels 16@1.25e9` is 16 workers, each with a link of 1.25 GB/s; `--levels 4@1e10,4@1.25e9` is 4 servers of
     4 workers, 10 GB/s inside a server and 1.25 GB/s for each server.
     """
-    references, _ = split(words)
-    files = [word for word in references if word.endswith((".json", ".txt"))]
-    if files:
-        raise UserError(f"{files[0]} looks like a profile and not like a recipe: write --profile {files[0]}")
-    _check_combination(given, with_recipe=bool(words))
+    _check_combination(given, words)
     from pipebench.cli import planning
 
     links, memory_bytes, latency_s = (given.pop(name) for name in ("levels", "memory", "latency"))
@@ -94,8 +90,12 @@ def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
         planning.plan(next(iter(loaded), None), options)
 
 
-def _check_combination(given: Mapping[str, Any], *, with_recipe: bool) -> None:
+def _check_combination(given: Mapping[str, Any], words: Sequence[str]) -> None:
     """Check that the options are compatible, before any work."""
+    files = [word for word in split(words)[0] if word.endswith((".json", ".txt"))]
+    if files:
+        raise UserError(f"{files[0]} looks like a profile and not like a recipe: write --profile {files[0]}")
+    with_recipe = bool(words)
     has = {name for name, value in given.items() if value is not None}
     if {"cluster", "levels"} <= has:
         raise UserError("--cluster and --levels both say where to run; give one of the two")

@@ -34,8 +34,7 @@ from pipebench.recipe.schema import ParallelismRecipe, Recipe
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
 from pipebench.show.answers import PlanAnswer
-from pipebench.show.plan_answer import Answer
-from pipebench.show.plan_json import plan_data
+from pipebench.show.plan_answer import Answer, plan_data
 from pipebench.show.plan_report import print_modes, print_plan
 from pipebench.show.plans_report import print_plans
 from pipebench.show.progress import preparing, searching
@@ -99,7 +98,9 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     is missing, or nothing fits in memory.
     """
     out = Output("--out", options.out, "a plan's file", is_our_plan)
-    picture = Output("--picture", options.picture, "a picture of a plan", _is_our_picture, PNG)
+    picture = Output(
+        "--picture", options.picture, "a picture of a plan", lambda path: is_picture_by(_pictures().MADE_BY, path), PNG
+    )
     refuse_to_overwrite((out, picture))
     began_s = time.perf_counter()
     known: KnownStates = {}
@@ -129,10 +130,6 @@ def _pictures() -> ModuleType:
     from pipebench.show import plan_picture  # late: imports matplotlib, which few plans need
 
     return plan_picture
-
-
-def _is_our_picture(path: Path) -> bool:
-    return is_picture_by(_pictures().MADE_BY, path)
 
 
 def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
@@ -170,8 +167,10 @@ def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, known_states: KnownSt
         recipe, own = loaded.recipe, loaded.cluster
         parallelism = recipe.parallelism
         row = None if parallelism.mode == AUTO else parallelism.row
+        # The recipe's own plan is compared with the model's layers if it names them.
+        names_layers = is_plan_file(parallelism.plan) or parallelism.cuts is not None
         with preparing(recipe.name, _progress(options)) as on_progress:
-            known = to_plan(loaded, on_progress, needs_graph=_names_layers(parallelism))
+            known = to_plan(loaded, on_progress, needs_graph=names_layers)
         cluster = own if options.links is None else replace(options.links, device=own.device)
         if parallelism.tensor != 1:
             cluster = own  # of these links, see `_with_slices`
@@ -201,11 +200,6 @@ def _with_slices(loaded: LoadedRecipe, options: PlanOptions, mode: str) -> Loade
 
     recipe, cluster = choose_slices(loaded.recipe, loaded.cluster, profiled, mode)
     return replace(loaded, recipe=recipe, cluster=cluster)
-
-
-def _names_layers(parallelism: ParallelismRecipe) -> bool:
-    """Return whether the recipe's own plan is to be compared with the model's layers."""
-    return is_plan_file(parallelism.plan) or parallelism.cuts is not None
 
 
 def _given(parallelism: ParallelismRecipe, known: ToPlan, request: Request, mode: str) -> PlanEstimate | None:

@@ -5,12 +5,13 @@ from pathlib import Path
 import click
 
 from pipebench.cli.group import tracebacks
-from pipebench.cli.json_output import json_flag, moved_option, print_json
+from pipebench.cli.json_output import json_flag, moved_option
+from pipebench.cli.outputs import print_answer
 from pipebench.cli.parameters import FILE, option
 from pipebench.cli.references import complete, load_one, split
 from pipebench.errors import UserError
 from pipebench.recipe.preflight import preflight
-from pipebench.show.terminal import standard_error, standard_output
+from pipebench.show.terminal import standard_error
 
 
 @click.command
@@ -59,8 +60,5 @@ def profile(
     if not isinstance(source, Path):
         preflight(source, trains=False)
     found = profiling.profile(source, samples, show_all=show_all)
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        found.print_to(standard_output())
+    print_answer(found, as_json=as_json)
     profiling.write_all(found, files, standard_error() if as_json else None)

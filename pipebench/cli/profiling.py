@@ -27,15 +27,9 @@ def name_of(source: LoadedRecipe | Path) -> str:
 
 
 def profile(source: LoadedRecipe | Path, num_samples: int | None = None, *, show_all: bool = False) -> ModelProfile:
-    """Profile a recipe's model, or read a profile file.
+    """Profile a recipe's model, or read a profile file; raises a UserError if that fails, or the size isn't there.
 
-    Args:
-        source: the recipe or the file.
-        num_samples: size to show; None for the largest available.
-        show_all: show every layer of a long model.
-
-    Raises:
-        UserError: it can't be read or made, or lacks that size.
+    By default the largest size is shown, of a long model the heaviest layers.
     """
     made = load_profile(source, num_samples or 1) if isinstance(source, Path) else _profiled(source)
     size = max(made.layers) if num_samples is None else num_samples

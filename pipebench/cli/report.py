@@ -2,6 +2,7 @@
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -43,16 +44,7 @@ def parse_rows(text: str) -> tuple[str, ...]:
     help="List the reports; of NAME, say how many results are there, and how long the rest takes.",
 )
 @tracebacks
-def report(
-    name: str | None,
-    only: tuple[str, ...] | None,
-    engine: str | None,
-    fresh: bool,
-    keeps: bool,
-    no_training: bool,
-    out: Path | None,
-    lists: bool,
-) -> int:
+def report(name: str | None, lists: bool, out: Path | None, **given: Any) -> int:
     """Make a report: run what it takes and hasn't run yet, and set it beside what was published.
 
     NAME is a report from `pipebench report --list`, or the path of a YAML file of your own. What MLflow has of a
@@ -81,6 +73,13 @@ def report(
         return 0
     if name is None:
         raise click.UsageError("name a report, for example: pipebench report table1; --list lists them")
+    return _made(name, out, **given)
+
+
+def _made(
+    name: str, out: Path | None, *, only: tuple[str, ...] | None, engine: str | None, no_training: bool, **given: bool
+) -> int:
+    """Make a report, or the page on coverage, and return the exit code; `given` are `fresh` and `keeps`."""
     path = None if name == COVERAGE else find_report(name)
     loaded = load_report(path, only or (), engine) if path else None
     with without_collector():
@@ -89,7 +88,7 @@ def report(
     if path is None or loaded is None:
         click.echo(f"written: {write_coverage(out or Path(RENDERED, COVERAGE), made_now())}")
         return 0
-    if keeps:
+    if given["keeps"]:
         require_keepable(path)
     options = [f"--only {shlex.quote(','.join(only))}"] if only else []
     options += [f"--engine {engine}"] if engine else []
@@ -97,4 +96,4 @@ def report(
     command = " ".join(["pipebench report", shlex.quote(name), *options])
     definition, asked = loaded
     folder = out or Path(RENDERED, definition.name)
-    return make_report(definition, asked, Making(command, folder, fresh, keeps, trains=not no_training))
+    return make_report(definition, asked, Making(command, folder, **given, trains=not no_training))

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import click
 
@@ -49,16 +50,7 @@ from pipebench.run.suite import Suite, suite_name
     help="Print a line of JSON per evaluation and, every second, on how far training is; then one per result, and of "
     "several runs one with their table.",
 )
-def run(
-    words: tuple[str, ...],
-    seeds: tuple[int, ...] | None,
-    zipped: bool,
-    resume: str | None,
-    trusts: bool,
-    verbose: bool,
-    as_json: bool,
-    json_lines: bool,
-) -> int:
+def run(seeds: tuple[int, ...] | None, as_json: bool, json_lines: bool, **asked: Any) -> int:
     """Train recipes to their target and record the answers in MLflow.
 
     RECIPE is a file, a folder of recipes, or a short name from `pipebench ls recipes`. KEY=VALUE overrides a key
@@ -78,19 +70,19 @@ def run(
       torchrun --nnodes 2 --nproc-per-node 4 ... -m pipebench run my-recipe.yaml engine.kind=distributed
       pipebench run --resume my-recipe-1f0c9a7e
     """
-    if trusts and not resume:
+    if asked["trusts"] and not asked["resume"]:
         raise click.UsageError("--trust goes with --resume RUN, whose folder may belong to another user")
-    if resume and seeds:
+    if asked["resume"] and seeds:
         raise click.UsageError("--resume goes on with the run's own seed: leave out --seeds")
     if _started_as_worker():
         if as_json or json_lines:
             raise click.UsageError("--json is for one process: started by torchrun, result.json is in the run's folder")
         from pipebench.distributed.launch_worker import worker_main
 
-        return worker_main(lambda: _work(words, seeds, zipped, resume, trusts, verbose), verbose=verbose)
+        return worker_main(lambda: _work(seeds, **asked), verbose=asked["verbose"])
     is_fresh = sys.platform == "linux" and "torch" not in sys.modules
     with without_collector():
-        loaded, suite = _to_run(words, zipped, resume, trusts, verbose)
+        loaded, suite = _to_run(**asked)
     lock = nullcontext() if suite.resumed is None else locked(suite.resumed.path)
     with lock, _template(loaded) if is_fresh else nullcontext() as template:
         preflight_all(loaded)
@@ -139,7 +131,7 @@ def _run(
 
 
 def _to_run(
-    words: Sequence[str], zipped: bool, resume: str | None, trusts: bool, verbose: bool
+    *, words: Sequence[str], zipped: bool, resume: str | None, trusts: bool, verbose: bool
 ) -> tuple[list[LoadedRecipe], Suite]:
     """Return the recipes to run or the one to resume, and the suite."""
     references, overrides = split(words)
@@ -161,13 +153,11 @@ def _started_as_worker() -> bool:
     return "RANK" in os.environ and ("PIPEBENCH_RUN" in os.environ or int(os.environ.get("WORLD_SIZE") or 1) > 1)
 
 
-def _work(
-    words: Sequence[str], seeds: Sequence[int] | None, zipped: bool, resume: str | None, trusts: bool, verbose: bool
-) -> None:
+def _work(seeds: Sequence[int] | None, **asked: Any) -> None:
     """Do one process's part of a run."""
     if seeds is not None:
         raise UserError("--seeds: processes that are started together run one seed; give train.seed=N")
-    loaded, suite = _to_run(words, zipped, resume, trusts, verbose)
+    loaded, suite = _to_run(**asked)
     from pipebench.distributed.launch_worker import launched_by_us
 
     # One process tries for all; the launcher `pipebench run` already has.

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from pipebench.errors import Fault, RecipeError, nearest
 from pipebench.recipe.catalog import display, find_cluster
-from pipebench.recipe.extending import chain
 from pipebench.recipe.typecheck import shown
+from pipebench.recipe.yaml_file import chain
 
 LEVELS = "levels"
 KEYS = ("device", "memory", "pcie", "host_memory", "launch", "pause", LEVELS, "max_servers", "all_reduce")
@@ -55,8 +55,7 @@ class ClusterFiles:
 def cluster_files(path: Path) -> ClusterFiles:
     """Return the keys of a cluster's file merged with those of the files it extends.
 
-    Raises:
-        RecipeError: they can't be read, have unknown keys, or their levels don't go together.
+    Raises a RecipeError if they can't be read, have unknown keys, or their levels don't go together.
     """
     faults: list[Fault] = []
     keys, levels = Keys(display(path)), dict[str, Keys]()

@@ -1,8 +1,9 @@
 """Validation of a merged and resolved recipe by ranges and rules, once, without data or device.
 
-A rule names the keys it reads and is skipped if one of them is faulty, so each fault is reported once.
+A rule is skipped if one of the keys that it reads is faulty, so each fault is reported once.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -11,7 +12,7 @@ from typing import Any, Final
 
 from pipebench.errors import choice
 from pipebench.hooks import EXTENSIONS, hooks, keys_of
-from pipebench.recipe.leaves import ARGUMENTS, Key, Leaves
+from pipebench.recipe.leaves import ARGUMENTS, Key, Leaves, full_keys
 from pipebench.recipe.ranges import CHOICES, RANGES
 from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import MODES
@@ -20,6 +21,7 @@ from pipebench.schedule.syncs import SYNCS
 UNUSABLE: Final = object()
 Problems = Iterator[tuple[str, str]]
 RULES: list[tuple[tuple[str, ...], Callable[..., Problems]]] = []
+MADE = ("draft", "builds", "cluster", "row", "dataset", "metrics")  # what rules may take beside keys
 
 
 @dataclass
@@ -31,7 +33,10 @@ class Draft:
     pending: set[str]  # keys whose value only the environment has
     source: str  # the recipe's own file, named in faults of defaults
     folder: Path  # of that file
-    made: dict[str, Any] = field(default_factory=dict)  # by rules for later rules: `@cluster`, `@dataset`, `@builds`
+    made: dict[str, Any] = field(default_factory=dict)  # by rules for later rules, under names of MADE: `@cluster`
+
+    def __post_init__(self) -> None:
+        self.made["@draft"] = self
 
     def get(self, key: str) -> Any:
         """Return a value, or `UNUSABLE` if it is faulty or not known yet."""
@@ -46,6 +51,11 @@ class Draft:
                 return None
             value = value[part]
         return value
+
+    def given(self, section: str, *names: str) -> dict[str, Any]:
+        """Return the values of those keys of a section that are neither null nor faulty."""
+        found = {name: self.get(f"{section}.{name}") for name in names}
+        return {name: value for name, value in found.items() if value is not None and value is not UNUSABLE}
 
     def fault(self, key: str, problem: str) -> None:
         """Add a fault in the file that gave the key."""
@@ -63,14 +73,24 @@ class Draft:
         return self.source
 
 
-def rule(*keys: str) -> Callable[[Callable[..., Problems]], Callable[..., Problems]]:
-    """Register a function of these keys' values that yields pairs of key and problem."""
+def rule(function: Callable[..., Problems]) -> Callable[..., Problems]:
+    """Register a function of values that yields pairs of key and problem.
 
-    def register(function: Callable[..., Problems]) -> Callable[..., Problems]:
-        RULES.append((keys, function))
-        return function
+    Its parameters are named after the keys that it reads, each by the last word of its name, or by more of them, joined
+    by `__`, where several keys end in that word; or after what is MADE for rules.
+    """
+    RULES.append((tuple(map(_key_of, inspect.signature(function).parameters)), function))
+    return function
 
-    return register
+
+def _key_of(parameter: str) -> str:
+    if parameter in MADE:
+        return f"@{parameter}"
+    name = parameter.replace("__", ".")
+    fitting = [key for key in full_keys() if f".{key}".endswith(f".{name}")]
+    return min(
+        fitting, key=lambda key: key.count("."), default=name
+    )  # options and extensions are no part of the schema
 
 
 def check(draft: Draft) -> None:
@@ -85,7 +105,7 @@ def check(draft: Draft) -> None:
         if value is not UNUSABLE and value is not None and not is_allowed(value):
             draft.fault(key, f"got {shown(value)}, allowed is {words}")
     for keys, rule_function in chain(RULES, *hooks("rules", on).values()):
-        values = [draft if key == "@draft" else draft.get(key) for key in keys]
+        values = [draft.get(key) for key in keys]
         if not any(value is UNUSABLE for value in values):
             for key, problem in rule_function(*values):
                 draft.fault(key, problem)

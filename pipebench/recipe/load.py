@@ -32,7 +32,6 @@ from pipebench.recipe import (  # noqa: F401 # for the rules that they register
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
 from pipebench.recipe.draft import UNUSABLE, Draft, check
 from pipebench.recipe.environment import hide_value, hide_variables, of_environment
-from pipebench.recipe.extending import EXTENDS, chain
 from pipebench.recipe.leaves import (
     ARGUMENTS,
     TARGETED,
@@ -55,6 +54,7 @@ from pipebench.recipe.schema import Recipe
 from pipebench.recipe.sweep import Several, Varied, combinations, problem_with_elements, several
 from pipebench.recipe.targets import targets_of
 from pipebench.recipe.typecheck import problem_with, shown
+from pipebench.recipe.yaml_file import EXTENDS, chain
 from pipebench.schedule.csv_form import is_csv, read_csv
 from pipebench.schedule.modes import AUTO, MODES
 
@@ -121,8 +121,7 @@ def faults_of(loaded: LoadedRecipe) -> Iterator[None]:
 def load(reference: str, overrides: Sequence[str] = (), *, builds: bool = True) -> LoadedRecipe:
     """Load and validate one recipe from a file or by a short name such as `quickstart/dp`, as `load_each` does.
 
-    Raises:
-        RecipeError: with every fault found; needs neither the data nor the device to find them.
+    Raises a RecipeError with every fault found; neither the data nor the device is needed to find them.
     """
     path = find(reference, recipe_names)
     if path.is_dir():
@@ -153,15 +152,9 @@ def load_each(
 ) -> list[LoadedRecipe]:
     """Load and validate a recipe file: one recipe, or one per run of its sweep (see `sweep`).
 
-    Args:
-        path: the file.
-        overrides: `key=value` texts.
-        zipped: combine the elements of several lists pairwise instead of in all combinations.
-        builds: build the zoo's model without weights, so that it checks its options' values; takes torch. Names and
-            types are checked in any case.
-
-    Raises:
-        RecipeError: with every fault found.
+    `zipped` combines the elements of several lists pairwise. `builds` makes the zoo's model without weights, so that it
+    checks its options' values, which takes torch; names and types are checked in any case. Raises a RecipeError with
+    every fault found.
     """
     sources = [(data, display(file), file.parent) for file, data in chain(path, "recipe", _find_base)]
     return _load_each(sources, path, overrides, zipped=zipped, builds=builds)

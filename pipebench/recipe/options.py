@@ -68,12 +68,7 @@ def target_problems(
     """Yield option and problem for every argument that a target doesn't take, or not with this value.
 
     Only annotations that describe plain values are checked. Classes written in C have neither annotations nor a
-    signature.
-
-    Args:
-        make: the target.
-        given: its arguments in the recipe.
-        passed: names of the arguments that pipebench passes, in order of the parameters; `*` for any name.
+    signature. `passed` are names of the arguments that pipebench passes, in order of the parameters; `*` for any name.
     """
     parameters = arguments_of(make, passed)
     if parameters is None:

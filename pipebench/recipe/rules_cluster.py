@@ -1,21 +1,27 @@
-"""Rules on the cluster, the first of which makes `@cluster` for others, and on what engines can do with it."""
+"""Rules on cluster, order of work and engine, which everything else rests on: `cluster` and `row` are made here."""
 
-from dataclasses import fields
 from typing import Any
 
 from pipebench.cluster import RING, coarser
 from pipebench.errors import PlanError, RecipeError, choice
 from pipebench.recipe.clusters import CHANGED, SERVERS, load_cluster
-from pipebench.recipe.draft import Draft, Problems, rule
+from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
 from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.ranges import MEASURED, TIMINGS
-from pipebench.recipe.schema import ClusterRecipe
+from pipebench.recipe.schema import COLUMNS, ClusterRecipe, ParallelismRecipe
+from pipebench.schedule.csv_form import CsvError, is_csv
+from pipebench.schedule.modes import MODES
+from pipebench.schedule.orders import ORDERS, order_of
 
 
-@rule("@draft", "parallelism.tensor", *(f"cluster.{each.name}" for each in fields(ClusterRecipe)))
-def _cluster(draft: Draft, tensor: Any, name: str, servers: int, *given: Any) -> Problems:
+@rule
+def _cluster(draft: Draft, tensor: Any) -> Problems:
+    section = draft.get("cluster")
+    if section is UNUSABLE:
+        return
+    given = ClusterRecipe(**section)
     try:
-        cluster = load_cluster(name, servers, draft.folder, ClusterRecipe(name, servers, *given).changes)
+        cluster = load_cluster(given.name, given.servers, draft.folder, given.changes)
         draft.made["@cluster"] = coarser(cluster, tensor) if isinstance(tensor, int) and tensor > 1 else cluster
     except PlanError as error:
         yield "parallelism.tensor", str(error)
@@ -25,7 +31,32 @@ def _cluster(draft: Draft, tensor: Any, name: str, servers: int, *given: Any) ->
             yield (own, fault.problem) if own.startswith(CHANGED) else ("cluster.name", str(fault))
 
 
-@rule("engine.kind", "@cluster")
+@rule
+def _order(order: str | None) -> Problems:
+    if order is None:
+        return
+    if not is_csv(order) and order not in ORDERS:
+        yield "parallelism.order", f"{choice(order[:60], ORDERS)}, or a file in torch's CSV form such as schedule.csv"
+        return
+    try:
+        order_of(order)
+    except CsvError as error:
+        yield "parallelism.order", str(error)
+
+
+# Columns that others are to be read with; a row that lacks one of them would only be blamed for what it isn't.
+_OF_ROWS = ("order", "flush", "weights", "sync", "chunks", "backward", "shard")
+
+
+@rule
+def _row(draft: Draft, mode: str) -> Problems:
+    """Make the mode's row with the recipe's columns; none of `auto`, nor where one of these columns is faulty."""
+    if mode in MODES and not any(draft.get(f"parallelism.{name}") is UNUSABLE for name in _OF_ROWS):
+        draft.made["@row"] = ParallelismRecipe(mode, **draft.given("parallelism", "cuts", *COLUMNS)).row
+    yield from ()
+
+
+@rule
 def _all_reduce(kind: str, cluster: Any) -> Problems:
     if ENGINES[kind].in_processes and cluster.all_reduce != RING:
         why = f"whose all_reduce is {cluster.all_reduce}: in processes torch's process groups choose their own way"
@@ -33,7 +64,7 @@ def _all_reduce(kind: str, cluster: Any) -> Problems:
         yield "engine.kind", f"got {kind} with cluster {cluster.name}, {why}: allowed is {others}"
 
 
-@rule("engine.kind", "parallelism.relay")
+@rule
 def _relay(kind: str, relay: bool) -> Problems:
     if relay and ENGINES[kind].trains:
         others = " or ".join(name for name, each in ENGINES.items() if not each.trains)
@@ -41,7 +72,7 @@ def _relay(kind: str, relay: bool) -> Problems:
         yield "parallelism.relay", f"{why}: allowed is false, or engine.kind: {others}"
 
 
-@rule("engine.timing", "@cluster")
+@rule
 def _timing(timing: str, cluster: Any) -> Problems:
     is_local = cluster.device == "local"
     if timing in MEASURED and not is_local:

@@ -14,7 +14,7 @@ from pipebench.recipe.targets import ALLOWED, is_target
 from pipebench.recipe.typecheck import shown
 
 
-@rule("@draft")
+@rule
 def _names(draft: Draft) -> Problems:
     for section, kind in KINDS.items():
         given = draft.values[section[0]]
@@ -53,11 +53,11 @@ def _argument_problems(draft: Draft, section: Key, kind: Kind, given: Mapping[st
         return
     _refuse_arguments(draft, section, list(parameters))
     for argument, said in problems_of(parameters, arguments):
-        where = f"{key}.{argument}"
+        where, is_pending = f"{key}.{argument}", f"{key}.{ARGUMENTS}.{argument}" in draft.pending
         if argument in kind.keys and argument not in parameters:
             allowed = f"allowed are {', '.join(parameters)}{nearest(argument, parameters)}"
             yield where, f"got {shown(arguments[argument])}, which {name} doesn't take (null takes it away), {allowed}"
-        elif argument in parameters and draft.get(where) is not UNUSABLE and not _is_pending(draft, section, argument):
+        elif argument in parameters and draft.get(where) is not UNUSABLE and not is_pending:
             yield where, f"{said} ({name})"
 
 
@@ -72,21 +72,16 @@ def _refuse_arguments(draft: Draft, section: Key, taken: list[str]) -> None:
             draft.leaves.unknown((*section, *found[3:]), [*keys, *taken], leaf.file)
 
 
-def _is_pending(draft: Draft, section: Key, argument: str) -> bool:
-    return ".".join((*section, ARGUMENTS, argument)) in draft.pending
-
-
-@rule(*(f"train.schedule.{key}" for key in ("name", "every_epochs", "factor", "power", "step_every")))
-def _schedule(
-    name: str | None, every_epochs: float | None, factor: float | None, power: float | None, step_every: object
-) -> Problems:
+@rule
+def _schedule(schedule: Mapping[str, Any]) -> Problems:
     """Keys that only some schedules take."""
-    if step_every is not None and (name is None or name in KINDS[SCHEDULE].ours):
+    name = schedule["name"]
+    if schedule["step_every"] is not None and (name is None or name in KINDS[SCHEDULE].ours):
         yield "train.schedule.step_every", "is for torch's schedulers, whose steps it counts; others need null"
     if name not in KINDS[SCHEDULE].ours:  # a target or a class: its own parameters are checked
         return
-    takers = (("every_epochs", every_epochs, "step"), ("factor", factor, "step"), ("power", power, "polynomial"))
-    for key, value, taker in takers:
+    for key, taker in {"every_epochs": "step", "factor": "step", "power": "polynomial"}.items():
+        value = schedule[key]
         if name == taker and value is None:
             yield f"train.schedule.{key}", f"is missing, the schedule {taker} needs a number"
         if name != taker and value is not None:

@@ -3,31 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
+from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.ranges import MEASURED, TIMINGS
-from pipebench.recipe.schema import OptimizerRecipe, ParallelismRecipe
 from pipebench.recipe.typecheck import shown
-from pipebench.schedule.modes import AUTO, MODES, Mode
+from pipebench.schedule.modes import AUTO, Mode
 from pipebench.schedule.syncs import ALL_REDUCE, NOT_SHARDED, OPTIMIZER, ORDERED, PARAMETERS, SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
-_KEPT = ("cuts", "chunks", "order", "flush", "weights", "sync", "sums", "shard", "reshard_after_forward")
 
-
-def _row(draft: Draft) -> Mode | None:
-    """Return the row of a recipe's mode with its columns, or None where it can't be known."""
-    given = {name: draft.get(f"parallelism.{name}") for name in ("mode", *_KEPT)}
-    mode = given.pop("mode")
-    if mode is UNUSABLE or mode == AUTO or mode not in MODES or UNUSABLE in given.values():
-        return None
-    return ParallelismRecipe(mode, **{name: value for name, value in given.items() if value is not None}).row
-
-
-@rule("@draft", "parallelism.mode", "parallelism.order", "parallelism.weights", "parallelism.shard", "parallelism.sync")
-def _shards(draft: Draft, mode: str, order: str | None, weights: str | None, shard: str | None, sync: str) -> Problems:
+@rule
+def _shards(mode: str, row: Mode, shard: str | None, sync: str | None) -> Problems:
     """Shards need replicas that wait for each other, and one version of the weights."""
-    row = _row(draft)
-    if row is None or not row.is_sharded:
+    if not row.is_sharded:
         return
     key, told = "parallelism.shard" if shard is not None else "parallelism.mode", f"got shard {row.shard}"
     if row.shard != OPTIMIZER and row.shape != "one-stage":
@@ -43,14 +30,11 @@ def _shards(draft: Draft, mode: str, order: str | None, weights: str | None, sha
         yield where, f"got sync {row.sync} with shard {row.shard}, whose replicas scatter sums: allowed is {names}"
 
 
-@rule("@draft", "parallelism.mode", "parallelism.sums", "parallelism.reshard_after_forward", "parallelism.shard")
-def _only_where(draft: Draft, mode: str, sums: str | None, reshard: bool | None, shard: str | None) -> Problems:
+@rule
+def _only_where(row: Mode, sums: str | None, reshard_after_forward: bool | None) -> Problems:
     """Some columns mean something only beside others."""
-    row = _row(draft)
-    if row is None:
-        return
-    if reshard is not None and row.shard != PARAMETERS:
-        why = f"got {shown(reshard)} with shard {row.shard}, which keeps all parameters"
+    if reshard_after_forward is not None and row.shard != PARAMETERS:
+        why = f"got {shown(reshard_after_forward)} with shard {row.shard}, which keeps all parameters"
         yield "parallelism.reshard_after_forward", f"{why}: allowed is null, or shard: {PARAMETERS}"
     if sums is not None and not SYNCS[row.sync].waits:
         why = f"got {sums} with sync {row.sync}, whose servers add gradients as they come"
@@ -60,13 +44,10 @@ def _only_where(draft: Draft, mode: str, sums: str | None, reshard: bool | None,
         yield "parallelism.sums", f"{why}: allowed is null or {ORDERED}"
 
 
-@rule("@draft", "train.optimizer", "train.precision", "parallelism.vpipe", "parallelism.flush", "parallelism.shard")
-def _goes_with(
-    draft: Draft, optimizer: Mapping[str, Any], precision: str, vpipe: Any, flush: bool | None, shard: str | None
-) -> Problems:
+@rule
+def _goes_with(draft: Draft, row: Mode, optimizer: Mapping[str, Any], precision: str, vpipe: Any) -> Problems:
     """Shards are of the layers that a stage begins with, and of optimizers that keep no averages."""
-    row = _row(draft)
-    if row is None or not row.is_sharded:
+    if not row.is_sharded:
         return
     if not row.flush:
         why = f"with shard {row.shard} and no flush, where no replica knows its stage's norm"
@@ -75,7 +56,7 @@ def _goes_with(
             yield "train.optimizer.clip_norm", f"got {clip_norm:g} {why}: allowed is null, or shard: {NOT_SHARDED}"
         if precision == "fp16":
             yield "train.precision", f"got {precision} {why}: allowed are fp32 and bf16, or shard: {NOT_SHARDED}"
-    if OptimizerRecipe(**optimizer).name == "asgd":
+    if optimizer["name"] == "asgd":
         why = f"got asgd with shard {row.shard}, and evaluations need its averages of all parameters"
         yield "train.optimizer.name", f"{why}: allowed are others, or shard: {NOT_SHARDED}"
     if isinstance(draft.values.get("search"), dict):
@@ -86,16 +67,14 @@ def _goes_with(
         yield "parallelism.vpipe", f"{why}: allowed is null, or shard: {NOT_SHARDED}"
 
 
-@rule("parallelism.tensor", "parallelism.mode", "engine.kind", "model.profile", "engine.timing", "search")
-def _tensor(
-    tensor: Any, mode: str, kind: str, profile: str | None, timing: str, search: Mapping[str, Any] | None
-) -> Problems:
+@rule
+def _tensor(tensor: Any, mode: str, model__profile: str | None, timing: str, search: Any) -> Problems:
     if tensor == AUTO and mode != AUTO:
         yield "parallelism.tensor", f"got auto with mode {mode}: allowed is a whole number, or mode: auto"
     elif tensor != AUTO and (isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1):
         yield "parallelism.tensor", f"got {shown(tensor)}, allowed is a whole number of at least 1, or auto"
     elif tensor != 1:
-        if profile is not None:
+        if model__profile is not None:
             why = f"got {tensor} with model.profile, whose layers have no matrices to divide"
             yield "parallelism.tensor", f"{why}: allowed is 1, or a model"
         elif timing not in TIMINGS or timing in MEASURED:

@@ -27,7 +27,7 @@ FRACTIONS = ("top1", "top5", "token_accuracy", "nsp_accuracy", "meteor")
 _PERPLEXITIES = ("perplexity", "mlm_perplexity")
 
 
-@rule("@draft")
+@rule
 def _model(draft: Draft) -> Problems:
     model = _known(draft, "model")
     if model is None:
@@ -59,7 +59,7 @@ def _model_of_profile(model: Mapping[str, Any]) -> Problems:
             yield f"model.{key}", f"got {shown(value)} beside profile, which says all that is known: allowed is null"
 
 
-@rule("model", "engine.kind", "engine.timing")
+@rule
 def _profile_only(model: Mapping[str, Any], kind: str, timing: str) -> Problems:
     if model.get("profile") is None:
         return
@@ -70,7 +70,7 @@ def _profile_only(model: Mapping[str, Any], kind: str, timing: str) -> Problems:
         yield "engine.timing", f"got {timing}, and model.profile has times of its own: allowed is auto"
 
 
-@rule("@draft")
+@rule
 def _dataset(draft: Draft) -> Problems:
     dataset = _known(draft, "dataset")
     if dataset is None:
@@ -143,8 +143,8 @@ def _own_metrics(metrics: Any, known: Mapping[str, Any]) -> Problems:
             yield key, f"{choice(cut(given), known)}; or {form}"
 
 
-@rule("@builds", "model")
-def _model_values(_builds: bool, model: Mapping[str, Any]) -> Problems:
+@rule
+def _model_values(builds: bool, model: Mapping[str, Any]) -> Problems:
     yield from model_problems(model)
 
 
@@ -174,7 +174,7 @@ def _problem_of_building(entry: object, model: str) -> str:
     return ""
 
 
-@rule("train.target", "@metrics")
+@rule
 def _reachable(target: Mapping[str, Any] | None, metrics: Mapping[str, str]) -> Problems:
     if target is None:
         return
@@ -194,21 +194,21 @@ def _reachable(target: Mapping[str, Any] | None, metrics: Mapping[str, str]) -> 
         yield "train.target.value", f"got {value:g}, allowed is a number above 0, at most 100"
 
 
-@rule("train.minibatch_size", "@dataset")
+@rule
 def _minibatch(minibatch_size: int, dataset: Any) -> Problems:
     if minibatch_size > dataset.num_train:
         problem = f"got {minibatch_size}, allowed are 1 to {dataset.num_train}, the training samples there are"
         yield "train.minibatch_size", problem
 
 
-@rule("@dataset", "engine.kind")
+@rule
 def _lengths(dataset: Any, kind: str) -> Problems:
     if dataset.lengths and kind in ENGINES and ENGINES[kind].trains:
         given = "got declared, which is for engine.kind simulated"
         yield "dataset.lengths", f"{given}: kind {kind} trains, on samples as long as they are; allowed is fixed"
 
 
-@rule("@dataset", "train.streams", "train.minibatch_size", "train.evaluate_every", "train.checkpoint_every")
+@rule
 def _streams(
     dataset: Any,
     streams: int | None,
@@ -232,7 +232,7 @@ def _streams(
             yield f"train.{name}.minibatches", f"{given}: allowed are multiples of {streams}"
 
 
-@rule("@dataset", "@cluster", "train.streams", "parallelism.mode", "parallelism.plan")
+@rule
 def _streams_of_plan(dataset: Any, cluster: Any, streams: int | None, mode: str, plan: Any) -> Problems:
     if not dataset.sequential or mode == AUTO:
         return

@@ -28,14 +28,9 @@ _LONGEST = 300  # characters of an exception's message
 
 @contextlib.contextmanager
 def users_code(what: str, key: str = "") -> Iterator[None]:
-    """Turn any exception raised inside into a `UserCodeError`.
+    """Turn any exception raised inside into a `UserCodeError`, SystemExit too, but not pipebench's own and Ctrl-C.
 
-    Args:
-        what: begins the sentence, such as `my_model:Net can't make the model`.
-        key: full key of the recipe's target, if known.
-
-    Raises:
-        UserCodeError: in place of all but pipebench's own errors and Ctrl-C; includes SystemExit.
+    `what` begins the sentence, such as `my_model:Net can't make the model`; `key` is the target's full key, if known.
     """
     try:
         yield

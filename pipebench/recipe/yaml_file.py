@@ -1,4 +1,4 @@
-"""Reads one YAML file strictly: plain data only, every key once, unambiguous numbers.
+"""Reads one YAML file strictly, plain data only, every key once, unambiguous numbers; and the files that it extends.
 
 Differs from YAML 1.1: dates, sexagesimal and octal numbers stay text (`2019-10-27`, `1:30`, `010`), `1e-3` is a
 number, and anchors are refused (use `extends` and `${...}`, which can't grow exponentially).
@@ -6,6 +6,7 @@ number, and anchors are refused (use `extends` and `${...}`, which can't grow ex
 
 import copy
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import yaml
 from pipebench.errors import Fault, RecipeError
 from pipebench.files import FileError, read_text
 from pipebench.recipe.catalog import display
+from pipebench.recipe.typecheck import shown
 
 MAX_BYTES = 1_000_000  # a recipe is a page of text
 MAX_DEPTH = 32  # of nested values or brackets, which are read recursively
@@ -67,8 +69,7 @@ _Loader.add_implicit_resolver(
 def parse(text: str) -> Any:
     """Return the plain data of YAML text.
 
-    Raises:
-        ValueError: not valid YAML; the message is the end of a sentence, with the line.
+    Raises a ValueError if it is not valid YAML; the message is the end of a sentence, with the line.
     """
     return copy.deepcopy(_parsed(text))
 
@@ -90,8 +91,7 @@ def _parsed(text: str) -> Any:
 def read_mapping(path: Path) -> dict[Any, Any]:
     """Return the mapping in a YAML file.
 
-    Raises:
-        RecipeError: it can't be read, isn't YAML, is empty or isn't a mapping.
+    Raises a RecipeError if it can't be read, isn't YAML, is empty or isn't a mapping.
     """
     name = display(path)
     try:
@@ -102,3 +102,41 @@ def read_mapping(path: Path) -> dict[Any, Any]:
         problem = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise RecipeError([Fault(name, "", f"{problem}; a mapping of keys to values is needed")])
     return data
+
+
+EXTENDS = "extends"
+
+
+def chain(path: Path, what: str, find: Callable[[str, Path], Path]) -> list[tuple[Path, dict[Any, Any]]]:
+    """Return the files of an `extends` chain with their other content, the base first.
+
+    `path` is the last file and `what` it is, for messages: `recipe`. `find` resolves a reference in a file's folder.
+
+    Raises a RecipeError if a file can't be read, isn't there, or extends itself.
+    """
+    found: list[tuple[Path, dict[Any, Any]]] = []
+    seen: list[Path] = []
+    following: Path | None = path
+    while following is not None:
+        if following.resolve() in seen:
+            circle = " -> ".join(display(file) for file, _ in [*found[::-1], (following, {})])
+            raise RecipeError([Fault(display(path), EXTENDS, f"goes round in a circle: {circle}")])
+        seen.append(following.resolve())
+        data = read_mapping(following)
+        base = data.pop(EXTENDS, None)
+        found.insert(0, (following, data))
+        following = None if base is None else _base(base, following, what, find)
+    return found
+
+
+def _base(given: object, file: Path, what: str, find: Callable[[str, Path], Path]) -> Path:
+    if not isinstance(given, str):
+        problem = f"got {shown(given)}, allowed is a file beside this one or the short name of a {what}"
+        raise RecipeError([Fault(display(file), EXTENDS, problem)])
+    try:
+        found = find(given, file.parent)
+    except RecipeError as error:
+        raise RecipeError([Fault(display(file), EXTENDS, f"{each}") for each in error.faults]) from error
+    if found.is_dir():
+        raise RecipeError([Fault(display(file), EXTENDS, f"got {given!r}, which is a folder; a file is needed")])
+    return found

@@ -1,7 +1,7 @@
 """Calibrate a report with progress, print the result and optionally write the constants."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.text import Text
 
@@ -14,10 +14,12 @@ from pipebench.report.fitting import Cell
 from pipebench.report.recipes import Asked
 from pipebench.report.scores import geometric_mean_error, rank_correlation
 from pipebench.report.wording import published_text
-from pipebench.show.terminal import is_terminal, standard_output
+from pipebench.show.comparison import markdown_table
+from pipebench.show.progress import preparing
+from pipebench.show.terminal import standard_output
 
+_FITTING = "fitting"
 _ROUNDS = 6  # values tried per constant, estimated; as many again for each cell left out
-_EVERY_S = 10.0  # between plain lines
 
 
 def print_calibration(report: Report, asked: Sequence[Asked], *, writes: bool) -> int:
@@ -26,9 +28,9 @@ def print_calibration(report: Report, asked: Sequence[Asked], *, writes: bool) -
     `writes` puts the constants into the clusters' files. Raises a UserError if there are no constants, or they can't be
     fitted or written.
     """
-    progress = _Progress(report)
-    calibrated = calibrate(report, asked, progress.run, progress.leave_out)
-    progress.end()
+    with preparing(report.name, standard_output(), tells=True, work=_FITTING) as say:
+        progress = _Progress(report, say)
+        calibrated = calibrate(report, asked, progress.run, progress.leave_out)
     _say(calibration_text(calibrated))
     if writes:
         for place in calibrated.places:
@@ -39,39 +41,24 @@ def print_calibration(report: Report, asked: Sequence[Asked], *, writes: bool) -
 
 
 class _Progress:
-    """Reports simulations and the estimated time left."""
+    """Says which simulation begins, and how long the rest takes."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, say: Callable[[str], None]) -> None:
         calibration = report.calibration
         cells = sum(len(constant.fitted_on) for constant in calibration.constants) if calibration else 0
         self._expected = 2 * cells * (_ROUNDS + _ROUNDS)  # two runs per cell; then again, without each
-        self._done = 0
-        self._phase = "fitting"
-        self._start_s = self._printed_s = time.monotonic()
-        self._status = standard_output().status("fitting") if is_terminal() else None
-        if self._status is not None:
-            self._status.start()
+        self._say, self._done, self._phase, self._start_s = say, 0, _FITTING, time.monotonic()
 
     def run(self, asked: Asked) -> None:
         """Report the start of a simulation."""
         self._done += 1
-        now_s = time.monotonic()
-        left_s = max(0.0, (now_s - self._start_s) / self._done * (self._expected - self._done))
-        line = f"{self._phase}: {self._done} simulations, {asked.row} {asked.run}, about {seconds(round(left_s))} left"
-        if self._status is not None:
-            self._status.update(Text(line))
-        elif now_s - self._printed_s >= _EVERY_S:
-            self._printed_s = now_s
-            _say(line)
+        left_s = max(0.0, (time.monotonic() - self._start_s) / self._done * (self._expected - self._done))
+        left = f"about {seconds(round(left_s))} left"
+        self._say(f"{self._phase}: {self._done} simulations, {asked.row} {asked.run}, {left}")
 
     def leave_out(self) -> None:
         """Enter the leave-one-out phase."""
         self._phase = "leaving each cell out"
-
-    def end(self) -> None:
-        """Remove the live line."""
-        if self._status is not None:
-            self._status.stop()
 
 
 def _say(text: str) -> None:
@@ -82,11 +69,13 @@ def calibration_text(calibrated: Calibrated) -> str:
     """Return constants, cells and scores as Markdown tables."""
     return "\n".join(
         [
-            *_table(("constant", "cluster", "key", "before", "fitted", "fitted on"), _constants(calibrated)),
+            markdown_table(("constant", "cluster", "key", "before", "fitted", "fitted on"), _constants(calibrated)),
             "",
-            *_table(("cell", "published", "fitted or predicted", "value", "ratio", "left out"), _cells(calibrated)),
+            markdown_table(
+                ("cell", "published", "fitted or predicted", "value", "ratio", "left out"), _cells(calibrated)
+            ),
             "",
-            *_table(("cells", "how many", "geometric-mean error", "rank correlation"), _scores(calibrated)),
+            markdown_table(("cells", "how many", "geometric-mean error", "rank correlation"), _scores(calibrated)),
             "",
             "Left out: with its constants fitted without this cell. Cells that hold by construction don't count.",
         ]
@@ -145,8 +134,3 @@ def _score(calibrated: Calibrated, name: str, cells: Sequence[Cell], values: Seq
 
 def _constructed(calibrated: Calibrated) -> set[Cell]:
     return {(row.name, measure) for row in calibrated.report.rows for measure in row.by_construction}
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    for line in (head, ["---"] * len(head), *rows):
-        yield f"| {' | '.join(line)} |"

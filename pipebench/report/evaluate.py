@@ -56,15 +56,9 @@ def evaluate_report(
     made: str = "",
     drawings: Mapping[tuple[str, str], str] = MappingProxyType({}),
 ) -> Evaluated:
-    """Evaluate a report.
+    """Evaluate a report that `command` makes; `made` says when and by which code, "" if unknown.
 
-    Args:
-        report: the report.
-        outcomes: of every run.
-        command: reproduces the report.
-        server: MLflow's address, "" if unknown.
-        made: when and by which code, "" if unknown.
-        drawings: by (row, run), pipelines drawn as text.
+    `server` is MLflow's address, likewise; `drawings` are pipelines drawn as text, by row and run.
     """
     table = _ResultTable(report, outcomes)
     cells = tuple(

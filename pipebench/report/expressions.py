@@ -75,8 +75,7 @@ class _Kind:
 def value_expression(text: str, measures: Mapping[str, Expression]) -> Expression:
     """Parse the value of a cell: one number over `run.metric` and the `measures` defined above it.
 
-    Raises:
-        ValueError: it is invalid; the message is the end of a sentence.
+    Raises a ValueError if it is invalid; the message is the end of a sentence.
     """
     tree = _Spelled(measures).visit(_parsed(text))
 
@@ -94,8 +93,7 @@ def value_expression(text: str, measures: Mapping[str, Expression]) -> Expressio
 def claim_expression(text: str, measures: Collection[str], rows: Collection[str]) -> Expression:
     """Parse a claim: a truth over measures of all rows, or of those that `measure["row"]` names (a name or a pattern).
 
-    Raises:
-        ValueError: it is invalid; the message is the end of a sentence.
+    Raises a ValueError if it is invalid; the message is the end of a sentence.
     """
     expression, is_truth = _over_cells(text, measures, rows)
     if not is_truth:
@@ -117,15 +115,10 @@ def unit_of(expression: Expression, units: Mapping[str, str]) -> str:
 
 
 def evaluate(expression: Expression, look: Look) -> Value:
-    """Evaluate an expression.
+    """Evaluate an expression; raises a NoValueError if it has no value, such as a quotient by 0.
 
-    Args:
-        expression: the expression.
-        look: returns the value of (run, metric) in a cell's expression, of (measure, row or pattern or "") in a
-            claim's.
-
-    Raises:
-        NoValueError: it has no value, such as a quotient by 0; errors of `look` pass through.
+    `look`, whose errors pass through, returns the value of (run, metric) in a cell's expression, and of (measure, row
+    or pattern or "") in a claim's.
     """
     return _value(expression.tree, look)
 
@@ -238,8 +231,8 @@ def _kind(node: ast.expr, kind_of_leaf: Callable[[str, str], _Kind]) -> _Kind:
     wants_truth = isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
     for part, operand in zip(parts, _operands(node), strict=True):
         if part.is_truth != wants_truth:
-            allowed = "yes or no" if wants_truth else "a number"
-            raise ValueError(f"{_short(operand)} gives {_gives(part)}, allowed in {_short(node)} is {allowed}")
+            given, allowed = ("yes or no" if truth else "a number" for truth in (part.is_truth, wants_truth))
+            raise ValueError(f"{_short(operand)} gives {given}, allowed in {_short(node)} is {allowed}")
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _is_zero(node.right):
         raise ValueError(f"{_short(node)} divides by zero")
     return _Kind(is_truth=wants_truth or isinstance(node, ast.Compare), is_several=several)
@@ -371,10 +364,6 @@ def _where(node: ast.expr, look: Look) -> str:
 
 def _shown(value: Value) -> str:
     return f"{value:.4g}" if not isinstance(value, Cells) else ", ".join(f"{each:.4g}" for each in value.values())
-
-
-def _gives(kind: _Kind) -> str:
-    return "yes or no" if kind.is_truth else "a number"
 
 
 def _short(node: ast.AST) -> str:

@@ -9,11 +9,8 @@ from pipebench.errors import Fault, RecipeError, UserError, nearest
 from pipebench.recipe.catalog import display
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.report.definition import Report
-from pipebench.report.read_calibration import read_calibration
-from pipebench.report.read_claims import read_claims, read_pictures
-from pipebench.report.read_columns import check_cells, read_columns, read_measures
-from pipebench.report.read_rows import read_rows
-from pipebench.report.read_text import read_text
+from pipebench.report.read_claims import read_calibration, read_claims, read_pictures, read_text
+from pipebench.report.read_table import read_table
 from pipebench.report.reading import Reading
 from pipebench.report.recipes import Asked, asked_runs
 
@@ -21,16 +18,10 @@ _TOP = ("title", "source", "about", "columns", "measures", "runs", "rows", "clai
 
 
 def load_report(path: Path, only: Sequence[str] = (), engine: str | None = None) -> tuple[Report, list[Asked]]:
-    """Load and validate a report with the recipe of every run.
+    """Load and validate a report, of `only` the rows of these names or patterns, with the recipe of every run.
 
-    Args:
-        path: its file.
-        only: names or patterns of rows; empty for all.
-        engine: replaces the engine of every run that columns may change; None for the report's.
-
-    Raises:
-        RecipeError: with all faults.
-        UserError: a pattern matches no row.
+    `engine` replaces that of every run that columns may change. Raises a RecipeError with all faults, or a UserError if
+    a pattern matches no row.
     """
     report, reading = read_report(path)
     report = with_rows(report, only)
@@ -66,23 +57,20 @@ def read_report(path: Path) -> tuple[Report, Reading]:
     if {"model", "parallelism"} <= content.keys():
         raise RecipeError([Fault(reading.file, "", f"is a recipe, not a report: `pipebench run {display(path)}`")])
     data = reading.mapping(content, "", _TOP)
-    columns = read_columns(data.get("columns"), reading)
-    rows = read_rows(data, reading)
-    measures = read_measures(data.get("measures"), rows, reading)
-    check_cells(rows, measures, reading)
+    table = read_table(data, reading)
     source = reading.mapping(data.get("source"), "source", ("paper", "where"))
     report = Report(
         name=path.stem,
         path=path,
         title=reading.plain(data, "", "title", str),
-        columns=columns,
-        measures=measures,
-        rows=rows,
+        columns=table.columns,
+        measures=table.measures,
+        rows=tuple(table.rows.values()),
         paper=reading.plain(source, "source", "paper", str, ""),
         where=reading.plain(source, "source", "where", str, ""),
-        about=read_text(reading.plain(data, "", "about", str, ""), "about", columns, measures, rows, reading),
-        claims=read_claims(data.get("claims"), measures, rows, reading),
-        pictures=read_pictures(data.get("pictures"), measures, rows, reading),
-        calibration=read_calibration(data.get("calibration"), columns, measures, rows, reading),
+        about=tuple(read_text(reading.plain(data, "", "about", str, ""), "about", table, reading)),
+        claims=read_claims(data.get("claims"), table, reading),
+        pictures=read_pictures(data.get("pictures"), table, reading),
+        calibration=read_calibration(data.get("calibration"), table, reading),
     )
     return report, reading

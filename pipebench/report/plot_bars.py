@@ -11,13 +11,14 @@ from pipebench.report.evaluated import Evaluated, TableCell
 from pipebench.report.plot_style import (
     GREY,
     NORMAL,
-    SMALL,
     colour,
     draw_line,
     explain_marks,
     finish,
     label_of,
+    legend,
     mark_of,
+    number_of,
     plain,
     write_values,
 )
@@ -50,11 +51,7 @@ def bars_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     _share_scales(panels, measures)
     panels[0].set_yticks(range(len(rows)), [plain(row.title) for row in rows])
     panels[0].set_ylim(len(rows) - 0.4, -0.6)
-    named = {label: handle for handle, label in zip(*panels[0].get_legend_handles_labels(), strict=True)}
-    if len(named) > 1:
-        figure.legend(
-            named.values(), named.keys(), loc="outside upper left", ncols=len(named), frameon=False, fontsize=SMALL
-        )
+    legend(figure, panels[:1], least=2)
     explain_marks(figure, [cell for cell in evaluated.cells if cell.measure in picture.measures])
     if bound is not None:
         _step_aside(figure, panels)
@@ -111,7 +108,7 @@ def _draw(
     axes.set_xlim(0, (1 + (_ROOM_FOR_RANGES if ranges else _ROOM)) * max(ends) or 1.0)
     axes.set_xlabel(plain(label_of(measure), 70), fontsize=NORMAL)
     axes.locator_params(axis="x", nbins=_MOST_TICKS)
-    write_values(axes.xaxis, measure)
+    write_values(axes.xaxis, measure.unit)
     finish(axes, grid="x")
     axes.tick_params(axis="y", length=0)
 
@@ -169,8 +166,8 @@ def _has(evaluated: Evaluated, row: Row, measure: Measure) -> bool:
 
 def _published(row: Row, measure: Measure) -> float | None:
     published = row.published.get(measure.published_name)
-    return None if published is None or isinstance(published.value, str) else published.value
+    return None if published is None else number_of(published.value)
 
 
 def _number(cell: TableCell | None) -> float | None:
-    return None if cell is None or isinstance(cell.value, str) else cell.value
+    return None if cell is None else number_of(cell.value)

@@ -9,13 +9,12 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 from pipebench.formats import is_share
 from pipebench.report.definition import Picture
 from pipebench.report.evaluated import Evaluated
-from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, finish, plain
+from pipebench.report.plot_style import GREY, NORMAL, STYLES, colour, finish, legend, plain
 from pipebench.train.result import REACHED, Point, RunResult
 
 _WIDTH_IN, _HEIGHT_IN = 4.3, 3.5
 _CHARS_PER_IN, _HANDLE_CHARS = 14, 8  # of a legend
 _LABELS = {"epochs": "epochs", "samples": "samples", "virtual_time_s": "{clock} time, evaluation included"}
-_STYLES = ("-", "--", "-.", ":")  # of the columns
 
 
 def curves_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
@@ -29,7 +28,7 @@ def curves_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     for axes, over in zip(panels, picture.over, strict=True):
         for index, column, label, results in drawn:
             for number, result in enumerate(results):
-                _draw(axes, result, picture.metric, over, (colour(index), _STYLES[column % len(_STYLES)]),
+                _draw(axes, result, picture.metric, over, (colour(index), STYLES[column % len(STYLES)]),
                       label if number == 0 else "")  # fmt: skip
         _draw_targets(axes, [result for *_, results in drawn for result in results], picture.metric)
         axes.set_xlabel(_LABELS[over].format(clock=clocks), fontsize=NORMAL)
@@ -40,16 +39,29 @@ def curves_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     panels[0].set_ylabel(picture.metric, fontsize=NORMAL)
     if is_share(picture.metric):
         panels[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    handles, labels = panels[0].get_legend_handles_labels()
-    beside = max(1, int(_WIDTH_IN * len(picture.over) * _CHARS_PER_IN / (max(map(len, labels)) + _HANDLE_CHARS)))
-    figure.legend(handles, labels, loc="outside upper left", ncols=beside, frameon=False, fontsize=SMALL)
+    longest = max(len(label) for _, _, label, _ in drawn)
+    legend(figure, panels[:1], max(1, int(_WIDTH_IN * len(picture.over) * _CHARS_PER_IN / (longest + _HANDLE_CHARS))))
     return figure
+
+
+def distinct(evaluated: Evaluated, row: str, run: str, metric: str) -> Iterator[tuple[int, str, list[RunResult]]]:
+    """Yield a run's results, per seed, that have points of a metric; those that columns share once.
+
+    With each the column's index and, but for the first, its title behind a comma.
+    """
+    seen: list[list[RunResult]] = []
+    for number, column in enumerate(evaluated.report.columns):
+        results = evaluated.results.get((row, run, column.name), ())
+        having = [result for result in results if any(metric in point.metrics for point in result.points)]
+        if having and having not in seen:
+            yield number, f", {column.title}" if seen else "", having
+            seen.append(having)
 
 
 def _curves(evaluated: Evaluated, picture: Picture) -> Iterator[tuple[int, int, str, list[RunResult]]]:
     """Yield run index, column index, label and results per seed of everything with curves.
 
-    Results shared by all columns are drawn once. Labels are modes, or run names if modes repeat; the row's own run
+    Labels are modes, or run names if modes repeat; the row's own run
     has its row's title, since a mode doesn't tell LARS from plain data parallelism.
     """
     columns = evaluated.report.columns
@@ -62,15 +74,9 @@ def _curves(evaluated: Evaluated, picture: Picture) -> Iterator[tuple[int, int, 
     differ = len({mode for _, mode in modes}) == len(modes) == len({run for run, _ in modes})
     titles = {row.name: row.title for row in evaluated.report.rows}
     for index, run in enumerate(picture.runs):
-        seen: list[tuple[RunResult, ...]] = []
-        for number, column in enumerate(columns):
-            results = evaluated.results.get((picture.row, run, column.name), ())
-            having = [result for result in results if any(picture.metric in point.metrics for point in result.points)]
-            if having and results not in seen:
-                where = f", {column.title}" if seen else ""
-                name = titles[picture.row] if run == "way" else having[0].mode if differ else run
-                yield index, number, plain(f"{name} ({having[0].plan}){where}{_reached(having)}", 72), having
-                seen.append(results)
+        for number, where, having in distinct(evaluated, picture.row, run, picture.metric):
+            name = titles[picture.row] if run == "way" else having[0].mode if differ else run
+            yield index, number, plain(f"{name} ({having[0].plan}){where}{_reached(having)}", 72), having
 
 
 def _reached(results: Sequence[RunResult]) -> str:

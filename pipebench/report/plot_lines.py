@@ -10,12 +10,13 @@ from pipebench.report.evaluated import Evaluated
 from pipebench.report.plot_style import (
     GREY,
     NORMAL,
-    SMALL,
     colour,
     draw_line,
     finish,
     label_of,
+    legend,
     marker,
+    number_of,
     plain,
     write_values,
 )
@@ -58,11 +59,8 @@ def lines_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     _finish(panels[: len(groups)], places, beside)
     figure.supxlabel(plain(picture.x.replace("_", " ")), fontsize=NORMAL)
     figure.supylabel(plain(label_of(measure), 60), fontsize=NORMAL)
-    write_values(panels[0].yaxis, measure)
-    found = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(
-        found.values(), found.keys(), loc="outside upper left", ncols=len(found), frameon=False, fontsize=SMALL
-    )
+    write_values(panels[0].yaxis, measure.unit)
+    legend(figure, panels)
     return figure
 
 
@@ -89,37 +87,35 @@ def _draw(axes: Axes, evaluated: Evaluated, rows: Sequence[Row], measure: Measur
                 color=GREY, label=label, zorder=3,
             )  # fmt: skip
     for index, column in enumerate(evaluated.report.columns):
-        cells = [evaluated.cell(row.name, measure.name, column.name) for row in rows]
-        drawn = sorted(
-            (place, cell.value, cell.low, cell.high)
-            for place, cell in zip(places, cells, strict=True)
-            if cell is not None and not isinstance(cell.value, str | None)
-        )
-        if not drawn:
-            continue
-        at, values = [each[0] for each in drawn], [each[1] for each in drawn]
-        axes.plot(
-            at, values, color=colour(index), marker=marker(index), markersize=3.5, linewidth=1.4,
-            label=plain(column.title),
-        )  # fmt: skip
-        lows = [value if low is None else low for _, value, low, _ in drawn]
-        highs = [value if high is None else high for _, value, _, high in drawn]
-        axes.fill_between(at, lows, highs, color=colour(index), alpha=0.2, linewidth=0)
+        drawn = _along(evaluated, rows, measure, column.name, places)
+        if drawn:
+            at, values, lows, highs = zip(*drawn, strict=True)
+            axes.plot(
+                at, values, color=colour(index), marker=marker(index), markersize=3.5, linewidth=1.4,
+                label=plain(column.title),
+            )  # fmt: skip
+            axes.fill_between(at, lows, highs, color=colour(index), alpha=0.2, linewidth=0)
+
+
+def _along(
+    evaluated: Evaluated, rows: Sequence[Row], measure: Measure, column: str, places: Sequence[float]
+) -> list[tuple[float, float, float, float]]:
+    """Return place, value, and smallest and largest value over seeds of every row that has one, place by place."""
+    found = []
+    for place, row in zip(places, rows, strict=True):
+        cell = evaluated.cell(row.name, measure.name, column)
+        if cell is not None and (value := number_of(cell.value)) is not None:
+            low, high = (value if end is None else end for end in (cell.low, cell.high))
+            found.append((place, value, low, high))
+    return sorted(found)
 
 
 def _draw_bound(axes: Axes, evaluated: Evaluated, rows: Sequence[Row], bound: Measure, places: Sequence[float]) -> None:
     """Draw the upper bound of each column; equal bounds share a line."""
-    lines: dict[tuple[tuple[float, float], ...], None] = {}
-    for column in evaluated.report.columns:
-        cells = [evaluated.cell(row.name, bound.name, column.name) for row in rows]
-        drawn = sorted(
-            (place, cell.value)
-            for place, cell in zip(places, cells, strict=True)
-            if cell is not None and not isinstance(cell.value, str | None)
-        )
-        lines[tuple(drawn)] = None
+    columns = [column.name for column in evaluated.report.columns]
+    lines = dict.fromkeys(tuple(_along(evaluated, rows, bound, column, places)) for column in columns)
     for line in filter(None, lines):
-        at, values = zip(*line, strict=True)
+        at, values, _, _ = zip(*line, strict=True)
         axes.plot(at, values, color="black", linestyle="--", linewidth=1.2, label=plain(bound.title))
 
 

@@ -12,11 +12,11 @@ from matplotlib.ticker import EngFormatter, Formatter, PercentFormatter
 
 from pipebench.report.definition import Picture, Row
 from pipebench.report.evaluated import Evaluated
-from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, draw_line, finish, plain
+from pipebench.report.plot_curves import distinct
+from pipebench.report.plot_style import GREY, NORMAL, STYLES, colour, draw_line, finish, legend, plain
 from pipebench.train.result import Point, RunResult
 
 _WIDTH_IN, _PANEL_IN, _FRAME_IN = 8.0, 2.5, 0.8
-_STYLES = ("-", "--", "-.", ":")  # of the columns
 _LAYERS = "active_layers"  # a change starts a new phase
 
 
@@ -32,7 +32,7 @@ def phases_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
         for run, column, label, result in lines:
             index = picture.runs.index(run)
             # The first are the widest, so that none hides another of the same values.
-            look: dict[str, str | float] = {"color": colour(index), "linestyle": _STYLES[column % len(_STYLES)],
+            look: dict[str, str | float] = {"color": colour(index), "linestyle": STYLES[column % len(STYLES)],
                     "linewidth": 1.2 + 1.1 * (len(picture.runs) - 1 - index)}  # fmt: skip
             _draw(axes, result, picture.metric, label, look)
         _draw_bound(axes, results, picture.bound)
@@ -45,10 +45,7 @@ def phases_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     panels[0].set_xlim(left=0)
     panels[-1].set_xlabel("time of the run [s]", fontsize=NORMAL)
     figure.supylabel(plain(picture.metric.replace("_per_s", " per second").replace("_", " ")), fontsize=NORMAL)
-    found = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(
-        found.values(), found.keys(), loc="outside upper left", ncols=min(len(found), 6), frameon=False, fontsize=SMALL
-    )
+    legend(figure, panels, most=6)
     return figure
 
 
@@ -62,19 +59,10 @@ def _formatter(metric: str) -> Formatter:
 
 
 def _lines(evaluated: Evaluated, picture: Picture, row: Row) -> Iterator[tuple[str, int, str, RunResult]]:
-    """Yield run name, column index, label and result of a row's runs.
-
-    Only the first of several seeds, since phases don't depend on them; results shared by columns once.
-    """
+    """Yield run name, column index, label and result of a row's runs: of seeds the first, as phases don't need more."""
     for run in picture.runs:
-        seen: list[RunResult] = []
-        for number, column in enumerate(evaluated.report.columns):
-            results = evaluated.results.get((row.name, run, column.name), ())
-            first = next((each for each in results if any(picture.metric in p.metrics for p in each.points)), None)
-            if first is not None and first not in seen:
-                where = f", {column.title}" if seen else ""
-                yield run, number, plain(f"{run.replace('_', ' ')}{where}", 60), first
-                seen.append(first)
+        for number, where, results in distinct(evaluated, row.name, run, picture.metric):
+            yield run, number, plain(f"{run.replace('_', ' ')}{where}", 60), results[0]
 
 
 def _draw(axes: Axes, result: RunResult, metric: str, label: str, look: Mapping[str, str | float]) -> None:

@@ -88,7 +88,7 @@ def scatter_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
         axis.set_label_text(plain(f"{measures[0].title}, {what}" if len(measures) == 1 else what, 70))
     _scale(axes, low, high)
     for axis in (axes.xaxis, axes.yaxis):
-        write_values(axis, measures[0])
+        write_values(axis, measures[0].unit)
     axes.set_aspect("equal")
     finish(axes)
     explain_marks(figure, (cell for cell in evaluated.cells if cell.measure in picture.measures and cell.ratio))

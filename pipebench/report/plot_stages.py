@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from pipebench.report.definition import Measure, Picture
+from pipebench.report.definition import Picture
 from pipebench.report.evaluated import Evaluated
 from pipebench.report.metrics import stage_values
-from pipebench.report.plot_style import NORMAL, SMALL, colour, draw_line, finish, plain, write_values
+from pipebench.report.plot_style import NORMAL, colour, draw_line, finish, legend, plain, write_values
 from pipebench.train.result import RunResult
 
 _STAGE_IN, _LEAST_IN, _HEIGHT_IN = 0.62, 4.6, 2.9
@@ -31,12 +31,10 @@ def stages_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     axes.set_xticks(range(num_stages))
     axes.set_xlabel("stage", fontsize=NORMAL)
     end, unit = next((pair for pair in _UNITS.items() if picture.metric.endswith(pair[0])), ("", "count"))
-    write_values(axes.yaxis, Measure(picture.metric, picture.metric, unit))
+    write_values(axes.yaxis, unit)
     axes.set_ylabel(plain(picture.metric.removesuffix(end).replace("_", " ")), fontsize=NORMAL)
     finish(axes, grid="y")
-    figure.legend(
-        loc="outside upper left", ncols=len(drawn) if picture.line is None else 3, frameon=False, fontsize=SMALL
-    )
+    legend(figure, [axes], len(drawn) if picture.line is None else 3)
     return figure
 
 

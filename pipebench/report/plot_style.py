@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, Formatter, FuncFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter
 
 from pipebench.errors import printable
 from pipebench.report.definition import Measure, ReferenceLine
@@ -19,6 +19,7 @@ from pipebench.show.profile_report import shortened
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vP*"
+STYLES = ("-", "--", "-.", ":")  # of the columns, where colours are of runs
 GREY = "#666666"
 SMALL, NORMAL = 8.0, 9.0  # points
 _TITLE_WIDTH = 40  # characters of a row's title
@@ -62,20 +63,16 @@ def explain_marks(figure: Figure, cells: Iterable[TableCell]) -> None:
         figure.supxlabel(told, fontsize=SMALL, color=GREY)
 
 
-def write_values(axis: "Axis", measure: Measure) -> None:
-    """Format tick labels of an axis in the measure's unit."""
-    axis.set_major_formatter(_formatter(measure))
+def write_values(axis: Axis, unit: str) -> None:
+    """Format tick labels of an axis in a measure's unit."""
+    known: dict[str, Callable[[float], str]] = {"x": "{:g}x".format, "share": lambda value: f"{100 * value:g}%"}
+    numbers = FuncFormatter(lambda value, _: known.get(unit, "{:,g}".format)(value))
+    axis.set_major_formatter(EngFormatter(unit=_AXIS_UNITS[unit]) if unit in _AXIS_UNITS else numbers)
 
 
-def _formatter(measure: Measure) -> "Formatter":
-    if measure.unit in _AXIS_UNITS:
-        return EngFormatter(unit=_AXIS_UNITS[measure.unit])
-    write: Callable[[float], str] = {"x": "{:g}x".format, "share": _per_cent}.get(measure.unit, "{:,g}".format)
-    return FuncFormatter(lambda value, _: write(value))
-
-
-def _per_cent(value: float) -> str:
-    return f"{100 * value:g}%"
+def number_of(value: float | str | None) -> float | None:
+    """Return a published or reproduced value that can be drawn; None for a plan, or nothing."""
+    return None if isinstance(value, str) else value
 
 
 def draw_line(axes: Axes, line: ReferenceLine | None, *, across: str = "y") -> None:
@@ -88,6 +85,14 @@ def draw_line(axes: Axes, line: ReferenceLine | None, *, across: str = "y") -> N
     else:
         axes.axvline(line.at, **look)
         axes.set_xlim(right=max(axes.get_xlim()[1], 1.05 * line.at))
+
+
+def legend(figure: Figure, panels: Iterable[Axes], most: int = 99, *, least: int = 1) -> None:
+    """Write what panels have labels for, each once, above them: at most so many in a line, if there are `least`."""
+    named = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if len(named) >= least:
+        look: dict[str, Any] = {"ncols": min(len(named), most), "frameon": False, "fontsize": SMALL}
+        figure.legend(named.values(), named.keys(), loc="outside upper left", **look)
 
 
 def finish(axes: Axes, *, grid: str = "both") -> None:

@@ -1,41 +1,43 @@
-"""Read the claims and pictures of a report."""
+"""Read what a report has beside its table: claims, text that quotes numbers, pictures, and a calibration.
 
-from collections.abc import Mapping, Sequence
+In a text, `{planned: max(share)}` quotes an expression over the cells of a column.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipebench.errors import choice
+from pipebench.errors import choice, nearest
 from pipebench.report.definition import (
     OVER,
     PICTURES,
+    Calibration,
     ClaimedNumber,
-    Measure,
+    Constant,
     Picture,
     PublishedClaim,
+    Quoted,
     ReferenceLine,
-    Row,
 )
 from pipebench.report.expressions import Expression, claim_expression, quoted_expression, unit_of
 from pipebench.report.metrics import STAGE_METRICS
+from pipebench.report.read_table import Table
 from pipebench.report.reading import Reading
 
 _CLAIM = ("text", "where", "holds", "tolerance", "value", "published", "within", "untestable")
 _KINDS = {"holds": "an expression", "value": "a number, with published and within", "untestable": "why"}
 
 
-def read_claims(
-    given: object, measures: Sequence[Measure], rows: Sequence[Row], reading: Reading
-) -> tuple[PublishedClaim, ...]:
+def read_claims(given: object, table: Table, reading: Reading) -> tuple[PublishedClaim, ...]:
     """Return the claims of a report; faults go to `reading`."""
-    claims = []
-    units = {measure.name: measure.unit for measure in measures if measure.expression is not None}
-    names = [row.name for row in rows]
+    claims, units = [], table.units
     for index, entry in enumerate(reading.items(given, "claims", "claims, each a mapping")):
         key = f"claims.{index}"
         data = reading.mapping(entry, key, _CLAIM)
         expressions: dict[str, Expression] = {}
         for kind, parse in (("holds", claim_expression), ("value", quoted_expression)):
             try:
-                expressions |= {kind: parse(str(data[kind]), [*units], names)} if kind in data else {}
+                expressions |= {kind: parse(str(data[kind]), [*units], [*table.rows])} if kind in data else {}
             except ValueError as error:
                 reading.fault(f"{key}.{kind}", str(error))
         if sum(kind in data for kind in _KINDS) != 1:
@@ -69,12 +71,9 @@ def _number(
     return ClaimedNumber(value, unit_of(value, units), published or 1.0, within) if value is not None else None
 
 
-def read_pictures(
-    given: object, measures: Sequence[Measure], rows: Sequence[Row], reading: Reading
-) -> tuple[Picture, ...]:
+def read_pictures(given: object, table: Table, reading: Reading) -> tuple[Picture, ...]:
     """Return the pictures of a report; faults go to `reading`."""
     pictures = []
-    numbers = [measure.name for measure in measures if measure.expression is not None]
     for index, entry in enumerate(reading.items(given, "pictures", "pictures, each a mapping")):
         key = f"pictures.{index}"
         kind = reading.one_of(entry if isinstance(entry, dict) else {}, key, "kind", tuple(PICTURES), "")
@@ -98,7 +97,7 @@ def read_pictures(
             line=_line(data["line"], f"{key}.line", reading) if "line" in data else None,
         )
         pictures.append(picture)
-        _check_picture(picture, numbers, rows, key, reading)
+        _check_picture(picture, table, key, reading)
     return tuple(pictures)
 
 
@@ -108,11 +107,9 @@ def _line(given: object, key: str, reading: Reading) -> ReferenceLine:
     return ReferenceLine(reading.plain(data, key, "at", float), reading.plain(data, key, "text", str))
 
 
-def _check_picture(picture: Picture, measures: list[str], rows: Sequence[Row], key: str, reading: Reading) -> None:
+def _check_picture(picture: Picture, table: Table, key: str, reading: Reading) -> None:
     """Report missing keys of a picture's kind and unknown names."""
-    wanted = PICTURES[picture.kind]
-    row = next((each for each in rows if each.name == picture.row), None)
-    at = dict.fromkeys(name for each in rows for name in each.at)
+    wanted, measures, at = PICTURES[picture.kind], [*table.units], table.at
     named: list[tuple[str, tuple[str, ...], list[str]]] = []
     if "measures" in wanted or "measure" in wanted:
         named.append(("measures" if "measures" in wanted else "measure", picture.measures, measures))
@@ -121,9 +118,10 @@ def _check_picture(picture: Picture, measures: list[str], rows: Sequence[Row], k
     if "x" in wanted:
         named += [("x", (picture.x,), [*at]), ("group", (picture.group,) if picture.group else ("",), ["", *at])]
     if "row" in wanted:
-        named.append(("row", (picture.row,), [each.name for each in rows]))
+        named.append(("row", (picture.row,), [*table.rows]))
     if "runs" in wanted or "run" in wanted:
-        runs = [*row.runs] if row else list(dict.fromkeys(run for each in rows for run in each.runs))
+        row = table.rows.get(picture.row)
+        runs = [*row.runs] if row else table.runs
         named.append(("runs" if "runs" in wanted else "run", picture.runs, runs))
     if "over" in wanted:
         named.append(("over", picture.over, [*OVER]))
@@ -137,3 +135,77 @@ def _check_picture(picture: Picture, measures: list[str], rows: Sequence[Row], k
         reading.fault(f"{key}.metric", f"is missing, needed for {picture.kind}")
     elif picture.kind == "stages" and picture.metric not in STAGE_METRICS:
         reading.fault(f"{key}.metric", choice(picture.metric[:60], STAGE_METRICS))
+
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_COLUMN = re.compile(r"(?s)\s*(\w+):(.*)")
+
+
+def read_text(given: str, key: str, table: Table, reading: Reading) -> Iterator[str | Quoted]:
+    """Yield a text as pieces of Markdown and quoted expressions; a column's name is optional if there is only one.
+
+    `key` is the text's full key; faults go to `reading`.
+    """
+    names, units = [column.name for column in table.columns], table.units
+    for index, part in enumerate(_BRACES.split(given)):
+        if index % 2 == 0:  # between braces
+            yield from filter(None, [part])
+            continue
+        found = _COLUMN.fullmatch(part)
+        column, text = found.groups() if found else ("", part)
+        if not column and len(names) > 1:
+            reading.fault(key, f"got {{{part[:60]}}}, needed is the column before it: {{{names[0]}: {part[:60]}}}")
+        elif column and column not in names:
+            reading.fault(key, f"{{{part[:60]}}}: {choice(column[:60], names)}")
+        else:
+            try:
+                expression = quoted_expression(" ".join(text.split()), units, [*table.rows])
+                yield Quoted(expression, column or names[0], unit_of(expression, units))
+            except ValueError as error:
+                reading.fault(key, f"{{{part[:60]}}}: {error}")
+
+
+def read_calibration(given: object, table: Table, reading: Reading) -> Calibration | None:
+    """Return the constants and their cells, None if the report fits nothing; faults go to `reading`."""
+    if given is None:
+        return None
+    data = reading.mapping(given, "calibration", ("column", "constants", "fitted_on", "leave_out"))
+    column, columns = reading.plain(data, "calibration", "column", str), [column.name for column in table.columns]
+    if column and column not in columns:
+        reading.fault("calibration.column", choice(column[:60], columns))
+    fitted = reading.mapping(data.get("fitted_on"), "calibration.fitted_on")
+    constants = []
+    entries = reading.named(data.get("constants"), "calibration.constants")
+    for name in fitted:
+        if name not in entries:
+            reading.fault(f"calibration.fitted_on.{name[:60]}", choice(name[:60], entries))
+    for name, entry in entries.items():
+        key = f"calibration.constants.{name}"
+        each = reading.mapping(entry, key, ("cluster", "key", "from", "to"))
+        cells = reading.words(fitted, "calibration.fitted_on", name)
+        if not cells:
+            reading.fault(key, "no cell is named in calibration.fitted_on that it is fitted on")
+        texts = {part: str(each[part]) for part in ("from", "to") if isinstance(each.get(part), int | float)}
+        texts |= {part: reading.plain(each, key, part, str) for part in ("from", "to") if part not in texts}
+        found = tuple(pair for cell in cells for pair in _cell(cell, table, f"calibration.fitted_on.{name}", reading))
+        cluster, inside = reading.plain(each, key, "cluster", str), reading.plain(each, key, "key", str)
+        constants.append(Constant(name, cluster, inside, texts["from"], texts["to"], found))
+    groups = reading.words(data, "calibration", "leave_out")
+    for group in groups:
+        if group not in table.at:
+            reading.fault("calibration.leave_out", choice(group[:60], table.at))
+    return Calibration(column, tuple(constants), groups)
+
+
+def _cell(text: str, table: Table, key: str, reading: Reading) -> Iterator[tuple[str, str]]:
+    """Yield (row, measure) of `row.measure`, if that can be fitted on; names of rows may contain dots."""
+    row, _, measure = text.rpartition(".")
+    if row not in table.rows or measure not in table.units:
+        cells = [f"{each}.{one}" for each in table.rows for one in table.units]
+        reading.fault(key, f"got {text[:60]!r}, allowed is row.measure of this report{nearest(text[:60], cells)}")
+        return
+    published = table.rows[row].published.get(measure)
+    if published is None or published.bound != "exact":
+        reading.fault(key, f"got {text[:60]!r}, where no number is published that it could be fitted on")
+    else:
+        yield row, measure

@@ -68,12 +68,7 @@ class Reading:
     def plain(self, data: Mapping[str, Any], key: str, name: str, kind: type[_T], default: _T | None = None) -> _T:
         """Return a value of a plain type; if missing or wrong the default, or an empty value of the type.
 
-        Args:
-            data: the mapping with the value.
-            key: full key of `data`.
-            name: key in `data`.
-            kind: type of the value.
-            default: of a missing value; None if required.
+        `key` is the full key of `data`, `name` the key in it; without a default it is required.
         """
         given = data.get(name)
         if given is None and default is not None:

@@ -1,7 +1,7 @@
 """The recipe of every run of a report, per row and column, loaded and validated."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,13 +34,9 @@ def asked_runs(report: Report, engine: str | None = None) -> tuple[list[Asked], 
     asked: list[Asked] = []
     for row in report.rows:
         for name, run in row.runs.items():
-            for column in _columns_of(run, report):
+            for column in (Column(SAME, ""),) if run.same else report.columns:
                 asked += loader.runs(row, name, run, column, engine)
     return asked, [*loader.column_faults(), *loader.faults]
-
-
-def _columns_of(run: RunReference, report: Report) -> Sequence[Column]:
-    return (Column(SAME, ""),) if run.same else report.columns
 
 
 class _Loader:

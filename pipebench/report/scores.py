@@ -5,6 +5,7 @@ order of cells.
 """
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 
 from pipebench.report.definition import Measure, Report
@@ -78,10 +79,7 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | No
     """Return Spearman's rank correlation, ties averaged; None if undefined."""
     if len(one) < _FEWEST or len({*one}) == 1 or len({*other}) == 1:
         return None
-    mean = (len(one) + 1) / 2
-    a, b = ([rank - mean for rank in _ranks(values)] for values in (one, other))
-    product = math.fsum(x * y for x, y in zip(a, b, strict=True))
-    return product / math.sqrt(math.fsum(x * x for x in a) * math.fsum(y * y for y in b))
+    return statistics.correlation(_ranks(one), _ranks(other))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

@@ -25,21 +25,14 @@ _SCALES = {"ms": 1e-3, "us": 1e-6, "%": 1e-2}
 
 @dataclass(frozen=True)
 class StudyClaim:
-    """A claim on the cells of a study's page.
+    """A claim on the cells of a study's page."""
 
-    Attributes:
-        page: the page's path in the repository.
-        section: how the heading begins under which the tables are; "" for the whole page.
-        columns: by the name that expressions use, a heading and which number of its cells, from 0 on.
-        claim: `holds`, a number, or both: then the number is a bound, and `holds` decides.
-        apart: why its number doesn't count in scores; "" if it does.
-    """
-
-    page: str
-    section: str
+    page: str  # the page's path in the repository
+    section: str  # how the heading begins under which the tables are; "" for the whole page
+    # By the name that expressions use, a heading and which number of its cells, from 0 on
     columns: Mapping[str, tuple[str, int]]
-    claim: PublishedClaim
-    apart: str = ""
+    claim: PublishedClaim  # `holds`, a number, or both: then the number is a bound, and `holds` decides
+    apart: str = ""  # why its number doesn't count in scores; "" if it does
 
     @property
     def is_bound(self) -> bool:
@@ -50,8 +43,7 @@ class StudyClaim:
 def read_study_claim(given: Mapping[str, Any], key: str, file: str, root: Path) -> StudyClaim:
     """Return a claim of the index; `key` is its full key in `file`, and pages are below `root`.
 
-    Raises:
-        RecipeError: something is wrong with it, or the page has no such column or row.
+    Raises a RecipeError if something is wrong with it, or the page has no such column or row.
     """
     reading = Reading(file)
     data = reading.mapping(given, key, KEYS)
@@ -83,14 +75,9 @@ def _claim(data: Mapping[str, Any], columns: Mapping[str, Any], rows: Sequence[s
 def cells_of(page: str, section: str, columns: Mapping[str, tuple[str, int]]) -> dict[str, dict[str, float]]:
     """Return the numbers of a page's tables by column and row; of rows of one name the first.
 
-    Args:
-        page: Markdown.
-        section: how a heading of level two begins; "" for the whole page.
-        columns: as in `StudyClaim`. Milliseconds become seconds, per cent a fraction; cells without a number are left
-            out.
-
-    Raises:
-        ValueError: no table has a column.
+    `section` says how a heading of level two begins, "" takes the whole page; `columns` are as in `StudyClaim`.
+    Milliseconds become seconds, per cent a fraction; cells without a number are left out. Raises a ValueError if no
+    table has a column.
     """
     found: dict[str, dict[str, float]] = {name: {} for name in columns}
     headings: list[str] = []

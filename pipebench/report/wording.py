@@ -20,20 +20,8 @@ _LEAST_SHARE = 0.0001  # smaller shares are shown as below this
 _BOUNDS = {"exact": "", "about": "about ", "at_least": "≥ ", "at_most": "≤ "}
 
 
-def _count(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) else number(value)
-
-
 def _share(value: float) -> str:
     return f"<{100 * _LEAST_SHARE:g}%" if 0 < value < _LEAST_SHARE else f"{number(100 * value)}%"
-
-
-def _printed_share(value: float) -> str:
-    return f"{100 * value:.6g}%"
-
-
-def _rate(value: float) -> str:
-    return f"{number(value)} samples/s"
 
 
 _Format = Callable[[float], str]
@@ -42,12 +30,14 @@ _REPRODUCED: dict[str, _Format] = {
     "share": _share,
     "s": seconds,
     "bytes": num_bytes,
-    "samples/s": _rate,
-    "count": _count,
+    "samples/s": lambda value: f"{number(value)} samples/s",
+    "count": lambda value: f"{value:,.0f}" if value == int(value) else number(value),
     "none": number,
 }
 # Published figures keep their printed digits.
-_PUBLISHED = _REPRODUCED | {"x": "{:.6g}x".format, "none": "{:.6g}".format, "share": _printed_share}
+_PUBLISHED: dict[str, _Format] = {
+    **_REPRODUCED, "x": "{:.6g}x".format, "none": "{:.6g}".format, "share": lambda value: f"{100 * value:.6g}%",
+}  # fmt: skip
 
 
 def number_text(value: float, unit: str) -> str:

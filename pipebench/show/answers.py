@@ -8,20 +8,21 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.text import Text
 
-from pipebench.errors import UserError
+from pipebench.errors import UserError, printable
+from pipebench.formats import num_bytes, percent
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.show.comparison import comparison_rows, groups
 from pipebench.show.console import print_comparison, print_differences, print_seeds, print_summary
 from pipebench.show.differences import differences, labelled
-from pipebench.show.largest_report import print_largest
-from pipebench.show.plan_answer import Answer
-from pipebench.show.plan_json import plan_data, plan_summary
+from pipebench.show.plan_answer import Answer, plan_data, plan_summary
 from pipebench.show.plan_report import print_modes, print_plan
 from pipebench.show.profile_report import print_profile
 from pipebench.show.shown import Shown
+from pipebench.show.tables import new_table, print_table
 from pipebench.show.verdict import verdict
 from pipebench.tracking import summarise_seeds
 from pipebench.tracking.results import find_runs, runs_of
@@ -142,8 +143,7 @@ class RunComparison(Shown):
 def recorded(references: Sequence[str], folders: Sequence[Path]) -> RunComparison:
     """Return recorded runs side by side; a single reference names a comparison, all of whose runs these are.
 
-    Raises:
-        UserError: no run, several, or the same as another goes by a reference.
+    Raises a UserError if no run, several, or the same as another goes by a reference.
     """
     found = find_runs(references, folders) if len(references) > 1 else runs_of(references[0])
     ids = [run.run_id for run in found]
@@ -248,11 +248,26 @@ class LargestMinibatch(Shown):
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per size that was tried."""
-        return [asdict(trial) for trial in sorted(self.trials, key=lambda each: each.minibatch_size)]
+        return [asdict(trial) for trial in self._by_size()]
 
     def print_to(self, console: Console) -> None:
         """Print the size and a row per trial."""
-        print_largest(self.loaded, self.found, self.trials, console)
+        cluster = self.loaded.cluster
+        assert cluster.memory_bytes is not None
+        sentence = (
+            f"{self.loaded.recipe.name}: {self.found.minibatch_size} samples per minibatch are the most of those tried "
+            f"that fit in the {num_bytes(cluster.memory_bytes)} of a {cluster.device}"
+        )
+        console.print(Text(printable(sentence)), soft_wrap=True)
+        table = new_table("minibatch", "fullest worker", "of a device", "", left=0)
+        for trial in self._by_size():
+            peak = trial.peak_bytes
+            cells = ("no plan fits", "") if peak is None else (num_bytes(peak), percent(peak / cluster.memory_bytes))
+            table.add_row(f"{trial.minibatch_size:,}", *cells, "fits" if trial.fits else "")
+        print_table(console, table, indent=2, left=0)
+
+    def _by_size(self) -> list["Trial"]:
+        return sorted(self.trials, key=lambda each: each.minibatch_size)
 
 
 def _figures() -> ModuleType:

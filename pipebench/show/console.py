@@ -82,9 +82,8 @@ _MEMORY: tuple[_Saying, ...] = (
 )
 
 
-def print_summary(result: RunResult, picture: str, link: str, console: Console | None = None) -> None:
+def print_summary(result: RunResult, picture: str, link: str, console: Console) -> None:
     """Print a run's result, its pipeline as text, `picture`, and `link`, how to open its record."""
-    console = console or standard_output()
     print_plain(console, "")
     print_outcome(result, console)
     print_facts(console, facts(result))
@@ -102,9 +101,8 @@ def print_outcome(result: RunResult, console: Console | None = None) -> None:
     print_plain(console or standard_output(), Text.assemble(result.name, ": ", (result.sentence, style)))
 
 
-def print_comparison(results: Sequence[RunResult], link: str, console: Console | None = None) -> None:
+def print_comparison(results: Sequence[RunResult], link: str, console: Console) -> None:
     """Print runs side by side: a row per recipe, one table for each group that may be compared."""
-    console = console or standard_output()
     print_plain(console, "")
     tables, verdicts = [], list[str]()
     for group in groups(results):
@@ -120,11 +118,8 @@ def print_comparison(results: Sequence[RunResult], link: str, console: Console |
     _print_link(console, link)
 
 
-def print_differences(
-    results: Sequence[RunResult], differing: Sequence[tuple[str, ...]], console: Console | None = None
-) -> None:
+def print_differences(results: Sequence[RunResult], differing: Sequence[tuple[str, ...]], console: Console) -> None:
     """Print the keys in which recipes differ, a column per run; `differing` has the key and its text in every run."""
-    console = console or standard_output()
     print_plain(console, "")
     if not differing:
         print_plain(console, "  The recipes are the same.")
@@ -145,11 +140,8 @@ def print_position(number: int, total: int, name: str, console: Console | None =
     print_plain(console, Text.assemble((f"{number} of {total}", "bold"), f"  {name}"))
 
 
-def print_seeds(
-    name: str, results: Sequence[RunResult], spread: Mapping[str, float], console: Console | None = None
-) -> None:
+def print_seeds(name: str, results: Sequence[RunResult], spread: Mapping[str, float], console: Console) -> None:
     """Print median and spread over the seeds of one recipe, as `pipebench.tracking.summarise_seeds` returns them."""
-    console = console or standard_output()
     table = new_table("", "median", "smallest", "largest", "mean", "spread (std)")
     finals = sorted({metric for result in results for metric in result.metrics if metric.startswith("best_")})
     for metric in (*SPREAD_METRICS, *finals):

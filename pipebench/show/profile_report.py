@@ -10,21 +10,18 @@ from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, seconds
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.show.tables import new_table, print_facts, print_table
-from pipebench.show.terminal import print_plain, standard_output
+from pipebench.show.terminal import print_plain
 
 # A longer table is no table any more: a screen holds about this many lines, scrolled once.
 _MOST_ROWS, _HEAVIEST = 60, 40
 _NAME_WIDTH, _KIND_WIDTH = 26, 22
 
 
-def print_profile(
-    name: str, profile: Profile, num_samples: int, *, show_all: bool = False, console: Console | None = None
-) -> None:
+def print_profile(name: str, profile: Profile, num_samples: int, *, show_all: bool, console: Console) -> None:
     """Print the origin of a profile's times and the layers' costs at one size, in samples.
 
     `show_all` shows every layer; otherwise only the heaviest of a long model, in order of execution.
     """
-    console = console or standard_output()
     print_plain(console, "")
     print_plain(console, Text(printable(title(name, profile)), style="bold"))
     print_facts(console, _facts(profile, num_samples))

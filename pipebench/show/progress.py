@@ -91,13 +91,8 @@ class RunProgress:
     ) -> None:
         """Prepare, without writing anything.
 
-        Args:
-            name: the run's name.
-            total_samples: training samples until the last epoch ends.
-            quiet: plain lines only.
-            samples_per_epoch: lets the live line show epochs from the start; otherwise from the first evaluation.
-            clock: `virtual` or `wall`, as in the run's result.
-            console: standard output by default.
+        `total_samples` are those until the last epoch ends; with `samples_per_epoch` the live line shows epochs from
+        the start, otherwise from the first evaluation. `quiet` writes plain lines only.
         """
         self._name, self._clock, self._total_samples = name, clock, total_samples
         self._samples_per_epoch = float(samples_per_epoch or 0)
@@ -192,8 +187,10 @@ class RunProgress:
 
 
 @contextmanager
-def preparing(name: str, console: Console | None = None, *, tells: bool = False) -> Iterator[Callable[[str], None]]:
-    """Show that a run is being prepared; yields what takes what it is at, in words.
+def preparing(
+    name: str, console: Console | None = None, *, tells: bool = False, work: str = "preparing"
+) -> Iterator[Callable[[str], None]]:
+    """Show what a run, or what comes before it, is at; yields what takes other words for it.
 
     `tells` writes plain lines where the console isn't a terminal, as a log of the run; otherwise these go to the
     standard error, once it takes long.
@@ -201,11 +198,11 @@ def preparing(name: str, console: Console | None = None, *, tells: bool = False)
     console = console or Console(highlight=False)
     if not console.is_terminal:
         if tells:
-            console.print(Text(f"{name}  preparing"), soft_wrap=True)
-        with lasting(name, "" if tells else "preparing", console if tells else None) as say:
+            console.print(Text(f"{name}  {work}"), soft_wrap=True)
+        with lasting(name, "" if tells else work, console if tells else None) as say:
             yield say
         return
-    with console.status(Text(f"{name}: preparing")) as status:
+    with console.status(Text(f"{name}: {work}")) as status:
         yield lambda work: status.update(Text(f"{name}: {work}"))
 
 
@@ -243,18 +240,6 @@ def lasting(
         yield say
     finally:
         timer.cancel()
-
-
-@contextmanager
-def trying(name: str, console: Console | None = None) -> Iterator[Callable[[int], None]]:
-    """Show the search for a size, on the standard error without a terminal; yields what takes each size tried."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        with lasting(name, "looking for the largest minibatch") as say:
-            yield lambda size: say(f"looking for the largest minibatch, last tried {size:,}")
-        return
-    with console.status(Text(f"{name}: looking for the largest minibatch")) as status:
-        yield lambda size: status.update(Text(f"{name}: looking for the largest minibatch, last tried {size:,}"))
 
 
 @contextmanager

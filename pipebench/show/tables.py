@@ -32,13 +32,10 @@ def new_table(*headings: str, left: int = 1) -> Table:
 
 
 def print_table(console: Console, table: Table, *, indent: int = 0, left: int = 1) -> None:
-    """Print a table, in as many parts as it takes to fit the console.
+    """Print a table as `new_table` returns it, in as many parts as it takes to fit the console.
 
-    Args:
-        console: where to.
-        table: as `new_table` returns; headings wrap between words, and so do columns whose `no_wrap` is unset.
-        indent: blanks before every line.
-        left: columns that name a row: every part begins with them.
+    Headings wrap between words, and so do columns whose `no_wrap` is unset. The first `left` columns name a row: every
+    part begins with them.
     """
     table.padding, parts = _fitting(console, table, console.width - indent, left)
     for part in parts:

@@ -37,11 +37,7 @@ _OPTIMIZER = {"opt_name": "name", "opt_base_learning_rate": "lr", "opt_weight_de
 def mlperf_log(result: RunResult, num_train: int, num_eval: int, began_ms: int) -> str:
     """Return the log of a run that trained; the first line, no event, says which ruleset takes it, if any.
 
-    Args:
-        result: the run's, with its recipe.
-        num_train: samples of an epoch.
-        num_eval: samples of an evaluation.
-        began_ms: when the run's clock started, milliseconds since the epoch.
+    Of so many samples were an epoch and an evaluation; the run's clock started at `began_ms`, since the epoch.
     """
     model = result.recipe.get("model.name", "null")
     benchmark = _BENCHMARKS.get(model)

@@ -68,21 +68,13 @@ class LogEntry:
 
 @dataclass(frozen=True)
 class Sent:
-    """What MLflow has of a record.
+    """What MLflow has of a record."""
 
-    Attributes:
-        run_id: MLflow's id of the run, None as long as it has none.
-        num_sent: how many of the entries it has.
-        experiment_id: MLflow's, of the run.
-        end_ms: of the last end that whoever sends the record is done with, when it was logged.
-        failed: whether that was without MLflow having everything.
-    """
-
-    run_id: str | None
-    num_sent: Count
-    experiment_id: str | None = None
-    end_ms: int | None = None
-    failed: bool = False
+    run_id: str | None  # MLflow's id of the run, None as long as it has none
+    num_sent: Count  # how many of the entries it has
+    experiment_id: str | None = None  # MLflow's, of the run
+    end_ms: int | None = None  # of the last end that whoever sends the record is done with, when it was logged
+    failed: bool = False  # whether that was without MLflow having everything
 
 
 @dataclass(frozen=True)
@@ -125,11 +117,7 @@ class RunRecord:
 
 
 def read_record(folder: Path) -> RunRecord | None:
-    """Return what is recorded in a folder; None if nothing is.
-
-    Raises:
-        FileError: it can't be read.
-    """
+    """Return what is recorded in a folder, None if nothing is; raises a FileError if it can't be read."""
     return RunRecord.of(_entries_in(_read(folder / ENTRIES)))
 
 
@@ -139,24 +127,17 @@ def mlflow_run_id(folder: Path) -> str | None:
 
 
 class RecordFolder:
-    """Writes a record; thread-safe.
-
-    Attributes:
-        earlier: the entries of earlier processes, and those that were heard of.
-        num_sent: how many of all entries MLflow has.
-        run_id: MLflow's id of the run, None as long as it has none.
-        path: the folder; None once it can't be written, and then nothing is.
-    """
+    """Writes a record; thread-safe."""
 
     def __init__(self, path: Path | None, *, mends: bool = True) -> None:
         """Open or make a folder, or none, to append after the last complete entry.
 
         `mends`: remove what a process that died has written of an entry; False while another process writes.
         """
-        self.path = path
-        self.earlier: list[LogEntry] = []
-        self.num_sent = 0
-        self.run_id: str | None = None
+        self.path = path  # None once it can't be written, and then nothing is
+        self.earlier: list[LogEntry] = []  # the entries of earlier processes, and those that were heard of
+        self.num_sent = 0  # how many of all entries MLflow has
+        self.run_id: str | None = None  # MLflow's, as soon as it has one
         self._num_bytes = 0  # of the file's entries in `earlier`
         self._lock = threading.Lock()
         with self._writing():

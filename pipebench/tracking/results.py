@@ -86,9 +86,7 @@ class RecordedRuns:
         """Return the latest run with this `recipe_hash` and `source_version` (of `identity`); None without one.
 
         Interrupted runs don't count, nor runs resumed with another recipe or code. Diverged runs do: they would again.
-
-        Raises:
-            UserError: MLflow can't be read.
+        Raises a UserError if MLflow can't be read.
         """
         asked = {RECIPE_TAG: recipe_hash, VERSION_TAG: version}
         tagged = [f"tags.{tag} = '{value}'" for tag, value in asked.items()]
@@ -101,20 +99,12 @@ class RecordedRuns:
         return None
 
     def result_of(self, run_id: str) -> RunResult | None:
-        """Return a run's result; None if it has none that can be read.
-
-        Raises:
-            UserError: MLflow can't be read.
-        """
+        """Return a run's result, None if it has none that can be read; raises a UserError if MLflow can't be read."""
         with self._asking() as client:
             return _result(client, run_id)
 
     def known(self) -> "list[RecordedRun]":
-        """Return every run of a recipe, the newest first.
-
-        Raises:
-            UserError: MLflow can't be read.
-        """
+        """Return every run of a recipe, the newest first; raises a UserError if MLflow can't be read."""
         return [
             RecordedRun(
                 (run.info.run_id,), (run.info.run_name, run.data.params.get("name", "")), partial(self._recorded, run)
@@ -136,8 +126,7 @@ class RecordedRuns:
     def below(self, run_id: str) -> list[Recorded]:
         """Return a comparison's runs that have results, those of several seeds included, in the order of their start.
 
-        Raises:
-            UserError: MLflow can't be read.
+        Raises a UserError if MLflow can't be read.
         """
         found: list[Recorded] = []
         children = self._search(f"tags.`{_PARENT}` = '{run_id}'")
@@ -202,8 +191,7 @@ def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Record
 def past_runs(folders: Iterable[Path]) -> list[PastRun]:
     """Return all runs and comparisons, the newest first: MLflow's, and those of `folders` that it hasn't.
 
-    Raises:
-        UserError: MLflow can't be read.
+    Raises a UserError if MLflow can't be read.
     """
     found = RecordedRuns().past()
     stored = {run.run_id for run in found}
@@ -219,8 +207,7 @@ def past_runs(folders: Iterable[Path]) -> list[PastRun]:
 def runs_of(reference: str) -> list[Recorded]:
     """Return the runs of a comparison, by its id, the beginning of it, or its name in MLflow.
 
-    Raises:
-        UserError: no comparison or several go by the reference, or it has no run with a result.
+    Raises a UserError if no comparison or several go by the reference, or it has no run with a result.
     """
     runs = RecordedRuns()
     parents = [run for run in runs.past() if run.kind != "run"]

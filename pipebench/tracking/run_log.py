@@ -79,16 +79,11 @@ class Tracking:
     ) -> "RunLog":
         """Open the record of one run.
 
-        Args:
-            name: the run's name.
-            params: the flattened recipe.
-            tags: other values that people filter by.
-            parent: the comparison this run belongs to, or MLflow's id of it.
-            virtual: whether the run's clock is virtual: it is then a metric, and timestamps are the wall's.
-            folder: where the run is recorded; None for a folder that is removed once MLflow has everything. A run that
-                an earlier process recorded there is resumed: points that MLflow has are not logged again, its start
-                stays, params and tags that changed become tags `resumed.<name>`.
-            system_metrics: whether this host's CPU, memory, disk, network and GPU are sampled.
+        `tags` are values that people filter by; `parent` is the comparison it belongs to, or MLflow's id of that.
+        Virtual seconds are a metric, and timestamps are the wall's. `system_metrics` samples this host's CPU, memory,
+        disk, network and GPU. Without a `folder` the record is removed once MLflow has everything. A run that an
+        earlier process recorded in the folder is resumed: points that MLflow has are not logged again, its start stays,
+        params and tags that changed become tags `resumed.<name>`.
         """
         record = RecordFolder.of_name(name, self.folder) if folder is None else RecordFolder(folder)
         start = Start(name, virtual, parent if isinstance(parent, str) else None)
@@ -168,14 +163,10 @@ class Tracking:
 
 
 class RunLog:
-    """The log of one run. Every method but `finish` returns at once and never raises because of MLflow.
-
-    Attributes:
-        name: the run's in MLflow.
-        store: where it is logged.
-    """
+    """The log of one run. Every method but `finish` returns at once and never raises because of MLflow."""
 
     def __init__(self, tracking: Tracking, name: str, sender: Sender) -> None:
+        """Log as `name`, MLflow's of the run, where `tracking` does."""
         self.name, self.store = name, tracking.store
         self._tracking = tracking
         self._sender = sender
@@ -227,11 +218,7 @@ class RunLog:
         self._sender.add(LogEntry(artifact=artifact), text.encode())
 
     def file(self, artifact: str, path: str | os.PathLike[str]) -> None:
-        """Store a copy of a file as an artifact.
-
-        Raises:
-            OSError: the file can't be read.
-        """
+        """Store a copy of a file as an artifact; raises an OSError if the file can't be read."""
         self._sender.add(LogEntry(artifact=artifact), Path(path).read_bytes())
 
     def result(self, result: RunResult) -> None:
@@ -249,9 +236,8 @@ class RunLog:
     def finish(self, result: RunResult | None = None, *, status: Status | None = None) -> None:
         """Log the end, and wait until MLflow has everything, a few seconds at most if it hangs.
 
-        Args:
-            result: the run's; None for a comparison, for a run that failed without one, or if it is logged already.
-            status: by default the result's: FAILED if the run diverged, KILLED if it was interrupted.
+        A comparison has no result, nor has a run that failed, or one whose result is logged already. The status is by
+        default the result's: FAILED if the run diverged, KILLED if it was interrupted.
         """
         if result is not None:
             self.result(result)

@@ -21,31 +21,21 @@ _RESUMES = "resumes"
 
 
 class Sender:
-    """The queue of one run. `add` is thread-safe; everything else belongs to the thread that talks to MLflow.
+    """The queue of one run. `add` is thread-safe; everything else belongs to the thread that talks to MLflow."""
 
-    Attributes:
-        record: where everything is written first.
-        ended: the run's end is in the queue.
-        settled: set when MLflow has the run's end, or is given up.
-        every_s: how often `send` is to be called, in seconds.
-    """
-
-    every_s = SEND_EVERY_S
+    every_s = SEND_EVERY_S  # how often `send` is to be called
 
     def __init__(
         self, record: RecordFolder, start: Start, parent_id: Callable[[], str | None] | None, *, system_metrics: bool
     ) -> None:
         """Queue what an earlier process couldn't send.
 
-        Args:
-            record: the run's.
-            start: of the run.
-            parent_id: returns MLflow's id of the run it belongs to, None as long as there is none.
-            system_metrics: whether this host is sampled.
+        `parent_id` returns MLflow's id of the run it belongs to, None as long as there is none; with `system_metrics`
+        this host is sampled.
         """
-        self.record = record
-        self.ended = False
-        self.settled = threading.Event()
+        self.record = record  # where everything is written first
+        self.ended = False  # whether the run's end is in the queue
+        self.settled = threading.Event()  # set when MLflow has the run's end, or is given up
         self._start, self._parent_id = start, parent_id
         self._samples_system = system_metrics
         self._lock = threading.Lock()
@@ -223,15 +213,11 @@ def _is_sent_alone(entry: LogEntry) -> bool:
 
 
 class History:
-    """What a run has in MLflow, fetched as needed, so that nothing is logged twice or overwritten.
-
-    Attributes:
-        began_ms: when the run began, milliseconds since the epoch.
-    """
+    """What a run has in MLflow, fetched as needed, so that nothing is logged twice or overwritten."""
 
     def __init__(self, store: Store, run_id: str, found: StoredRun) -> None:
         """Begin with the run as it was found or created."""
-        self.began_ms = found.start_ms
+        self.began_ms = found.start_ms  # milliseconds since the epoch
         self._store, self._run_id = store, run_id
         self._params, self._tags = {**found.params}, {**found.tags}
         self._metrics = {**found.metrics}

@@ -69,13 +69,9 @@ def view_state() -> str:
 
 def runs_address(server: str, experiment_id: str) -> str:
     """Return the address of an experiment's runs in this view; `server` has no slash at the end."""
-    return f"{server}/{_runs(experiment_id)}"
+    return f"{server}/#/experiments/{experiment_id}/runs?viewStateShareKey={VIEW}&{_TRAINS}"
 
 
 def run_address(server: str, experiment_id: str, run_id: str) -> str:
     """Return the address of a run's page; `server` has no slash at the end."""
     return f"{server}/#/experiments/{experiment_id}/runs/{run_id}?{_TRAINS}"
-
-
-def _runs(experiment_id: str) -> str:
-    return f"#/experiments/{experiment_id}/runs?viewStateShareKey={VIEW}&{_TRAINS}"

@@ -4,10 +4,11 @@ It needs the PipeDream artifact's two V100 profiles in `../shared/profiles`; wha
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from pipebench.profile.devices import DEVICES
 from pipebench.profile.efficiencies import LAUNCH_S, SHIPPED, Efficiencies
+from reports.studies.planned_models import table
 from tests.profile.judging import (
     FILE_WORDS,
     FITTED_ON,
@@ -66,11 +67,6 @@ def main() -> None:
     print(_layers(mean_gnmt))
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
 def _constants() -> str:
     return f"""## Constants
 
@@ -101,7 +97,7 @@ def _totals(measured_vgg: list[Judged], file_gnmt: list[Judged], mean_gnmt: list
 The last three columns are Spearman's rank correlation over the layers, weighted by measured time. VGG-16's total is
 better than its rows: the first two convolutions are computed too fast and the deep ones too slow, see below.
 """
-    return "## Totals, with the shipped constants\n\n" + _table(head, rows) + "\n" + note
+    return "## Totals, with the shipped constants\n\n" + table(head, rows) + "\n" + note
 
 
 def _both_ways(words: int) -> str:
@@ -125,7 +121,7 @@ def _both_ways(words: int) -> str:
     return (
         "## Fitted on one, judged on the other\n\n"
         "One factor on the efficiencies of products and convolutions, such that the total of one profile is met.\n\n"
-        + _table(head, rows)
+        + table(head, rows)
         + "\n"
     )
 
@@ -142,7 +138,7 @@ def _lengths(file_gnmt: list[Judged], words: int) -> str:
         2 * inputs / (wide.measured_backward - narrow.measured_backward),
     )
     lengths = (28, 30, 32, 34, 36, 38, 40, 44, 48)
-    ratios = _table(("source words", *map(str, lengths)), [("ratio", *(f"{ratio(gnmt(n)):.3f}" for n in lengths))])
+    ratios = table(("source words", *map(str, lengths)), [("ratio", *(f"{ratio(gnmt(n)):.3f}" for n in lengths))])
     return f"""## How long GNMT's sentences were
 
 The file's sizes say {FILE_WORDS} source and {FILE_WORDS - 1} target words. Its times don't belong to them: the
@@ -219,13 +215,13 @@ def _rates() -> str:
         "## Published training rates\n\nA rate above the published one means computed too fast. The published ones "
         "include the update.\n\n"
         f"The convolutions' efficiency is fitted on these (geometric mean {mean:.3f}):\n\n"
-        + _table(head, map(row, FITTED_ON))
+        + table(head, map(row, FITTED_ON))
         + "\n\n"
         + NOT_FITTED_TEXT
         + "\n"
-        + _table(head, map(row, NOT_FITTED))
+        + table(head, map(row, NOT_FITTED))
         + "\n\nWhat the catalogue's V100 (PCIe) is computed to take:\n\n"
-        + _table(("model", "batch", "ms", "samples/s"), totals)
+        + table(("model", "batch", "ms", "samples/s"), totals)
     )
 
 
@@ -241,7 +237,7 @@ def _layers(layers: Sequence[Judged]) -> str:
         for layer in layers
     ]
     head = ("layer", "kind", "forward, computed / measured", "backward", "both")
-    return _table(head, rows)
+    return table(head, rows)
 
 
 if __name__ == "__main__":

@@ -18,15 +18,10 @@ StageOf = Callable[[int, int, int], StageProblem]  # the stage of an index, its 
 
 @dataclass(frozen=True)
 class CutsAndPolicies:
-    """Cuts and policies.
+    """Cuts and policies."""
 
-    Attributes:
-        slowest_s: seconds of the slowest stage's forward and backward.
-        outcomes: what every stage does with its layers.
-    """
-
-    slowest_s: float
-    outcomes: tuple[StageOutcome, ...]
+    slowest_s: float  # seconds of the slowest stage's forward and backward
+    outcomes: tuple[StageOutcome, ...]  # what every stage does with its layers
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -49,12 +44,8 @@ def best_cuts_and_policies(
 ) -> CutsAndPolicies | None:
     """Return the stages and policies whose slowest stage is fastest, or None if none fit.
 
-    Args:
-        stage_of: makes a stage's problem.
-        places: layers that a stage may begin with, but for the first.
-        num_layers: of the model.
-        num_stages: at most one more than places.
-        below_s: seconds that are known to be possible: what is slower isn't looked at.
+    `stage_of` makes a stage's problem, `places` are layers that all but the first may begin with. What is slower than
+    `below_s`, seconds that are known to be possible, isn't looked at.
     """
     ends = [0, *places, num_layers]
     reached: dict[int, CutsAndPolicies] = {

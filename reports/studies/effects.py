@@ -4,7 +4,7 @@ What it prints is `effects.md`. One effect at a time is taken out of clusters or
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,10 +32,6 @@ it. Rows that hold by construction are left out.
 """
 
 
-def _always(_: Cluster) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Effect:
     """What is taken away: keys of levels, words of command lines, or rows replaced by others."""
@@ -43,24 +39,16 @@ class Effect:
     name: str
     level: str = ""  # whose keys change
     keys: Mapping[str, Any] = field(default_factory=dict)
-    where: Callable[[Cluster], bool] = _always
+    where: str = ""  # how the clusters' names begin
     words: tuple[str, ...] = ()  # left out
     rows: Mapping[str, str] = field(default_factory=dict)  # row to what stands in for it
 
     def without(self, cluster: Cluster) -> Cluster:
         """Return a cluster without the effect."""
-        if not self.level or not self.where(cluster):
+        if not self.level or not cluster.name.startswith(self.where):
             return cluster
         levels = (replace(each, **self.keys) if each.name == self.level else each for each in cluster.levels)
         return replace(cluster, levels=tuple(levels))
-
-
-def _is_b(cluster: Cluster) -> bool:
-    return cluster.name.startswith("cluster-b")
-
-
-def _is_c(cluster: Cluster) -> bool:
-    return cluster.name.startswith("cluster-c")
 
 
 NO_P2P, NO_COPIES = {"p2p_bytes_per_s": None}, {"host_copy_bytes_per_s": None}
@@ -70,13 +58,13 @@ EFFECTS = (
     Effect("NCCL's limit on PCIe", "server", {"ring_bytes_per_s": None}),
     Effect("Gloo's limit between servers", "cluster", NO_P2P),
     Effect("Gloo's limit inside servers", "server", NO_P2P),
-    Effect("Gloo's limit inside servers of B", "server", NO_P2P, _is_b),
+    Effect("Gloo's limit inside servers of B", "server", NO_P2P, "cluster-b"),
     Effect("copies that the GPU waits for, inside servers", "server", NO_COPIES),
-    Effect("copies that the GPU waits for, inside servers of B", "server", NO_COPIES, _is_b),
-    Effect("Gloo's limit and copies inside servers of B", "server", {**NO_P2P, **NO_COPIES}, _is_b),
+    Effect("copies that the GPU waits for, inside servers of B", "server", NO_COPIES, "cluster-b"),
+    Effect("Gloo's limit and copies inside servers of B", "server", {**NO_P2P, **NO_COPIES}, "cluster-b"),
     Effect("copies that the GPU waits for, between servers", "cluster", NO_COPIES),
     Effect("connections per value inside servers: one per pair", "server", {"connections": PER_PAIR}),
-    Effect("a parameter server's limit", "cluster", {"ring_bytes_per_s": None}, _is_c),
+    Effect("a parameter server's limit", "cluster", {"ring_bytes_per_s": None}, "cluster-c"),
     Effect("values relayed stage by stage", words=("parallelism.relay=true",)),
     Effect("lengths that vary: all of 30", words=("dataset.lengths=declared",)),
     Effect(

@@ -15,15 +15,9 @@ Curve = Sequence[Sequence[float]]  # epochs, virtual seconds, value
 def draw(
     curves: Mapping[str, Sequence[Curve]], reference: str, axis: str, metric: str, target: float, path: Path
 ) -> None:
-    """Write a PNG.
+    """Write a PNG of every mode's curves, one per seed, over an axis, `epochs` or `virtual time`.
 
-    Args:
-        curves: per mode, a curve per seed.
-        reference: the mode that all panels show in grey.
-        axis: `epochs` or `virtual time`.
-        metric: of the target.
-        target: its value, drawn as a dashed line.
-        path: where to.
+    All panels show the mode `reference` in grey, and the target's value as a dashed line.
     """
     column, unit = (0, "epochs") if axis == "epochs" else (1, "virtual time [s]")
     rows = math.ceil(len(curves) / _COLUMNS)

@@ -3,7 +3,7 @@
 What it prints is `gpu_efficiencies.md`; the measured times are `tests/profile/h100_layers.csv`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -16,6 +16,7 @@ from pipebench.profile.devices import DEVICES, DeviceSpec
 from pipebench.profile.efficiencies import AMPERE, FREE_GRADIENTS, HOPPER, SHIPPED
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.zoo.registry import Dataset
+from reports.studies.planned_models import table
 from tests.profile.gpu_judging import (
     AS_MEASURED,
     FREE_MS,
@@ -81,7 +82,7 @@ def main() -> None:
     """Print the page."""
     print(HEAD)
     named = [(kind, getattr(HOPPER, name), getattr(AMPERE, name), source) for kind, name, source in CONSTANTS]
-    print(_table(("kind of kernel", "H100, H200", "A100", "where from"), named))
+    print(table(("kind of kernel", "H100, H200", "A100", "where from"), named))
     print(CONVOLUTIONS)
     print("## Totals and layers\n")
     print(
@@ -90,7 +91,7 @@ def main() -> None:
         "per kernel.\n*Left out*: the convolutions' fractions fitted on the other two models.\n"
     )
     head = ("model", "V100's fractions", "shipped", "factor", "left out", "factor", "whole step")
-    print(_table(head, map(_row, MODELS)))
+    print(table(head, map(_row, MODELS)))
     print(TEXT)
     print("## Kernels that need not be deterministic\n")
     print(
@@ -98,9 +99,9 @@ def main() -> None:
         "Milliseconds:\n"
     )
     free = ("model", "measured", "computed", "ratio", "deterministic ones cost, measured", "computed")
-    print(_table(free, map(_free, FREE_MS)))
+    print(table(free, map(_free, FREE_MS)))
     print("\n## Published and measured rates\n")
-    print(_table(("model", "device", "precision", "images", "images/s", "computed", "ratio", ""), _rates()))
+    print(table(("model", "device", "precision", "images", "images/s", "computed", "ratio", ""), _rates()))
 
 
 def _row(model: str) -> tuple[str, ...]:
@@ -153,11 +154,6 @@ def _images_per_s(model: str, device: DeviceSpec, precision: str, images: int) -
     rows = profile.layers[images]
     update = profile.update_floor_s + profile.update_s_per_byte * sum(row.parameter_bytes for row in rows)
     return images / (sum(row.forward_s + row.backward_s for row in rows) + update)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,12 @@ _PATIENCE = 16  # exchanges at a boundary that gain nothing: a block of some lay
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a graph.
+    """The parts of a graph."""
 
-    Attributes:
-        parts: their layers, each in order of time stamps; parts in the order in which they came of halving.
-        passes: the most passes that one halving took.
-        coarse: what Algorithm 3 worked on; None for plain Kernighan-Lin.
-    """
-
+    # Their layers, each in order of time stamps; parts in the order in which they came of halving
     parts: tuple[tuple[int, ...], ...]
-    passes: int
-    coarse: Coarse | None = None
+    passes: int  # the most passes that one halving took
+    coarse: Coarse | None = None  # what Algorithm 3 worked on; None for plain Kernighan-Lin
 
     @property
     def part_of(self) -> list[int]:
@@ -40,12 +35,9 @@ class Parts:
 
 
 def plain(graph: TimedGraph, num_parts: int, tolerance: float = TOLERANCE) -> Parts:
-    """Return the parts of Kernighan-Lin on the whole graph.
+    """Return the parts of Kernighan-Lin on the whole graph, which has as many layers, or more.
 
-    Args:
-        graph: with as many layers as parts, or more.
-        num_parts: at least 1.
-        tolerance: how far a halving may be from equal shares, in times of a part; further only where it begins so.
+    A halving may be so many times of a part from equal shares (`tolerance`), and further only where it begins so.
     """
     slack_s = tolerance * sum(graph.seconds) / num_parts
     parts, passes = _halved(graph, tuple(range(len(graph))), num_parts, slack_s)

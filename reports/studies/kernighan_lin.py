@@ -21,31 +21,21 @@ _SAME = 1e-9  # relative: seconds that differ by rounding only
 
 @dataclass(frozen=True)
 class Halves:
-    """Two parts, each in the order of time stamps.
+    """Two parts, each in the order of time stamps."""
 
-    Attributes:
-        left, right: their layers.
-        passes: how many it took, the last of which gained nothing.
-    """
-
+    # left, right: their layers
     left: tuple[int, ...]
     right: tuple[int, ...]
-    passes: int = 0
+    passes: int = 0  # how many it took, the last of which gained nothing
 
 
 @dataclass(frozen=True)
 class Balance:
-    """What the left part's seconds have to be.
+    """What the left part's seconds have to be."""
 
-    Attributes:
-        left_s: at best.
-        slack_s: how far from it at most.
-        at_least: how many layers each part needs, left and right.
-    """
-
-    left_s: float
-    slack_s: float
-    at_least: tuple[int, int] = (1, 1)
+    left_s: float  # at best
+    slack_s: float  # how far from it at most
+    at_least: tuple[int, int] = (1, 1)  # how many layers each part needs, left and right
 
 
 def neighbours_of(graph: TimedGraph) -> list[dict[int, int]]:
@@ -72,12 +62,8 @@ def exchanged(
 ) -> Halves:
     """Return the parts after passes that gain; balanced at least as well as the start where that was out of balance.
 
-    Args:
-        graph: what the parts are of; layers in neither are left alone.
-        start: the parts to begin with.
-        balance: what they have to keep to.
-        free: layers that may be exchanged; None: all.
-        patience: exchanges in a row that don't gain, after which a pass is given up.
+    Layers in neither part are left alone, as are those that aren't `free`, if these are named. A pass is given up after
+    so many exchanges in a row (`patience`) that don't gain.
     """
     slack_s = max(balance.slack_s, abs(seconds_of(graph, start.left) - balance.left_s) * (1 + _SAME))
     balance = replace(balance, slack_s=slack_s)

@@ -30,12 +30,7 @@ def main() -> None:
 
 
 def page(whole: str, replicated: str | None = None) -> str:
-    """Return the page.
-
-    Args:
-        whole: what the lab of all shipped recipes wrote.
-        replicated: likewise, of the plan with a replicated stage.
-    """
+    """Return the page, of what the lab of all shipped recipes wrote, and that of the plan with a replicated stage."""
     parts = [whole.rstrip()]
     if replicated is not None:
         runs = section(replicated, "Every recipe at every bandwidth")

@@ -67,24 +67,16 @@ _STORED = Path(".nox") / "mutants"
 
 @dataclass
 class Mutant:
-    """A drawn change, and what became of it.
+    """A drawn change, and what became of it."""
 
-    Attributes:
-        number: position in the order of drawing.
-        path: of its file, from the root of the tree.
-        line, words: where and what it is, for the page.
-        verdict: "caught", "survived" or "in no test"; empty until it is known.
-        by: the first test that failed.
-        num_tests: tests that run its place, and the others of their files.
-    """
-
-    number: int
-    path: str
+    number: int  # position in the order of drawing
+    path: str  # of its file, from the root of the tree
+    # line, words: where and what it is, for the page
     line: int
     words: str
-    verdict: str = ""
-    by: str = ""
-    num_tests: int = 0
+    verdict: str = ""  # "caught", "survived" or "in no test"; empty until it is known
+    by: str = ""  # the first test that failed
+    num_tests: int = 0  # tests that run its place, and the others of their files
 
 
 @dataclass

@@ -23,19 +23,14 @@ _LOGIC = {ast.And: ("and", "or"), ast.Or: ("or", "and")}
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of one place of a file.
+    """A change of one place of a file."""
 
-    Attributes:
-        line: counted from 1.
-        start, stop: the bytes of the source that change, `stop` excluded.
-        new: what stands there instead.
-        node_start, node_stop: the bytes of the expression around it, which is run if and only if the change is.
-    """
-
-    line: int
+    line: int  # counted from 1
+    # start, stop: the bytes of the source that change, `stop` excluded
     start: int
     stop: int
-    new: str
+    new: str  # what stands there instead
+    # node_start, node_stop: the bytes of the expression around it, which is run if and only if the change is
     node_start: int
     node_stop: int
 

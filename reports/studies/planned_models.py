@@ -28,19 +28,12 @@ _MEASURED = {"vgg-16": (VGG_FILE, 128), "gnmt-8": (GNMT_FILE, SENTENCES)}
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with its profile at one size.
+    """A model with its profile at one size."""
 
-    Attributes:
-        model: as in Table 1, in lower case.
-        source: `measured` or `analytic`.
-        size: samples per minibatch.
-        profile: at that size.
-    """
-
-    model: str
-    source: str
-    size: int
-    profile: Profile
+    model: str  # as in Table 1, in lower case
+    source: str  # `measured` or `analytic`
+    size: int  # samples per minibatch
+    profile: Profile  # at that size
 
     @property
     def text(self) -> str:
@@ -50,26 +43,17 @@ class Subject:
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row of Table 1.
+    """A row of Table 1."""
 
-    Attributes:
-        name: its id in the published values.
-        model: as in Table 1, in lower case.
-        cluster: name of ours.
-        servers, workers: how many.
-        replicas: per stage.
-        config: as printed.
-        speedup: epoch time over data parallelism's.
-    """
-
-    name: str
-    model: str
-    cluster: str
+    name: str  # its id in the published values
+    model: str  # as in Table 1, in lower case
+    cluster: str  # name of ours
+    # servers, workers: how many
     servers: int
     workers: int
-    replicas: tuple[int, ...]
-    config: str
-    speedup: float
+    replicas: tuple[int, ...]  # per stage
+    config: str  # as printed
+    speedup: float  # epoch time over data parallelism's
 
 
 def published_rows() -> list[TableRow]:
@@ -99,12 +83,8 @@ def measured(model: str) -> Subject | None:
 def recipe(model: str, size: int | None = None) -> Recipe:
     """Return the full-size recipe of a model on one device of the cluster that the paper trains it on.
 
-    Args:
-        model: as in Table 1, in lower case; its recipes are in the folder of that name (`awd lm`: `awd_lm`).
-        size: samples per minibatch; None for the recipe's own, which is the paper's or its artifact's.
-
-    Raises:
-        RecipeError: there is no such recipe.
+    The model is named as in Table 1, in lower case; its recipes are in the folder of that name (`awd lm`: `awd_lm`),
+    and their own size is the paper's or its artifact's. Raises a RecipeError if there is no such recipe.
     """
     overrides = ["engine.timing=analytic"] + ([] if size is None else [f"train.minibatch_size={size}"])
     return load(f"{model.replace('-', '').replace(' ', '_')}/single", overrides).recipe

@@ -66,15 +66,10 @@ nothing in flight hides a slower stage any more. No instance was used while the 
 
 
 class Sizes(NamedTuple):
-    """Of what sizes instances are.
+    """Of what sizes instances are."""
 
-    Attributes:
-        layers: of the chain.
-        counts: components per level, innermost first.
-    """
-
-    layers: range
-    counts: tuple[tuple[int, ...], ...]
+    layers: range  # of the chain
+    counts: tuple[tuple[int, ...], ...]  # components per level, innermost first
 
 
 SMALL = Sizes(range(4, 8), ((2,), (3,), (4,), (5,), (6,), (2, 2), (2, 3), (3, 2)))
@@ -91,21 +86,16 @@ class Instance(NamedTuple):
 
 @dataclass(frozen=True)
 class Judged:
-    """What the planner chose for an instance, beside the best: plan, depth and seconds per minibatch.
-
-    Attributes:
-        searched_s: of the best plan that searches alone propose.
-        at_least_s: what the planner says that no plan is below.
-    """
+    """What the planner chose for an instance, beside the best: plan, depth and seconds per minibatch."""
 
     kind: str
     seed: int
-    searched_s: float
+    searched_s: float  # of the best plan that searches alone propose
     chosen: str
     chosen_s: float
     best: str
     best_s: float
-    at_least_s: float
+    at_least_s: float  # what the planner says that no plan is below
 
     @property
     def regret(self) -> float:
@@ -314,13 +304,9 @@ def judge(asked: Instance, known: Judged | None = None) -> Judged:
 
 
 def judge_all(sizes: Sizes, instances: int, kept: Path | None = None, *, again: bool = False) -> list[Judged]:
-    """Judge so many instances of every kind.
+    """Judge so many instances of every kind, adding what isn't there to the file `kept`, if any.
 
-    Args:
-        sizes: of the instances.
-        instances: of each kind.
-        kept: a file of what was judged before, to which what is judged now is added.
-        again: ask the planner again where a file has the best plan.
+    With `again` the planner is asked again where the file has the best plan.
     """
     before = json.loads(kept.read_text()) if kept is not None and kept.is_file() else []
     known = {(each.kind, each.seed): each for each in (Judged(**values) for values in before)}
@@ -338,10 +324,7 @@ def judge_all(sizes: Sizes, instances: int, kept: Path | None = None, *, again: 
 def distribution(judged: Sequence[Judged], regret: Callable[[Judged], float], *, known: bool) -> str:
     """Return the table of the distribution of a regret, a line for each kind.
 
-    Args:
-        judged: the instances.
-        regret: of one of them.
-        known: whether to say how often the planner knew that no plan is more than 2 % faster.
+    With `known` it says how often the planner knew that no plan is more than 2 % faster.
     """
     head = ("kind", "instances", "within 2 %", "more than 2 %", "more than 5 %", "mean", "worst", "known", "target")
     lines = []
@@ -384,14 +367,7 @@ def page(small: Sequence[Judged], larger: Sequence[Judged]) -> str:
 
 
 def main(instances: int = INSTANCES, larger: int = 0, kept: Path | None = None, *, again: bool = False) -> None:
-    """Print the page.
-
-    Args:
-        instances: of each kind.
-        larger: likewise, of 8 to 10 layers.
-        kept: a folder that keeps what was judged.
-        again: see `judge_all`.
-    """
+    """Print the page, of so many instances of each kind, and so many of 8 to 10 layers; see `judge_all`."""
     files = [None, None] if kept is None else [kept / "small.json", kept / "larger.json"]
     found = [judge_all(*each, again=again) for each in zip((SMALL, LARGER), (instances, larger), files, strict=True)]
     print(page(*found))

@@ -63,20 +63,14 @@ What the causes mean, and how they are found (the first whose removal takes away
 
 @dataclass(frozen=True)
 class Row:
-    """One plan, judged.
+    """One plan, judged."""
 
-    Attributes:
-        subject, cluster: what is planned, and where.
-        found_by: which part of the rule chose it; `*` if the planner does.
-        plan: with the simulator's time.
-        cause: of a difference, a key of CAUSES; empty if small.
-    """
-
+    # subject, cluster: what is planned, and where
     subject: Subject
     cluster: Cluster
-    found_by: str
-    plan: PlanEstimate
-    cause: str
+    found_by: str  # which part of the rule chose it; `*` if the planner does
+    plan: PlanEstimate  # with the simulator's time
+    cause: str  # of a difference, a key of CAUSES; empty if small
 
     @property
     def error(self) -> float:
@@ -267,10 +261,6 @@ def _plans(rows: Sequence[Row]) -> str:
     return table(("model", "cluster", "plan", "planner, ms", "simulator, ms", "error", "cause"), lines)
 
 
-def _causes(rows: Sequence[Row]) -> str:
-    return names(Counter(row.cause for row in rows if row.cause)) or "none"
-
-
 def main(subjects: Sequence[Subject] | None = None, clusters: Sequence[Cluster] | None = None) -> None:
     """Print the page; subjects and clusters are those of the head unless given."""
     if subjects is None:
@@ -283,7 +273,8 @@ def main(subjects: Sequence[Subject] | None = None, clusters: Sequence[Cluster] 
     rows: list[Row] = []
     for name, model in COST_MODELS.items():
         rows = [row for subject in subjects for where in clusters for row in judge(subject, where, model)]
-        print(f"## Under `{name}`\n\n{_summary(rows)}\n\nCauses of differences above 5 %: {_causes(rows)}.\n")
+        causes = names(Counter(row.cause for row in rows if row.cause)) or "none"
+        print(f"## Under `{name}`\n\n{_summary(rows)}\n\nCauses of differences above 5 %: {causes}.\n")
         if model.has_ports:
             print(READING.strip() + "\n")
             print("\n".join(f"- *{cause}*: {text}." for cause, text in CAUSES.items()))

@@ -295,7 +295,8 @@ def documented(thing: Callable[..., Any], section: str = "Attributes") -> dict[s
     """Return the description of every attribute, or argument, by a Google-style docstring or comments at fields."""
     _, found, after = (inspect.getdoc(thing) or "").partition(f"\n{section}:\n")
     if not found and isinstance(thing, type):
-        return dict(_commented(inspect.getsource(thing)))
+        written = next(each for each in reversed(thing.__mro__) if is_dataclass(each))  # not one made of it
+        return dict(_commented(inspect.getsource(written)))
     block = re.split(r"\n(?=\S)", after)[0]
     entries = re.split(r"^ {4}(?=\w+: )", block, flags=re.MULTILINE)[1:]
     split = (" ".join(entry.split()).partition(": ") for entry in entries)

@@ -18,15 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipebench import files
 from pipebench.formats import num_bytes, seconds
-from pipebench.model.device import environment, torch_settings
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.recipe.make import make_dataset
-from pipebench.show.progress import Silent
-from pipebench.train.engines import on_virtual_clock
-from pipebench.train.job import Job
-from pipebench.train.loop import TrainingLoop
 from pipebench.train.prepare import prepare
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import simulate_epoch
@@ -34,9 +28,9 @@ from pipebench.typed_json import read
 from pipebench.zoo.captions import Captions
 from pipebench.zoo.language import Text
 from pipebench.zoo.translation import Translation, copy_baseline
+from reports.studies import kept_runs
 from reports.studies.ngram import Trigram
 from reports.studies.planned_models import table
-from reports.studies.recipe_key import recipe_key
 
 RESULTS = Path(__file__).parent / "small_zoo_runs"
 MODELS = ("vgg16", "resnet50", "alexnet", "gnmt8", "gnmt16", "awd_lm", "s2vt")
@@ -105,32 +99,22 @@ class Run:
         """Where its result is kept."""
         return RESULTS / f"{self.model}-{self.mode}-{self.seed}.json"
 
-    @property
-    def key(self) -> str:
-        """What its result depends on: the recipe, but for what is as it would be unsaid."""
-        return recipe_key(self.loaded.recipe)
-
     def is_done(self) -> bool:
         """Whether a result of this very recipe is there."""
-        return self.path.is_file() and json.loads(self.path.read_text())["key"] == self.key
+        return kept_runs.kept(self.path, self.loaded.recipe) is not None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """When a run reached the target of its recipe.
+    """When a run reached the target of its recipe."""
 
-    Attributes:
-        epochs, clock_s, training_s: of the first evaluation at the target, with evaluations and without; None if it
-            was missed.
-        best: the best value of the target's metric.
-        wall_s: of the whole command here.
-    """
-
+    # epochs, clock_s, training_s: of the first evaluation at the target, with evaluations and without; None if it was
+    # missed
     epochs: float | None
     clock_s: float | None
     training_s: float | None
-    best: float
-    wall_s: float
+    best: float  # the best value of the target's metric
+    wall_s: float  # of the whole command here
 
 
 def study() -> list[Run]:
@@ -156,24 +140,13 @@ def seeds_of(model: str, mode: str) -> Sequence[int]:
 def train(run: Run) -> None:
     """Train, and keep the result."""
     started = time.perf_counter()
-    loaded = run.loaded
-    with torch_settings(loaded.recipe.engine):
-        prepared = prepared_of(loaded)
-        result, _ = TrainingLoop(prepared, on_virtual_clock(prepared), Silent(), lambda point: None).run()
-        facts = environment(prepared.setup.device)
+    result, _, facts = kept_runs.trained(run.loaded)
     keep(run, result, facts, time.perf_counter() - started)
 
 
 def keep(run: Run, result: RunResult, facts: Mapping[str, str], wall_s: float) -> None:
-    """Write a run's file, aside first: it is there whole or not at all."""
-    kept = {"key": run.key, "wall_s": wall_s, "environment": facts, "result": asdict(result)}
-    RESULTS.mkdir(exist_ok=True)
-    files.replace(run.path, f"{json.dumps(kept)}\n".encode())
-
-
-def prepared_of(loaded: LoadedRecipe) -> Job:
-    """Return a recipe, ready to run."""
-    return prepare(loaded.recipe, loaded.cluster)
+    """Write a run's file."""
+    kept_runs.keep(run.path, run.loaded.recipe, wall_s=wall_s, environment=facts, result=asdict(result))
 
 
 def train_missing(jobs: int, tell: Callable[[str], object]) -> None:
@@ -230,7 +203,7 @@ def _epoch(model: str) -> float:
 def simulated(model: str, mode: str) -> RunResult:
     """Return a simulated epoch of a recipe."""
     loaded = load(f"small/{model}/{mode}", ["engine.kind=simulated"])
-    return simulate_epoch(prepared_of(loaded))[0]
+    return simulate_epoch(prepare(loaded.recipe, loaded.cluster))[0]
 
 
 def target_rows() -> Iterator[list[object]]:

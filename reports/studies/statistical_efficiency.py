@@ -16,18 +16,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipebench import files
 from pipebench.formats import UNKNOWN, number, ratio, seconds
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.report.catalog import reports_folder
 from pipebench.report.kept import KeptResult, keep, kept_results
 from pipebench.report.recipes import Asked
 from pipebench.train.result import RunResult
+from reports.studies import kept_runs
 from reports.studies.efficiency_pictures import draw
 from reports.studies.efficiency_texts import HEAD, NOTES, OTHER, SAID
 from reports.studies.kept import fresh
 from reports.studies.planned_models import table
-from reports.studies.recipe_key import recipe_key
 
 RATES = Path(__file__).parent / "statistical_efficiency_runs"
 # Runs of the same recipes on another processor, two of them also by the tree of most kept ones, and by version 0.1.0.
@@ -52,19 +51,12 @@ GRIDS: dict[tuple[str, str], tuple[float, ...]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of the study.
+    """One training run of the study."""
 
-    Attributes:
-        model: `vgg16` or `gnmt8`.
-        mode: a recipe of its folder in `recipes/steep/`.
-        seed: everything random.
-        lr: a rate in place of the recipe's, where rates are tried; else None.
-    """
-
-    model: str
-    mode: str
-    seed: int
-    lr: float | None = None
+    model: str  # `vgg16` or `gnmt8`
+    mode: str  # a recipe of its folder in `recipes/steep/`
+    seed: int  # everything random
+    lr: float | None = None  # a rate in place of the recipe's, where rates are tried; else None
 
     @property
     def loaded(self) -> LoadedRecipe:
@@ -96,30 +88,19 @@ class Run:
             kept = self.kept
             per_epoch = int(self.loaded.flat["dataset.num_train"])
             return None if kept is None else outcome_of(kept.result, METRICS[self.model], per_epoch)
-        path = RATES / f"{self.name}.json"
-        if not path.is_file():
-            return None
-        found = json.loads(path.read_text())
-        return Outcome(**found["outcome"]) if found["key"] == recipe_key(self.loaded.recipe) else None
+        found = kept_runs.kept(RATES / f"{self.name}.json", self.loaded.recipe)
+        return None if found is None else Outcome(**found["outcome"])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to.
+    """What a run came to."""
 
-    Attributes:
-        outcome: `reached`, `missed` or `diverged`.
-        epochs: to the target; None if it wasn't reached.
-        clock_s: virtual seconds to the target, evaluations included; None likewise.
-        samples_per_update: of the input stage.
-        points: samples seen in epochs, virtual seconds and the metric, at every evaluation.
-    """
-
-    outcome: str
-    epochs: float | None
-    clock_s: float | None
-    samples_per_update: float
-    points: list[list[float]]
+    outcome: str  # `reached`, `missed` or `diverged`
+    epochs: float | None  # to the target; None if it wasn't reached
+    clock_s: float | None  # virtual seconds to the target, evaluations included; None likewise
+    samples_per_update: float  # of the input stage
+    points: list[list[float]]  # samples seen in epochs, virtual seconds and the metric, at every evaluation
 
 
 def study() -> Iterator[Run]:
@@ -144,9 +125,7 @@ def train(run: Run) -> Outcome:
         keep(reports_folder(), made, run.loaded)
         _kept.cache_clear()
     else:
-        kept = {"key": recipe_key(run.loaded.recipe), "made": made.made, "outcome": asdict(outcome)}
-        RATES.mkdir(exist_ok=True)
-        files.replace(RATES / f"{run.name}.json", f"{json.dumps(kept)}\n".encode())
+        kept_runs.keep(RATES / f"{run.name}.json", run.loaded.recipe, made=made.made, outcome=asdict(outcome))
     return outcome
 
 
@@ -157,13 +136,7 @@ def _kept() -> dict[tuple[str, ...], KeptResult]:
 
 
 def outcome_of(result: RunResult, metric: str, per_epoch: int) -> Outcome:
-    """Return what the study takes of a run.
-
-    Args:
-        result: the run's.
-        metric: the target's.
-        per_epoch: training samples of an epoch.
-    """
+    """Return what the study takes of a run; `per_epoch` are the training samples of an epoch."""
     points = [
         [point.samples / per_epoch, point.clock_s, float(point.metrics[metric])]
         for point in result.points

@@ -98,36 +98,24 @@ NOTES = """
 
 @dataclass(frozen=True)
 class Choice:
-    """What the planner makes of a row.
+    """What the planner makes of a row."""
 
-    Attributes:
-        plan, dp, theirs: the best plan, data parallelism, and the paper's config; None if the model has too few layers.
-        limited: the best plan within the cluster's memory, or None if nothing fits.
-    """
-
+    # plan, dp, theirs: the best plan, data parallelism, and the paper's config; None if the model has too few layers
     plan: PlanEstimate
     dp: PlanEstimate
     theirs: PlanEstimate | None
-    limited: PlanEstimate | None
+    limited: PlanEstimate | None  # the best plan within the cluster's memory, or None if nothing fits
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row, planned with one profile under one cost model.
+    """A row, planned with one profile under one cost model."""
 
-    Attributes:
-        row: what was published.
-        subject: the profile.
-        where: the cluster, with its limit on memory.
-        model: the cost model.
-        choice: what the planner makes of it.
-    """
-
-    row: TableRow
-    subject: Subject
-    where: Cluster
-    model: CostModel
-    choice: Choice
+    row: TableRow  # what was published
+    subject: Subject  # the profile
+    where: Cluster  # the cluster, with its limit on memory
+    model: CostModel  # the cost model
+    choice: Choice  # what the planner makes of it
 
     @property
     def name(self) -> str:

@@ -268,16 +268,11 @@ def published() -> str:
 
 @dataclass(frozen=True)
 class Regret:
-    """How far answers are from the best, and what both took.
+    """How far answers are from the best, and what both took."""
 
-    Attributes:
-        kind: of instances.
-        over: every answer over the best, less one.
-        own_s, best_s: mean CPU seconds of the algorithm, and of the best.
-    """
-
-    kind: str
-    over: Sequence[float]
+    kind: str  # of instances
+    over: Sequence[float]  # every answer over the best, less one
+    # own_s, best_s: mean CPU seconds of the algorithm, and of the best
     own_s: float
     best_s: float
 
@@ -434,13 +429,7 @@ def stage_of(planner: Planner, part: int, start: int, stop: int) -> StageProblem
 
 
 def main(runs: int = RUNS, instances: int = INSTANCES, shapes: Sequence[str] = tuple(SHAPES)) -> None:
-    """Print the page.
-
-    Args:
-        runs: of every algorithm on every graph.
-        instances: of every random kind.
-        shapes: which of Table 4's models.
-    """
+    """Print the page: of so many runs of every algorithm on every graph, and so many instances of every random kind."""
     subjects = [Subject(f"{name}, drawn", tuple(drawn(SHAPES[name], seed) for seed in range(DRAWS))) for name in shapes]
     subjects += [
         found for folder in ("bert", "transformer", "amoebanet", "gnmt16") if runs > 1 and (found := of_zoo(folder))

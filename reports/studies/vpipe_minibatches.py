@@ -91,17 +91,11 @@ fitted on, speaks against the pause that fits the times best.
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward or backward of a model.
+    """One forward or backward of a model."""
 
-    Attributes:
-        seconds: with no pauses, launches as usual.
-        kernels: that the host issues.
-        layers: that have any of these.
-    """
-
-    seconds: float
-    kernels: int
-    layers: int
+    seconds: float  # with no pauses, launches as usual
+    kernels: int  # that the host issues
+    layers: int  # that have any of these
 
 
 Times = Mapping[int, tuple[float, float]]  # by size: seconds of forward and backward

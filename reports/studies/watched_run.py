@@ -21,19 +21,12 @@ class WatchedRun:
     """A run in a folder of its own: `pipebench-runs/`, `mlflow.db` and `output.txt` are this run's alone.
 
     Leaving it as a context manager ends what is left of it.
-
-    Attributes:
-        folder: its working directory.
-        process: the command, which is the parent of the workers.
     """
 
     def __init__(self, folder: Path, words: Sequence[str], settings: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Start it; its output is added to that of a command that ran in the folder before.
+        """Start `pipebench run` with words, adding its output to that of a command that ran in the folder before.
 
-        Args:
-            folder: the working directory; made where it isn't there.
-            words: what follows `pipebench run`.
-            settings: environment variables of the command, beside those of this process.
+        `settings` are environment variables of the command, beside those of this process.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -74,11 +67,7 @@ class WatchedRun:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def workers(self, attempt: int | None = None) -> dict[int, int]:
-        """Return the living workers' process ids by rank.
-
-        Args:
-            attempt: only of this one: 0, then 1 after the first restart; None for all.
-        """
+        """Return the living workers' process ids by rank, if asked only those of one attempt, counted from 0."""
         found: dict[int, int] = {}
         for child in _children(self.process.pid):
             for process in [child, *_children(child.pid)]:
@@ -100,8 +89,7 @@ class WatchedRun:
     def wait_until(self, happened: Callable[[], object], limit_s: float, what: str) -> bool:
         """Wait until something has happened; False if the command ended before.
 
-        Raises:
-            TimeoutError: neither came within `limit_s` seconds.
+        Raises a TimeoutError if neither came within `limit_s` seconds.
         """
         until_s = time.monotonic() + limit_s
         while not happened():
@@ -115,8 +103,7 @@ class WatchedRun:
     def wait(self, limit_s: float) -> int:
         """Wait for the command's end and return its exit code.
 
-        Raises:
-            TimeoutError: it goes on for longer than `limit_s` seconds.
+        Raises a TimeoutError if it goes on for longer than `limit_s` seconds.
         """
         self.wait_until(lambda: False, limit_s, "the end of the command")
         return self.process.wait()
@@ -131,11 +118,9 @@ class WatchedRun:
 
 
 def recorded(folder: Path) -> dict[str, Any]:
-    """Return what MLflow holds of the runs in a folder's store.
+    """Return what MLflow holds of the runs in a folder's store: `runs`, with id, status and tags of each.
 
-    Returns:
-        `runs` (id, status and tags of each) and `metrics`: of the first run, name to (step, value) in the order of
-        steps.
+    And `metrics` of the first run: name to (step, value) in the order of steps.
     """
     from mlflow.tracking import MlflowClient
 

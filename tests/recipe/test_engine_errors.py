@@ -54,6 +54,14 @@ def test_what_compiled_stages_cannot_do_is_refused(write: Write, override: str, 
     assert len(caught.value.faults) == 1, str(caught.value)
 
 
+def test_what_is_wrong_by_itself_is_told_once(write: Write) -> None:
+    """Until 0.2.0 the rule on compiled stages read slices that another rule had refused, and printed an object."""
+    with pytest.raises(RecipeError) as caught:
+        load(str(write(VALID)), ["parallelism.tensor=3", "engine.compile=true"])
+    assert [fault.key for fault in caught.value.faults] == ["parallelism.tensor"]
+    assert "object" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "override", ["parallelism={mode: zero1, plan: auto}", "parallelism={mode: dp, plan: auto, shard: gradients}"]
 )

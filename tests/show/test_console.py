@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pipebench.show import console
 from pipebench.show.progress import RunProgress, preparing, searching
-from pipebench.show.terminal import is_terminal
+from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.show.verdict import comparison_markdown
 from pipebench.simulate.meter import PREDICTION, WORKERS_IDLE
 from pipebench.tracking import summarise_seeds
@@ -298,5 +298,5 @@ def test_searching_on_a_terminal_shows_what_takes_long(is_long: bool, monkeypatc
 
 def test_standard_output_of_a_test_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert not is_terminal()
-    console.print_comparison([DP, PIPEDREAM], "pipebench ui")
+    console.print_comparison([DP, PIPEDREAM], "pipebench ui", standard_output())
     assert "MLflow  pipebench ui" in capsys.readouterr().out

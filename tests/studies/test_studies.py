@@ -1,26 +1,18 @@
 """The reports' scripts run; on a part of what they are about, since the whole takes minutes."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
-from pipebench.profile.devices import DEVICES
-from pipebench.profile.load import load_profile
 from pipebench.report.catalog import find_report
 from pipebench.report.load import load_report
-from pipebench.zoo.ptb import ptb
-from pipebench.zoo.wmt16 import wmt16
 from reports.studies import (
     effects,
-    gpu_profiles,
     planner_regret,
     planner_seconds,
     planner_vs_simulator,
@@ -29,7 +21,6 @@ from reports.studies import (
 )
 from reports.studies.planned_models import TableRow, analytic, cluster, published_rows, recipe
 from tests.bench.planning import CASES, chain, seconds
-from tests.patience import PATIENCE_S
 
 LONELY = TableRow("t1-alexnet-1x4A", "alexnet", "cluster-a", 1, 4, (3, 1), "3-1", 1.0)
 
@@ -121,87 +112,6 @@ def test_an_analytic_profile_is_that_of_the_recipe_unless_another_size_is_asked_
     assert sum(weights.values()) == pytest.approx(1.11e9, rel=0.01)
     assert own.profile.state_bytes_per_byte == 2  # Adam, as the recipe says
     assert (own.profile.device, analytic("s2vt").profile.device) == ("V100", "Titan X")
-
-
-def test_made_up_samples_have_the_shapes_of_the_data_and_depend_on_the_index_alone() -> None:
-    like = wmt16(typical_length=7, vocabulary=16)
-    samples = gpu_profiles.Noise(like, 2)
-    fields = [*like.inputs, *like.targets]
-    both, one = samples.fetch("train", [5, 9], fields), samples.fetch("train", [9], fields)
-    for name, example in like.example(2).items():
-        assert (both[name].shape, both[name].dtype) == (example.shape, example.dtype)
-        assert torch.equal(both[name][1:], one[name])
-    assert both["source_length"].tolist() == [7, 7]
-    many = samples.fetch("train", range(200), ["source", "target_out"])
-    assert {int(ids.min()) for ids in many.values()} == {1}
-    assert {int(ids.max()) for ids in many.values()} == {15}
-    assert not torch.equal(many["source"], many["target_out"])
-    assert not torch.equal(samples.fetch("eval", [5], ["source"])["source"], both["source"][:1])
-
-
-def test_made_up_samples_have_the_loss_of_the_data() -> None:
-    like = ptb(bptt=3, vocabulary=10)
-    targets = gpu_profiles.Noise(like, 10).fetch("train", [0, 1], like.targets)
-    logits = torch.zeros(2, 3, 10)
-    assert gpu_profiles.Noise(like, 10).loss(logits, targets) == like.loss(logits, targets) > 0
-
-
-def test_gpu_profiles_measures_narrow_models_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gpu_profiles.main(["gnmt8", "awd_lm", "--device", "cpu", "--small", "--out", str(tmp_path / "gpu")])
-    assert capsys.readouterr().out.count(".profile.json") == 2
-    for name, layer in (("gnmt8", "RecurrentAttention"), ("awd_lm", "CarriedLSTM")):
-        profile = load_profile(tmp_path / "gpu" / f"{name}-small.profile.json")
-        page = (tmp_path / "gpu" / f"{name}-small.md").read_text()
-        assert (profile.source, {*profile.layers}, profile.load_s) == ("measured", {2}, {2: 0.0})
-        assert all(row.forward_s > 0 for row in profile.layers[2])
-        assert f"python -m reports.studies.gpu_profiles {name} --device cpu --small" in page
-        assert layer in page
-        assert str(tmp_path) not in page
-        assert all(f" {row.name[:20]}" in page for row in profile.layers[2])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ([], "torch finds no CUDA device here"),
-        (["--small"], "torch finds no CUDA device here"),
-        (["--device", "cpu"], "on a CPU add --small"),
-    ],
-)
-def test_gpu_profiles_says_what_it_needs(
-    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match=sentence):
-        gpu_profiles.main([*arguments, "--out", str(tmp_path)])
-    assert not list(tmp_path.iterdir())
-
-
-def test_gpu_profiles_refuses_unknown_models(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu_profiles.main(["gnmt9"])
-    assert "no model 'gnmt9', allowed are vgg16, resnet50, gnmt8, awd_lm" in capsys.readouterr().err
-
-
-def test_gpu_profiles_needs_no_tracker() -> None:
-    code = "import sys; sys.modules['mlflow'] = None; import reports.studies.gpu_profiles, zoo"
-    root = Path(gpu_profiles.__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=PATIENCE_S)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "entry"),
-    [
-        ("NVIDIA H200", "H200"),
-        ("Tesla V100-PCIE-16GB", "V100"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA TITAN X (Pascal)", "Titan X"),
-        ("NVIDIA GeForce RTX 2080 Ti", "2080 Ti"),
-        ("NVIDIA GB10", None),
-    ],
-)
-def test_a_gpu_is_found_in_the_catalogue_by_its_full_name(gpu: str, entry: str | None) -> None:
-    assert gpu_profiles._catalogued(gpu) == (DEVICES[entry] if entry else None)
 
 
 def test_the_planners_bench_measures() -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from pipebench import zoo
+from pipebench.recipe.load import load
+from pipebench.recipe.preflight import preflight
 from pipebench.zoo.synthetic import synthetic, synthetic_text
 
 
@@ -75,3 +77,8 @@ def test_text_is_the_same_row_and_its_next_tokens() -> None:
     assert dataset.loss(even, fields).item() == pytest.approx(10 * math.log(11))
     with pytest.raises(ValueError, match="synthetic_text: split"):
         dataset.fetch("test", [0], ["tokens"])
+
+
+def test_a_full_size_recipe_is_profiled_on_noise_where_its_data_is_not() -> None:
+    noise = ("dataset.name=synthetic", "dataset.shape=[3,224,224]", "train.target=null", "cluster.name=local")
+    preflight(load("vgg16/single", noise, builds=False), trains=False)

@@ -34,21 +34,13 @@ _SERVER = ("parallelism.sync=parameter-server",)
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and in how many processes.
+    """What is trained, and in how many processes."""
 
-    Attributes:
-        mode: a mode's name.
-        plan: replicas per stage.
-        engine: `virtual` or `distributed`.
-        overrides: what else the recipe says.
-        special: that in a word or two.
-    """
-
-    mode: str
-    plan: str
-    engine: str
-    overrides: tuple[str, ...] = ()
-    special: str = ""
+    mode: str  # a mode's name
+    plan: str  # replicas per stage
+    engine: str  # `virtual` or `distributed`
+    overrides: tuple[str, ...] = ()  # what else the recipe says
+    special: str = ""  # that in a word or two
 
     @property
     def name(self) -> str:

@@ -28,32 +28,20 @@ _ENDING = ("result", "finish", "finished")
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is done to a run.
+    """One thing that is done to a run."""
 
-    Attributes:
-        kind: one of `KINDS`, or what ends one.
-        moment: when.
-        victims: ranks that are killed, or the host.
-    """
-
-    kind: str
-    moment: Moment
-    victims: tuple[int, ...] = ()
+    kind: str  # one of `KINDS`, or what ends one
+    moment: Moment  # when
+    victims: tuple[int, ...] = ()  # ranks that are killed, or the host
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run and all that is done to it, in this order.
+    """A run and all that is done to it, in this order."""
 
-    Attributes:
-        name: tells it from others of a seed.
-        case: what is trained.
-        faults: each comes when the one before is over.
-    """
-
-    name: str
-    case: Case
-    faults: tuple[Fault, ...]
+    name: str  # tells it from others of a seed
+    case: Case  # what is trained
+    faults: tuple[Fault, ...]  # each comes when the one before is over
 
     @property
     def title(self) -> str:
@@ -73,12 +61,10 @@ class Trial:
 
 
 def draw(seed: int, num_kills: int, only: str = "") -> list[Trial]:
-    """Return all trials of a campaign.
+    """Return all trials of a campaign, the same of a seed.
 
-    Args:
-        seed: the same one draws the same trials.
-        num_kills: processes, or all processes of a run, ended by SIGKILL; what else is done is in proportion.
-        only: trials whose title contains this, with as many kills.
+    So many processes, or all processes of a run, are ended by SIGKILL; what else is done is in proportion. With `only`
+    all of these kills are of trials whose title contains it.
     """
     chance = random.Random(seed)
     kinds: tuple[tuple[str, int, Make, Callable[[Case], bool]], ...] = (

@@ -19,12 +19,7 @@ _AVERAGED = "buffers"
 
 
 def other_bits(found: Path, expected: Path) -> Iterator[str]:
-    """Say where the newest checkpoint isn't the expected one to the bit: weights, optimizer, statistics, curves.
-
-    Args:
-        found: a folder of checkpoints.
-        expected: likewise.
-    """
+    """Say where the newest checkpoint isn't the expected one to the bit: weights, optimizer, statistics, curves."""
     try:
         mine, theirs = _newest(found), _newest(expected)
     except CheckpointError as error:
@@ -43,12 +38,7 @@ def other_bits(found: Path, expected: Path) -> Iterator[str]:
 
 
 def record_problems(folder: Path, points: int) -> Iterator[str]:
-    """Say what is wrong with MLflow's record of the one run of a folder.
-
-    Args:
-        folder: the working directory of its commands.
-        points: evaluations that there have to be.
-    """
+    """Say what is wrong with MLflow's record of the one run of commands in a folder, of so many evaluations."""
     try:
         record = recorded(folder)
     except Exception as error:  # whatever MLflow and SQLite think of what is left

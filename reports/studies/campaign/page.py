@@ -45,23 +45,14 @@ seals fit again. The last rows are the tables of `tests/checkpoint/test_spoilt.p
 
 @dataclass(frozen=True)
 class Findings:
-    """What a campaign has found so far.
+    """What a campaign has found so far."""
 
-    Attributes:
-        asked: the seed and what else decides what is drawn.
-        outcomes: of disturbed runs.
-        spoilt: by name, what came of spoilt checkpoints: `rows` and `problems`.
-        seconds: of all parts, one after another.
-        left: how many parts haven't been done.
-        not_tried: why some can't be, here.
-    """
-
-    asked: Mapping[str, Any]
-    outcomes: Sequence[Outcome]
-    spoilt: Mapping[str, Mapping[str, Any]]
-    seconds: float
-    left: int = 0
-    not_tried: tuple[str, ...] = ()
+    asked: Mapping[str, Any]  # the seed and what else decides what is drawn
+    outcomes: Sequence[Outcome]  # of disturbed runs
+    spoilt: Mapping[str, Mapping[str, Any]]  # by name, what came of spoilt checkpoints: `rows` and `problems`
+    seconds: float  # of all parts, one after another
+    left: int = 0  # how many parts haven't been done
+    not_tried: tuple[str, ...] = ()  # why some can't be, here
 
     @property
     def problems(self) -> list[str]:

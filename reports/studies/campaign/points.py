@@ -42,34 +42,21 @@ POINTS = {
 
 @dataclass(frozen=True)
 class Moment:
-    """When a process is to stop.
+    """When a process is to stop."""
 
-    Attributes:
-        point: a name in `POINTS`.
-        step: at the first time that so many minibatches are done, or more.
-        rank: of the process; in one process 0.
-        nth: how many instructions of that segment pass before; of other points none do.
-    """
-
-    point: str
-    step: int
-    rank: int = 0
-    nth: int = 0
+    point: str  # a name in `POINTS`
+    step: int  # at the first time that so many minibatches are done, or more
+    rank: int = 0  # of the process; in one process 0
+    nth: int = 0  # how many instructions of that segment pass before; of other points none do
 
 
 @dataclass(frozen=True)
 class Question:
-    """A process that waits at a moment.
+    """A process that waits at a moment."""
 
-    Attributes:
-        pid: its process id.
-        step: minibatches done, or those of the checkpoint that is written.
-        at_s: when it came there, seconds since the epoch.
-    """
-
-    pid: int
-    step: int
-    at_s: float
+    pid: int  # its process id
+    step: int  # minibatches done, or those of the checkpoint that is written
+    at_s: float  # when it came there, seconds since the epoch
 
 
 def asked(folder: Path, index: int) -> Path:

@@ -28,13 +28,9 @@ from pipebench.train.periods import Periods
 
 @dataclass(frozen=True)
 class MorePeriods(Periods):
-    """A run's drains, and some more.
+    """A run's drains, and some more."""
 
-    Attributes:
-        stops: after how many minibatches these are.
-    """
-
-    stops: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()  # after how many minibatches these are
 
     def next_drain(self, done: int) -> int:
         """Return after how many minibatches the next drain is."""
@@ -81,11 +77,7 @@ class References:
         self._process.communicate()
 
     def of(self, words: Sequence[str], stops: Sequence[int] = ()) -> Path:
-        """Return the folder of checkpoints of an undisturbed run.
-
-        Raises:
-            RuntimeError: it can't be trained.
-        """
+        """Return the folder of checkpoints of an undisturbed run; raises a RuntimeError if it can't be trained."""
         key = json.dumps([list(words), sorted(stops)])
         with self._lock:
             if key not in self._known:

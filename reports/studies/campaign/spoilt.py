@@ -30,17 +30,11 @@ _MISTAKE = 2
 
 @dataclass(frozen=True)
 class Spoilt:
-    """What came of going on with a spoilt run.
+    """What came of going on with a spoilt run."""
 
-    Attributes:
-        way: how it was spoilt.
-        case: what had run.
-        answer: `refused`, `passed over` or what was wrong, in words.
-    """
-
-    way: str
-    case: str
-    answer: str
+    way: str  # how it was spoilt
+    case: str  # what had run
+    answer: str  # `refused`, `passed over` or what was wrong, in words
 
     @property
     def fine(self) -> bool:
@@ -196,13 +190,9 @@ def _applies(way: str, case: Case) -> bool:
 
 
 def spoil_all(seed: int, count: int, only: str, room: Path) -> None:
-    """Make runs, spoil so many copies of them, every way in turn, and print what came of each.
+    """Make runs in the folder `room`, spoil `count` copies of them, every way in turn, and print what came of each.
 
-    Args:
-        seed: draws cases and what is random in a way.
-        count: how many.
-        only: ways or cases whose name contains this.
-        room: a folder for all of it.
+    `seed` draws cases and what is random in a way; `only` is for ways or cases whose name contains it.
     """
     chance, made = Random(seed), dict[str, tuple[Left, Left]]()
     cases = [case for case in CASES if not case.in_processes]
@@ -260,8 +250,7 @@ def _own_lines(said: str) -> list[str]:
 def spoil_drawn(seed: int, count: int, only: str, room: Path, settings: Mapping[str, str]) -> list[Spoilt]:
     """Do what `spoil_all` does in a process of its own.
 
-    Raises:
-        RuntimeError: the process ends with another exit code than 0: it crashed.
+    Raises a RuntimeError if the process ends with another exit code than 0: it crashed.
     """
     return [Spoilt(**row) for row in _lines(__spec__.name, [str(seed), str(count), only, str(room)], room, settings)]
 
@@ -269,8 +258,7 @@ def spoil_drawn(seed: int, count: int, only: str, room: Path, settings: Mapping[
 def table_of_tests(room: Path, settings: Mapping[str, str]) -> list[Spoilt]:
     """Spoil a run in all ways that `tests/checkpoint/test_spoilt.py` has, in a process of its own.
 
-    Raises:
-        RuntimeError: the process ends with another exit code than 0: it crashed.
+    Raises a RuntimeError if the process ends with another exit code than 0: it crashed.
     """
     rows = [row for row in _lines("tests.checkpoint.spoiling", [str(room)], room, settings) if "table" in row]
     weights = {row["weights"] for row in rows if "weights" in row}

@@ -47,47 +47,30 @@ _SIGNALS = {name: getattr(signal, name.partition(" ")[0]) for name in STOPS}
 
 @dataclass
 class Done:
-    """A disturbance that was done.
+    """A disturbance that was done."""
 
-    Attributes:
-        kind: what.
-        point: where.
-        step: minibatches done then.
-        down_s: seconds until training went on; None if it never stopped, or nothing was left to train.
-        again: minibatches that were trained a second time.
-    """
-
-    kind: str
-    point: str
-    step: int
+    kind: str  # what
+    point: str  # where
+    step: int  # minibatches done then
+    # Seconds until training went on; None if it never stopped, or nothing was left to train
     down_s: float | None = None
-    again: int | None = None
+    again: int | None = None  # minibatches that were trained a second time
 
 
 @dataclass
 class Outcome:
-    """What came of a disturbed run.
+    """What came of a disturbed run."""
 
-    Attributes:
-        name: of the trial.
-        case: what ran.
-        mode: its mode.
-        engine: its engine.
-        done: its disturbances.
-        undone: how many came too late to be done.
-        problems: whatever isn't as it should be, in words; empty if nothing was lost.
-        took_s: seconds of it all.
-        signal_s: seconds from a request to stop, of whatever kind, to the end of the command.
-    """
-
-    name: str
-    case: str
-    mode: str
-    engine: str
-    done: list[Done] = field(default_factory=list)
-    undone: int = 0
+    name: str  # of the trial
+    case: str  # what ran
+    mode: str  # its mode
+    engine: str  # its engine
+    done: list[Done] = field(default_factory=list)  # its disturbances
+    undone: int = 0  # how many came too late to be done
+    # Whatever isn't as it should be, in words; empty if nothing was lost
     problems: list[str] = field(default_factory=list)
-    took_s: float = 0.0
+    took_s: float = 0.0  # seconds of it all
+    # Seconds from a request to stop, of whatever kind, to the end of the command
     signal_s: list[tuple[str, float]] = field(default_factory=list)
 
     @classmethod
@@ -98,19 +81,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Place:
-    """What all trials of a campaign share.
+    """What all trials of a campaign share."""
 
-    Attributes:
-        folder: theirs; every trial has one of its own in it.
-        database: an empty MLflow database: making one takes seconds.
-        settings: environment variables of all commands.
-        references: trains undisturbed runs.
-    """
-
-    folder: Path
-    database: Path
-    settings: Mapping[str, str]
-    references: References
+    folder: Path  # theirs; every trial has one of its own in it
+    database: Path  # an empty MLflow database: making one takes seconds
+    settings: Mapping[str, str]  # environment variables of all commands
+    references: References  # trains undisturbed runs
 
 
 class DisturbedRun:
@@ -398,8 +374,7 @@ def case_words(case: Case, references: References) -> list[str]:
 def undisturbed_in_processes(case: Case, place: Place) -> Path:
     """Run a case in processes in peace, once, and return its checkpoints: a ring of three adds in an order of its own.
 
-    Raises:
-        RuntimeError: it doesn't end well.
+    Raises a RuntimeError if it doesn't end well.
     """
     folder = place.folder / f"peace-{case.name.replace(' ', '-')}"
     with _PEACE:
