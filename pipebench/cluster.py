@@ -158,8 +158,10 @@ class Cluster:
 def coarser(cluster: Cluster, num_slices: int) -> Cluster:
     """Return the cluster of workers of so many neighbouring devices each.
 
-    Each of a worker's devices sends what is its own over the ports that it shares with the others. Raises a PlanError
-    if so many don't divide the devices of a component of the innermost level.
+    Each of a worker's devices sends what is its own over the ports that it shares with the others.
+
+    Raises:
+        PlanError: so many don't divide the devices of a component of the innermost level.
     """
     if num_slices == 1:
         return cluster

@@ -29,9 +29,11 @@ class FileError(RecipeError):
 def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Return the content of a file; all files that users name are read by this.
 
-    Only regular files are read: reading from a pipe or device may never end. Raises a FileError if it isn't a regular
-    file, is larger than `max_bytes`, or can't be read; if missing, suggests a similar name. Its cause is the OSError,
-    if any.
+    Only regular files are read: reading from a pipe or device may never end.
+
+    Raises:
+        FileError: it isn't a regular file, is larger than `max_bytes`, or can't be read; if missing, suggests a similar
+            name. Its cause is the OSError, if any.
     """
     try:
         # Without O_NONBLOCK, opening a pipe without a writer blocks.
@@ -53,7 +55,8 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) ->
 def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> str:
     """Return the text of a file in UTF-8, without byte order mark; see `read_bytes`.
 
-    Raises a FileError if it can't be read, or isn't text.
+    Raises:
+        FileError: it can't be read, or isn't text.
     """
     try:
         return read_bytes(path, max_bytes).decode("utf-8-sig")
@@ -97,7 +100,8 @@ class HashingWriter:
     def finish(self) -> str:
         """Flush to the disk; return the SHA-256 of what was written.
 
-        Raises an OSError if something could not be written.
+        Raises:
+            OSError: something could not be written.
         """
         if self._failure is not None:
             raise self._failure
@@ -118,7 +122,8 @@ class Aside:
 def write_aside(path: Path, fill: Callable[[HashingWriter], object]) -> Aside:
     """Write a file beside its target, for the caller to rename; its unique name allows concurrent writers.
 
-    Raises an OSError if it can't be written, e.g. on a full disk; nothing is left behind.
+    Raises:
+        OSError: it can't be written, e.g. on a full disk; nothing is left behind.
     """
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{ASIDE}")
     try:
@@ -136,7 +141,8 @@ def replace(path: Path, content: bytes | Callable[[HashingWriter], object]) -> N
 
     `content` are bytes or a function that writes them. The file need not exist, its folder must.
 
-    Raises an OSError if it can't be written; the old content stays.
+    Raises:
+        OSError: it can't be written; the old content stays.
     """
     written = write_aside(path, content if callable(content) else lambda writer: writer.write(content))
     try:

@@ -102,7 +102,8 @@ def read(kind: type[T], source: str | bytes | dict[str, Any] | list[Any], where:
 
     `where` begins the dotted path of faults.
 
-    Raises a JsonError with place, value and what is allowed if it doesn't match `kind`.
+    Raises:
+        JsonError: it doesn't match `kind`; with place, value and what is allowed.
     """
     from pydantic import ValidationError
 
@@ -119,7 +120,8 @@ def read_file(kind: type[T], path: str, check: Callable[[T], Iterator[tuple[str,
 
     `check` yields further faults, which types can't express: place, and the end of a sentence.
 
-    Raises a RecipeError with every fault and its line if it can't be read, or isn't valid.
+    Raises:
+        RecipeError: it can't be read, or isn't valid; with every fault and its line.
     """
     text = read_text(path)
     with faults_in(path):

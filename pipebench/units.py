@@ -26,7 +26,8 @@ class UnitError(UserError, ValueError):
 def parse_bytes(given: object) -> int:
     """Return a positive number of bytes, e.g. 16_000_000_000 for `16 GB`.
 
-    Raises a UnitError if it is not a number with one of the units of `BYTES`.
+    Raises:
+        UnitError: not a number with one of the units of `BYTES`.
     """
     return round(_parse(given, BYTES, "size", "B", smallest=1.0))
 
@@ -34,7 +35,8 @@ def parse_bytes(given: object) -> int:
 def parse_bandwidth(given: object) -> float:
     """Return a positive bandwidth [bytes/s], e.g. 1.25e9 for `10 Gbit/s`.
 
-    Raises a UnitError if it is not a number with one of the units of `BYTES_PER_S`.
+    Raises:
+        UnitError: not a number with one of the units of `BYTES_PER_S`.
     """
     return _parse(given, BYTES_PER_S, "bandwidth", "B/s", smallest=1.0)
 
@@ -42,7 +44,8 @@ def parse_bandwidth(given: object) -> float:
 def parse_duration(given: object) -> float:
     """Return a duration of 0 or more [s], e.g. 5e-6 for `5 us`.
 
-    Raises a UnitError if it is not a number with one of the units of `SECONDS`.
+    Raises:
+        UnitError: not a number with one of the units of `SECONDS`.
     """
     return _parse(given, SECONDS, "duration", "s", smallest=0.0)
 

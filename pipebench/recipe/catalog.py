@@ -27,7 +27,8 @@ def recipes_folder() -> Path:
 def find_recipes(reference: str) -> list[Path]:
     """Return the recipe files a user means: a file, a folder of recipes, or a short name such as `quickstart/dp`.
 
-    Raises a RecipeError if nothing is there, or the folder holds no recipe.
+    Raises:
+        RecipeError: nothing is there, or the folder holds no recipe.
     """
     found = find(reference, recipe_names)
     if not found.is_dir():
@@ -43,7 +44,8 @@ def find(reference: str, names: Callable[[], Iterable[str]], beside: Path | None
 
     `names` gives the short names from which to suggest one.
 
-    Raises a RecipeError if nothing is there.
+    Raises:
+        RecipeError: nothing is there.
     """
     for candidate in _candidates(reference, beside):
         if os.path.isfile(candidate) or os.path.isdir(candidate):
@@ -68,7 +70,8 @@ def _candidates(reference: str, beside: Path | None) -> list[str]:
 def find_cluster(name: str, beside: Path | None = None) -> Path:
     """Return the file of a cluster, given its short name or the path of a YAML file.
 
-    Raises a RecipeError if nothing is there.
+    Raises:
+        RecipeError: nothing is there.
     """
     if name.endswith((".yaml", ".yml")):
         return find(name, lambda: [path.name for path in beside.glob("*.yaml")] if beside else [], beside)

@@ -55,7 +55,8 @@ class ClusterFiles:
 def cluster_files(path: Path) -> ClusterFiles:
     """Return the keys of a cluster's file merged with those of the files it extends.
 
-    Raises a RecipeError if they can't be read, have unknown keys, or their levels don't go together.
+    Raises:
+        RecipeError: they can't be read, have unknown keys, or their levels don't go together.
     """
     faults: list[Fault] = []
     keys, levels = Keys(display(path)), dict[str, Keys]()

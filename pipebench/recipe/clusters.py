@@ -132,7 +132,8 @@ def _parsed(key: str, value: Any, faults: list[Fault]) -> Any:
 def as_text(path: Path) -> str:
     """Return a cluster as the text of one file: extended files merged in, each number with its source.
 
-    Raises a RecipeError if the files aren't those of a cluster.
+    Raises:
+        RecipeError: the files aren't those of a cluster.
     """
     load_cluster(str(path), 1)
     files = cluster_files(path)

@@ -121,7 +121,8 @@ def faults_of(loaded: LoadedRecipe) -> Iterator[None]:
 def load(reference: str, overrides: Sequence[str] = (), *, builds: bool = True) -> LoadedRecipe:
     """Load and validate one recipe from a file or by a short name such as `quickstart/dp`, as `load_each` does.
 
-    Raises a RecipeError with every fault found; neither the data nor the device is needed to find them.
+    Raises:
+        RecipeError: with every fault found; needs neither the data nor the device to find them.
     """
     path = find(reference, recipe_names)
     if path.is_dir():

@@ -33,7 +33,8 @@ def __getattr__(name: str) -> Any:
 def with_names(keys: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
     """Return a recipe, or some of its keys, as plain data with targets for objects; and the sections that are objects.
 
-    Raises a UserError if a value is neither plain data nor something that can be a target.
+    Raises:
+        UserError: a value is neither plain data nor something that can be a target.
     """
     plain = {key: _plain(value, tuple(key.split("."))) for key, value in keys.items()}
     own = {section for section in _SECTIONS if isinstance(plain.get(section), dict) and _is_kept(plain[section])}

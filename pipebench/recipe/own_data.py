@@ -18,7 +18,8 @@ _SEED = 0
 def own_dataset(dataset: Mapping[str, Any]) -> Dataset:
     """Return the data set of a recipe's `dataset` with a `target`.
 
-    Raises a UserCodeError if the target isn't there, raises, or doesn't match the other keys.
+    Raises:
+        UserCodeError: the target isn't there, raises, or doesn't match the other keys.
     """
     target = dataset["target"]
     make = import_target(target)

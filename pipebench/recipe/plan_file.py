@@ -82,14 +82,19 @@ def is_our_plan(path: Path) -> bool:
 
 
 def load_plan(path: str) -> PlanForm:
-    """Read a plan file; raises a RecipeError if it can't be read, or isn't a plan of this version."""
+    """Read a plan file.
+
+    Raises:
+        RecipeError: it can't be read, or isn't a plan of this version.
+    """
     return parse_plan_file(read_text(path), path)
 
 
 def parse_plan_file(text: bytes | str, source: str) -> PlanForm:
     """Read the text of a plan file; messages name it `source`.
 
-    Raises a RecipeError that names the place if it isn't a plan of this version.
+    Raises:
+        RecipeError: it isn't a plan of this version; names the place.
     """
     with faults_in(source):
         data = read(dict[str, Any], text)
@@ -107,7 +112,8 @@ def parse_plan_file(text: bytes | str, source: str) -> PlanForm:
 def asked_replicas(plan: object, mode: Mode, num_workers: int) -> tuple[int, ...] | None:
     """Return the replicas per position of a recipe's plan, or None if it leaves them to the planner.
 
-    Raises a PlanError if it isn't a valid plan or not of this mode, or needs more workers than there are.
+    Raises:
+        PlanError: not a valid plan, not of this mode, or it needs more workers than there are.
     """
     if plan == AUTO and mode.shape not in ("one", "one-stage"):
         return None

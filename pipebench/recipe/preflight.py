@@ -27,7 +27,8 @@ def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
     `trains` is False to only plan or profile, which like simulation needs only the data's sizes unless times are
     measured.
 
-    Raises a RecipeError with everything that is missing.
+    Raises:
+        RecipeError: with everything that is missing.
     """
     if loaded.pending:
         raise RecipeError(loaded.pending)
@@ -45,7 +46,8 @@ def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
 def check_model(loaded: LoadedRecipe) -> None:
     """Check the values of options of the zoo's model, if `load` did not build it.
 
-    Raises a RecipeError that names the file that gave the last of them if the model refuses them.
+    Raises:
+        RecipeError: the model refuses them; names the file that gave the last of them.
     """
     given = [file for key, file in loaded.origins.items() if key.startswith("model.")]
     faults = [Fault(given[-1], key, problem) for key, problem in model_problems(loaded.recipe.model)]

@@ -119,7 +119,8 @@ def problem_with_elements(values: Sequence[Any]) -> str | None:
 def combinations(lists: Mapping[str, Several], *, zipped: bool) -> Iterator[Varied]:
     """Yield the elements of each run: all combinations or, zipped, pairwise.
 
-    Raises a ValueError, whose message ends a sentence, if zipped lists differ in length or make too many runs.
+    Raises:
+        ValueError: zipped lists differ in length, or there are more than MOST_RUNS runs; the end of a sentence.
     """
     lengths = [len(each.values) for each in lists.values()]
     told = ", ".join(f"{key} has {length}" for key, length in zip(lists, lengths, strict=True))

@@ -29,7 +29,9 @@ def import_target(target: str, folders: Sequence[Path] = ()) -> Callable[..., An
     """Return the function or class of a target `package.module:function`.
 
     Its module is searched in `folders` first, then as Python does, the working directory included. It stays imported.
-    Raises a UserCodeError if there is no such module or no such function in it, or importing it raises.
+
+    Raises:
+        UserCodeError: there is no such module or no such function in it, or importing it raises.
     """
     module_name, function_name = module_of(target), target.partition(":")[2]
     with users_code(f"{target} can't be imported"):

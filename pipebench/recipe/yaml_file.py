@@ -69,7 +69,8 @@ _Loader.add_implicit_resolver(
 def parse(text: str) -> Any:
     """Return the plain data of YAML text.
 
-    Raises a ValueError if it is not valid YAML; the message is the end of a sentence, with the line.
+    Raises:
+        ValueError: not valid YAML; the message is the end of a sentence, with the line.
     """
     return copy.deepcopy(_parsed(text))
 
@@ -91,7 +92,8 @@ def _parsed(text: str) -> Any:
 def read_mapping(path: Path) -> dict[Any, Any]:
     """Return the mapping in a YAML file.
 
-    Raises a RecipeError if it can't be read, isn't YAML, is empty or isn't a mapping.
+    Raises:
+        RecipeError: it can't be read, isn't YAML, is empty or isn't a mapping.
     """
     name = display(path)
     try:
@@ -112,7 +114,8 @@ def chain(path: Path, what: str, find: Callable[[str, Path], Path]) -> list[tupl
 
     `path` is the last file and `what` it is, for messages: `recipe`. `find` resolves a reference in a file's folder.
 
-    Raises a RecipeError if a file can't be read, isn't there, or extends itself.
+    Raises:
+        RecipeError: a file can't be read, isn't there, or extends itself.
     """
     found: list[tuple[Path, dict[Any, Any]]] = []
     seen: list[Path] = []

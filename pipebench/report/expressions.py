@@ -75,7 +75,8 @@ class _Kind:
 def value_expression(text: str, measures: Mapping[str, Expression]) -> Expression:
     """Parse the value of a cell: one number over `run.metric` and the `measures` defined above it.
 
-    Raises a ValueError if it is invalid; the message is the end of a sentence.
+    Raises:
+        ValueError: it is invalid; the message is the end of a sentence.
     """
     tree = _Spelled(measures).visit(_parsed(text))
 
@@ -93,7 +94,8 @@ def value_expression(text: str, measures: Mapping[str, Expression]) -> Expressio
 def claim_expression(text: str, measures: Collection[str], rows: Collection[str]) -> Expression:
     """Parse a claim: a truth over measures of all rows, or of those that `measure["row"]` names (a name or a pattern).
 
-    Raises a ValueError if it is invalid; the message is the end of a sentence.
+    Raises:
+        ValueError: it is invalid; the message is the end of a sentence.
     """
     expression, is_truth = _over_cells(text, measures, rows)
     if not is_truth:

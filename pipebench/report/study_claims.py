@@ -43,7 +43,8 @@ class StudyClaim:
 def read_study_claim(given: Mapping[str, Any], key: str, file: str, root: Path) -> StudyClaim:
     """Return a claim of the index; `key` is its full key in `file`, and pages are below `root`.
 
-    Raises a RecipeError if something is wrong with it, or the page has no such column or row.
+    Raises:
+        RecipeError: something is wrong with it, or the page has no such column or row.
     """
     reading = Reading(file)
     data = reading.mapping(given, key, KEYS)

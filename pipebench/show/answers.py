@@ -143,7 +143,8 @@ class RunComparison(Shown):
 def recorded(references: Sequence[str], folders: Sequence[Path]) -> RunComparison:
     """Return recorded runs side by side; a single reference names a comparison, all of whose runs these are.
 
-    Raises a UserError if no run, several, or the same as another goes by a reference.
+    Raises:
+        UserError: no run, several, or the same as another goes by a reference.
     """
     found = find_runs(references, folders) if len(references) > 1 else runs_of(references[0])
     ids = [run.run_id for run in found]

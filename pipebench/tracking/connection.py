@@ -41,7 +41,8 @@ _ENVIRONMENT = {
 def default_uri() -> str:
     """Return the store's URI: MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory.
 
-    Raises a UserError if the file's name can't be written in a URI: MLflow would use another file.
+    Raises:
+        UserError: the file's name can't be written in a URI: MLflow would use another file.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}mlflow.db"
     path = sqlite_path(uri)

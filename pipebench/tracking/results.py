@@ -86,7 +86,9 @@ class RecordedRuns:
         """Return the latest run with this `recipe_hash` and `source_version` (of `identity`); None without one.
 
         Interrupted runs don't count, nor runs resumed with another recipe or code. Diverged runs do: they would again.
-        Raises a UserError if MLflow can't be read.
+
+        Raises:
+            UserError: MLflow can't be read.
         """
         asked = {RECIPE_TAG: recipe_hash, VERSION_TAG: version}
         tagged = [f"tags.{tag} = '{value}'" for tag, value in asked.items()]
@@ -99,12 +101,20 @@ class RecordedRuns:
         return None
 
     def result_of(self, run_id: str) -> RunResult | None:
-        """Return a run's result, None if it has none that can be read; raises a UserError if MLflow can't be read."""
+        """Return a run's result; None if it has none that can be read.
+
+        Raises:
+            UserError: MLflow can't be read.
+        """
         with self._asking() as client:
             return _result(client, run_id)
 
     def known(self) -> "list[RecordedRun]":
-        """Return every run of a recipe, the newest first; raises a UserError if MLflow can't be read."""
+        """Return every run of a recipe, the newest first.
+
+        Raises:
+            UserError: MLflow can't be read.
+        """
         return [
             RecordedRun(
                 (run.info.run_id,), (run.info.run_name, run.data.params.get("name", "")), partial(self._recorded, run)
@@ -126,7 +136,8 @@ class RecordedRuns:
     def below(self, run_id: str) -> list[Recorded]:
         """Return a comparison's runs that have results, those of several seeds included, in the order of their start.
 
-        Raises a UserError if MLflow can't be read.
+        Raises:
+            UserError: MLflow can't be read.
         """
         found: list[Recorded] = []
         children = self._search(f"tags.`{_PARENT}` = '{run_id}'")
@@ -191,7 +202,8 @@ def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Record
 def past_runs(folders: Iterable[Path]) -> list[PastRun]:
     """Return all runs and comparisons, the newest first: MLflow's, and those of `folders` that it hasn't.
 
-    Raises a UserError if MLflow can't be read.
+    Raises:
+        UserError: MLflow can't be read.
     """
     found = RecordedRuns().past()
     stored = {run.run_id for run in found}
@@ -207,7 +219,8 @@ def past_runs(folders: Iterable[Path]) -> list[PastRun]:
 def runs_of(reference: str) -> list[Recorded]:
     """Return the runs of a comparison, by its id, the beginning of it, or its name in MLflow.
 
-    Raises a UserError if no comparison or several go by the reference, or it has no run with a result.
+    Raises:
+        UserError: no comparison or several go by the reference, or it has no run with a result.
     """
     runs = RecordedRuns()
     parents = [run for run in runs.past() if run.kind != "run"]

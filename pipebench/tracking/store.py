@@ -45,8 +45,10 @@ class StoredRun:
 def require_writable() -> None:
     """Check that runs can be recorded, in the store or in the folder that replaces it.
 
-    A server is assumed to take runs; if a store fails later, the folder keeps the results. Raises a UserError if
-    neither can be written.
+    A server is assumed to take runs; if a store fails later, the folder keeps the results.
+
+    Raises:
+        UserError: neither can be written.
     """
     uri = default_uri()
     if _takes_files(Path(RESULTS_FOLDER)) or _takes_runs(uri):

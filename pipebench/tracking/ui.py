@@ -27,8 +27,9 @@ def open_ui(port: int | None = None) -> int:
 
     `port` is by default the first free one from 5000.
 
-    Raises a UserError if the port is taken, or there are no runs to look at, or a PipebenchError if the server doesn't
-    start.
+    Raises:
+        UserError: the port is taken, or there are no runs to look at.
+        PipebenchError: the server doesn't start.
     """
     uri = default_uri()
     if uri.startswith("http"):
@@ -105,7 +106,11 @@ def _end(server: "subprocess.Popen[bytes]") -> None:
 
 
 def choose_port(port: int | None) -> int:
-    """Return a free port on this machine; raises a UserError if the given port is taken, or all that were tried."""
+    """Return a free port on this machine.
+
+    Raises:
+        UserError: the given port is taken, or all that were tried.
+    """
     candidates = range(DEFAULT_PORT, DEFAULT_PORT + _PORTS_TRIED) if port is None else (port,)
     for candidate in candidates:
         if _is_free(candidate):

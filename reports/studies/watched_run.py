@@ -89,7 +89,8 @@ class WatchedRun:
     def wait_until(self, happened: Callable[[], object], limit_s: float, what: str) -> bool:
         """Wait until something has happened; False if the command ended before.
 
-        Raises a TimeoutError if neither came within `limit_s` seconds.
+        Raises:
+            TimeoutError: neither came within `limit_s` seconds.
         """
         until_s = time.monotonic() + limit_s
         while not happened():
@@ -103,7 +104,8 @@ class WatchedRun:
     def wait(self, limit_s: float) -> int:
         """Wait for the command's end and return its exit code.
 
-        Raises a TimeoutError if it goes on for longer than `limit_s` seconds.
+        Raises:
+            TimeoutError: it goes on for longer than `limit_s` seconds.
         """
         self.wait_until(lambda: False, limit_s, "the end of the command")
         return self.process.wait()

@@ -23,7 +23,8 @@ def why_not() -> str:
 def own_mounts() -> None:
     """Let this process, and those that it starts, have mounts of their own, which nobody else sees.
 
-    Raises an OSError if the system refuses.
+    Raises:
+        OSError: the system refuses.
     """
     library = ctypes.CDLL(None, use_errno=True)
     if library.unshare(_CLONE_NEWNS) != 0:

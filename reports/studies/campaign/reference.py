@@ -77,7 +77,11 @@ class References:
         self._process.communicate()
 
     def of(self, words: Sequence[str], stops: Sequence[int] = ()) -> Path:
-        """Return the folder of checkpoints of an undisturbed run; raises a RuntimeError if it can't be trained."""
+        """Return the folder of checkpoints of an undisturbed run.
+
+        Raises:
+            RuntimeError: it can't be trained.
+        """
         key = json.dumps([list(words), sorted(stops)])
         with self._lock:
             if key not in self._known:

@@ -250,7 +250,8 @@ def _own_lines(said: str) -> list[str]:
 def spoil_drawn(seed: int, count: int, only: str, room: Path, settings: Mapping[str, str]) -> list[Spoilt]:
     """Do what `spoil_all` does in a process of its own.
 
-    Raises a RuntimeError if the process ends with another exit code than 0: it crashed.
+    Raises:
+        RuntimeError: the process ends with another exit code than 0: it crashed.
     """
     return [Spoilt(**row) for row in _lines(__spec__.name, [str(seed), str(count), only, str(room)], room, settings)]
 
@@ -258,7 +259,8 @@ def spoil_drawn(seed: int, count: int, only: str, room: Path, settings: Mapping[
 def table_of_tests(room: Path, settings: Mapping[str, str]) -> list[Spoilt]:
     """Spoil a run in all ways that `tests/checkpoint/test_spoilt.py` has, in a process of its own.
 
-    Raises a RuntimeError if the process ends with another exit code than 0: it crashed.
+    Raises:
+        RuntimeError: the process ends with another exit code than 0: it crashed.
     """
     rows = [row for row in _lines("tests.checkpoint.spoiling", [str(room)], room, settings) if "table" in row]
     weights = {row["weights"] for row in rows if "weights" in row}

@@ -374,7 +374,8 @@ def case_words(case: Case, references: References) -> list[str]:
 def undisturbed_in_processes(case: Case, place: Place) -> Path:
     """Run a case in processes in peace, once, and return its checkpoints: a ring of three adds in an order of its own.
 
-    Raises a RuntimeError if it doesn't end well.
+    Raises:
+        RuntimeError: it doesn't end well.
     """
     folder = place.folder / f"peace-{case.name.replace(' ', '-')}"
     with _PEACE:
