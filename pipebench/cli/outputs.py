@@ -57,7 +57,8 @@ def is_picture_by(made_by: str, path: Path) -> bool:
 def refuse_to_overwrite(outputs: Sequence[Output]) -> None:
     """Check all files before any work.
 
-    Raises a UserError that names the option if one isn't writable, exists as something else, or is given twice.
+    Raises:
+        UserError: names the option if one isn't writable, exists as something else, or is given twice.
     """
     taken: dict[Path, str] = {}
     for each in outputs:

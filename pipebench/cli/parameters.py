@@ -39,7 +39,11 @@ class Parameter(click.ParamType):  # type: ignore[type-arg] # in older versions 
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the value of a text; a default is already one. Raises a UserError that names the option."""
+        """Return the value of a text; a default is already one.
+
+        Raises:
+            UserError: names the option.
+        """
         if not isinstance(value, str):
             return value
         try:
@@ -80,7 +84,8 @@ def name_of(names: Iterable[str]) -> Parameter:
 def parse_levels(text: str) -> Cluster:
     """Return the cluster that `4@1e10,4@1.25e9` describes: levels, innermost first, of anonymous devices.
 
-    Raises a ValueError for other texts, or for more than MOST_WORKERS workers.
+    Raises:
+        ValueError: other texts, or more than MOST_WORKERS workers.
     """
     levels: list[Level] = []
     num_workers = 1

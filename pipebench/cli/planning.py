@@ -94,8 +94,10 @@ def with_options(loaded: LoadedRecipe, options: PlanOptions) -> LoadedRecipe:
 def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     """Plan the requested mode, print and draw it, then plan the other modes.
 
-    `loaded` is the recipe from `with_options`, None for a profile file alone. Raises a UserError if profile or cluster
-    is missing, or nothing fits in memory.
+    `loaded` is the recipe from `with_options`, None for a profile file alone.
+
+    Raises:
+        UserError: profile or cluster is missing, or nothing fits in memory.
     """
     out = Output("--out", options.out, "a plan's file", is_our_plan)
     picture = Output(
@@ -135,7 +137,8 @@ def _pictures() -> ModuleType:
 def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
     """Plan every run of a sweep, recipes from `with_options`, and print the plans side by side.
 
-    Raises a UserError if an option applies to one plan only, or no run has a plan.
+    Raises:
+        UserError: an option applies to one plan only, or no run has a plan.
     """
     for option, given in (("--out", options.out), ("--picture", options.picture)):
         if given is not None:

@@ -154,8 +154,10 @@ def load_each(
     """Load and validate a recipe file: one recipe, or one per run of its sweep (see `sweep`).
 
     `zipped` combines the elements of several lists pairwise. `builds` makes the zoo's model without weights, so that it
-    checks its options' values, which takes torch; names and types are checked in any case. Raises a RecipeError with
-    every fault found.
+    checks its options' values, which takes torch; names and types are checked in any case.
+
+    Raises:
+        RecipeError: with every fault found.
     """
     sources = [(data, display(file), file.parent) for file, data in chain(path, "recipe", _find_base)]
     return _load_each(sources, path, overrides, zipped=zipped, builds=builds)

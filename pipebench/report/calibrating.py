@@ -25,8 +25,10 @@ _ROUNDS = 6  # values tried per constant, estimated; as many again for each cell
 def print_calibration(report: Report, asked: Sequence[Asked], *, writes: bool) -> int:
     """Calibrate a report, print the result and return the exit code.
 
-    `writes` puts the constants into the clusters' files. Raises a UserError if there are no constants, or they can't be
-    fitted or written.
+    `writes` puts the constants into the clusters' files.
+
+    Raises:
+        UserError: there are no constants, or they can't be fitted or written.
     """
     with preparing(report.name, standard_output(), tells=True, work=_FITTING) as say:
         progress = _Progress(report, say)

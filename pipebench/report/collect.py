@@ -71,7 +71,8 @@ class Collection:
     def look_up(self, kept: Path) -> None:
         """Find outcomes recorded by this version of the code, or stored beside the report in folder `kept`.
 
-        Raises a UserError if MLflow can't be queried or a stored file is invalid.
+        Raises:
+            UserError: MLflow can't be queried or a stored file is invalid.
         """
         recorded, version = RecordedRuns(), source_version()
         for key in self.missing:

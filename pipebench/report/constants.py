@@ -62,7 +62,8 @@ class ConstantSite:
 def find_place(constant: Constant, folder: Path) -> ConstantSite:
     """Locate a constant; paths of clusters are looked up in `folder`, the report's, first.
 
-    Raises a UserError if there is nothing to fit.
+    Raises:
+        UserError: there is nothing to fit.
     """
     path = find_cluster(constant.cluster, folder)
     cluster = load_cluster(str(path), 1)
@@ -123,7 +124,8 @@ def with_values(cluster: Cluster, places: Sequence[ConstantSite], values: Mappin
 def write_value(place: ConstantSite, value: float, report: str) -> None:
     """Write a constant [bytes/s or s] and its fitted cells into its cluster's file; every other line stays.
 
-    Raises a UserError if the file can't be written.
+    Raises:
+        UserError: the file can't be written.
     """
     lines = place.path.read_text(encoding="utf-8").splitlines(keepends=True)
     found = _line(lines, place.level, place.key)

@@ -128,7 +128,8 @@ def evaluate(expression: Expression, look: Look) -> Value:
 def explain(expression: Expression, look: Look) -> str:
     """Return what decided a claim: the sides of its comparisons with their values and the rows that differ.
 
-    Raises a NoValueError like `evaluate`.
+    Raises:
+        NoValueError: like `evaluate`.
     """
     return "; ".join(dict.fromkeys(_explained(expression.tree, look)))
 

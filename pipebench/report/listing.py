@@ -23,7 +23,8 @@ def listed() -> Iterator[str]:
 def what_is_there(name: str) -> Iterator[str]:
     """Yield title, available results and time left of a report, given by short name or path.
 
-    Raises a UserError if the report is invalid or MLflow can't be queried.
+    Raises:
+        UserError: the report is invalid or MLflow can't be queried.
     """
     path = find_report(name)
     report, asked = load_report(path)

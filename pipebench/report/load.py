@@ -20,8 +20,10 @@ _TOP = ("title", "source", "about", "columns", "measures", "runs", "rows", "clai
 def load_report(path: Path, only: Sequence[str] = (), engine: str | None = None) -> tuple[Report, list[Asked]]:
     """Load and validate a report, of `only` the rows of these names or patterns, with the recipe of every run.
 
-    `engine` replaces that of every run that columns may change. Raises a RecipeError with all faults, or a UserError if
-    a pattern matches no row.
+    `engine` replaces that of every run that columns may change.
+
+    Raises:
+        RecipeError: with all faults, or a UserError if a pattern matches no row.
     """
     report, reading = read_report(path)
     report = with_rows(report, only)
@@ -34,7 +36,8 @@ def load_report(path: Path, only: Sequence[str] = (), engine: str | None = None)
 def with_rows(report: Report, only: Sequence[str]) -> Report:
     """Return a report with the rows that match a pattern (all if empty) and their pictures.
 
-    Raises a UserError if a pattern matches no row.
+    Raises:
+        UserError: a pattern matches no row.
     """
     names = [row.name for row in report.rows]
     for pattern in only:
@@ -51,7 +54,8 @@ def with_rows(report: Report, only: Sequence[str]) -> Report:
 def read_report(path: Path) -> tuple[Report, Reading]:
     """Read a report's file; return what is valid of it, and its faults, recipes not loaded.
 
-    Raises a RecipeError if the file isn't a mapping.
+    Raises:
+        RecipeError: the file isn't a mapping.
     """
     reading, content = Reading(display(path)), read_mapping(path)
     if {"model", "parallelism"} <= content.keys():

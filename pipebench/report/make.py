@@ -41,7 +41,8 @@ class Making:
 def make_report(report: Report, asked: Sequence[Asked], making: Making) -> int:
     """Make a report; return the exit code.
 
-    Raises a UserError before any runs if something they use is missing, or later if the folder isn't writable.
+    Raises:
+        UserError: before any runs if something they use is missing, or later if the folder isn't writable.
     """
     require_writable()
     asked = sized(asked, _say)
@@ -156,7 +157,10 @@ _KEY = "train.minibatch_size"
 def sized(asked: Sequence[Asked], tell: Callable[[str], None]) -> list[Asked]:
     """Return the runs with the largest minibatch that fits filled in for those that ask for it; 1 if none fits.
 
-    `tell` receives a sentence per size found. Raises a UserError if a recipe is wrong at any size.
+    `tell` receives a sentence per size found.
+
+    Raises:
+        UserError: a recipe is wrong at any size.
     """
     found: dict[tuple[str, ...], int] = {}
     for each in asked:

@@ -77,8 +77,10 @@ def cells_of(page: str, section: str, columns: Mapping[str, tuple[str, int]]) ->
     """Return the numbers of a page's tables by column and row; of rows of one name the first.
 
     `section` says how a heading of level two begins, "" takes the whole page; `columns` are as in `StudyClaim`.
-    Milliseconds become seconds, per cent a fraction; cells without a number are left out. Raises a ValueError if no
-    table has a column.
+    Milliseconds become seconds, per cent a fraction; cells without a number are left out.
+
+    Raises:
+        ValueError: no table has a column.
     """
     found: dict[str, dict[str, float]] = {name: {} for name in columns}
     headings: list[str] = []

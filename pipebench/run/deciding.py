@@ -102,7 +102,8 @@ def keep_decision(folder: RunFolder, decision: Decision, overrides: Sequence[str
 def kept_decision(folder: RunFolder | None, overrides: Sequence[str]) -> Decision | None:
     """Return the decision stored for these overrides; None if there is none or it is for others.
 
-    Raises a UserError if a file is unreadable or invalid.
+    Raises:
+        UserError: a file is unreadable or invalid.
     """
     if folder is None or not all((folder.path / name).exists() for name in (_PLAN, _PROFILE, _OVERRIDES)):
         return None

@@ -125,7 +125,8 @@ class RunFolder:
     def update(self, **changes: Any) -> RunFacts:
         """Change facts atomically and return all.
 
-        Raises a UserError if run.json is unreadable, an OSError if it can't be written.
+        Raises:
+            UserError: run.json is unreadable, an OSError if it can't be written.
         """
         facts = replace(self.read(), **changes)
         self.write(facts)

@@ -31,8 +31,10 @@ _held: dict[Path, int] = {}  # file descriptors, by folder
 def locked(folder: Path, *, patience_s: float = 0.0, doing: str = TRAINS) -> Iterator[None]:
     """Hold a run's folder; reentrant within a process. Waits while another process closes the run's record.
 
-    `patience_s` is the longest wait for another process, `doing` the activity shown to others. Raises a UserError if
-    another process holds it, or the file isn't writable.
+    `patience_s` is the longest wait for another process, `doing` the activity shown to others.
+
+    Raises:
+        UserError: another process holds it, or the file isn't writable.
     """
     folder = folder.resolve()
     if folder in _held:

@@ -48,7 +48,8 @@ class EngineRuns(ABC):
     def run(self, request: RunRequest, tracking: Tracking) -> Run:
         """Run, record by `tracking`, and print.
 
-        Raises a WorkersFailedError if there is no result.
+        Raises:
+            WorkersFailedError: there is no result.
         """
 
 

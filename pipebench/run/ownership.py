@@ -21,7 +21,8 @@ _ROOT = 0  # trusted anyway
 def require_own(folder: Path, files: tuple[str, ...]) -> None:
     """Refuse a run's folder if it or one of `files`, which name code, belongs to another user.
 
-    Raises a UserError that names the owner and what to do.
+    Raises:
+        UserError: names the owner and what to do.
     """
     for path in (folder, *(folder / name for name in files)):
         _require_own(path, "the run")
@@ -30,7 +31,10 @@ def require_own(folder: Path, files: tuple[str, ...]) -> None:
 def require_own_code(loaded: LoadedRecipe, *, trusts: bool, tells: bool = True) -> None:
     """Print the files executed for a run's recipe to standard error if `tells`, and refuse those of other users.
 
-    `loaded` must not have executed any code; `trusts` refuses nothing. Raises a UserError for another user's file.
+    `loaded` must not have executed any code; `trusts` refuses nothing.
+
+    Raises:
+        UserError: for another user's file.
     """
     for key, target in targets_of(asdict(loaded.recipe)):
         files = _files_of(target, [*loaded.folders, *map(Path, sys.path)])

@@ -283,7 +283,8 @@ def _prepared(request: RunRequest, world: World, folder: RunFolder) -> Job:
 def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) -> Job:
     """Prepare a decided recipe in all its processes; measurements run in all of them at the same time.
 
-    Raises a UserError if the number of processes isn't the plan's number of workers.
+    Raises:
+        UserError: the number of processes isn't the plan's number of workers.
     """
     replicas, slices = decision.plan.replicas, decision.profile.slices
     check_world_size(world.size, sum(replicas) * slices, "-".join(map(str, replicas)), slices)

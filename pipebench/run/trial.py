@@ -131,7 +131,8 @@ _LARGEST_SIDE, _MOST_SHAPES = 3, 8
 def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -> None:
     """Train small parameters with the model's numbers of dimensions in three ways that must agree.
 
-    Raises a UserCodeError if the optimizer fails or the ways disagree.
+    Raises:
+        UserCodeError: the optimizer fails or the ways disagree.
     """
     shapes = dict.fromkeys(tuple(min(side, _LARGEST_SIDE) for side in parameter.shape) for parameter in parameters)
     generator = torch.Generator().manual_seed(0)

@@ -23,7 +23,8 @@ class Trigram:
     def __init__(self, tokens: torch.Tensor, vocabulary: int) -> None:
         """Count a text of `tokens`: [tokens] int64, ids 0 to vocabulary - 1.
 
-        Raises a ValueError for fewer than three tokens, or a vocabulary whose trigrams don't have a 64-bit number each.
+        Raises:
+            ValueError: for fewer than three tokens, or a vocabulary whose trigrams don't have a 64-bit number each.
         """
         if len(tokens) < 3:
             raise ValueError(f"Trigram: the text has {len(tokens)} tokens, allowed is 3 or more")

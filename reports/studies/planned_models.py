@@ -84,7 +84,10 @@ def recipe(model: str, size: int | None = None) -> Recipe:
     """Return the full-size recipe of a model on one device of the cluster that the paper trains it on.
 
     The model is named as in Table 1, in lower case; its recipes are in the folder of that name (`awd lm`: `awd_lm`),
-    and their own size is the paper's or its artifact's. Raises a RecipeError if there is no such recipe.
+    and their own size is the paper's or its artifact's.
+
+    Raises:
+        RecipeError: there is no such recipe.
     """
     overrides = ["engine.timing=analytic"] + ([] if size is None else [f"train.minibatch_size={size}"])
     return load(f"{model.replace('-', '').replace(' ', '_')}/single", overrides).recipe
