@@ -404,7 +404,8 @@ def said(request: pytest.FixtureRequest, room: Path) -> Said:
     tests = [
         item for item in request.session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)
     ]
-    names = {*FOREIGN, *(name for test in tests if hasattr(test, "callspec") for name in test.callspec.params.values())}
+    names: set[str] = {*FOREIGN}
+    names.update(*(each.params.values() for each in asked if each is not None))
     words = ("-X", "faulthandler", "-m", "tests.checkpoint.spoiling", str(room))
     done = in_subprocess(room, *words, *sorted(names))
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"table"')]
