@@ -401,9 +401,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def said(request: pytest.FixtureRequest, room: Path) -> Said:
     """What is said of every way that a test here asks for, by table and name, by one process."""
-    tests = [
-        item for item in request.session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)
-    ]
+    asked = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
     names: set[str] = {*FOREIGN}
     names.update(*(each.params.values() for each in asked if each is not None))
     words = ("-X", "faulthandler", "-m", "tests.checkpoint.spoiling", str(room))
