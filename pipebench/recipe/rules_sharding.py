@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipebench.recipe.draft import Draft, Problems, rule
-from pipebench.recipe.ranges import MEASURED, TIMINGS
+from pipebench.recipe.ranges import TIMINGS
 from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import AUTO, Mode
 from pipebench.schedule.syncs import ALL_REDUCE, NOT_SHARDED, OPTIMIZER, ORDERED, PARAMETERS, SYNCS
@@ -77,8 +77,8 @@ def _tensor(tensor: Any, mode: str, model__profile: str | None, timing: str, sea
         if model__profile is not None:
             why = f"got {tensor} with model.profile, whose layers have no matrices to divide"
             yield "parallelism.tensor", f"{why}: allowed is 1, or a model"
-        elif timing not in TIMINGS or timing in MEASURED:
+        elif timing not in TIMINGS:
             why = f"got {tensor} with timing {timing}, which has times of whole layers"
-            yield "parallelism.tensor", f"{why}: allowed is 1, or engine.timing: analytic"
+            yield "parallelism.tensor", f"{why}: allowed is 1, or engine.timing: auto"
         if search is not None:
             yield "parallelism.tensor", f"got {tensor} with a search, whose layers come and go: allowed is 1"

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from pipebench.cluster import Cluster, Level, coarser
-from pipebench.errors import PlanError, RecipeError
+from pipebench.errors import PlanError, ProfileError, RecipeError
+from pipebench.model.graph import LayerGraph
 from pipebench.planner.predict import payload
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.tensor import with_exchanges
@@ -97,6 +98,26 @@ def test_slices_divide_parameters_and_work() -> None:
 def test_recipes_that_ask_for_too_much(parallelism: dict[str, Any], others: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         load_mapping({**RECIPE, "parallelism": {"mode": "dp", **parallelism}, **others})
+
+
+@pytest.mark.parametrize("timing", ["auto", "measured"])
+def test_slices_are_measured_where_they_compute(timing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name as by default: layers of half the width, not whole ones."""
+    widths = []
+
+    def measured(graph: LayerGraph, *_: Any, **__: Any) -> Profile:
+        widths.append(sum(parameter.numel() for parameter in graph.root.parameters()))
+        raise ProfileError("seen enough")
+
+    monkeypatch.setattr("pipebench.profile.choose.measured_profile", measured)
+    for tensor in (1, 2):
+        (loaded,) = load_mapping({
+            **RECIPE, "cluster": {"name": "local", "count": 2}, "parallelism": {"mode": "single", "tensor": tensor},
+            "engine": {"kind": "virtual", "timing": timing},
+        })  # fmt: skip
+        with pytest.raises(ProfileError, match="seen enough"):
+            prepare(loaded.recipe, loaded.cluster, trains=False)
+    assert widths[0] / 2 < widths[1] < 0.55 * widths[0]
 
 
 @pytest.mark.slow
