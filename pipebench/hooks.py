@@ -70,7 +70,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "program": f"{_MOVES}.program:moving_program",
         "play": f"{_MOVES}.program:MovingPlay",
         "worker": f"{_MOVES}.worker:MovingWorker",
-        "in_process": f"{_MOVES}.engine:in_process",
+        "in_process": f"{_MOVES}.in_process:in_process",
         "processes": f"{_MOVES}.processes:processes",
         "channels": f"{_MOVES}.processes:channels",
         "loop": f"{_MOVES}.repartitioning:Repartitioning",

@@ -200,7 +200,7 @@ def test_a_resolved_recipe_whose_sections_are_null_loads_none_either(tmp_path: P
 def test_a_run_loads_what_it_needs_of_an_extension_and_a_simulation_no_server() -> None:
     found = loaded_by("quickstart/dp", *DP, "engine.kind=simulated", "parallelism.mode=dp-asp")
     names = {name.rpartition(".")[2] for name in found}
-    assert names >= {"asynchronous", "program", "play"}
+    assert names >= {"asynchronous", "program"}
     assert not names & {"server", "processes", "record", "search"}
 
 
@@ -217,7 +217,7 @@ VPIPE = ("engine.kind=simulated", "parallelism.plan=straight", "parallelism.vpip
 def test_a_simulation_of_moves_loads_nothing_that_executes_them() -> None:
     found = loaded_by("quickstart/pipedream", *SMALL, *VPIPE)
     names = {name.rpartition(".")[2] for name in found}
-    assert names >= {"moves", "program", "play", "simulated_engine", "balancing"}
+    assert names >= {"moves", "program", "simulated_engine", "balancing"}
     assert not names & {"asynchronous", "search", "worker", "migration", "in_process", "processes", "record"}
 
 

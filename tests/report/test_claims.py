@@ -64,7 +64,9 @@ def test_a_claim_on_a_study_says_its_tolerance_and_other_numbers_change_its_answ
     page = (reports_folder().parent / claim.page).read_text()
     cells = cells_of(page, claim.section, claim.columns)
     changed = [
-        {**cells, column: {name: value * (change if name in rows else 1) for name, value in cells[column].items()}}
+        {**cells, column: {
+            name: (value or 1) * change if name in rows else value for name, value in cells[column].items()
+        }}
         for column in cells
         for rows in (
             {*cells[column]},
@@ -72,7 +74,7 @@ def test_a_claim_on_a_study_says_its_tolerance_and_other_numbers_change_its_answ
             *({*[*cells[column]][k::4]} for k in range(4)),
         )
         for change in (0.0, *(10 ** (step / 10) for step in range(-30, 31)))
-    ]
+    ]  # fmt: skip
     answers = set()
     for each in changed:
         with suppress(NoValueError):  # a division by zero

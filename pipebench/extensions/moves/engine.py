@@ -3,15 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-from pipebench.engine.collectives import InProcessCollectives
 from pipebench.engine.engine import Engine
 from pipebench.engine.protocols import EngineExtension
 from pipebench.engine.setup import Setup
-from pipebench.extensions.moves.monitor import monitors
 from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.extensions.moves.segment import MovingSegment, segment_of
 from pipebench.extensions.moves.settings import MOVES, MoveSettings, settings_of
-from pipebench.extensions.moves.worker import moving_worker
 from pipebench.simulate.simulation import RunPart
 
 
@@ -68,15 +65,6 @@ class EngineMoves(EngineExtension):
             self.announce(move)
         else:
             self._end_at(move.at)
-
-
-def in_process(collectives: InProcessCollectives) -> EngineMoves:
-    """Return the moves of workers that share a process."""
-    moves, setup = EngineMoves(collectives.setup), collectives.setup
-    if settings_of(setup.pipeline).balances:
-        for worker, monitor in zip(collectives.workers, monitors(setup, moves.decided), strict=True):
-            moving_worker(worker).monitor = monitor
-    return moves
 
 
 def moves_of(engine: Engine) -> EngineMoves:
