@@ -14,6 +14,7 @@ import yaml
 
 import pipebench
 from pipebench.errors import PipebenchError
+from pipebench.planner import estimates, planner
 
 PUBLISHED = Path(__file__).parents[1] / "published" / "sharding.yaml"
 MINUTES = ("1.7", "3.6", "7.5")
@@ -29,6 +30,7 @@ levels:
   - {name: server, bandwidth: {value: 1e9 GB/s, assumed: "instant"}, latency: {value: 0 us, assumed: "instant"}}
   - {name: cluster, bandwidth: {value: 1e9 GB/s, assumed: "instant"}, latency: {value: 0 us, assumed: "instant"}}
 """
+MOST_WORKERS = 384  # of the largest row, each of eight devices; `pipebench plan` simulates fewer, as it is to be quick
 # Bytes/s at which DeepSpeed's ZeRO-3 of spring 2021 gathered, measured within one server of 8 A100 on NVLink: a forward
 # of 5.1 billion parameters took 470 ms (its pull request 1188), of ZeRO-2, which gathers nothing, 60 ms (issue 1174).
 GATHERED_BYTES_PER_S = 2 * 5.1e9 / (0.470 - 0.060)
@@ -156,6 +158,8 @@ def main() -> None:
     """Print the rows named by their billions of parameters, or all that are planned in minutes."""
     published = yaml.safe_load(PUBLISHED.read_text())["megatron"]
     wanted = sys.argv[1:] or MINUTES
+    for module in (estimates, planner):
+        vars(module)["MOST_SIMULATED"] = MOST_WORKERS
     if "split" in wanted:
         split(published["split"])
         return
