@@ -34,7 +34,7 @@ COUNTS = {
     "s2vt": 6,
     "transformer": 9,
     "bert": 8,
-    "gpt2": 11,
+    "gpt2": 25,
     "amoebanet": 8,
     "lab": 4,
     "search": 5,
