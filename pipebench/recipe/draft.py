@@ -20,6 +20,7 @@ from pipebench.schedule.syncs import SYNCS
 
 UNUSABLE: Final = object()
 Problems = Iterator[tuple[str, str]]
+_KEYS = tuple(full_keys())
 RULES: list[tuple[tuple[str, ...], Callable[..., Problems]]] = []
 MADE = ("draft", "builds", "cluster", "row", "dataset", "metrics")  # what rules may take beside keys
 
@@ -87,10 +88,9 @@ def _key_of(parameter: str) -> str:
     if parameter in MADE:
         return f"@{parameter}"
     name = parameter.replace("__", ".")
-    fitting = [key for key in full_keys() if f".{key}".endswith(f".{name}")]
-    return min(
-        fitting, key=lambda key: key.count("."), default=name
-    )  # options and extensions are no part of the schema
+    fitting = [key for key in _KEYS if f".{key}".endswith(f".{name}")]
+    # Options and extensions are no part of the schema.
+    return min(fitting, key=lambda key: key.count("."), default=name)
 
 
 def check(draft: Draft) -> None:
