@@ -18,8 +18,8 @@ PICTURES: Mapping[str, tuple[str, ...]] = {
     "scatter": ("measures",),
     "lines": ("measure", "x", "group", "bound", "line"),
     "curves": ("runs", "metric", "over", "row"),
-    "phases": ("runs", "metric", "bound", "line"),
-    "stages": ("runs", "metric", "row", "line"),
+    "phases": ("runs", "metric", "bound", "line", "title"),
+    "stages": ("runs", "metric", "row", "line", "title"),
     "schedule": ("run", "row"),
 }  # keys of each kind of picture
 OVER = ("epochs", "samples", "virtual_time_s")
@@ -149,10 +149,16 @@ class Picture:
     x: str = ""  # key of the rows' `at` on the horizontal axis
     group: str = ""  # key of the rows' `at` with a panel per value; "" for one panel
     runs: tuple[str, ...] = ()  # of every row (phases) or of `row`
+    words: tuple[tuple[str, str], ...] = ()  # (run, its words in the legend): of those that have other than their name
     metric: str = ""  # of a run (curves, phases) or of each stage (stages)
     over: tuple[str, ...] = ()  # horizontal axes of curves, one panel each
     row: str = ""
+    title: str = ""  # of the values' axis (phases, stages); "" for the metric's name
     line: ReferenceLine | None = None  # across the values' axis
+
+    def word(self, run: str) -> str:
+        """Return a run's words in the legend."""
+        return dict(self.words).get(run, run.replace("_", " "))
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,8 @@ def _share_scales(panels: Sequence[Axes], measures: Sequence[Measure]) -> None:
         alike = [axes for axes, measure in zip(panels, measures, strict=True) if measure.unit == unit]
         for axes in alike:
             axes.set_xlim(0, max(other.get_xlim()[1] for other in alike))
+            if unit == "share":  # room for values behind the bars is no part of the scale
+                axes.set_xticks([tick for tick in axes.get_xticks() if tick <= 1])
 
 
 def _step_aside(figure: Figure, panels: Sequence[Axes]) -> None:

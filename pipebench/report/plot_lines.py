@@ -86,13 +86,16 @@ def _draw(axes: Axes, evaluated: Evaluated, rows: Sequence[Row], measure: Measur
                 place, published.value, linestyle="none", marker=sign, markersize=7, markerfacecolor="none",
                 color=GREY, label=label, zorder=3,
             )  # fmt: skip
-    for index, column in enumerate(evaluated.report.columns):
+    columns = evaluated.report.columns
+    for index, column in enumerate(columns):
         drawn = _along(evaluated, rows, measure, column.name, places)
         if drawn:
             at, values, lows, highs = zip(*drawn, strict=True)
+            # The first are the widest, so that none hides another of the same values.
+            wider = len(columns) - 1 - index
             axes.plot(
-                at, values, color=colour(index), marker=marker(index), markersize=3.5, linewidth=1.4,
-                label=plain(column.title),
+                at, values, color=colour(index), marker=marker(index), markersize=3.5 + 2.0 * wider,
+                linewidth=1.4 + 1.4 * wider, label=plain(column.title),
             )  # fmt: skip
             axes.fill_between(at, lows, highs, color=colour(index), alpha=0.2, linewidth=0)
 

@@ -14,6 +14,7 @@ from pipebench.report.definition import Picture, Row
 from pipebench.report.evaluated import Evaluated
 from pipebench.report.plot_curves import distinct
 from pipebench.report.plot_style import GREY, NORMAL, STYLES, colour, draw_line, finish, legend, plain
+from pipebench.report.reading import as_title
 from pipebench.train.result import Point, RunResult
 
 _WIDTH_IN, _PANEL_IN, _FRAME_IN = 8.0, 2.5, 0.8
@@ -44,7 +45,8 @@ def phases_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     panels[0].set_ylim(bottom=0)  # shared by all, so after drawing
     panels[0].set_xlim(left=0)
     panels[-1].set_xlabel("time of the run [s]", fontsize=NORMAL)
-    figure.supylabel(plain(picture.metric.replace("_per_s", " per second").replace("_", " ")), fontsize=NORMAL)
+    title = picture.title or as_title(picture.metric.replace("_per_s", " per second"))
+    figure.supylabel(plain(title), fontsize=NORMAL)
     legend(figure, panels, most=6)
     return figure
 
@@ -62,7 +64,7 @@ def _lines(evaluated: Evaluated, picture: Picture, row: Row) -> Iterator[tuple[s
     """Yield run name, column index, label and result of a row's runs: of seeds the first, as phases don't need more."""
     for run in picture.runs:
         for number, where, results in distinct(evaluated, row.name, run, picture.metric):
-            yield run, number, plain(f"{run.replace('_', ' ')}{where}", 60), results[0]
+            yield run, number, plain(f"{picture.word(run)}{where}", 60), results[0]
 
 
 def _draw(axes: Axes, result: RunResult, metric: str, label: str, look: Mapping[str, str | float]) -> None:

@@ -8,6 +8,7 @@ from pipebench.report.definition import Picture
 from pipebench.report.evaluated import Evaluated
 from pipebench.report.metrics import stage_values
 from pipebench.report.plot_style import NORMAL, colour, draw_line, finish, legend, plain, write_values
+from pipebench.report.reading import as_title
 from pipebench.train.result import RunResult
 
 _STAGE_IN, _LEAST_IN, _HEIGHT_IN = 0.62, 4.6, 2.9
@@ -26,15 +27,16 @@ def stages_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     thick = _FULL / len(drawn)
     for index, (run, values) in enumerate(drawn):
         places = [stage + thick * (index + 0.5) - _FULL / 2 for stage in range(len(values))]
-        axes.bar(places, values, thick, color=colour(index), label=plain(run.replace("_", " ")))
+        axes.bar(places, values, thick, color=colour(index), label=plain(picture.word(run)))
+    axes.set_title(plain(evaluated.report.row(picture.row).title), fontsize=NORMAL, loc="left")
     draw_line(axes, picture.line)
     axes.set_xticks(range(num_stages))
     axes.set_xlabel("stage", fontsize=NORMAL)
     end, unit = next((pair for pair in _UNITS.items() if picture.metric.endswith(pair[0])), ("", "count"))
     write_values(axes.yaxis, unit)
-    axes.set_ylabel(plain(picture.metric.removesuffix(end).replace("_", " ")), fontsize=NORMAL)
+    axes.set_ylabel(plain(picture.title or as_title(picture.metric.removesuffix(end))), fontsize=NORMAL)
     finish(axes, grid="y")
-    legend(figure, [axes], len(drawn) if picture.line is None else 3)
+    legend(figure, [axes], 3)
     return figure
 
 

@@ -82,6 +82,8 @@ def read_pictures(given: object, table: Table, reading: Reading) -> tuple[Pictur
                 reading.fault(f"{key}.kind", f"is missing, allowed are {', '.join(PICTURES)}")
             continue
         data = reading.mapping(entry, key, ("kind", *PICTURES[kind]))
+        runs = data.get("runs")
+        words = reading.mapping(runs, f"{key}.runs") if isinstance(runs, dict) else {}
         picture = Picture(
             kind=kind,
             measures=(data["measure"],)
@@ -90,10 +92,12 @@ def read_pictures(given: object, table: Table, reading: Reading) -> tuple[Pictur
             bound=reading.plain(data, key, "bound", str, ""),
             x=reading.plain(data, key, "x", str, ""),
             group=reading.plain(data, key, "group", str, ""),
-            runs=(data["run"],) if isinstance(data.get("run"), str) else reading.words(data, key, "runs"),
+            runs=(data["run"],) if isinstance(data.get("run"), str) else (*words,) or reading.words(data, key, "runs"),
+            words=tuple((run, reading.plain(words, f"{key}.runs", run, str)) for run in words),
             metric=reading.plain(data, key, "metric", str, ""),
             over=reading.words(data, key, "over") or (OVER[:1] if kind == "curves" else ()),
             row=reading.plain(data, key, "row", str, ""),
+            title=reading.plain(data, key, "title", str, ""),
             line=_line(data["line"], f"{key}.line", reading) if "line" in data else None,
         )
         pictures.append(picture)

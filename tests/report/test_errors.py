@@ -152,6 +152,10 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"pictures__0__bound": "speed"}, "pictures.0.bound: got 'speed', allowed are .*did you mean 'speedup'"),
     (
+        {"pictures__0": {"kind": "stages", "runs": {"dp": 4}, "row": "first", "metric": "forward_s"}},
+        "pictures.0.runs.dp: got 4, allowed is text",
+    ),
+    (
         {"pictures__0": {"kind": "stages", "runs": ["dp"], "row": "first", "metric": "forwards"}},
         "pictures.0.metric: got 'forwards', allowed are num_layers, .*did you mean 'forward_s'",
     ),

@@ -289,6 +289,15 @@ def test_stages_stand_beside_each_other_run_by_run() -> None:
     assert len({round(left, 6) for left in lefts}) == len(lefts)  # no bar hides another
 
 
+def test_runs_and_the_axis_are_called_what_the_report_says() -> None:
+    picture = replace(STAGES, words=(("dp", "data parallelism"),), title="a forward")
+    figure = stages_figure(evaluated(), picture)
+    assert figure is not None
+    axes = only(figure.axes)
+    assert [container.get_label() for container in axes.containers] == ["data parallelism", "pipedream"]
+    assert (axes.get_ylabel(), axes.get_title(loc="left")) == ("a forward", "VGG-16, 4x4 (A)")
+
+
 def test_stages_of_runs_that_tell_nothing_of_them_are_left_out() -> None:
     assert stages_figure(evaluated(), replace(STAGES, runs=("nothing",))) is None
 
@@ -305,6 +314,27 @@ def test_panels_of_one_unit_have_one_scale() -> None:
     first, second, third = (axes.get_xlim()[1] for axes in figure.axes)
     assert first == second > 20.0
     assert third > 1e9
+
+
+def test_no_scale_of_shares_goes_beyond_the_whole() -> None:
+    shares = replace(SPEEDUP, name="share", unit="share", title="share")
+    made = tuple(TableCell(row.name, "share", "ideal", 0.96) for row in REPORT.rows)
+    figure = bars_figure(
+        Evaluated(replace(REPORT, measures=(shares,)), made), replace(BARS, measures=("share",), bound="")
+    )
+    assert figure is not None
+    assert max(only(figure.axes).get_xticks()) == 1.0
+
+
+def test_no_line_hides_another_of_the_same_values() -> None:
+    figure = lines_figure(evaluated(), LINES)
+    assert figure is not None
+    for axes in figure.axes:
+        widths = [
+            line.get_linewidth() for line in axes.lines if line.get_label() in {"ideal hardware", "clusters of 2019"}
+        ]
+        assert len(widths) == 2
+        assert widths[0] > widths[1]
 
 
 def test_no_bound_crosses_a_value() -> None:
