@@ -39,7 +39,8 @@ class Effect:
     name: str
     level: str = ""  # whose keys change
     keys: Mapping[str, Any] = field(default_factory=dict)
-    where: str = ""  # how the clusters' names begin
+    where: str | tuple[str, ...] = ""  # how the clusters' names begin
+    runs: tuple[str, ...] = RUNS  # whose clusters change
     words: tuple[str, ...] = ()  # left out
     rows: Mapping[str, str] = field(default_factory=dict)  # row to what stands in for it
 
@@ -57,6 +58,10 @@ EFFECTS = (
     Effect("limits of a flow between servers", "cluster", {"flow_bytes_per_s": None}),
     Effect("NCCL's limit on PCIe", "server", {"ring_bytes_per_s": None}),
     Effect("Gloo's limit between servers", "cluster", NO_P2P),
+    Effect(
+        "rings' rate for sums of pipelines' stages, too: Gloo's messages'", "cluster", {"ring_bytes_per_s": 0.258e9},
+        ("cluster-a", "cluster-b"), runs=("pipedream",),
+    ),
     Effect("Gloo's limit inside servers", "server", NO_P2P),
     Effect("Gloo's limit inside servers of B", "server", NO_P2P, "cluster-b"),
     Effect("copies that the GPU waits for, inside servers", "server", NO_COPIES),
@@ -103,7 +108,7 @@ class Rows:
     def _run(self, row: str, run: str, effect: Effect) -> float:
         asked = self._asked[row, run]
         loaded = load_file(asked.loaded.path, [word for word in asked.words[1:] if word not in effect.words])
-        cluster = effect.without(loaded.cluster)
+        cluster = effect.without(loaded.cluster) if run in effect.runs else loaded.cluster
         key = f"{recipe_hash(loaded)} {cluster}"
         self._known[key] = loaded, cluster
         return self._seconds(key)

@@ -25,6 +25,7 @@ from pipebench.profile.walk import walk
 from pipebench.schedule.instructions import BACKWARDS, Instruction, render
 from pipebench.schedule.modes import MODES, RECOMPUTE
 from pipebench.schedule.operations import Op
+from pipebench.schedule.pipeline import SPLIT
 from pipebench.schedule.programs import most_in_flight, programs
 from pipebench.simulate import memory_meter
 from pipebench.simulate.costs import stage_costs
@@ -353,12 +354,12 @@ def test_the_first_moment_of_too_much_is_found(share: float, plan: Plan) -> None
 
 
 EXACT = ("one", "stash", "none", "double-buffer")  # else not every stage needs the copies that the formula counts
-# A small layer's gradient and input can be more than what it saves, and one unit's stand in for another's here.
-FORETOLD = [case for case in PLANS if "zero-bubble" not in str(case.id) and "split" not in str(case.id)]
+# Bounds of docs/memory.md: a small layer's gradient and input can be more than what it saves, in split backwards.
+LEAST, MOST, MOST_IF_SPLIT = 0.57, 1.0, 1.121
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(("plan", "columns"), FORETOLD)
+@pytest.mark.parametrize(("plan", "columns"), PLANS)
 def test_no_worker_ever_holds_more_than_the_planners_formula_has_room_for(
     plan: Plan, columns: Mapping[str, Any]
 ) -> None:
@@ -392,7 +393,7 @@ def test_no_worker_ever_holds_more_than_the_planners_formula_has_room_for(
         if columns["weights"] in EXACT and pipeline.order in ("1f1b", "all-forwards"):
             assert most == pytest.approx(room), worker
         else:
-            assert 0.55 * room <= most <= room, worker
+            assert LEAST * room <= most <= (MOST_IF_SPLIT if pipeline.backward == SPLIT else MOST) * room, worker
 
 
 def test_kinds_are_told_apart_and_complete() -> None:
