@@ -32,6 +32,12 @@ OF_STUDIES = [(each, answer) for each in ENTRIES for answer in each.answers if i
 PAGES = Pages()
 FOLDER = reports_folder() / "published"
 SOURCES = ("pipedream_sosp19", "pipedream_arxiv18", "vpipe_tpds21")
+# The columns of Tables 1 (PipeDream) and 3 (vPipe) by the measure that is compared with them.
+TABLES = {
+    "epoch_speedup": "epoch_time_speedup", "auto_speedup": "epoch_time_speedup", "tta_speedup": "tta_speedup",
+    "effective": "alu_effective", "total": "alu_total", "memory": "memory", "with_constant": "memory", "pcie": "pcie",
+    "forward": "fwd", "backward": "bwd", "batch": "batch",
+}  # fmt: skip
 # Whose published values are formulas' or repeat another page's.
 NOT_QUOTED = ("theory", "figure10_11")
 
@@ -100,6 +106,17 @@ def test_cells_quote_what_their_entry_has() -> None:
         published = report.row(row).published[measure.published_name]
         same = published.bound == "about" or _is_among(published, entry.values)
         assert same, f"{entry.name}: {report.name} {row} {measure.name}, {published}"
+
+
+def test_cells_of_the_tables_quote_the_column_that_they_are_compared_with() -> None:
+    """A row of Tables 1 and 3 has several numbers, which `test_cells_quote_what_their_entry_has` doesn't tell apart."""
+    found = [
+        (entry.name, measure.name, report.row(row).published[measure.published_name], entry.values[TABLES[measure.name]])
+        for entry, report, row, measure in _quoted()
+        if measure.name in TABLES and TABLES[measure.name] in entry.values and entry.name.startswith(("t1-", "t3-"))
+    ]
+    assert len(found) > 140
+    assert [each for each in found if not _is_among(each[2], [each[3]])] == []
 
 
 def test_numbers_of_claims_are_their_entry_s() -> None:
