@@ -21,9 +21,7 @@ _COMMAND = re.compile(r"(pipebench [a-z][\w-]*|nox -s|python -m) ?(.*)", re.DOTA
 _MEASURED = re.compile(
     r"(?<![\w.=:/-])\d[\d,]*(?:\.\d+)? ?(?:s|ms|us|kB|MB|GB|GB/s|MB/s|%|x|times|samples/s|hours|minutes)(?![\w/])"
 )
-_SOURCE = re.compile(
-    r"\(\.\./reports/|reports/[\w/]+\.(?:md|py|yaml)|tests/[\w/]+|(?:measured|found) once by hand"
-)
+_SOURCE = re.compile(r"\(\.\./reports/|reports/[\w/]+\.(?:md|py|yaml)|tests/[\w/]+|(?:measured|found) once by hand")
 MOST_NUMBERS = 2  # of a section without a source: settings and what they are for
 
 
@@ -96,7 +94,7 @@ def test_a_command_that_is_not_there_is_noticed(wrong: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_measured_numbers_have_a_command(page: str) -> None:
-    """In their section or at the page's head, which for a page of `reports/` stands anywhere: a command, or its page."""
+    """In their section, or before the first one; a page of `reports/` has it anywhere."""
     text = (ROOT / page).read_text()
     if page.startswith("reports/"):
         assert [*commands(text)]

@@ -59,8 +59,11 @@ EFFECTS = (
     Effect("NCCL's limit on PCIe", "server", {"ring_bytes_per_s": None}),
     Effect("Gloo's limit between servers", "cluster", NO_P2P),
     Effect(
-        "rings' rate for sums of pipelines' stages, too: Gloo's messages'", "cluster", {"ring_bytes_per_s": 0.258e9},
-        ("cluster-a", "cluster-b"), runs=("pipedream",),
+        "rings' rate for sums of pipelines' stages, too: Gloo's messages'",
+        "cluster",
+        {"ring_bytes_per_s": 0.258e9},
+        ("cluster-a", "cluster-b"),
+        runs=("pipedream",),
     ),
     Effect("Gloo's limit inside servers", "server", NO_P2P),
     Effect("Gloo's limit inside servers of B", "server", NO_P2P, "cluster-b"),

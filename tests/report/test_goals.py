@@ -53,3 +53,105 @@ def test_vpipe_s_error_and_that_without_a_cluster_are_those_of_their_tables() ->
     assert told.endswith(f"vPipe's {number}: {error}")
     _, left_out, _ = cells(CALIBRATION, "all, each cluster left out")
     assert cells(RESULTS, "a cluster left out of the fit within 25%")[0] == left_out.replace(" ", "")
+
+
+def whole(share: str) -> str:
+    """Return a percentage as texts have it that round."""
+    return f"{float(share.rstrip(' %')):.0f}%"
+
+
+def test_readme_s_goals_are_those_of_the_results() -> None:
+    told = re.search(
+        r"(\d+%) for these \(a simple cost model: (\d+%)\), (\d+%) for the planner's own plans \((\d+%)\), (\d+%) "
+        r"without a cluster \((\d+%)\), (\d+%) for other figures \((\d+%)\)",
+        " ".join((ROOT / "README.md").read_text().split()),
+    )
+    goals = (*GOALS, "better there than every baseline", "a cluster left out of the fit within 25%")
+    error = {goal: re.findall(r"[\d.]+%", cells(RESULTS, goal)[0]) for goal in goals}
+    five, own, others, baseline, cluster = ([name for name in goals if part in name] for part in
+                                            ("five", "own choice", "exact", "baseline", "cluster"))  # fmt: skip
+    assert told is not None
+    assert told.groups() == tuple(
+        each
+        for goal, found in ((five, error[baseline[0]][1]), (own, ""), (cluster, ""), (others, ""))
+        for each in (re.findall(r"\d+%", goal[0])[-1], whole(found or error[goal[0]][0]))
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "begins"),
+    [
+        ("the simulator on clusters of 2019", f"{STATED} | {HERE}"),
+        ("a constant: the geometric mean of the six fitted cells",
+         f"{STATED} | baseline: geometric mean of the fitted cells"),
+        ("the planner's cost model on clusters of 2019: the slowest stage, or bytes over its links' fitted rates",
+         f"baseline, by the planner's cost model | {HERE}"),
+        ("the planner's own choice instead of the stated plan, simulated", f"{OWN} | {HERE}"),
+        ("how many times fewer bytes are sent", f"baseline, how many times fewer bytes | {HERE}"),
+    ],
+)  # fmt: skip
+def test_baselines_are_those_of_the_page(told: str, begins: str) -> None:
+    over = ("not fitted on", "nothing chosen in view of them")
+    shown = [cells(TABLE_1, f"{begins} | {each}")[1].replace("%", " %") for each in over]
+    assert cells(CALIBRATION, told) == shown
+
+
+def test_errors_of_calibration_are_those_of_the_page() -> None:
+    for told, over in (("all", "not by construction"), ("predicted, two of them under a hypothesis", "not fitted on")):
+        number, error, rank = cells(TABLE_1, f"{STATED} | {HERE} | {over}")
+        assert cells(CALIBRATION, told) == [number, error.replace("%", " %"), rank]
+    about = " ".join(TABLE_1.split("\n## ")[0].split())
+    for told, text in (
+        ("all, each left out of the fit", "with each fitted cell left out of the fit"),
+        ("all, each model family left out", "with each model family"),
+        ("all, each cluster left out", "with each cluster"),
+    ):
+        assert f"{text} {cells(CALIBRATION, told)[1]}" in about
+
+
+@pytest.mark.parametrize(
+    ("told", "source", "those"),
+    [
+        ("PipeDream (SOSP'19), Table 1 among them", "pipedream_sosp19", "not by construction"),
+        ("its preprint of 2018", "pipedream_arxiv18", "not by construction"),
+        ("vPipe (TPDS'21)", "vpipe_tpds21", "all"),
+    ],
+)
+def test_numbers_that_a_cell_answers_are_those_of_coverage(told: str, source: str, those: str) -> None:
+    number, _, error = cells(COVERAGE, f"{source} | {those}")
+    free, near, rest = cells(COVERAGE, f"{source} | nothing fitted or chosen")
+    assert [each.replace(" %", "%") for each in cells(CALIBRATION, told)] == [
+        number, whole(error), free, near, whole(rest)
+    ]  # fmt: skip
+
+
+def test_what_vpipe_s_table_is_off_by_is_on_its_pages() -> None:
+    table3, sizes = (
+        (ROOT / f"reports/rendered/{name}/report.md").read_text() for name in ("vpipe_table3", "vpipe_batch_sizes")
+    )
+    columns = ("from Table 2's cuts", "from the planner's cuts")
+    off = {
+        measure: [whole(cells(table3, f"{measure} | {column} | all")[1]) for column in columns]
+        for measure in ("memory, of 8 devices'", "PCIe, of 8 devices'", "forward", "backward")
+    }
+    memory, pcie, forward, backward = off.values()
+    rows = {line.split(" | ")[0].strip("| "): line for line in RESULTS.splitlines() if line.startswith("| Table 3, ")}
+    assert f"| {memory[0]} to {memory[1]} off;" in rows["Table 3, memory"]
+    assert pcie[0] == pcie[1]
+    assert f"| {pcie[0]} off |" in rows["Table 3, PCIe"]
+    assert f"| {forward[0]}, {backward[0]} off" in rows["Table 3, forward, backward"]
+    assert f"| {whole(cells(sizes, 'largest minibatch | reproduced | all')[1])} off" in rows["Table 3, batch sizes"]
+
+
+def test_small_models_are_those_of_their_page() -> None:
+    page = (ROOT / "reports/small_zoo.md").read_text()
+    heads, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in RESULTS.split("## Small models, trained")[1].split("\n## ")[0].splitlines()
+        if line.startswith("|")
+    ]
+    assert len(rows) == 7
+    for what, *shown in rows:
+        for mode, told in zip(heads[1:], shown, strict=True):
+            _, _, epochs, time, *_ = cells(page, f"{what.partition(',')[0]} | {mode}")
+            assert told == f"{time.partition(' (')[0]}, {epochs.partition(' (')[0]} epochs"
