@@ -284,6 +284,20 @@ def test_the_plan_of_its_page_is_what_the_planner_prints(tmp_path: Path, monkeyp
     assert unlike(drawn, ROOT / "docs/plan.png") < MOST_UNLIKE, f"{command} --picture docs/plan.png"
 
 
+@pytest.mark.slow
+def test_how_recipes_scale_is_what_sweeps_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/sweeps.md").read_text().split("## Weak and strong scaling")[1]
+    found = re.findall(r"```\n(pipebench run [^\n]*)\n```\n\n```\n(.*?)\n```", page, re.DOTALL)
+    assert len(found) == 2
+    for command, shown in found:
+        done = CliRunner().invoke(cli, command.split()[1:])
+        assert done.exit_code == 0, done.output
+        told, printed = ({" ".join(line.split()) for line in text.splitlines()} for text in (shown, done.output))
+        assert told <= printed
+
+
 @pytest.mark.usefixtures("rendered")
 def test_the_occupancy_of_its_page_is_what_is_drawn(tmp_path: Path) -> None:
     drawn = tmp_path / "occupancy.png"
