@@ -65,7 +65,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("kind", "start"),
     [
         pytest.param("virtual", SCRIPT, id="virtual", marks=pytest.mark.slow),
-        pytest.param("simulated", SCRIPT, id="simulated"),
+        pytest.param("simulated", SCRIPT, id="simulated", marks=pytest.mark.slow),
         pytest.param("distributed", SCRIPT, id="distributed"),
         pytest.param("distributed", ("-m", "pipebench"), id="distributed-m", marks=pytest.mark.slow),
     ],

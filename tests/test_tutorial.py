@@ -100,6 +100,7 @@ def test_losses_of_models_as_the_how_to_has_them(tmp_path: Path, monkeypatch: py
         assert losses[1][0] < losses[0][0]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_says_what_it_said(tmp_path: Path) -> None:
     """`python -m nbconvert --to notebook --execute --inplace docs/tutorial.ipynb` writes its answers again."""
     pytest.importorskip("nbconvert")

@@ -6,7 +6,7 @@ others the first time is added; and it sends tensors of the host's memory as NCC
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -34,12 +34,12 @@ class _Connecting:
 
     def __init__(self, world: World, name: str) -> None:
         self._world, self._name = world, name
-        self._known: set[tuple[tuple[int, ...], int]] = set()
+        self.known: set[tuple[tuple[int, ...], int]] = set()  # ranks and elements
 
     def all_reduce(self, data: torch.Tensor, *, group: Any, async_op: bool = False) -> Any:
         ranks = tuple(dist.get_process_group_ranks(group))
-        if (ranks, data.numel()) not in self._known:
-            self._known.add((ranks, data.numel()))
+        if (ranks, data.numel()) not in self.known:
+            self.known.add((ranks, data.numel()))
             key = f"{self._name}/{ranks}/{data.numel()}"
             self._world.store.set(f"{key}/{self._world.rank}", "here")
             self._world.store.wait([f"{key}/{rank}" for rank in ranks], _PATIENCE)
@@ -50,10 +50,15 @@ class _Connecting:
 
 
 def first_calls_wait(world: World, case: Case, name: str) -> Outcome:
-    """Run a case whose groups connect at their first all-reduce."""
-    connecting = _Connecting(world, name)
+    """Run a case whose groups connect at their first all-reduce, which is not in shared memory."""
+    connecting, setup = _Connecting(world, name), small_setup(case)
     with _replaced(reducer, "dist", connecting), _replaced(together, "dist", connecting):
-        return in_processes(world, small_setup(case), case.segments)
+        outcome = in_processes(replace(world, shares_memory=False), setup, case.segments)
+    stage = setup.pipeline.stages_of(world.rank)[0]
+    buckets = setup.costs.stages[stage].buckets if setup.pipeline.replicas[stage] > 1 else ()
+    float_bytes, of_gradients = 4, {num_elements for _, num_elements in connecting.known}
+    assert all(bucket.num_bytes // float_bytes in of_gradients for bucket in buckets)
+    return outcome
 
 
 def rehearsed(world: World, cases: Sequence[Case | ZooCase]) -> list[Outcome]:
@@ -107,7 +112,8 @@ class GlooForNccl(World):
 
 def directly(world: World, case: Case) -> tuple[Outcome, int]:
     """Run a case whose tensors travel by themselves; return also the largest buffer of a message."""
-    there = {**{each.name: getattr(world, each.name) for each in fields(world)}, "direct": True}
+    there = {each.name: getattr(world, each.name) for each in fields(world)}
+    there["direct"] = True
     sizes: list[int] = []
     buffer = channel.ChannelLink.buffer
 
@@ -116,7 +122,8 @@ def directly(world: World, case: Case) -> tuple[Outcome, int]:
         return buffer(link, num_bytes)
 
     with _replaced(channel.ChannelLink, "buffer", noting):
-        outcome = in_processes(GlooForNccl(**there), small_setup(case), case.segments)
+        # Processes that share memory send no messages.
+        outcome = run_case(GlooForNccl(**there), replace(case, shares_memory=False))
     return outcome, max(sizes, default=0)
 
 

@@ -85,6 +85,7 @@ print(*[os.environ[name] for name in names], sys.argv[2:], is_socket, leads, ign
     assert sorted(printed) == expected
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("how", "told"),
     [

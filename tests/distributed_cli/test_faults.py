@@ -224,6 +224,7 @@ def test_ctrl_c_and_going_on_under_another_plan(tmp_path: Path) -> None:
     assert "prediction_error" in after["metrics"]
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_named(tmp_path: Path) -> None:
     with WatchedRun(tmp_path, (*IN_PROCESSES, "engine.stall_limit_s=15", "train.max_epochs=50")) as run:
         assert run.wait_until(run.steps, PATIENCE_S, "a checkpoint")

@@ -62,6 +62,7 @@ class MadeUpTrials:
 made: list[MadeUpTrials] = []
 
 
+@pytest.mark.slow
 def test_every_recipe_at_every_bandwidth_then_the_ladder_around_the_crossing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

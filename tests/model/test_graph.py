@@ -61,6 +61,7 @@ def assert_same(one: tuple[float, dict[str, torch.Tensor]], other: tuple[float, 
         torch.testing.assert_close(other[1][name], gradient, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("again", [0.0, 1.0, 0.5])
 def test_skip_connections_at_every_pair_of_cuts(again: float) -> None:
     draw = random.Random(0)

@@ -68,6 +68,7 @@ def test_parameters_of_gnmt_are_those_of_the_file() -> None:
         assert layer.parameter_bytes - missing == layer.measured_parameter_bytes
 
 
+@pytest.mark.slow
 @measured
 def test_fitted_on_one_profile_the_other_is_within_15_percent() -> None:
     words = mean_words()

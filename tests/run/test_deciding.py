@@ -78,6 +78,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", forbid)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here", "gpu")
 def test_starting_a_run_in_processes_touches_no_gpu(capfd: pytest.CaptureFixture[str]) -> None:
     """From the command line to the record, with real processes; they see no GPU, so they measure the processor."""
@@ -141,6 +142,7 @@ def test_a_mistake_comes_back_as_the_same_sentence(words: list[str], kind: type[
     assert type(found.value) is type(expected.value)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("how", "said"),

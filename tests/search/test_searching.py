@@ -209,6 +209,7 @@ def test_cuts_stay_whatever_is_left_out() -> None:
     assert len({str(plan.crossings) for plan in plans}) > 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("live", [True, False])
 def test_layers_that_move_meanwhile_change_nothing_of_a_search_whose_pipeline_flushes(live: bool) -> None:
     """As vPipe says of searches (TPDS'21, section 6.3): not one bit of a score or of a weight is another."""

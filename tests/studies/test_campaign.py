@@ -95,6 +95,7 @@ def test_a_process_stops_at_its_moment_and_at_no_other(tmp_path: Path) -> None:
     assert asked(tmp_path, 2).exists()
 
 
+@pytest.mark.slow
 def test_runs_come_to_the_points(tmp_path: Path) -> None:
     """In a process of its own, whose functions are wrapped; nobody disturbs it, and so it has the undisturbed bits."""
     live, drained = (next(case for case in CASES if case.special == name) for name in ("live moves", "repartitions"))

@@ -18,6 +18,7 @@ def cells(page: str, first: str) -> list[str]:
     return [row[0], *(cell.strip() for cell in row[1].split("|"))]
 
 
+@pytest.mark.slow
 def test_the_page_is_of_this_script(capsys: pytest.CaptureFixture[str]) -> None:
     forms = ["nothing", "pause", "minibatch"]
     vpipe_minibatches.main(["Transformer", "GNMT"], forms)

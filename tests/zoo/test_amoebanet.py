@@ -147,6 +147,7 @@ def test_every_cut_computes_the_whole() -> None:
     assert check_every_cut(make(), DATA, 3, num_random=4, num_stages=5) == 16
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["single", "model", "pipedream", "pipedream-vertical-sync"])
 def test_modes_train_as_their_plain_loops_do(mode: str) -> None:
     """Those whose minibatches stay whole: others have other batch statistics, which is another training."""

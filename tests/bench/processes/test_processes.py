@@ -67,6 +67,7 @@ def test_both_sides_do_the_work_of_a_plain_loop(given: Given) -> None:
         assert rank["carried"] > 4_000_000
 
 
+@pytest.mark.slow
 def test_a_crew_that_fails_says_why_and_ends() -> None:
     with pytest.raises(RuntimeError, match="what rank 1 says"):
         crew.run(fails_on_one_rank, 2, {}, limit_s=PATIENCE_S)
