@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 
+from pipebench.formats import seconds
 from pipebench.metrics import ranked
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
@@ -123,9 +124,9 @@ def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> s
         drawn = blocks(pipeline, cells, width)
         if len(drawn) <= _MOST_BLOCKS or max(*units[0], *units[1]) <= 2:
             break
-    column = f"one column = {longer * unit_s:.3g} s{', or a shorter pass' if longer > 1 else ''}"
+    column = f"one column = {seconds(longer * unit_s)}{', or a shorter pass' if longer > 1 else ''}"
     below = "; lines go on below" if len(drawn) > 1 else ""
-    title = f"{loaded.recipe.parallelism.mode}, plan {setup.plan}, {column}, links free{below}"
+    title = f"{loaded.recipe.parallelism.mode}, plan {setup.plan}, {column}, transfers take no time{below}"
     return "\n".join([title, "\n\n".join(drawn)])
 
 

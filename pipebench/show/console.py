@@ -30,7 +30,7 @@ _STAGE_COLUMNS = (
     ("forward", "forward_s", seconds),
     ("backward", "backward_s", seconds),
     ("update", "update_s", seconds),
-    ("of samples", "samples_per_update", str),
+    ("samples per update", "samples_per_update", str),
     ("lr", "lr", lambda value: f"{value:.3g}"),
     ("weights", "parameter_bytes", num_bytes),
     ("versions", "weight_versions_max", lambda value: f"{value:g}"),
