@@ -150,9 +150,7 @@ def _telling(ctx: click.Context) -> Iterator[None]:
         has_reader = not os.isatty(sys.stderr.fileno()) and "RANK" not in os.environ
     except (OSError, ValueError):  # no file
         has_reader = False
-    timer = Timer(
-        _SHORT_S, lambda: _say(f"{_named(ctx)}: {_what_is_loading(sys.modules)}\n")
-    )
+    timer = Timer(_SHORT_S, lambda: _say(f"{_named(ctx)}: {_what_is_loading(sys.modules)}\n"))
     timer.daemon = True
     if has_reader:
         timer.start()

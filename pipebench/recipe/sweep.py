@@ -16,6 +16,7 @@ from pipebench.errors import printable
 
 MOST_RUNS = 64  # of one recipe; more are a mistake, or better several comparisons
 _CLOSING = {"[": "]", "{": "}"}
+_MODE = "parallelism.mode"
 _LONGEST, _LEAST = 60, 7  # characters of a name or a value; of a value in a long name
 
 
@@ -40,18 +41,19 @@ class Varied:
 
     @property
     def name(self) -> str:
-        """Name of the run in its sweep: `depth=4`, `servers=2,minibatch_size=32`.
+        """Name of the run in its sweep: `depth=4`, `servers=2,minibatch_size=32`; a mode goes by its name, `dp`.
 
         If long, values lose their middle; a few digits keep names apart.
         """
         lasts = [key.rpartition(".")[2] for key in self.values]
         short = [last if lasts.count(last) == 1 else key for key, last in zip(self.values, lasts, strict=True)]
+        short = ["" if key == _MODE else f"{each}=" for key, each in zip(self.values, short, strict=True)]
         texts = self.texts.values()
-        name = ",".join(f"{key}={text}" for key, text in zip(short, texts, strict=True))
+        name = ",".join(f"{key}{text}" for key, text in zip(short, texts, strict=True))
         if len(name) <= _LONGEST:
             return name
-        room = max(_LEAST, (_LONGEST - sum(len(key) + 2 for key in short)) // len(short))
-        cut = ",".join(f"{key}={_without_middle(text, room)}" for key, text in zip(short, texts, strict=True))
+        room = max(_LEAST, (_LONGEST - sum(len(key) + 1 for key in short)) // len(short))
+        cut = ",".join(f"{key}{_without_middle(text, room)}" for key, text in zip(short, texts, strict=True))
         return f"{_without_middle(cut, _LONGEST)}~{hashlib.sha256(name.encode()).hexdigest()[:4]}"
 
     @property

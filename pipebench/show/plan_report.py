@@ -200,9 +200,7 @@ def _activations(best: PlanEstimate) -> Iterator[tuple[str, str]]:
 
 def _mode_table(answer: Answer) -> Table:
     best = answer.comparison.best
-    table = new_table(
-        "mode", "plan", f"{answer.units}/s", "of the fastest", "memory", f"bytes/{answer.unit}"
-    )
+    table = new_table("mode", "plan", f"{answer.units}/s", "of the fastest", "memory", f"bytes/{answer.unit}")
     for column in table.columns:
         column.no_wrap = column.header != "plan"
     fastest_s = min(found.minibatch_s for found in (best, *answer.comparison.others))

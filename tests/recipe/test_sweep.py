@@ -138,3 +138,13 @@ def test_what_is_wrong_with_every_run_is_said_once(write: Write) -> None:
 )
 def test_commas_outside_brackets_and_quotes_part_elements(written: str, parts: list[str] | None) -> None:
     assert elements(written) == parts
+
+
+def test_a_mode_goes_by_its_name(write: Write) -> None:
+    loaded = runs(write, "parallelism.plan=auto", "train.seed=1,2", "parallelism.mode=dp,dp-asp")
+    assert [each.run_name for each in loaded] == [
+        "small-seed=1,dp",
+        "small-seed=1,dp-asp",
+        "small-seed=2,dp",
+        "small-seed=2,dp-asp",
+    ]
