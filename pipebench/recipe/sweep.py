@@ -8,9 +8,12 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
+
+import yaml
 
 from pipebench.errors import printable
 
@@ -59,7 +62,7 @@ class Varied:
     @property
     def words(self) -> tuple[str, ...]:
         """The same as a command line: lists of one element, so that the run gets the same name anywhere."""
-        return tuple(f"{key}={json.dumps(value)}," for key, value in self.values.items())
+        return tuple(f"{key}={_written(value)}," for key, value in self.values.items())
 
     def told(self, key: str, problem: str) -> str:
         """Return the problem of a key, with the element's place if the key has a list."""
@@ -145,6 +148,12 @@ def _text(value: object) -> str:
         return json.dumps(value)
     text = f"[{' '.join(map(_text, value))}]" if isinstance(value, list) else str(value)
     return printable(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 2]}..")
+
+
+def _written(value: object) -> str:
+    """Return a value as on a command line: words of letters plainly, others as JSON."""
+    is_word = isinstance(value, str) and re.fullmatch(r"[a-z][a-z0-9-]+", value) and yaml.safe_load(value) == value
+    return str(value) if is_word else json.dumps(value)
 
 
 def _without_middle(text: str, most: int) -> str:

@@ -30,10 +30,10 @@ from pipebench.simulate.drawing import blocks, draw_cells
 from pipebench.tracking import (
     RunLog,
     Tracking,
+    count_reached,
     logged_params,
     require_writable,
     seed_medians,
-    summarise_rows,
     summarise_seeds,
 )
 from pipebench.train.memory_forecast import MemoryForecast
@@ -225,8 +225,8 @@ def finish_parent(parent: RunLog, runs: Sequence[Run], *, complete: bool) -> Non
         }
         for name, value in tags.items():
             parent.tag(name, value)
-        if len(compared := _by_row(results)) > 1:
-            parent.metrics(summarise_rows(compared))
+        if len({result.name for result in results}) > 1:
+            parent.metrics(count_reached(results))
         markdown = comparison_markdown(results)
         parent.text("comparison.md", markdown)
         parent.text(_TABLE, _table_json(results))
@@ -234,12 +234,6 @@ def finish_parent(parent: RunLog, runs: Sequence[Run], *, complete: bool) -> Non
 
         parent.describe(markdown, record_comparison(parent, runs))
     parent.finish(None, status="FINISHED" if complete else "KILLED")
-
-
-def _by_row(results: Sequence[RunResult]) -> Mapping[str, list[RunResult]]:
-    """Return the runs of every row of a comparison, by the row's short name."""
-    names = short_names(list(dict.fromkeys(result.name for result in results)))
-    return {short: [each for each in results if each.name == name] for name, short in names.items()}
 
 
 def _table_json(results: Sequence[RunResult]) -> str:
