@@ -145,7 +145,7 @@ class RunRecorder:
         self.log = tracking.start(  # what the run logs
             run_title(request, job),
             params=logged_params(request.loaded.flat),
-            tags={**run_tags(job, facts), **identity_tags(request.loaded)},
+            tags={"called": request.loaded.run_name, **run_tags(job, facts), **identity_tags(request.loaded)},
             parent=request.parent,
             virtual=not self._kind.measures,
             folder=folder,
