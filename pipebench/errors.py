@@ -31,6 +31,7 @@ _OURS = {
     **dict.fromkeys(("stages", "numstages", "pp", "ppsize", "pipelineparallelsize"), ("parallelism.plan", "plan")),
     **dict.fromkeys(("gpus", "ngpus", "devices", "numnodes", "nnodes", "worldsize"), ("cluster.servers", "servers")),
     **dict.fromkeys(("strategy", "parallelismmode"), ("parallelism.mode", "mode")),
+    **dict.fromkeys(("tp", "tpsize", "tensorparallel", "tensorparallelsize"), ("parallelism.tensor", "tensor")),
     **dict.fromkeys(("scheduler", "lrscheduler"), ("train.schedule", "schedule")),
     "backend": ("engine.kind", "kind"),
     **dict.fromkeys(("nccl", "gloo", "mpi", "torchrun"), ("distributed",)),
@@ -46,14 +47,11 @@ _OURS = {
     **dict.fromkeys(("2bw", "pipedream2bw"), ("pipedream-2bw",)),
     **dict.fromkeys(("none", "serial"), ("single",)),
 }
-_SPLITS = (
-    "tp",
-    "tensor",
-    "tensorparallel",
-    "sp",
-    "cp",
-    "ep",
-)
+_SLICES = "parallelism.tensor=2 slices layers, in every mode"
+_SPLITS = {
+    **dict.fromkeys(("tp", "tensor", "tensorparallel"), _SLICES),
+    **dict.fromkeys(("sp", "cp", "ep"), f"pipebench has nothing of the kind: {_SLICES}"),
+}
 
 
 class PipebenchError(Exception):
@@ -218,7 +216,7 @@ def nearest(given: object, allowed: Iterable[str], keys: Iterable[str] = ()) -> 
     elsewhere = (key for key in others if _folded(key.rpartition(".")[2]) == word)
     found = next(chain(ours, same, elsewhere), None)
     if found is None and word in _SPLITS and (others or "dp" in names):
-        return f"; {given} splits layers over workers, which pipebench doesn't: mode fsdp comes nearest"
+        return f"; {_SPLITS[word]}"
     if found is None:
         folded = {_folded(name): name for name in reversed(names)}
         close = difflib.get_close_matches(word, folded, n=1, cutoff=_CLOSE)

@@ -55,6 +55,15 @@ def _long_seconds(value: float) -> str:
     return "{}{} d {} h".format(sign, *divmod(round(rest / 3600), 24))
 
 
+def num_epochs(count: float) -> str:
+    """Return a number of epochs.
+
+    >>> num_epochs(1), num_epochs(2.5)
+    ('1 epoch', '2.5 epochs')
+    """
+    return f"{count:g} epoch{'' if count == 1 else 's'}"
+
+
 def num_bytes(value: float | None) -> str:
     """Return a count of bytes in decimal units.
 

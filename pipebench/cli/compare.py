@@ -29,7 +29,7 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
 
     COMPARISON is one that `pipebench runs` lists, by its id, the beginning of it, or its name: all of its runs.
     RUN is MLflow's id of a run, the name of its folder under pipebench-runs/, the beginning of one of these, or a name
-    that no other run has: what MLflow calls it, or its recipe's. Runs that MLflow hasn't taken are found, too.
+    that no other run has: MLflow's, its recipe's, or the one printed. Runs that MLflow hasn't taken are found, too.
 
     \b
     Examples:

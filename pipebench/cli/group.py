@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from pipebench.errors import OutOfMemoryError, UserError, printable, printable_lines
+from pipebench.errors import OutOfMemoryError, UserError, nearest, printable, printable_lines
 from pipebench.recipe.users_code import as_users, traceback_of
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
@@ -64,7 +64,10 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a command."""
         if cmd_name not in COMMANDS:
-            return super().get_command(ctx, cmd_name)  # one that was added
+            added = super().get_command(ctx, cmd_name)
+            if added is None and not ctx.resilient_parsing and (hint := nearest(cmd_name, COMMANDS)):
+                ctx.fail(f"No such command {cmd_name!r}{hint}")
+            return added
         command: click.Command = getattr(importlib.import_module(f"pipebench.cli.{cmd_name}"), cmd_name)
         return command
 
@@ -147,9 +150,7 @@ def _telling(ctx: click.Context) -> Iterator[None]:
         has_reader = not os.isatty(sys.stderr.fileno()) and "RANK" not in os.environ
     except (OSError, ValueError):  # no file
         has_reader = False
-    timer = Timer(
-        _SHORT_S, lambda: _say(f"pipebench {ctx.invoked_subcommand or ''}: {_what_is_loading(sys.modules)}\n")
-    )
+    timer = Timer(_SHORT_S, lambda: _say(f"{_named(ctx)}: {_what_is_loading(sys.modules)}\n"))
     timer.daemon = True
     if has_reader:
         timer.start()
@@ -157,6 +158,11 @@ def _telling(ctx: click.Context) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _named(ctx: click.Context) -> str:
+    """Return the command's words: `pipebench run`, or `pipebench` while the command's module is being imported."""
+    return f"pipebench {ctx.invoked_subcommand or ''}".rstrip()
 
 
 def _what_is_loading(modules: Container[str]) -> str:

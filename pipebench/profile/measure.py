@@ -95,7 +95,7 @@ def _measured(passes: "_Passes", sizes: Sequence[int], optimizer: OptimizerRecip
         model=model_text,
         device=local_device_name(device),
         source="measured",
-        note=f"medians after {_WARM_UPS} passes of warm-up: {_counted(found)}, torch {torch.__version__}",
+        note=f"medians of {_counted(found)} after {_WARM_UPS} passes of warm-up, torch {torch.__version__}",
         layers={size: each.layers(entry_s) for size, each in found.items()},
         update_s_per_byte=update_s_per_byte,
         update_floor_s=update_floor_s,
@@ -168,7 +168,7 @@ def _counted(found: Mapping[int, _AtSize]) -> str:
     for size, each in found.items():
         share = uncertainty(each.series)
         known = f"+-{share:.1%}" if math.isfinite(share) else "too few to say how precise"
-        told.append(f"{len(each.passes)} at {size} samples ({known})")
+        told.append(f"{len(each.passes)} passes at {size} samples ({known})")
     return ", ".join(told)
 
 

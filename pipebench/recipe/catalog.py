@@ -42,7 +42,7 @@ def find_recipes(reference: str) -> list[Path]:
 def find(reference: str, names: Callable[[], Iterable[str]], beside: Path | None = None) -> Path:
     """Return the existing file or folder for `reference`, a short name or a path relative to `beside` or here.
 
-    `names` gives the short names from which to suggest one.
+    `names` gives the short names from which to suggest one, if no file of the same folder is closer.
 
     Raises:
         RecipeError: nothing is there.
@@ -51,7 +51,8 @@ def find(reference: str, names: Callable[[], Iterable[str]], beside: Path | None
         if os.path.isfile(candidate) or os.path.isdir(candidate):
             return Path(candidate)
     exists = os.path.exists(reference)
-    problem = "is not a file" if exists else f"no such file, folder or short name{nearest(reference, names())}"
+    near = [*names(), *(str(path) for path in Path(os.path.dirname(reference)).glob("*.yaml"))]
+    problem = "is not a file" if exists else f"no such file, folder or short name{nearest(reference, near)}"
     raise RecipeError([Fault(_short(reference), "", problem)])
 
 

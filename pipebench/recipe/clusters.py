@@ -157,11 +157,11 @@ def _lines(keys: Keys, names: Sequence[str]) -> Iterator[str]:
 
 
 def sources(path: Path) -> str:
-    """Return how many of a cluster's numbers have which source: `7 published, 5 assumed`."""
+    """Return how many of a cluster's numbers have which source: `numbers: 7 published, 5 assumed`."""
     files = cluster_files(path)
     given = [each.value for keys in (files.keys, *files.levels) for each in keys.given.values()]
     found = Counter(source for value in given if isinstance(value, dict) for source in SOURCES if source in value)
-    return ", ".join(f"{found[source]} {source}" for source in SOURCES if found[source])
+    return "numbers: " + ", ".join(f"{found[source]} {source}" for source in SOURCES if found[source])
 
 
 def _values(keys: Keys, table: Mapping[str, tuple[str, _Parse]], faults: list[Fault]) -> dict[str, Any]:

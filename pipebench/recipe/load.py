@@ -6,7 +6,7 @@ Everything wrong with a recipe comes out together, each fault with its own file 
 import copy
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -89,6 +89,11 @@ class LoadedRecipe:
     def run_name(self) -> str:
         """The recipe's name; in a sweep with what varies: `quickstart-depth=4`."""
         return f"{self.recipe.name}-{self.varied_name}" if self.varied_name else self.recipe.name
+
+    def words_with(self, overrides: Iterable[str]) -> list[str]:
+        """Return a command's overrides for this run alone: in a sweep its elements in place of their lists."""
+        own = (word.removesuffix(",") for word in self.words)
+        return [*(word for word in overrides if word.partition("=")[0] not in self.varied), *own]
 
     @property
     def has_targets(self) -> bool:

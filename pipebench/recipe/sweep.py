@@ -8,14 +8,18 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
+
+import yaml
 
 from pipebench.errors import printable
 
 MOST_RUNS = 64  # of one recipe; more are a mistake, or better several comparisons
 _CLOSING = {"[": "]", "{": "}"}
+_MODE = "parallelism.mode"
 _LONGEST, _LEAST = 60, 7  # characters of a name or a value; of a value in a long name
 
 
@@ -40,24 +44,25 @@ class Varied:
 
     @property
     def name(self) -> str:
-        """Name of the run in its sweep: `depth=4`, `servers=2,minibatch_size=32`.
+        """Name of the run in its sweep: `depth=4`, `servers=2,minibatch_size=32`; a mode goes by its name, `dp`.
 
         If long, values lose their middle; a few digits keep names apart.
         """
         lasts = [key.rpartition(".")[2] for key in self.values]
         short = [last if lasts.count(last) == 1 else key for key, last in zip(self.values, lasts, strict=True)]
+        short = ["" if key == _MODE else f"{each}=" for key, each in zip(self.values, short, strict=True)]
         texts = self.texts.values()
-        name = ",".join(f"{key}={text}" for key, text in zip(short, texts, strict=True))
+        name = ",".join(f"{key}{text}" for key, text in zip(short, texts, strict=True))
         if len(name) <= _LONGEST:
             return name
-        room = max(_LEAST, (_LONGEST - sum(len(key) + 2 for key in short)) // len(short))
-        cut = ",".join(f"{key}={_without_middle(text, room)}" for key, text in zip(short, texts, strict=True))
+        room = max(_LEAST, (_LONGEST - sum(len(key) + 1 for key in short)) // len(short))
+        cut = ",".join(f"{key}{_without_middle(text, room)}" for key, text in zip(short, texts, strict=True))
         return f"{_without_middle(cut, _LONGEST)}~{hashlib.sha256(name.encode()).hexdigest()[:4]}"
 
     @property
     def words(self) -> tuple[str, ...]:
         """The same as a command line: lists of one element, so that the run gets the same name anywhere."""
-        return tuple(f"{key}={json.dumps(value)}," for key, value in self.values.items())
+        return tuple(f"{key}={_written(value)}," for key, value in self.values.items())
 
     def told(self, key: str, problem: str) -> str:
         """Return the problem of a key, with the element's place if the key has a list."""
@@ -143,6 +148,12 @@ def _text(value: object) -> str:
         return json.dumps(value)
     text = f"[{' '.join(map(_text, value))}]" if isinstance(value, list) else str(value)
     return printable(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 2]}..")
+
+
+def _written(value: object) -> str:
+    """Return a value as on a command line: words of letters plainly, others as JSON."""
+    is_word = isinstance(value, str) and re.fullmatch(r"[a-z][a-z0-9-]+", value) and yaml.safe_load(value) == value
+    return str(value) if is_word else json.dumps(value)
 
 
 def _without_middle(text: str, most: int) -> str:

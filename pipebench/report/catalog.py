@@ -25,7 +25,12 @@ def find_report(reference: str) -> Path:
         return reports_folder() / f"{reference}.yaml"
     if os.path.isfile(reference):
         return Path(reference)
-    problem = f"no such report, allowed are {', '.join(names)} or the path of a YAML file{nearest(reference, names)}"
+    if reference.endswith((".yaml", ".yml")):
+        beside = Path(os.path.dirname(reference)).glob("*.yaml")
+        problem = f"no such file{nearest(reference, map(str, beside))}"
+    else:
+        allowed = f"{', '.join(names)} or the path of a YAML file"
+        problem = f"no such report, allowed are {allowed}{nearest(reference, names)}"
     raise RecipeError([Fault(f"report {reference[:60]!r}", "", problem)])
 
 

@@ -21,7 +21,7 @@ def advice(loaded: LoadedRecipe, recipe: Recipe, result: RunResult, overrides: S
 
     `recipe` is the loaded one with its mode resolved; `overrides` are of the run's command.
     """
-    given = [*overrides, *loaded.words]
+    given = loaded.words_with(overrides)
     found = []
     for why, words in _steps(recipe, result):
         keys = tuple(f"{word.partition('=')[0]}." for word in words)  # of which keys inside are replaced, too

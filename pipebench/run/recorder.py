@@ -49,12 +49,13 @@ Train = Callable[[ProgressSink, OnPoint], tuple[RunResult, Timeline]]
 
 
 def run_title(request: RunRequest, job: Job) -> str:
-    """Return a run's name in MLflow: `pipedream straight, seed 0`, in a sweep with the swept values.
+    """Return a run's name in MLflow: `pipedream straight, seed 0`, in a sweep with what else than the mode varies.
 
     Runs made for another purpose, such as a report, begin with which one it is.
     """
-    recipe, varied = job.recipe, request.loaded.varied_name
-    told = filter(None, (f"{recipe.parallelism.mode} {job.setup.plan}", varied, f"seed {recipe.train.seed}"))
+    recipe, mode = job.recipe, job.recipe.parallelism.mode
+    varied = ",".join(part for part in request.loaded.varied_name.split(",") if part != mode)
+    told = filter(None, (f"{mode} {job.setup.plan}", varied, f"seed {recipe.train.seed}"))
     return f"{request.name}: {', '.join(told)}" if request.suite.brief else ", ".join(told)
 
 
@@ -144,7 +145,7 @@ class RunRecorder:
         self.log = tracking.start(  # what the run logs
             run_title(request, job),
             params=logged_params(request.loaded.flat),
-            tags={**run_tags(job, facts), **identity_tags(request.loaded)},
+            tags={"called": request.loaded.run_name, **run_tags(job, facts), **identity_tags(request.loaded)},
             parent=request.parent,
             virtual=not self._kind.measures,
             folder=folder,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 
+from pipebench.formats import seconds
 from pipebench.metrics import ranked
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
@@ -29,10 +30,10 @@ from pipebench.simulate.drawing import blocks, draw_cells
 from pipebench.tracking import (
     RunLog,
     Tracking,
+    count_reached,
     logged_params,
     require_writable,
     seed_medians,
-    summarise_rows,
     summarise_seeds,
 )
 from pipebench.train.memory_forecast import MemoryForecast
@@ -123,9 +124,9 @@ def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> s
         drawn = blocks(pipeline, cells, width)
         if len(drawn) <= _MOST_BLOCKS or max(*units[0], *units[1]) <= 2:
             break
-    column = f"one column = {longer * unit_s:.3g} s{', or a shorter pass' if longer > 1 else ''}"
+    column = f"one column = {seconds(longer * unit_s)}{', or a shorter pass' if longer > 1 else ''}"
     below = "; lines go on below" if len(drawn) > 1 else ""
-    title = f"{loaded.recipe.parallelism.mode}, plan {setup.plan}, {column}, links free{below}"
+    title = f"{loaded.recipe.parallelism.mode}, plan {setup.plan}, {column}, transfers take no time{below}"
     return "\n".join([title, "\n\n".join(drawn)])
 
 
@@ -224,8 +225,8 @@ def finish_parent(parent: RunLog, runs: Sequence[Run], *, complete: bool) -> Non
         }
         for name, value in tags.items():
             parent.tag(name, value)
-        if len(compared := _by_row(results)) > 1:
-            parent.metrics(summarise_rows(compared))
+        if len({result.name for result in results}) > 1:
+            parent.metrics(count_reached(results))
         markdown = comparison_markdown(results)
         parent.text("comparison.md", markdown)
         parent.text(_TABLE, _table_json(results))
@@ -233,12 +234,6 @@ def finish_parent(parent: RunLog, runs: Sequence[Run], *, complete: bool) -> Non
 
         parent.describe(markdown, record_comparison(parent, runs))
     parent.finish(None, status="FINISHED" if complete else "KILLED")
-
-
-def _by_row(results: Sequence[RunResult]) -> Mapping[str, list[RunResult]]:
-    """Return the runs of every row of a comparison, by the row's short name."""
-    names = short_names(list(dict.fromkeys(result.name for result in results)))
-    return {short: [each for each in results if each.name == name] for name, short in names.items()}
 
 
 def _table_json(results: Sequence[RunResult]) -> str:

@@ -48,7 +48,7 @@ def story(request: RunRequest, recipe: Recipe, result: RunResult, folder: Path |
         *_pictures("Curves", _CURVES, folder),
         *(Heading("What to try next"), Text(tried)),
     ]
-    line = command("run", loaded, [*overrides, *loaded.words])
+    line = command("run", loaded, loaded.words_with(overrides))
     blocks.append(Text(f"Written by pipebench {pipebench.__version__}: {result.engine} engine, {result.clock} clock."))
     return html(Page(line, f"{result.name}, seed {result.seed}", tuple(blocks)), folder or Path(), "")
 

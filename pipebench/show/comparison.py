@@ -385,10 +385,11 @@ def _titles(settings: Sequence[Mapping[str, str]]) -> list[str]:
 def short_names(names: Sequence[str]) -> dict[str, str]:
     """Drop the names' common beginning, up to a dash.
 
-    A sweep's varied values come last and begin with a key: a dash there is part of a value.
+    A sweep's varied values and modes come last: a dash there is part of a value.
     """
     common = os.path.commonprefix(names) if len(names) > 1 else ""  # noqa: RUF071 # names, not paths
-    common = common.partition("=")[0]
+    ends = [len(name) - max((len(mode) for mode in MODES if name.endswith(f"-{mode}")), default=0) for name in names]
+    common = common[: min(ends, default=0)].partition("=")[0]
     return {name: name[common.rfind("-") + 1 :] for name in names}
 
 

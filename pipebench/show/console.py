@@ -30,7 +30,7 @@ _STAGE_COLUMNS = (
     ("forward", "forward_s", seconds),
     ("backward", "backward_s", seconds),
     ("update", "update_s", seconds),
-    ("of samples", "samples_per_update", str),
+    ("samples per update", "samples_per_update", str),
     ("lr", "lr", lambda value: f"{value:.3g}"),
     ("weights", "parameter_bytes", num_bytes),
     ("versions", "weight_versions_max", lambda value: f"{value:g}"),
@@ -53,6 +53,7 @@ _WORKER_COLUMNS = (
     ("allocated", "allocated_peak_bytes", num_bytes),
     ("reserved", "reserved_peak_bytes", num_bytes),
 )
+_RESIDUE = 1e-9  # of the whole: what differences of floats leave
 _Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
 _Saying = tuple[str, Callable[[float], str]]  # a metric, and how it is said
 _THROUGHPUT: tuple[_Saying, ...] = (
@@ -78,8 +79,11 @@ _MEMORY: tuple[_Saying, ...] = (
     ("allocated_peak_bytes_max", lambda peak: f"{num_bytes(peak)} at most in a GPU's allocator"),
     ("reserved_peak_bytes_max", lambda peak: f"{num_bytes(peak)} reserved"),
     ("host_peak_bytes_max", lambda peak: f"{num_bytes(peak)} at most on its host"),
-    ("weight_versions_max", lambda versions: f"{versions:g} weight versions at most"),
+    ("weight_versions_max", lambda versions: f"{versions:g} weight version{'' if versions == 1 else 's'} at most"),
 )
+
+
+_LEGEND = "F3: forward of minibatch or microbatch 3; B: backward; U: update; . : waiting; time goes to the right"
 
 
 def print_summary(result: RunResult, picture: str, link: str, console: Console) -> None:
@@ -91,7 +95,8 @@ def print_summary(result: RunResult, picture: str, link: str, console: Console) 
         if any(lines):
             print_table(console, _table_of(lines, columns), indent=2)
     if picture:
-        print_plain(console, Padding(Text(picture, no_wrap=True, overflow="crop"), (0, 0, 1, 2)))
+        print_plain(console, Padding(Text(picture, no_wrap=True, overflow="crop"), (0, 0, 0, 2)))
+        print_plain(console, Padding(Text(_LEGEND, style="dim"), (0, 0, 1, 2)))
     _print_link(console, link)
 
 
@@ -203,7 +208,8 @@ def parts_of_time(metrics: Mapping[str, float], *, to_target: bool = False) -> d
         ("time_to_accuracy_s", "time_to_accuracy_checkpoint_s") if to_target else ("total_time_s", "checkpoint_time_s")
     )
     names = {"evaluation": "evaluation_time_s", "checkpoints": checkpoints, "lost by restarts": "lost_time_s"}
-    found = {name: metrics[key] for name, key in names.items() if metrics.get(key)}
+    least_s = _RESIDUE * metrics.get(whole, 0.0)
+    found = {name: metrics[key] for name, key in names.items() if metrics.get(key, 0.0) > least_s}
     return {"training": metrics[whole] - sum(found.values()), **found} if whole in metrics else {}
 
 

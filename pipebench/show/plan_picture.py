@@ -116,7 +116,7 @@ def _draw_stages(axes: Axes, found: PlanEstimate, times: Sequence[StageTime]) ->
         heights = [getattr(stage, attribute) for stage in found.stages]
         axes.bar(places, heights, width, color=colour, label=label, linewidth=0)
     bottom_s = [0.0] * len(times)
-    for attribute, label, colour, hatch in _TIMES:
+    for attribute, label, colour, hatch in _TIMES if times else ():
         heights = [getattr(each, attribute) * found.minibatch_s for each in times]
         places = [index + 1.5 * width for index in range(len(times))]
         axes.bar(

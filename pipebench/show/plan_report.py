@@ -200,19 +200,15 @@ def _activations(best: PlanEstimate) -> Iterator[tuple[str, str]]:
 
 def _mode_table(answer: Answer) -> Table:
     best = answer.comparison.best
-    table = new_table(
-        "mode", "plan", "found by", f"{answer.units}/s", "of the fastest", "memory", f"bytes/{answer.unit}"
-    )
+    table = new_table("mode", "plan", f"{answer.units}/s", "of the fastest", "memory", f"bytes/{answer.unit}")
     for column in table.columns:
-        column.no_wrap = column.header not in ("plan", "found by")
-    table.columns[2].justify = "left"
+        column.no_wrap = column.header != "plan"
     fastest_s = min(found.minibatch_s for found in (best, *answer.comparison.others))
     for found in (best, *answer.comparison.others):
         update = f", update per {found.accumulate}" if found.accumulate > 1 else ""
         table.add_row(
             found.plan.mode,
             f"{shortened(str(found.plan), _PLAN_WIDTH)}{_stages_text(found)}{update}",
-            found.found_by,
             number(answer.size / found.minibatch_s) if found.minibatch_s > 0 else UNKNOWN,
             percent(quotient(fastest_s, found.minibatch_s)),
             num_bytes(found.memory_bytes),

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, Task, TextColumn, TimeElapsedColu
 from rich.text import Text
 
 from pipebench.errors import printable
-from pipebench.formats import measure, number, percent, seconds
+from pipebench.formats import measure, num_epochs, number, percent, seconds
 from pipebench.show.terminal import standard_error
 from pipebench.train.result import Point
 
@@ -172,7 +172,7 @@ class RunProgress:
 
     def _most(self) -> str:
         if self._samples_per_epoch > 0:
-            return f"at most {self._total_samples / self._samples_per_epoch:g} epochs"
+            return f"at most {num_epochs(self._total_samples / self._samples_per_epoch)}"
         return f"at most {self._total_samples:,} samples"
 
     def _position(self, samples: int) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipebench.formats import listed, number, ratio, seconds
+from pipebench.formats import listed, num_epochs, number, ratio, seconds
 from pipebench.show.comparison import (
     ComparedRun,
     ComparisonRow,
@@ -123,6 +123,9 @@ def _winner(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> I
     goal = f"{recipe.get('train.target.metric', 'the target')} {recipe.get('train.target.value', '')}".rstrip()
     if len(ranked) > 1:
         (first, second), (one, other) = ranked[:2], map(_target_s, ranked[:2])
+        if other < one * (1 + _SEEN):
+            yield f"{first.name} and {second.name} are first to {goal}, both in {seconds(one)} ({_epochs(first)})."
+            return
         yield (
             f"{first.name} is first to {goal}: in {seconds(one)}, {_lead(other / one)} {second.name} with "
             f"{seconds(other)} ({_epochs(first)}, against {_epochs(second)})."
@@ -148,7 +151,7 @@ def _lead(times: float) -> str:
 
 
 def _epochs(row: ComparisonRow) -> str:
-    return f"{row.epochs_to_target or 0:g} epochs of {seconds(row.epoch_time_s)}"
+    return f"{num_epochs(row.epochs_to_target or 0)} of {seconds(row.epoch_time_s)}"
 
 
 def _limits(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> Iterator[str]:
@@ -176,8 +179,8 @@ def _remarks(found: Sequence[ComparisonRow]) -> Iterator[str]:
     marked = [row.name for row in found if row.is_marked]
     if marked:
         yield (
-            f"{listed(marked, _MOST_NAMED)} (*): an update is of other samples than {found[0].name}'s "
-            f"{found[0].samples_per_update:g}, so an epoch learns otherwise, however long it takes."
+            f"{listed(marked, _MOST_NAMED)} (*): not {found[0].name}'s {found[0].samples_per_update:g} samples per "
+            "update, so an epoch brings another accuracy: throughput alone doesn't say who is first to a target."
         )
     for row in found:
         if row.is_dp:

@@ -7,7 +7,7 @@ from pipebench.tracking.inputs import Inputs
 from pipebench.tracking.record import RunRecord, Status, read_record
 from pipebench.tracking.run_log import RunLog, Tracking
 from pipebench.tracking.store import require_writable
-from pipebench.tracking.summary import seed_medians, summarise_curves, summarise_rows, summarise_seeds
+from pipebench.tracking.summary import count_reached, seed_medians, summarise_curves, summarise_seeds
 from pipebench.tracking.ui import open_ui
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "RunRecord",
     "Status",
     "Tracking",
+    "count_reached",
     "default_uri",
     "identity_tags",
     "logged_params",
@@ -26,6 +27,5 @@ __all__ = [
     "seed_medians",
     "source_version",
     "summarise_curves",
-    "summarise_rows",
     "summarise_seeds",
 ]

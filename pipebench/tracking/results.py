@@ -3,7 +3,7 @@
 import logging
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -117,7 +117,9 @@ class RecordedRuns:
         """
         return [
             RecordedRun(
-                (run.info.run_id,), (run.info.run_name, run.data.params.get("name", "")), partial(self._recorded, run)
+                (run.info.run_id,),
+                _names(run.info.run_name, run.data.params, run.data.tags),
+                partial(self._recorded, run),
             )
             for run in self._search("tags.kind = 'run'")
         ]
@@ -265,7 +267,12 @@ def _known_of(folder: Path) -> RecordedRun | None:
     result = record.result
     recorded = Recorded(name, "", result, ended_ms, record.name) if result is not None else None
     ids = tuple(filter(None, (name, mlflow_run_id(folder))))
-    return RecordedRun(ids, (record.name, record.params.get("name", "")), lambda: recorded)
+    return RecordedRun(ids, _names(record.name, record.params, record.tags), lambda: recorded)
+
+
+def _names(name: str, params: Mapping[str, str], tags: Mapping[str, str]) -> tuple[str, ...]:
+    """Return MLflow's name of a run, its recipe's, and in a sweep what it is called on the console: `small-depth=4`."""
+    return tuple(dict.fromkeys((name, params.get("name", ""), tags.get("called", ""))))
 
 
 def _result(client: "MlflowClient", run_id: str) -> RunResult | None:

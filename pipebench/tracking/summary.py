@@ -5,14 +5,13 @@ The table shows the last value of a curve; people compare by the best one, and b
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from pipebench.metrics import MEDIAN, METRICS, SPREAD, SPREAD_METRICS, TARGET, ranked
+from pipebench.metrics import MEDIAN, METRICS, SPREAD, SPREAD_METRICS, TARGET
 from pipebench.train.result import REACHED, Point, RunResult
 
 # Of which a group of seeds gets the median, under the same name: its row then stands beside single runs.
 _MEDIAN = tuple(row.name for row in METRICS if row.shown & (MEDIAN | SPREAD))
-_MOST_ROWS = 12  # of a comparison that have metrics of their own: a sweep of 64 would hide everything else
 _BEST = "best_"
 _NOISE = 1e-9  # relative: values this close differ in the order of additions only
 _OF_TARGET = tuple(row.name for row in METRICS if row.of == TARGET)
@@ -46,7 +45,7 @@ def summarise_seeds(results: Sequence[RunResult]) -> dict[str, float]:
         `runs_total` and `runs_reached`. A run that missed its target has no time to accuracy and is not part of its
         spread.
     """
-    summary = _counted(results)
+    summary = count_reached(results)
     for metric, sample in _samples(results).items():
         if metric in SPREAD_METRICS or metric.startswith(_BEST):
             summary |= {f"{metric}_{name}": value for name, value in _spread(sample).items()}
@@ -59,22 +58,8 @@ def seed_medians(results: Sequence[RunResult]) -> dict[str, float]:
     return {metric: statistics.median(samples[metric]) for metric in _MEDIAN if metric in samples}
 
 
-def summarise_rows(rows: Mapping[str, Sequence[RunResult]]) -> dict[str, float]:
-    """Summarise a comparison: per metric and row the median over seeds, and how many runs reached targets.
-
-    Returns:
-        `runs_total`, `runs_reached` and, of a dozen rows at most, `<metric>/<row>`: MLflow draws a metric's rows as one
-        section of charts. Larger sweeps have their table.
-    """
-    results = [result for runs in rows.values() for result in runs]
-    summary = _counted(results)
-    for row, runs in rows.items() if len(rows) <= _MOST_ROWS else ():
-        medians = ranked(seed_medians(runs), runs[0].clock)
-        summary |= {f"{metric}/{row}": value for metric, value in medians.items()}
-    return summary
-
-
-def _counted(results: Sequence[RunResult]) -> dict[str, float]:
+def count_reached(results: Sequence[RunResult]) -> dict[str, float]:
+    """Return `runs_total`, and `runs_reached`, how many of them reached their target."""
     return {"runs_total": float(len(results)), "runs_reached": float(sum(r.outcome == REACHED for r in results))}
 
 

@@ -14,6 +14,7 @@ import torch
 from pipebench.checkpoint.progress import CurvePoint, Facts, SavedProgress
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.errors import DivergedError, OutOfMemoryError
+from pipebench.formats import num_epochs
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.checkpointing import (
     NO_CHECKPOINTS,
@@ -263,13 +264,13 @@ class TrainingLoop:
         """Return the outcome of a run that was not stopped, and a sentence about it."""
         target, reached, epochs = self._job.recipe.train.target, self._curves.reached, self._epochs(self._samples)
         if target is None:
-            return COMPLETED, f"trained {epochs:g} epochs; no target was set"
+            return COMPLETED, f"trained {num_epochs(epochs)}; no target was set"
         goal = f"{target.metric} {target.value:g}"
         if reached is None:
             best = self._curves.best(target.metric)
-            return MISSED, f"missed {goal}: the best in {epochs:g} epochs was {target.metric} {best:.4g}"
+            return MISSED, f"missed {goal}: the best in {num_epochs(epochs)} was {target.metric} {best:.4g}"
         value, after = reached.metrics[target.metric], self._epochs(reached.samples)
-        return REACHED, f"reached {goal} ({target.metric} {value:.4g}) after {after:g} epochs"
+        return REACHED, f"reached {goal} ({target.metric} {value:.4g}) after {num_epochs(after)}"
 
     def _divergence(self, loss: float) -> str:
         return (

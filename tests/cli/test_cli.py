@@ -163,7 +163,7 @@ def test_preflight_comes_before_running(runner: FakeRunner) -> None:
         (["run", "quickstart", "--sedes", "1"], "No such option"),
         (["show", "quickstart", "quickstart/dp"], "one recipe is needed, got 2"),
         (["ls", "models2"], "is not one of 'models'"),
-        (["rnu"], "No such command"),
+        (["rnu"], "No such command 'rnu'; did you mean 'run'?"),
         (["ui", "--port", "0"], "Invalid value for '--port'"),
     ],
 )

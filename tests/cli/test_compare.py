@@ -52,7 +52,8 @@ def runs(folder: Path) -> list[RunLog]:
         tracking = Tracking("suite")
         logs = []
         for name, each in (("dp 4", DP_RUN), ("pipedream", PIPEDREAM_RUN), ("dp 4, seed 1", result(DP, {}, seed=1))):
-            log = tracking.start(name, params={"name": each.name}, tags={"kind": "run"})
+            tags = {"kind": "run", "called": f"printed-{name.replace(' ', '-')}"}
+            log = tracking.start(name, params={"name": each.name}, tags=tags)
             log.finish(each)
             logs.append(log)
         goes_on = tracking.start("goes on", params={"name": "unfinished"}, tags={"kind": "run"})
@@ -73,7 +74,7 @@ def compare(*words: str) -> Result:
 
 def test_runs_stand_side_by_side_with_what_differs_in_their_recipes(folder: Path, runs: list[RunLog]) -> None:
     (folder / "out").mkdir()
-    done = compare("dp 4", "quickstart-pipedream", "gpipe-0a", "--out", "out")
+    done = compare("printed-dp-4", "quickstart-pipedream", "gpipe-0a", "--out", "out")
     assert done.exit_code == 0, done.output
     lines = [line.split() for line in done.output.splitlines()]
     assert ["key", "quickstart-dp", "quickstart-pipedream", "gpipe"] in lines

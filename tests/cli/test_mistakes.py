@@ -15,6 +15,8 @@ MISTAKES = [
     ("profile small.yaml --out layers.csv", "--out: got layers.csv, allowed is a name such as layers.json"),
     ("profile small.yaml --picture p.svg", "--picture: got p.svg, allowed is a name such as p.png"),
     ("ls recipes gnmt99", "none of the recipes has 'gnmt99' in its name or its description"),
+    ("plan small.yml", "small.yml: no such file, folder or short name; did you mean 'small.yaml'?"),
+    ("report smal.yaml", "report 'smal.yaml': no such file; did you mean 'small.yaml'?"),
     ("report small.yaml", "small.yaml: is a recipe, not a report: `pipebench run small.yaml`"),
 ]
 

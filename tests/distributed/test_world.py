@@ -141,6 +141,19 @@ def test_what_is_told_is_told_once(
     assert capsys.readouterr().err == ("pipebench: so it is\n" if told else "")
 
 
+@pytest.mark.parametrize(("local_rank", "told"), [("0", True), ("1", False)])
+def test_the_first_process_of_another_host_says_that_it_has_joined(
+    local_rank: str, told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    where: Any = place(1, 2)
+    nothing: Any = None
+    process_run._remark(world.World(where, torch.device("cpu"), False, nothing, 1.0, nothing))
+    said = "pipebench: rank 1 of 2 has joined; rank 0 prints progress and result\n"
+    assert capsys.readouterr().err == (said if told else "")
+
+
 def test_a_pair_s_options_reach_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
 

@@ -132,7 +132,7 @@ def test_a_file_says_only_what_differs_from_the_one_that_it_extends(write: Write
     assert (cluster.name, level.count, level.bandwidth_bytes_per_s, level.latency_s) == ("limited", 6, 1e9, 1e-6)
     assert (level.flow_bytes_per_s, level.ring_bytes_per_s, level.p2p_bytes_per_s) == (5e8, 3e8, 2e8)
     assert (level.message_bytes_per_s, level.sum_bytes_per_s, level.sum_cap_bytes_per_s(3)) == (2e8, 3e8, 1e8)
-    assert sources(path) == "1 published, 6 assumed, 1 calibrated"
+    assert sources(path) == "numbers: 1 published, 6 assumed, 1 calibrated"
     with pytest.raises(RecipeError, match="allowed are 1 to 5 servers"):
         load_cluster(str(path), 6)
     own = write("extends: cluster-a\nlevels: [{name: cluster, latency: {value: 1 us, assumed: test}}]\n", "own.yaml")

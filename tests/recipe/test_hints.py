@@ -29,6 +29,7 @@ HINTS = {
     "dtype=bf16": "train.precision",
     "amp=true": "train.precision",
     "parallelism.num_stages=2": "parallelism.plan",
+    "parallelism.tp=2": "parallelism.tensor",
     "data=x": "dataset",
     # values
     "parallelism.mode=ddp": "dp",
@@ -60,9 +61,15 @@ def test_the_hint_is_what_was_meant(write: Write, given: str, meant: str) -> Non
     assert len(raised.value.faults) == 1
 
 
-@pytest.mark.parametrize("given", ["tp=2", "parallelism.mode=tensor"])
-def test_what_splits_layers_is_told_that_nothing_does(write: Write, given: str) -> None:
-    with pytest.raises(RecipeError, match="splits layers over workers, which pipebench doesn't: mode fsdp"):
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("parallelism.mode=tensor", "pipemare, auto; parallelism.tensor=2 slices layers"),
+        ("cp=2", "; pipebench has nothing of the kind: parallelism.tensor=2 slices layers"),
+    ],
+)
+def test_other_ways_to_split_layers_are_led_to_slices(write: Write, given: str, told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
         load(str(write(VALID)), [given])
 
 

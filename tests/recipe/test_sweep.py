@@ -75,6 +75,14 @@ def test_a_run_of_a_sweep_comes_out_of_its_own_words_again(write: Write) -> None
         assert (again.run_name, again.varied, again.flat) == (each.run_name, each.varied, each.flat)
 
 
+def test_a_run_of_a_sweep_has_a_command_of_its_own(write: Write) -> None:
+    overrides = ["parallelism.mode=dp,gpipe", "train.seed=3", "parallelism.plan=auto"]
+    commands = [each.words_with(overrides) for each in runs(write, *overrides)]
+    assert commands == [
+        ["train.seed=3", "parallelism.plan=auto", f"parallelism.mode={mode}"] for mode in ("dp", "gpipe")
+    ]
+
+
 def test_where_one_recipe_is_needed_a_list_is_refused(write: Write) -> None:
     with pytest.raises(RecipeError, match=r"command line: train.seed: got a list, one value is needed here"):
         load(str(write()), ["train.seed=0,1,2"])
@@ -138,3 +146,13 @@ def test_what_is_wrong_with_every_run_is_said_once(write: Write) -> None:
 )
 def test_commas_outside_brackets_and_quotes_part_elements(written: str, parts: list[str] | None) -> None:
     assert elements(written) == parts
+
+
+def test_a_mode_goes_by_its_name(write: Write) -> None:
+    loaded = runs(write, "parallelism.plan=auto", "train.seed=1,2", "parallelism.mode=dp,dp-asp")
+    assert [each.run_name for each in loaded] == [
+        "small-seed=1,dp",
+        "small-seed=1,dp-asp",
+        "small-seed=2,dp",
+        "small-seed=2,dp-asp",
+    ]

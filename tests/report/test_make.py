@@ -323,11 +323,11 @@ def test_reports_are_listed_with_what_is_there(make: Make, monkeypatch: pytest.M
     ("words", "message"),
     [
         ([], "name a report, for example"),
-        (["--list", "smal.yaml"], "no such report"),
+        (["--list", "smal.yaml"], "no such file; did you mean .small.yaml"),
         (["small.yaml", "--only", ","], "--only: got ',', allowed are names of rows or patterns"),
         (["small.yaml", "--only", "second"], "--only: got 'second', allowed are first, m8, m16, or patterns"),
         (["small.yaml", "--engine", "simulate"], "--engine: got 'simulate', allowed are .*did you mean 'simulated'"),
-        (["smal.yaml"], "no such report"),
+        (["smal.yaml"], "no such file"),
     ],
 )
 def test_mistakes_on_the_command_line(make: Make, words: list[str], message: str) -> None:

@@ -86,7 +86,7 @@ def test_starting_a_run_in_processes_touches_no_gpu(capfd: pytest.CaptureFixture
     result = CliRunner().invoke(cli, words)
     said = capfd.readouterr()
     assert result.exit_code == 0, result.output + said.err
-    assert "trained 1 epochs" in said.out
+    assert "trained 1 epoch" in said.out
     assert "prediction" in said.out
 
 

@@ -31,8 +31,9 @@ def test_a_comparison_is_tagged_and_summarised_by_its_runs(tmp_path: Path, monke
     assert parent.data.params["model.name"] == "vgg16"
     assert "parallelism.mode" not in parent.data.params
     for mode, child in children.items():
-        assert parent.data.metrics[f"epoch_time_s/{mode}"] == child.data.metrics["epoch_time_s"]
-    assert parent.data.metrics["runs_total"] == 2
+        assert child.data.metrics["epoch_time_s"] > 0
+        assert child.data.tags["called"] == f"my-{mode}"
+    assert parent.data.metrics == {"runs_total": 2, "runs_reached": 0}, "else charts of one bar hide the curves"
     (shown,) = json.loads(parent.data.tags["mlflow.loggedArtifacts"])
     table = json.loads(Path(client.download_artifacts(parent.info.run_id, shown["path"])).read_text())
     assert [row[0] for row in table["data"]] == ["dp", "gpipe"]

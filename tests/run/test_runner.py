@@ -62,7 +62,7 @@ def test_two_seeds_are_children_of_a_run_with_their_spread(folder: Path) -> None
     told = result.output.splitlines()
     assert [line for line in told if " of 2  " in line] == ["1 of 2  quickstart-seed1", "2 of 2  quickstart-seed2"]
     assert "quickstart  preparing" in told
-    assert "quickstart-seed1  training, at most 1 epochs" in told
+    assert "quickstart-seed1  training, at most 1 epoch" in told
 
 
 def test_a_run_keeps_all_it_takes_to_run_it_again(folder: Path) -> None:

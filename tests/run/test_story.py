@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+from pipebench.planner.plans import StageTime
 from pipebench.recipe.load import load, load_each
 from pipebench.run.advice import advice
 from pipebench.run.comparison_story import comparison_story
+from pipebench.run.deciding import prepare_job
 from pipebench.run.request import RunRequest
-from pipebench.run.story import PAGE, story
+from pipebench.run.story import PAGE, answer_of, story
 from pipebench.run.suite import Suite
 from pipebench.show.answers import Run
+from pipebench.show.plan_picture import plan_figure
 from pipebench.train.result import COMPLETED, DIVERGED, MISSED, REACHED
 from tests.tracking.records import RESULT
 
@@ -145,3 +148,19 @@ def test_what_a_recipe_refuses_is_not_advised() -> None:
     loaded = load("quickstart/gpipe", overrides)
     steps = advice(loaded, loaded.recipe, replace(RESULT, metrics={"bubble_fraction": 0.5}), overrides)
     assert not [line for _, line in steps if "microbatches=64" in line]
+
+
+def test_the_plan_s_picture_has_a_legend_of_what_it_draws() -> None:
+    answer = answer_of(prepare_job(load("quickstart"), trains=False))
+    simulated = replace(answer, times=tuple(StageTime(0.5, 0.25, 0.25) for _ in answer.comparison.best.stages))
+    drawn, with_times = (
+        {
+            text.get_text()
+            for axes in plan_figure(each).axes
+            if (legend := axes.get_legend()) is not None
+            for text in legend.get_texts()
+        }
+        for each in (answer, simulated)
+    )
+    assert drawn == {"in all, by the cost model", "bottleneck", "computing", "gradient sum", "transfers"}
+    assert with_times - drawn == {"simulated: computes", "waits for transfers", "waits for others"}

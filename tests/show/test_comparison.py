@@ -15,6 +15,7 @@ from pipebench.show.comparison import (
     groups,
     headings,
     rows,
+    short_names,
     speed_up,
     speed_ups,
 )
@@ -287,7 +288,7 @@ def test_a_simulated_comparison_has_no_columns_of_dashes() -> None:
     assert not any("-" in row for row in rows(results, groups(results)[0]))
     first, marked = verdict(results, groups(results)[0])
     assert first == "pipedream has the highest throughput: 2,000 samples/s, 2.00x as fast as dp with 1,000."
-    assert marked.startswith("dp (*): an update is of other samples than pipedream's 32")
+    assert marked.startswith("dp (*): not pipedream's 32 samples per update")
     assert column(results, "samples per update") == {"pipedream": "32", "dp": "128 *"}
 
 
@@ -296,7 +297,7 @@ def test_a_plan_that_is_data_parallelism_says_so_in_its_row() -> None:
     results = [replace(timed("dp", 2.0), plan="4", stages=whole.stages), whole, timed("gpipe", 3.0)]
     assert column(results, "plan") == {"dp": "4", "pipedream": "4 = dp", "gpipe": "4"}
     assert verdict(results, groups(results)[0])[-1].startswith("pipedream: the plan is data parallelism on all workers")
-    assert "as fast as pipedream with" in verdict(results, groups(results)[0])[0]
+    assert verdict(results, groups(results)[0])[0].startswith("dp and pipedream are first to top1 0.95, both in 2")
 
 
 def test_what_limits_each_is_told_in_milliseconds() -> None:
@@ -324,3 +325,12 @@ def test_what_limits_a_measured_run_is_its_busiest_worker() -> None:
     limit = limit_of(replace(timed("gpipe", 2.0), workers=rows_of))
     assert limit is not None
     assert (limit.stage, limit.compute_s) == (1, 0.024)
+
+
+def test_short_names_leave_modes_whole() -> None:
+    assert [*short_names(["a-b-gpipe", "a-b-dp"]).values()] == ["gpipe", "dp"]
+    assert [*short_names(["small-pipedream-flush", "small-pipedream-2bw"]).values()] == [
+        "pipedream-flush",
+        "pipedream-2bw",
+    ]
+    assert [*short_names(["small-depth=1,dp", "small-depth=2,dp"]).values()] == ["depth=1,dp", "depth=2,dp"]

@@ -46,7 +46,7 @@ def test_the_summary_tells_everything_a_run_came_to() -> None:
         "300 kB (activation 100 kB, all-reduce 200 kB); 3.00 GB in all; buffers 1.00 kB in all"
     )
     assert facts["workers idle"] == "14.1% bubble, 12.0% waiting for communication"
-    assert facts["memory"] == "3.00 MB at most on a worker, 1 weight versions at most"
+    assert facts["memory"] == "3.00 MB at most on a worker, 1 weight version at most"
     assert "  stage 0  F0 B0" in lines
     assert "  MLflow  pipebench ui" in lines
     assert not any(line.endswith(" ") for line in lines)
@@ -300,3 +300,8 @@ def test_standard_output_of_a_test_is_no_terminal(capsys: pytest.CaptureFixture[
     assert not is_terminal()
     console.print_comparison([DP, PIPEDREAM], "pipebench ui", standard_output())
     assert "MLflow  pipebench ui" in capsys.readouterr().out
+
+
+def test_what_rounding_leaves_is_no_part_of_a_time() -> None:
+    metrics = {"time_to_accuracy_s": 0.04, "evaluation_time_s": 0.004, "time_to_accuracy_checkpoint_s": 7e-18}
+    assert [*console.parts_of_time(metrics, to_target=True)] == ["training", "evaluation"]
