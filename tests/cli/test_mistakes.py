@@ -15,6 +15,7 @@ MISTAKES = [
     ("profile small.yaml --out layers.csv", "--out: got layers.csv, allowed is a name such as layers.json"),
     ("profile small.yaml --picture p.svg", "--picture: got p.svg, allowed is a name such as p.png"),
     ("ls recipes gnmt99", "none of the recipes has 'gnmt99' in its name or its description"),
+    (f"show {'a' * 300}", f"{'a' * 77}...: no such file, folder or short name"),
     ("report small.yaml", "small.yaml: is a recipe, not a report: `pipebench run small.yaml`"),
 ]
 
@@ -28,3 +29,11 @@ def test_a_mistake_is_one_sentence(words: str, told: str, tmp_path: Path, monkey
     assert done.stderr.startswith(f"pipebench: error: {told}")
     assert done.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"], "nothing has run"
+
+
+def test_a_link_to_itself_in_a_folder_of_recipes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop.yaml").symlink_to("loop.yaml")
+    done = CliRunner().invoke(cli, ["run", "."])
+    assert done.exit_code == 2, done.output
+    assert done.stderr.startswith("pipebench: error: loop.yaml: can't be read: Too many levels of symbolic links")
