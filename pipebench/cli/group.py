@@ -1,5 +1,6 @@
 """The group of commands, which turns errors into sentences and exit codes."""
 
+import errno
 import gc
 import importlib
 import io
@@ -87,12 +88,20 @@ class Commands(click.Group):
         except BrokenPipeError as error:
             # click would take any broken pipe for the output's and exit silently with 1.
             raise (_ReaderGoneError() if _reader_is_gone() else RuntimeError("a pipe broke inside")) from error
+        except SystemExit as ending:
+            # rich takes the reader's end for one of the command, with 1: a target that was missed.
+            if isinstance(ending.__context__, BrokenPipeError):
+                raise _ReaderGoneError() from ending
+            raise
         except EOFError as error:
             # click would take the end of any file for Ctrl-D at the terminal and abort silently.
             raise _EndOfFileError(error) from error
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run the command line and exit with its code, or return it if not `standalone_mode`."""
+        for name in ("stdout", "stderr"):  # None where it was closed, as by `>&-`
+            if getattr(sys, name) is None:
+                setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w"), "utf-8"))
         code = self._exit_code(*args, **extra)
         if standalone_mode:
             gc.freeze()  # else the collector scans all of torch's objects: seconds on a busy machine
@@ -128,6 +137,8 @@ class Commands(click.Group):
             return self._mistake(theirs)
         if isinstance(error, SystemExit):
             raise error
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # a disk, or the output's
+            return self._mistake(UserError(f"what was to be written can't be: {error}"))
         if isinstance(error, OutOfMemoryError):
             _say(f"pipebench: error: {printable(str(error))}")
             return INTERNAL_ERROR

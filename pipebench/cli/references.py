@@ -34,7 +34,7 @@ def find_cluster_named(words: Sequence[str]) -> Path | None:
     if len(words) != 1 or words[0] in cluster_names():
         return find_cluster(words[0]) if len(words) == 1 else None
     path = Path(words[0])
-    return path if path.is_file() and LEVELS in read_mapping(path) else None
+    return path if os.path.isfile(path) and LEVELS in read_mapping(path) else None
 
 
 def load_one(words: Sequence[str], *, builds: bool = True) -> LoadedRecipe:

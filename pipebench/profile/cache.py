@@ -37,7 +37,7 @@ def find(key_parts: Mapping[str, object], read: Callable[[str], object]) -> str 
     """
     path = _path(key_parts)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         read(text)
     except FileNotFoundError:
         return None

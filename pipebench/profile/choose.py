@@ -271,7 +271,7 @@ def _source_hash(recipe: Recipe, graph: LayerGraph) -> str:
     # A layer's class may come from anywhere; torch's are known by its version.
     classes = (type(module).__module__ for module in graph.root.modules())
     names |= {name for name in classes if not f"{name}.".startswith(("torch.", f"{zoo.__name__}."))}
-    sources = [file.read_text() for file in sorted(Path(zoo.__file__).parent.glob("*.py"))]
+    sources = [file.read_text(encoding="utf-8") for file in sorted(Path(zoo.__file__).parent.glob("*.py"))]
     return hashlib.sha256("".join([*sources, *map(_source, sorted(names))]).encode()).hexdigest()
 
 

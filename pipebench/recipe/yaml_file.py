@@ -5,6 +5,7 @@ number, and anchors are refused (use `extends` and `${...}`, which can't grow ex
 """
 
 import copy
+import os
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -118,13 +119,14 @@ def chain(path: Path, what: str, find: Callable[[str, Path], Path]) -> list[tupl
         RecipeError: a file can't be read, isn't there, or extends itself.
     """
     found: list[tuple[Path, dict[Any, Any]]] = []
-    seen: list[Path] = []
+    seen: list[str] = []
     following: Path | None = path
     while following is not None:
-        if following.resolve() in seen:
+        real = os.path.realpath(following)  # Path.resolve refuses a link to itself, which can't be read either
+        if real in seen:
             circle = " -> ".join(display(file) for file, _ in [*found[::-1], (following, {})])
             raise RecipeError([Fault(display(path), EXTENDS, f"goes round in a circle: {circle}")])
-        seen.append(following.resolve())
+        seen.append(real)
         data = read_mapping(following)
         base = data.pop(EXTENDS, None)
         found.insert(0, (following, data))

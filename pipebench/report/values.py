@@ -72,7 +72,7 @@ def write_values(values: ReportValues) -> bytes:
 
 def read_values(path: Path) -> ReportValues:
     """Return the values in a file; raises an OSError or a UserError."""
-    return typed_json.read(ReportValues, path.read_text(), str(path))
+    return typed_json.read(ReportValues, path.read_text(encoding="utf-8"), str(path))
 
 
 def _cell(cell: TableCell) -> CellValue:

@@ -1,5 +1,8 @@
 """Mistakes with what commands write, list and read, each with the one sentence that says so; exit code 2."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ MISTAKES = [
     ("ls recipes gnmt99", "none of the recipes has 'gnmt99' in its name or its description"),
     ("plan small.yml", "small.yml: no such file, folder or short name; did you mean 'small.yaml'?"),
     ("report smal.yaml", "report 'smal.yaml': no such file; did you mean 'small.yaml'?"),
+    (f"show {'a' * 300}", f"{'a' * 77}...: no such file, folder or short name"),
     ("report small.yaml", "small.yaml: is a recipe, not a report: `pipebench run small.yaml`"),
 ]
 
@@ -30,3 +34,53 @@ def test_a_mistake_is_one_sentence(words: str, told: str, tmp_path: Path, monkey
     assert done.stderr.startswith(f"pipebench: error: {told}")
     assert done.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"], "nothing has run"
+
+
+def test_a_link_to_itself_in_a_folder_of_recipes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop.yaml").symlink_to("loop.yaml")
+    done = CliRunner().invoke(cli, ["run", "."])
+    assert done.exit_code == 2, done.output
+    assert done.stderr.startswith("pipebench: error: loop.yaml: can't be read: Too many levels of symbolic links")
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "told"),
+    [
+        ("show >&-", 0, ""),
+        ("show 2>&- >&-", 0, ""),
+        (
+            "show >/dev/full",
+            2,
+            "pipebench: error: what was to be written can't be: [Errno 28] No space left on device\n",
+        ),
+        (
+            "--help >/dev/full",
+            2,
+            "pipebench: error: what was to be written can't be: [Errno 28] No space left on device\n",
+        ),
+        ("plan | true; exit ${PIPESTATUS[0]}", 141, ""),
+    ],
+)
+def test_an_output_that_takes_nothing(shell: str, code: int, told: str, tmp_path: Path) -> None:
+    """A closed one was a traceback, a full one, too, and rich ended with 1, a missed target, for a reader that left."""
+    (tmp_path / "small.yaml").write_text(uniform_recipe(8, 2000, 250, minibatch_size=250))
+    command, _, rest = shell.partition(" ")
+    words = command if command.startswith("-") else f"{command} {tmp_path}/small.yaml"
+    line = f"{sys.executable} -m pipebench {words} {rest}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == code, done.stderr
+    if told or not code:
+        progress = ("starting", "loading torch")  # on a busy machine
+        assert "".join(each for each in done.stderr.splitlines(True) if not each.strip().endswith(progress)) == told
+    assert "Traceback" not in done.stderr
+
+
+def test_sources_are_read_in_a_locale_of_ascii(tmp_path: Path) -> None:
+    """The profile's key hashes the zoo's sources, one of which has a letter that ASCII lacks."""
+    (tmp_path / "small.yaml").write_text(uniform_recipe(8, 2000, 250, minibatch_size=250))
+    line = f"{sys.executable} -m pipebench profile quickstart"
+    ascii_only = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment = {**os.environ, **ascii_only, "PIPEBENCH_CACHE": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", line], capture_output=True, cwd=Path(__file__).parents[2], env=environment)
+    assert done.returncode == 0, done.stderr

@@ -123,6 +123,15 @@ def test_moves_of_a_trace_are_recorded_though_its_points_tell_nothing_of_bytes(t
     assert [call.args[0] for call in log.file.call_args_list] == ["cuts.png"]
 
 
+def test_moves_of_a_run_that_was_stopped_before_its_first_evaluation_are_recorded(tmp_path: Path) -> None:
+    """0.2.0: all of no points had rates, the last of which was asked when it was: Ctrl-C ended with a traceback."""
+    given = job(tmp_path, [{"minibatch": 40, "delete": 12, "stage": 3}], vpipe="{swap: false, recompute: false}")
+    result, _ = simulate_search(given)
+    log = Mock()
+    assert record_moves(log, replace(result, points=()), given).moves == ()
+    assert [call.args[0] for call in log.file.call_args_list] == ["cuts.png"]
+
+
 def test_a_change_at_a_second_comes_after_it_whatever_moves(tmp_path: Path) -> None:
     vpipe = "{swap: false, recompute: false}"
     whole, _ = simulate_search(job(tmp_path, [{"minibatch": 150, "delete": 6, "stage": 0}], 10, vpipe))

@@ -35,7 +35,7 @@ def record(log: RunLog, result: RunResult, job: Job) -> RunResult:
     log.text("cuts.md", cuts_markdown(result.moves))
     end = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
     drawings: dict[str, Callable[[Path], None]] = {"cuts.png": writes(cuts_figure, result.moves, layers, end)}
-    if all({RATE, SENT, MOVED} <= point.metrics.keys() for point in result.points):
+    if result.points and all({RATE, SENT, MOVED} <= point.metrics.keys() for point in result.points):
         drawings["moves.png"] = writes(moves_figure, result.points, result.moves)
     record_drawn(log, drawings, "cuts over time")
     return replace(result, moves=())

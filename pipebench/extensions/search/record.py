@@ -55,10 +55,12 @@ def search_figure(found: SearchFile, points: Sequence[Point], end_s: float) -> I
     above.stairs([each.layers for each in found.individuals], edges, color=_BLUE, baseline=None)
     above.set_ylabel("active layers")
     above.yaxis.set_major_locator(MaxNLocator(integer=True))
-    if found.metric:
+    best = next((each for each in found.individuals if each.number == found.best), None)  # None before an evaluation
+    if found.metric and best is None:
+        below.set_ylabel(found.metric)
+    elif best is not None:
         scores = [(point.clock_s / scale_s, point.metrics[found.metric]) for point in points]
         below.plot(*zip(*scores, strict=True), ".", color=_GREY, label="every evaluation")
-        best = next(each for each in found.individuals if each.number == found.best)
         below.axhline(best.scores[-1], color=_ORANGE, linewidth=1, label=f"the fittest, individual {best.number}")
         below.legend(frameon=False, loc="lower right")
         below.set_ylabel(found.metric)
