@@ -23,7 +23,7 @@ from pipebench.report.scores import geometric_mean_error
 from pipebench.report.study_claims import StudyClaim, cells_of, judge, numbers_in, read_study_claim
 from pipebench.report.values import VALUES, CellValue, ReportValues, read_values
 from pipebench.report.wording import CHOSEN, CONSTRUCTED, FITTED, number_text, published_text
-from pipebench.show.page import Block, Heading, PageEntry, RenderedTable, Text
+from pipebench.show.page import Block, Heading, RenderedTable, Text
 
 NAME = "coverage"  # of the index and the page
 NONE, TEST, DERIVED = "none", "test", "derived"
@@ -218,7 +218,7 @@ def write_coverage(folder: Path, made: str = "") -> Path:
                 rows.append(_row(entry, answer))
                 if answer.place and answer.ratio is not None and answer.ratio > 0:
                     counted.setdefault(answer.place, (source, answer))
-        blocks += [Heading(source), RenderedTable(_HEADINGS, tuple(rows), left=3)]
+        blocks += [Heading(source), RenderedTable(_HEADINGS, rows, left=3)]
     blocks += _scores([*counted.values()])
     blocks += [Text(f"Made {made}, by `pipebench report {NAME}`.")] if made else []
     folder.mkdir(parents=True, exist_ok=True)
@@ -231,20 +231,11 @@ def write_coverage(folder: Path, made: str = "") -> Path:
 _HEADINGS = ("item", "where", "what", "published", "here", "ratio", "verdict", "page")
 
 
-def _row(entry: PublishedEntry, answer: Answer) -> tuple[PageEntry, ...]:
+def _row(entry: PublishedEntry, answer: Answer) -> Sequence[str]:
     ratio = UNKNOWN if answer.ratio is None else f"{answer.ratio:.2f}" if answer.ratio > 0.1 else f"{answer.ratio:.1g}"
     here = f"{answer.here} {answer.marks}".strip()
-    texts = (
-        entry.name,
-        entry.where,
-        answer.what or entry.claim,
-        answer.published,
-        here,
-        ratio,
-        answer.verdict,
-        answer.page,
-    )
-    return tuple(PageEntry(text) for text in texts)
+    what = answer.what or entry.claim
+    return entry.name, entry.where, what, answer.published, here, ratio, answer.verdict, answer.page
 
 
 def _scores(counted: Sequence[tuple[str, Answer]]) -> list[Block]:
@@ -262,11 +253,10 @@ def _scores(counted: Sequence[tuple[str, Answer]]) -> list[Block]:
             ratios = [answer.ratio for answer in some if answer.ratio is not None]
             if ratios and some != before:
                 near = sum(1 / NEAR <= ratio <= NEAR for ratio in ratios)
-                told = (scope, over, f"{len(ratios)}", f"{near}", percent(geometric_mean_error(ratios)))
-                rows.append(tuple(PageEntry(text) for text in told))
+                rows.append((scope, over, f"{len(ratios)}", f"{near}", percent(geometric_mean_error(ratios))))
             before = some
     headings = ("source or page", "over", "numbers", "within 20%", "geometric-mean error")
-    return [Heading("Scores"), RenderedTable(headings, tuple(rows), left=2)]
+    return [Heading("Scores"), RenderedTable(headings, rows, left=2)]
 
 
 def _link(report: Report) -> str:

@@ -8,7 +8,7 @@ from pipebench.formats import UNKNOWN
 from pipebench.report.definition import RunReference
 from pipebench.report.evaluated import KEPT, Evaluated, Origin
 from pipebench.report.wording import several
-from pipebench.show.page import Block, Heading, PageEntry, PageLink, RenderedTable, Text
+from pipebench.show.page import Block, Heading, LinkedText, PageLink, RenderedTable, Text
 
 _SEED = "train.seed="
 
@@ -55,25 +55,23 @@ def origins(evaluated: Evaluated) -> list[Block]:
     timings, data, made = map(_numbered, texts)
     rows = {row.name: row.title for row in report.rows}
     columns = {column.name: column.title for column in report.columns}
-    table = RenderedTable(
-        ("row", "run", "column", "seeds", "engine", "durations", "data", *(["trained"] if made else []), "command"),
-        tuple(
-            (
-                PageEntry(_among(found.rows, rows)),
-                PageEntry(way.run),
-                PageEntry(_among(found.columns, columns)),
-                PageEntry(_seeds(found, report.row(next(iter(found.rows))).runs.get(way.run))),
-                PageEntry(way.engine),
-                PageEntry(timings.get(way.timing, UNKNOWN)),
-                PageEntry(data.get(way.data, UNKNOWN)),
-                *([PageEntry(made.get(way.made, UNKNOWN))] if made else []),
-                PageEntry(_command(way, found), links(found.origins)),
-            )
-            for way, found in ways.items()
-        ),
-        left=9 if made else 8,
-        long=True,
-    )
+    trained = ["trained"] if made else []
+    headings = ("row", "run", "column", "seeds", "engine", "durations", "data", *trained, "command")
+    lines = [
+        (
+            _among(found.rows, rows),
+            way.run,
+            _among(found.columns, columns),
+            _seeds(found, report.row(next(iter(found.rows))).runs.get(way.run)),
+            way.engine,
+            timings.get(way.timing, UNKNOWN),
+            data.get(way.data, UNKNOWN),
+            *([made.get(way.made, UNKNOWN)] if made else []),
+            LinkedText(_command(way, found), links(found.origins)),
+        )
+        for way, found in ways.items()
+    ]
+    table = RenderedTable(headings, lines, left=len(headings), long=True)
     told = [_list("Durations", timings), _list("Data", data), _list("Trained with", made)]
     return [Heading("How every cell was obtained"), table, *(Text(text) for text in told if text)]
 

@@ -20,7 +20,7 @@ from pipebench.report.wording import (
     reproduced_text,
     several,
 )
-from pipebench.show.page import Block, Heading, PageEntry, RenderedTable, Text
+from pipebench.show.page import Block, Heading, LinkedText, RenderedTable, Text
 
 _BETTER = {"higher": ", higher is better", "lower": ", lower is better"}
 
@@ -71,23 +71,16 @@ def _compared(grid: _Grid, measure: Measure) -> list[Block]:
     rows = grid.rows_of([measure])
     wheres = any(row.where for row in rows)
     headings = [each for column in grid.columns for each in (column.title, "÷ published")]
-    table = RenderedTable(
-        ("", *(("where",) if wheres else ()), "published", *headings),
-        tuple(
-            (
-                PageEntry(row.title),
-                *((PageEntry(row.where),) if wheres else ()),
-                PageEntry(published_text(row.published.get(measure.published_name), measure)),
-                *(
-                    entry
-                    for cell in grid.cells(row, measure)
-                    for entry in (_value(cell, measure), PageEntry(compared_text(cell)))
-                ),
-            )
-            for row in rows
-        ),
-        left=1 + wheres,
-    )
+    lines = [
+        (
+            row.title,
+            *((row.where,) if wheres else ()),
+            published_text(row.published.get(measure.published_name), measure),
+            *(entry for cell in grid.cells(row, measure) for entry in (_value(cell, measure), compared_text(cell))),
+        )
+        for row in rows
+    ]
+    table = RenderedTable(("", *(("where",) if wheres else ()), "published", *headings), lines, left=1 + wheres)
     return [Heading(_heading(measure)), table, *_remarks(grid, [measure])]
 
 
@@ -105,16 +98,8 @@ def _own(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
             measure.title if len(of[measure.name]) == 1 else f"{measure.title}, {column.title}"
             for measure, column in places
         ]
-    table = RenderedTable(
-        ("", *headings),
-        tuple(
-            (
-                PageEntry(row.title),
-                *(_value(grid.cell(row, measure, column.name), measure) for measure, column in places),
-            )
-            for row in rows
-        ),
-    )
+    lines = [(row.title, *(_value(grid.cell(row, each, column.name), each) for each, column in places)) for row in rows]
+    table = RenderedTable(("", *headings), lines)
     title = _heading(measures[0]) if len(measures) == 1 else "Side by side"
     return [Heading(title), table, *_remarks(grid, measures)]
 
@@ -125,18 +110,15 @@ def _plans(grid: _Grid, measure: Measure) -> list[Block]:
     headings = ["", "published", "class"]
     for column in grid.columns:
         headings += [column.title, "class", "agrees in"]
-    table = RenderedTable(
-        tuple(headings),
-        tuple(
-            (
-                PageEntry(row.title),
-                *(PageEntry(text) for text in _published_plan(row, measure)),
-                *(entry for cell in grid.cells(row, measure) for entry in _plan(cell, measure)),
-            )
-            for row in rows
-        ),
-        left=len(headings),
-    )
+    lines = [
+        (
+            row.title,
+            *_published_plan(row, measure),
+            *(entry for cell in grid.cells(row, measure) for entry in _plan(cell, measure)),
+        )
+        for row in rows
+    ]
+    table = RenderedTable(headings, lines, left=len(headings))
     return [Heading(_heading(measure)), table, *_agreement(grid, measure, rows), *_remarks(grid, [measure])]
 
 
@@ -145,10 +127,10 @@ def _published_plan(row: Row, measure: Measure) -> tuple[str, str]:
     return text, UNKNOWN if text == UNKNOWN else plan_class(text)
 
 
-def _plan(cell: TableCell | None, measure: Measure) -> tuple[PageEntry, PageEntry, PageEntry]:
+def _plan(cell: TableCell | None, measure: Measure) -> tuple[LinkedText, str, str]:
     if cell is None or not isinstance(cell.value, str):
-        return _value(cell, measure), PageEntry(UNKNOWN), PageEntry(UNKNOWN)
-    return _value(cell, measure), PageEntry(plan_class(cell.value)), PageEntry(_agrees_in(cell) or UNKNOWN)
+        return _value(cell, measure), UNKNOWN, UNKNOWN
+    return _value(cell, measure), plan_class(cell.value), _agrees_in(cell) or UNKNOWN
 
 
 def _agrees_in(cell: TableCell | None) -> str | None:
@@ -177,9 +159,9 @@ def _heading(measure: Measure) -> str:
     return f"{measure.title[:1].upper()}{measure.title[1:]}{_BETTER.get(measure.better or '', '')}"
 
 
-def _value(cell: TableCell | None, measure: Measure) -> PageEntry:
+def _value(cell: TableCell | None, measure: Measure) -> LinkedText:
     text, mark = reproduced_text(cell, measure), marks(cell)
-    return PageEntry(f"{text} {mark}" if mark else text, links(cell.origins if cell is not None else ()))
+    return LinkedText(f"{text} {mark}" if mark else text, links(cell.origins if cell is not None else ()))
 
 
 def _remarks(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:

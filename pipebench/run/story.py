@@ -3,7 +3,7 @@
 MLflow lists a run's artifacts by name, and this one stands first. The page needs no other file and no network.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pipebench
@@ -15,7 +15,7 @@ from pipebench.run.advice import advice, command
 from pipebench.run.request import RunRequest
 from pipebench.show.console import facts, parts_of_time
 from pipebench.show.html import html
-from pipebench.show.page import Block, Heading, Image, Page, PageEntry, RenderedTable, Text, Verbatim
+from pipebench.show.page import Block, Heading, Image, Page, RenderedTable, Text, Verbatim
 from pipebench.show.plan_answer import Answer
 from pipebench.train.job import Job
 from pipebench.train.request import plan_request
@@ -39,7 +39,7 @@ def story(request: RunRequest, recipe: Recipe, result: RunResult, folder: Path |
     tried = "\n\n".join(f"{why}\n\n    {line}" for why, line in advice(loaded, recipe, result, overrides))
     blocks: list[Block] = [
         Text(result.sentence),
-        plain_table(("", ""), facts(result)),
+        RenderedTable(("", ""), facts(result), left=2),
         *(Heading("Recipe"), Text("What the recipe says; the artifact `recipe.yaml` has the defaults, too.")),
         Verbatim(given),
         *_pictures("Plan", _PLAN, folder),
@@ -84,7 +84,7 @@ def _time_tables(result: RunResult) -> list[Block]:
                 (name, "\u2588" * round(_BAR * share), percent(share), *((text,) if timed else ()))
                 for name, text, share in shares
             ]
-            blocks += [Text(told), plain_table(("", "", "share", *(("time",) if timed else ())), lines)]
+            blocks += [Text(told), RenderedTable(("", "", "share", *(("time",) if timed else ())), lines, left=2)]
     return blocks
 
 
@@ -108,8 +108,3 @@ def _parts_of_workers(metrics: Mapping[str, float]) -> list[tuple[str, str, floa
         "waiting for other workers": max(0.0, metrics["bubble_fraction"] - sum(stalls)),
     }
     return [(name, "", share) for name, share in shares.items() if share]
-
-
-def plain_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], left: int = 2) -> RenderedTable:
-    """Return a table of texts; `left` as of a `RenderedTable`."""
-    return RenderedTable(headings, tuple(tuple(PageEntry(cell) for cell in row) for row in rows), left)

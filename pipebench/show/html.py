@@ -7,7 +7,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from pipebench.show.page import Block, Heading, Image, Page, PageEntry, PageLink, RenderedTable, Text, Verbatim
+from pipebench.show.page import Block, Heading, Image, LinkedText, Page, PageLink, RenderedTable, Text, Verbatim
 from pipebench.tracking.view import run_address
 
 # No raw HTML and no external images.
@@ -92,7 +92,7 @@ def _block(block: Block, folder: Path, server: str) -> str:
 def _table(table: RenderedTable, server: str) -> str:
     head = "".join(f"<th{_side(table, index)}>{_inline(text)}</th>" for index, text in enumerate(table.headings))
     rows = (
-        "".join(f"<td{_side(table, index)}>{_entry(entry, server)}</td>" for index, entry in enumerate(row))
+        "".join(f"<td{_side(table, index)}>{_cell(cell, server)}</td>" for index, cell in enumerate(row))
         for row in table.rows
     )
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
@@ -103,8 +103,10 @@ def _side(table: RenderedTable, index: int) -> str:
     return ' class="word"' if index < table.left else ""
 
 
-def _entry(entry: PageEntry, server: str) -> str:
-    text, links = _inline(entry.text), _known(entry.links, server)
+def _cell(cell: str | LinkedText, server: str) -> str:
+    if isinstance(cell, str):
+        return _inline(cell)
+    text, links = _inline(cell.text), _known(cell.links, server)
     return f'{text}<span class="runs">{" ".join(links)}</span>' if links else text
 
 

@@ -3,6 +3,7 @@
 All texts are Markdown: one line in tables and headings, paragraphs in `Text`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -17,11 +18,11 @@ class PageLink:
 
 
 @dataclass(frozen=True)
-class PageEntry:
-    """One cell of a table."""
+class LinkedText:
+    """One cell of a table, with links."""
 
     text: str
-    links: tuple[PageLink, ...] = ()  # the runs behind it, in HTML only
+    links: tuple[PageLink, ...]  # the runs behind it, in HTML only
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Text:
 class RenderedTable:
     """A table."""
 
-    headings: tuple[str, ...]
-    rows: tuple[tuple[PageEntry, ...], ...]  # an entry per heading in each
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str | LinkedText]]  # a cell per heading in each
     left: int = 1  # number of first columns with text instead of numbers
     long: bool = False  # for reference; HTML folds it
 
