@@ -70,8 +70,8 @@ def measured_profile(
     keep_freed_blocks()  # as training does
     try:
         with torch_settings(engine):
-            told = on_progress or _unheard
-            passes = _Passes(graph, dataset, device, rule, told, whole_steps, engine.channels_last)
+            report = on_progress or _unheard
+            passes = _Passes(graph, dataset, device, rule, report, whole_steps, engine.channels_last)
             return _measured(passes, sizes, optimizer, model_text)
     finally:
         if device.type == "cuda":
@@ -164,12 +164,12 @@ class _AtSize:
 
 def _counted(found: Mapping[int, _AtSize]) -> str:
     """Return the number of passes at every size, and how well their sum over the layers is known."""
-    told = []
+    parts = []
     for size, each in found.items():
         share = uncertainty(each.series)
         known = f"+-{share:.1%}" if math.isfinite(share) else "too few to say how precise"
-        told.append(f"{len(each.passes)} at {size} samples ({known})")
-    return ", ".join(told)
+        parts.append(f"{len(each.passes)} at {size} samples ({known})")
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True)

@@ -26,17 +26,17 @@ def page_of(evaluated: Evaluated, drawn: Mapping[Picture, Image]) -> Page:
 
 def _head(evaluated: Evaluated) -> list[Block]:
     report = evaluated.report
-    told = ", ".join(text for text in (report.paper, report.where) if text)
-    parts = [f"Published: {told}." if told else "", evaluated.about.strip()]
+    source = ", ".join(text for text in (report.paper, report.where) if text)
+    parts = [f"Published: {source}." if source else "", evaluated.about.strip()]
     return [Text(part) for part in parts if part]
 
 
 def _picture(evaluated: Evaluated, picture: Picture, drawn: Mapping[Picture, Image]) -> list[Block]:
     if picture in drawn:
         return [drawn[picture]]
-    told = evaluated.report.row(picture.row).title if picture.row else ""
+    title = evaluated.report.row(picture.row).title if picture.row else ""
     found = [(run, evaluated.drawings.get((picture.row, run))) for run in picture.runs]
-    return [block for run, text in found if text for block in (Text(f"{told}, `{run}`:"), Verbatim(text))]
+    return [block for run, text in found if text for block in (Text(f"{title}, `{run}`:"), Verbatim(text))]
 
 
 _ABOUT_SCORES = (
@@ -85,8 +85,8 @@ def claims(evaluated: Evaluated) -> list[Block]:
             *(UNKNOWN if verdict is None else verdict.answer for verdict in answers),
             "; ".join(each for each in why if each),
         ))  # fmt: skip
-    told = [*(["where"] if wheres else []), *(["tolerance"] if tolerances else [])]
-    headings = ("claim", *told, *(column.title for column in columns), "why")
+    optional = [*(["where"] if wheres else []), *(["tolerance"] if tolerances else [])]
+    headings = ("claim", *optional, *(column.title for column in columns), "why")
     return [Heading("Claims"), RenderedTable(headings, rows, left=len(headings))] if rows else []
 
 

@@ -164,11 +164,11 @@ def _of_pair(answer: Mapping[str, str]) -> Iterator[Answer]:
         here = cells_of(text, "", {"here": (column, index)})["here"][row]
         unit = re.sub(r"[\d.,\s]", "", printed)
         ratio, apart = here / numbers_in(printed)[0], answer.get("apart", "")
-        told = f"{here:,.4g}{unit if unit == 'x' else f' {unit}'.rstrip()}"
+        here_text = f"{here:,.4g}{unit if unit == 'x' else f' {unit}'.rstrip()}"
         name = part if len(theirs) == 1 else f"{column.partition(': ')[0]}, {part}"
         verdict = f"{_nearness(ratio)}; {apart}" if apart else _nearness(ratio)
         place = () if apart else (page, row, name)
-        yield Answer(_page_link(page), f"{row}: {name}", printed, told, ratio, verdict, place=place)
+        yield Answer(_page_link(page), f"{row}: {name}", printed, here_text, ratio, verdict, place=place)
 
 
 def _of_study(claim: StudyClaim) -> Answer:
@@ -176,8 +176,8 @@ def _of_study(claim: StudyClaim) -> Answer:
     found, value = judge(claim, reports_folder().parent)
     place = () if claim.apart or claim.is_bound else (claim.page, claim.claim.text)
     answer = _claimed(_page_link(claim.page), claim.claim, found.answer, value, place)
-    told = replace(answer, here=found.reason) if value is None else answer
-    return replace(told, verdict=f"{told.verdict}; {claim.apart}") if claim.apart else told
+    found_answer = replace(answer, here=found.reason) if value is None else answer
+    return replace(found_answer, verdict=f"{found_answer.verdict}; {claim.apart}") if claim.apart else found_answer
 
 
 def _page_link(page: str) -> str:
@@ -192,8 +192,8 @@ def entries() -> list[PublishedEntry]:
         for entry in read_mapping(folder / f"{source}.yaml")["entries"]:
             name, kind = entry["id"], entry["kind"]
             if kind in STATED or name in answers:
-                told = tuple(_read(each, f"{source}.{name}") for each in answers.get(name, ()))
-                found.append(PublishedEntry(source, name, str(entry["where"]), entry["claim"], entry["values"], told))
+                read = tuple(_read(each, f"{source}.{name}") for each in answers.get(name, ()))
+                found.append(PublishedEntry(source, name, str(entry["where"]), entry["claim"], entry["values"], read))
     return found
 
 
@@ -210,10 +210,10 @@ def write_coverage(folder: Path, made: str = "") -> Path:
     """
     blocks: list[Block] = [Text(_ABOUT)]
     pages, counted = Pages(), dict[tuple[str, ...], tuple[str, Answer]]()
-    told = entries()
-    for source in dict.fromkeys(entry.source for entry in told):
+    every = entries()
+    for source in dict.fromkeys(entry.source for entry in every):
         rows = []
-        for entry in (each for each in told if each.source == source):
+        for entry in (each for each in every if each.source == source):
             for answer in (found for each in entry.answers for found in pages.answers(each)):
                 rows.append(_row(entry, answer))
                 if answer.place and answer.ratio is not None and answer.ratio > 0:

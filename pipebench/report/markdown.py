@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from pipebench.show.page import Block, Heading, Image, LinkedText, Page, RenderedTable, Text, Verbatim
+from pipebench.show.page import Block, Cell, Heading, Image, LinkedText, Page, RenderedTable, Text, Verbatim
 
 
 def markdown(page: Page) -> str:
@@ -22,8 +22,8 @@ def _block(block: Block) -> str:
             return f"## {text}"
         case Text(text):
             return text
-        case Image(name, told):
-            return f"![{told}]({name}.png)"
+        case Image(name, description):
+            return f"![{description}]({name}.png)"
         case Verbatim(text):
             return f"```\n{text}\n```"
         case RenderedTable():
@@ -36,6 +36,6 @@ def _table(table: RenderedTable) -> str:
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 
 
-def _cell(cell: str | LinkedText) -> str:
+def _cell(cell: Cell) -> str:
     text = cell.text if isinstance(cell, LinkedText) else cell
     return " ".join(text.split()).replace("|", "\\|")

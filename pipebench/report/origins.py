@@ -8,7 +8,7 @@ from pipebench.formats import UNKNOWN
 from pipebench.report.definition import RunReference
 from pipebench.report.evaluated import KEPT, Evaluated, Origin
 from pipebench.report.wording import several
-from pipebench.show.page import Block, Heading, LinkedText, PageLink, RenderedTable, Text
+from pipebench.show.page import Block, Cell, Heading, LinkedText, PageLink, RenderedTable, Text
 
 _SEED = "train.seed="
 
@@ -41,7 +41,7 @@ def links(origins: Iterable[Origin]) -> tuple[PageLink, ...]:
     seeds = Counter(name for name, _ in {(each.name, each.seed) for each in known})
     names = (f"{each.name} {each.seed}" if seeds[each.name] > 1 else each.name for each in known)
     return tuple(
-        PageLink(f"{name} ({KEPT})" if each.reused == KEPT else name, _told(each), each.experiment_id, each.run_id)
+        PageLink(f"{name} ({KEPT})" if each.reused == KEPT else name, _tooltip(each), each.experiment_id, each.run_id)
         for name, each in zip(names, known, strict=True)
     )
 
@@ -57,7 +57,7 @@ def origins(evaluated: Evaluated) -> list[Block]:
     columns = {column.name: column.title for column in report.columns}
     trained = ["trained"] if made else []
     headings = ("row", "run", "column", "seeds", "engine", "durations", "data", *trained, "command")
-    lines = [
+    lines: list[tuple[Cell, ...]] = [
         (
             _among(found.rows, rows),
             way.run,
@@ -72,8 +72,8 @@ def origins(evaluated: Evaluated) -> list[Block]:
         for way, found in ways.items()
     ]
     table = RenderedTable(headings, lines, left=len(headings), long=True)
-    told = [_list("Durations", timings), _list("Data", data), _list("Trained with", made)]
-    return [Heading("How every cell was obtained"), table, *(Text(text) for text in told if text)]
+    notes = [_list("Durations", timings), _list("Data", data), _list("Trained with", made)]
+    return [Heading("How every cell was obtained"), table, *(Text(text) for text in notes if text)]
 
 
 def _ways(evaluated: Evaluated) -> dict[_Way, _Found]:
@@ -115,6 +115,6 @@ def _list(title: str, numbers: dict[str, str]) -> str:
     return "\n".join([f"{title}:\n", *(f"{number}. {text}" for text, number in numbers.items())]) if numbers else ""
 
 
-def _told(origin: Origin) -> str:
-    told = (" ".join(origin.words), origin.engine, origin.reused or "", origin.ended, origin.versions)
-    return "; ".join(each for each in told if each)
+def _tooltip(origin: Origin) -> str:
+    parts = (" ".join(origin.words), origin.engine, origin.reused or "", origin.ended, origin.versions)
+    return "; ".join(each for each in parts if each)

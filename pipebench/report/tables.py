@@ -20,7 +20,7 @@ from pipebench.report.wording import (
     reproduced_text,
     several,
 )
-from pipebench.show.page import Block, Heading, LinkedText, RenderedTable, Text
+from pipebench.show.page import Block, Cell, Heading, LinkedText, RenderedTable, Text
 
 _BETTER = {"higher": ", higher is better", "lower": ", lower is better"}
 
@@ -71,7 +71,7 @@ def _compared(grid: _Grid, measure: Measure) -> list[Block]:
     rows = grid.rows_of([measure])
     wheres = any(row.where for row in rows)
     headings = [each for column in grid.columns for each in (column.title, "÷ published")]
-    lines = [
+    lines: list[tuple[Cell, ...]] = [
         (
             row.title,
             *((row.where,) if wheres else ()),
@@ -98,7 +98,9 @@ def _own(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
             measure.title if len(of[measure.name]) == 1 else f"{measure.title}, {column.title}"
             for measure, column in places
         ]
-    lines = [(row.title, *(_value(grid.cell(row, each, column.name), each) for each, column in places)) for row in rows]
+    lines: list[tuple[Cell, ...]] = [
+        (row.title, *(_value(grid.cell(row, each, column.name), each) for each, column in places)) for row in rows
+    ]
     table = RenderedTable(("", *headings), lines)
     title = _heading(measures[0]) if len(measures) == 1 else "Side by side"
     return [Heading(title), table, *_remarks(grid, measures)]
@@ -110,7 +112,7 @@ def _plans(grid: _Grid, measure: Measure) -> list[Block]:
     headings = ["", "published", "class"]
     for column in grid.columns:
         headings += [column.title, "class", "agrees in"]
-    lines = [
+    lines: list[tuple[Cell, ...]] = [
         (
             row.title,
             *_published_plan(row, measure),
@@ -145,14 +147,14 @@ def _agrees_in(cell: TableCell | None) -> str | None:
 
 def _agreement(grid: _Grid, measure: Measure, rows: Sequence[Row]) -> list[Block]:
     """Return how many plans agree with the published ones, a sentence per column."""
-    told = []
+    sentences = []
     for column in grid.columns:
         found = [_agrees_in(grid.cell(row, measure, column.name)) for row in rows]
         there = [each for each in found if each is not None]
         if there:
             classes, plans = sum(each != "nothing" for each in there), there.count("plan")
-            told.append(f"{column.title}: class as published in {classes} of {len(there)} rows, plan in {plans}")
-    return [Text(f"{'. '.join(told)}.")] if told else []
+            sentences.append(f"{column.title}: class as published in {classes} of {len(there)} rows, plan in {plans}")
+    return [Text(f"{'. '.join(sentences)}.")] if sentences else []
 
 
 def _heading(measure: Measure) -> str:
@@ -176,9 +178,9 @@ def _remarks(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
     for (title, remark), found in columns_of.items():
         titles.setdefault((remark, tuple(found)), []).append(title)
     lines = []
-    for (remark, columns), told in titles.items():
+    for (remark, columns), rows in titles.items():
         where = f" ({' and '.join(columns)})" if len(columns) < len(grid.columns) else ""
-        lines.append(f"- {several(told)}{where}: {remark}")
+        lines.append(f"- {several(rows)}{where}: {remark}")
     new = [line for line in lines if line not in grid.remarked]
     grid.remarked.update(new)
     return [Text("\n".join(new))] if new else []
@@ -187,13 +189,13 @@ def _remarks(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
 def _remarks_on(cell: TableCell | None) -> list[str]:
     if cell is None:
         return []
-    told = [
+    marked = [
         f"`{mark}` {text}"
         for mark, text in ((CONSTRUCTED, cell.by_construction), (CHOSEN, cell.chosen), (SUPPOSED, cell.hypothesis))
         if text
     ]
     problem = [cell.problem] if cell.problem and ":" in cell.problem else []
-    return [*told, *problem, *cell.remarks, *([cell.reason] if cell.reason else [])]
+    return [*marked, *problem, *cell.remarks, *([cell.reason] if cell.reason else [])]
 
 
 def _legend(evaluated: Evaluated) -> list[Block]:

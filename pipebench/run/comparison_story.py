@@ -8,7 +8,7 @@ from pipebench.show.answers import Run
 from pipebench.show.comparison import ComparedRun, groups, headings, notes, rows
 from pipebench.show.differences import differences
 from pipebench.show.html import html
-from pipebench.show.page import Block, Heading, Image, LinkedText, Page, PageLink, RenderedTable, Text
+from pipebench.show.page import Block, Cell, Heading, Image, LinkedText, Page, PageLink, RenderedTable, Text
 from pipebench.show.verdict import verdict
 from pipebench.tracking import RunLog
 from pipebench.tracking.ui import server_address
@@ -49,7 +49,7 @@ def _tables(parent: RunLog, runs: Sequence[Run]) -> Iterator[Block]:
             yield Heading(group.title)
         first, *others = [*verdict(results, group), ""]
         yield Text(first)
-        lines = [
+        lines: list[tuple[Cell, ...]] = [
             (_linked(parent, runs, entry, name), *cells)
             for entry, (name, *cells) in zip(group.entries, rows(results, group), strict=True)
         ]

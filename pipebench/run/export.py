@@ -84,7 +84,7 @@ class _Graph:
 def _filled(model: nn.Module, state: ModelState) -> nn.Module:
     """Give a model the parameters and buffers of a matching state, as used in evaluations."""
     mine = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-    averages = {name: average_in(kept) for name, kept in state.optimizer.items()}
+    averages = {name: average_in(own) for name, own in state.optimizer.items()}
     averaged = {name: average for name, average in averages.items() if average is not None}
     given = {**state.buffers, **state.parameters, **averaged}
     with torch.no_grad():

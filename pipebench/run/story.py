@@ -74,7 +74,7 @@ def _time_tables(result: RunResult) -> list[Block]:
     parts = [(name, seconds(s), s / total_s) for name, s in parts_of_time(result.metrics).items() if total_s > 0]
     workers = _parts_of_workers(result.metrics)
     blocks: list[Block] = []
-    for told, shares in (
+    for sentence, shares in (
         (f"Of the run, on its {result.clock} clock:", parts),
         ("Of the workers' time in training:", workers),
     ):
@@ -84,7 +84,7 @@ def _time_tables(result: RunResult) -> list[Block]:
                 (name, "\u2588" * round(_BAR * share), percent(share), *((text,) if timed else ()))
                 for name, text, share in shares
             ]
-            blocks += [Text(told), RenderedTable(("", "", "share", *(("time",) if timed else ())), lines, left=2)]
+            blocks += [Text(sentence), RenderedTable(("", "", "share", *(("time",) if timed else ())), lines, left=2)]
     return blocks
 
 

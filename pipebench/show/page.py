@@ -12,7 +12,7 @@ class PageLink:
     """A link to a run's record."""
 
     text: str
-    told: str  # tooltip
+    tooltip: str
     experiment_id: str  # MLflow's; "" if not recorded
     run_id: str  # likewise
 
@@ -23,6 +23,9 @@ class LinkedText:
 
     text: str
     links: tuple[PageLink, ...]  # the runs behind it, in HTML only
+
+
+Cell = str | LinkedText
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class RenderedTable:
     """A table."""
 
     headings: Sequence[str]
-    rows: Sequence[Sequence[str | LinkedText]]  # a cell per heading in each
+    rows: Sequence[Sequence[Cell]]  # a cell per heading in each
     left: int = 1  # number of first columns with text instead of numbers
     long: bool = False  # for reference; HTML folds it
 
@@ -54,7 +57,7 @@ class Image:
     """A picture."""
 
     name: str  # of its files, without suffix
-    told: str  # description for readers who can't see it
+    description: str  # for readers who can't see it
 
 
 @dataclass(frozen=True)

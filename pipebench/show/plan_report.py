@@ -151,11 +151,11 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
 
 def _choices(answer: Answer, best: PlanEstimate) -> str:
     """Return what was compared so that plans fit, and how fast the best plans are."""
-    told = (
+    rates = (
         f"{each} {number(answer.size / each.minibatch_s) if each.minibatch_s else 'fits nowhere'}"
         for each in best.choices
     )
-    return f"the fastest of what fits, in {answer.units}/s, has {'; '.join(told)}"
+    return f"the fastest of what fits, in {answer.units}/s, has {'; '.join(rates)}"
 
 
 def _ties(answer: Answer) -> Iterator[tuple[str, str]]:

@@ -87,8 +87,8 @@ class ReplicaMemory:
     def let_go(self, unit: int) -> Iterator[Change]:
         """Forget a unit in flight: its backward is over, or runs elsewhere."""
         alive = len(self._versions.alive)
-        version, kept = self._units.pop(unit)
-        yield Change(ACTIVATIONS, -kept, True)
+        version, num_bytes = self._units.pop(unit)
+        yield Change(ACTIVATIONS, -num_bytes, True)
         if version >= 0:
             self._versions.release(version)
             yield from self._of_versions(alive, at_end=True)
@@ -176,9 +176,9 @@ class ReplicaMemory:
         yield self._gradients_are(max(self._gradients, memory.early_gradients), at_end=False)
         yield Change(AGAIN, -memory.again[size], True)
         yield Change(RECEIVED, -memory.returned[size], True)
-        version, kept = self._units[it.number]
+        version, num_bytes = self._units[it.number]
         self._units[it.number] = version, memory.rest[size]
-        yield Change(ACTIVATIONS, memory.rest[size] - kept, True)
+        yield Change(ACTIVATIONS, memory.rest[size] - num_bytes, True)
 
     def _backward_weight(self, it: Instruction, size: Size) -> Iterator[Change]:
         if size != 0:
@@ -212,7 +212,7 @@ class ReplicaMemory:
             MASTERS: memory.masters * steps,
             STATE: memory.state * (self._has_state and steps),
             GRADIENTS: self._gradients,
-            ACTIVATIONS: sum(kept for _, kept in self._units.values()),
+            ACTIVATIONS: sum(num_bytes for _, num_bytes in self._units.values()),
         }
 
     def _gradients_are(self, num_bytes: int, *, at_end: bool) -> Change:

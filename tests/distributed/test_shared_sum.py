@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from pipebench.distributed.instruction_times import HostWatch
+from pipebench.distributed.instruction_times import HostTimer
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.pipes import PipePair
 from pipebench.distributed.reducer import Reducer, shared_bytes
@@ -162,7 +162,7 @@ def test_a_reducer_sums_what_only_one_replica_has() -> None:
 
     def work(replica: int) -> None:
         reducer = Reducer(
-            buckets, like, None, host_copy=False, watch=HostWatch(0, lambda: 0.0, print), sharing=shares[replica]
+            buckets, like, None, host_copy=False, timer=HostTimer(0, lambda: 0.0, print), sharing=shares[replica]
         )
         reducer.connect()
         for _ in range(3):
