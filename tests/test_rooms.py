@@ -157,8 +157,8 @@ MOST_LINES, MOST_PARAMETERS, MOST_METHODS = 40, 6, 20
 # Words of this house where the field has others: feasibility check, launcher, heartbeat, watchdog or timer, coarsened,
 # warm-up, reported, predicted, cached or stored. What is left is `keep`, vPipe's policy and an option of reports.
 HOUSE_WORDS = {
-    "crew", "foresight", "foretold", "gate", "handing", "kept", "practice", "pulse", "rehearsal", "shelf", "thinned", "told",
-    "twin", "twins", "watch",
+    "crew", "foresight", "foretold", "gate", "handing", "kept", "practice", "pulse", "rehearsal", "shelf", "thinned",
+    "told", "twin", "twins", "watch",
 }  # fmt: skip
 HOUSE_NAMES = 16
 

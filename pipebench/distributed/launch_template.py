@@ -122,7 +122,7 @@ def _fork() -> int:
 
 
 def _serve(requests: socket.socket, launcher: int, main: Callable[[], object]) -> NoReturn:
-    """Start workers when asked, and tell of their ends, until the launcher has gone."""
+    """Start workers on request and report their ends, until the launcher closes the connection."""
     os.setsid()  # the terminal's Ctrl-C is for the launcher
     end_with(launcher)
     _name("template")

@@ -394,7 +394,7 @@ class Replica:
 
 
 def _divided(weights: Weights, slices: Slices | None) -> Divided | None:
-    """Return which gradients are parts of whole ones; an optimizer that asks for norms is told, too."""
+    """Return which gradients are pieces of whole ones, also set in an optimizer that computes norms."""
     if slices is None:
         return None
     found = Divided(slices.group, torch.tensor([name in slices.cuts for name in weights.stepped_names]))

@@ -212,7 +212,7 @@ class _Passes:
 
     def _once(self, k: int, size: int, found: _AtSize) -> None:
         """Make the k-th pass at a size; the first ones warm up."""
-        tell = self._teller(size)
+        tell = self._reporter(size)
         samples = self._fetch(size, k, [*self.dataset.inputs, *self.dataset.targets])
         start_s, allocator = time.perf_counter(), allocator_of(self.device)
         # Counting saved bytes takes time: only the first pass, which isn't timed, does.
@@ -228,8 +228,8 @@ class _Passes:
             found.steps_s += step_s
             found.spent_s += time.perf_counter() - start_s
 
-    def _teller(self, size: int) -> Callable[[int], None]:
-        """Return what tells of a layer at a size, by its index, now and at intervals."""
+    def _reporter(self, size: int) -> Callable[[int], None]:
+        """Return a function that reports which layer is measured, by its index, now and then."""
         due_s, num_layers = 0.0, len(self.graph.layers) + 1
 
         def tell(index: int) -> None:
@@ -288,7 +288,7 @@ class _Passes:
 
 
 def _with_workspace(row: LayerProfile, beside: LayerProfile) -> LayerProfile:
-    """Return a row with its workspace, from one of a pass whose clock told bytes."""
+    """Return a row with its workspace, from one whose clock measured bytes."""
     return replace(row, workspace_bytes=round(max(beside.forward_s, beside.backward_s)))
 
 

@@ -42,7 +42,7 @@ class Run(Shown):
     """One run of one recipe.
 
     Attributes:
-        result: what it came to: outcome, metrics, curves, stages.
+        result: outcome, metrics, curves, stages.
         mlflow_run_id: MLflow's; None if not recorded there.
         timeline: its first minibatches, of runs in this process.
         picture: these as text.
@@ -97,7 +97,7 @@ class RunComparison(Shown):
 
     @property
     def results(self) -> list[RunResult]:
-        """What the runs came to."""
+        """The runs' results."""
         return [run.result for run in self.runs]
 
     @property

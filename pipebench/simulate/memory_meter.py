@@ -52,7 +52,7 @@ class MemoryExtension:
     """What an extension adds to what workers hold; it is made of a pipeline and what replicas of its stages keep."""
 
     def replica(self, worker: int, stage: int) -> ReplicaBytes | None:
-        """Return who has a stage at a worker in place of a `ReplicaMemory`, if somebody has."""
+        """Return what tracks a worker's stage in place of a `ReplicaMemory`; None: that does."""
         return None
 
     def event(self, event: TimelineEvent) -> Iterable[WorkerChange]:

@@ -1,7 +1,7 @@
 """What every instruction allocates and frees on one replica of one stage.
 
-It knows no clock: a change is at the start of its instruction or at the end. What an instruction makes is there from
-its start on and what it is done with until its end, so that what lies between is never more than what is told here.
+It knows no clock: a change is at the start of its instruction or at the end. What an instruction allocates counts from
+its start, what it frees until its end, so that in between a replica never holds more than is counted.
 """
 
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ class ReplicaMemory:
         self._is_gathered = memory.weights == memory.gathered  # where all are kept, gathers take no memory of their own
 
     def copied(self, memory: StageMemoryCosts) -> "ReplicaMemory":
-        """Return one of other layers that goes on from the newest weights of this one, and from its optimizer's state.
+        """Return a replica of other layers that continues from this one's newest weights and optimizer state.
 
         Of the weights and state in `memory` it has everything.
         """
@@ -94,12 +94,12 @@ class ReplicaMemory:
             yield from self._of_versions(alive, at_end=True)
 
     def give_gradients(self) -> int:
-        """Return the bytes of the gradients, which somebody else keeps from here on."""
+        """Return the bytes of the gradients, which another replica counts from now on."""
         given, self._gradients = self._gradients, 0
         return given
 
     def drained(self) -> Iterator[Change]:
-        """Begin a segment: versions are counted anew, from the newest."""
+        """Begin a segment: only the newest version is alive."""
         alive = len(self._versions.alive)
         self._versions.restart(0)
         self._moved = None

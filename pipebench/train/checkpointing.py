@@ -236,7 +236,7 @@ def _written(store: Checkpoints, step: int, copies: Sequence[tuple[str, ModelSta
 
 
 def _committed(store: Checkpoints, step: int, shares: Sequence[_Share], progress: Mapping[str, Any]) -> str:
-    """Complete a checkpoint of all processes' parts; return "", or what to tell of one that was abandoned."""
+    """Complete a checkpoint of all processes' parts; return "", or why one was abandoned, for the user."""
     problem = next((share for share in shares if isinstance(share, str)), None)
     if problem is None:
         parts = [CheckpointFile(**part) for share in shares if not isinstance(share, str) for part in share]

@@ -52,7 +52,7 @@ def prepare(
     whole_only: bool = False,
     group: SliceGroup | None = None,
 ) -> Job:
-    """Make a validated recipe ready to run on its cluster; `on_progress` is told what is profiled, in words.
+    """Make a validated recipe ready to run on its cluster; `on_progress` gets what is profiled, in words.
 
     Without `trains` there are no weights, as in a simulation. `decision` has an earlier plan and profile, if any.
     `measure_again` returns the profile for costs, if it is not the plan's; `whole_only` and `group` as in `Wanted`.

@@ -67,7 +67,7 @@ COSTS = Wanted()
 def profile_model(
     recipe: Recipe, cluster: Cluster, on_progress: Callable[[str], None] | None = None, wanted: Wanted = COSTS
 ) -> ProfiledModel:
-    """Trace and profile a recipe's model on a cluster's device; `on_progress` is told what is profiled, in words.
+    """Trace and profile a recipe's model on a cluster's device; `on_progress` gets what is profiled, in words.
 
     Raises:
         GraphError, PlanError, ProfileError: it can't be traced or profiled, or the data set doesn't fit.
