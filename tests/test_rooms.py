@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -202,3 +203,8 @@ def test_names_are_the_fields_words() -> None:
         if HOUSE_WORDS.intersection(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_"))
     ]
     assert len(found) <= HOUSE_NAMES, found
+
+
+def test_every_class_has_its_own_name() -> None:
+    counted = Counter(name for path in MODULES.values() for name, _ in read(path).classes)
+    assert not [name for name, count in counted.items() if count > 1]

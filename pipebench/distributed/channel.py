@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipebench.distributed.ends import Message, ReceivingEnd, SendingEnd
+from pipebench.distributed.ends import Received, ReceivingEnd, SendingEnd
 from pipebench.distributed.instruction_times import HostTimer
 from pipebench.distributed.launch_join import peers
 from pipebench.distributed.message import (
@@ -33,8 +33,8 @@ from pipebench.distributed.message import (
     Layouts,
     MessageLayout,
     aligned,
-    form_of,
     layout_in,
+    layout_key_of,
     pack,
     read_header,
     write_header,
@@ -172,8 +172,8 @@ class ChannelSender(SendingEnd):
         """Send a message; see `SendingEnd`."""
         while most_leaving is not None and len(self._leaving) >= most_leaving:
             self._wait_for_first()
-        form, tensors = form_of(values)
-        number, layout, text = self._layouts.of(form)
+        key, tensors = layout_key_of(values)
+        number, layout, text = self._layouts.of(key)
         body_bytes = 0 if self._link.direct is not None else layout.num_bytes
         num_bytes = HEADER_BYTES + len(text) + body_bytes
         spills = num_bytes > self._capacity.now
@@ -245,7 +245,7 @@ class Receiver(ReceivingEnd):
         while self._unposted > 0 and len(self._posted) < AHEAD:
             self._post()
 
-    def receive(self, unit: int | None) -> Message:
+    def receive(self, unit: int | None) -> Received:
         """Wait for the next message; see `ReceivingEnd`."""
         if not self._posted:  # not announced by `expect`
             self.expect(1)
@@ -268,7 +268,7 @@ class Receiver(ReceivingEnd):
             tensors = self._directly(layout)
         self.num_taken += 1
         values = layout.values(tensors)
-        return Message(header.unit, values, layout.payload_bytes, header.sent_s, arrived_s, header.note, header.taken)
+        return Received(header.unit, values, layout.payload_bytes, header.sent_s, arrived_s, header.note, header.taken)
 
     def _wait(self, work: Any) -> None:
         with peers():

@@ -13,7 +13,7 @@ from pipebench.distributed.launch_join import leave, peers
 from pipebench.distributed.meter import MeasuredMeter
 from pipebench.distributed.reducer import Reducer, ServerSum, shared_bytes
 from pipebench.distributed.shard_exchange import Exchange, ShardReducer, WeightGather
-from pipebench.distributed.shared_sum import Sharing, share
+from pipebench.distributed.shared_sum import SharedFile, share
 from pipebench.distributed.world import World
 from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.clipping import norm_of
@@ -59,7 +59,7 @@ class ProcessCollectives:
         self._reducers: dict[int, Reducer | ShardReducer] = {}
         self._gathers: dict[int, WeightGather] = {}  # of sharded stages
         self._groups_of: dict[tuple[str, ...], Any] = {}  # that several stages share, by purpose and ranks
-        self._sharing: list[Sharing] = []
+        self._shared: list[SharedFile] = []
         self._norm_group = world.new_group("gloo") if setup.pipeline.shares_norm else None
         self.groups: list[Any] = [] if self._norm_group is None else [self._norm_group]  # to leave
         for group in range(setup.pipeline.num_stages + len(setup.pipeline.ties)):
@@ -158,8 +158,8 @@ class ProcessCollectives:
         """Leave the groups."""
         for extension in self.extensions.values():
             extension.close()
-        for sharing in self._sharing:
-            sharing.close()
+        for shared in self._shared:
+            shared.close()
         leave(self.groups)
 
     def _connect(self) -> None:
@@ -204,13 +204,13 @@ class ProcessCollectives:
             self._make_exchange(stage, ring, ranks)
             return
         like, buckets = self.worker.summed(stage) if is_member else ([], [])
-        sharing = share(world, ranks, shared_bytes(buckets, like)) if setup.pipeline.way == ALL_REDUCE else None
-        if sharing is not None:
-            self._sharing.append(sharing)
+        shared = share(world, ranks, shared_bytes(buckets, like)) if setup.pipeline.way == ALL_REDUCE else None
+        if shared is not None:
+            self._shared.append(shared)
         if is_member:
             host_copy = setup.device.type == "cuda" and not world.direct
             self._reducers[stage] = Reducer(
-                buckets, like, group, sync=setup.pipeline.way, host_copy=host_copy, timer=self.timer, sharing=sharing
+                buckets, like, group, sync=setup.pipeline.way, host_copy=host_copy, timer=self.timer, shared=shared
             )
 
     def _make_exchange(self, stage: int, ring: Sequence[int], ranks: Sequence[int]) -> None:

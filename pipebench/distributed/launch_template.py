@@ -31,7 +31,7 @@ _PR_SET_NAME = 15
 _STANDARD = (0, 1, 2)  # input, output, errors
 
 
-class Copy:
+class TemplateWorker:
     """A worker that the template started; poll it as a `subprocess.Popen`."""
 
     def __init__(self, template: "Template", pid: int) -> None:
@@ -80,7 +80,7 @@ class Template:
             os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
-    def start(self, words: Sequence[str], settings: Mapping[str, str], passed: Mapping[str, int]) -> Copy:
+    def start(self, words: Sequence[str], settings: Mapping[str, str], passed: Mapping[str, int]) -> TemplateWorker:
         """Start a worker with arguments, further environment variables, and file descriptors by their variables' names.
 
         Raises:
@@ -90,7 +90,7 @@ class Template:
         socket.send_fds(self._socket, [request], [*_STANDARD, *passed.values()])
         while answer := self._receive():
             if "started" in answer:
-                return Copy(self, answer["started"])
+                return TemplateWorker(self, answer["started"])
         raise BrokenPipeError("the template has ended")
 
     def exit_code(self, pid: int) -> int | None:

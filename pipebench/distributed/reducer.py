@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pipebench.distributed.instruction_times import HostTimer, Moment
 from pipebench.distributed.launch_join import peers
-from pipebench.distributed.shared_sum import SharedSum, Sharing, room_bytes
+from pipebench.distributed.shared_sum import SharedFile, SharedSum, room_bytes
 from pipebench.model.memory_format import is_channels_last, shaped
 from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
 
@@ -200,7 +200,7 @@ class Reducer(BucketsInOrder[_Bucket]):
         host_copy: whether tensors go through the host's memory: several ranks on one GPU (Gloo's own handling of CUDA
             tensors has corrupted results).
         timer: times the sums.
-        sharing: shared files of replicas that sum in memory; None sums by the group.
+        shared: shared files of replicas that sum in memory; None sums by the group.
     """
 
     def __init__(
@@ -212,11 +212,11 @@ class Reducer(BucketsInOrder[_Bucket]):
         sync: str = ALL_REDUCE,
         host_copy: bool,
         timer: HostTimer,
-        sharing: Sharing | None = None,
+        shared: SharedFile | None = None,
     ) -> None:
         def make_sum(position: int, dtype: torch.dtype, device: torch.device, count: int) -> Sum:
-            if sharing is not None:
-                return SharedSum(count, dtype, sharing, position, len(buckets))
+            if shared is not None:
+                return SharedSum(count, dtype, shared, position, len(buckets))
             data = torch.empty(count, dtype=dtype, device="cpu" if host_copy else device, pin_memory=host_copy)
             return _SUMS[sync](data, group)
 

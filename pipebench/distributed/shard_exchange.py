@@ -21,7 +21,7 @@ from pipebench.engine.weights import Weights
 
 # Pieces of so many bytes travel by themselves: to copy one into a buffer and out takes about as long as a message does.
 _LARGE_BYTES = 1 << 18
-Message = Sequence[Piece]  # pieces that travel as one tensor
+Pieces = Sequence[Piece]  # pieces that travel as one tensor
 
 
 class Exchange:
@@ -35,11 +35,11 @@ class Exchange:
         self.group, self.order, self.own = group, order, own
         self.native, self.host_copy = native, host_copy
 
-    def messages(self, bucket: Sequence[Sequence[Piece]], like: Sequence[torch.Tensor]) -> list[list[Message]]:
+    def messages(self, bucket: Sequence[Sequence[Piece]], like: Sequence[torch.Tensor]) -> list[list[Pieces]]:
         """Return the messages that every member's part of a bucket travels in; one, maybe empty, where native."""
         if self.native:
             return [[bucket[replica]] for replica in self.order]
-        found: list[list[Message]] = []
+        found: list[list[Pieces]] = []
         for replica in self.order:
             sizes = [(piece, (piece.stop - piece.start) * like[piece.place].itemsize) for piece in bucket[replica]]
             small = [piece for piece, num_bytes in sizes if num_bytes < _LARGE_BYTES]
@@ -102,7 +102,7 @@ class _Scatter:
             self._given = [part if part is parts[own] else [*map(torch.empty_like, parts[own])] for part in parts]
             self._work = exchange.between(parts, self._given)
 
-    def _values(self, message: Message) -> torch.Tensor:
+    def _values(self, message: Pieces) -> torch.Tensor:
         runs = [piece.of(self._gradients[piece.place]) for piece in message]
         return self._exchange.joined(runs, next(iter(self._like.values())))
 
@@ -171,7 +171,7 @@ class WeightGather:
         self._timer = timer
         self._weights, self._exchange, self._sharding = weights, exchange, weights.sharding
         # Per bucket: operations, what they send, and messages that are to be copied with what arrives of them
-        self._work: list[tuple[list[Any], list[torch.Tensor], list[tuple[Message, torch.Tensor]]]] = []
+        self._work: list[tuple[list[Any], list[torch.Tensor], list[tuple[Pieces, torch.Tensor]]]] = []
         self.kind = ""  # as which the bytes of the one under way are counted
         self.set_out = Moment()
 
@@ -204,9 +204,7 @@ class WeightGather:
                     work = exchange.between([sent] * len(messages), taken)
             self._work.append((work, sent, arriving))
 
-    def _place(
-        self, message: Message, like: torch.Tensor, arriving: list[tuple[Message, torch.Tensor]]
-    ) -> torch.Tensor:
+    def _place(self, message: Pieces, like: torch.Tensor, arriving: list[tuple[Pieces, torch.Tensor]]) -> torch.Tensor:
         """Return where a message arrives: in the weights or, of several pieces, in a buffer noted in `arriving`."""
         exchange, parameters = self._exchange, self._weights.newest.parameters
         if len(message) == 1 and not exchange.native and not exchange.host_copy:

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, Receiver
-from pipebench.distributed.ends import Message, ReceivingEnd, SendingEnd
+from pipebench.distributed.ends import Received, ReceivingEnd, SendingEnd
 from pipebench.distributed.instruction_times import HostTimer, Moment
 from pipebench.distributed.launch_join import leave
 from pipebench.distributed.meter import MeasuredMeter
@@ -208,7 +208,7 @@ class ChannelTransport:
             self._early[route.channel, message.unit] = message.values
         return self._early.pop((route.channel, unit))
 
-    def _next(self, route: _Route, kind: str, unit: int | None) -> Message:
+    def _next(self, route: _Route, kind: str, unit: int | None) -> Received:
         channel, sender, receiver, level = route
         assert receiver is not None
         start = self._timer.mark()

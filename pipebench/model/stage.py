@@ -109,18 +109,18 @@ def cut_stage(graph: LayerGraph, plan: Plan, index: int) -> Stage:
     evaluated = plan_evaluation(graph, plan)
     layers = [graph.evaluated.layers[i] for i in evaluated.layers[index]]
     there = [layer for layer in layers if not layer.idle]
-    evaluation = _Cut(index, graph.evaluated, there, None, evaluated.crossings, is_last).stage(seeder, copies)
+    evaluation = _StageLayers(index, graph.evaluated, there, None, evaluated.crossings, is_last).stage(seeder, copies)
     own = plan.stages[index]
     pairs = zip(graph.layers[own.start : own.stop], own.memory, strict=True)
     active = [(layer, policy) for layer, policy in pairs if not layer.idle]
     memory = [policy for _, policy in active]
-    cut = _Cut(index, graph, [layer for layer, _ in active], memory, plan.crossings, is_last)
+    cut = _StageLayers(index, graph, [layer for layer, _ in active], memory, plan.crossings, is_last)
     idle = idle_tensors(graph, own.start, own.stop)
     return replace(cut.stage(seeder, copies), idle=idle, evaluation=evaluation)
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _StageLayers:
     """The layers of one form of a stage, as it trains or as it evaluates, and what crosses its borders."""
 
     index: int

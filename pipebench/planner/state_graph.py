@@ -33,7 +33,7 @@ def prefixes(rows: Sequence[LayerProfile], *, ties: bool = False) -> States:
     Raises:
         PlanError: the profile has no layer.
     """
-    graph = _Graph(rows, ties=ties)
+    graph = _ComputingLayers(rows, ties=ties)
     members, whole = [0], 0
     for index in graph.working:
         whole |= 1 << index
@@ -50,7 +50,7 @@ def antichains(rows: Sequence[LayerProfile], *, ties: bool = False) -> States:
     Raises:
         PlanError: the profile has no layer.
     """
-    graph = _Graph(rows, ties=ties)
+    graph = _ComputingLayers(rows, ties=ties)
     anchor = graph.working[0]
     first = graph.closures[anchor]
     beyond = {first: graph.readers_of[anchor] & ~first}  # per state, the layers outside that read one inside
@@ -80,7 +80,7 @@ def _positions(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
-class _Graph:
+class _ComputingLayers:
     """The layers that compute, and their readers."""
 
     def __init__(self, rows: Sequence[LayerProfile], *, ties: bool) -> None:

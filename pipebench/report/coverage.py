@@ -48,7 +48,7 @@ class PublishedEntry:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EntryAnswer:
     """One answer to an entry."""
 
     page: str  # Markdown
@@ -94,7 +94,7 @@ class Pages:
         report = self.reports.get(name)
         return [(report, claim) for claim in report.claims if claim.text.startswith(begins)] if report else []
 
-    def answers(self, answer: str | Mapping[str, str] | StudyClaim) -> Iterator[Answer]:
+    def answers(self, answer: str | Mapping[str, str] | StudyClaim) -> Iterator[EntryAnswer]:
         """Yield what an answer of the index stands for."""
         if isinstance(answer, StudyClaim):
             yield _of_study(answer)
@@ -104,54 +104,54 @@ class Pages:
             return
         kind, _, rest = answer.partition(" ")
         if kind == NONE:
-            yield Answer(UNKNOWN, verdict=f"no cell: {rest}")
+            yield EntryAnswer(UNKNOWN, verdict=f"no cell: {rest}")
         elif kind == TEST:
             path, _, name = rest.partition("::")
-            yield Answer(_page_link(path), here="as published", verdict=f"equal: {name} asserts it")
+            yield EntryAnswer(_page_link(path), here="as published", verdict=f"equal: {name} asserts it")
         elif kind.endswith(":"):
             yield from (self._claim(*found) for found in self.claims(answer))
         else:
             cells = (self._cell(*found) for found in self.cells(answer))
             yield from (replace(cell, place=()) if kind == DERIVED else cell for cell in cells)
 
-    def _claim(self, report: Report, claim: PublishedClaim) -> Answer:
+    def _claim(self, report: Report, claim: PublishedClaim) -> EntryAnswer:
         values = self.values.get(report.name)
         found = [each for each in values.claims if each.text == claim.text] if values else []
         if not found:
-            return Answer(_link(report), claim.text, verdict="the page isn't made")
+            return EntryAnswer(_link(report), claim.text, verdict="the page isn't made")
         counted = claim.number is not None and claim.holds is None
         place = (report.name, claim.text) if counted else ()
         return _claimed(_link(report), claim, found[-1].answer, found[-1].value, place)
 
-    def _cell(self, report: Report, row: str, measure: Measure) -> Answer:
+    def _cell(self, report: Report, row: str, measure: Measure) -> EntryAnswer:
         published = report.row(row).published[measure.published_name]
         what, text = f"{report.row(row).title}: {measure.title}", published_text(published, measure)
         values = self.values.get(report.name)
         found = [c for c in (values.cells if values else ()) if (c.row, c.measure) == (row, measure.name)]
         if not found:
-            return Answer(
+            return EntryAnswer(
                 _link(report), what, text, verdict="no value: its page says why" if values else "the page isn't made"
             )
         last = found[-1]
         here = last.value if isinstance(last.value, str) else number_text(last.value, measure.unit)
         place = () if measure.published_as or last.bound != "exact" else (report.name, row, measure.name)
-        return Answer(_link(report), what, text, here, _ratio(last), _verdict(last), last.marks, place)
+        return EntryAnswer(_link(report), what, text, here, _ratio(last), _verdict(last), last.marks, place)
 
 
-def _claimed(link: str, claim: PublishedClaim, answer: str, value: float | None, place: tuple[str, ...]) -> Answer:
+def _claimed(link: str, claim: PublishedClaim, answer: str, value: float | None, place: tuple[str, ...]) -> EntryAnswer:
     """Return a claim's answer with its tolerance, or why it can't be tested."""
     number = claim.number
     near = f"within {number.within:.0%}" if number is not None and claim.holds is None else claim.tolerance
     why = claim.untestable or re.sub("^none", "no tolerance", near)
     verdict = f"{answer} ({why})" if why else answer
     if number is None or value is None:
-        return Answer(link, claim.text, verdict=verdict)
+        return EntryAnswer(link, claim.text, verdict=verdict)
     published = published_text(Published(number.published), Measure("", "", number.unit))
     here = number_text(value, number.unit)
-    return Answer(link, claim.text, published, here, value / number.published, verdict, place=place)
+    return EntryAnswer(link, claim.text, published, here, value / number.published, verdict, place=place)
 
 
-def _of_pair(answer: Mapping[str, str]) -> Iterator[Answer]:
+def _of_pair(answer: Mapping[str, str]) -> Iterator[EntryAnswer]:
     """Yield the numbers of a study's cell beside those of the published text, in their order.
 
     They count unless the index says why they stand apart.
@@ -168,10 +168,10 @@ def _of_pair(answer: Mapping[str, str]) -> Iterator[Answer]:
         name = part if len(theirs) == 1 else f"{column.partition(': ')[0]}, {part}"
         verdict = f"{_nearness(ratio)}; {apart}" if apart else _nearness(ratio)
         place = () if apart else (page, row, name)
-        yield Answer(_page_link(page), f"{row}: {name}", printed, here_text, ratio, verdict, place=place)
+        yield EntryAnswer(_page_link(page), f"{row}: {name}", printed, here_text, ratio, verdict, place=place)
 
 
-def _of_study(claim: StudyClaim) -> Answer:
+def _of_study(claim: StudyClaim) -> EntryAnswer:
     """Return the answer of a claim on a study's page."""
     found, value = judge(claim, reports_folder().parent)
     place = () if claim.apart or claim.is_bound else (claim.page, claim.claim.text)
@@ -209,7 +209,7 @@ def write_coverage(folder: Path, made: str = "") -> Path:
     `made` is when and by which code, for its last line.
     """
     blocks: list[Block] = [Text(_ABOUT)]
-    pages, counted = Pages(), dict[tuple[str, ...], tuple[str, Answer]]()
+    pages, counted = Pages(), dict[tuple[str, ...], tuple[str, EntryAnswer]]()
     every = entries()
     for source in dict.fromkeys(entry.source for entry in every):
         rows = []
@@ -231,14 +231,14 @@ def write_coverage(folder: Path, made: str = "") -> Path:
 _HEADINGS = ("item", "where", "what", "published", "here", "ratio", "verdict", "page")
 
 
-def _row(entry: PublishedEntry, answer: Answer) -> Sequence[str]:
+def _row(entry: PublishedEntry, answer: EntryAnswer) -> Sequence[str]:
     ratio = UNKNOWN if answer.ratio is None else f"{answer.ratio:.2f}" if answer.ratio > 0.1 else f"{answer.ratio:.1g}"
     here = f"{answer.here} {answer.marks}".strip()
     what = answer.what or entry.claim
     return entry.name, entry.where, what, answer.published, here, ratio, answer.verdict, answer.page
 
 
-def _scores(counted: Sequence[tuple[str, Answer]]) -> list[Block]:
+def _scores(counted: Sequence[tuple[str, EntryAnswer]]) -> list[Block]:
     """Return the geometric-mean errors of all numbers, and of those that nothing forced, per source and per page."""
     rows = []
     scopes = {scope: None for source, answer in counted for scope in (source, answer.page)}
@@ -248,7 +248,7 @@ def _scores(counted: Sequence[tuple[str, Answer]]) -> list[Block]:
         mine = mine or [answer for _, answer in counted]
         free = [answer for answer in mine if CONSTRUCTED not in answer.marks]
         blind = [answer for answer in free if not {FITTED, CHOSEN} & {*answer.marks}]
-        before: list[Answer] = []
+        before: list[EntryAnswer] = []
         for over, some in (("all", mine), ("not by construction", free), ("nothing fitted or chosen", blind)):
             ratios = [answer.ratio for answer in some if answer.ratio is not None]
             if ratios and some != before:

@@ -103,7 +103,7 @@ def _drawings(report: Report, asked: Sequence[Asked]) -> dict[tuple[str, str], s
 
 def _found(collection: Collection) -> str:
     """Return how many results are available and how many runs are left."""
-    reused = [answer.reused for answer in collection.answers.values()]
+    reused = [outcome.reused for outcome in collection.by_recipe.values()]
     sources = {MLFLOW: "recorded in MLflow with this version", KEPT: "kept beside the report"}
     parts = [f"{reused.count(source)} {text}" for source, text in sources.items() if source in reused]
     missing = collection.missing

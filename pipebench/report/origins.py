@@ -14,7 +14,7 @@ _SEED = "train.seed="
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Line:
     """One line of the table: runs that differ only in row, column and seed share it."""
 
     run: str
@@ -48,42 +48,42 @@ def links(origins: Iterable[Origin]) -> tuple[PageLink, ...]:
 
 def origins(evaluated: Evaluated) -> list[Block]:
     """Return a table with a line per run and the rows that share it; texts of many runs become numbered notes."""
-    report, ways = evaluated.report, _ways(evaluated)
-    if not ways:
+    report, lines = evaluated.report, _lines(evaluated)
+    if not lines:
         return []
-    texts = ([way.timing for way in ways], [way.data for way in ways], [way.made for way in ways])
+    texts = ([line.timing for line in lines], [line.data for line in lines], [line.made for line in lines])
     timings, data, made = map(_numbered, texts)
     rows = {row.name: row.title for row in report.rows}
     columns = {column.name: column.title for column in report.columns}
     trained = ["trained"] if made else []
     headings = ("row", "run", "column", "seeds", "engine", "durations", "data", *trained, "command")
-    lines: list[tuple[Cell, ...]] = [
+    cells: list[tuple[Cell, ...]] = [
         (
             _among(found.rows, rows),
-            way.run,
+            line.run,
             _among(found.columns, columns),
-            _seeds(found, report.row(next(iter(found.rows))).runs.get(way.run)),
-            way.engine,
-            timings.get(way.timing, UNKNOWN),
-            data.get(way.data, UNKNOWN),
-            *([made.get(way.made, UNKNOWN)] if made else []),
-            LinkedText(_command(way, found), links(found.origins)),
+            _seeds(found, report.row(next(iter(found.rows))).runs.get(line.run)),
+            line.engine,
+            timings.get(line.timing, UNKNOWN),
+            data.get(line.data, UNKNOWN),
+            *([made.get(line.made, UNKNOWN)] if made else []),
+            LinkedText(_command(line, found), links(found.origins)),
         )
-        for way, found in ways.items()
+        for line, found in lines.items()
     ]
-    table = RenderedTable(headings, lines, left=len(headings), long=True)
+    table = RenderedTable(headings, cells, left=len(headings), long=True)
     notes = [_list("Durations", timings), _list("Data", data), _list("Trained with", made)]
     return [Heading("How every cell was obtained"), table, *(Text(text) for text in notes if text)]
 
 
-def _ways(evaluated: Evaluated) -> dict[_Way, _Found]:
-    ways: dict[_Way, _Found] = {}
+def _lines(evaluated: Evaluated) -> dict[_Line, _Found]:
+    lines: dict[_Line, _Found] = {}
     for cell in evaluated.cells:
         for each in cell.origins:
             words = tuple(word for word in each.words if not word.startswith(_SEED))
-            found = ways.setdefault(_Way(each.name, words, each.engine, each.timing, each.data, each.made), _Found())
+            found = lines.setdefault(_Line(each.name, words, each.engine, each.timing, each.data, each.made), _Found())
             found.rows[cell.row] = found.columns[cell.column] = found.seeds[each.seed] = found.origins[each] = None
-    return ways
+    return lines
 
 
 def _seeds(found: _Found, run: RunReference | None) -> str:
@@ -99,11 +99,11 @@ def _among(names: Collection[str], titles: Mapping[str, str]) -> str:
     return several([titles[name] for name in names])
 
 
-def _command(way: _Way, found: _Found) -> str:
+def _command(line: _Line, found: _Found) -> str:
     """Return the command that repeats the runs with all seeds."""
     given = [word for each in found.origins for word in each.words if word.startswith(_SEED)]
     seeds = f" --seeds {','.join(f'{seed}' for seed in found.seeds)}" if given else ""
-    return f"`pipebench run {' '.join(way.words)}{seeds}`"
+    return f"`pipebench run {' '.join(line.words)}{seeds}`"
 
 
 def _numbered(texts: Iterable[str]) -> dict[str, str]:

@@ -30,7 +30,7 @@ def asked_runs(report: Report, engine: str | None = None) -> tuple[list[Asked], 
 
     `engine` replaces the engine of every run that columns may change.
     """
-    loader = _Loader(report)
+    loader = _RecipeLoader(report)
     asked: list[Asked] = []
     for row in report.rows:
         for name, run in row.runs.items():
@@ -39,7 +39,7 @@ def asked_runs(report: Report, engine: str | None = None) -> tuple[list[Asked], 
     return asked, [*loader.column_faults(), *loader.faults]
 
 
-class _Loader:
+class _RecipeLoader:
     """Loads each command line once and collects faults, each under the first row with it."""
 
     def __init__(self, report: Report) -> None:

@@ -16,7 +16,7 @@ from pipebench.run.request import RunRequest
 from pipebench.show.console import facts, parts_of_time
 from pipebench.show.html import html
 from pipebench.show.page import Block, Heading, Image, Page, RenderedTable, Text, Verbatim
-from pipebench.show.plan_answer import Answer
+from pipebench.show.plan_answer import PlanFindings
 from pipebench.train.job import Job
 from pipebench.train.request import plan_request
 from pipebench.train.result import RunResult
@@ -53,14 +53,14 @@ def story(request: RunRequest, recipe: Recipe, result: RunResult, folder: Path |
     return html(Page(line, f"{result.name}, seed {result.seed}", tuple(blocks)), folder or Path(), "")
 
 
-def answer_of(job: Job) -> Answer:
+def answer_of(job: Job) -> PlanFindings:
     """Return a prepared run's own plan as `pipebench plan` would; raises a PlanError."""
     recipe, setup = job.recipe, job.setup
     request = plan_request(recipe, job.cluster, job.profile, setup.dataset)
     planner = Planner(request, recipe.parallelism.mode)
     found: PlanEstimate = planner.estimate_of(setup.plan)
     comparison = Comparison(found, (), found, {}, {}, len(planner.work.states))
-    return Answer(recipe.name, request, recipe.parallelism.row, comparison, says_samples=True)
+    return PlanFindings(recipe.name, request, recipe.parallelism.row, comparison, says_samples=True)
 
 
 def _pictures(title: str, pictures: Mapping[str, str], folder: Path | None) -> list[Block]:
