@@ -75,7 +75,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "channels": f"{_MOVES}.processes:channels",
         "loop": f"{_MOVES}.repartitioning:Repartitioning",
         "simulate": f"{_MOVES}.simulated:simulate_moving",
-        "forecast": f"{_MOVES}.simulated:watch_of",
+        "forecast": f"{_MOVES}.simulated:forecast_of",
         "record": f"{_MOVES}.record:record",
     },
 }

@@ -25,7 +25,7 @@ SWAPPED = "runs whose layers swap"  # 0 for others
 MOVED = "runs whose layers may move"  # 0 for others
 
 
-class Shown(Flag):
+class Use(Flag):
     """Uses of a metric."""
 
     NOWHERE = 0
@@ -37,8 +37,8 @@ class Shown(Flag):
     CLOCKED = auto()  # on the run's clock: MLflow has it of runs on the wall clock as `wall_<name>`, see `ranked`
 
 
-COLUMN, MEDIAN, SPREAD, PREDICTED, ZERO = Shown.COLUMN, Shown.MEDIAN, Shown.SPREAD, Shown.PREDICTED, Shown.ZERO
-CLOCKED = Shown.CLOCKED
+COLUMN, MEDIAN, SPREAD, PREDICTED, ZERO = Use.COLUMN, Use.MEDIAN, Use.SPREAD, Use.PREDICTED, Use.ZERO
+CLOCKED = Use.CLOCKED
 
 
 class Metric(NamedTuple):
@@ -49,7 +49,7 @@ class Metric(NamedTuple):
     better: str  # `lower`, `higher`, or "" if neither
     of: str  # runs that have it
     says: str  # description
-    shown: Shown = Shown.NOWHERE  # its uses
+    shown: Use = Use.NOWHERE  # its uses
 
 
 METRICS = (

@@ -16,7 +16,7 @@ import torch
 from pipebench.distributed import channel
 from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, DirectSends, Receiver
 from pipebench.distributed.engine import DistributedEngine
-from pipebench.distributed.instruction_times import DeviceWatch, Pace
+from pipebench.distributed.instruction_times import DeviceTimer, Pace
 from pipebench.distributed.transport import _pair
 from pipebench.distributed.world import World
 from pipebench.model.device import torch_settings
@@ -143,21 +143,21 @@ def check_times(found: tuple[list[dict[str, Any]], dict[str, float], float, bool
 
 def late_sender(world: World) -> tuple[float, float]:
     """Let the first send when it has computed for long; return seconds that one waits, or that the message takes."""
-    watch = DeviceWatch(world.rank, time.perf_counter, print, direct=True)
-    sends = DirectSends(_pair(world, (0, 1), 1), 1, watch)
+    timer = DeviceTimer(world.rank, time.perf_counter, print, direct=True)
+    sends = DirectSends(_pair(world, (0, 1), 1), 1, timer)
     tensor = torch.zeros(1 << 20, device=world.device)
     torch.cuda.synchronize()
     world.barrier()
-    start = watch.mark()
+    start = timer.mark()
     if world.rank == 0:
         torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call] # cycles
-        end = watch.mark()
+        end = timer.mark()
         sends.send([tensor])
         sends.flush()
     else:
         torch.distributed.irecv(tensor, 0, group=sends._group).wait()  # type: ignore[union-attr]
-        end = watch.mark()
-    watch.sync_clock()
+        end = timer.mark()
+    timer.sync_clock()
     return end.s - start.s, sum(sends.times_s()[1:])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipebench.tracking.connection import Connection, default_uri
+from pipebench.tracking.connection import StoreConnection, default_uri
 from pipebench.tracking.ui import choose_port
 from tests.patience import PATIENCE_S
 
@@ -100,7 +100,7 @@ def test_a_worker_finds_modules_where_the_process_finds_them_that_starts_it(here
 
 
 def test_the_server_of_mlflows_pages_imports_nothing_of_the_working_directory(here: Path) -> None:
-    with Connection(default_uri()).turn():  # which makes the database
+    with StoreConnection(default_uri()).turn():  # which makes the database
         pass
     words = [sys.executable, *SCRIPT, "ui", "--port", str(choose_port(None))]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:

@@ -18,12 +18,12 @@ _STEPS = 3  # some keep a thing from the second step on, or have None in it befo
 _COUNTER = "step"  # what every optimizer of torch.optim calls the number of its steps
 _LARGEST = 2**53  # whole numbers that a float holds
 
-_Kept = list[dict[str, Any]]  # after each step, by key: the form of a tensor, or the value itself
+_States = list[dict[str, Any]]  # after each step, by key: the form of a tensor, or the value itself
 
 
 def updates_of(states: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
     """Return the number of steps on every parameter with optimizer state; None where the state doesn't count them."""
-    return {name: _count(kept.get(_COUNTER)) for name, kept in states.items()}
+    return {name: _count(state.get(_COUNTER)) for name, state in states.items()}
 
 
 def check_updates(expected: Mapping[str, float | None], states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -57,7 +57,7 @@ class FreshStates:
 
     def __init__(self, make_optimizer: MakeOptimizer) -> None:
         self._make_optimizer = make_optimizer
-        self._known: dict[Form, tuple[_Kept, bool]] = {}
+        self._known: dict[Form, tuple[_States, bool]] = {}
 
     def check(self, name: str, found: Mapping[str, Any], parameter: Form, *, may_be_nan: bool = False) -> bool:
         """Compare a parameter's state with a fresh one; `may_be_nan` if the parameter itself began with NaN elements.
@@ -68,36 +68,36 @@ class FreshStates:
         Raises:
             CheckpointError: names the parameter and the key, what was found and what is expected.
         """
-        kept, is_known = self._fresh(parameter)
-        if not kept[0] and not kept[-1]:
+        states, is_known = self._fresh(parameter)
+        if not states[0] and not states[-1]:
             return False
-        for key in kept[0].keys() - found.keys():
-            raise CheckpointError(f"the optimizer's {key} of {name}: found nothing, expected is {_said(kept, key)}")
+        for key in states[0].keys() - found.keys():
+            raise CheckpointError(f"the optimizer's {key} of {name}: found nothing, expected is {_said(states, key)}")
         for key, value in found.items():
             where = f"the optimizer's {key} of {name}"
-            if any(key in each for each in kept):
-                _check_known(where, value, [each[key] for each in kept if key in each])
+            if any(key in each for each in states):
+                _check_known(where, value, [each[key] for each in states if key in each])
             elif is_known:  # torch's or our own: all its state is there from the first step on
-                raise CheckpointError(f"{where}: found {kind_of(value)}, expected is {', '.join(kept[0])} only")
+                raise CheckpointError(f"{where}: found {kind_of(value)}, expected is {', '.join(states[0])} only")
             _check_numbers(where, key, value, may_be_nan=may_be_nan)
         return True
 
-    def _fresh(self, parameter: Form) -> tuple[_Kept, bool]:
+    def _fresh(self, parameter: Form) -> tuple[_States, bool]:
         if parameter not in self._known:
             tensor = torch.zeros(parameter.shape, dtype=parameter.dtype).requires_grad_()
             optimizer = self._make_optimizer([tensor])
-            kept: _Kept = []
+            states: _States = []
             for _ in range(_STEPS):
                 tensor.grad = torch.ones_like(tensor)
                 optimizer.step()
                 state = optimizer.state.get(tensor, {})
-                kept.append({k: Form.of(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()})
-            self._known[parameter] = kept, type(optimizer).__module__.startswith(("torch.optim", "pipebench."))
+                states.append({k: Form.of(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()})
+            self._known[parameter] = states, type(optimizer).__module__.startswith(("torch.optim", "pipebench."))
         return self._known[parameter]
 
 
-def _said(kept: _Kept, key: str) -> str:
-    return str(kept[0][key]) if isinstance(kept[0][key], Form) else kind_of(kept[0][key])
+def _said(states: _States, key: str) -> str:
+    return str(states[0][key]) if isinstance(states[0][key], Form) else kind_of(states[0][key])
 
 
 def _check_known(where: str, found: Any, forms: list[Any]) -> None:

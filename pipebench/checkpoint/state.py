@@ -90,7 +90,7 @@ class ModelState:
             self,
             parameters={name: cut(name, value) for name, value in self.parameters.items()},
             optimizer={
-                name: {key: cut(name, value) for key, value in kept.items()} for name, kept in self.optimizer.items()
+                name: {key: cut(name, value) for key, value in state.items()} for name, state in self.optimizer.items()
             },
             mean_change={name: cut(name, value) for name, value in self.mean_change.items()},
         )
@@ -153,10 +153,10 @@ class ModelState:
 def _join(whole: ModelState, part: ModelState, name: str, place: torch.Tensor) -> int:
     """Put a piece of a parameter, and of its optimizer state, into the whole's; return its elements."""
     start, *shape = place.tolist()
-    piece, kept = part.parameters[name], part.optimizer.get(name, {})
+    piece, state = part.parameters[name], part.optimizer.get(name, {})
     if piece.numel() == math.prod(shape):
         whole.parameters[name] = piece.view(shape)
-        whole.optimizer.update({name: kept} if kept else {})
+        whole.optimizer.update({name: state} if state else {})
         return piece.numel()
 
     def joined(before: Any, own: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ def _join(whole: ModelState, part: ModelState, name: str, place: torch.Tensor) -
         return made
 
     whole.parameters[name] = joined(whole.parameters.get(name), piece)
-    for key, value in kept.items():
+    for key, value in state.items():
         found = whole.optimizer.setdefault(name, {})
         is_piece = isinstance(value, torch.Tensor) and value.shape == piece.shape
         found[key] = joined(found.get(key), value) if is_piece else value
@@ -187,12 +187,12 @@ def _with_slices(joined: ModelState, states: Iterable[ModelState]) -> ModelState
         dimension, _, *shape = places[min(places)].tolist()
         names = [_name_of({name: places[start]}, name) for start in sorted(places)]
         own = [joined.parameters.pop(each) for each in names]
-        kept = [joined.optimizer.pop(each, {}) for each in names]
+        optimizers = [joined.optimizer.pop(each, {}) for each in names]
         if sum(each.shape[dimension] for each in own) != shape[dimension]:
             found = sum(each.numel() for each in own)
             raise CheckpointError(f"{name}: found {found:,} elements, expected of all slices are {math.prod(shape):,}")
         joined.parameters[name] = torch.cat([each.detach() for each in own], dimension)
-        columns = {key: [each[key] for each in kept] for key in kept[0]}
+        columns = {key: [each[key] for each in optimizers] for key in optimizers[0]}
         if columns:
             joined.optimizer[name] = {key: _of_parts(column, own, dimension) for key, column in columns.items()}
         if names[0] in joined.mean_change:

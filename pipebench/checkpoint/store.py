@@ -205,12 +205,12 @@ class Checkpoints:
     def _prune(self, committed: int) -> None:
         """Remove older checkpoints, leftovers, and later steps, from which the run was set back."""
         self._tidy(_read(self._folder(committed)))
-        kept = 1
+        num_left = 1
         for path, step in sorted(self._entries(), key=lambda entry: -entry[1]):
             if step == committed or step == self.best:
                 continue
-            if step < committed and kept < self.keep and _seems_whole(path):
-                kept += 1
+            if step < committed and num_left < self.keep and _seems_whole(path):
+                num_left += 1
             else:
                 _remove(path)
         for path in self.folder.glob(".removed-*"):

@@ -46,7 +46,7 @@ def load_recipe(recipe: Recipe, /, **keys: Any) -> LoadedRecipe:
 
 
 def run(recipe: Recipe, /, *, on_progress: OnProgress = None, **keys: Any) -> Run:
-    """Train a recipe to its target, record the run in MLflow, and return what it came to.
+    """Train a recipe to its target, record the run in MLflow, and return its result.
 
     Args:
         recipe: a name, a file, a dict, or what `load_recipe` returned.

@@ -61,17 +61,17 @@ def draw(words: tuple[str, ...], versions: bool, out: Path | None, picture: Path
         from pipebench.run import runner
 
     kind, schedule = what or MEMORY, Output("--out", out, "a schedule", is_schedule)
-    told = f"a picture of {kind} over time"
-    drawing = Output("--picture", picture, told, lambda path: is_picture_by(_drawing(kind)[0], path), PNG)
+    what = f"a picture of {kind} over time"
+    drawing = Output("--picture", picture, what, lambda path: is_picture_by(_drawing(kind)[0], path), PNG)
     refuse_to_overwrite([schedule, drawing])
     preflight(loaded, trains=False)
     if out is not None:
         text = runner.schedule_csv(loaded)
         schedule.write(lambda path: path.write_text(text, encoding="utf-8"))
     if picture is not None:
-        watch = runner.watch(loaded)
-        click.echo(watch.sentence)
-        drawing.write(lambda path: _drawing(kind)[1](watch).write(path))
+        forecast = runner.forecast(loaded)
+        click.echo(forecast.sentence)
+        drawing.write(lambda path: _drawing(kind)[1](forecast).write(path))
     if out is None and picture is None:
         click.echo(runner.draw(loaded, versions=versions))
 
@@ -81,6 +81,6 @@ def _drawing(kind: str) -> tuple[str, Callable[["MemoryForecast"], "InlineFigure
     from pipebench.show import memory_picture, occupancy_picture, over_time  # late: matplotlib
 
     if kind == MEMORY:
-        return memory_picture.MADE_BY, lambda watch: memory_picture.memory_figure(watch.memory)
+        return memory_picture.MADE_BY, lambda forecast: memory_picture.memory_figure(forecast.memory)
     parts, drawn = over_time.NUM_PARTS, occupancy_picture
-    return drawn.MADE_BY, lambda watch: drawn.occupancy_figure(watch.occupancy(parts))
+    return drawn.MADE_BY, lambda forecast: drawn.occupancy_figure(forecast.occupancy(parts))

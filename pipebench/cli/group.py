@@ -113,9 +113,9 @@ class Commands(click.Group):
             code: object = super().main(*args, standalone_mode=False, **extra)  # type: ignore[call-overload]
             return code if isinstance(code, int) else 0
         except click.ClickException as error:
-            told = io.StringIO()
-            error.show(told)
-            _say(told.getvalue())
+            written = io.StringIO()
+            error.show(written)
+            _say(written.getvalue())
             return USER_ERROR
         except UserError as error:
             return self._mistake(error)

@@ -36,14 +36,14 @@ def only_json() -> Iterator[Callable[[str], None]]:
     """Send what is printed, by child processes too, to standard error; yields what writes to standard output."""
     output = sys.stdout
     output.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
 
     def write(text: str) -> None:
         data = f"{text}\n".encode()
         if output is sys.__stdout__:
             while data:
-                data = data[os.write(kept, data) :]
+                data = data[os.write(stdout, data) :]
         else:  # a test's
             output.write(data.decode())
 
@@ -51,8 +51,8 @@ def only_json() -> Iterator[Callable[[str], None]]:
         with contextlib.redirect_stdout(sys.stderr):
             yield write
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def json_text(data: Any) -> str:

@@ -34,7 +34,7 @@ from pipebench.recipe.schema import ParallelismRecipe, Recipe
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
 from pipebench.show.answers import PlanAnswer
-from pipebench.show.plan_answer import Answer, plan_data
+from pipebench.show.plan_answer import PlanFindings, plan_data
 from pipebench.show.plan_report import print_modes, print_plan
 from pipebench.show.plans_report import print_plans
 from pipebench.show.progress import preparing, searching
@@ -163,7 +163,7 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
         print_plans(answers, refused)
 
 
-def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, known_states: KnownStates) -> Answer:
+def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, known_states: KnownStates) -> PlanFindings:
     mode = options.mode or loaded.recipe.parallelism.mode
     with faults_of(loaded):
         loaded = _with_slices(loaded, options, mode)
@@ -232,7 +232,7 @@ def _progress(options: PlanOptions) -> Console | None:
     return standard_error() if options.as_json else None
 
 
-def _of_file(options: PlanOptions, known_states: KnownStates) -> Answer:
+def _of_file(options: PlanOptions, known_states: KnownStates) -> PlanFindings:
     assert options.profile is not None
     given = options.minibatch_size
     profile = load_profile(options.profile, given or 1)
@@ -263,7 +263,7 @@ def _answer(
     known_states: KnownStates,
     *,
     says_samples: bool,
-) -> Answer:
+) -> PlanFindings:
     """Return the plan of the requested mode, without other modes."""
     if mode == AUTO and not options.others:
         raise UserError("--no-others goes with one mode: auto plans them all, to find the fastest")
@@ -278,10 +278,10 @@ def _answer(
     if waits and not row.flush and len(best.stages) > 1:
         deeper = replace(best, plan=replace(best.plan, depth=best.plan.depth + 1), is_simulated=False)
         spare_s = planner.with_prediction(deeper).minibatch_s
-    return Answer(name, request, row, comparison, says_samples, spare_s, planner.times_of(best))
+    return PlanFindings(name, request, row, comparison, says_samples, spare_s, planner.times_of(best))
 
 
-def _with_others(answer: Answer, options: PlanOptions, known_states: KnownStates) -> Answer:
+def _with_others(answer: PlanFindings, options: PlanOptions, known_states: KnownStates) -> PlanFindings:
     """Add the other modes to an answer, if requested."""
     if not options.others:
         return answer

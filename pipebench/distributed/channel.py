@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipebench.distributed.ends import Message, ReceivingEnd, SendingEnd
-from pipebench.distributed.instruction_times import HostWatch
+from pipebench.distributed.ends import Received, ReceivingEnd, SendingEnd
+from pipebench.distributed.instruction_times import HostTimer
 from pipebench.distributed.launch_join import peers
 from pipebench.distributed.message import (
     HEADER_BYTES,
@@ -33,8 +33,8 @@ from pipebench.distributed.message import (
     Layouts,
     MessageLayout,
     aligned,
-    form_of,
     layout_in,
+    layout_key_of,
     pack,
     read_header,
     write_header,
@@ -43,23 +43,23 @@ from pipebench.model.memory_format import in_order
 
 
 class DirectSends:
-    """What a channel sends by NCCL to `peer` in the group of the two workers; `watch` times it, None times nothing."""
+    """What a channel sends by NCCL to `peer` in the group of the two workers; `timer` times it, None times nothing."""
 
-    def __init__(self, group: Any, peer: int, watch: HostWatch | None) -> None:
-        self._group, self._peer, self._watch = group, peer, watch
+    def __init__(self, group: Any, peer: int, timer: HostTimer | None) -> None:
+        self._group, self._peer, self._timer = group, peer, timer
         self._leaving: deque[tuple[list[Any], list[torch.Tensor]]] = deque()  # the device still reads the tensors
         self._starts_s, self._lasted_s = array("d"), array("d")
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors, in order, when all computing until here is done."""
         self._drop_sent()
-        kept = [in_order(tensor.detach()) for tensor in tensors]
-        if self._watch is not None:
-            start = self._watch.mark()
-            self._watch.then(lambda: self._starts_s.append(start.s))
+        leaving = [in_order(tensor.detach()) for tensor in tensors]
+        if self._timer is not None:
+            start = self._timer.mark()
+            self._timer.then(lambda: self._starts_s.append(start.s))
         with peers():
-            works = [dist.isend(tensor, self._peer, group=self._group) for tensor in kept]
-        self._leaving.append((works, kept))
+            works = [dist.isend(tensor, self._peer, group=self._group) for tensor in leaving]
+        self._leaving.append((works, leaving))
 
     def flush(self) -> None:
         """Let later computing wait until everything has left."""
@@ -67,7 +67,7 @@ class DirectSends:
             for works, _ in self._leaving:
                 for work in works:
                     work.wait()
-        if self._watch is None:
+        if self._timer is None:
             self._leaving.clear()
 
     def times_s(self) -> list[float]:
@@ -87,7 +87,7 @@ class DirectSends:
         with peers():
             while self._leaving and all(work.is_completed() for work in self._leaving[0][0]):
                 works, _ = self._leaving.popleft()
-                if self._watch is not None:
+                if self._timer is not None:
                     self._lasted_s.append(sum(work._get_duration() for work in works) / 1e3)
 
 
@@ -110,7 +110,7 @@ class ChannelLink:
     clock: Callable[[], float]  # the run's clock, seconds
     # With NCCL on a GPU: a stream that stays empty (tests pass a fake one), and what times its work
     idle: Any = None
-    watch: HostWatch | None = None
+    timer: HostTimer | None = None
 
     @property
     def spill_tag(self) -> int:
@@ -164,7 +164,7 @@ class ChannelSender(SendingEnd):
         self._layouts = Layouts()
         self._leaving: deque[tuple[_Buffer, list[Any]]] = deque()
         self._num_left = 0
-        self._direct = None if link.direct is None else DirectSends(link.direct, link.peer, link.watch)
+        self._direct = None if link.direct is None else DirectSends(link.direct, link.peer, link.timer)
         self._free: list[_Buffer] = []
         self._num_sent = 0
 
@@ -172,8 +172,8 @@ class ChannelSender(SendingEnd):
         """Send a message; see `SendingEnd`."""
         while most_leaving is not None and len(self._leaving) >= most_leaving:
             self._wait_for_first()
-        form, tensors = form_of(values)
-        number, layout, text = self._layouts.of(form)
+        key, tensors = layout_key_of(values)
+        number, layout, text = self._layouts.of(key)
         body_bytes = 0 if self._link.direct is not None else layout.num_bytes
         num_bytes = HEADER_BYTES + len(text) + body_bytes
         spills = num_bytes > self._capacity.now
@@ -245,7 +245,7 @@ class Receiver(ReceivingEnd):
         while self._unposted > 0 and len(self._posted) < AHEAD:
             self._post()
 
-    def receive(self, unit: int | None) -> Message:
+    def receive(self, unit: int | None) -> Received:
         """Wait for the next message; see `ReceivingEnd`."""
         if not self._posted:  # not announced by `expect`
             self.expect(1)
@@ -268,7 +268,7 @@ class Receiver(ReceivingEnd):
             tensors = self._directly(layout)
         self.num_taken += 1
         values = layout.values(tensors)
-        return Message(header.unit, values, layout.payload_bytes, header.sent_s, arrived_s, header.note, header.taken)
+        return Received(header.unit, values, layout.payload_bytes, header.sent_s, arrived_s, header.note, header.taken)
 
     def _wait(self, work: Any) -> None:
         with peers():

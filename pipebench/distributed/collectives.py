@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipebench.distributed.instruction_times import HostWatch, Moment
+from pipebench.distributed.instruction_times import HostTimer, Moment
 from pipebench.distributed.launch_join import leave, peers
 from pipebench.distributed.meter import MeasuredMeter
 from pipebench.distributed.reducer import Reducer, ServerSum, shared_bytes
 from pipebench.distributed.shard_exchange import Exchange, ShardReducer, WeightGather
-from pipebench.distributed.shared_sum import Sharing, share
+from pipebench.distributed.shared_sum import SharedFile, share
 from pipebench.distributed.world import World
 from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.clipping import norm_of
@@ -27,7 +27,7 @@ from pipebench.simulate.sums import traffic
 from pipebench.simulate.timeline import BUFFERS, CONTROL, Transfer
 
 
-class Course(NamedTuple):
+class TimeSpan(NamedTuple):
     """The times of an operation."""
 
     start: Moment
@@ -38,7 +38,7 @@ class Course(NamedTuple):
 class ProcessCollectives:
     """The process groups of one worker, and its operations in them. All workers make one, at the same time.
 
-    Methods raise `PeerLostError` if another worker is gone. `watch` times every all-reduce and every wait, `meter`
+    Methods raise `PeerLostError` if another worker is gone. `timer` times every all-reduce and every wait, `meter`
     records them; bytes sent are added to `num_bytes`, by kind and level.
     """
 
@@ -47,19 +47,19 @@ class ProcessCollectives:
         setup: Setup,
         world: World,
         worker: Worker,
-        watch: HostWatch,
+        timer: HostTimer,
         meter: MeasuredMeter,
         num_bytes: Counter[tuple[str, str]],
     ) -> None:
         self.setup, self.world, self.worker = setup, world, worker
-        self.watch, self.meter, self.num_bytes = watch, meter, num_bytes
+        self.timer, self.meter, self.num_bytes = timer, meter, num_bytes
         self.ranks = ranks_of(setup)  # by worker
         self._rings: dict[int, list[int]] = {}  # of stages with replicas and of ties, like the next two
         self.stage_groups: dict[int, Any] = {}  # of replicas, by stage
         self._reducers: dict[int, Reducer | ShardReducer] = {}
         self._gathers: dict[int, WeightGather] = {}  # of sharded stages
         self._groups_of: dict[tuple[str, ...], Any] = {}  # that several stages share, by purpose and ranks
-        self._sharing: list[Sharing] = []
+        self._shared: list[SharedFile] = []
         self._norm_group = world.new_group("gloo") if setup.pipeline.shares_norm else None
         self.groups: list[Any] = [] if self._norm_group is None else [self._norm_group]  # to leave
         for group in range(setup.pipeline.num_stages + len(setup.pipeline.ties)):
@@ -84,11 +84,11 @@ class ProcessCollectives:
 
     def wait(self, stage: int, replica: int, round_index: int) -> list[torch.Tensor | None]:
         """Wait for a round's gradients."""
-        start, pipeline = self.watch.mark(), self.setup.pipeline
+        start, pipeline = self.timer.mark(), self.setup.pipeline
 
         def arrived(num_bytes: int, set_out: Moment, end: Moment) -> None:
-            course = Course(set_out, end, start)
-            self._count(stage, pipeline.way, pipeline.sum_kind, f"R{round_index}", num_bytes, course)
+            span = TimeSpan(set_out, end, start)
+            self._count(stage, pipeline.way, pipeline.sum_kind, f"R{round_index}", num_bytes, span)
 
         gradients = self._reducers[stage].wait(arrived)
         self.waited(start)
@@ -96,8 +96,8 @@ class ProcessCollectives:
 
     def waited(self, start: Moment) -> None:
         """Count the time from `start` until now as waited for bytes."""
-        end = self.watch.mark()
-        self.watch.then(lambda: self.meter.stalled(end.s - start.s))
+        end = self.timer.mark()
+        self.timer.then(lambda: self.meter.stalled(end.s - start.s))
 
     def gather(self, stage: int, kind: str) -> None:
         """Start to gather a sharded stage's weights."""
@@ -106,10 +106,10 @@ class ProcessCollectives:
 
     def wait_gathered(self, stage: int) -> None:
         """Wait for a sharded stage's weights."""
-        start, gather = self.watch.mark(), self._gathers[stage]
-        course = Course(gather.set_out, gather.wait(), start)
+        start, gather = self.timer.mark(), self._gathers[stage]
+        span = TimeSpan(gather.set_out, gather.wait(), start)
         num_bytes = self.worker.replicas[stage].weights.version_bytes
-        self._count(stage, self.setup.pipeline.way, gather.kind, "weights", num_bytes, course)
+        self._count(stage, self.setup.pipeline.way, gather.kind, "weights", num_bytes, span)
         self.waited(start)
 
     def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
@@ -124,7 +124,7 @@ class ProcessCollectives:
         """Return the norm of all stages' gradients, from the gathered squares of every process's parameters."""
         setup = self.setup
         own = self.worker.squared_norms().cpu()
-        start = self.watch.mark()
+        start = self.timer.mark()
         found = [torch.empty_like(own) for _ in range(self.world.size)]
         with peers():
             dist.all_gather(found, own, group=self._norm_group)
@@ -142,15 +142,15 @@ class ProcessCollectives:
     def drained(self) -> None:
         """Average running statistics over every stage's replicas; extensions exchange their own state."""
         for stage, ring in self._rings.items():
-            start, buffers = self.watch.mark(), self.worker.buffers(stage)
+            start, buffers = self.timer.mark(), self.worker.buffers(stage)
             for indices in of_one_type(range(len(buffers)), buffers):
                 own = [buffers[index] for index in indices]
                 flat = torch.cat([buffer.reshape(-1) for buffer in own])
                 means = torch.split(self._sum(stage, flat) / len(ring), [buffer.numel() for buffer in own])
                 for buffer, mean in zip(own, means, strict=True):
                     buffer.copy_(mean.view(buffer.shape))
-                course = Course(start, self.watch.mark())
-                self._count(stage, self.setup.pipeline.buffer_way, BUFFERS, "buffers", flat.nbytes, course)
+                span = TimeSpan(start, self.timer.mark())
+                self._count(stage, self.setup.pipeline.buffer_way, BUFFERS, "buffers", flat.nbytes, span)
         for extension in self.extensions.values():
             deque(extension.drained(), maxlen=0)
 
@@ -158,8 +158,8 @@ class ProcessCollectives:
         """Leave the groups."""
         for extension in self.extensions.values():
             extension.close()
-        for sharing in self._sharing:
-            sharing.close()
+        for shared in self._shared:
+            shared.close()
         leave(self.groups)
 
     def _connect(self) -> None:
@@ -204,13 +204,13 @@ class ProcessCollectives:
             self._make_exchange(stage, ring, ranks)
             return
         like, buckets = self.worker.summed(stage) if is_member else ([], [])
-        sharing = share(world, ranks, shared_bytes(buckets, like)) if setup.pipeline.way == ALL_REDUCE else None
-        if sharing is not None:
-            self._sharing.append(sharing)
+        shared = share(world, ranks, shared_bytes(buckets, like)) if setup.pipeline.way == ALL_REDUCE else None
+        if shared is not None:
+            self._shared.append(shared)
         if is_member:
             host_copy = setup.device.type == "cuda" and not world.direct
             self._reducers[stage] = Reducer(
-                buckets, like, group, sync=setup.pipeline.way, host_copy=host_copy, watch=self.watch, sharing=sharing
+                buckets, like, group, sync=setup.pipeline.way, host_copy=host_copy, timer=self.timer, shared=shared
             )
 
     def _make_exchange(self, stage: int, ring: Sequence[int], ranks: Sequence[int]) -> None:
@@ -235,10 +235,10 @@ class ProcessCollectives:
         order = [pipeline.replica_of(worker, stage) for worker in ring]
         scatter, gather = (Exchange(group, order, own, native=native, host_copy=host_copy) for group in made)
         assert weights.sharding is not None
-        self._reducers[stage] = ShardReducer(weights.sharding, weights.newest.parameters, scatter, self.watch)
-        self._gathers[stage] = WeightGather(weights, gather, self.watch)
+        self._reducers[stage] = ShardReducer(weights.sharding, weights.newest.parameters, scatter, self.timer)
+        self._gathers[stage] = WeightGather(weights, gather, self.timer)
 
-    def _count(self, stage: int, sync: str, kind: str, label: str, num_bytes: int, course: Course) -> None:
+    def _count(self, stage: int, sync: str, kind: str, label: str, num_bytes: int, span: TimeSpan) -> None:
         """Count the bytes that this worker sends of a sum over a stage's replicas; record it in the timeline."""
         ring, total, levels = self._rings[stage], 0, set()
         for sender, receiver, sent in traffic(sync, num_bytes, len(ring)):
@@ -249,14 +249,14 @@ class ProcessCollectives:
                 self.num_bytes[kind, level.name] += sent
         slowest = min(levels, key=lambda level: level.sum_bytes_per_s).name
         members = tuple(sorted(ring))
-        self.record(Transfer(kind, label, members, members, slowest, total, 0.0, 0.0), course)
+        self.record(Transfer(kind, label, members, members, slowest, total, 0.0, 0.0), span)
 
-    def record(self, transfer: Transfer, course: Course) -> None:
+    def record(self, transfer: Transfer, span: TimeSpan) -> None:
         """Record a transfer, when its times are known."""
-        start, end, waited = course
+        start, end, waited = span
 
-        def told() -> None:
+        def record_timed() -> None:
             timed = replace(transfer, start_s=start.s, end_s=end.s)
             self.meter.transfer(timed, None if waited is None else waited.s)
 
-        self.watch.then(told)
+        self.timer.then(record_timed)

@@ -28,7 +28,7 @@ _HEARTBEAT_KEY, _POSITION_KEY = "pipebench/heartbeat", "pipebench/position"
 _LOG = logging.getLogger("pipebench.distributed.control")
 _AGREEING_S = 0.02  # short, since all workers may wait for the agreement
 _SILENT_HEARTBEATS, _SILENT_S = 4, 2.0  # heartbeats until one is overdue; seconds, since a loaded host may be slow
-_WATCH_S = 0.5
+_WATCHDOG_S = 0.5
 _OWN_WORK = 10  # times the limit, for work other than instructions
 _FAILED = 3
 
@@ -92,7 +92,7 @@ class Control(AdmissionControl):
         self._closed, self._wake = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=function, name=f"pipebench-{name}-{process}", daemon=True)
-            for name, function in (("control", self._talk), ("watch", self._watch))
+            for name, function in (("control", self._talk), ("watchdog", self._watchdog))
         ]
 
     def start(self) -> None:
@@ -192,9 +192,9 @@ class Control(AdmissionControl):
             self.stop_reason = answers[0][2]
             self.settle(max(Position(segment, bound) for segment, bound, _ in answers))
 
-    def _watch(self) -> None:
+    def _watchdog(self) -> None:
         """Measure how long the training thread is at one place, without time in which this process was suspended."""
-        period_s = min(_WATCH_S, self._stall_limit_s / 10)
+        period_s = min(_WATCHDOG_S, self._stall_limit_s / 10)
         place, place_s, before_s = self._place, 0.0, time.monotonic()
         while not self._closed.wait(period_s):
             now_s = time.monotonic()

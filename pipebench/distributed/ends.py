@@ -5,7 +5,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Message:
+class Received:
     """A received message."""
 
     unit: int
@@ -54,7 +54,7 @@ class ReceivingEnd:
     def expect(self, num_messages: int) -> None:
         """Prepare for future messages, if needed."""
 
-    def receive(self, unit: int | None) -> Message:
+    def receive(self, unit: int | None) -> Received:
         """Wait for the next message, which must be of this unit; None: of any."""
         raise NotImplementedError
 

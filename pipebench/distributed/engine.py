@@ -16,7 +16,7 @@ from pipebench.checkpoint.store import from_bytes, to_bytes
 from pipebench.distributed.collectives import ProcessCollectives
 from pipebench.distributed.control import Control
 from pipebench.distributed.cores import crowding, processor_shares
-from pipebench.distributed.instruction_times import DeviceWatch, HostWatch, Pace, runs_ahead
+from pipebench.distributed.instruction_times import DeviceTimer, HostTimer, Pace, runs_ahead
 from pipebench.distributed.meter import MeasuredMeter, merge, with_allocated
 from pipebench.distributed.slices import combined, connected_slices, joined
 from pipebench.distributed.transport import ChannelTransport
@@ -82,8 +82,8 @@ class DistributedEngine(TrainingEngine):
         self._num_losses = 0
         self._stop: str | None = None
         timed = (self.worker.index, self.clock, self._note)
-        self._watch = DeviceWatch(*timed, direct=direct) if ahead else HostWatch(*timed)
-        self._transport = ChannelTransport(setup, world, self.worker.index, self._watch, self.meter, self.num_bytes)
+        self._timer = DeviceTimer(*timed, direct=direct) if ahead else HostTimer(*timed)
+        self._transport = ChannelTransport(setup, world, self.worker.index, self._timer, self.meter, self.num_bytes)
         self.collectives = self._connected()
         self._pace = Pace(setup.device)
         if needs_warm_up(setup):
@@ -104,7 +104,7 @@ class DistributedEngine(TrainingEngine):
         self.clock_s = clock_s
         self._not_training_s = max(0.0, clock_s - self.meter.busy_s)
         self.meter.begin(clock_s)
-        self._watch.sync_clock()
+        self._timer.sync_clock()
 
     def clock(self) -> float:
         """Return the run's clock, seconds."""
@@ -187,7 +187,7 @@ class DistributedEngine(TrainingEngine):
     def _settle(self) -> None:
         """Wait until everything executed is done, and record it."""
         self._transport.flush()
-        self._watch.sync_clock()
+        self._timer.sync_clock()
         self.set_activity("exchange")
         self._transport.settle(self.world)
         self.set_activity("")
@@ -233,7 +233,7 @@ class DistributedEngine(TrainingEngine):
         self.collectives = self._connected()
 
     def _connected(self) -> ProcessCollectives:
-        return ProcessCollectives(self.setup, self.world, self.worker, self._watch, self.meter, self.num_bytes)
+        return ProcessCollectives(self.setup, self.world, self.worker, self._timer, self.meter, self.num_bytes)
 
     def close(self) -> None:
         """Close the connections to the other workers; all workers call it."""
@@ -267,7 +267,7 @@ class DistributedEngine(TrainingEngine):
 
     def sync_clock(self) -> None:
         """Set all workers' clocks to the latest of them."""
-        self._watch.sync_clock()
+        self._timer.sync_clock()
         self.clock_s = max(self.exchange(self.clock()))
 
     def measured(self, training_s: float) -> RunMeasurements:
@@ -310,7 +310,7 @@ class DistributedEngine(TrainingEngine):
         """Execute an instruction, watched and timed."""
         if self._control is not None:
             self._control.at(instruction)
-        self._watch.timed(instruction, lambda: self._executed(instruction))
+        self._timer.timed(instruction, lambda: self._executed(instruction))
 
     def _executed(self, instruction: Instruction) -> None:
         transport, collectives = self._transport, self.collectives

@@ -20,7 +20,7 @@ from pipebench.distributed.launch_join import HostLostError, HostSlot, lost
 
 _LOG = logging.getLogger("pipebench.distributed.heartbeat")
 _BEAT_S = 1.0
-_MOST_WATCH_S = 0.5
+_LONGEST_PERIOD_S = 0.5
 _JOINING_S = 2.0
 _DONE = "done"
 _LAST_SIGNS = 2
@@ -116,7 +116,7 @@ class Heartbeat:
 
     def _listen(self) -> None:
         """Check the collected heartbeats, without time in which this process was suspended."""
-        period_s = min(_MOST_WATCH_S, self._limit_s / 10)
+        period_s = min(_LONGEST_PERIOD_S, self._limit_s / 10)
         monitor, before_s = SilenceMonitor(self._place, self._limit_s), time.monotonic()
         while not self._closed.wait(period_s):
             now_s = time.monotonic()

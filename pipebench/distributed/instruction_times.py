@@ -24,7 +24,7 @@ def runs_ahead(device: torch.device) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Moment:
-    """A time on the run's clock, in seconds. A GPU's is known when it has come there: `HostWatch.then`."""
+    """A time on the run's clock, in seconds. A GPU's is known when it has come there: `HostTimer.then`."""
 
     s: float = 0.0
     event: Any = None  # of CUDA
@@ -32,7 +32,7 @@ class Moment:
     since: "Moment | None" = None  # of an operation's end: a kept moment before its start
 
 
-class HostWatch:
+class HostTimer:
     """Times a worker's work by the run's clock, in seconds, and reports its instructions in order."""
 
     direct = False  # whether operations between GPUs, by NCCL, are timed
@@ -68,7 +68,7 @@ class HostWatch:
         """Let all moments be known, with all work done."""
 
 
-class DeviceWatch(HostWatch):
+class DeviceTimer(HostTimer):
     """Times by events on a GPU's current stream.
 
     CUDA measures between events in single-precision milliseconds, too coarse after ten minutes to resolve 30 us, so
@@ -101,13 +101,13 @@ class DeviceWatch(HostWatch):
             self._read()
 
     def mark(self, *, keep: bool = False) -> Moment:
-        """See `HostWatch`."""
+        """See `HostTimer`."""
         moment = Moment(event=self._recorded(), kept=keep)
         self._waiting.append(moment)
         return moment
 
     def ended(self, wait: Callable[[], None], since: Moment) -> Moment:
-        """See `HostWatch`."""
+        """See `HostTimer`."""
         if self._beside is None:
             return self.mark()
         with torch.cuda.stream(self._beside):
@@ -117,7 +117,7 @@ class DeviceWatch(HostWatch):
         return moment
 
     def then(self, act: Callable[[], None]) -> None:
-        """See `HostWatch`."""
+        """See `HostTimer`."""
         self._waiting.append(act)
 
     def sync_clock(self) -> None:

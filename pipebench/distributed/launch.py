@@ -58,10 +58,10 @@ def spawned(command: Sequence[str]) -> Start:
     words = [sys.executable, "-I", "-S", launch_child.__file__, str(os.getpid()), *command]
 
     def start(settings: Mapping[str, str], passed: Mapping[str, int]) -> Process:
-        told = {name: str(descriptor) for name, descriptor in passed.items()}
+        variables = {name: str(descriptor) for name, descriptor in passed.items()}
         # Every worker leads a process group, which includes its loader's processes.
         return subprocess.Popen(
-            words, env={**os.environ, **settings, **told}, start_new_session=True, pass_fds=tuple(passed.values())
+            words, env={**os.environ, **settings, **variables}, start_new_session=True, pass_fds=tuple(passed.values())
         )
 
     return start
@@ -103,7 +103,7 @@ class Attempt:
         """Wait for the workers for up to `timeout_s` seconds; return whether all have ended."""
         until_s = time.monotonic() + timeout_s
         while None in [process.poll() for process in self._processes]:
-            self._watch()
+            self._end_after_failure()
             if time.monotonic() > until_s:
                 return False
             time.sleep(_POLL_S)
@@ -138,7 +138,7 @@ class Attempt:
         for file in self._failures:
             file.close()
 
-    def _watch(self) -> None:
+    def _end_after_failure(self) -> None:
         """After one worker failed, end the others by SIGTERM, later by SIGKILL."""
         if self._first_dead_s is None:
             if any(process.returncode for process in self._processes):
@@ -183,7 +183,7 @@ def run_workers(
         for number in range(max_restarts + 1):
             attempt = Attempt(start, num_workers, number, settings, passed)
             try:
-                if not _watch(attempt, signals, say):
+                if not _wait_for_end(attempt, signals, say):
                     return INTERRUPTED
                 failures = attempt.failures()
                 if not failures:
@@ -241,7 +241,7 @@ class _Signals:
         self.asked = True
 
 
-def _watch(attempt: Attempt, signals: _Signals, say: Callable[[str], None]) -> bool:
+def _wait_for_end(attempt: Attempt, signals: _Signals, say: Callable[[str], None]) -> bool:
     """Wait for the workers and forward stop requests; False if a signal ended them.
 
     Before training has begun there is nothing to finish, and the first signal ends them.

@@ -17,7 +17,7 @@ _RECORDER = "PIPEBENCH_RECORDER"  # file descriptor of the pipe's end to read fr
 
 
 @contextmanager
-def ready_told(wait_until_ready: Callable[[], object]) -> Iterator[Mapping[str, int]]:
+def announcing_ready(wait_until_ready: Callable[[], object]) -> Iterator[Mapping[str, int]]:
     """Tell workers when `wait_until_ready`, called in a thread, has returned.
 
     Yields the file descriptors that workers inherit, by the environment variable that tells them.
@@ -35,7 +35,7 @@ def ready_told(wait_until_ready: Callable[[], object]) -> Iterator[Mapping[str, 
         os.close(reading)
 
 
-def ready_heard() -> Callable[[float], bool] | None:
+def ready_listener() -> Callable[[float], bool] | None:
     """Return what waits up to some seconds until the launcher can record, and returns whether it can.
 
     None if no launcher records this process.
@@ -59,7 +59,7 @@ Hear = Callable[[dict[str, Any]], None]
 
 
 @contextmanager
-def progress_heard(hear: Hear | None) -> Iterator[Mapping[str, int]]:
+def receiving_progress(hear: Hear | None) -> Iterator[Mapping[str, int]]:
     """Call `hear` with what a worker tells, in a thread; what `hear` raises is raised at the end.
 
     Yields the file descriptors that workers inherit, by the environment variable that tells them; none without `hear`.
@@ -90,7 +90,7 @@ def progress_heard(hear: Hear | None) -> Iterator[Mapping[str, int]]:
         raise raised[0]
 
 
-def progress_told() -> Hear | None:
+def progress_sender() -> Hear | None:
     """Return what sends a worker's progress to its launcher; None if that doesn't ask for it."""
     given = os.environ.get(_PROGRESS)
     if given is None:

@@ -31,7 +31,7 @@ _PR_SET_NAME = 15
 _STANDARD = (0, 1, 2)  # input, output, errors
 
 
-class Copy:
+class TemplateWorker:
     """A worker that the template started; poll it as a `subprocess.Popen`."""
 
     def __init__(self, template: "Template", pid: int) -> None:
@@ -80,7 +80,7 @@ class Template:
             os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
-    def start(self, words: Sequence[str], settings: Mapping[str, str], passed: Mapping[str, int]) -> Copy:
+    def start(self, words: Sequence[str], settings: Mapping[str, str], passed: Mapping[str, int]) -> TemplateWorker:
         """Start a worker with arguments, further environment variables, and file descriptors by their variables' names.
 
         Raises:
@@ -90,7 +90,7 @@ class Template:
         socket.send_fds(self._socket, [request], [*_STANDARD, *passed.values()])
         while answer := self._receive():
             if "started" in answer:
-                return Copy(self, answer["started"])
+                return TemplateWorker(self, answer["started"])
         raise BrokenPipeError("the template has ended")
 
     def exit_code(self, pid: int) -> int | None:
@@ -122,7 +122,7 @@ def _fork() -> int:
 
 
 def _serve(requests: socket.socket, launcher: int, main: Callable[[], object]) -> NoReturn:
-    """Start workers when asked, and tell of their ends, until the launcher has gone."""
+    """Start workers on request and report their ends, until the launcher closes the connection."""
     os.setsid()  # the terminal's Ctrl-C is for the launcher
     end_with(launcher)
     _name("template")

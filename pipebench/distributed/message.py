@@ -18,7 +18,7 @@ from pipebench.model.memory_format import is_channels_last, shaped
 
 ALIGNMENT = 64  # bytes; suits tensors of any type
 HEADER_BYTES = 64
-_OF_TENSOR = 4  # entries of a tensor in a form; others have two
+_OF_TENSOR = 4  # entries of a tensor in a key; others have two
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -68,7 +68,7 @@ def layout_in(data: torch.Tensor, header: Header, known: list["MessageLayout"]) 
 
 
 @dataclass(frozen=True)
-class Leaf:
+class TensorLeaf:
     """One tensor of a message: type, shape, whether it gets a gradient and is channels last, offset."""
 
     dtype: torch.dtype
@@ -88,20 +88,20 @@ class MessageLayout:
     """The structure of a message's values."""
 
     structure: Structure  # the leaves' containers
-    leaves: tuple[Any, ...]  # a `Leaf` for a tensor, or any other value itself (a number, text, a device)
+    leaves: tuple[Any, ...]  # a `TensorLeaf` for a tensor, or any other value itself (a number, text, a device)
     num_bytes: int  # of all tensors, alignment included
     payload_bytes: int  # of all tensors
 
     @cached_property
-    def tensors(self) -> tuple[Leaf, ...]:
+    def tensors(self) -> tuple[TensorLeaf, ...]:
         """The leaves that are tensors."""
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Leaf))
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorLeaf))
 
     def to_text(self) -> bytes:
         """Return the layout as text, padded so that the tensors after it are aligned."""
         leaves = [
             [str(leaf.dtype), list(leaf.shape), leaf.requires_grad, leaf.last]
-            if isinstance(leaf, Leaf)
+            if isinstance(leaf, TensorLeaf)
             else _in_words(leaf)
             for leaf in self.leaves
         ]
@@ -140,13 +140,13 @@ class MessageLayout:
         """Rebuild the values from their tensors, with `requires_grad` as sent."""
         remaining = iter(tensors)
         leaves = (
-            next(remaining).requires_grad_(leaf.requires_grad) if isinstance(leaf, Leaf) else leaf
+            next(remaining).requires_grad_(leaf.requires_grad) if isinstance(leaf, TensorLeaf) else leaf
             for leaf in self.leaves
         )
         return unflatten(self.structure, leaves)
 
 
-class Form(NamedTuple):
+class LayoutKey(NamedTuple):
     """A hashable key of a message's layout, made quickly."""
 
     structure: Structure  # the leaves' containers
@@ -163,19 +163,19 @@ class Layouts:
     """The layouts sent on a channel."""
 
     def __init__(self) -> None:
-        self._known: dict[Form, tuple[int, MessageLayout]] = {}
+        self._known: dict[LayoutKey, tuple[int, MessageLayout]] = {}
 
-    def of(self, form: Form) -> tuple[int, MessageLayout, bytes]:
-        """Return a form's number and layout, and the layout's text if new to the receiver."""
-        known = self._known.get(form)
+    def of(self, key: LayoutKey) -> tuple[int, MessageLayout, bytes]:
+        """Return a key's number and layout, and the layout's text if new to the receiver."""
+        known = self._known.get(key)
         if known is not None:
             return *known, b""
-        self._known[form] = number, layout = len(self._known), form.layout()
+        self._known[key] = number, layout = len(self._known), key.layout()
         return number, layout, layout.to_text()
 
 
-def form_of(values: Any) -> tuple[Form, list[torch.Tensor]]:
-    """Return the form of values, and their tensors.
+def layout_key_of(values: Any) -> tuple[LayoutKey, list[torch.Tensor]]:
+    """Return the key of values' layout, and their tensors.
 
     Raises:
         CrossingError: a value can't be sent to another stage.
@@ -188,7 +188,7 @@ def form_of(values: Any) -> tuple[Form, list[torch.Tensor]]:
         else (type(leaf), leaf)
         for leaf in leaves
     ]
-    return Form(structure, tuple(shaped)), tensors
+    return LayoutKey(structure, tuple(shaped)), tensors
 
 
 def aligned(num_bytes: int) -> int:
@@ -219,7 +219,7 @@ def _laid_out(structure: Structure, shaped: Sequence[Any]) -> MessageLayout:
         if isinstance(leaf, tuple):
             dtype, shape, requires_grad, last = leaf
             num_bytes = shape.numel() * dtype.itemsize
-            leaves.append(Leaf(dtype, shape, requires_grad, last, end, num_bytes))
+            leaves.append(TensorLeaf(dtype, shape, requires_grad, last, end, num_bytes))
             end, payload = end + aligned(num_bytes), payload + num_bytes
         else:
             leaves.append(leaf)

@@ -11,9 +11,9 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipebench.distributed.instruction_times import HostWatch, Moment
+from pipebench.distributed.instruction_times import HostTimer, Moment
 from pipebench.distributed.launch_join import peers
-from pipebench.distributed.shared_sum import SharedSum, Sharing, room_bytes
+from pipebench.distributed.shared_sum import SharedFile, SharedSum, room_bytes
 from pipebench.model.memory_format import is_channels_last, shaped
 from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
 
@@ -150,11 +150,11 @@ class Bucket(Protocol):
 class BucketsInOrder(Generic[B]):
     """Fills a replica's buckets; they set out in their order, each when it and all before it are complete.
 
-    A backward reaches them in that order; `watch` times the sums.
+    A backward reaches them in that order; `timer` times the sums.
     """
 
-    def __init__(self, buckets: Sequence[B], watch: HostWatch) -> None:
-        self._buckets, self._watch = buckets, watch
+    def __init__(self, buckets: Sequence[B], timer: HostTimer) -> None:
+        self._buckets, self._timer = buckets, timer
         self._bucket_of = {index: bucket for bucket in buckets for index in bucket.indices}
         self._next = 0  # the first bucket not started
         self._absent: set[int] = set()  # parameters without a gradient on this replica in the round
@@ -179,7 +179,7 @@ class BucketsInOrder(Generic[B]):
         """Start the sums of all buckets that are next and complete."""
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
-            bucket.set_out = self._watch.mark(keep=True)
+            bucket.set_out = self._timer.mark(keep=True)
             with peers():
                 bucket.start()
             self._next += 1
@@ -199,8 +199,8 @@ class Reducer(BucketsInOrder[_Bucket]):
         sync: a name in `syncs.SYNCS`.
         host_copy: whether tensors go through the host's memory: several ranks on one GPU (Gloo's own handling of CUDA
             tensors has corrupted results).
-        watch: times the sums.
-        sharing: shared files of replicas that sum in memory; None sums by the group.
+        timer: times the sums.
+        shared: shared files of replicas that sum in memory; None sums by the group.
     """
 
     def __init__(
@@ -211,12 +211,12 @@ class Reducer(BucketsInOrder[_Bucket]):
         *,
         sync: str = ALL_REDUCE,
         host_copy: bool,
-        watch: HostWatch,
-        sharing: Sharing | None = None,
+        timer: HostTimer,
+        shared: SharedFile | None = None,
     ) -> None:
         def make_sum(position: int, dtype: torch.dtype, device: torch.device, count: int) -> Sum:
-            if sharing is not None:
-                return SharedSum(count, dtype, sharing, position, len(buckets))
+            if shared is not None:
+                return SharedSum(count, dtype, shared, position, len(buckets))
             data = torch.empty(count, dtype=dtype, device="cpu" if host_copy else device, pin_memory=host_copy)
             return _SUMS[sync](data, group)
 
@@ -226,7 +226,7 @@ class Reducer(BucketsInOrder[_Bucket]):
             )
             for position, indices in enumerate(buckets)
         ]
-        super().__init__(made, watch)
+        super().__init__(made, timer)
         self._num_parameters = len(like)
 
     def connect(self) -> None:
@@ -254,7 +254,7 @@ class Reducer(BucketsInOrder[_Bucket]):
                 bucket.sum.wait()
             if bucket.travels is not bucket.data:
                 bucket.data.copy_(bucket.travels)
-            on_bucket(bucket.data.nbytes, bucket.set_out, self._watch.ended(bucket.sum.wait, bucket.set_out))
+            on_bucket(bucket.data.nbytes, bucket.set_out, self._timer.ended(bucket.sum.wait, bucket.set_out))
             for index, place in bucket.places.items():
                 # Zeros of all replicas mean no gradient, so that the optimizer skips the parameter.
                 result[index] = None if index in self._absent and not place.any() else place

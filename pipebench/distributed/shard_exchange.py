@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipebench.distributed.instruction_times import HostWatch, Moment
+from pipebench.distributed.instruction_times import HostTimer, Moment
 from pipebench.distributed.launch_join import peers
 from pipebench.distributed.reducer import BucketsInOrder, OnBucket
 from pipebench.engine.shards import Piece, Sharding
@@ -21,7 +21,7 @@ from pipebench.engine.weights import Weights
 
 # Pieces of so many bytes travel by themselves: to copy one into a buffer and out takes about as long as a message does.
 _LARGE_BYTES = 1 << 18
-Message = Sequence[Piece]  # pieces that travel as one tensor
+Pieces = Sequence[Piece]  # pieces that travel as one tensor
 
 
 class Exchange:
@@ -35,11 +35,11 @@ class Exchange:
         self.group, self.order, self.own = group, order, own
         self.native, self.host_copy = native, host_copy
 
-    def messages(self, bucket: Sequence[Sequence[Piece]], like: Sequence[torch.Tensor]) -> list[list[Message]]:
+    def messages(self, bucket: Sequence[Sequence[Piece]], like: Sequence[torch.Tensor]) -> list[list[Pieces]]:
         """Return the messages that every member's part of a bucket travels in; one, maybe empty, where native."""
         if self.native:
             return [[bucket[replica]] for replica in self.order]
-        found: list[list[Message]] = []
+        found: list[list[Pieces]] = []
         for replica in self.order:
             sizes = [(piece, (piece.stop - piece.start) * like[piece.place].itemsize) for piece in bucket[replica]]
             small = [piece for piece, num_bytes in sizes if num_bytes < _LARGE_BYTES]
@@ -102,7 +102,7 @@ class _Scatter:
             self._given = [part if part is parts[own] else [*map(torch.empty_like, parts[own])] for part in parts]
             self._work = exchange.between(parts, self._given)
 
-    def _values(self, message: Message) -> torch.Tensor:
+    def _values(self, message: Pieces) -> torch.Tensor:
         runs = [piece.of(self._gradients[piece.place]) for piece in message]
         return self._exchange.joined(runs, next(iter(self._like.values())))
 
@@ -133,11 +133,11 @@ class _Scatter:
 class ShardReducer(BucketsInOrder[_Scatter]):
     """Scatters the sums of one replica's gradients; used like `reducer.Reducer`.
 
-    `sharding` is the stage's, `like` are its parameters; `watch` times the sums.
+    `sharding` is the stage's, `like` are its parameters; `timer` times the sums.
     """
 
-    def __init__(self, sharding: Sharding, like: Sequence[torch.Tensor], exchange: Exchange, watch: HostWatch) -> None:
-        super().__init__([_Scatter(bucket, like, exchange) for bucket in sharding.buckets], watch)
+    def __init__(self, sharding: Sharding, like: Sequence[torch.Tensor], exchange: Exchange, timer: HostTimer) -> None:
+        super().__init__([_Scatter(bucket, like, exchange) for bucket in sharding.buckets], timer)
 
     def connect(self) -> None:
         """Scatter zeros; all replicas call it before any of them runs a backward, see `Reducer.connect`."""
@@ -155,7 +155,7 @@ class ShardReducer(BucketsInOrder[_Scatter]):
         for bucket in self._buckets:
             with peers():
                 bucket.wait()
-            on_bucket(bucket.num_bytes, bucket.set_out, self._watch.ended(bucket.wait, bucket.set_out))
+            on_bucket(bucket.num_bytes, bucket.set_out, self._timer.ended(bucket.wait, bucket.set_out))
             for piece, value in zip(bucket.pieces, bucket.added(), strict=True):
                 is_none = piece.place in self._absent and not value.any() and bool(value.signbit().all())
                 found.append((piece, None if is_none else value))
@@ -166,12 +166,12 @@ class ShardReducer(BucketsInOrder[_Scatter]):
 class WeightGather:
     """Gathers a stage's newest weights from the replicas that have stepped on them."""
 
-    def __init__(self, weights: Weights, exchange: Exchange, watch: HostWatch) -> None:
+    def __init__(self, weights: Weights, exchange: Exchange, timer: HostTimer) -> None:
         assert weights.sharding is not None
-        self._watch = watch
+        self._timer = timer
         self._weights, self._exchange, self._sharding = weights, exchange, weights.sharding
         # Per bucket: operations, what they send, and messages that are to be copied with what arrives of them
-        self._work: list[tuple[list[Any], list[torch.Tensor], list[tuple[Message, torch.Tensor]]]] = []
+        self._work: list[tuple[list[Any], list[torch.Tensor], list[tuple[Pieces, torch.Tensor]]]] = []
         self.kind = ""  # as which the bytes of the one under way are counted
         self.set_out = Moment()
 
@@ -184,7 +184,7 @@ class WeightGather:
 
     def start(self) -> None:
         """Send every other member the own pieces."""
-        self.set_out = self._watch.mark(keep=True)
+        self.set_out = self._timer.mark(keep=True)
         exchange, own = self._exchange, self._exchange.own
         values = dict(zip(self._sharding.own, self._weights.own_pieces(), strict=True))
         parameters = self._weights.newest.parameters
@@ -204,9 +204,7 @@ class WeightGather:
                     work = exchange.between([sent] * len(messages), taken)
             self._work.append((work, sent, arriving))
 
-    def _place(
-        self, message: Message, like: torch.Tensor, arriving: list[tuple[Message, torch.Tensor]]
-    ) -> torch.Tensor:
+    def _place(self, message: Pieces, like: torch.Tensor, arriving: list[tuple[Pieces, torch.Tensor]]) -> torch.Tensor:
         """Return where a message arrives: in the weights or, of several pieces, in a buffer noted in `arriving`."""
         exchange, parameters = self._exchange, self._weights.newest.parameters
         if len(message) == 1 and not exchange.native and not exchange.host_copy:
@@ -224,7 +222,7 @@ class WeightGather:
                 values = torch.split(part, [piece.stop - piece.start for piece in message])
                 shapes = (piece.shape(weights.newest.parameters[piece.place]) for piece in message)
                 weights.gathered(message, [v.view(*shape) for v, shape in zip(values, shapes, strict=True)])
-        end = self._watch.ended(lambda: _wait_for(each for work, *_ in self._work for each in work), self.set_out)
+        end = self._timer.ended(lambda: _wait_for(each for work, *_ in self._work for each in work), self.set_out)
         self._work.clear()
         return end
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipebench.distributed.ends import Message, ReceivingEnd, SendingEnd
+from pipebench.distributed.ends import Received, ReceivingEnd, SendingEnd
 from pipebench.distributed.launch_join import PeerLostError
-from pipebench.distributed.message import Layouts, MessageLayout, form_of
+from pipebench.distributed.message import Layouts, MessageLayout, layout_key_of
 from pipebench.distributed.pipes import PipePair, join_pairs
 from pipebench.distributed.world import World
 from pipebench.model.memory_format import in_order
@@ -86,8 +86,8 @@ class SharedSender(SendingEnd):
         self._hear(self._line.available())
         while most_leaving is not None and self._num_sent - self._num_taken >= most_leaving:
             self._hear(self._line.read_some())
-        form, tensors = form_of(values)
-        number, layout, text = self._layouts.of(form)
+        key, tensors = layout_key_of(values)
+        number, layout, text = self._layouts.of(key)
         index = self._take(layout.num_bytes)
         slot = self._slots[index]
         for leaf, tensor in zip(layout.tensors, tensors, strict=True):
@@ -134,7 +134,7 @@ class SharedReceiver(ReceivingEnd):
         self._slots: dict[int, torch.Tensor] = {}
         self._process = os.getpid()
 
-    def receive(self, unit: int | None) -> Message:
+    def receive(self, unit: int | None) -> Received:
         """Wait for the next message; see `ReceivingEnd`."""
         record = self._line.read_exactly(_RECORD.size)
         index, file, start, num_bytes, about, number, text_bytes, sent_s, note = _RECORD.unpack(record)
@@ -152,7 +152,7 @@ class SharedReceiver(ReceivingEnd):
         data = slot.numpy()  # a new view each time, which lives as long as its tensors
         weakref.finalize(data, self._tell, index).atexit = False
         values = layout.values(layout.views(data))
-        return Message(about, values, layout.payload_bytes, sent_s, arrived_s, note, 0)
+        return Received(about, values, layout.payload_bytes, sent_s, arrived_s, note, 0)
 
     def close(self) -> None:
         """Close the pipes; received values stay valid."""

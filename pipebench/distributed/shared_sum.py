@@ -24,7 +24,7 @@ _PIECE_BYTES = 1 << 18  # read and added at once: fits a core's own cache
 _ALIGNED_BYTES = 64
 
 
-class Sharing:
+class SharedFile:
     """One replica's file of `num_bytes` for all buckets, and its pipes to the others, by their positions."""
 
     def __init__(self, own: int, lines: dict[int, PipePair], num_bytes: int) -> None:
@@ -64,51 +64,51 @@ class Sharing:
 class SharedSum:
     """Sums one bucket of `count` numbers, number `position` of `buckets`; used like `reducer.RingSum`."""
 
-    def __init__(self, count: int, dtype: torch.dtype, sharing: Sharing, position: int, buckets: int) -> None:
-        self.data, start = sharing.room(count, dtype)
-        self._sharing = sharing
+    def __init__(self, count: int, dtype: torch.dtype, shared: SharedFile, position: int, buckets: int) -> None:
+        self.data, start = shared.room(count, dtype)
+        self._shared = shared
         self._position, self._buckets = position, buckets
         self._round = 0
-        size = len(sharing.lines) + 1
+        size = len(shared.lines) + 1
         self._chunks = self.data.tensor_split(size)
         starts = [start + sum(chunk.nbytes for chunk in self._chunks[:index]) for index in range(size)]
         self._starts = starts
         step = _PIECE_BYTES // dtype.itemsize
-        own = self._chunks[sharing.own]
-        scratch = sharing.piece.view(dtype)
+        own = self._chunks[shared.own]
+        scratch = shared.piece.view(dtype)
         # Per piece of the own chunk: the piece, the buffer for the others', and its start in their files.
         self._pieces = [
-            (piece, scratch[: len(piece)], bytes_of(scratch[: len(piece)]), starts[sharing.own] + index * _PIECE_BYTES)
+            (piece, scratch[: len(piece)], bytes_of(scratch[: len(piece)]), starts[shared.own] + index * _PIECE_BYTES)
             for index, piece in enumerate(torch.split(own, step))
             if len(piece)
         ]
 
     def free(self) -> None:
         """Wait until the others have read the bucket."""
-        for position in self._sharing.lines:
-            self._sharing.hear(position, _READ, self._count(self._round - 1))
+        for position in self._shared.lines:
+            self._shared.hear(position, _READ, self._count(self._round - 1))
 
     def start(self) -> None:
         """Notify the others that the bucket is full."""
-        self._sharing.tell(FULL)
+        self._shared.tell(FULL)
 
     def go_on(self) -> None:
         """Add up the own chunk."""
-        sharing, count = self._sharing, self._count(self._round)
-        for position, file in sharing.files.items():
-            sharing.hear(position, FULL, count)
+        shared, count = self._shared, self._count(self._round)
+        for position, file in shared.files.items():
+            shared.hear(position, FULL, count)
             for piece, scratch, taken, start in self._pieces:
                 read(file, taken, start)
                 piece.add_(scratch)
-        sharing.tell(_ADDED)
+        shared.tell(_ADDED)
 
     def wait(self) -> None:
         """Read the other chunks."""
-        sharing, count = self._sharing, self._count(self._round)
-        for position, file in sharing.files.items():
-            sharing.hear(position, _ADDED, count)
+        shared, count = self._shared, self._count(self._round)
+        for position, file in shared.files.items():
+            shared.hear(position, _ADDED, count)
             read(file, bytes_of(self._chunks[position]), self._starts[position])
-        sharing.tell(_READ)
+        shared.tell(_READ)
         self._round += 1
 
     def _count(self, round_index: int) -> int:
@@ -116,7 +116,7 @@ class SharedSum:
         return round_index * self._buckets + self._position + 1 if round_index >= 0 else 0
 
 
-def share(world: World, ranks: Sequence[int], num_bytes: int) -> Sharing | None:
+def share(world: World, ranks: Sequence[int], num_bytes: int) -> SharedFile | None:
     """Share files among replicas, given by rank in their order; all workers call it, those of other stages too.
 
     Returns this replica's; None for other workers, and for all where processes can't share memory. `num_bytes` is the
@@ -127,7 +127,7 @@ def share(world: World, ranks: Sequence[int], num_bytes: int) -> Sharing | None:
     if lines is None:
         return None
     by_position = {ranks.index(sum(pairs[index]) - world.rank): line for index, line in lines.items()}
-    own = Sharing(ranks.index(world.rank), by_position, num_bytes) if world.rank in ranks else None
+    own = SharedFile(ranks.index(world.rank), by_position, num_bytes) if world.rank in ranks else None
     files = world.exchange(None if own is None else own.file)
     if own is not None:
         own.files = {position: line.open(files[ranks[position]]) for position, line in by_position.items()}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pipebench.distributed.launch_join import leave, peers
 from pipebench.distributed.reducer import ServerSum
 from pipebench.distributed.shared_memory import bytes_of, write
-from pipebench.distributed.shared_sum import FULL, Sharing, read, share
+from pipebench.distributed.shared_sum import FULL, SharedFile, read, share
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
 from pipebench.model.slice_modules import Slices
@@ -36,7 +36,7 @@ class ProcessSlices:
         self.size, self.rank = size, rank
         self._counts = False
         self._group: Any = None
-        self._sharing: Sharing | None = None
+        self._shared: SharedFile | None = None
         self._num_shared = 0  # tensors
         self._host_copy = False
 
@@ -51,8 +51,8 @@ class ProcessSlices:
         """
         neighbours = [range(first, first + self.size) for first in range(0, world.size, self.size)]
         found = [share(world, ranks, 0) for ranks in neighbours]
-        self._sharing = next((each for each in found if each is not None), None)
-        if self._sharing is None:
+        self._shared = next((each for each in found if each is not None), None)
+        if self._shared is None:
             backend = "nccl" if world.direct else "gloo"
             self._group = [world.new_group(backend, ranks) for ranks in neighbours][world.rank // self.size]
         self._host_copy = world.device.type == "cuda" and not world.direct
@@ -78,7 +78,7 @@ class ProcessSlices:
         if counts and self._counts:
             own = len(given.view(-1).tensor_split(self.size)[self.rank])
             self._num_bytes[self._key] += given.itemsize * (given.numel() - own + (self.size - 1) * own)
-        return (self._added(given) if self._sharing is None and self.size > 2 else self._read(given)).to(tensor.device)
+        return (self._added(given) if self._shared is None and self.size > 2 else self._read(given)).to(tensor.device)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return all processes' tensors, in their order."""
@@ -91,8 +91,8 @@ class ProcessSlices:
 
     def close(self) -> None:
         """Leave the others."""
-        if self._sharing is not None:
-            self._sharing.close()
+        if self._shared is not None:
+            self._shared.close()
         else:
             leave([self._group])
 
@@ -103,8 +103,8 @@ class ProcessSlices:
 
     def _all(self, given: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the tensors of all processes, in their order."""
-        sharing = self._sharing
-        if sharing is None:
+        shared = self._shared
+        if shared is None:
             found = [torch.empty_like(given) for _ in range(self.size)]
             with peers():
                 dist.all_gather(found, given, group=self._group)
@@ -113,14 +113,14 @@ class ProcessSlices:
         # Two places in turn: all have read one when they are at the other.
         start = self._num_shared % 2 * _PLACE_BYTES
         self._num_shared += 1
-        write(sharing.file, bytes_of(given), start)
-        sharing.tell(FULL)
+        write(shared.file, bytes_of(given), start)
+        shared.tell(FULL)
         for position in range(self.size):
             other = given
             if position != self.rank:
-                sharing.hear(position, FULL, self._num_shared)
+                shared.hear(position, FULL, self._num_shared)
                 other = torch.empty_like(given)
-                read(sharing.files[position], bytes_of(other), start)
+                read(shared.files[position], bytes_of(other), start)
             yield other
 
     def _read(self, given: torch.Tensor) -> torch.Tensor:

@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 
 from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, Receiver
-from pipebench.distributed.ends import Message, ReceivingEnd, SendingEnd
-from pipebench.distributed.instruction_times import HostWatch, Moment
+from pipebench.distributed.ends import Received, ReceivingEnd, SendingEnd
+from pipebench.distributed.instruction_times import HostTimer, Moment
 from pipebench.distributed.launch_join import leave
 from pipebench.distributed.meter import MeasuredMeter
 from pipebench.distributed.shared_memory import connect
@@ -89,7 +89,7 @@ class _Route(NamedTuple):
 class ChannelTransport:
     """The channels of one worker, its bytes, and its waits.
 
-    `watch` times by the run's clock; `meter` records every message that arrives and the wait for it; bytes sent by this
+    `timer` times by the run's clock; `meter` records every message that arrives and the wait for it; bytes sent by this
     worker are added to `num_bytes`, by kind and level.
 
     With NCCL on GPUs the receiver knows how long its GPU waits for a message, and the sender how long it was on its
@@ -101,13 +101,13 @@ class ChannelTransport:
         setup: Setup,
         world: World,
         worker: int,
-        watch: HostWatch,
+        timer: HostTimer,
         meter: MeasuredMeter,
         num_bytes: Counter[tuple[str, str]],
     ) -> None:
         self.latest_loss = float("nan")  # latest known mean loss, sent with every message
         self._worker = worker
-        self._watch = watch
+        self._timer = timer
         self._meter = meter
         self._num_bytes = num_bytes
         self._senders: dict[Channel, SendingEnd] = {}
@@ -121,7 +121,7 @@ class ChannelTransport:
         self._rank_of = ranks_of(setup)
         channels = list(channels_of(setup))
         pairs = [(self._rank_of[channel.sender], self._rank_of[channel.receiver]) for channel in channels]
-        shared = connect(world, pairs, watch.clock)
+        shared = connect(world, pairs, timer.clock)
         if shared is None:
             self._open_groups(world, channels, pairs)
             return
@@ -140,7 +140,7 @@ class ChannelTransport:
         lanes = {kind: [world.new_group("gloo") for _ in range(LANES)] for kind in kinds if not yields[kind]}
         pipeline_sockets = opened_since(before)
         lanes |= {kind: [world.new_group("gloo", limit_s=FOR_EVER_S)] for kind in kinds if yields[kind]}
-        by_gpu = self._watch if self._watch.direct else None
+        by_gpu = self._timer if self._timer.direct else None
         idle = torch.cuda.Stream(setup.device) if by_gpu else None  # type: ignore[no-untyped-call]
         self._groups = [group for groups in lanes.values() for group in groups]
         edges = sorted({channel.edge for channel in channels})
@@ -154,7 +154,7 @@ class ChannelTransport:
             tag = _TAGS[channel.kind] + _TAGS_OF_EDGE * edges.index(channel.edge)
             peer = world.process(ranks[is_sender])
             lane = lanes[channel.kind]
-            link = ChannelLink(peer, lane, tag, direct, setup.device, self._watch.clock, idle, by_gpu)
+            link = ChannelLink(peer, lane, tag, direct, setup.device, self._timer.clock, idle, by_gpu)
             # Tensors are sent separately: messages only have headers.
             first_bytes = 0 if world.direct else _expected_bytes(setup, channel)
             if is_sender:
@@ -208,10 +208,10 @@ class ChannelTransport:
             self._early[route.channel, message.unit] = message.values
         return self._early.pop((route.channel, unit))
 
-    def _next(self, route: _Route, kind: str, unit: int | None) -> Message:
+    def _next(self, route: _Route, kind: str, unit: int | None) -> Received:
         channel, sender, receiver, level = route
         assert receiver is not None
-        start = self._watch.mark()
+        start = self._timer.mark()
         message = receiver.receive(unit)
         if kind != CONTROL and sender is not None:
             sender.taken(message.taken)
@@ -227,10 +227,10 @@ class ChannelTransport:
         """Record a message that was waited for since `start`, now or at the next drain."""
         unsettled = self._unsettled.get(channel)
         if unsettled is not None:
-            end = self._watch.mark()
-            self._watch.then(lambda: unsettled.append(replace(transfer, start_s=start.s, end_s=end.s)))
+            end = self._timer.mark()
+            self._timer.then(lambda: unsettled.append(replace(transfer, start_s=start.s, end_s=end.s)))
         elif transfer.kind != CONTROL:
-            self._watch.then(lambda: self._record(transfer, transfer.end_s - max(start.s, transfer.start_s), None))
+            self._timer.then(lambda: self._record(transfer, transfer.end_s - max(start.s, transfer.start_s), None))
 
     def _record(self, transfer: Transfer, stall_s: float, waited_s: float | None) -> None:
         self._meter.stalled(max(0.0, stall_s))
@@ -238,7 +238,7 @@ class ChannelTransport:
 
     def settle(self, world: World) -> None:
         """Record what has arrived since the last drain, with all moments known; all workers call it."""
-        if not self._watch.direct:
+        if not self._timer.direct:
             return
         given: dict[int, bytes] = {}  # channels are in one order at both ends
         for channel, sender in self._senders.items():

@@ -54,7 +54,7 @@ def warm_up(setup: Setup, world: World, own: Worker) -> None:
     if on_gpu:
         torch.cuda.synchronize(setup.device)
     alone = _alone(setup)
-    with _kept_random_state(setup.device):
+    with _same_random_state(setup.device):
         worker = Worker(alone, setup.pipeline.stages_of(own.index)[0])
         _train(alone, worker, _Neighbours(setup, world, own.index))
         _evaluate(alone, worker, _Neighbours(setup, world, own.index))
@@ -187,6 +187,6 @@ def _play(program: Iterable[Instruction], worker: Worker, neighbours: _Neighbour
     neighbours.flush()
 
 
-def _kept_random_state(device: torch.device) -> AbstractContextManager[None]:
+def _same_random_state(device: torch.device) -> AbstractContextManager[None]:
     devices = [device] if device.type == "cuda" else []
     return torch.random.fork_rng(devices=devices, device_type="cuda")

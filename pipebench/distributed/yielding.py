@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 
 from pipebench.distributed.channel import ChannelLink
-from pipebench.distributed.ends import Message, ReceivingEnd, SendingEnd
+from pipebench.distributed.ends import Received, ReceivingEnd, SendingEnd
 from pipebench.distributed.launch_join import PeerLostError, peers
 from pipebench.distributed.message import (
     HEADER_BYTES,
     Header,
     Layouts,
     MessageLayout,
-    form_of,
     layout_in,
+    layout_key_of,
     pack,
     read_header,
     write_header,
@@ -63,8 +63,8 @@ class YieldingSender(SendingEnd):
 
     def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None, taken: int = 0) -> int:
         """Send a message; see `SendingEnd`."""
-        form, tensors = form_of(values)
-        number, layout, text = self._layouts.of(form)
+        key, tensors = layout_key_of(values)
+        number, layout, text = self._layouts.of(key)
         num_bytes = HEADER_BYTES + len(text) + layout.num_bytes
         data = self._link.buffer(num_bytes)
         pack(data, text, layout.views(data.numpy(), HEADER_BYTES + len(text)), tensors)
@@ -135,7 +135,7 @@ class YieldingReceiver(ReceivingEnd):
         self._inbox: queue.SimpleQueue[tuple[torch.Tensor, float] | Exception] = queue.SimpleQueue()
         self._thread = _started(self._run, f"pipebench-moves-from-{link.peer}")
 
-    def receive(self, unit: int | None) -> Message:
+    def receive(self, unit: int | None) -> Received:
         """Wait for the next message; see `ReceivingEnd`."""
         try:
             found = self._inbox.get(timeout=self._limit_s)
@@ -152,7 +152,7 @@ class YieldingReceiver(ReceivingEnd):
         tensors = [place.to(self._link.device) for place in layout.views(data.numpy(), start)]
         self.num_taken += 1
         values = layout.values(tensors)
-        return Message(header.unit, values, layout.payload_bytes, header.sent_s, arrived_s, header.note, header.taken)
+        return Received(header.unit, values, layout.payload_bytes, header.sent_s, arrived_s, header.note, header.taken)
 
     def close(self) -> None:
         """Wait for the sender's end mark."""

@@ -98,7 +98,7 @@ class InProcessCollectives:
             self.count(kind, ring[sender], ring[receiver], sent)
 
     def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
-        """Return the sum of a tie's gradients; whoever asks first, all have theirs by then, and nobody has updated."""
+        """Return the sum of a tie's gradients, made at the first call: all copies have theirs by then."""
         if (group, round_index) not in self._sums:
             self._given[group, round_index] = {
                 index: self.workers[worker].tied[group].gradients()

@@ -15,7 +15,7 @@ from pipebench.engine.streams import StreamSlot
 from pipebench.model.loading import Source, onto_device
 from pipebench.model.sampling import microbatch_sizes, mix, name_hash
 
-_SIZES_KEPT = 1024  # more than there are units in flight
+_SIZES_CACHED = 1024  # more than there are units in flight
 
 
 class Feed:
@@ -35,7 +35,7 @@ class Feed:
         self._fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
         self._ahead: dict[tuple[int, int], _Ahead] = {}
         self._parts = setup.pipeline.microbatches if self._trains else 1
-        self._size = lru_cache(maxsize=_SIZES_KEPT)(self._size_of)  # read by every instruction of a unit
+        self._size = lru_cache(maxsize=_SIZES_CACHED)(self._size_of)  # read by every instruction of a unit
 
     def minibatch(self, unit: int) -> tuple[int, int]:
         """Return a unit's minibatch of the whole run and microbatch; evaluations have no microbatches."""

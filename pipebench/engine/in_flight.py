@@ -28,7 +28,7 @@ class InFlight:
     carried: list[Any]  # stateful modules' states before the forward, for recomputation
     results: list[GradientEdge] = field(default_factory=list)  # of the outputs, whose values have left
     loss_type: torch.dtype | None = None  # of the loss
-    kept_bytes: int = 0  # saved for the backward and never swapped
+    saved_bytes: int = 0  # saved for the backward and never swapped
     shapes: tuple[torch.Size, ...] = ()  # of the forward's arguments
     rests: list[Rest] = field(default_factory=list)  # left by the input part of its backward
     swap: Swap | None = None  # saved by swapped layers; None without such
@@ -36,7 +36,7 @@ class InFlight:
     @property
     def num_bytes(self) -> int:
         """Bytes on the device for the backward."""
-        return self.kept_bytes + (0 if self.swap is None else self.swap.device_bytes)
+        return self.saved_bytes + (0 if self.swap is None else self.swap.device_bytes)
 
     @property
     def host_bytes(self) -> int:
@@ -79,11 +79,11 @@ def record_saved(saved: Storages, recomputed: Sequence[Recomputed]) -> Iterator[
         return tensor
 
     for each in recomputed:
-        each.kept = saved
+        each.saved = saved
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield
     for each in recomputed:
-        each.kept = None
+        each.saved = None
 
 
 @contextmanager

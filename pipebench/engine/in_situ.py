@@ -72,7 +72,7 @@ def profile_in_situ(
         setups: run in turns, every stage by its first replica.
         agree: called before every segment with whether this process needs no more, returns whether none does; waits
             for the others, so that processes compute at the same time.
-        now: tells the time in seconds, where the host's clock times instructions; GPUs time theirs by events.
+        now: returns the time in seconds, where the host's clock times instructions; GPUs time theirs by events.
         rule: of each setup's segments.
     """
     taken: list[dict[Key, list[float]]] = [defaultdict(list) for _ in setups]

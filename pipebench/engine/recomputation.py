@@ -36,7 +36,7 @@ class Recomputation:
 
         `own_storages` returns the addresses of the stage's other tensors.
         """
-        with self._kept_statistics():
+        with self._same_statistics():
             if shapes in self.num_bytes:
                 yield
                 return
@@ -47,16 +47,16 @@ class Recomputation:
             self.num_bytes[shapes] = sum(each.nbytes() for address, each in again.items() if address not in own)
 
     @contextmanager
-    def _kept_statistics(self) -> Iterator[None]:
+    def _same_statistics(self) -> Iterator[None]:
         """Recompute without a second update of running statistics, BatchNorm's or a model's own."""
-        kept = [norm._buffers for norm, _ in self._norms]
+        replaced = [norm._buffers for norm, _ in self._norms]
         own = [(buffer, buffer.clone()) for buffer in self._own_buffers]
         for norm, others in self._norms:  # never none, or autograd would save fewer tensors than before
             norm._buffers = others
         try:
             yield
         finally:
-            for (norm, _), buffers in zip(self._norms, kept, strict=True):
+            for (norm, _), buffers in zip(self._norms, replaced, strict=True):
                 norm._buffers = buffers
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._own_buffers)):
                 for buffer, before in own:

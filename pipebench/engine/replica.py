@@ -25,7 +25,7 @@ from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement, MovedWeights
 from pipebench.engine.recomputation import Recomputation
 from pipebench.engine.shards import Divide
-from pipebench.engine.split import SplitBackward, backward_weight, kept_bytes
+from pipebench.engine.split import SplitBackward, backward_weight, saved_bytes
 from pipebench.engine.streams import ALONE, StreamSlot, StreamStates
 from pipebench.engine.swap import Swap
 from pipebench.engine.weights import Weights
@@ -71,7 +71,7 @@ class LiveBytes(NamedTuple):
 class _Saves(NamedTuple):
     """A forward's saved bytes that stay on the device, and the indices of saved tensors that do; see `Swap`."""
 
-    kept_bytes: int
+    saved_bytes: int
     staying: frozenset[int]
 
 
@@ -125,7 +125,7 @@ class Replica:
         # Of its gradients; None: no scaling
         self.scale = None if rules.loss_scale is None else LossScale(rules.loss_scale)
         # Host copies of the state of layers left out for now, by the model's own names; None: initial
-        self.shelf: ModelState | None = None
+        self.idle_state: ModelState | None = None
         self._split = SplitBackward(self.stage, device) if rules.split else None
         self.device = device
         self._in_flight: dict[int, InFlight] = {}
@@ -187,7 +187,7 @@ class Replica:
         """Run the input part of a unit's backward; see `backward`. Layers that can't be split run whole in it."""
         item = self._in_flight[unit]
         returning = self._backward(item, arrived, None, move)
-        item.received, item.carried, item.loss, item.kept_bytes = {}, [], None, kept_bytes(item.rests)
+        item.received, item.carried, item.loss, item.saved_bytes = {}, [], None, saved_bytes(item.rests)
         return returning
 
     def backward_weight(self, unit: int, on_gradient: OnGradient | None = None) -> None:
@@ -278,8 +278,8 @@ class Replica:
         carried = num_bytes(list(self.states.values())) if self.states else 0
         moved = 0 if self.moved is None else self.moved.num_bytes
         once = self.weights.master_bytes + self.weights.state_bytes
-        kept, gradients = self.weights.live_bytes, self._accumulation.num_bytes
-        return LiveBytes(kept, moved, once, gradients, in_flight + carried, self.weights.gathered_bytes)
+        weights, gradients = self.weights.live_bytes, self._accumulation.num_bytes
+        return LiveBytes(weights, moved, once, gradients, in_flight + carried, self.weights.gathered_bytes)
 
     def host_bytes(self) -> int:
         """Return the host bytes of its minibatches in flight."""
@@ -327,10 +327,10 @@ class Replica:
             with record_saved(saved, self.stage.recomputed):
                 outputs = self._call(*arguments)
             own = self._own_storages(item)
-            kept = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
-            self._saves[shapes] = _Saves(kept, frozenset() if item.swap is None else item.swap.saved_with(saved))
+            size = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
+            self._saves[shapes] = _Saves(size, frozenset() if item.swap is None else item.swap.saved_with(saved))
             saved.clear()  # every node of torch's holds the hook, so that none would free anything before the last
-        item.kept_bytes = self._saves[shapes].kept_bytes + (num_bytes(item.carried) if self.stage.recomputed else 0)
+        item.saved_bytes = self._saves[shapes].saved_bytes + (num_bytes(item.carried) if self.stage.recomputed else 0)
         if item.swap is not None:
             item.swap.settle(self._saves[shapes].staying, self._own_storages(item), tensors_in(item.received))
         return outputs
@@ -394,7 +394,7 @@ class Replica:
 
 
 def _divided(weights: Weights, slices: Slices | None) -> Divided | None:
-    """Return which gradients are parts of whole ones; an optimizer that asks for norms is told, too."""
+    """Return which gradients are pieces of whole ones, also set in an optimizer that computes norms."""
     if slices is None:
         return None
     found = Divided(slices.group, torch.tensor([name in slices.cuts for name in weights.stepped_names]))

@@ -66,7 +66,7 @@ def held_by(replica: Replica, share: Share) -> ModelState:
         mean_change={share.names[name]: change for name, change in _mean_change(replica).items()},
         pieces={share.names[name]: place for name, place in replica.weights.places_of_pieces().items()},
     )
-    return ModelState.merge([own, replica.shelf or _as_cut(replica, share)])
+    return ModelState.merge([own, replica.idle_state or _as_cut(replica, share)])
 
 
 def restore(replica: Replica, state: ModelState, share: Share) -> None:
@@ -82,7 +82,7 @@ def restore(replica: Replica, state: ModelState, share: Share) -> None:
     for name, tensor in tensors.items():
         _check_fits(own[name], tensor, given)
     carried = carried_states(state.carried if share.unit_sizes else {}, replica.stage.stateful, share.unit_sizes)
-    replica.shelf = _shelved(replica, state, given, share)
+    replica.idle_state = _idle_state_of(replica, state, given, share)
     parameters = {name: given[own[name]] for name in replica.weights.names}
     optimizer = {n: state.optimizer[own[n]] for n in replica.weights.names if own[n] in state.optimizer}
     replica.weights.restore(parameters, optimizer)
@@ -117,7 +117,7 @@ def _as_cut(replica: Replica, share: Share) -> ModelState:
     return ModelState(parameters=parameters, buffers={n: t for n, t in idle.items() if n not in parameters})
 
 
-def _shelved(replica: Replica, state: ModelState, given: Mapping[str, torch.Tensor], share: Share) -> ModelState:
+def _idle_state_of(replica: Replica, state: ModelState, given: Mapping[str, torch.Tensor], share: Share) -> ModelState:
     """Return copies of a state's tensors of the layers that are left out."""
     found = _as_cut(replica, share)
     for section in (found.parameters, found.buffers):

@@ -64,10 +64,10 @@ class Setup:
         Raises:
             PlanError: stages, replicas, devices or depth differ.
         """
-        kept, given = ((p.replicas, p.devices, p.depth, p.chunks) for p in (self.plan, plan))
-        if kept != given:
+        own, given = ((p.replicas, p.devices, p.depth, p.chunks) for p in (self.plan, plan))
+        if own != given:
             raise PlanError(
-                f"a run that goes on keeps replicas, devices, depth and chunks per worker: got {given}, it has {kept}; "
+                f"a run that goes on keeps replicas, devices, depth and chunks per worker: got {given}, it has {own}; "
                 f"what may change are the cuts and what layers keep"
             )
         memory = [policy for stage in plan.stages for policy in stage.memory]

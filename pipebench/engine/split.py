@@ -27,7 +27,7 @@ class _Own(NamedTuple):
 
     edge: GradientEdge
     input: GradientEdge | None
-    kept: torch.Tensor
+    saved: torch.Tensor
 
 
 class Rest(NamedTuple):
@@ -35,7 +35,7 @@ class Rest(NamedTuple):
 
     edge: GradientEdge
     gradient: torch.Tensor
-    kept: torch.Tensor
+    saved: torch.Tensor
 
 
 class SplitBackward:
@@ -84,9 +84,9 @@ def backward_weight(rests: Sequence[Rest], parameters: Sequence[torch.Tensor]) -
         torch.autograd.backward(edges, gradients, inputs=list(parameters))
 
 
-def kept_bytes(rests: Sequence[Rest]) -> int:
+def saved_bytes(rests: Sequence[Rest]) -> int:
     """Return the bytes saved for weight parts; shared storages count once."""
-    storages = (tensor.untyped_storage() for rest in rests for tensor in (rest.gradient, rest.kept))
+    storages = (tensor.untyped_storage() for rest in rests for tensor in (rest.gradient, rest.saved))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -121,7 +121,7 @@ class _Split(torch.autograd.Function):
         """Return the input's gradient, and store the weight part."""
         split, (gradient,) = ctx.split, gradients
         own = split.recomputed.pop(int(ctx.saved_tensors[0])) if ctx.own is None else ctx.own
-        split.rests.append(Rest(own.edge, gradient, own.kept))
+        split.rests.append(Rest(own.edge, gradient, own.saved))
         if own.input is None:
             return None, None, None, None
         (found,) = torch.autograd.grad(own.edge, own.input, gradient, retain_graph=True)

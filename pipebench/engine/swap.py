@@ -103,9 +103,11 @@ class Swap:
         """Return a saved tensor for its backward."""
         return saved.checked()
 
-    def saved_with(self, kept: Container[int]) -> frozenset[int]:
+    def saved_with(self, others: Container[int]) -> frozenset[int]:
         """Return the indices, in saving order, of tensors whose storages something else keeps."""
-        return frozenset(index for index, each in enumerate(self._saved) if _address(each.tensor, self._device) in kept)
+        return frozenset(
+            index for index, each in enumerate(self._saved) if _address(each.tensor, self._device) in others
+        )
 
     def settle(self, staying: Container[int], own: Container[int], inputs: Sequence[torch.Tensor]) -> None:
         """Decide which storages to copy, after the forward.

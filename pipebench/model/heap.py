@@ -7,10 +7,10 @@ activations and gradients come and go at every minibatch. Training on CPUs is up
 import ctypes
 import os
 
-KEPT_BYTES = 1 << 30
+_MOST_BYTES = 1 << 30
 # glibc's variables of the environment, and the numbers of the same settings in its malloc.h.
 _SETTINGS = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}
-HEAP = {name: str(KEPT_BYTES) for name in _SETTINGS}  # for a process that is to be started
+HEAP = {name: str(_MOST_BYTES) for name in _SETTINGS}  # for a process that is to be started
 
 
 def keep_freed_blocks() -> None:
@@ -19,4 +19,4 @@ def keep_freed_blocks() -> None:
     if mallopt is None or any(name in os.environ for name in _SETTINGS):
         return
     for number in _SETTINGS.values():
-        mallopt(number, KEPT_BYTES)
+        mallopt(number, _MOST_BYTES)

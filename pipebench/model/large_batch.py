@@ -41,7 +41,7 @@ class Adapted(torch.optim.Optimizer):
         divided = self.whole_of._replace(which=self.whole_of.which[self._places])
         return divided.whole(norms.double().square()).sqrt().to(wide)
 
-    def _kept(self, parameters: _Tensors, name: str) -> list[torch.Tensor]:
+    def _state_named(self, parameters: _Tensors, name: str) -> list[torch.Tensor]:
         """Return the state of that name of every parameter, initially zeros."""
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
@@ -86,7 +86,7 @@ class LARS(Adapted):
         else:
             moves = [*torch._foreach_mul(gradients, lr)]
         if momentum > 0:
-            velocities = self._kept(parameters, "momentum_buffer")
+            velocities = self._state_named(parameters, "momentum_buffer")
             torch._foreach_mul_(velocities, momentum)
             torch._foreach_add_(velocities, moves)
             moves = velocities
@@ -121,7 +121,7 @@ class LAMB(Adapted):
 
     def _step(self, parameters: _Tensors, gradients: _Tensors, group: dict[str, Any], *, is_adapted: bool) -> None:
         (beta1, beta2), eps = group["betas"], group["eps"]
-        averages, squares = self._kept(parameters, "exp_avg"), self._kept(parameters, "exp_avg_sq")
+        averages, squares = self._state_named(parameters, "exp_avg"), self._state_named(parameters, "exp_avg_sq")
         steps = [self._count(parameter) for parameter in parameters]
         torch._foreach_lerp_(averages, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)

@@ -66,8 +66,8 @@ def layer_problems(form: PlanForm, graph: Cuttable, *, ties: bool = False) -> Pr
     problems = [*_unknown_or_twice(form, place)]
     holder = {name: index for index, stage in reversed([*enumerate(form.stages)]) for name in stage.layers}
     known = [name for name in dict.fromkeys(name for stage in form.stages for name in stage.layers) if name in place]
-    kept = _longest_ascending([place[name] for name in known])
-    for name in (name for name in known if place[name] not in kept):
+    in_order = _longest_ascending([place[name] for name in known])
+    for name in (name for name in known if place[name] not in in_order):
         problem = f"got {name!r} out of order, in the model it comes {_belongs(place[name], names)}"
         problems.append((f"stages[{holder[name]}].layers", problem))
     missing = [name for name in names if name not in holder]

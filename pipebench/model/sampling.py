@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pipebench.zoo.late import torch
 
 _MASK = (1 << 64) - 1
-_COLUMNS_KEPT = 1 << 16
+_COLUMNS_CACHED = 1 << 16
 
 
 def mix(*numbers: int) -> int:
@@ -181,7 +181,7 @@ class Varying(Sampler):
         self.lengths = tuple(lengths)
         self.varies = len(lengths) > 1
         self._up_to = [*itertools.accumulate(share for _, share in lengths)]
-        self.columns = lru_cache(maxsize=_COLUMNS_KEPT)(
+        self.columns = lru_cache(maxsize=_COLUMNS_CACHED)(
             self._drawn_columns
         )  # length of minibatch k, called often for a few k
 

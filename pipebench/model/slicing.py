@@ -137,25 +137,25 @@ def _ends(module: fx.GraphModule) -> Iterator[Slicing]:
 
 def _consistent(module: fx.GraphModule, regions: Sequence[Slicing]) -> list[Slicing]:
     """Return the regions whose parameters are divided alike by all layers that use them."""
-    kept = [*regions]
+    remaining = [*regions]
     while True:
-        divided = {node: dimension for region in kept for node, dimension in region.divided.items()}
+        divided = {node: dimension for region in remaining for node, dimension in region.divided.items()}
         ways: dict[int, set[int | None]] = {}
         for node in module.graph.nodes:
             for parameter in module.get_submodule(str(node.target)).parameters() if node.op == "call_module" else ():
                 ways.setdefault(id(parameter), set()).add(divided.get(node))
         alike = [
             region
-            for region in kept
+            for region in remaining
             if all(
                 len(ways[id(parameter)]) == 1
                 for node in region.divided
                 for parameter in module.get_submodule(str(node.target)).parameters()
             )
         ]
-        if len(alike) == len(kept):
+        if len(alike) == len(remaining):
             return alike
-        kept = alike
+        remaining = alike
 
 
 def _role(module: fx.GraphModule, node: fx.Node, side: int) -> str | None:

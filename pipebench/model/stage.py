@@ -109,18 +109,18 @@ def cut_stage(graph: LayerGraph, plan: Plan, index: int) -> Stage:
     evaluated = plan_evaluation(graph, plan)
     layers = [graph.evaluated.layers[i] for i in evaluated.layers[index]]
     there = [layer for layer in layers if not layer.idle]
-    evaluation = _Cut(index, graph.evaluated, there, None, evaluated.crossings, is_last).stage(seeder, copies)
+    evaluation = _StageLayers(index, graph.evaluated, there, None, evaluated.crossings, is_last).stage(seeder, copies)
     own = plan.stages[index]
     pairs = zip(graph.layers[own.start : own.stop], own.memory, strict=True)
-    kept = [(layer, policy) for layer, policy in pairs if not layer.idle]
-    memory = [policy for _, policy in kept]
-    cut = _Cut(index, graph, [layer for layer, _ in kept], memory, plan.crossings, is_last)
+    active = [(layer, policy) for layer, policy in pairs if not layer.idle]
+    memory = [policy for _, policy in active]
+    cut = _StageLayers(index, graph, [layer for layer, _ in active], memory, plan.crossings, is_last)
     idle = idle_tensors(graph, own.start, own.stop)
     return replace(cut.stage(seeder, copies), idle=idle, evaluation=evaluation)
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _StageLayers:
     """The layers of one form of a stage, as it trains or as it evaluates, and what crosses its borders."""
 
     index: int
@@ -144,7 +144,7 @@ class _Cut:
         delattr(root, _LOSS)
         recomputed = fold(module, RECOMPUTE, Recomputed, copied=_written(module))
         for part in (module, *(each.run for each in recomputed)):
-            _switch_inplace_off_where_inputs_are_kept(part)
+            _switch_inplace_off_where_inputs_are_saved(part)
         swapped = fold(module, SWAP, Swapped)  # last: in-place layers in it stay so
         named = module.named_modules(remove_duplicate=False)
         return Stage(
@@ -226,17 +226,17 @@ class _Cut:
         return tuple(name for name in self.graph.inputs if name in read)
 
 
-def _switch_inplace_off_where_inputs_are_kept(module: fx.GraphModule) -> None:
+def _switch_inplace_off_where_inputs_are_saved(module: fx.GraphModule) -> None:
     """Let layers that would overwrite an input of the stage, or of a recomputed run, compute out of place.
 
     Autograd refuses to overwrite a leaf, and the sender, a recomputation or the dataset may still need it.
     """
-    kept = {node for node in module.graph.nodes if node.op == "placeholder"}
+    saved = {node for node in module.graph.nodes if node.op == "placeholder"}
     for node in module.graph.nodes:
         if _is_recomputed(module, node):
-            kept.update(*(_handed_on(module, argument) for argument in node.all_input_nodes))
+            saved.update(*(_handed_on(module, argument) for argument in node.all_input_nodes))
     for node in list(module.graph.nodes):
-        if is_inplace(module, node) and node.args and kept & _handed_on(module, node.args[0]):
+        if is_inplace(module, node) and node.args and saved & _handed_on(module, node.args[0]):
             _out_of_place(module, node)
     module.recompile()
 

@@ -209,7 +209,7 @@ class _Frozen(Exception):  # noqa: N818 (a reason, which becomes a TracingError 
     """Why an effect of a forward can't be recorded."""
 
 
-class _Draws(TorchFunctionMode):
+class _RefuseDraws(TorchFunctionMode):
     """Refuses random numbers that are drawn while tracing: every minibatch would get the same ones."""
 
     def __torch_function__(
@@ -235,7 +235,7 @@ def _nothing_drawn() -> Iterator[None]:
         return [random.getstate(), repr(numpy.random.get_state()) if numpy is not None else None]
 
     before = states()
-    with _Draws():
+    with _RefuseDraws():
         yield
     for name, old, new in zip(("Python's random module", "NumPy"), before, states(), strict=True):
         if old != new:

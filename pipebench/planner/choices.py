@@ -37,12 +37,13 @@ def best_choice(of: Estimator, best: Best) -> PlanEstimate:
     if len(found) == 1:
         return plans[chosen]
     ordered = sorted(found, key=lambda row: row != chosen)  # the others stay in order
-    told = tuple(replace(_choice(row), minibatch_s=plans[row].minibatch_s if row in plans else None) for row in ordered)
-    made = replace(plans[chosen], choices=told)
+    times_s = {row: each.minibatch_s for row, each in plans.items()}
+    tried = tuple(replace(_choice(row), minibatch_s=times_s.get(row)) for row in ordered)
+    made = replace(plans[chosen], choices=tried)
     if chosen == of.mode:
         return made
     shard = None if chosen.shard == of.mode.shard else chosen.shard
-    return replace(made, plan=replace(made.plan, shard=shard), found_by=f"{made.found_by}, with {told[0]}")
+    return replace(made, plan=replace(made.plan, shard=shard), found_by=f"{made.found_by}, with {tried[0]}")
 
 
 def _choice(row: Mode) -> MemoryChoice:

@@ -42,7 +42,7 @@ from pipebench.schedule.syncs import ALL_REDUCE, ORDERED
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
 BUDGET = 50_000  # simulated instructions or equivalent, 15 to 20 us each: about a second
-_GLIMPSED = 4_000  # instructions of one plan
+_ESTIMATED = 4_000  # instructions of one plan
 _FINALISTS = 3  # of the estimated plans, simulated to steady state
 _MOST_UNITS = 2_500  # minibatches times stages to simulate a plan to steady state; above, it cannot win
 _BEAM = 1.05  # times the best: the search continues around plans up to this
@@ -128,14 +128,14 @@ class _Climb:
         """Try all plans that may beat the best if they are few; return whether that was completed."""
         last, count = len(self._of.work.states) - 1, self._cluster.num_workers
         # A budget of its own: the rest of the first is for other placements if there are too many plans.
-        kept, self._left = self._left, BUDGET - _ALONE_COST * last * (last + 1) / 2 * count
+        before, self._left = self._left, BUDGET - _ALONE_COST * last * (last + 1) / 2 * count
         if self._left > 0:
             number, outlines = Outlines(last, count, self._floors.alone_s, self._fits).below(self._best_s)
             self._left -= _OUTLINE_COST * number
             if self._left > 0:
                 self._try(outlines)
         is_done = self._left > 0
-        self._left = kept
+        self._left = before
         return is_done
 
     def _try(self, outlines: Iterable[tuple[SearchStage, ...]]) -> None:
@@ -218,7 +218,7 @@ class _Climb:
         self._left -= len(self._floors.rows) / 5 + 20
         if limit is not None and found.memory_bytes > limit:
             return None
-        minibatch_s, taken = self._of.estimate_rate(found, _GLIMPSED)
+        minibatch_s, taken = self._of.estimate_rate(found, _ESTIMATED)
         self._left -= taken
         if math.isinf(minibatch_s):
             self._unseen_s = min(self._unseen_s, floor_s)

@@ -44,9 +44,9 @@ def plan_fixed(
     placed = along(replicas) if devices is None else devices
     exactly = partial(_plan_exactly, model=model, cluster=cluster, replicas=replicas, devices=placed, fits=fits)
 
-    def solve(kept: Sequence[int]) -> tuple[float, tuple[SearchStage, ...]] | None:
-        bottleneck_s, stages = exactly(replace(work, states=states.select(kept)))
-        return bottleneck_s, tuple(SearchStage(kept[a], kept[b], m) for a, b, m in stages)
+    def solve(chosen: Sequence[int]) -> tuple[float, tuple[SearchStage, ...]] | None:
+        bottleneck_s, stages = exactly(replace(work, states=states.select(chosen)))
+        return bottleneck_s, tuple(SearchStage(chosen[a], chosen[b], m) for a, b, m in stages)
 
     if is_coarsened(states) and len(replicas) < MOST_EXACT // 2:
         found = refined(states, solve, operator.itemgetter(0), lambda plan: [stage.start for stage in plan[1][1:]])

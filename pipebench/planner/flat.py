@@ -25,7 +25,7 @@ from pipebench.planner.states import Floats, States
 
 _ANY_S = 1e30  # seconds: no bottleneck is larger
 _PRECISION, _NEAR = 1e-12, 1e-5  # relative; below it a float's own rounding decides
-_MOST_KEPT_STATES = 1000  # the terms of all stages between so many take 36 MB
+_MOST_CACHED_STATES = 1000  # the terms of all stages between so many take 36 MB
 BLOCK_ELEMENTS = 1 << 16  # of float64: a few arrays of it stay in a core's own cache
 
 
@@ -71,9 +71,9 @@ def plan_flat(problem: FlatProblem) -> tuple[SearchStage, ...] | None:
     if not is_coarsened(states):
         return _plan_exactly(problem)
 
-    def solve(kept: Sequence[int]) -> tuple[SearchStage, ...] | None:
-        found = _plan_exactly(problem.over(states.select(kept)))
-        return found and tuple(SearchStage(kept[a], kept[b], m) for a, b, m in found)
+    def solve(chosen: Sequence[int]) -> tuple[SearchStage, ...] | None:
+        found = _plan_exactly(problem.over(states.select(chosen)))
+        return found and tuple(SearchStage(chosen[a], chosen[b], m) for a, b, m in found)
 
     return refined(states, solve, lambda plan: bottleneck_s(problem, plan), lambda plan: [s.start for s in plan[1:]])
 
@@ -132,7 +132,7 @@ class _Search:
         rows = max(1, BLOCK_ELEMENTS // self.num_states)
         bounds = [0, *range(1, self.num_states - 1, rows), self.num_states - 1]  # a block with the first stage only
         self._blocks = [np.arange(a, b) for a, b in itertools.pairwise(bounds) if a < b]
-        self._kept: dict[tuple[int, int], _Stages] = {}  # by the first start, and how many starts
+        self._cache: dict[tuple[int, int], _Stages] = {}  # by the first start, and how many starts
 
     def fewest(self, limit_s: float) -> tuple[SearchStage, ...] | None:
         """Return the plan with the fewest workers and a bottleneck of at most `limit_s`, or None."""
@@ -165,9 +165,9 @@ class _Search:
         step = self.num_states // 64
         if step < 2:
             return []
-        kept = sorted({0, self.num_states - 1, *range(0, self.num_states, step)})
-        coarse = _plan_exactly(self.problem.over(states.select(kept)))
-        return [] if coarse is None else [tuple(SearchStage(kept[a], kept[b], m) for a, b, m in coarse)]
+        chosen = sorted({0, self.num_states - 1, *range(0, self.num_states, step)})
+        coarse = _plan_exactly(self.problem.over(states.select(chosen)))
+        return [] if coarse is None else [tuple(SearchStage(chosen[a], chosen[b], m) for a, b, m in coarse)]
 
     def _least(self, grid: StageGrid, limit_s: float, at_least: Floats | float = 1.0) -> Floats:
         """Return the fewest replicas of a grid's stages, `at_least` or more."""
@@ -189,11 +189,11 @@ class _Search:
     def _stages_of(self, grid: StageGrid) -> "_Stages":
         """Return a grid's stages, cached if there are few."""
         key = int(grid.starts[0]), len(grid.starts)
-        if key in self._kept:
-            return self._kept[key]
+        if key in self._cache:
+            return self._cache[key]
         made = _Stages(self.problem, grid)
-        if self.num_states <= _MOST_KEPT_STATES:
-            self._kept[key] = made
+        if self.num_states <= _MOST_CACHED_STATES:
+            self._cache[key] = made
         return made
 
 

@@ -55,11 +55,11 @@ def plan_hierarchical(problem: HierarchicalProblem, at_most_s: float = np.inf) -
     if not is_coarsened(states):
         return _plan_exactly(problem, at_most_s)
 
-    def solve(kept: Sequence[int]) -> HierarchicalPlan | None:
-        found = _plan_exactly(problem.over(states.select(kept)), at_most_s)
+    def solve(chosen: Sequence[int]) -> HierarchicalPlan | None:
+        found = _plan_exactly(problem.over(states.select(chosen)), at_most_s)
         if found is None:
             return None
-        return found._replace(stages=tuple(SearchStage(kept[a], kept[b], m) for a, b, m in found.stages))
+        return found._replace(stages=tuple(SearchStage(chosen[a], chosen[b], m) for a, b, m in found.stages))
 
     return refined(states, solve, lambda plan: plan.bottleneck_s, lambda plan: [s.start for s in plan.stages[1:]])
 

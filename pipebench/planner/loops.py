@@ -23,7 +23,7 @@ from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.simulate.costs import as_values
 
 
-class _Way(NamedTuple):
+class _RoundTrip(NamedTuple):
     """Messages between a stage and the next."""
 
     seconds: float  # of one minibatch there and back, with copies at both ends
@@ -41,10 +41,10 @@ def loops_s(work: UnitWork, model: CostModel, cluster: Cluster, sketch: Sketch, 
     stages, replicas, states = sketch.stages, sketch.replicas, work.states
     depths = warmups(replicas, sketch.depth)
     both = states.forward_s + states.backward_s
-    ways = [_way(work, cluster, sketch, index, relay=relay) for index in range(len(stages) - 1)]
+    trips = [_round_trip(work, cluster, sketch, index, relay=relay) for index in range(len(stages) - 1)]
     steps_s = [
-        way.seconds + float(both[lower.stop] - both[lower.start]) if way.returns else None
-        for way, lower in zip(ways, stages[1:], strict=True)
+        trip.seconds + float(both[lower.stop] - both[lower.start]) if trip.returns else None
+        for trip, lower in zip(trips, stages[1:], strict=True)
     ]
     slowest = []
     for first, upper in enumerate(stages):
@@ -52,10 +52,10 @@ def loops_s(work: UnitWork, model: CostModel, cluster: Cluster, sketch: Sketch, 
         own = model.round(grid, stage_level(cluster, model, sketch.devices, first))
         round_s = float(own.seconds(float(upper.replicas)).flat[0]) * upper.replicas
         sums = upper.replicas > 1 and float(grid.weights.flat[0]) > 0
-        around = ways[max(0, first - 1) : first + 1]
-        busy_s = float(own.base.flat[0]) + sum(way.copy_s for way in around)
+        around = trips[max(0, first - 1) : first + 1]
+        busy_s = float(own.base.flat[0]) + sum(trip.copy_s for trip in around)
         trips_s = round_trips_s(round_s, steps_s[first:], replicas[first:], depths[first:], sums=sums)
-        slowest.append(max(max(round_s, busy_s) / upper.replicas, *(way.pace_s for way in around), 0.0, *trips_s))
+        slowest.append(max(max(round_s, busy_s) / upper.replicas, *(trip.pace_s for trip in around), 0.0, *trips_s))
     return slowest
 
 
@@ -84,7 +84,7 @@ def round_trips_s(
         yield trip_s / (depths[0] * m - waiting)
 
 
-def _way(work: UnitWork, cluster: Cluster, sketch: Sketch, index: int, *, relay: bool) -> _Way:
+def _round_trip(work: UnitWork, cluster: Cluster, sketch: Sketch, index: int, *, relay: bool) -> _RoundTrip:
     """Return the messages between stage `index` and the next, at the outermost level that some of them cross."""
     stages = sketch.stages
     states, last = work.states, len(stages) - 1
@@ -101,4 +101,4 @@ def _way(work: UnitWork, cluster: Cluster, sketch: Sketch, index: int, *, relay:
     rate = level.message_rate(as_values([row.output_bytes for row in crossing]))
     copy_s = level.copy_s(sent + returned)
     there_and_back_s = (sent + returned) / rate + 2 * level.latency_s + 2 * copy_s
-    return _Way(there_and_back_s, max(sent, returned) / rate / cycle, copy_s, returned > 0)
+    return _RoundTrip(there_and_back_s, max(sent, returned) / rate / cycle, copy_s, returned > 0)

@@ -157,7 +157,7 @@ def predict(workload: PlannedWorkload, count: int) -> float:
     return found
 
 
-class _Spent:
+class _TimeShares:
     """Adds up when workers compute and when they wait for bytes; a listener."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class _Spent:
 
 def stage_times(workload: PlannedWorkload, count: int) -> tuple[StageTime, ...]:
     """Return how every stage's workers spend the steady state, reached after `count` minibatches."""
-    spent = _Spent()
+    spent = _TimeShares()
     end_s = simulate_all(workload, 2 * count, Meter(workload.pipeline, spent)).end_s
     # Every flush is alike; elsewhere the first and the last third hold fill and drain.
     since_s, until_s = (0.0, end_s) if workload.pipeline.flushes else (end_s / 3, 2 * end_s / 3)

@@ -33,7 +33,7 @@ def prefixes(rows: Sequence[LayerProfile], *, ties: bool = False) -> States:
     Raises:
         PlanError: the profile has no layer.
     """
-    graph = _Graph(rows, ties=ties)
+    graph = _ComputingLayers(rows, ties=ties)
     members, whole = [0], 0
     for index in graph.working:
         whole |= 1 << index
@@ -50,7 +50,7 @@ def antichains(rows: Sequence[LayerProfile], *, ties: bool = False) -> States:
     Raises:
         PlanError: the profile has no layer.
     """
-    graph = _Graph(rows, ties=ties)
+    graph = _ComputingLayers(rows, ties=ties)
     anchor = graph.working[0]
     first = graph.closures[anchor]
     beyond = {first: graph.readers_of[anchor] & ~first}  # per state, the layers outside that read one inside
@@ -80,7 +80,7 @@ def _positions(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
-class _Graph:
+class _ComputingLayers:
     """The layers that compute, and their readers."""
 
     def __init__(self, rows: Sequence[LayerProfile], *, ties: bool) -> None:
@@ -119,19 +119,19 @@ class _Graph:
     def states(self, members: Sequence[int], *, are_prefixes: bool = False) -> States:
         """Sum the layers' costs over every state; unless `ties`, without states that separate tied parameters."""
         tied = tied_layers(self.rows, self.working)
-        kept = [state for state in members if self.ties or all(state & group in (0, group) for group in tied.values())]
+        whole = [state for state in members if self.ties or all(state & group in (0, group) for group in tied.values())]
         if are_prefixes:
-            arrays = self._sums_of_prefixes(np.array([state.bit_count() for state in kept]))
+            arrays = self._sums_of_prefixes(np.array([state.bit_count() for state in whole]))
         else:
-            blocks = [*map(self._sums, blocks_of_bits(kept, len(self.rows)))]
+            blocks = [*map(self._sums, blocks_of_bits(whole, len(self.rows)))]
             arrays = {name: np.concatenate([block[name] for block in blocks]) for name in ARRAYS}
         loss = self.rows[-1]  # belongs to the last state
         for name in ("forward_s", "backward_s", "saved_bytes"):
             arrays[name][-1] += getattr(loss, name)
         for name in ("sent_bytes", "returned_bytes", "parted_bytes"):
             arrays[name][-1] = 0.0
-        copies = TiedBytes.of(self.rows, tied, kept) if self.ties and tied else None
-        return States(self.rows, tuple(kept), activations=None, tied=copies, **arrays)
+        copies = TiedBytes.of(self.rows, tied, whole) if self.ties and tied else None
+        return States(self.rows, tuple(whole), activations=None, tied=copies, **arrays)
 
     def _sums_of_prefixes(self, counts: NDArray[np.intp]) -> dict[str, Floats]:
         """Return `_sums` of prefixes with these numbers of layers, in linear time."""
@@ -159,7 +159,7 @@ class _Graph:
         last_read = [max(each, default=place) for place, each in enumerate(readers)]
         first_read = [min(each, default=num_layers) for each in readers]
         output_bytes, gradient_bytes = (columns[name][self.working] for name in ("output_bytes", "gradient_bytes"))
-        twice = [(rank[a], rank[b], size) for a, b, size in self._kept_twice if rank[a] < num_layers]
+        twice = [(rank[a], rank[b], size) for a, b, size in self._saved_twice if rank[a] < num_layers]
         return {
             **{name: summed(columns[name]) for name in SUMMED},
             **dict(zip(ONCE, map(summed, self._own_parameter_bytes), strict=True)),
@@ -194,7 +194,7 @@ class _Graph:
         beyond = ~bits & (gradients > 0)
         return {
             **dict(zip((*SUMMED, *ONCE), summed.T, strict=True)),
-            "parted_bytes": parted(bits, self._kept_twice),
+            "parted_bytes": parted(bits, self._saved_twice),
             "recomputed_bytes": np.zeros(len(bits)),
             "resumes": np.zeros(len(bits)),
             "sent_bytes": crosses @ self._columns["output_bytes"],
@@ -236,7 +236,7 @@ class _Graph:
         return sources, targets, np.flatnonzero(np.diff(sources, prepend=-1))
 
     @cached_property
-    def _kept_twice(self) -> list[tuple[int, int, int]]:
+    def _saved_twice(self) -> list[tuple[int, int, int]]:
         return saved_twice(self.rows, [False] * len(self.rows))
 
     @cached_property

@@ -72,21 +72,21 @@ class States:
         """
         again = [policy == RECOMPUTE for policy in memory]
         again.append(again[-1])  # the loss is computed again with the last layer
-        kept, run, read = [0.0] * len(again), 0, set[int]()
+        saved, run, read = [0.0] * len(again), 0, set[int]()
         for index, row in enumerate(self.rows):
             if not again[index]:
                 alone = sum(num_bytes for holder, num_bytes in row.saved_with if again[holder])
-                kept[index], run, read = row.saved_bytes + alone, index + 1, set()
+                saved[index], run, read = row.saved_bytes + alone, index + 1, set()
                 continue
             fresh = {source for source in row.reads if source < run} - read
-            kept[index] = sum(self.rows[source].output_bytes for source in fresh)
+            saved[index] = sum(self.rows[source].output_bytes for source in fresh)
             read |= fresh
         repeated = np.array(again, dtype=float)
         beyond = self._beyond
         return replace(
             self,
             backward_s=self.backward_s + self._sums(repeated * [row.forward_s for row in self.rows]),
-            saved_bytes=self._sums(np.array(kept)),
+            saved_bytes=self._sums(np.array(saved)),
             parted_bytes=self._parted(again),
             recomputed_bytes=self._sums(repeated * [row.saved_bytes for row in self.rows]),
             resumes=np.array([float(again[i] and (i == 0 or again[i - 1])) for i in beyond]),
@@ -111,21 +111,21 @@ class States:
 
     def _parted(self, again: Sequence[bool]) -> Floats:
         """Return `parted_bytes` given which layers are recomputed."""
-        kept = saved_twice(self.rows, again)
-        found = np.concatenate([parted(bits, kept) for bits in blocks_of_bits(self.members, len(self.rows))])
+        shared = saved_twice(self.rows, again)
+        found = np.concatenate([parted(bits, shared) for bits in blocks_of_bits(self.members, len(self.rows))])
         found[-1] = 0.0
         return found
 
     def coarsened(self, step: int) -> "States":
         """Return every `step`-th state, the first and the last."""
-        kept = sorted({0, len(self) - 1, *range(0, len(self), step)})
-        return self.select(kept)
+        chosen = sorted({0, len(self) - 1, *range(0, len(self), step)})
+        return self.select(chosen)
 
-    def select(self, kept: Sequence[int]) -> "States":
+    def select(self, chosen: Sequence[int]) -> "States":
         """Return some of the states."""
-        arrays = [np.asarray(getattr(self, name))[..., list(kept)] for name in ARRAYS]
-        members = tuple(self.members[i] for i in kept)
-        tied = None if self.tied is None else self.tied.select(kept)
+        arrays = [np.asarray(getattr(self, name))[..., list(chosen)] for name in ARRAYS]
+        members = tuple(self.members[i] for i in chosen)
+        tied = None if self.tied is None else self.tied.select(chosen)
         return States(self.rows, members, *arrays, activations=self.activations, tied=tied)
 
     def grouped(self, num_groups: int) -> "States":
@@ -218,9 +218,9 @@ def saved_twice(rows: Sequence[LayerProfile], again: Sequence[bool]) -> list[tup
     ]
 
 
-def parted(bits: NDArray[np.bool_], kept: Sequence[tuple[int, int, int]]) -> Floats:
+def parted(bits: NDArray[np.bool_], shared: Sequence[tuple[int, int, int]]) -> Floats:
     """Return the bytes saved both inside and outside of states, [state, layer] bool."""
-    if not kept:
+    if not shared:
         return np.zeros(len(bits))
-    holders, layers, num_bytes = np.array(kept, dtype=np.intp).T
+    holders, layers, num_bytes = np.array(shared, dtype=np.intp).T
     return np.asarray((bits[:, holders] & ~bits[:, layers]) @ num_bytes.astype(float))

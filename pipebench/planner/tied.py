@@ -34,9 +34,9 @@ class TiedBytes:
         counted = np.array([[state & group & -group > 0 for state in members] for group in tied.values()])
         return cls(num_bytes, stepped, users, counted)
 
-    def select(self, kept: Sequence[int]) -> "TiedBytes":
+    def select(self, chosen: Sequence[int]) -> "TiedBytes":
         """Return those of some of the states."""
-        return replace(self, users=self.users[:, list(kept)], counted=self.counted[:, list(kept)])
+        return replace(self, users=self.users[:, list(chosen)], counted=self.counted[:, list(chosen)])
 
     def copies(self, starts: NDArray[np.intp], stop_from: int) -> tuple[Floats, Floats]:
         """Return the bytes, and the updated bytes, of copies that sums leave out, of the stages [start, stop].

@@ -18,19 +18,19 @@ def work_of(profile: Profile) -> Profile:
 
 def _working(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
     read = {index for row in rows for index in row.reads}
-    kept = [
+    working = [
         index
         for index, row in enumerate(rows)
         if not row.is_input and (index in read or not row.kind.startswith("__getitem__"))
     ]
-    place = {old: new for new, old in enumerate(kept)}
+    place = {old: new for new, old in enumerate(working)}
     return tuple(
         replace(
             rows[index],
             reads=tuple(place[source] for source in rows[index].reads),
             saved_with=tuple((place[holder], num_bytes) for holder, num_bytes in rows[index].saved_with),
         )
-        for index in kept
+        for index in working
     )
 
 

@@ -208,8 +208,8 @@ def _check_lengths(profile: Profile, path: str, dataset: Dataset) -> None:
     """Check that the profile's lengths and their shares are the data set's."""
     held, wanted = ([(each.columns, each.share) for each in lengths] for lengths in (profile.lengths, dataset.lengths))
     if held != wanted:
-        told = (f"lengths {', '.join(str(n) for n, _ in each)}" if each else "one length" for each in (held, wanted))
-        raise ProfileError(f"profile {path} has times of {next(told)}, dataset.lengths asks for {next(told)}")
+        lengths = (f"lengths {', '.join(str(n) for n, _ in each)}" if each else "one length" for each in (held, wanted))
+        raise ProfileError(f"profile {path} has times of {next(lengths)}, dataset.lengths asks for {next(lengths)}")
 
 
 def _with_bytes_of(shapes: Profile, profile: Profile, path: str) -> Profile:

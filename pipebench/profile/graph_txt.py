@@ -17,8 +17,8 @@ from decimal import Decimal
 from pathlib import PurePath
 
 from pipebench.errors import ProfileError
-from pipebench.profile.kept import with_saved_bytes
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.saved_tensors import with_saved_bytes
 from pipebench.profile.stored import check_profile
 from pipebench.typed_json import MAX_BYTES, MAX_SECONDS
 
@@ -302,8 +302,8 @@ def _missing_loss(rows: Sequence[LayerProfile]) -> LayerProfile | None:
     if len(_losses(rows)) == 1:
         return None
     reads = tuple(index for index in _sinks(rows) if not rows[index].kind.startswith(_GETITEM))
-    kept = sum(rows[read].output_bytes for read in reads)  # the logarithms of probabilities, as many as it reads
-    return LayerProfile(_free_name({row.name for row in rows}), _LOSS, 0.0, 0.0, 0, 0, reads, saved_bytes=kept)
+    saved_bytes = sum(rows[read].output_bytes for read in reads)  # the logarithms of probabilities, as many as it reads
+    return LayerProfile(_free_name({row.name for row in rows}), _LOSS, 0.0, 0.0, 0, 0, reads, saved_bytes=saved_bytes)
 
 
 def _free_name(taken: Container[str]) -> str:

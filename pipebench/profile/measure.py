@@ -70,8 +70,8 @@ def measured_profile(
     keep_freed_blocks()  # as training does
     try:
         with torch_settings(engine):
-            told = on_progress or _unheard
-            passes = _Passes(graph, dataset, device, rule, told, whole_steps, engine.channels_last)
+            report = on_progress or _unheard
+            passes = _Passes(graph, dataset, device, rule, report, whole_steps, engine.channels_last)
             return _measured(passes, sizes, optimizer, model_text)
     finally:
         if device.type == "cuda":
@@ -164,12 +164,12 @@ class _AtSize:
 
 def _counted(found: Mapping[int, _AtSize]) -> str:
     """Return the number of passes at every size, and how well their sum over the layers is known."""
-    told = []
+    parts = []
     for size, each in found.items():
         share = uncertainty(each.series)
         known = f"+-{share:.1%}" if math.isfinite(share) else "too few to say how precise"
-        told.append(f"{len(each.passes)} passes at {size} samples ({known})")
-    return ", ".join(told)
+        parts.append(f"{len(each.passes)} passes at {size} samples ({known})")
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class _Passes:
 
     def _once(self, k: int, size: int, found: _AtSize) -> None:
         """Make the k-th pass at a size; the first ones warm up."""
-        tell = self._teller(size)
+        tell = self._reporter(size)
         samples = self._fetch(size, k, [*self.dataset.inputs, *self.dataset.targets])
         start_s, allocator = time.perf_counter(), allocator_of(self.device)
         # Counting saved bytes takes time: only the first pass, which isn't timed, does.
@@ -228,8 +228,8 @@ class _Passes:
             found.steps_s += step_s
             found.spent_s += time.perf_counter() - start_s
 
-    def _teller(self, size: int) -> Callable[[int], None]:
-        """Return what tells of a layer at a size, by its index, now and at intervals."""
+    def _reporter(self, size: int) -> Callable[[int], None]:
+        """Return a function that reports which layer is measured, by its index, now and then."""
         due_s, num_layers = 0.0, len(self.graph.layers) + 1
 
         def tell(index: int) -> None:
@@ -288,7 +288,7 @@ class _Passes:
 
 
 def _with_workspace(row: LayerProfile, beside: LayerProfile) -> LayerProfile:
-    """Return a row with its workspace, from one of a pass whose clock told bytes."""
+    """Return a row with its workspace, from one whose clock measured bytes."""
     return replace(row, workspace_bytes=round(max(beside.forward_s, beside.backward_s)))
 
 

@@ -58,7 +58,7 @@ class LayerProfile:
         return sum(self.parameter_sizes.values())
 
     def with_usual_part(self) -> "LayerProfile":
-        """Return the row with an estimated `weight_s`, for a profile that doesn't tell it.
+        """Return the row with an estimated `weight_s`, for a profile without it.
 
         It is half of the backward of a layer that can be split, as its two products are equally large; all of it where
         the layer reads no other layer, and so computes no input gradient.

@@ -22,7 +22,7 @@ from pipebench.model.graph import Layer, LayerGraph, attribute, bind_node, forge
 from pipebench.model.splitting import splittable
 from pipebench.profile.clocks import Clock, Reading
 from pipebench.profile.model import LayerProfile
-from pipebench.recipe.users_code import told
+from pipebench.recipe.users_code import message_of
 from pipebench.zoo.registry import Dataset
 
 LOSS = "loss"
@@ -146,7 +146,7 @@ def _forwards(
 ) -> list[_Step]:
     placeholders = graph.graph.find_nodes(op="placeholder")
     env: dict[fx.Node, Any] = {node: samples[name] for node, name in zip(placeholders, dataset.inputs, strict=True)}
-    kept = _SavedStorages([*root.parameters(), *root.buffers()]) if on_layer is None else None
+    storages = _SavedStorages([*root.parameters(), *root.buffers()]) if on_layer is None else None
     unread = {node: len(node.users) for node in graph.graph.nodes}
     owners: dict[fx.Node, _Step] = {}
     steps = _steps(graph, root)
@@ -155,12 +155,12 @@ def _forwards(
             continue
         if on_layer is not None:
             on_layer(layer.index)
-        env[layer.node] = _forward(step, _call_of(layer, root, env, owners, step), clock, kept, layer.index)
-        if kept is not None:
+        env[layer.node] = _forward(step, _call_of(layer, root, env, owners, step), clock, storages, layer.index)
+        if storages is not None:
             # A stage hands on a copy of a buffer that the next minibatch changes: a storage of its own.
             copied = [env[layer.node].clone()] if layer.runs_once else [env[layer.node]]
-            step.puts_out = kept.storages(copied)
-            step.takes = kept.storages(env[node] for node in layer.node.all_input_nodes if node.op == "placeholder")
+            step.puts_out = storages.storages(copied)
+            step.takes = storages.storages(env[node] for node in layer.node.all_input_nodes if node.op == "placeholder")
         owners[layer.node] = step
         for node in layer.node.all_input_nodes:
             unread[node] -= 1
@@ -171,7 +171,7 @@ def _forwards(
     prediction = run_node(root, output, {node: _cut(value, loss, owners.get(node)) for node, value in env.items()})
     env.clear()
     targets = {name: samples[name] for name in dataset.targets}
-    _forward(loss, lambda: dataset.loss(prediction, targets), clock, kept, len(steps))
+    _forward(loss, lambda: dataset.loss(prediction, targets), clock, storages, len(steps))
     return [*steps, loss]
 
 
@@ -357,5 +357,5 @@ def _profile(step: _Step) -> LayerProfile:
 
 def _failed(step: _Step, what: str, error: Exception) -> str:
     if step.kind == LOSS:
-        return f"the loss can't be profiled: {told(error)}"
-    return f"layer {step.name} ({step.kind}) can't be profiled, its {what} fails: {told(error)}"
+        return f"the loss can't be profiled: {message_of(error)}"
+    return f"layer {step.name} ({step.kind}) can't be profiled, its {what} fails: {message_of(error)}"

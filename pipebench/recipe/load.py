@@ -179,8 +179,8 @@ def load_mapping(
     base = data.pop(EXTENDS, None)
     files = [] if base is None else chain(_find_base(str(base), Path.cwd()), "recipe", _find_base)
     every = [*((each, display(file), file.parent) for file, each in files), (data, display(path), Path.cwd())]
-    kept = [({key: each[key] for key in each if key not in without}, name, folder) for each, name, folder in every]
-    return _load_each(kept, path, overrides, zipped=False, builds=True)
+    sources = [({key: each[key] for key in each if key not in without}, name, folder) for each, name, folder in every]
+    return _load_each(sources, path, overrides, zipped=False, builds=True)
 
 
 def _load_each(
@@ -213,7 +213,7 @@ def _load_each(
             loaded.append(_varied(_finish(leaves.chosen(run.values), path, builds=builds), run))
         except RecipeError as error:
             for fault in error.faults:
-                faults.setdefault(replace(fault, problem=run.told(fault.key, fault.problem)), []).append(run)
+                faults.setdefault(replace(fault, problem=run.with_place(fault.key, fault.problem)), []).append(run)
     if faults:
         raise RecipeError(_blamed(fault, having, len(runs), lists) for fault, having in faults.items())
     return loaded
@@ -276,7 +276,7 @@ def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:
         resolved["parallelism"]["microbatches"] = _default_microbatches(draft)
     fill(resolved)
     recipe = _build(recipe_with(tuple((name, resolved[name] is not None) for name in with_section())), resolved)
-    plain = _kept_expressions(recipe, given, leaves.found)
+    plain = _with_expressions(recipe, given, leaves.found)
     return LoadedRecipe(
         recipe=recipe,
         plain=plain,
@@ -407,7 +407,7 @@ def _section_of(data: dict[str, Any], key: Key) -> dict[str, Any]:
     return data
 
 
-def _kept_expressions(recipe: Recipe, given: dict[str, Any], found: Mapping[Key, Leaf]) -> dict[str, Any]:
+def _with_expressions(recipe: Recipe, given: dict[str, Any], found: Mapping[Key, Leaf]) -> dict[str, Any]:
     """Return the resolved recipe as plain data; values that may come from the environment stay expressions."""
     plain = asdict(recipe)
     for key in of_environment(found):

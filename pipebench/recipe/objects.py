@@ -15,13 +15,13 @@ from pipebench.zoo.late import torch
 
 _SECTIONS = ("model", "dataset")
 _PLAIN = (str, int, float, bool, type(None))
-_kept: dict[str, tuple[Any, Callable[..., Any]]] = {}  # by name: what was given, and what makes it
+_objects: dict[str, tuple[Any, Callable[..., Any]]] = {}  # by name: what was given, and what makes it
 
 
 def __getattr__(name: str) -> Any:
     """Return a function that makes what was given, as a module does."""
-    if name in _kept:
-        return _kept[name][1]
+    if name in _objects:
+        return _objects[name][1]
     if name.startswith("__"):
         raise AttributeError(name)
     raise UserError(
@@ -37,11 +37,11 @@ def with_names(keys: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
         UserError: a value is neither plain data nor something that can be a target.
     """
     plain = {key: _plain(value, tuple(key.split("."))) for key, value in keys.items()}
-    own = {section for section in _SECTIONS if isinstance(plain.get(section), dict) and _is_kept(plain[section])}
+    own = {section for section in _SECTIONS if isinstance(plain.get(section), dict) and _is_object(plain[section])}
     return plain, own
 
 
-def _is_kept(section: Mapping[str, Any]) -> bool:
+def _is_object(section: Mapping[str, Any]) -> bool:
     return str(section.get("target")).startswith(f"{__name__}:")
 
 
@@ -69,7 +69,7 @@ def _is_data(value: Sequence[Any], key: tuple[str, ...]) -> bool:
 
 def _name(value: Any, key: tuple[str, ...]) -> str:
     """Keep an object; return its name, the same as long as it is the same object."""
-    for name, (known, _) in _kept.items():
+    for name, (known, _) in _objects.items():
         if known is value:
             return name
     is_made = key in (("model",), ("model", "target"), ("dataset",), ("dataset", "target"))
@@ -81,8 +81,8 @@ def _name(value: Any, key: tuple[str, ...]) -> str:
         allowed = "plain data, a function, a torch.nn.Module for model, or two torch data sets for dataset"
         raise UserError(f"{'.'.join(key)}: got a {type(value).__name__}, allowed is {allowed}")
     word = re.sub(r"\W", "_", getattr(value, "__name__", type(value).__name__), flags=re.ASCII)
-    name = f"{word}_{sum(each.rpartition('_')[0] == word for each in _kept) + 1}"
-    _kept[name] = (value, make)
+    name = f"{word}_{sum(each.rpartition('_')[0] == word for each in _objects) + 1}"
+    _objects[name] = (value, make)
     return name
 
 

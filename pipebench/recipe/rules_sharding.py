@@ -16,13 +16,13 @@ def _shards(mode: str, row: Mode, shard: str | None, sync: str | None) -> Proble
     """Shards need replicas that wait for each other, and one version of the weights."""
     if not row.is_sharded:
         return
-    key, told = "parallelism.shard" if shard is not None else "parallelism.mode", f"got shard {row.shard}"
+    key, given_shard = "parallelism.shard" if shard is not None else "parallelism.mode", f"got shard {row.shard}"
     if row.shard != OPTIMIZER and row.shape != "one-stage":
-        why = f"{told} with mode {mode}, whose stages have several microbatches in flight"
+        why = f"{given_shard} with mode {mode}, whose stages have several microbatches in flight"
         yield key, f"{why}: allowed is none or optimizer, or mode dp"
     elif not WEIGHT_POLICIES[row.weights].stashed:
         stashed = " or ".join(name for name, policy in WEIGHT_POLICIES.items() if policy.stashed and policy.waits)
-        why = f"{told} with weights {row.weights}, whose backwards use weights that aren't gathered"
+        why = f"{given_shard} with weights {row.weights}, whose backwards use weights that aren't gathered"
         yield key, f"{why}: allowed is none, or weights {stashed}"
     if SYNCS[row.sync].way != ALL_REDUCE or not SYNCS[row.sync].waits:
         names = " or ".join(name for name, each in SYNCS.items() if each.way == ALL_REDUCE)

@@ -194,8 +194,8 @@ def _weights_and_sync(draft: Draft, mode: str, row: Mode) -> Problems:
     if WEIGHT_POLICIES[weights].needs_flush != flush:
         others = [name for name, each in WEIGHT_POLICIES.items() if each.needs_flush == flush]
         allowed = f"flush: {str(not flush).lower()}, or weights: {' or '.join(others)}"
-        told = f"got weights {weights} with {'a flush' if flush else 'no flush'}"
-        yield _blamed(given, "weights", "flush"), f"{told}: allowed is {allowed}"
+        given_text = f"got weights {weights} with {'a flush' if flush else 'no flush'}"
+        yield _blamed(given, "weights", "flush"), f"{given_text}: allowed is {allowed}"
     if WEIGHT_POLICIES[weights].waits != waits:
         policies = [name for name, each in WEIGHT_POLICIES.items() if each.waits == waits]
         syncs = [name for name, each in SYNCS.items() if each.waits != waits]
@@ -203,11 +203,11 @@ def _weights_and_sync(draft: Draft, mode: str, row: Mode) -> Problems:
         yield _blamed(given, "sync", "weights"), f"got sync {sync} with weights {weights}: allowed is {allowed}"
     elif not waits and row.shape != "one-stage":
         modes = " or ".join(name for name, each in MODES.items() if each.shape == "one-stage")
-        told = f"got sync {sync} with mode {mode}, it is for data parallelism"
-        yield "parallelism.sync", f"{told}: allowed is mode {modes}"
+        given_text = f"got sync {sync} with mode {mode}, it is for data parallelism"
+        yield "parallelism.sync", f"{given_text}: allowed is mode {modes}"
     if not waits and row.backward == SPLIT:
-        told = f"got backward {SPLIT} with sync {sync}, whose pushes end a backward"
-        yield _blamed(given, "backward", "sync"), f"{told}: allowed is backward: {WHOLE}"
+        given_text = f"got backward {SPLIT} with sync {sync}, whose pushes end a backward"
+        yield _blamed(given, "backward", "sync"), f"{given_text}: allowed is backward: {WHOLE}"
 
 
 @rule
@@ -216,8 +216,8 @@ def _microbatches(mode: str, row: Mode, microbatches: int, accumulate: int | Non
     if microbatches > 1 and not row.cuts(row.flush, row.weights):
         why = f"mode {mode} doesn't cut minibatches" if row.flush else f"mode {mode} has no flush here"
         yield "parallelism.microbatches", f"got {microbatches}, {why}: allowed is 1, or mode {' or '.join(takers)}"
-    kept = row.flush or WEIGHT_POLICIES[row.weights].accumulates
-    if (row.accumulate if accumulate is None else accumulate) != 1 and not kept:
+    accumulates = row.flush or WEIGHT_POLICIES[row.weights].accumulates
+    if (row.accumulate if accumulate is None else accumulate) != 1 and not accumulates:
         others = [name for name, each in WEIGHT_POLICIES.items() if each.accumulates]
         allowed = f"1, flush: true, or weights: {' or '.join(others)}"
         given = "null, as many minibatches as are in flight" if accumulate is None else accumulate

@@ -64,7 +64,7 @@ class Varied:
         """The same as a command line: lists of one element, so that the run gets the same name anywhere."""
         return tuple(f"{key}={_written(value)}," for key, value in self.values.items())
 
-    def told(self, key: str, problem: str) -> str:
+    def with_place(self, key: str, problem: str) -> str:
         """Return the problem of a key, with the element's place if the key has a list."""
         for name, (place, count) in self.places.items():
             if key == name and count > 1:
@@ -128,12 +128,12 @@ def combinations(lists: Mapping[str, Several], *, zipped: bool) -> Iterator[Vari
         ValueError: zipped lists differ in length, or there are more than MOST_RUNS runs; the end of a sentence.
     """
     lengths = [len(each.values) for each in lists.values()]
-    told = ", ".join(f"{key} has {length}" for key, length in zip(lists, lengths, strict=True))
+    given = ", ".join(f"{key} has {length}" for key, length in zip(lists, lengths, strict=True))
     if zipped and len({*lengths}) > 1:
-        raise ValueError(f"--zip takes the lists' elements together, so they must be equally long: {told}")
+        raise ValueError(f"--zip takes the lists' elements together, so they must be equally long: {given}")
     count = max(lengths) if zipped else math.prod(lengths)
     if count > MOST_RUNS:
-        raise ValueError(f"the lists make {count:,} runs, allowed are at most {MOST_RUNS} in one comparison: {told}")
+        raise ValueError(f"the lists make {count:,} runs, allowed are at most {MOST_RUNS} in one comparison: {given}")
     places = [range(length) for length in lengths]
     for chosen in zip(*places, strict=True) if zipped else itertools.product(*places):
         pairs = list(zip(lists.items(), chosen, strict=True))

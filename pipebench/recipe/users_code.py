@@ -37,7 +37,7 @@ def users_code(what: str, key: str = "") -> Iterator[None]:
     except (PipebenchError, KeyboardInterrupt):
         raise
     except BaseException as error:  # also of a class of the user's own
-        raise UserCodeError(f"{what}: {told(error)}", key) from error
+        raise UserCodeError(f"{what}: {message_of(error)}", key) from error
 
 
 def as_users(error: BaseException) -> UserError | None:
@@ -45,19 +45,19 @@ def as_users(error: BaseException) -> UserError | None:
     place = _place(error)
     if isinstance(error, PipebenchError | KeyboardInterrupt) or (place is None and not _is_about_data(error)):
         return None
-    theirs = UserCodeError(f"{place}: {reason(error)}" if place else told(error))
+    theirs = UserCodeError(f"{place}: {reason(error)}" if place else message_of(error))
     theirs.__cause__ = error
     return theirs
 
 
-def told(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Return an exception as the end of a sentence: class, message, and the line of the user's code, if any.
 
-    >>> told(ValueError("no such width"))
+    >>> message_of(ValueError("no such width"))
     'ValueError: no such width'
     """
     if _is_about_data(error):
-        return " ".join(str(error).split()) + (f": {told(error.__cause__)}" if error.__cause__ else "")
+        return " ".join(str(error).split()) + (f": {message_of(error.__cause__)}" if error.__cause__ else "")
     place = _place(error)
     return reason(error) + (f" ({place})" if place else "")
 

@@ -32,7 +32,7 @@ OnRun = Callable[[Asked], None]
 
 
 @dataclass(frozen=True)
-class Answer:
+class RecipeOutcome:
     """The outcome of a recipe."""
 
     result: RunResult | None = None  # None if it couldn't run
@@ -50,7 +50,7 @@ class Collection:
     """The runs of a report and their outcomes so far."""
 
     asked: Sequence[Asked]  # may repeat a recipe
-    answers: dict[str, Answer] = field(default_factory=dict)  # by recipe, as far as known
+    by_recipe: dict[str, RecipeOutcome] = field(default_factory=dict)  # as far as known
 
     def __post_init__(self) -> None:
         self._keys = {id(each): recipe_hash(each.loaded) for each in self.asked}
@@ -66,7 +66,7 @@ class Collection:
     @property
     def missing(self) -> dict[str, Asked]:
         """The first run of every recipe without an outcome."""
-        return {key: each for key, each in self.recipes.items() if key not in self.answers}
+        return {key: each for key, each in self.recipes.items() if key not in self.by_recipe}
 
     def look_up(self, kept: Path) -> None:
         """Find outcomes recorded by this version of the code, or stored beside the report in folder `kept`.
@@ -79,7 +79,7 @@ class Collection:
             found = recorded.newest(key, version)
             if found is not None:
                 ended = _moment(found.ended_ms / 1000)
-                self.answers[key] = Answer(
+                self.by_recipe[key] = RecipeOutcome(
                     found.result, None, MLFLOW, found.run_id, found.experiment_id, version, ended
                 )
         trained = {key: each for key, each in self.missing.items() if engine_kind(each.loaded.recipe).trains}
@@ -87,7 +87,7 @@ class Collection:
         for key, each in trained.items():
             match = next((one for one in known if one.answers(each.loaded)), None)
             if match is not None:
-                self.answers[key] = Answer(
+                self.by_recipe[key] = RecipeOutcome(
                     match.result, None, KEPT, version=match.version, ended=match.ended, made=match.made
                 )
 
@@ -98,17 +98,17 @@ class Collection:
         """
         for key, each in self.missing.items():
             on_run(each)
-            answer = run_one(each, tracking, parent)
-            if answer.result is not None and answer.result.outcome == INTERRUPTED:
+            outcome = run_one(each, tracking, parent)
+            if outcome.result is not None and outcome.result.outcome == INTERRUPTED:
                 return False
-            self.answers[key] = answer
+            self.by_recipe[key] = outcome
         return True
 
     def leave_out_training(self) -> None:
         """Leave out seeds that aren't trained yet; a run without any has a problem instead of a result."""
         left_out = {key for key, each in self.missing.items() if engine_kind(each.loaded.recipe).trains}
         places = {(each.row, each.run, each.column) for each in self.asked if self._keys[id(each)] not in left_out}
-        self.answers |= dict.fromkeys(left_out, Answer(problem=UNTRAINED))
+        self.by_recipe |= dict.fromkeys(left_out, RecipeOutcome(problem=UNTRAINED))
         self.asked = [
             each
             for each in self.asked
@@ -122,10 +122,10 @@ class Collection:
     def trained(self) -> Iterator[tuple[Asked, KeptResult]]:
         """Yield every trained result as it is stored."""
         for key, each in self.recipes.items():
-            answer = self.answers.get(key)
-            if answer is not None and answer.result is not None and engine_kind(each.loaded.recipe).trains:
+            found = self.by_recipe.get(key)
+            if found is not None and found.result is not None and engine_kind(each.loaded.recipe).trains:
                 cluster = cluster_of(each.loaded)
-                yield each, KeptResult(each.words, answer.version, answer.ended, cluster, answer.result, answer.made)
+                yield each, KeptResult(each.words, found.version, found.ended, cluster, found.result, found.made)
 
     def keep_trained(self, folder: Path) -> list[Path]:
         """Store every trained result for the reports in a folder and return the files; raises an OSError."""
@@ -135,13 +135,13 @@ class Collection:
         """Return the outcomes of every run by row, run and column."""
         found: dict[tuple[str, str, str], list[CellOutcome]] = {}
         for each in self.asked:
-            answer = self.answers[self._keys[id(each)]]
-            outcome = CellOutcome(_origin(each, answer), answer.result, answer.problem)
-            found.setdefault((each.row, each.run, each.column), []).append(outcome)
+            outcome = self.by_recipe[self._keys[id(each)]]
+            cell = CellOutcome(_origin(each, outcome), outcome.result, outcome.problem)
+            found.setdefault((each.row, each.run, each.column), []).append(cell)
         return found
 
 
-def run_one(asked: Asked, tracking: Tracking, parent: RunLog) -> Answer:
+def run_one(asked: Asked, tracking: Tracking, parent: RunLog) -> RecipeOutcome:
     """Run a recipe as `pipebench run` would and return its outcome, a failure included."""
     loaded = asked.loaded
     suite = Suite(tracking.store.suite, tuple(asked.words[1:]), brief=True)
@@ -152,12 +152,12 @@ def run_one(asked: Asked, tracking: Tracking, parent: RunLog) -> Answer:
         made = runs.run(RunRequest(loaded, name, suite, parent, decision), tracking)
         result, run_id = made.result, made.mlflow_run_id
     except UserError as error:
-        return Answer(problem=_without_file(error, loaded))
+        return RecipeOutcome(problem=_without_file(error, loaded))
     except WorkersFailedError as error:
-        return Answer(problem=str(error))
+        return RecipeOutcome(problem=str(error))
     now = _moment(datetime.now(UTC).timestamp())
     experiment_id = tracking.store.experiment_id if run_id else None
-    return Answer(result, None, None, run_id or "", experiment_id or "", source_version(), now, made_on())
+    return RecipeOutcome(result, None, None, run_id or "", experiment_id or "", source_version(), now, made_on())
 
 
 def _without_file(error: UserError, loaded: LoadedRecipe) -> str:
@@ -165,8 +165,8 @@ def _without_file(error: UserError, loaded: LoadedRecipe) -> str:
     return "; ".join(line.removeprefix(f"{loaded.source}: ") for line in printable_lines(str(error)))
 
 
-def _origin(asked: Asked, answer: Answer) -> Origin:
-    loaded, result = asked.loaded, answer.result
+def _origin(asked: Asked, outcome: RecipeOutcome) -> Origin:
+    loaded, result = asked.loaded, outcome.result
     kind = engine_kind(loaded.recipe)
     return Origin(
         name=asked.run,
@@ -175,12 +175,12 @@ def _origin(asked: Asked, answer: Answer) -> Origin:
         timing=result.timing if result is not None else "",
         data=_data(loaded.flat) if kind.trains else "",
         seed=loaded.recipe.train.seed,
-        made=_made(answer) if kind.trains else "",
-        reused=answer.reused,
-        run_id=answer.run_id,
-        experiment_id=answer.experiment_id,
-        versions=f"pipebench {answer.version}" if answer.version else "",
-        ended=answer.ended,
+        made=_made(outcome) if kind.trains else "",
+        reused=outcome.reused,
+        run_id=outcome.run_id,
+        experiment_id=outcome.experiment_id,
+        versions=f"pipebench {outcome.version}" if outcome.version else "",
+        ended=outcome.ended,
     )
 
 
@@ -193,13 +193,13 @@ def _data(flat: Mapping[str, str]) -> str:
     return f"{name} ({options})" if options else name
 
 
-def _made(answer: Answer) -> str:
+def _made(outcome: RecipeOutcome) -> str:
     """Return what a kept result was trained with."""
-    if answer.reused != KEPT:
+    if outcome.reused != KEPT:
         return ""
-    if answer.made:
-        return ", ".join(value if name == "processor" else f"{name} {value}" for name, value in answer.made.items())
-    return f"{EARLIER}, pipebench {answer.version}"
+    if outcome.made:
+        return ", ".join(value if name == "processor" else f"{name} {value}" for name, value in outcome.made.items())
+    return f"{EARLIER}, pipebench {outcome.version}"
 
 
 def _moment(seconds: float) -> str:

@@ -8,7 +8,7 @@ from pipebench.report.evaluated import Evaluated, Verdict
 from pipebench.report.origins import origins
 from pipebench.report.tables import tables
 from pipebench.report.wording import published_number
-from pipebench.show.page import Block, Heading, Image, Page, PageEntry, RenderedTable, Text, Verbatim
+from pipebench.show.page import Block, Heading, Image, Page, RenderedTable, Text, Verbatim
 
 PICTURES = "Pictures"  # the heading above them
 
@@ -26,17 +26,17 @@ def page_of(evaluated: Evaluated, drawn: Mapping[Picture, Image]) -> Page:
 
 def _head(evaluated: Evaluated) -> list[Block]:
     report = evaluated.report
-    told = ", ".join(text for text in (report.paper, report.where) if text)
-    parts = [f"Published: {told}." if told else "", evaluated.about.strip()]
+    source = ", ".join(text for text in (report.paper, report.where) if text)
+    parts = [f"Published: {source}." if source else "", evaluated.about.strip()]
     return [Text(part) for part in parts if part]
 
 
 def _picture(evaluated: Evaluated, picture: Picture, drawn: Mapping[Picture, Image]) -> list[Block]:
     if picture in drawn:
         return [drawn[picture]]
-    told = evaluated.report.row(picture.row).title if picture.row else ""
+    title = evaluated.report.row(picture.row).title if picture.row else ""
     found = [(run, evaluated.drawings.get((picture.row, run))) for run in picture.runs]
-    return [block for run, text in found if text for block in (Text(f"{told}, `{run}`:"), Verbatim(text))]
+    return [block for run, text in found if text for block in (Text(f"{title}, `{run}`:"), Verbatim(text))]
 
 
 _ABOUT_SCORES = (
@@ -49,17 +49,17 @@ def scores(evaluated: Evaluated) -> list[Block]:
     """Return the scores of every column, by measure and set of cells."""
     report = evaluated.report
     columns = {column.name: column.title for column in report.columns}
-    rows = tuple(
+    rows = [
         (
-            PageEntry(report.measure(score.measure).title if score.measure else "numbers in claims"),
-            PageEntry(columns.get(score.column, f"baseline: {score.column}")),
-            PageEntry(score.over),
-            PageEntry(f"{score.cells}"),
-            PageEntry(percent(score.geometric_mean_error)),
-            PageEntry(UNKNOWN if score.rank_correlation is None else f"{score.rank_correlation:.2f}"),
+            report.measure(score.measure).title if score.measure else "numbers in claims",
+            columns.get(score.column, f"baseline: {score.column}"),
+            score.over,
+            f"{score.cells}",
+            percent(score.geometric_mean_error),
+            UNKNOWN if score.rank_correlation is None else f"{score.rank_correlation:.2f}",
         )
         for score in evaluated.scores
-    )
+    ]
     if not rows:
         return []
     headings = ("measure", "column", "over", "cells", "geometric-mean error", "rank correlation")
@@ -79,15 +79,15 @@ def claims(evaluated: Evaluated) -> list[Block]:
             _why(verdict, column.title, answers) for verdict, column in zip(answers, columns, strict=True)
         )
         rows.append((
-            PageEntry(claim.text),
-            *((PageEntry(claim.where),) if wheres else ()),
-            *((PageEntry(tolerance_text(claim)),) if tolerances else ()),
-            *(PageEntry(UNKNOWN if verdict is None else verdict.answer) for verdict in answers),
-            PageEntry("; ".join(each for each in why if each)),
+            claim.text,
+            *((claim.where,) if wheres else ()),
+            *((tolerance_text(claim),) if tolerances else ()),
+            *(UNKNOWN if verdict is None else verdict.answer for verdict in answers),
+            "; ".join(each for each in why if each),
         ))  # fmt: skip
-    told = [*(["where"] if wheres else []), *(["tolerance"] if tolerances else [])]
-    headings = ("claim", *told, *(column.title for column in columns), "why")
-    return [Heading("Claims"), RenderedTable(headings, tuple(rows), left=len(headings))] if rows else []
+    optional = [*(["where"] if wheres else []), *(["tolerance"] if tolerances else [])]
+    headings = ("claim", *optional, *(column.title for column in columns), "why")
+    return [Heading("Claims"), RenderedTable(headings, rows, left=len(headings))] if rows else []
 
 
 def tolerance_text(claim: PublishedClaim) -> str:

@@ -23,7 +23,7 @@ from pipebench.report.scores import geometric_mean_error
 from pipebench.report.study_claims import StudyClaim, cells_of, judge, numbers_in, read_study_claim
 from pipebench.report.values import VALUES, CellValue, ReportValues, read_values
 from pipebench.report.wording import CHOSEN, CONSTRUCTED, FITTED, number_text, published_text
-from pipebench.show.page import Block, Heading, PageEntry, RenderedTable, Text
+from pipebench.show.page import Block, Heading, RenderedTable, Text
 
 NAME = "coverage"  # of the index and the page
 NONE, TEST, DERIVED = "none", "test", "derived"
@@ -48,7 +48,7 @@ class PublishedEntry:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EntryAnswer:
     """One answer to an entry."""
 
     page: str  # Markdown
@@ -94,7 +94,7 @@ class Pages:
         report = self.reports.get(name)
         return [(report, claim) for claim in report.claims if claim.text.startswith(begins)] if report else []
 
-    def answers(self, answer: str | Mapping[str, str] | StudyClaim) -> Iterator[Answer]:
+    def answers(self, answer: str | Mapping[str, str] | StudyClaim) -> Iterator[EntryAnswer]:
         """Yield what an answer of the index stands for."""
         if isinstance(answer, StudyClaim):
             yield _of_study(answer)
@@ -104,54 +104,54 @@ class Pages:
             return
         kind, _, rest = answer.partition(" ")
         if kind == NONE:
-            yield Answer(UNKNOWN, verdict=f"no cell: {rest}")
+            yield EntryAnswer(UNKNOWN, verdict=f"no cell: {rest}")
         elif kind == TEST:
             path, _, name = rest.partition("::")
-            yield Answer(_page_link(path), here="as published", verdict=f"equal: {name} asserts it")
+            yield EntryAnswer(_page_link(path), here="as published", verdict=f"equal: {name} asserts it")
         elif kind.endswith(":"):
             yield from (self._claim(*found) for found in self.claims(answer))
         else:
             cells = (self._cell(*found) for found in self.cells(answer))
             yield from (replace(cell, place=()) if kind == DERIVED else cell for cell in cells)
 
-    def _claim(self, report: Report, claim: PublishedClaim) -> Answer:
+    def _claim(self, report: Report, claim: PublishedClaim) -> EntryAnswer:
         values = self.values.get(report.name)
         found = [each for each in values.claims if each.text == claim.text] if values else []
         if not found:
-            return Answer(_link(report), claim.text, verdict="the page isn't made")
+            return EntryAnswer(_link(report), claim.text, verdict="the page isn't made")
         counted = claim.number is not None and claim.holds is None
         place = (report.name, claim.text) if counted else ()
         return _claimed(_link(report), claim, found[-1].answer, found[-1].value, place)
 
-    def _cell(self, report: Report, row: str, measure: Measure) -> Answer:
+    def _cell(self, report: Report, row: str, measure: Measure) -> EntryAnswer:
         published = report.row(row).published[measure.published_name]
         what, text = f"{report.row(row).title}: {measure.title}", published_text(published, measure)
         values = self.values.get(report.name)
         found = [c for c in (values.cells if values else ()) if (c.row, c.measure) == (row, measure.name)]
         if not found:
-            return Answer(
+            return EntryAnswer(
                 _link(report), what, text, verdict="no value: its page says why" if values else "the page isn't made"
             )
         last = found[-1]
         here = last.value if isinstance(last.value, str) else number_text(last.value, measure.unit)
         place = () if measure.published_as or last.bound != "exact" else (report.name, row, measure.name)
-        return Answer(_link(report), what, text, here, _ratio(last), _verdict(last), last.marks, place)
+        return EntryAnswer(_link(report), what, text, here, _ratio(last), _verdict(last), last.marks, place)
 
 
-def _claimed(link: str, claim: PublishedClaim, answer: str, value: float | None, place: tuple[str, ...]) -> Answer:
+def _claimed(link: str, claim: PublishedClaim, answer: str, value: float | None, place: tuple[str, ...]) -> EntryAnswer:
     """Return a claim's answer with its tolerance, or why it can't be tested."""
     number = claim.number
     near = f"within {number.within:.0%}" if number is not None and claim.holds is None else claim.tolerance
     why = claim.untestable or re.sub("^none", "no tolerance", near)
     verdict = f"{answer} ({why})" if why else answer
     if number is None or value is None:
-        return Answer(link, claim.text, verdict=verdict)
+        return EntryAnswer(link, claim.text, verdict=verdict)
     published = published_text(Published(number.published), Measure("", "", number.unit))
     here = number_text(value, number.unit)
-    return Answer(link, claim.text, published, here, value / number.published, verdict, place=place)
+    return EntryAnswer(link, claim.text, published, here, value / number.published, verdict, place=place)
 
 
-def _of_pair(answer: Mapping[str, str]) -> Iterator[Answer]:
+def _of_pair(answer: Mapping[str, str]) -> Iterator[EntryAnswer]:
     """Yield the numbers of a study's cell beside those of the published text, in their order.
 
     They count unless the index says why they stand apart.
@@ -164,20 +164,20 @@ def _of_pair(answer: Mapping[str, str]) -> Iterator[Answer]:
         here = cells_of(text, "", {"here": (column, index)})["here"][row]
         unit = re.sub(r"[\d.,\s]", "", printed)
         ratio, apart = here / numbers_in(printed)[0], answer.get("apart", "")
-        told = f"{here:,.4g}{unit if unit == 'x' else f' {unit}'.rstrip()}"
+        here_text = f"{here:,.4g}{unit if unit == 'x' else f' {unit}'.rstrip()}"
         name = part if len(theirs) == 1 else f"{column.partition(': ')[0]}, {part}"
         verdict = f"{_nearness(ratio)}; {apart}" if apart else _nearness(ratio)
         place = () if apart else (page, row, name)
-        yield Answer(_page_link(page), f"{row}: {name}", printed, told, ratio, verdict, place=place)
+        yield EntryAnswer(_page_link(page), f"{row}: {name}", printed, here_text, ratio, verdict, place=place)
 
 
-def _of_study(claim: StudyClaim) -> Answer:
+def _of_study(claim: StudyClaim) -> EntryAnswer:
     """Return the answer of a claim on a study's page."""
     found, value = judge(claim, reports_folder().parent)
     place = () if claim.apart or claim.is_bound else (claim.page, claim.claim.text)
     answer = _claimed(_page_link(claim.page), claim.claim, found.answer, value, place)
-    told = replace(answer, here=found.reason) if value is None else answer
-    return replace(told, verdict=f"{told.verdict}; {claim.apart}") if claim.apart else told
+    found_answer = replace(answer, here=found.reason) if value is None else answer
+    return replace(found_answer, verdict=f"{found_answer.verdict}; {claim.apart}") if claim.apart else found_answer
 
 
 def _page_link(page: str) -> str:
@@ -192,8 +192,8 @@ def entries() -> list[PublishedEntry]:
         for entry in read_mapping(folder / f"{source}.yaml")["entries"]:
             name, kind = entry["id"], entry["kind"]
             if kind in STATED or name in answers:
-                told = tuple(_read(each, f"{source}.{name}") for each in answers.get(name, ()))
-                found.append(PublishedEntry(source, name, str(entry["where"]), entry["claim"], entry["values"], told))
+                read = tuple(_read(each, f"{source}.{name}") for each in answers.get(name, ()))
+                found.append(PublishedEntry(source, name, str(entry["where"]), entry["claim"], entry["values"], read))
     return found
 
 
@@ -209,16 +209,16 @@ def write_coverage(folder: Path, made: str = "") -> Path:
     `made` is when and by which code, for its last line.
     """
     blocks: list[Block] = [Text(_ABOUT)]
-    pages, counted = Pages(), dict[tuple[str, ...], tuple[str, Answer]]()
-    told = entries()
-    for source in dict.fromkeys(entry.source for entry in told):
+    pages, counted = Pages(), dict[tuple[str, ...], tuple[str, EntryAnswer]]()
+    every = entries()
+    for source in dict.fromkeys(entry.source for entry in every):
         rows = []
-        for entry in (each for each in told if each.source == source):
+        for entry in (each for each in every if each.source == source):
             for answer in (found for each in entry.answers for found in pages.answers(each)):
                 rows.append(_row(entry, answer))
                 if answer.place and answer.ratio is not None and answer.ratio > 0:
                     counted.setdefault(answer.place, (source, answer))
-        blocks += [Heading(source), RenderedTable(_HEADINGS, tuple(rows), left=3)]
+        blocks += [Heading(source), RenderedTable(_HEADINGS, rows, left=3)]
     blocks += _scores([*counted.values()])
     blocks += [Text(f"Made {made}, by `pipebench report {NAME}`.")] if made else []
     folder.mkdir(parents=True, exist_ok=True)
@@ -231,23 +231,14 @@ def write_coverage(folder: Path, made: str = "") -> Path:
 _HEADINGS = ("item", "where", "what", "published", "here", "ratio", "verdict", "page")
 
 
-def _row(entry: PublishedEntry, answer: Answer) -> tuple[PageEntry, ...]:
+def _row(entry: PublishedEntry, answer: EntryAnswer) -> Sequence[str]:
     ratio = UNKNOWN if answer.ratio is None else f"{answer.ratio:.2f}" if answer.ratio > 0.1 else f"{answer.ratio:.1g}"
     here = f"{answer.here} {answer.marks}".strip()
-    texts = (
-        entry.name,
-        entry.where,
-        answer.what or entry.claim,
-        answer.published,
-        here,
-        ratio,
-        answer.verdict,
-        answer.page,
-    )
-    return tuple(PageEntry(text) for text in texts)
+    what = answer.what or entry.claim
+    return entry.name, entry.where, what, answer.published, here, ratio, answer.verdict, answer.page
 
 
-def _scores(counted: Sequence[tuple[str, Answer]]) -> list[Block]:
+def _scores(counted: Sequence[tuple[str, EntryAnswer]]) -> list[Block]:
     """Return the geometric-mean errors of all numbers, and of those that nothing forced, per source and per page."""
     rows = []
     scopes = {scope: None for source, answer in counted for scope in (source, answer.page)}
@@ -257,16 +248,15 @@ def _scores(counted: Sequence[tuple[str, Answer]]) -> list[Block]:
         mine = mine or [answer for _, answer in counted]
         free = [answer for answer in mine if CONSTRUCTED not in answer.marks]
         blind = [answer for answer in free if not {FITTED, CHOSEN} & {*answer.marks}]
-        before: list[Answer] = []
+        before: list[EntryAnswer] = []
         for over, some in (("all", mine), ("not by construction", free), ("nothing fitted or chosen", blind)):
             ratios = [answer.ratio for answer in some if answer.ratio is not None]
             if ratios and some != before:
                 near = sum(1 / NEAR <= ratio <= NEAR for ratio in ratios)
-                told = (scope, over, f"{len(ratios)}", f"{near}", percent(geometric_mean_error(ratios)))
-                rows.append(tuple(PageEntry(text) for text in told))
+                rows.append((scope, over, f"{len(ratios)}", f"{near}", percent(geometric_mean_error(ratios))))
             before = some
     headings = ("source or page", "over", "numbers", "within 20%", "geometric-mean error")
-    return [Heading("Scores"), RenderedTable(headings, tuple(rows), left=2)]
+    return [Heading("Scores"), RenderedTable(headings, rows, left=2)]
 
 
 def _link(report: Report) -> str:

@@ -232,8 +232,8 @@ def verdict(claim: PublishedClaim, column: str, look: Look) -> Verdict:
     value = evaluate(number.value, look)
     assert not isinstance(value, Cells)  # validated
     ratio = value / number.published
-    told_ratio = f"{number_text(value, number.unit)}, {ratio:.2f} of the published"
-    return Verdict(claim, column, YES if abs(ratio - 1) <= number.within else NO, told_ratio, value)
+    reason = f"{number_text(value, number.unit)}, {ratio:.2f} of the published"
+    return Verdict(claim, column, YES if abs(ratio - 1) <= number.within else NO, reason, value)
 
 
 def _look_in(report: Report, cells: Sequence[TableCell], column: str) -> Look:

@@ -35,4 +35,4 @@ def what_is_there(name: str) -> Iterator[str]:
     yield report.title
     unsized = sum(each.largest for each in asked)
     sought = f"; the largest minibatch that fits is sought first for {unsized} more" if unsized else ""
-    yield f"{len(report.rows)} rows, {len(collection.answers)} of {len(collection.recipes)} results{rest}{sought}"
+    yield f"{len(report.rows)} rows, {len(collection.by_recipe)} of {len(collection.recipes)} results{rest}{sought}"

@@ -47,8 +47,8 @@ def with_rows(report: Report, only: Sequence[str]) -> Report:
                 f"{nearest(pattern[:60], names)}"
             )
     rows = tuple(row for row in report.rows if not only or any(fnmatchcase(row.name, pattern) for pattern in only))
-    kept = {"", *(row.name for row in rows)}
-    return replace(report, rows=rows, pictures=tuple(picture for picture in report.pictures if picture.row in kept))
+    known = {"", *(row.name for row in rows)}
+    return replace(report, rows=rows, pictures=tuple(picture for picture in report.pictures if picture.row in known))
 
 
 def read_report(path: Path) -> tuple[Report, Reading]:

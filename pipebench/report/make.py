@@ -13,7 +13,7 @@ from pipebench.report.collect import Collection
 from pipebench.report.definition import Report
 from pipebench.report.evaluate import evaluate_report
 from pipebench.report.evaluated import KEPT, MLFLOW, Evaluated
-from pipebench.report.progress import RunsProgress, guess
+from pipebench.report.progress import guess, runs_progress
 from pipebench.report.recipes import Asked
 from pipebench.report.render import Rendered, render
 from pipebench.run.identity import code_identity
@@ -83,8 +83,8 @@ def _run(collection: Collection, tracking: Tracking, parent: RunLog) -> bool:
         return True
     complete = False
     try:
-        with RunsProgress(missing) as progress:
-            complete = collection.run_missing(tracking, parent, progress.begin)
+        with runs_progress(missing) as begin:
+            complete = collection.run_missing(tracking, parent, begin)
     finally:
         if not complete:
             left = len(collection.missing)
@@ -103,7 +103,7 @@ def _drawings(report: Report, asked: Sequence[Asked]) -> dict[tuple[str, str], s
 
 def _found(collection: Collection) -> str:
     """Return how many results are available and how many runs are left."""
-    reused = [answer.reused for answer in collection.answers.values()]
+    reused = [outcome.reused for outcome in collection.by_recipe.values()]
     sources = {MLFLOW: "recorded in MLflow with this version", KEPT: "kept beside the report"}
     parts = [f"{reused.count(source)} {text}" for source, text in sources.items() if source in reused]
     missing = collection.missing

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from pipebench.show.page import Block, Heading, Image, Page, RenderedTable, Text, Verbatim
+from pipebench.show.page import Block, Cell, Heading, Image, LinkedText, Page, RenderedTable, Text, Verbatim
 
 
 def markdown(page: Page) -> str:
@@ -22,8 +22,8 @@ def _block(block: Block) -> str:
             return f"## {text}"
         case Text(text):
             return text
-        case Image(name, told):
-            return f"![{told}]({name}.png)"
+        case Image(name, description):
+            return f"![{description}]({name}.png)"
         case Verbatim(text):
             return f"```\n{text}\n```"
         case RenderedTable():
@@ -32,9 +32,10 @@ def _block(block: Block) -> str:
 
 def _table(table: RenderedTable) -> str:
     sides = ("---" if index < table.left else "--:" for index in range(len(table.headings)))
-    lines = [table.headings, sides, *([entry.text for entry in row] for row in table.rows)]
+    lines = [table.headings, sides, *table.rows]
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 
 
-def _cell(text: str) -> str:
+def _cell(cell: Cell) -> str:
+    text = cell.text if isinstance(cell, LinkedText) else cell
     return " ".join(text.split()).replace("|", "\\|")

@@ -8,13 +8,13 @@ from pipebench.formats import UNKNOWN
 from pipebench.report.definition import RunReference
 from pipebench.report.evaluated import KEPT, Evaluated, Origin
 from pipebench.report.wording import several
-from pipebench.show.page import Block, Heading, PageEntry, PageLink, RenderedTable, Text
+from pipebench.show.page import Block, Cell, Heading, LinkedText, PageLink, RenderedTable, Text
 
 _SEED = "train.seed="
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Line:
     """One line of the table: runs that differ only in row, column and seed share it."""
 
     run: str
@@ -41,51 +41,49 @@ def links(origins: Iterable[Origin]) -> tuple[PageLink, ...]:
     seeds = Counter(name for name, _ in {(each.name, each.seed) for each in known})
     names = (f"{each.name} {each.seed}" if seeds[each.name] > 1 else each.name for each in known)
     return tuple(
-        PageLink(f"{name} ({KEPT})" if each.reused == KEPT else name, _told(each), each.experiment_id, each.run_id)
+        PageLink(f"{name} ({KEPT})" if each.reused == KEPT else name, _tooltip(each), each.experiment_id, each.run_id)
         for name, each in zip(names, known, strict=True)
     )
 
 
 def origins(evaluated: Evaluated) -> list[Block]:
     """Return a table with a line per run and the rows that share it; texts of many runs become numbered notes."""
-    report, ways = evaluated.report, _ways(evaluated)
-    if not ways:
+    report, lines = evaluated.report, _lines(evaluated)
+    if not lines:
         return []
-    texts = ([way.timing for way in ways], [way.data for way in ways], [way.made for way in ways])
+    texts = ([line.timing for line in lines], [line.data for line in lines], [line.made for line in lines])
     timings, data, made = map(_numbered, texts)
     rows = {row.name: row.title for row in report.rows}
     columns = {column.name: column.title for column in report.columns}
-    table = RenderedTable(
-        ("row", "run", "column", "seeds", "engine", "durations", "data", *(["trained"] if made else []), "command"),
-        tuple(
-            (
-                PageEntry(_among(found.rows, rows)),
-                PageEntry(way.run),
-                PageEntry(_among(found.columns, columns)),
-                PageEntry(_seeds(found, report.row(next(iter(found.rows))).runs.get(way.run))),
-                PageEntry(way.engine),
-                PageEntry(timings.get(way.timing, UNKNOWN)),
-                PageEntry(data.get(way.data, UNKNOWN)),
-                *([PageEntry(made.get(way.made, UNKNOWN))] if made else []),
-                PageEntry(_command(way, found), links(found.origins)),
-            )
-            for way, found in ways.items()
-        ),
-        left=9 if made else 8,
-        long=True,
-    )
-    told = [_list("Durations", timings), _list("Data", data), _list("Trained with", made)]
-    return [Heading("How every cell was obtained"), table, *(Text(text) for text in told if text)]
+    trained = ["trained"] if made else []
+    headings = ("row", "run", "column", "seeds", "engine", "durations", "data", *trained, "command")
+    cells: list[tuple[Cell, ...]] = [
+        (
+            _among(found.rows, rows),
+            line.run,
+            _among(found.columns, columns),
+            _seeds(found, report.row(next(iter(found.rows))).runs.get(line.run)),
+            line.engine,
+            timings.get(line.timing, UNKNOWN),
+            data.get(line.data, UNKNOWN),
+            *([made.get(line.made, UNKNOWN)] if made else []),
+            LinkedText(_command(line, found), links(found.origins)),
+        )
+        for line, found in lines.items()
+    ]
+    table = RenderedTable(headings, cells, left=len(headings), long=True)
+    notes = [_list("Durations", timings), _list("Data", data), _list("Trained with", made)]
+    return [Heading("How every cell was obtained"), table, *(Text(text) for text in notes if text)]
 
 
-def _ways(evaluated: Evaluated) -> dict[_Way, _Found]:
-    ways: dict[_Way, _Found] = {}
+def _lines(evaluated: Evaluated) -> dict[_Line, _Found]:
+    lines: dict[_Line, _Found] = {}
     for cell in evaluated.cells:
         for each in cell.origins:
             words = tuple(word for word in each.words if not word.startswith(_SEED))
-            found = ways.setdefault(_Way(each.name, words, each.engine, each.timing, each.data, each.made), _Found())
+            found = lines.setdefault(_Line(each.name, words, each.engine, each.timing, each.data, each.made), _Found())
             found.rows[cell.row] = found.columns[cell.column] = found.seeds[each.seed] = found.origins[each] = None
-    return ways
+    return lines
 
 
 def _seeds(found: _Found, run: RunReference | None) -> str:
@@ -101,11 +99,11 @@ def _among(names: Collection[str], titles: Mapping[str, str]) -> str:
     return several([titles[name] for name in names])
 
 
-def _command(way: _Way, found: _Found) -> str:
+def _command(line: _Line, found: _Found) -> str:
     """Return the command that repeats the runs with all seeds."""
     given = [word for each in found.origins for word in each.words if word.startswith(_SEED)]
     seeds = f" --seeds {','.join(f'{seed}' for seed in found.seeds)}" if given else ""
-    return f"`pipebench run {' '.join(way.words)}{seeds}`"
+    return f"`pipebench run {' '.join(line.words)}{seeds}`"
 
 
 def _numbered(texts: Iterable[str]) -> dict[str, str]:
@@ -117,6 +115,6 @@ def _list(title: str, numbers: dict[str, str]) -> str:
     return "\n".join([f"{title}:\n", *(f"{number}. {text}" for text, number in numbers.items())]) if numbers else ""
 
 
-def _told(origin: Origin) -> str:
-    told = (" ".join(origin.words), origin.engine, origin.reused or "", origin.ended, origin.versions)
-    return "; ".join(each for each in told if each)
+def _tooltip(origin: Origin) -> str:
+    parts = (" ".join(origin.words), origin.engine, origin.reused or "", origin.ended, origin.versions)
+    return "; ".join(each for each in parts if each)

@@ -59,8 +59,8 @@ def explain_marks(figure: Figure, cells: Iterable[TableCell]) -> None:
     """Write the meaning of the cells' marks below a picture."""
     used = {mark for cell in cells for mark in mark_of(cell)}
     if used:
-        told = "   ".join(f"{mark} {meaning}" for mark, meaning in _MARKS.items() if mark in used)
-        figure.supxlabel(told, fontsize=SMALL, color=GREY)
+        meanings = "   ".join(f"{mark} {meaning}" for mark, meaning in _MARKS.items() if mark in used)
+        figure.supxlabel(meanings, fontsize=SMALL, color=GREY)
 
 
 def write_values(axis: Axis, unit: str) -> None:

@@ -27,7 +27,7 @@ _FIGURES: Mapping[str, Callable[[Evaluated, Picture], Figure | None]] = {
     "stages": stages_figure,
     "phases": phases_figure,
 }
-_TOLD = {
+_DESCRIPTIONS = {
     "bars": "every row",
     "scatter": "reproduced against published",
     "lines": "along {x}",
@@ -48,7 +48,7 @@ def draw_plots(evaluated: Evaluated, folder: Path) -> dict[Picture, Image]:
         figure = draw(evaluated, picture) if draw is not None else None
         if figure is None:
             continue
-        image = Image(_name(picture, names), _told(evaluated, picture))
+        image = Image(_name(picture, names), _description(evaluated, picture))
         names.add(image.name)
         _save(figure, folder / image.name)
         drawn[picture] = image
@@ -62,11 +62,11 @@ def _name(picture: Picture, taken: set[str]) -> str:
     return next(each for each in (name, *(f"{name}-{n}" for n in range(2, len(taken) + 3))) if each not in taken)
 
 
-def _told(evaluated: Evaluated, picture: Picture) -> str:
+def _description(evaluated: Evaluated, picture: Picture) -> str:
     titles = [evaluated.report.measure(name).title for name in picture.measures]
     where = [evaluated.report.row(picture.row).title] if picture.row else []
-    told = _TOLD[picture.kind].format(x=picture.x, metric=picture.metric)
-    return f"{', '.join([*titles, *where])}: {told}"
+    what = _DESCRIPTIONS[picture.kind].format(x=picture.x, metric=picture.metric)
+    return f"{', '.join([*titles, *where])}: {what}"
 
 
 def _save(figure: Figure, path: Path) -> None:

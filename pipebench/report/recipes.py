@@ -30,7 +30,7 @@ def asked_runs(report: Report, engine: str | None = None) -> tuple[list[Asked], 
 
     `engine` replaces the engine of every run that columns may change.
     """
-    loader = _Loader(report)
+    loader = _RecipeLoader(report)
     asked: list[Asked] = []
     for row in report.rows:
         for name, run in row.runs.items():
@@ -39,20 +39,20 @@ def asked_runs(report: Report, engine: str | None = None) -> tuple[list[Asked], 
     return asked, [*loader.column_faults(), *loader.faults]
 
 
-class _Loader:
+class _RecipeLoader:
     """Loads each command line once and collects faults, each under the first row with it."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
         self._folder = report.path.absolute().parent
         self._loaded: dict[tuple[str, ...], LoadedRecipe | RecipeError] = {}
-        self._told: dict[str, Fault] = {}
+        self._fault_by_text: dict[str, Fault] = {}
         self._clusters: set[str] = set()  # of the recipes before columns change them
         self._taken: dict[tuple[str, str], bool] = {}  # by (column, optional word), whether any recipe accepts it
 
     @property
     def faults(self) -> list[Fault]:
-        return [*self._told.values()]
+        return [*self._fault_by_text.values()]
 
     def runs(self, row: Row, name: str, run: RunReference, column: Column, engine: str | None) -> Iterator[Asked]:
         """Yield a run of a row in a column, once per seed."""
@@ -71,7 +71,7 @@ class _Loader:
         except RecipeError as error:
             where = f" (column {column.name})" if column.name and len(self._report.columns) > 1 else ""
             for fault in error.faults:
-                self._told.setdefault(str(fault), Fault(display(self._report.path), key, f"{fault}{where}"))
+                self._fault_by_text.setdefault(str(fault), Fault(display(self._report.path), key, f"{fault}{where}"))
 
     def _in_column(self, path: Path, words: tuple[str, ...], column: Column) -> tuple[str, ...]:
         """Return a recipe's command line in a column."""

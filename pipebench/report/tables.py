@@ -20,7 +20,7 @@ from pipebench.report.wording import (
     reproduced_text,
     several,
 )
-from pipebench.show.page import Block, Heading, PageEntry, RenderedTable, Text
+from pipebench.show.page import Block, Cell, Heading, LinkedText, RenderedTable, Text
 
 _BETTER = {"higher": ", higher is better", "lower": ", lower is better"}
 
@@ -71,23 +71,16 @@ def _compared(grid: _Grid, measure: Measure) -> list[Block]:
     rows = grid.rows_of([measure])
     wheres = any(row.where for row in rows)
     headings = [each for column in grid.columns for each in (column.title, "÷ published")]
-    table = RenderedTable(
-        ("", *(("where",) if wheres else ()), "published", *headings),
-        tuple(
-            (
-                PageEntry(row.title),
-                *((PageEntry(row.where),) if wheres else ()),
-                PageEntry(published_text(row.published.get(measure.published_name), measure)),
-                *(
-                    entry
-                    for cell in grid.cells(row, measure)
-                    for entry in (_value(cell, measure), PageEntry(compared_text(cell)))
-                ),
-            )
-            for row in rows
-        ),
-        left=1 + wheres,
-    )
+    lines: list[tuple[Cell, ...]] = [
+        (
+            row.title,
+            *((row.where,) if wheres else ()),
+            published_text(row.published.get(measure.published_name), measure),
+            *(entry for cell in grid.cells(row, measure) for entry in (_value(cell, measure), compared_text(cell))),
+        )
+        for row in rows
+    ]
+    table = RenderedTable(("", *(("where",) if wheres else ()), "published", *headings), lines, left=1 + wheres)
     return [Heading(_heading(measure)), table, *_remarks(grid, [measure])]
 
 
@@ -105,16 +98,10 @@ def _own(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
             measure.title if len(of[measure.name]) == 1 else f"{measure.title}, {column.title}"
             for measure, column in places
         ]
-    table = RenderedTable(
-        ("", *headings),
-        tuple(
-            (
-                PageEntry(row.title),
-                *(_value(grid.cell(row, measure, column.name), measure) for measure, column in places),
-            )
-            for row in rows
-        ),
-    )
+    lines: list[tuple[Cell, ...]] = [
+        (row.title, *(_value(grid.cell(row, each, column.name), each) for each, column in places)) for row in rows
+    ]
+    table = RenderedTable(("", *headings), lines)
     title = _heading(measures[0]) if len(measures) == 1 else "Side by side"
     return [Heading(title), table, *_remarks(grid, measures)]
 
@@ -125,18 +112,15 @@ def _plans(grid: _Grid, measure: Measure) -> list[Block]:
     headings = ["", "published", "class"]
     for column in grid.columns:
         headings += [column.title, "class", "agrees in"]
-    table = RenderedTable(
-        tuple(headings),
-        tuple(
-            (
-                PageEntry(row.title),
-                *(PageEntry(text) for text in _published_plan(row, measure)),
-                *(entry for cell in grid.cells(row, measure) for entry in _plan(cell, measure)),
-            )
-            for row in rows
-        ),
-        left=len(headings),
-    )
+    lines: list[tuple[Cell, ...]] = [
+        (
+            row.title,
+            *_published_plan(row, measure),
+            *(entry for cell in grid.cells(row, measure) for entry in _plan(cell, measure)),
+        )
+        for row in rows
+    ]
+    table = RenderedTable(headings, lines, left=len(headings))
     return [Heading(_heading(measure)), table, *_agreement(grid, measure, rows), *_remarks(grid, [measure])]
 
 
@@ -145,10 +129,10 @@ def _published_plan(row: Row, measure: Measure) -> tuple[str, str]:
     return text, UNKNOWN if text == UNKNOWN else plan_class(text)
 
 
-def _plan(cell: TableCell | None, measure: Measure) -> tuple[PageEntry, PageEntry, PageEntry]:
+def _plan(cell: TableCell | None, measure: Measure) -> tuple[LinkedText, str, str]:
     if cell is None or not isinstance(cell.value, str):
-        return _value(cell, measure), PageEntry(UNKNOWN), PageEntry(UNKNOWN)
-    return _value(cell, measure), PageEntry(plan_class(cell.value)), PageEntry(_agrees_in(cell) or UNKNOWN)
+        return _value(cell, measure), UNKNOWN, UNKNOWN
+    return _value(cell, measure), plan_class(cell.value), _agrees_in(cell) or UNKNOWN
 
 
 def _agrees_in(cell: TableCell | None) -> str | None:
@@ -163,23 +147,23 @@ def _agrees_in(cell: TableCell | None) -> str | None:
 
 def _agreement(grid: _Grid, measure: Measure, rows: Sequence[Row]) -> list[Block]:
     """Return how many plans agree with the published ones, a sentence per column."""
-    told = []
+    sentences = []
     for column in grid.columns:
         found = [_agrees_in(grid.cell(row, measure, column.name)) for row in rows]
         there = [each for each in found if each is not None]
         if there:
             classes, plans = sum(each != "nothing" for each in there), there.count("plan")
-            told.append(f"{column.title}: class as published in {classes} of {len(there)} rows, plan in {plans}")
-    return [Text(f"{'. '.join(told)}.")] if told else []
+            sentences.append(f"{column.title}: class as published in {classes} of {len(there)} rows, plan in {plans}")
+    return [Text(f"{'. '.join(sentences)}.")] if sentences else []
 
 
 def _heading(measure: Measure) -> str:
     return f"{measure.title[:1].upper()}{measure.title[1:]}{_BETTER.get(measure.better or '', '')}"
 
 
-def _value(cell: TableCell | None, measure: Measure) -> PageEntry:
+def _value(cell: TableCell | None, measure: Measure) -> LinkedText:
     text, mark = reproduced_text(cell, measure), marks(cell)
-    return PageEntry(f"{text} {mark}" if mark else text, links(cell.origins if cell is not None else ()))
+    return LinkedText(f"{text} {mark}" if mark else text, links(cell.origins if cell is not None else ()))
 
 
 def _remarks(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
@@ -194,9 +178,9 @@ def _remarks(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
     for (title, remark), found in columns_of.items():
         titles.setdefault((remark, tuple(found)), []).append(title)
     lines = []
-    for (remark, columns), told in titles.items():
+    for (remark, columns), rows in titles.items():
         where = f" ({' and '.join(columns)})" if len(columns) < len(grid.columns) else ""
-        lines.append(f"- {several(told)}{where}: {remark}")
+        lines.append(f"- {several(rows)}{where}: {remark}")
     new = [line for line in lines if line not in grid.remarked]
     grid.remarked.update(new)
     return [Text("\n".join(new))] if new else []
@@ -205,13 +189,13 @@ def _remarks(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
 def _remarks_on(cell: TableCell | None) -> list[str]:
     if cell is None:
         return []
-    told = [
+    marked = [
         f"`{mark}` {text}"
         for mark, text in ((CONSTRUCTED, cell.by_construction), (CHOSEN, cell.chosen), (SUPPOSED, cell.hypothesis))
         if text
     ]
     problem = [cell.problem] if cell.problem and ":" in cell.problem else []
-    return [*told, *problem, *cell.remarks, *([cell.reason] if cell.reason else [])]
+    return [*marked, *problem, *cell.remarks, *([cell.reason] if cell.reason else [])]
 
 
 def _legend(evaluated: Evaluated) -> list[Block]:

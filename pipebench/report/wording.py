@@ -80,8 +80,8 @@ def compared_text(cell: TableCell | None) -> str:
     if isinstance(published, str):
         return UNKNOWN
     if bound in ("at_least", "at_most"):
-        kept = cell.value >= published if bound == "at_least" else cell.value <= published
-        return "kept" if kept else "not kept"
+        holds = cell.value >= published if bound == "at_least" else cell.value <= published
+        return "kept" if holds else "not kept"
     return f"{cell.value / published:.2f}" if published else UNKNOWN
 
 

@@ -4,12 +4,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pipebench
-from pipebench.run.story import plain_table
 from pipebench.show.answers import Run
 from pipebench.show.comparison import ComparedRun, groups, headings, notes, rows
 from pipebench.show.differences import differences
 from pipebench.show.html import html
-from pipebench.show.page import Block, Heading, Image, Page, PageEntry, PageLink, RenderedTable, Text
+from pipebench.show.page import Block, Cell, Heading, Image, LinkedText, Page, PageLink, RenderedTable, Text
 from pipebench.show.verdict import verdict
 from pipebench.tracking import RunLog
 from pipebench.tracking.ui import server_address
@@ -36,7 +35,7 @@ def comparison_story(parent: RunLog, runs: Sequence[Run], pictures: Sequence[str
     differing = differences(results)
     if differing and len(results) <= _MOST_COLUMNS:
         heads = ("key", *(f"{run.name}, seed {run.seed}" for run in results))
-        blocks += [Heading("What differs in the recipes"), plain_table(heads, differing, len(heads))]
+        blocks += [Heading("What differs in the recipes"), RenderedTable(heads, differing, left=len(heads))]
     blocks.append(Text(f"{_LINKS} Written by pipebench {pipebench.__version__}."))
     page = Page(f"pipebench compare {parent.wait_for_id() or ''}".rstrip(), parent.name, tuple(blocks))
     return html(page, parent.folder or Path(), server_address())
@@ -50,15 +49,15 @@ def _tables(parent: RunLog, runs: Sequence[Run]) -> Iterator[Block]:
             yield Heading(group.title)
         first, *others = [*verdict(results, group), ""]
         yield Text(first)
-        lines = (
-            (_linked(parent, runs, entry, name), *map(PageEntry, cells))
+        lines: list[tuple[Cell, ...]] = [
+            (_linked(parent, runs, entry, name), *cells)
             for entry, (name, *cells) in zip(group.entries, rows(results, group), strict=True)
-        )
-        yield RenderedTable(headings(results), tuple(lines), left=2)
+        ]
+        yield RenderedTable(headings(results), lines, left=2)
         yield from _list(others)
 
 
-def _linked(parent: RunLog, runs: Sequence[Run], entry: ComparedRun, name: str) -> PageEntry:
+def _linked(parent: RunLog, runs: Sequence[Run], entry: ComparedRun, name: str) -> LinkedText:
     """Return a row's name with a link per run of it."""
     links = (
         PageLink(
@@ -67,7 +66,7 @@ def _linked(parent: RunLog, runs: Sequence[Run], entry: ComparedRun, name: str) 
         for run in runs
         if run.result.name == entry.name
     )
-    return PageEntry(name, tuple(links))
+    return LinkedText(name, tuple(links))
 
 
 def _list(sentences: Sequence[str]) -> Iterator[Text]:

@@ -68,7 +68,7 @@ def prepare_job(
     showing = nullcontext(_unseen) if silent else preparing(recipe.name, tells=tells)
     with faults_of(loaded), showing as on_progress:
         if apart and measures_on_gpu(recipe, cluster):
-            how["kept"] = decided_apart(recipe, cluster, on_progress)
+            how["decision"] = decided_apart(recipe, cluster, on_progress)
         return prepare(recipe, cluster, on_progress, **how)
 
 
@@ -87,7 +87,7 @@ def plan_form(job: Job) -> PlanForm:
     return form_of(setup.plan, [layer.name for layer in setup.graph.layers])
 
 
-def keep_decision(folder: RunFolder, decision: Decision, overrides: Sequence[str]) -> None:
+def store_decision(folder: RunFolder, decision: Decision, overrides: Sequence[str]) -> None:
     """Write a decision into a run's folder; raises an OSError."""
     (folder.path / _OVERRIDES).unlink(missing_ok=True)
     texts = {
@@ -99,7 +99,7 @@ def keep_decision(folder: RunFolder, decision: Decision, overrides: Sequence[str
         replace_file(folder.path / name, text.encode())
 
 
-def kept_decision(folder: RunFolder | None, overrides: Sequence[str]) -> Decision | None:
+def stored_decision(folder: RunFolder | None, overrides: Sequence[str]) -> Decision | None:
     """Return the decision stored for these overrides; None if there is none or it is for others.
 
     Raises:
@@ -108,10 +108,10 @@ def kept_decision(folder: RunFolder | None, overrides: Sequence[str]) -> Decisio
     if folder is None or not all((folder.path / name).exists() for name in (_PLAN, _PROFILE, _OVERRIDES)):
         return None
     try:
-        kept_for = read(list[str], folder.read_bytes(_OVERRIDES))
+        made_for = read(list[str], folder.read_bytes(_OVERRIDES))
     except JsonError as error:
         raise UserError(f"{folder.path / _OVERRIDES}: {error}; {ANEW}") from None
-    return read_decision(folder) if kept_for == list(overrides) else None
+    return read_decision(folder) if made_for == list(overrides) else None
 
 
 def read_decision(folder: RunFolder) -> Decision:

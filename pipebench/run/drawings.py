@@ -41,15 +41,15 @@ def record_run(
     job: Job,
     result: RunResult,
     timeline: Timeline,
-    watch: MemoryForecast | None,
+    forecast: MemoryForecast | None,
 ) -> None:
     """Record a run's pictures, its page and its description; of one of many runs no page, nor pictures if simulated."""
     kind, brief = engine_kind(job.recipe), request.suite.brief
     drawn: list[str] = []
     if kind.trains or not brief:
-        drawn += record_timeline(log, timeline, None if watch is None or kind.measures else watch.memory)
-        if watch is not None:
-            drawn += record_watch(log, watch)
+        drawn += record_timeline(log, timeline, None if forecast is None or kind.measures else forecast.memory)
+        if forecast is not None:
+            drawn += record_forecast(log, forecast)
     if not brief:
         record_page(log, request, job, result)
     log.describe(comparison_markdown([result]), [each for each in drawn if each.endswith(".png")])
@@ -84,23 +84,23 @@ def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | No
     return record_drawn(log, drawings, "the timeline")
 
 
-def record_watch(log: RunLog, watch: MemoryForecast) -> list[str]:
+def record_forecast(log: RunLog, forecast: MemoryForecast) -> list[str]:
     """Record pictures of memory and occupancy over time, by parts of the run if stages are recut; return names."""
-    occupancy, moved = watch.occupancy(NUM_PARTS), watch.moved
+    occupancy, moved = forecast.occupancy(NUM_PARTS), forecast.moved
     drawings = {
-        "memory.png": writes(memory_figure, watch.memory),
+        "memory.png": writes(memory_figure, forecast.memory),
         "occupancy.png": writes(occupancy_figure, occupancy),
     }
     if moved is not None:
         parts = {
-            "first cuts": watch.memory.peaks,
+            "first cuts": forecast.memory.peaks,
             "while layers move, and between moves": moved.between,
             "last cuts": moved.last.peaks,
         }
         drawings["memory-first.png"] = drawings["memory.png"]
         drawings["memory-last.png"] = writes(memory_figure, moved.last)
         whole = {part: peaks for part, peaks in parts.items() if peaks}
-        drawings["memory.png"] = writes(peaks_figure, whole, watch.memory)
+        drawings["memory.png"] = writes(peaks_figure, whole, forecast.memory)
     return record_drawn(log, drawings, "memory and occupancy")
 
 

@@ -39,7 +39,7 @@ def export(run: str, output: str | None, step: int | None, *, trusts: bool = Fal
     folder = find_trusted(run, trusts=trusts)
     path = Path(output or f"{folder.run_id}.pt")
     _check_output(path)
-    graph = _Graph(_recipe(folder, trusts), folder.run_id)
+    graph = _ExportedModel(_recipe(folder, trusts), folder.run_id)
     checkpoint, skipped = _checkpoint(folder, step, graph)
     model = _filled(graph.traced.model, graph.fitting)
     try:
@@ -52,7 +52,7 @@ def export(run: str, output: str | None, step: int | None, *, trusts: bool = Fal
     return f"wrote {path}: the weights of {folder.run_id} at {when} for {_LOADS}", skipped
 
 
-class _Graph:
+class _ExportedModel:
     """A recipe's layer graph, built when first needed."""
 
     def __init__(self, recipe: Recipe, run_id: str) -> None:
@@ -84,7 +84,7 @@ class _Graph:
 def _filled(model: nn.Module, state: ModelState) -> nn.Module:
     """Give a model the parameters and buffers of a matching state, as used in evaluations."""
     mine = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-    averages = {name: average_in(kept) for name, kept in state.optimizer.items()}
+    averages = {name: average_in(own) for name, own in state.optimizer.items()}
     averaged = {name: average for name, average in averages.items() if average is not None}
     given = {**state.buffers, **state.parameters, **averaged}
     with torch.no_grad():
@@ -111,7 +111,7 @@ def _is_state_dict(path: Path) -> bool:
     return isinstance(data, dict) and all(isinstance(value, torch.Tensor) for value in data.values())
 
 
-def _checkpoint(folder: RunFolder, step: int | None, graph: _Graph) -> tuple[Checkpoint, list[str]]:
+def _checkpoint(folder: RunFolder, step: int | None, graph: _ExportedModel) -> tuple[Checkpoint, list[str]]:
     store = folder.checkpoints
     steps = store.steps()
     if step is not None:

@@ -19,7 +19,7 @@ import torch
 from pipebench import typed_json
 from pipebench.distributed.cores import processor_shares
 from pipebench.distributed.host import host_costs, in_situ, in_turns
-from pipebench.distributed.launch_pipes import ready_heard
+from pipebench.distributed.launch_pipes import ready_listener
 from pipebench.distributed.world import World
 from pipebench.engine.in_situ import InSituTimes, entries, fetches_itself, in_use, mean
 from pipebench.profile.cache import code_hash, find, keep
@@ -129,8 +129,8 @@ class Together:
         found |= {kinds[i]: read_profile(text) for i, text in enumerate(self._world.exchange(mine)) if text is not None}
         if {*kinds} == {profile.device}:
             return profile
-        told = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
-        return replace(mean_profile([found[kind] for kind in kinds]), note=f"{profile.note}; mean over {told}")
+        devices = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+        return replace(mean_profile([found[kind] for kind in kinds]), note=f"{profile.note}; mean over {devices}")
 
     def _once(self, key: Mapping[str, object], form: _Form[T], measure: Callable[[], T]) -> T:
         """Return what all processes measure and find alike, or what rank 0's cache has of the same."""
@@ -138,7 +138,7 @@ class Together:
         text = self._world.exchange(find(key, form.read) if looks else None)[0]
         if text is not None:
             return form.read(text)
-        ready = ready_heard() if self._is_first else None
+        ready = ready_listener() if self._is_first else None
         if ready is not None:  # else its import would take cores from what is measured
             ready(_LAUNCHER_S)
         found = measure()

@@ -61,16 +61,16 @@ class SimulatedRuns(EngineRuns):
         loaded = request.loaded
         with collected_log(request.suite.verbose) as log_text, torch_settings(loaded.recipe.engine):
             job = prepare_job(loaded, tells=True, silent=request.suite.is_quiet)
-            watch = MemoryForecast(job, job.setup.sampler.minibatches_per_epoch)
+            forecast = MemoryForecast(job, job.setup.sampler.minibatches_per_epoch)
             recorder = RunRecorder(request, job, tracking, log_text)
 
             def simulated(_: ProgressSink, on_point: OnPoint) -> tuple[RunResult, Timeline]:
-                result, timeline = simulate(job, watch)
+                result, timeline = simulate(job, forecast)
                 for point in result.points:
                     on_point(point)
                 return result, timeline
 
-            return recorder.record(simulated, watch)
+            return recorder.record(simulated, forecast)
 
 
 class VirtualRuns(EngineRuns):
@@ -122,10 +122,10 @@ class _LateFolder:
         if self.made is not None:
             self._held.enter_context(locked(self.made.path))
             checkpoints = self._checkpoints(self.made, job)
-            found, told = newest(checkpoints, job)
+            found, remarks = newest(checkpoints, job)
             if found is None:
-                raise nothing_to_go_on_from(self.made.run_id, told)
-            for sentence in told:
+                raise nothing_to_go_on_from(self.made.run_id, remarks)
+            for sentence in remarks:
                 print(f"pipebench: {printable(sentence)}", file=sys.stderr)
             return CheckpointPolicy(checkpoints, found)
         if job.recipe.train.checkpoint_every is None:

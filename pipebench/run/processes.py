@@ -21,7 +21,7 @@ from pipebench.distributed.heartbeat import Heartbeat, store_text
 from pipebench.distributed.launch import Process, Start, run_workers, spawned
 from pipebench.distributed.launch_child import python_module
 from pipebench.distributed.launch_join import RUN
-from pipebench.distributed.launch_pipes import progress_heard, progress_told, ready_heard, ready_told
+from pipebench.distributed.launch_pipes import announcing_ready, progress_sender, ready_listener, receiving_progress
 from pipebench.distributed.launch_worker import fail_silent, launched_by_us, on_stop_request
 from pipebench.distributed.slices import ProcessSlices
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
@@ -33,7 +33,7 @@ from pipebench.profile.choose import is_measured
 from pipebench.profile.model import Profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.closing import close_record
-from pipebench.run.deciding import decision_of, keep_decision, kept_decision, prepare_job, read_decision
+from pipebench.run.deciding import decision_of, prepare_job, read_decision, store_decision, stored_decision
 from pipebench.run.folder import RunFolder
 from pipebench.run.identity import checkpoints_of
 from pipebench.run.lock import locked
@@ -65,12 +65,12 @@ class DistributedRuns(EngineRuns):
 
     def decide(self, loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision:
         """Decide for all processes and seeds of a run."""
-        kept = kept_decision(suite.resumed, suite.overrides)
-        return kept or decision_of(prepare_job(loaded, trains=False, apart=True))
+        stored = stored_decision(suite.resumed, suite.overrides)
+        return stored or decision_of(prepare_job(loaded, trains=False, apart=True))
 
     def run(self, request: RunRequest, tracking: Tracking) -> Run:
         """Run in processes; this one sends to MLflow what they record."""
-        job = prepare_job(request.loaded, tells=True, trains=False, kept=request.decision)
+        job = prepare_job(request.loaded, tells=True, trains=False, decision=request.decision)
         return run_in_processes(request, job, tracking)
 
 
@@ -85,29 +85,29 @@ def run_in_processes(request: RunRequest, job: Job, tracking: Tracking) -> Run:
     with (
         locked(folder.path),
         tracking.following(folder.record_path) as log,
-        ready_told(tracking.wait_until_ready) as told,
+        announcing_ready(tracking.wait_until_ready) as ready,
     ):
-        return _launch(request, job, folder, log, told)
+        return _launch(request, job, folder, log, ready)
 
 
-def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, told: Mapping[str, int]) -> Run:
+def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready: Mapping[str, int]) -> Run:
     """Start the workers of a run whose folder exists; see `run_in_processes`."""
     suite = request.suite
-    if kept_decision(folder, suite.changes) is None:
-        keep_decision(folder, decision_of(job), suite.changes)
+    if stored_decision(folder, suite.changes) is None:
+        store_decision(folder, decision_of(job), suite.changes)
     if suite.resumed is not None:
         folder.result()  # raises now what would be unreadable at the end
         folder.update(verbose=suite.verbose)
     resume = ["--resume", str(folder.path)] if suite.resumed else []
     start = _start(suite, ["run", *resume, *request.words], choose_device(job.recipe.engine.device).type)
-    with progress_heard(suite.on_progress) as passed:
+    with receiving_progress(suite.on_progress) as passed:
         code = run_workers(
             start,
             job.setup.pipeline.num_workers * job.setup.costs.slices,
             folder.path,
             max_restarts=job.recipe.engine.max_restarts,
             verbose=suite.verbose,
-            passed={**passed, **told},
+            passed={**passed, **ready},
         )
     result = folder.result() if code == 0 else None
     if result is None:
@@ -188,7 +188,7 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
     """Do one process's part of a run whose folder exists."""
     shared_folder_check(world, folder.path)
     facts = folder.read()
-    suite = replace(suite, name=facts.suite, verbose=facts.verbose, on_progress=progress_told())
+    suite = replace(suite, name=facts.suite, verbose=facts.verbose, on_progress=progress_sender())
     request = RunRequest(with_seed(loaded, facts.seed), facts.name, suite, facts.parent_mlflow_run_id)
     with collected_log(facts.verbose) as log_text, torch_settings(loaded.recipe.engine):
         job = _prepared(request, world, folder)
@@ -202,7 +202,7 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
         else:
             if not _is_restart(world):
                 folder.update(started_at_s=time.time())
-            tracking = Tracking(request.suite.name, ready_heard())
+            tracking = Tracking(request.suite.name, ready_listener())
             recorder = RunRecorder(request, job, tracking, log_text, folder.record_path)
             result = recorder.record(train).result
             if launched_by_us():  # the launcher says it
@@ -277,8 +277,8 @@ def _folder(world: World, request: RunRequest) -> RunFolder:
 def _prepared(request: RunRequest, world: World, folder: RunFolder) -> Job:
     """Prepare the recipe by its decision; rank 0 decides if there is none."""
     loaded, changes = request.loaded, request.suite.changes
-    if world.rank == 0 and kept_decision(folder, changes) is None:
-        keep_decision(folder, decision_of(prepare_job(loaded, trains=False)), changes)
+    if world.rank == 0 and stored_decision(folder, changes) is None:
+        store_decision(folder, decision_of(prepare_job(loaded, trains=False)), changes)
     world.barrier()
     return prepared_together(loaded, read_decision(folder), world)
 
@@ -305,7 +305,7 @@ def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) ->
             return measuring.profile(known, profile)
 
         again = measure if measuring else None
-        job = prepare_job(loaded, kept=decision, silent=True, measure_again=again, group=group)
+        job = prepare_job(loaded, decision=decision, silent=True, measure_again=again, group=group)
     job = replace(job, setup=replace(job.setup, device=world.device))
     return job if measuring is None else measuring.in_use(job)
 
@@ -317,10 +317,10 @@ def _checkpoint_policy(
     restarted = _is_restart(world)
     found = None
     if world.rank == 0 and (restarted or goes_on):
-        found, told = newest(checkpoints, job)
+        found, remarks = newest(checkpoints, job)
         if found is None and not restarted:
-            raise nothing_to_go_on_from(folder.run_id, told)
-        for sentence in told:
+            raise nothing_to_go_on_from(folder.run_id, remarks)
+        for sentence in remarks:
             print(f"pipebench: {printable(sentence)}", file=sys.stderr, flush=True)
         where = "the beginning" if found is None else f"minibatch {found.step}"
         print(f"pipebench: {folder.run_id} goes on from {where}", file=sys.stderr, flush=True)

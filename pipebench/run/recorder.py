@@ -55,8 +55,8 @@ def run_title(request: RunRequest, job: Job) -> str:
     """
     recipe, mode = job.recipe, job.recipe.parallelism.mode
     varied = ",".join(part for part in request.loaded.varied_name.split(",") if part != mode)
-    told = filter(None, (f"{mode} {job.setup.plan}", varied, f"seed {recipe.train.seed}"))
-    return f"{request.name}: {', '.join(told)}" if request.suite.brief else ", ".join(told)
+    parts = filter(None, (f"{mode} {job.setup.plan}", varied, f"seed {recipe.train.seed}"))
+    return f"{request.name}: {', '.join(parts)}" if request.suite.brief else ", ".join(parts)
 
 
 def run_tags(job: Job, facts: Mapping[str, str]) -> dict[str, str]:
@@ -161,10 +161,10 @@ class RunRecorder:
         params = logged_params(self._request.loaded.flat)
         return Described(self._request.suite.name, self.log.name, unique, params, not self._kind.measures)
 
-    def record(self, train: Train, watch: MemoryForecast | None = None) -> Run:
+    def record(self, train: Train, forecast: MemoryForecast | None = None) -> Run:
         """Train, record the result and print it.
 
-        `train` gets the progress display and the receiver of points; it fills `watch` with memory over time, None to
+        `train` gets the progress display and the receiver of points; it fills `forecast` with memory over time, None to
         simulate that afterwards.
         """
         log, measures = self.log, self._kind.measures
@@ -176,15 +176,15 @@ class RunRecorder:
             from pipebench.run import drawings
             from pipebench.show.pictures import text_picture
 
-            watch = watch or self._watched(result)
-            result = drawings.record_features(log, self._completed(result, watch), self._job)
+            forecast = forecast or self._forecast(result)
+            result = drawings.record_features(log, self._completed(result, forecast), self._job)
             warn_of_unlisted(result.metrics)
             log.result(result)
             if result.points and self._kind.trains:
                 setup = self._job.setup
                 samples = setup.sampler.num_samples, setup.dataset.num_eval
                 log.text(mlperf.FILE, mlperf.mlperf_log(result, *samples, self._began_ms))
-            drawings.record_run(log, self._request, self._job, result, timeline, watch)
+            drawings.record_run(log, self._request, self._job, result, timeline, forecast)
         finally:
             self._writers.finish(result)
             log.text("run.log", self._log_text.getvalue())
@@ -209,16 +209,16 @@ class RunRecorder:
         if setup.loss_scale is not None and not setup.pipeline.flushes:
             _LOG.warning("without a flush each stage has a loss scale of its own, and skips updates alone")
 
-    def _completed(self, result: RunResult, watch: MemoryForecast | None) -> RunResult:
+    def _completed(self, result: RunResult, forecast: MemoryForecast | None) -> RunResult:
         """Return a result with recipe, notes and prediction."""
-        setup, loaded, told = self._job.setup, self._request.loaded, {**result.notes}
+        setup, loaded, notes = self._job.setup, self._request.loaded, {**result.notes}
         if setup.pipeline.backward == SPLIT and (whole := unsplit(setup.graph)):
             unsplittable = f"backwards that can't be split run whole, in the input part: {whole}"
-            told[PLAN] = "; ".join(filter(None, (told.get(PLAN), unsplittable)))
-        if watch is not None and watch.out_of_memory:
-            told[MEMORY] = watch.out_of_memory
-            _LOG.warning("%s", watch.out_of_memory)
-        result = replace(result, name=loaded.run_name, recipe=loaded.flat, varied=loaded.varied, notes=told)
+            notes[PLAN] = "; ".join(filter(None, (notes.get(PLAN), unsplittable)))
+        if forecast is not None and forecast.out_of_memory:
+            notes[MEMORY] = forecast.out_of_memory
+            _LOG.warning("%s", forecast.out_of_memory)
+        result = replace(result, name=loaded.run_name, recipe=loaded.flat, varied=loaded.varied, notes=notes)
         return self._with_prediction(result) if self._kind.measures else result
 
     def _train(self, train: Train) -> tuple[RunResult, Timeline]:
@@ -243,7 +243,7 @@ class RunRecorder:
         self.log.point(point)
         self._writers.point(point)
 
-    def _watched(self, result: RunResult) -> MemoryForecast | None:
+    def _forecast(self, result: RunResult) -> MemoryForecast | None:
         """Return simulated memory and occupancy over time, if available."""
         try:
             job = self._job

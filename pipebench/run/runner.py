@@ -130,7 +130,7 @@ def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> s
     return "\n".join([title, "\n\n".join(drawn)])
 
 
-def watch(loaded: LoadedRecipe) -> MemoryForecast:
+def forecast(loaded: LoadedRecipe) -> MemoryForecast:
     """Return a recipe's simulated memory and occupancy over time."""
     return MemoryForecast.over(prepare_job(loaded, trains=False))
 

@@ -3,7 +3,7 @@
 MLflow lists a run's artifacts by name, and this one stands first. The page needs no other file and no network.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pipebench
@@ -15,8 +15,8 @@ from pipebench.run.advice import advice, command
 from pipebench.run.request import RunRequest
 from pipebench.show.console import facts, parts_of_time
 from pipebench.show.html import html
-from pipebench.show.page import Block, Heading, Image, Page, PageEntry, RenderedTable, Text, Verbatim
-from pipebench.show.plan_answer import Answer
+from pipebench.show.page import Block, Heading, Image, Page, RenderedTable, Text, Verbatim
+from pipebench.show.plan_answer import PlanFindings
 from pipebench.train.job import Job
 from pipebench.train.request import plan_request
 from pipebench.train.result import RunResult
@@ -39,7 +39,7 @@ def story(request: RunRequest, recipe: Recipe, result: RunResult, folder: Path |
     tried = "\n\n".join(f"{why}\n\n    {line}" for why, line in advice(loaded, recipe, result, overrides))
     blocks: list[Block] = [
         Text(result.sentence),
-        plain_table(("", ""), facts(result)),
+        RenderedTable(("", ""), facts(result), left=2),
         *(Heading("Recipe"), Text("What the recipe says; the artifact `recipe.yaml` has the defaults, too.")),
         Verbatim(given),
         *_pictures("Plan", _PLAN, folder),
@@ -53,14 +53,14 @@ def story(request: RunRequest, recipe: Recipe, result: RunResult, folder: Path |
     return html(Page(line, f"{result.name}, seed {result.seed}", tuple(blocks)), folder or Path(), "")
 
 
-def answer_of(job: Job) -> Answer:
+def answer_of(job: Job) -> PlanFindings:
     """Return a prepared run's own plan as `pipebench plan` would; raises a PlanError."""
     recipe, setup = job.recipe, job.setup
     request = plan_request(recipe, job.cluster, job.profile, setup.dataset)
     planner = Planner(request, recipe.parallelism.mode)
     found: PlanEstimate = planner.estimate_of(setup.plan)
     comparison = Comparison(found, (), found, {}, {}, len(planner.work.states))
-    return Answer(recipe.name, request, recipe.parallelism.row, comparison, says_samples=True)
+    return PlanFindings(recipe.name, request, recipe.parallelism.row, comparison, says_samples=True)
 
 
 def _pictures(title: str, pictures: Mapping[str, str], folder: Path | None) -> list[Block]:
@@ -74,7 +74,7 @@ def _time_tables(result: RunResult) -> list[Block]:
     parts = [(name, seconds(s), s / total_s) for name, s in parts_of_time(result.metrics).items() if total_s > 0]
     workers = _parts_of_workers(result.metrics)
     blocks: list[Block] = []
-    for told, shares in (
+    for sentence, shares in (
         (f"Of the run, on its {result.clock} clock:", parts),
         ("Of the workers' time in training:", workers),
     ):
@@ -84,7 +84,7 @@ def _time_tables(result: RunResult) -> list[Block]:
                 (name, "\u2588" * round(_BAR * share), percent(share), *((text,) if timed else ()))
                 for name, text, share in shares
             ]
-            blocks += [Text(told), plain_table(("", "", "share", *(("time",) if timed else ())), lines)]
+            blocks += [Text(sentence), RenderedTable(("", "", "share", *(("time",) if timed else ())), lines, left=2)]
     return blocks
 
 
@@ -108,8 +108,3 @@ def _parts_of_workers(metrics: Mapping[str, float]) -> list[tuple[str, str, floa
         "waiting for other workers": max(0.0, metrics["bubble_fraction"] - sum(stalls)),
     }
     return [(name, "", share) for name, share in shares.items() if share]
-
-
-def plain_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], left: int = 2) -> RenderedTable:
-    """Return a table of texts; `left` as of a `RenderedTable`."""
-    return RenderedTable(headings, tuple(tuple(PageEntry(cell) for cell in row) for row in rows), left)

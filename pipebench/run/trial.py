@@ -67,12 +67,12 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
     with users_code(f"{data_name} gives no minibatch", data_key):
         fields = dataset.fetch("train", range(count), [*dataset.inputs, *dataset.targets])
     positional, named = dataset.arguments(fields)
-    told = ", whose loss is the model's: forward gets all inputs" if recipe.dataset.get("loss") == "model" else ""
-    with users_code(f"{model_name} fails on {count} samples of {data_name}{told}", model_key):
+    model_loss = ", whose loss is the model's: forward gets all inputs" if recipe.dataset.get("loss") == "model" else ""
+    with users_code(f"{model_name} fails on {count} samples of {data_name}{model_loss}", model_key):
         output = model.train()(*positional, **named)
     targets = {name: fields[name] for name in dataset.targets}
-    told = _classes_last(output, targets) if recipe.dataset.get("loss") == "cross_entropy" else ""
-    with users_code(f"the loss of {data_name} doesn't suit the output of {model_name}{told}", loss_key):
+    hint = _classes_last(output, targets) if recipe.dataset.get("loss") == "cross_entropy" else ""
+    with users_code(f"the loss of {data_name} doesn't suit the output of {model_name}{hint}", loss_key):
         total = dataset.loss(output, targets)
         _check_sum("the loss", lambda o, t: dataset.loss(o, t), output, targets, total, loss_key)
         if not total.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
@@ -177,12 +177,12 @@ def _trained(
         if len(held) > 1:
             weights.release(held.pop(0))
         if moving and num_done == _RESTORED_AT:
-            kept = copy.deepcopy(weights.optimizer_state())
+            optimizer_state = copy.deepcopy(weights.optimizer_state())
             values = {
                 name: p.detach().clone() for name, p in zip(weights.names, weights.newest.parameters, strict=True)
             }
             weights, held = Weights(_module(start), partial(make_optimizer, recipe)), []
-            weights.restore(values, kept)
+            weights.restore(values, optimizer_state)
     return [parameter.detach() for parameter in weights.newest.parameters]
 
 

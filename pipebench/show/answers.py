@@ -18,7 +18,7 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.show.comparison import comparison_rows, groups
 from pipebench.show.console import print_comparison, print_differences, print_seeds, print_summary
 from pipebench.show.differences import differences, labelled
-from pipebench.show.plan_answer import Answer, plan_data, plan_summary
+from pipebench.show.plan_answer import PlanFindings, plan_data, plan_summary
 from pipebench.show.plan_report import print_modes, print_plan
 from pipebench.show.profile_report import print_profile
 from pipebench.show.shown import Shown
@@ -42,7 +42,7 @@ class Run(Shown):
     """One run of one recipe.
 
     Attributes:
-        result: what it came to: outcome, metrics, curves, stages.
+        result: outcome, metrics, curves, stages.
         mlflow_run_id: MLflow's; None if not recorded there.
         timeline: its first minibatches, of runs in this process.
         picture: these as text.
@@ -97,7 +97,7 @@ class RunComparison(Shown):
 
     @property
     def results(self) -> list[RunResult]:
-        """What the runs came to."""
+        """The runs' results."""
         return [run.result for run in self.runs]
 
     @property
@@ -165,7 +165,7 @@ class PlanAnswer(Shown):
         answer: the planner's request and results.
     """
 
-    answer: Answer
+    answer: PlanFindings
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything; the page on the planner lists the keys."""

@@ -185,7 +185,7 @@ def facts(result: RunResult) -> list[tuple[str, str]]:
     """Return what is said of a run's result: names and texts, with the run's notes."""
     metrics = result.metrics
     to_target = (("epochs_to_target", lambda epochs: f"{epochs:g} to the target"),) if result.outcome == REACHED else ()
-    told = [
+    named = [
         (PLAN, f"{result.plan} ({result.mode}, seed {result.seed}, {result.engine} engine, {result.clock} clock)"),
         ("durations", result.timing),
         ("time to accuracy", _time_to_accuracy(result)),
@@ -199,7 +199,7 @@ def facts(result: RunResult) -> list[tuple[str, str]]:
         (MEMORY, _said(metrics, *_MEMORY)),
         ("this took", _took(result)),
     ]
-    return [(name, "; ".join(filter(None, (text, result.notes.get(name))))) for name, text in told if text]
+    return [(name, "; ".join(filter(None, (text, result.notes.get(name))))) for name, text in named if text]
 
 
 def parts_of_time(metrics: Mapping[str, float], *, to_target: bool = False) -> dict[str, float]:

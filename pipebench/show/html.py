@@ -7,7 +7,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from pipebench.show.page import Block, Heading, Image, Page, PageEntry, PageLink, RenderedTable, Text, Verbatim
+from pipebench.show.page import Block, Cell, Heading, Image, Page, PageLink, RenderedTable, Text, Verbatim
 from pipebench.tracking.view import run_address
 
 # No raw HTML and no external images.
@@ -76,12 +76,12 @@ def _block(block: Block, folder: Path, server: str) -> str:
             return f'<h2 id="{_anchor(text)}">{_inline(text)}</h2>'
         case Text(text):
             return _paragraphs(text)
-        case Image(name, told):
+        case Image(name, description):
             vector, pixels = folder / f"{name}.svg", folder / f"{name}.png"
             kind, path = ("svg+xml", vector) if vector.is_file() else ("png", pixels)
             content = base64.b64encode(path.read_bytes()).decode()
-            image = f'<img alt="{escape(told)}" src="data:image/{kind};base64,{content}">'
-            return f"<figure>{image}<figcaption>{_inline(told)}</figcaption></figure>"
+            image = f'<img alt="{escape(description)}" src="data:image/{kind};base64,{content}">'
+            return f"<figure>{image}<figcaption>{_inline(description)}</figcaption></figure>"
         case Verbatim(text):
             return f"<pre>{escape(text)}</pre>"
         case RenderedTable():
@@ -92,7 +92,7 @@ def _block(block: Block, folder: Path, server: str) -> str:
 def _table(table: RenderedTable, server: str) -> str:
     head = "".join(f"<th{_side(table, index)}>{_inline(text)}</th>" for index, text in enumerate(table.headings))
     rows = (
-        "".join(f"<td{_side(table, index)}>{_entry(entry, server)}</td>" for index, entry in enumerate(row))
+        "".join(f"<td{_side(table, index)}>{_cell(cell, server)}</td>" for index, cell in enumerate(row))
         for row in table.rows
     )
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
@@ -103,8 +103,10 @@ def _side(table: RenderedTable, index: int) -> str:
     return ' class="word"' if index < table.left else ""
 
 
-def _entry(entry: PageEntry, server: str) -> str:
-    text, links = _inline(entry.text), _known(entry.links, server)
+def _cell(cell: Cell, server: str) -> str:
+    if isinstance(cell, str):
+        return _inline(cell)
+    text, links = _inline(cell.text), _known(cell.links, server)
     return f'{text}<span class="runs">{" ".join(links)}</span>' if links else text
 
 
@@ -112,7 +114,7 @@ def _known(links: Sequence[PageLink], server: str) -> list[str]:
     """Return links to recorded runs; others as plain text."""
     written = []
     for link in links:
-        title, text = escape(link.told), escape(link.text)
+        title, text = escape(link.tooltip), escape(link.text)
         if link.run_id and server:
             address = escape(run_address(server, link.experiment_id, link.run_id))
             written.append(f'<a href="{address}" title="{title}">{text}</a>')

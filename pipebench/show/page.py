@@ -3,6 +3,7 @@
 All texts are Markdown: one line in tables and headings, paragraphs in `Text`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -11,17 +12,20 @@ class PageLink:
     """A link to a run's record."""
 
     text: str
-    told: str  # tooltip
+    tooltip: str
     experiment_id: str  # MLflow's; "" if not recorded
     run_id: str  # likewise
 
 
 @dataclass(frozen=True)
-class PageEntry:
-    """One cell of a table."""
+class LinkedText:
+    """One cell of a table, with links."""
 
     text: str
-    links: tuple[PageLink, ...] = ()  # the runs behind it, in HTML only
+    links: tuple[PageLink, ...]  # the runs behind it, in HTML only
+
+
+Cell = str | LinkedText
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,8 @@ class Text:
 class RenderedTable:
     """A table."""
 
-    headings: tuple[str, ...]
-    rows: tuple[tuple[PageEntry, ...], ...]  # an entry per heading in each
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Cell]]  # a cell per heading in each
     left: int = 1  # number of first columns with text instead of numbers
     long: bool = False  # for reference; HTML folds it
 
@@ -53,7 +57,7 @@ class Image:
     """A picture."""
 
     name: str  # of its files, without suffix
-    told: str  # description for readers who can't see it
+    description: str  # for readers who can't see it
 
 
 @dataclass(frozen=True)

@@ -178,8 +178,8 @@ def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 8
             lines, begin_s = drawn, since_s
         if is_whole:
             break
-    told = [f"from {seconds(begin_s)} on, when all stages work"] if begin_s else []
-    return "\n".join([*told, *lines])
+    since = [f"from {seconds(begin_s)} on, when all stages work"] if begin_s else []
+    return "\n".join([*since, *lines])
 
 
 def _text_lines(timeline: Timeline, unit_s: float, longer: int, width: int) -> tuple[list[str], set[int]]:

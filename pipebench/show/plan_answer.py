@@ -24,7 +24,7 @@ _ALMOST = 1e-6  # relative: times closer than this are the same
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanFindings:
     """The answer of `pipebench plan`."""
 
     name: str  # of the model
@@ -82,7 +82,7 @@ class Bottleneck:
         )
 
 
-def bottleneck_of(answer: Answer, found: PlanEstimate) -> Bottleneck:
+def bottleneck_of(answer: PlanFindings, found: PlanEstimate) -> Bottleneck:
     """Return a plan's bottleneck: the largest part of the slowest stage, or the busiest port."""
     # A worker's stages count together; most plans have one per worker.
     sums_s = [sum(stage.stage_s for stage in stages) for stages in found.by_position]
@@ -108,7 +108,7 @@ def bottleneck_of(answer: Answer, found: PlanEstimate) -> Bottleneck:
     return Bottleneck(own, max(parts, key=lambda cause: parts[cause]))
 
 
-def depth_is_lowered(answer: Answer) -> bool:
+def depth_is_lowered(answer: PlanFindings) -> bool:
     """Return whether depth is below NOAM because more minibatches in flight don't fit in memory."""
     best = answer.comparison.best
     asked = answer.request.depth is not None or answer.mode.depth is not None or answer.mode.flush
@@ -126,7 +126,7 @@ class TiedParameter:
     update_s: float  # seconds of that sum on links without other traffic, likewise
 
 
-def ties(answer: Answer) -> list[TiedParameter]:
+def ties(answer: PlanFindings) -> list[TiedParameter]:
     """Return the parameters that several layers of the best plan share."""
     rows, best = [answer.rows[layer] for layer in answer.comparison.best.order], answer.comparison.best
     stage_of, found = stage_of_layers(best.plan.stages), []
@@ -137,7 +137,7 @@ def ties(answer: Answer) -> list[TiedParameter]:
     return found
 
 
-def _tied(answer: Answer, name: str, layers: tuple[str, ...], stages: tuple[int, ...]) -> TiedParameter:
+def _tied(answer: PlanFindings, name: str, layers: tuple[str, ...], stages: tuple[int, ...]) -> TiedParameter:
     plan, cluster = answer.comparison.best.plan, answer.request.cluster
     devices = sorted({device for stage in stages for device in plan.stages[stage].devices})
     if len(stages) == 1 or len(devices) == 1:
@@ -153,7 +153,7 @@ def quotient(whole: float, part: float) -> float | None:
     return whole / part if part > 0 else None
 
 
-def plan_data(answer: Answer) -> dict[str, Any]:
+def plan_data(answer: PlanFindings) -> dict[str, Any]:
     """Return the answer as plain data, numbers unrounded; docs/planner.md documents the keys."""
     comparison, request, cluster = answer.comparison, answer.request, answer.request.cluster
     best, dp, bottleneck = comparison.best, comparison.dp, bottleneck_of(answer, comparison.best)
@@ -191,7 +191,7 @@ def plan_data(answer: Answer) -> dict[str, Any]:
     }
 
 
-def plan_summary(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
+def plan_summary(answer: PlanFindings, found: PlanEstimate) -> dict[str, Any]:
     """Return the part of `plan_data` that every plan has, other modes' too."""
     return {
         "mode": found.plan.mode,
@@ -207,7 +207,7 @@ def plan_summary(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
     }
 
 
-def _outcome(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
+def _outcome(answer: PlanFindings, found: PlanEstimate) -> dict[str, Any]:
     """Return a plan's predicted rates, bytes and memory."""
     rate, known = quotient(1.0, found.minibatch_s), answer.says_samples
     sent = {**found.num_bytes, "total": sum(found.num_bytes.values())}

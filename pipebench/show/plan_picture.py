@@ -12,7 +12,7 @@ from pipebench.planner.plans import PlanEstimate, StageTime
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.show.inline import InlineFigure
-from pipebench.show.plan_answer import Answer, bottleneck_of
+from pipebench.show.plan_answer import PlanFindings, bottleneck_of
 from pipebench.show.profile_picture import finish, plain_text
 from pipebench.show.profile_report import shortened
 
@@ -38,7 +38,7 @@ _ROOMY_LAYERS = 9.0  # per cent of the width that a label needs to lie flat
 _MOST_STAGES_LABELLED = 40
 
 
-def plan_figure(answer: Answer) -> InlineFigure:
+def plan_figure(answer: PlanFindings) -> InlineFigure:
     """Return a picture of the best plan."""
     found = answer.comparison.best
     figure = InlineFigure(_WIDTH_IN, _HEIGHT_IN, MADE_BY)

@@ -17,7 +17,7 @@ from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.schedule.modes import RECOMPUTE, SWAP
 from pipebench.schedule.pipeline import MOST_BEYOND_NOAM
 from pipebench.schedule.syncs import SYNCS
-from pipebench.show.plan_answer import PORT, Answer, Bottleneck, bottleneck_of, depth_is_lowered, quotient, ties
+from pipebench.show.plan_answer import PORT, Bottleneck, PlanFindings, bottleneck_of, depth_is_lowered, quotient, ties
 from pipebench.show.profile_report import shortened
 from pipebench.show.tables import new_table, print_facts, print_table
 from pipebench.show.terminal import print_plain, standard_output
@@ -31,7 +31,7 @@ _NAME_WIDTH, _PLAN_WIDTH = 16, 24
 _ROOMY_WIDTH = 100
 
 
-def print_plan(answer: Answer, console: Console | None = None) -> None:
+def print_plan(answer: PlanFindings, console: Console | None = None) -> None:
     """Print the best plan and the reasons for it."""
     console = console or standard_output()
     best = answer.comparison.best
@@ -43,7 +43,7 @@ def print_plan(answer: Answer, console: Console | None = None) -> None:
     print_facts(console, _reasons(answer))
 
 
-def print_modes(answer: Answer, console: Console | None = None) -> None:
+def print_modes(answer: PlanFindings, console: Console | None = None) -> None:
     """Print the best plan of every other mode, if planned, and the time that planning took."""
     console = console or standard_output()
     if answer.comparison.others and not answer.comparison.unplanned:
@@ -51,7 +51,7 @@ def print_modes(answer: Answer, console: Console | None = None) -> None:
     print_facts(console, _rest(answer))
 
 
-def _questions(answer: Answer) -> Iterator[tuple[str, str]]:
+def _questions(answer: PlanFindings) -> Iterator[tuple[str, str]]:
     """Yield the facts of the request."""
     request, best = answer.request, answer.comparison.best
     profile, model = request.profile, request.model
@@ -77,7 +77,7 @@ def _questions(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "", f"hierarchical plans are searched up to {MOST_COMPONENTS} components per level, so not here"
 
 
-def _stage_table(answer: Answer, *, narrow: bool) -> Table:
+def _stage_table(answer: PlanFindings, *, narrow: bool) -> Table:
     best, limit = answer.comparison.best, answer.request.cluster.memory_bytes
     slowest = bottleneck_of(answer, best).stages
     headings = ["stage", "layers", "replicas", "compute", "sync", "transfer", "in all"]
@@ -110,7 +110,7 @@ def _shares(spent: StageTime) -> str:
     return " / ".join(f"{100 * each:.0f}" for each in astuple(spent))
 
 
-def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
+def _reasons(answer: PlanFindings) -> Iterator[tuple[str, str]]:
     """Yield the reasons for the plan, and its predicted rates, bytes and depth."""
     comparison, cluster = answer.comparison, answer.request.cluster
     best, dp = comparison.best, comparison.dp
@@ -149,16 +149,16 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
     yield from _ties(answer)
 
 
-def _choices(answer: Answer, best: PlanEstimate) -> str:
+def _choices(answer: PlanFindings, best: PlanEstimate) -> str:
     """Return what was compared so that plans fit, and how fast the best plans are."""
-    told = (
+    rates = (
         f"{each} {number(answer.size / each.minibatch_s) if each.minibatch_s else 'fits nowhere'}"
         for each in best.choices
     )
-    return f"the fastest of what fits, in {answer.units}/s, has {'; '.join(told)}"
+    return f"the fastest of what fits, in {answer.units}/s, has {'; '.join(rates)}"
 
 
-def _ties(answer: Answer) -> Iterator[tuple[str, str]]:
+def _ties(answer: PlanFindings) -> Iterator[tuple[str, str]]:
     """Yield the parameters that several layers share, and what copies of them cost."""
     for tied in ties(answer):
         text = f"{' and '.join(tied.layers)} share {tied.parameter}"
@@ -198,7 +198,7 @@ def _activations(best: PlanEstimate) -> Iterator[tuple[str, str]]:
         heading = ""
 
 
-def _mode_table(answer: Answer) -> Table:
+def _mode_table(answer: PlanFindings) -> Table:
     best = answer.comparison.best
     table = new_table("mode", "plan", f"{answer.units}/s", "of the fastest", "memory", f"bytes/{answer.unit}")
     for column in table.columns:
@@ -218,7 +218,7 @@ def _mode_table(answer: Answer) -> Table:
     return table
 
 
-def _rest(answer: Answer) -> Iterator[tuple[str, str]]:
+def _rest(answer: PlanFindings) -> Iterator[tuple[str, str]]:
     comparison = answer.comparison
     yield from comparison.refused.items()
     rest_s = max(0.0, answer.total_s - sum(comparison.took_s.values()))
@@ -250,7 +250,7 @@ def _prediction(found: PlanEstimate) -> str:
     return f"{seconds(found.minibatch_s)} per minibatch in the simulator, {times} the bottleneck"
 
 
-def _why_it_differs(answer: Answer, found: PlanEstimate) -> str:
+def _why_it_differs(answer: PlanFindings, found: PlanEstimate) -> str:
     """Return why the simulated time is more than a tenth off the bottleneck; empty if it isn't."""
     if not found.is_simulated or found.minibatch_s <= found.bottleneck_s * _DIFFERS:
         faster = found.is_simulated and found.minibatch_s * _DIFFERS < found.bottleneck_s
@@ -275,7 +275,7 @@ def _why_it_differs(answer: Answer, found: PlanEstimate) -> str:
     return reason
 
 
-def _at_best(answer: Answer, best: PlanEstimate) -> str:
+def _at_best(answer: PlanFindings, best: PlanEstimate) -> str:
     """Return a bound on how much faster than the plan any other can be."""
     gap = best.minibatch_s / best.at_least_s - 1
     more = f"more than {percent(gap)} faster" if gap >= _SEEN else "faster"
@@ -286,7 +286,7 @@ def _at_best(answer: Answer, best: PlanEstimate) -> str:
     return f"no plan is {more}: computing and gradient sums of its slowest stage take at least {least}"
 
 
-def _beside_dp(answer: Answer, best: PlanEstimate, dp: PlanEstimate) -> str:
+def _beside_dp(answer: PlanFindings, best: PlanEstimate, dp: PlanEstimate) -> str:
     fits = "" if "dp" not in answer.comparison.refused else ", and does not fit in memory"
     text = f"{_rate(answer, dp)}, {seconds(dp.minibatch_s)} per minibatch{fits}; "
     if best.plan.replicas == dp.plan.replicas and best.minibatch_s == dp.minibatch_s:
@@ -299,11 +299,11 @@ def _beside_dp(answer: Answer, best: PlanEstimate, dp: PlanEstimate) -> str:
     return text + (f" ({ratio(modelled)} by the bottlenecks alone, {seconds(dp.bottleneck_s)} for dp)" if far else "")
 
 
-def _rate(answer: Answer, found: PlanEstimate) -> str:
+def _rate(answer: PlanFindings, found: PlanEstimate) -> str:
     return f"{number(answer.size / found.minibatch_s)} {answer.units}/s" if found.minibatch_s > 0 else "no time at all"
 
 
-def _bytes_text(answer: Answer, found: PlanEstimate) -> str:
+def _bytes_text(answer: PlanFindings, found: PlanEstimate) -> str:
     sent = {kind: found.num_bytes.get(kind, 0.0) for kind in TRAINING_KINDS}
     kinds = [f"{kind} {num_bytes(total / answer.size)}" for kind, total in sent.items() if total]
     total = sum(found.num_bytes.values()) / answer.size

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from pipebench.formats import UNKNOWN, num_bytes, number, ratio, seconds
 from pipebench.planner.plans import PlanEstimate
-from pipebench.show.plan_answer import Answer, bottleneck_of
+from pipebench.show.plan_answer import PlanFindings, bottleneck_of
 from pipebench.show.profile_report import shortened
 from pipebench.show.tables import new_table, print_facts, print_table
 from pipebench.show.terminal import standard_output
@@ -20,14 +20,14 @@ _HEADINGS = (
 _BEST_HEADINGS = ("best", "as fast")
 
 
-def print_plans(answers: Sequence[Answer], refused: Mapping[str, str], console: Console | None = None) -> None:
+def print_plans(answers: Sequence[PlanFindings], refused: Mapping[str, str], console: Console | None = None) -> None:
     """Print a row per run with its plan, the recipe's if it names one; `refused` has runs without a plan, and why."""
     console = console or standard_output()
     print_table(console, _table(answers))
     print_facts(console, refused.items())
 
 
-def _table(answers: Sequence[Answer]) -> Table:
+def _table(answers: Sequence[PlanFindings]) -> Table:
     named = any(answer.given is not None for answer in answers)
     table = new_table(*_HEADINGS, *(_BEST_HEADINGS if named else ()))
     first = _taken(answers[0])
@@ -52,9 +52,9 @@ def _table(answers: Sequence[Answer]) -> Table:
     return table
 
 
-def _taken(answer: Answer) -> PlanEstimate:
+def _taken(answer: PlanFindings) -> PlanEstimate:
     return answer.given or answer.comparison.best
 
 
-def _rate(answer: Answer, found: PlanEstimate) -> float:
+def _rate(answer: PlanFindings, found: PlanEstimate) -> float:
     return answer.size / found.minibatch_s

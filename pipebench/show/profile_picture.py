@@ -14,7 +14,7 @@ from pipebench.profile.model import LayerProfile, Profile
 from pipebench.show.inline import InlineFigure
 from pipebench.show.profile_report import shortened, title, trained_bytes
 
-_FORWARD, _BACKWARD, _ACTIVATION, _KEPT, _PARAMETER = "#56B4E9", "#E69F00", "#0072B2", "#D55E00", "#009E73"
+_FORWARD, _BACKWARD, _ACTIVATION, _SAVED, _PARAMETER = "#56B4E9", "#E69F00", "#0072B2", "#D55E00", "#009E73"
 MADE_BY = "pipebench profile"
 _WIDTH_IN, _HEIGHT_IN = 14.0, 8.0
 _MOST_LABELS = 64  # that fit beside each other at this width, upright
@@ -31,13 +31,13 @@ def profile_figure(profile: Profile, num_samples: int, name: str) -> InlineFigur
     _bars(time, forward_s, _FORWARD, f"forward, {seconds(sum(forward_s))} together")
     _bars(time, backward_s, _BACKWARD, f"backward, {seconds(sum(backward_s))} together", forward_s)
     _bars(activation, [row.output_bytes for row in rows], _ACTIVATION, "output")
-    kept = [row.saved_bytes for row in rows]
+    saved = [row.saved_bytes for row in rows]
     # White below the colour: a mark shows on a bar as well as above one.
-    for colour, width in (("white", 2.6), (_KEPT, 1.4)):
-        label = f"kept for the backward, {num_bytes(sum(kept))} together" if colour == _KEPT else None
+    for colour, width in (("white", 2.6), (_SAVED, 1.4)):
+        label = f"kept for the backward, {num_bytes(sum(saved))} together" if colour == _SAVED else None
         positions = range(len(rows))
         left, right = ([p + side for p in positions] for side in (-0.42, 0.42))
-        activation.hlines(kept, left, right, colors=colour, linewidth=width, label=label)
+        activation.hlines(saved, left, right, colors=colour, linewidth=width, label=label)
     sizes = [row.parameter_bytes for row in rows]
     _bars(parameter, sizes, _PARAMETER, f"parameters, {num_bytes(trained_bytes(rows))} together")
     for axes, what, unit in ((time, "time", "s"), (activation, "activations", "B"), (parameter, "parameters", "B")):

@@ -56,17 +56,17 @@ class Telling:
         self._name, self._tell, self._due_s = name, tell, 0.0
 
     def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
-        """Tell of a minibatch, if the last was a second ago."""
+        """Report a minibatch, if the last one was a second ago."""
         if time.monotonic() >= self._due_s:
             self._due_s = time.monotonic() + 1.0
             self._say("progress", samples=samples, clock_s=clock_s, loss=loss, busy=occupancy)
 
     def evaluation(self, point: Point, epoch: float) -> None:
-        """Tell of an evaluation."""
+        """Report an evaluation."""
         self._say("evaluation", epoch=epoch, samples=point.samples, clock_s=point.clock_s, metrics=dict(point.metrics))
 
     def note(self, text: str) -> None:
-        """Tell of a note."""
+        """Report a note."""
         self._say("note", text=text)
 
     def _say(self, event: str, **facts: Any) -> None:

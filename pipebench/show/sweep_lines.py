@@ -14,7 +14,7 @@ _SAME = 1e-3  # relative: below, the line that was first stays first
 
 
 class SweepPoint(NamedTuple):
-    """A row of a sweep: the swept quantity, the same as written, and what the row came to."""
+    """A row of a sweep: the swept quantity, the same as written, and the row's result."""
 
     x: float
     text: str

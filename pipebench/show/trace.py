@@ -69,9 +69,9 @@ def counter_events(timeline: Timeline, memory: MemoryTimeline) -> Iterable[Event
         for index, time_s in enumerate(curve.times_s):
             is_last = index + 1 == len(curve.times_s) or curve.times_s[index + 1] > time_s
             if is_last and time_s <= end_s:
-                kept = (int(num_bytes) for num_bytes in curve.num_bytes[rows, index])
+                held = (int(num_bytes) for num_bytes in curve.num_bytes[rows, index])
                 counter = {"name": "memory [bytes]", "cat": "memory", "ph": "C", "pid": worker}
-                yield {**counter, "ts": _us(float(time_s)), "args": dict(zip(kinds, kept, strict=True))}
+                yield {**counter, "ts": _us(float(time_s)), "args": dict(zip(kinds, held, strict=True))}
                 if curve.host_bytes.any():
                     host = {"name": "on the host [bytes]", "cat": "memory", "ph": "C", "pid": worker}
                     yield {**host, "ts": _us(float(time_s)), "args": {"swapped": int(curve.host_bytes[index])}}

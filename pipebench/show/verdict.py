@@ -156,7 +156,7 @@ def _epochs(row: ComparisonRow) -> str:
 
 def _limits(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> Iterator[str]:
     """Yield what every row's slowest stage does in the time of a minibatch, in milliseconds."""
-    told = []
+    sentences = []
     for row, entry in list(zip(found, entries, strict=True))[:_MOST_NAMED]:
         limit = limit_of(entry.runs[0])
         if limit is not None:
@@ -168,10 +168,10 @@ def _limits(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> I
             )
             decimals = max(0, 2 - math.floor(math.log10(1e3 * limit.minibatch_s)))
             seen = [f"{1e3 * s:.{decimals}f} {what}" for what, s in parts if s >= _SEEN * limit.minibatch_s]
-            told.append(f"{row.name} {1e3 * limit.minibatch_s:.{decimals}f} = {' + '.join(seen)}")
-    if told:
+            sentences.append(f"{row.name} {1e3 * limit.minibatch_s:.{decimals}f} = {' + '.join(seen)}")
+    if sentences:
         size = entries[0].runs[0].recipe["train.minibatch_size"]
-        yield f"Milliseconds per minibatch of {size}, of each one's slowest stage: {'; '.join(told)}."
+        yield f"Milliseconds per minibatch of {size}, of each one's slowest stage: {'; '.join(sentences)}."
 
 
 def _remarks(found: Sequence[ComparisonRow]) -> Iterator[str]:

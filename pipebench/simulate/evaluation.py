@@ -39,9 +39,9 @@ def evaluation_of(graph: LayerGraph, plan: Plan, pipeline: Pipeline, profile: Pr
     num_bytes: dict[tuple[int, int], dict[Size, int]] = {edge: {0: 0} for edge in planned.crossings}
     for n, rows in profile.layers.items():
         sizes = {
-            value: rows[twin].output_bytes
+            value: rows[same].output_bytes
             for value in crossing
-            if (twin := evaluation.evaluation_map[value]) is not None
+            if (same := evaluation.evaluation_map[value]) is not None
         }
         if sizes.keys() < crossing:  # something that only evaluation computes
             sizes = output_bytes(evaluation, dataset, n) | sizes

@@ -130,7 +130,7 @@ def layers_memory(
         unit[size] = kept_bytes(at, stage, fed)
         swapped[size] = swapped_bytes(at, stage)
         again[size] = _again_bytes(at, stage)
-        rest[size] = _kept_for_weights(at, own, fed)
+        rest[size] = _saved_for_weights(at, own, fed)
     return StageMemoryCosts(
         weights=scattered if pipeline.gathers else weights,
         gathered=weights,
@@ -267,13 +267,13 @@ def _is_held(rows: Sequence[LayerProfile], stage: StagePlan, gone: Container[int
     return holder >= stage.start and holder not in gone
 
 
-def _kept_for_weights(rows: Sequence[LayerProfile], own: Sequence[int], inputs: Mapping[str, int]) -> int:
+def _saved_for_weights(rows: Sequence[LayerProfile], own: Sequence[int], inputs: Mapping[str, int]) -> int:
     """Return a unit's bytes after the input part of its backward: layers' inputs and gradients of their outputs."""
     split = [rows[i] for i in own if rows[i].weight_s > 0]
     read = {source for row in split for source in row.reads}
     fed = {name for row in split for name in row.inputs}
-    kept = sum(rows[source].output_bytes for source in read) + sum(inputs.get(name, 0) for name in fed)
-    return kept + sum(row.gradient_bytes for row in split)
+    inputs_bytes = sum(rows[source].output_bytes for source in read) + sum(inputs.get(name, 0) for name in fed)
+    return inputs_bytes + sum(row.gradient_bytes for row in split)
 
 
 def _crossing(profile: Profile, plan: Plan, pipeline: Pipeline, index: int, *, gradients: bool) -> dict[Size, int]:
@@ -295,7 +295,7 @@ def _relayed(profile: Profile, plan: Plan, pipeline: Pipeline, index: int) -> di
     on = {value for (source, _), values in crossings for value in values if source == index}
     total = _nothing()
     for size, at in profile.by_size.items():
-        kept = {holder for i in _layers(at, stage) for holder, _ in at[i].saved_with}
-        kept |= {source for i in _with_policy(at, stage, RECOMPUTE) for source in at[i].reads}
-        total[size] = sum(at[value].output_bytes for value in (come & on) - kept)
+        saved = {holder for i in _layers(at, stage) for holder, _ in at[i].saved_with}
+        saved |= {source for i in _with_policy(at, stage, RECOMPUTE) for source in at[i].reads}
+        total[size] = sum(at[value].output_bytes for value in (come & on) - saved)
     return total

@@ -52,7 +52,7 @@ class MemoryExtension:
     """What an extension adds to what workers hold; it is made of a pipeline and what replicas of its stages keep."""
 
     def replica(self, worker: int, stage: int) -> ReplicaBytes | None:
-        """Return who has a stage at a worker in place of a `ReplicaMemory`, if somebody has."""
+        """Return what tracks a worker's stage in place of a `ReplicaMemory`; None: that does."""
         return None
 
     def event(self, event: TimelineEvent) -> Iterable[WorkerChange]:
@@ -149,9 +149,9 @@ class MemoryMeter:
         self._peaks: list[MemoryPeak | None] = [None] * pipeline.num_workers
         self._host_peaks = [0] * pipeline.num_workers
         self._overflow: MemoryPeak | None = None
-        for worker, kept in enumerate(self._holdings):
+        for worker, own in enumerate(self._holdings):
             self._add(start_s, worker, WEIGHTS, 0, None)  # the only entry of a worker whose layers are all idle
-            for holding in kept.values():
+            for holding in own.values():
                 self._note(worker, holding.before(), start_s, start_s, None)
 
     def begin(self, size_of: Callable[[int], Size]) -> None:

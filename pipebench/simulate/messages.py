@@ -43,7 +43,7 @@ class _Edge:
 class Messages:
     """All messages between the stages of a simulation.
 
-    `copies` tells whether messages cross lanes to hosts that copies also use; `wake` lets a worker continue at a time.
+    `copies`: whether messages cross lanes to hosts that copies also use; `wake` lets a worker continue at a time.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Messages:
     def connect(
         self, kind: str, letter: str, edges: Iterable[_Stages], weigh: Callable[[Instruction], int], ops: Iterable[Op]
     ) -> None:
-        """Let `ops` send and receive messages of another kind, whose bytes `weigh` tells, between pairs of stages."""
+        """Let `ops` send and receive messages of another kind, whose bytes `weigh` returns, between pairs of stages."""
         places, replicas = self._pipeline.places, self._pipeline.replicas
         made = {edge: _Edge(kind, letter, {}, places[edge[1]], replicas[edge[1]], weigh=weigh) for edge in edges}
         self._edges |= dict.fromkeys(ops, made)

@@ -159,7 +159,7 @@ class Network:
             self._observe(Transfer(kind, message.label, (sender,), (receiver,), level.name, num_bytes, start_s, end_s))
 
     def deliver(self, messages: Iterable[Message]) -> None:
-        """Let messages arrive before anything else goes on: at a drain."""
+        """Advance until these messages have arrived, with nothing else in progress: at a drain."""
         self.agenda.play()
         for message in messages:
             self.arrived(message)

@@ -1,7 +1,7 @@
 """What every instruction allocates and frees on one replica of one stage.
 
-It knows no clock: a change is at the start of its instruction or at the end. What an instruction makes is there from
-its start on and what it is done with until its end, so that what lies between is never more than what is told here.
+It knows no clock: a change is at the start of its instruction or at the end. What an instruction allocates counts from
+its start, what it frees until its end, so that in between a replica never holds more than is counted.
 """
 
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ class ReplicaMemory:
         self._is_gathered = memory.weights == memory.gathered  # where all are kept, gathers take no memory of their own
 
     def copied(self, memory: StageMemoryCosts) -> "ReplicaMemory":
-        """Return one of other layers that goes on from the newest weights of this one, and from its optimizer's state.
+        """Return a replica of other layers that continues from this one's newest weights and optimizer state.
 
         Of the weights and state in `memory` it has everything.
         """
@@ -87,19 +87,19 @@ class ReplicaMemory:
     def let_go(self, unit: int) -> Iterator[Change]:
         """Forget a unit in flight: its backward is over, or runs elsewhere."""
         alive = len(self._versions.alive)
-        version, kept = self._units.pop(unit)
-        yield Change(ACTIVATIONS, -kept, True)
+        version, num_bytes = self._units.pop(unit)
+        yield Change(ACTIVATIONS, -num_bytes, True)
         if version >= 0:
             self._versions.release(version)
             yield from self._of_versions(alive, at_end=True)
 
     def give_gradients(self) -> int:
-        """Return the bytes of the gradients, which somebody else keeps from here on."""
+        """Return the bytes of the gradients, which another replica counts from now on."""
         given, self._gradients = self._gradients, 0
         return given
 
     def drained(self) -> Iterator[Change]:
-        """Begin a segment: versions are counted anew, from the newest."""
+        """Begin a segment: only the newest version is alive."""
         alive = len(self._versions.alive)
         self._versions.restart(0)
         self._moved = None
@@ -176,9 +176,9 @@ class ReplicaMemory:
         yield self._gradients_are(max(self._gradients, memory.early_gradients), at_end=False)
         yield Change(AGAIN, -memory.again[size], True)
         yield Change(RECEIVED, -memory.returned[size], True)
-        version, kept = self._units[it.number]
+        version, num_bytes = self._units[it.number]
         self._units[it.number] = version, memory.rest[size]
-        yield Change(ACTIVATIONS, memory.rest[size] - kept, True)
+        yield Change(ACTIVATIONS, memory.rest[size] - num_bytes, True)
 
     def _backward_weight(self, it: Instruction, size: Size) -> Iterator[Change]:
         if size != 0:
@@ -212,7 +212,7 @@ class ReplicaMemory:
             MASTERS: memory.masters * steps,
             STATE: memory.state * (self._has_state and steps),
             GRADIENTS: self._gradients,
-            ACTIVATIONS: sum(kept for _, kept in self._units.values()),
+            ACTIVATIONS: sum(num_bytes for _, num_bytes in self._units.values()),
         }
 
     def _gradients_are(self, num_bytes: int, *, at_end: bool) -> Change:

@@ -162,19 +162,19 @@ class Simulation:
         self._check_ended()
 
     def wake(self, time_s: float, worker: int, wait: Wait | None) -> None:
-        """Let a worker go on at a time."""
+        """Schedule a worker to continue at a time."""
         agenda = self.network.agenda
         heappush(agenda.heap, (time_s, WORKERS, next(agenda.counter), worker, wait))
 
     def until(self, ready_s: float, worker: int, wait: Wait) -> float | None:
-        """Return 0 where what a worker waits for is there already; else let it go on then."""
+        """Return 0 if what a worker waits for is ready; else schedule the worker for then."""
         if ready_s <= wait[0]:
             return 0.0
         self.wake(ready_s, worker, wait)
         return None
 
     def emit(self, event: TimelineEvent) -> None:
-        """Let an event be told of that ends now, and was no worker's turn."""
+        """Report an event that ends now and isn't the instruction that its worker is at."""
         self.end_s = max(self.end_s, event.end_s)
         self._made.append(event)
 

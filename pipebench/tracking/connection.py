@@ -75,7 +75,7 @@ def quiet_environment() -> dict[str, str]:
     return _ENVIRONMENT | os.environ
 
 
-class Connection:
+class StoreConnection:
     """MLflow's client on one store. Not thread-safe; every method may raise whatever MLflow raises."""
 
     def __init__(self, uri: str) -> None:

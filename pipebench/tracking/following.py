@@ -28,7 +28,7 @@ class Follower(Sender):
 
     @property
     def is_done(self) -> bool:
-        """Whether nobody wants more to be sent."""
+        """Whether it is closed."""
         return self._is_closed
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class _Settled:
         self._record, self._on_progress = record, on_progress
 
     def is_set(self) -> bool:
-        """Return whether nothing more will come of it, as there is nobody to ask once the disk has failed."""
+        """Return whether the end has been dealt with, or the disk has failed."""
         if self._record.path is None:
             return True
         before, self.sent = self.sent, read_sent(self._record.path)

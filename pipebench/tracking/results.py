@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pipebench.errors import UserError, nearest
 from pipebench.files import FileError
 from pipebench.formats import listed
-from pipebench.tracking.connection import Connection, default_uri, shown_uri
+from pipebench.tracking.connection import StoreConnection, default_uri, shown_uri
 from pipebench.tracking.identity import RECIPE_TAG, VERSION_TAG
 from pipebench.tracking.record import ENTRIES, RECORD, RESULT_FILE, mlflow_run_id, read_record
 from pipebench.train.result import INTERRUPTED, RunResult
@@ -80,7 +80,7 @@ class RecordedRuns:
 
     def __init__(self, uri: str | None = None) -> None:
         """Prepare for an MLflow tracking URI, `default_uri` without one, without importing MLflow."""
-        self._connection = Connection(uri or default_uri())
+        self._connection = StoreConnection(uri or default_uri())
 
     def newest(self, recipe_hash: str, version: str) -> Recorded | None:
         """Return the latest run with this `recipe_hash` and `source_version` (of `identity`); None without one.

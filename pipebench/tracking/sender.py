@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pipebench.tracking.entries import CURVES, logged_metrics, tags_of, values_of
 from pipebench.tracking.limits import MAX_PARAM_CHARS, MAX_TAG_CHARS, clean_name
 from pipebench.tracking.record import LogEntry, RecordFolder, Sent, Start
-from pipebench.tracking.store import Row, Store, StoredRun
+from pipebench.tracking.store import MetricRow, Store, StoredRun
 from pipebench.tracking.system import SYSTEM, SystemMetrics
 
 # One round of sending costs this process 5 to 10 ms (SQLite): every other second is half a per cent of a run at most.
@@ -155,9 +155,9 @@ class Sender:
 
     def _log(self, store: Store, run_id: str, history: "History", entries: Sequence[LogEntry]) -> None:
         """Send values, params and tags of entries, of which only the first may be a start."""
-        rows: list[Row] = []
-        curves: list[Row] = []
-        results: list[Row] = []
+        rows: list[MetricRow] = []
+        curves: list[MetricRow] = []
+        results: list[MetricRow] = []
         tags: dict[str, str] = {}
         if entries[0].start is not None:
             self._virtual = entries[0].start.virtual
@@ -177,7 +177,7 @@ class Sender:
         history.note(curves, params, tags)
         history.note_result(results)
 
-    def _replacing(self, store: Store, run_id: str, history: "History", values: Sequence[Row]) -> list[Row]:
+    def _replacing(self, store: Store, run_id: str, history: "History", values: Sequence[MetricRow]) -> list[MetricRow]:
         """Return a result's values that MLflow hasn't, after removing those of the run's earlier results.
 
         A run that ended and was resumed has a result each time, and the last one counts.
@@ -191,7 +191,7 @@ class Sender:
         history.forget(stale)
         return [row for row in values if clean_name(row.metric) not in shown]
 
-    def _rows(self, entry: LogEntry, history: "History") -> tuple[list[Row], dict[str, str]]:
+    def _rows(self, entry: LogEntry, history: "History") -> tuple[list[MetricRow], dict[str, str]]:
         """Return an entry's values, and as tags the non-finite ones, which MLflow would draw as 0 or 1.8e308."""
         values, step = values_of(entry, virtual=self._virtual)
         timestamp_ms = entry.at_ms
@@ -200,7 +200,7 @@ class Sender:
         rows, tags = [], {}
         for metric, value in values.items():
             if math.isfinite(value):
-                rows.append(Row(metric, float(value), timestamp_ms, step))
+                rows.append(MetricRow(metric, float(value), timestamp_ms, step))
             elif metric not in self._non_finite:
                 self._non_finite.add(metric)
                 tags[f"non_finite.{metric.removeprefix(CURVES)}"] = f"{value:g} at {step} samples"
@@ -223,11 +223,11 @@ class History:
         self._metrics = {**found.metrics}
         self._last_steps: dict[str, int] = {}
 
-    def has(self, row: Row) -> bool:
+    def has(self, row: MetricRow) -> bool:
         """Return whether a curve's metric has a value at this step or later."""
         return row.step <= self.last_step(row.metric)
 
-    def shows(self, row: Row) -> bool:
+    def shows(self, row: MetricRow) -> bool:
         """Return whether a single metric has this value."""
         return self._metrics.get(clean_name(row.metric)) == row.value
 
@@ -240,7 +240,7 @@ class History:
         for name in names:
             del self._metrics[name]
 
-    def note_result(self, rows: Iterable[Row]) -> None:
+    def note_result(self, rows: Iterable[MetricRow]) -> None:
         """Note the values of a result."""
         self._metrics |= {clean_name(row.metric): row.value for row in rows}
 
@@ -272,7 +272,7 @@ class History:
         times = int(known[_RESUMES]) + 1 if known.get(_RESUMES, "").isdigit() else 1
         return {**new, **_changed(tags, known, MAX_TAG_CHARS), _RESUMES: str(times)}
 
-    def note(self, curves: Iterable[Row], params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+    def note(self, curves: Iterable[MetricRow], params: Mapping[str, str], tags: Mapping[str, str]) -> None:
         """Note what MLflow has taken."""
         for row in curves:
             name = clean_name(row.metric)

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipebench.errors import UserError
-from pipebench.tracking.connection import Connection, default_uri, shown_uri, sqlite_path
+from pipebench.tracking.connection import StoreConnection, default_uri, shown_uri, sqlite_path
 from pipebench.tracking.inputs import Inputs
 from pipebench.tracking.limits import ENTRIES_PER_BATCH, MAX_PARAM_CHARS, MAX_TAG_CHARS, METRICS_PER_BATCH, clean_name
 from pipebench.tracking.record import RESULTS_FOLDER
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Row(NamedTuple):
+class MetricRow(NamedTuple):
     """One value of one metric."""
 
     metric: str
@@ -83,7 +83,7 @@ def _takes_files(folder: Path) -> bool:
         return False
 
 
-class Store(Connection):
+class Store(StoreConnection):
     """One experiment of a store, for writing."""
 
     def __init__(self, uri: str, suite: str) -> None:
@@ -132,7 +132,7 @@ class Store(Connection):
         with self.turn() as client:
             return max((int(row.step) for row in client.get_metric_history(run_id, metric)), default=-1)
 
-    def log(self, run_id: str, rows: Sequence[Row], params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+    def log(self, run_id: str, rows: Sequence[MetricRow], params: Mapping[str, str], tags: Mapping[str, str]) -> None:
         """Log values, params and tags, in as few requests as MLflow's limits allow."""
         from mlflow.entities import Metric, Param, RunTag
 

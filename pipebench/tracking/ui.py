@@ -52,7 +52,7 @@ def open_ui(port: int | None = None) -> int:
         for name in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C, so that the server ends too
             signal.signal(name, signal.default_int_handler)
         try:
-            return _watch(server, chosen, log)
+            return _serve(server, chosen, log)
         except KeyboardInterrupt:
             return 0
         finally:
@@ -65,7 +65,7 @@ def server_address() -> str:
     return shown_uri(uri).rstrip("/") if uri.startswith("http") else f"http://{HOST}:{DEFAULT_PORT}"
 
 
-def _watch(server: "subprocess.Popen[bytes]", port: int, log: IO[bytes]) -> int:
+def _serve(server: "subprocess.Popen[bytes]", port: int, log: IO[bytes]) -> int:
     if _answers(server, port):
         address = f"http://{HOST}:{port}"
         print(f"MLflow: {address} (Ctrl-C ends it)")

@@ -110,5 +110,5 @@ class Writers:
             write()
         except Exception as error:  # whatever a library, the disk or the network can think of
             self._writers.pop(name, None)
-            told = printable(f"{name} failed ({' '.join(str(error).split())[:160]}); MLflow has the run, which goes on")
-            print(f"pipebench: {told}", file=sys.stderr, flush=True)
+            text = printable(f"{name} failed ({' '.join(str(error).split())[:160]}); MLflow has the run, which goes on")
+            print(f"pipebench: {text}", file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from pipebench.train.interfaces import ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.metrics import EarlierWorkers, sum_facts
 
-_SAMPLES_KEPT = 8  # enough to distinguish two orders
+_SAMPLES_COMPARED = 8  # enough to distinguish two orders
 _MOMENT_S = 5.0  # other processes may be gone, whose parts never come
 _LOG = logging.getLogger(__name__)
 ProgressOf = Callable[[list[Facts]], dict[str, Any]]
@@ -67,7 +67,7 @@ def load_checked(checkpoint: Checkpoint, optimizer: Collection[str]) -> ResumePo
         CheckpointError: it has changed since.
     """
     state = checkpoint.load()
-    state.optimizer = {name: kept for name, kept in state.optimizer.items() if name in optimizer}
+    state.optimizer = {name: own for name, own in state.optimizer.items() if name in optimizer}
     return ResumePoint(checkpoint.step, state, SavedProgress.from_json(checkpoint.progress))
 
 
@@ -78,16 +78,16 @@ def newest(checkpoints: Checkpoints, job: Job) -> tuple[ResumePoint | None, list
     """
     fitting: list[ResumePoint] = []
     run = checkpoints.run
-    found, told = checkpoints.latest(fits=lambda each: fitting.append(resume_point(each, job, run)))
+    found, remarks = checkpoints.latest(fits=lambda each: fitting.append(resume_point(each, job, run)))
     changed = None if found is None else changed_code(found.run, run)
     if found is not None and changed is not None:
-        told.append(f"code has changed since the checkpoint of step {found.step} was written: {changed}")
-    return (fitting[0] if fitting else None), told
+        remarks.append(f"code has changed since the checkpoint of step {found.step} was written: {changed}")
+    return (fitting[0] if fitting else None), remarks
 
 
 def last_samples(sampler: Sampler, step: int) -> tuple[int, ...]:
     """Return the first samples of the last of `step` minibatches."""
-    return tuple(sampler.indices(step - 1)[:_SAMPLES_KEPT]) if step else ()
+    return tuple(sampler.indices(step - 1)[:_SAMPLES_COMPARED]) if step else ()
 
 
 def nothing_to_go_on_from(run_id: str, skipped: Sequence[str]) -> UserError:
@@ -236,7 +236,7 @@ def _written(store: Checkpoints, step: int, copies: Sequence[tuple[str, ModelSta
 
 
 def _committed(store: Checkpoints, step: int, shares: Sequence[_Share], progress: Mapping[str, Any]) -> str:
-    """Complete a checkpoint of all processes' parts; return "", or what to tell of one that was abandoned."""
+    """Complete a checkpoint of all processes' parts; return "", or why one was abandoned, for the user."""
     problem = next((share for share in shares if isinstance(share, str)), None)
     if problem is None:
         parts = [CheckpointFile(**part) for share in shares if not isinstance(share, str) for part in share]

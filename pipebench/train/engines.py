@@ -15,12 +15,12 @@ from pipebench.train.result import RunResult
 from pipebench.train.simulated import simulate_epoch
 
 
-def simulate(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
-    """Simulate a job; return its result and the recorded timeline. `watch` predicts peak memory."""
+def simulate(job: Job, forecast: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
+    """Simulate a job; return its result and the recorded timeline. `forecast` predicts peak memory."""
     for extended in job.setup.pipeline.hooks("simulate").values():  # of several, the first
-        found: tuple[RunResult, Timeline] = extended(job, watch)
+        found: tuple[RunResult, Timeline] = extended(job, forecast)
         return found
-    return simulate_epoch(job, watch)
+    return simulate_epoch(job, forecast)
 
 
 def on_virtual_clock(job: Job, stop: StopRequest | None = None) -> MakeEngine:

@@ -34,7 +34,7 @@ class LoopExtension:
         """`note` takes a sentence for the user."""
 
     def restore(self, saved: SavedProgress) -> None:
-        """Go on from a checkpoint, before the engine takes its state."""
+        """Resume from a checkpoint, before the engine restores its state."""
 
     def restored_plan(self, saved: SavedProgress) -> Plan | None:
         """Return the plan that a checkpoint of the same workers was written under; None: the engine's."""
@@ -48,7 +48,7 @@ class LoopExtension:
         """Take note of a segment of minibatches [first, done), trained a moment ago."""
 
     def drained(self, done: int) -> None:
-        """Change what the run goes on with, at the drain after `done` minibatches."""
+        """Change the setup of the rest of the run, at the drain after `done` minibatches."""
 
     def evaluated(self, point: Point, done: int, *, ends: bool) -> None:
         """Take an evaluation at the drain after `done` minibatches; `ends`: the run ends with it."""

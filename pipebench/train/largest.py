@@ -23,36 +23,36 @@ _FURTHER: Final = 16  # times a number that fits: a few minibatches say little a
 _UPDATES: Final = 2  # the first creates the optimizer's state, present in the second
 
 
-def with_largest_update(course: PlannedWorkload, memories: tuple[StageMemoryCosts, ...]) -> Pipeline:
+def with_largest_update(workload: PlannedWorkload, memories: tuple[StageMemoryCosts, ...]) -> Pipeline:
     """Return a workload's pipeline with the most minibatches per update that fit in memory, at most an epoch's.
 
-    More minibatches never need less memory if all run forward before the first runs backward. `course` has one
+    More minibatches never need less memory if all run forward before the first runs backward. `workload` has one
     minibatch of every replica per update.
 
     Raises:
         PlanError: not even one fits.
     """
-    pipeline, limit = course.pipeline, course.cluster.memory_bytes
+    pipeline, limit = workload.pipeline, workload.cluster.memory_bytes
     assert limit is not None, "validation refuses a cluster without a memory size"
-    most = max(1, course.sampler.minibatches_per_epoch // pipeline.block)
-    found = most_within(limit, partial(peak_bytes, course, memories), most)
+    most = max(1, workload.sampler.minibatches_per_epoch // pipeline.block)
+    found = most_within(limit, partial(peak_bytes, workload, memories), most)
     if found == 0:
-        needed = peak_bytes(course, memories, 1)
+        needed = peak_bytes(workload, memories, 1)
         raise PlanError(
             f"parallelism.accumulate: not even one minibatch per update fits: it needs {num_bytes(needed)} on a "
-            f"worker, and a {course.cluster.device} has {num_bytes(limit)}; what would help: more stages, or smaller "
+            f"worker, and a {workload.cluster.device} has {num_bytes(limit)}; what would help: more stages, or smaller "
             "minibatches"
         )
     return replace(pipeline, accumulate=found)
 
 
-def peak_bytes(course: PlannedWorkload, memories: tuple[StageMemoryCosts, ...], accumulate: int) -> int:
+def peak_bytes(workload: PlannedWorkload, memories: tuple[StageMemoryCosts, ...], accumulate: int) -> int:
     """Return the fullest worker's peak bytes, with `accumulate` minibatches of every replica per update."""
-    pipeline = replace(course.pipeline, accumulate=accumulate)
-    count, size = _UPDATES * pipeline.period, course.sampler.size(0)
-    meter = MemoryMeter(pipeline, memories, course.costs)
+    pipeline = replace(workload.pipeline, accumulate=accumulate)
+    count, size = _UPDATES * pipeline.period, workload.sampler.size(0)
+    meter = MemoryMeter(pipeline, memories, workload.costs)
     simulate_all(
-        replace(course, pipeline=pipeline, sampler=Sampler(count * size, size, 0)), count, Meter(pipeline, meter)
+        replace(workload, pipeline=pipeline, sampler=Sampler(count * size, size, 0)), count, Meter(pipeline, meter)
     )
     return meter.timeline().fullest.num_bytes
 

@@ -70,7 +70,7 @@ class TrainingLoop:
         self._done = 0  # minibatches
         self._samples = 0  # at the last drain
         self._seen = 0  # samples with a loss known here
-        self._told = 0  # samples reported as progress
+        self._reported = 0  # samples reported as progress
         self._loss = TrainingLoss()
         self._curves = Curves(job.recipe.train.target, job.setup.dataset.metrics)
         self._earlier = EarlierWorkers()
@@ -128,7 +128,7 @@ class TrainingLoop:
         plan = next((plan for plan in plans if plan is not None), None)
         self._engine.restore(found.state, facts, self._policy.lost_s + saved.clock_s, plan)
         self._done = found.step
-        self._samples = self._seen = self._told = saved.samples
+        self._samples = self._seen = self._reported = saved.samples
         self._loss = TrainingLoss(saved.loss_sum, saved.weight)
         for data, training_s in zip(saved.points, saved.training_s_at, strict=True):
             point = Point(**data)
@@ -149,7 +149,7 @@ class TrainingLoop:
         while self._done < periods.total and self._curves.reached is None:
             with self._clock.spending("training_s"):
                 self._train(periods.next_drain(self._done))
-            self._samples = self._seen = self._told = self._sampler.samples_before(self._done)
+            self._samples = self._seen = self._reported = self._sampler.samples_before(self._done)
             self._end_if_stopped()
             if periods.evaluates_at(self._done):
                 self._evaluate()
@@ -233,10 +233,10 @@ class TrainingLoop:
             lost_s=clock.lost_s,
             last_samples=last_samples(self._sampler, self._done),
             bytes_before=tuple((kind, level, num_bytes) for (kind, level), num_bytes in earlier.num_bytes.items()),
-            **self._kept_by_extensions(),
+            **self._saved_by_extensions(),
         ).to_json()
 
-    def _kept_by_extensions(self) -> dict[str, Any]:
+    def _saved_by_extensions(self) -> dict[str, Any]:
         return {field: value for extension in self._extensions for field, value in extension.saved().items()}
 
     # Callbacks of the engine.
@@ -249,8 +249,8 @@ class TrainingLoop:
 
     def _take_unit(self, samples: int, loss: float, clock_s: float) -> None:
         """Report a unit as progress."""
-        self._told += samples
-        self._progress.update(self._told, clock_s, loss, self._engine.busy_fraction)
+        self._reported += samples
+        self._progress.update(self._reported, clock_s, loss, self._engine.busy_fraction)
 
     # The end of a run.
 
@@ -293,7 +293,7 @@ class TrainingLoop:
         result = RunResult(
             **describe(self._job), outcome=outcome, sentence=sentence, metrics=metrics,
             points=tuple(self._curves.points), stages=stage_rows(job, facts), workers=measured.workers,
-            notes={**run_notes(job, facts), **measured.notes}, **self._kept_by_extensions(),
+            notes={**run_notes(job, facts), **measured.notes}, **self._saved_by_extensions(),
             **result_fields(job, facts),
         )  # fmt: skip
         for extension in self._extensions:

@@ -56,9 +56,9 @@ class MemoryForecast:
     def over(job: Job) -> "MemoryForecast":
         """Simulate a segment between two drains of a job; return its forecast."""
         per_epoch = job.setup.sampler.minibatches_per_epoch
-        watch = MemoryForecast(job, min(per_epoch, Periods.of(job.recipe.train, per_epoch).longest_segment))
-        simulate_segment(job.setup, watch._num_minibatches, Meter(job.setup.pipeline, *watch.listeners))
-        return watch
+        forecast = MemoryForecast(job, min(per_epoch, Periods.of(job.recipe.train, per_epoch).longest_segment))
+        simulate_segment(job.setup, forecast._num_minibatches, Meter(job.setup.pipeline, *forecast.listeners))
+        return forecast
 
     @property
     def listeners(self) -> tuple[Listener, ...]:

@@ -189,8 +189,8 @@ def describe_stages(job: Job) -> list[dict[str, Any]]:
     pipeline = setup.pipeline
     base, scales = job.recipe.train.optimizer.lr, lr_scales(job.recipe.train, pipeline)
     # With several stages per worker, or deferred weight parts, depth depends on the order.
-    told_by_formula = pipeline.chunks == 1 and not order_of(pipeline.order).splits
-    depths = pipeline.warmups if told_by_formula else most_in_flight(pipeline)
+    has_formula = pipeline.chunks == 1 and not order_of(pipeline.order).splits
+    depths = pipeline.warmups if has_formula else most_in_flight(pipeline)
     return [
         {
             "index": index,
@@ -242,8 +242,8 @@ def loading_note(job: Job) -> str:
     if not binds or own_s == 0.0:
         return ""
     most = max(pipeline.replicas[stage] for stage in pipeline.loads)
-    told = f"loading takes {seconds(loading_s)} a minibatch beside {seconds(own_s)} of computing"
+    takes_text = f"loading takes {seconds(loading_s)} a minibatch beside {seconds(own_s)} of computing"
     wanted = math.ceil(loading_s * most * processes / own_s)
     dataset = job.recipe.dataset
     takes = dataset.get("target") is not None or "loader_processes" in zoo_options("dataset", str(dataset.get("name")))
-    return f"{told}: dataset.loader_processes={wanted} would keep up" if takes else told
+    return f"{takes_text}: dataset.loader_processes={wanted} would keep up" if takes else takes_text

@@ -108,7 +108,7 @@ def plan_of_file(
 
 
 def recorded_plan(
-    kept: Decision,
+    decision: Decision,
     parallelism: ParallelismRecipe,
     num_workers: int,
     graph: LayerGraph,
@@ -123,7 +123,7 @@ def recorded_plan(
     Raises:
         RecipeError: lists all problems.
     """
-    form, source = kept.plan, kept.source
+    form, source = decision.plan, decision.source
     problems = [*form_problems(form, parallelism, num_workers), *layer_problems(form, graph, ties=ties)]
     refuse(source, problems, f"; {ANEW}")
     refuse(source, _other_than_asked(form, parallelism, num_workers, graph, streams), f"; {ANEW}")

@@ -47,29 +47,29 @@ def prepare(
     on_progress: Callable[[str], None] | None = None,
     *,
     trains: bool = True,
-    kept: Decision | None = None,
+    decision: Decision | None = None,
     measure_again: Callable[[ProfiledModel, Profile], Profile] | None = None,
     whole_only: bool = False,
     group: SliceGroup | None = None,
 ) -> Job:
-    """Make a validated recipe ready to run on its cluster; `on_progress` is told what is profiled, in words.
+    """Make a validated recipe ready to run on its cluster; `on_progress` gets what is profiled, in words.
 
-    Without `trains` there are no weights, as in a simulation. `kept` has an earlier plan and profile; None makes them.
+    Without `trains` there are no weights, as in a simulation. `decision` has an earlier plan and profile, if any.
     `measure_again` returns the profile for costs, if it is not the plan's; `whole_only` and `group` as in `Wanted`.
 
     Raises:
         PlanError, GraphError, ProfileError: impossible with this model.
     """
     began_s, trains = time.perf_counter(), trains and engine_kind(recipe).trains
-    if kept is not None and recipe.parallelism.tensor == AUTO:
-        recipe, cluster = sliced(recipe, cluster, kept.profile.slices)
+    if decision is not None and recipe.parallelism.tensor == AUTO:
+        recipe, cluster = sliced(recipe, cluster, decision.profile.slices)
     recipe, cluster = choose_slices(recipe, cluster, _profiled)
     parts = hooks("prepare", turned_on(partial(value_at, recipe)))
     whole_only |= not trains and any(part.profiles_often for part in parts.values())
-    wanted = Wanted(trains, None if kept is None else kept.profile, whole_only=whole_only, group=group)
+    wanted = Wanted(trains, None if decision is None else decision.profile, whole_only=whole_only, group=group)
     whole = profile_model(recipe, cluster, on_progress, wanted)
     known, extensions = _extended(recipe, cluster, whole, parts)
-    recipe, plan, comparison = _planned(recipe, cluster, known, kept)
+    recipe, plan, comparison = _planned(recipe, cluster, known, decision)
     recipe, chosen = as_planned(recipe, plan)
     check_copies(cluster, plan)
     _check_compiled(recipe, known.graph, plan)
@@ -101,22 +101,22 @@ def _extended(
 
 
 def _planned(
-    recipe: Recipe, cluster: Cluster, known: ProfiledModel, kept: Decision | None
+    recipe: Recipe, cluster: Cluster, known: ProfiledModel, decision: Decision | None
 ) -> tuple[Recipe, Plan, Comparison | None]:
     """Return a recipe with a resolved mode, its plan, and the comparison of modes, if any."""
     asked, comparison = recipe.parallelism, None
-    if kept is None:
+    if decision is None:
         if asked.mode == AUTO:
             comparison = compare(plan_request(recipe, cluster, known.profile, known.dataset), None)
             recipe = replace(recipe, parallelism=replace(asked, mode=comparison.best.plan.mode))
         return recipe, choose_plan(recipe, cluster, known.graph, known.profile, known.dataset), comparison
     if asked.mode == AUTO:
-        if kept.plan.mode not in MODES:
-            raise RecipeError([Fault(kept.source, "mode", f"{choice(kept.plan.mode[:60], MODES)}; {ANEW}")])
-        recipe = replace(recipe, parallelism=replace(asked, mode=kept.plan.mode))
-    recipe = with_shard(recipe, kept.plan.shard, kept.source)
+        if decision.plan.mode not in MODES:
+            raise RecipeError([Fault(decision.source, "mode", f"{choice(decision.plan.mode[:60], MODES)}; {ANEW}")])
+        recipe = replace(recipe, parallelism=replace(asked, mode=decision.plan.mode))
+    recipe = with_shard(recipe, decision.plan.shard, decision.source)
     asked, streams = recipe.parallelism, samplers(recipe.train, known.dataset)[0].streams
-    plan = recorded_plan(kept, asked, cluster.num_workers, known.graph, streams, ties=may_tie(recipe))
+    plan = recorded_plan(decision, asked, cluster.num_workers, known.graph, streams, ties=may_tie(recipe))
     return recipe, plan, None
 
 
@@ -217,17 +217,17 @@ def _check_slices(recipe: Recipe, setup: Setup) -> None:
     slices, optimizer, pipeline = recipe.parallelism.tensor, recipe.train.optimizer, setup.pipeline
     if slices == 1 or not engine_kind(recipe).in_processes:
         return
-    told = f"parallelism.tensor: got {slices} with engine {recipe.engine.kind}"
+    got = f"parallelism.tensor: got {slices} with engine {recipe.engine.kind}"
     if not SYNCS[pipeline.sync].waits:
         raise PlanError(
-            f"{told} and sync {pipeline.sync}, whose updates every slice would make in an order of its own: allowed is "
+            f"{got} and sync {pipeline.sync}, whose updates every slice would make in an order of its own: allowed is "
             f"1, or sync: {ALL_REDUCE}"
         )
     if setup.repartitions:
-        raise PlanError(f"{told}, which can't move layers in slices: allowed is 1, or no moves in parallelism.vpipe")
+        raise PlanError(f"{got}, which can't move layers in slices: allowed is 1, or no moves in parallelism.vpipe")
     if not is_elementwise(optimizer) and (pipeline.is_sharded or not knows_slices(optimizer)):
         beside = f" and shard {pipeline.shard}" if pipeline.is_sharded else ""
         raise PlanError(
-            f"{told}{beside}, whose processes have pieces of the tensors that {called(optimizer)} adapts whole steps "
+            f"{got}{beside}, whose processes have pieces of the tensors that {called(optimizer)} adapts whole steps "
             f"to: allowed is 1, or an optimizer that steps element by element{'' if beside else ', or lars or lamb'}"
         )

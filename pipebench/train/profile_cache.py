@@ -37,7 +37,7 @@ class ToPlan(NamedTuple):
 
 
 def to_plan(loaded: LoadedRecipe, on_progress: OnProgress = None, *, needs_graph: bool = False) -> ToPlan:
-    """Return a recipe's profile and data set, and its layer graph if needed; `on_progress` is told what is profiled.
+    """Return a recipe's profile and data set, and its layer graph if needed; `on_progress` gets what is profiled.
 
     The model may not have checked its options' values yet.
 

@@ -37,7 +37,7 @@ from pipebench.zoo.plain import seeded
 from pipebench.zoo.registry import Dataset
 
 _LOG = logging.getLogger("pipebench.train.profiled_model")
-KEPT = "of the kept decision"
+_OF_DECISION = "of the kept decision"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Wanted(NamedTuple):
     """What is wanted of a recipe's model beside costs."""
 
     trains: bool = False  # whether weights are needed beyond profiling
-    kept: Profile | None = None  # the profile, if known
+    profile_given: Profile | None = None  # the profile, if known
     whole_minibatches: bool = False  # profile whole minibatches too, even if only microbatches travel
     whole_only: bool = False  # leave out an epoch's last, short minibatch: fewer sizes to profile
     group: SliceGroup | None = None  # this process's among those of its worker, if layers are divided among processes
@@ -67,16 +67,16 @@ COSTS = Wanted()
 def profile_model(
     recipe: Recipe, cluster: Cluster, on_progress: Callable[[str], None] | None = None, wanted: Wanted = COSTS
 ) -> ProfiledModel:
-    """Trace and profile a recipe's model on a cluster's device; `on_progress` is told what is profiled, in words.
+    """Trace and profile a recipe's model on a cluster's device; `on_progress` gets what is profiled, in words.
 
     Raises:
         GraphError, PlanError, ProfileError: it can't be traced or profiled, or the data set doesn't fit.
     """
-    device, trains, kept = choose_device(recipe.engine.device), wanted.trains, wanted.kept
+    device, trains, profile_given = choose_device(recipe.engine.device), wanted.trains, wanted.profile_given
     dataset, left_over = _data(recipe, whole_only=wanted.whole_only)
     if recipe.model.get("profile") is not None:
         return _model_of_file(recipe, dataset, left_over, device)
-    measures = kept is None and is_measured(recipe, cluster)
+    measures = profile_given is None and is_measured(recipe, cluster)
     is_users = recipe.model.get("target") is not None
     on_meta = not trains and not is_users and not measures
     model = initial_model(recipe, "meta" if on_meta else "cpu")
@@ -85,15 +85,15 @@ def profile_model(
     graph = _layer_graph(recipe, model, fed, slicer)
     dataset = dataset.feeding(graph.inputs)
     _check_fed(model, graph, dataset, str(recipe.dataset.get("name") or recipe.dataset.get("target")))
-    decides = kept is None and (trains or engine_kind(recipe).in_processes)
+    decides = profile_given is None and (trains or engine_kind(recipe).in_processes)
     # Costs are those of one slice; what trains in one process has all of them, and what is checked.
     trained = _sliced(recipe, model, fed, wanted.group) if slices > 1 and (trains or (is_users and decides)) else graph
     exact, graph = (trained, dataset), in_precision(graph, recipe.train.precision)
     if graph.rounding is not None:
         dataset = RoundedData(dataset, graph.rounding.low_type)
     sizes = travelling_sizes(recipe, dataset, whole_minibatches=wanted.whole_minibatches)
-    if kept is not None:
-        profile = fitting(kept, KEPT, graph, sizes)
+    if profile_given is not None:
+        profile = fitting(profile_given, _OF_DECISION, graph, sizes)
     else:
         profile = profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
         profile = profile if slices == 1 else with_exchanges(profile, cluster.levels[0], slices)

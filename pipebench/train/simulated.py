@@ -14,10 +14,10 @@ from pipebench.train.request import plan_request
 from pipebench.train.result import COMPLETED, RunResult
 
 
-def simulate_epoch(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
-    """Simulate one epoch, with fill and drain, and total it; `watch` predicts peak memory."""
+def simulate_epoch(job: Job, forecast: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
+    """Simulate one epoch, with fill and drain, and total it; `forecast` predicts peak memory."""
     setup = job.setup
-    meter = Meter(setup.pipeline, *(watch.listeners if watch else ()))
+    meter = Meter(setup.pipeline, *(forecast.listeners if forecast else ()))
     per_epoch = setup.sampler.minibatches_per_epoch
     totals = simulate_segment(setup, per_epoch, meter)
     result = RunResult(
@@ -28,7 +28,7 @@ def simulate_epoch(job: Job, watch: MemoryForecast | None = None) -> tuple[RunRe
         stages=tuple(row | shares for row, shares in zip(describe_stages(job), shares(job, totals), strict=True)),
         notes=recipe_notes(job) | epoch_notes(job, totals, per_epoch),
     )
-    return watch.with_peaks(result) if watch else result, meter.timeline()
+    return forecast.with_peaks(result) if forecast else result, meter.timeline()
 
 
 def shares(job: Job, totals: SegmentTotals) -> list[dict[str, float]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, Receiver
-from pipebench.distributed.ends import Message, ReceivingEnd, SendingEnd
+from pipebench.distributed.ends import Received, ReceivingEnd, SendingEnd
 from pipebench.distributed.launch_join import HostSlot
 from pipebench.distributed.sockets import open_sockets, opened_since
 from pipebench.distributed.world import join
@@ -105,7 +105,7 @@ def _measure(
     activations: ReceivingEnd, block: ReceivingEnd | None, activations_s: list[float], blocks_s: list[float]
 ) -> None:
     """Note what activations take that set out while a block is on its way; all of them where there is none."""
-    blocks = list[Message]()
+    blocks = list[Received]()
 
     def take() -> None:
         if block is not None:

@@ -25,7 +25,7 @@ from pipebench.profile.model import Profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.schedule.modes import Mode
 from pipebench.schedule.syncs import OPTIMIZER
-from pipebench.show.plan_answer import Answer, bottleneck_of
+from pipebench.show.plan_answer import PlanFindings, bottleneck_of
 from pipebench.train.profile_cache import to_plan
 from pipebench.train.request import plan_request
 from pipebench.zoo.registry import Dataset
@@ -150,7 +150,7 @@ class Study:
         cause = ""
         if row.shape == "one-stage":
             alone = Comparison(found, (), found, {}, {}, 0)
-            cause = bottleneck_of(Answer("", request, row, alone, says_samples=True), found).cause
+            cause = bottleneck_of(PlanFindings("", request, row, alone, says_samples=True), found).cause
         size, own = request.minibatch_size, recipe.parallelism.row
         return Found(
             planner.name, size / found.minibatch_s, sum(found.num_bytes.values()) / size, found.memory_bytes, cause,

@@ -54,7 +54,7 @@ def fresh(each: Asked) -> KeptResult:
         raise KeyboardInterrupt
     for _, made in collection.trained():
         return made
-    raise RuntimeError(f"{' '.join(each.words)}: {next(iter(collection.answers.values())).problem}")
+    raise RuntimeError(f"{' '.join(each.words)}: {next(iter(collection.by_recipe.values())).problem}")
 
 
 def difference(before: RunResult, now: RunResult) -> str:

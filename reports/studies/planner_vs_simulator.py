@@ -116,15 +116,15 @@ class _Instant(Network):
         return super().send(Connection(connection.kind, connection.ends, level, ()), 0, now_s, label)
 
 
-def steady_s(course: PlannedWorkload, count: int, network: type[Network]) -> float:
+def steady_s(workload: PlannedWorkload, count: int, network: type[Network]) -> float:
     """Return the seconds per minibatch after `count` of them."""
-    size, ends = course.sampler.size(0), []
+    size, ends = workload.sampler.size(0), []
     for number in (count, 2 * count):
         simulation = Simulation(
-            course.pipeline,
-            programs(course.pipeline, number),
-            course.costs,
-            network(course.cluster, course.devices),
+            workload.pipeline,
+            programs(workload.pipeline, number),
+            workload.costs,
+            network(workload.cluster, workload.devices),
             lambda _: size,
         )
         for _ in simulation:
@@ -180,9 +180,9 @@ def _cause(planner: Planner, plan: PlanEstimate) -> str:
         return ""
     if excess < 0:
         return "charged"
-    course, count = planner.workload(plan)
+    workload, count = planner.workload(plan)
     for name, network in (("rings", _RingsApart), ("queues", _PortsApart), ("way", _Instant)):
-        if steady_s(course, count, network) / plan.bottleneck_s - 1 < excess / 2:
+        if steady_s(workload, count, network) / plan.bottleneck_s - 1 < excess / 2:
             return name
     return "rounds"
 

@@ -21,7 +21,7 @@ from omegaconf import MISSING
 from pipebench.cli.main import cli
 from pipebench.cluster import Cluster, Level
 from pipebench.hooks import EXTENSIONS, hooks, with_section
-from pipebench.metrics import METRICS, STAGE_METRICS, Metric, Shown
+from pipebench.metrics import METRICS, STAGE_METRICS, Metric, Use
 from pipebench.recipe.cluster_files import KEYS, LEVEL_KEYS, LEVELS
 from pipebench.recipe.leaves import recipe_with
 from pipebench.recipe.ranges import CHOICES, RANGES
@@ -211,7 +211,7 @@ def metrics_page() -> Iterator[str]:
 
 
 def _metrics_table(rows: Iterable[Metric]) -> str:
-    shown = {Shown.SPREAD: "spread", Shown.MEDIAN: "median", Shown.PREDICTED: "predicted", Shown.CLOCKED: "wall"}
+    shown = {Use.SPREAD: "spread", Use.MEDIAN: "median", Use.PREDICTED: "predicted", Use.CLOCKED: "wall"}
     return table(
         ("metric", "unit", "better", "which runs", "what it is", "also logged"),
         (

@@ -168,11 +168,11 @@ def largest_clusters() -> list[tuple[str, float]]:
         pipeline = Pipeline(replicas, chain(len(replicas)), "1f1b", False, 2)
         sizes: Crossing = {(e.source, e.target): {1: 100_000} for e in pipeline.edges}
         cluster = Cluster("large", "unit", None, (Level("server", 8, 1e10, 1e-5), Level("cluster", 512, 1.25e9, 5e-5)))
-        course = PlannedWorkload(
+        workload = PlannedWorkload(
             pipeline, Costs(stages, sizes, sizes), cluster, tuple(range(4096)), Sampler(10**9, 1, 0)
         )
         started = time.perf_counter()
-        simulate_segment(course, 100 * pipeline.period)
+        simulate_segment(workload, 100 * pipeline.period)
         found.append((format_plan(replicas), time.perf_counter() - started))
     return found
 

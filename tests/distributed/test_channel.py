@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipebench.distributed import channel as channel_module
 from pipebench.distributed.channel import AHEAD, ChannelLink, ChannelSender, Receiver
 from pipebench.distributed.launch_join import PeerLostError
-from pipebench.distributed.message import HEADER_BYTES, form_of, read_header
+from pipebench.distributed.message import HEADER_BYTES, layout_key_of, read_header
 from tests.patience import PATIENCE_S
 
 
@@ -333,7 +333,7 @@ def test_tensors_come_in_while_the_gpu_computes(wire: Wire, monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "stream", gpu.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu.current)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: gpu.used_on.append(stream))
-    layout = form_of({4: (torch.zeros(3), torch.zeros(2, 2))})[0].layout()
+    layout = layout_key_of({4: (torch.zeros(3), torch.zeros(2, 2))})[0].layout()
     monkeypatch.setattr(channel_module, "dist", gpu)
     received = Receiver(link, 0)._directly(layout)
     assert [tuple(tensor.shape) for tensor in received] == [(3,), (2, 2)]

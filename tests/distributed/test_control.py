@@ -81,7 +81,7 @@ def _watch(control: Control, clock: list[float], num_looks: int, before: Callabl
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(control._closed, "wait", wait)
-        control._watch()
+        control._watchdog()
 
 
 @pytest.fixture

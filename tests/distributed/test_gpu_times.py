@@ -16,7 +16,7 @@ import torch
 from pipebench.distributed import channel, collectives, reducer, shard_exchange, transport
 from pipebench.distributed import engine as distributed
 from pipebench.distributed.engine import DistributedEngine
-from pipebench.distributed.instruction_times import _READ_EVERY, DeviceWatch, Moment, Pace
+from pipebench.distributed.instruction_times import _READ_EVERY, DeviceTimer, Moment, Pace
 from pipebench.engine.worker import Worker
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
@@ -307,14 +307,14 @@ def test_other_sums(columns: dict[str, Any]) -> None:
 def test_events_are_read_and_used_again_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts run two passes ahead of their GPUs, and few events wait to be read."""
     monkeypatch.setattr(distributed, "Pace", lambda device: Pace(torch.device("cuda")))
-    most, marks, marked = [0], [0], DeviceWatch.mark
+    most, marks, marked = [0], [0], DeviceTimer.mark
 
-    def counted(watch: DeviceWatch, *, keep: bool = False) -> Moment:
-        most[0] = max(most[0], len(watch._waiting))
+    def counted(timer: DeviceTimer, *, keep: bool = False) -> Moment:
+        most[0] = max(most[0], len(timer._waiting))
         marks[0] += 1
-        return marked(watch, keep=keep)
+        return marked(timer, keep=keep)
 
-    monkeypatch.setattr(DeviceWatch, "mark", counted)
+    monkeypatch.setattr(DeviceTimer, "mark", counted)
     before = Event.timing
     done = run(Case("mlp", (4,), (1, 1), {"depth": 4}), 60, message_s=7.0, launch_s=1e-4)
     check(done, 1e-3)

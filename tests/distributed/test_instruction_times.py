@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipebench.distributed.instruction_times import _READ_EVERY, DeviceWatch, HostWatch
+from pipebench.distributed.instruction_times import _READ_EVERY, DeviceTimer, HostTimer
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from pipebench.simulate.simulation import TimelineEvent
@@ -51,37 +51,37 @@ def work() -> None:
 
 def test_a_gpu_s_work_is_timed_by_its_own_events_and_reported_later(gpu: Gpu) -> None:
     found: list[TimelineEvent] = []
-    watch = DeviceWatch(3, lambda: 7.0, found.append)
+    timer = DeviceTimer(3, lambda: 7.0, found.append)
     instructions = [Instruction(Op.FORWARD, 0, unit) for unit in range(3)]
     for instruction in instructions:
-        watch.timed(instruction, work)
+        timer.timed(instruction, work)
     assert found == []
-    watch.sync_clock()
+    timer.sync_clock()
     assert gpu.synchronised == 1
     assert found == [TimelineEvent(7 + 2 * i, 9 + 2 * i, 3, each) for i, each in enumerate(instructions)]
 
 
 def test_many_are_reported_on_the_way(gpu: Gpu) -> None:
     found: list[TimelineEvent] = []
-    watch = DeviceWatch(0, lambda: 0.0, found.append)
+    timer = DeviceTimer(0, lambda: 0.0, found.append)
     for unit in range(_READ_EVERY):
-        watch.timed(Instruction(Op.FORWARD, 0, unit), work)
+        timer.timed(Instruction(Op.FORWARD, 0, unit), work)
     assert _READ_EVERY // 2 < len(found) < _READ_EVERY
-    watch.sync_clock()
+    timer.sync_clock()
     assert [event.instruction.number for event in found] == list(range(_READ_EVERY))
 
 
 def test_the_host_s_clock() -> None:
     times: Any = iter([1.0, 4.0])
     found: list[TimelineEvent] = []
-    HostWatch(1, lambda: next(times), found.append).timed(Instruction(Op.UPDATE, 0, 0), lambda: None)
+    HostTimer(1, lambda: next(times), found.append).timed(Instruction(Op.UPDATE, 0, 0), lambda: None)
     assert found == [TimelineEvent(1.0, 4.0, 1, Instruction(Op.UPDATE, 0, 0))]
 
 
 def test_short_work_keeps_its_time_hours_after_the_last_drain(gpu: Gpu) -> None:
     """0.1.0: both ends were compared with the drain, and float32 knows 30 us after 10 minutes no more."""
     found: list[TimelineEvent] = []
-    watch = DeviceWatch(0, lambda: 5.0, found.append)
+    timer = DeviceTimer(0, lambda: 5.0, found.append)
 
     def wait() -> None:
         gpu.end_s += 10_000
@@ -90,9 +90,9 @@ def test_short_work_keeps_its_time_hours_after_the_last_drain(gpu: Gpu) -> None:
         gpu.end_s += 20e-6
 
     for unit in range(3):
-        watch.timed(Instruction(Op.RECEIVE_ACTIVATION, 0, unit), wait)
-        watch.timed(Instruction(Op.FORWARD, 0, unit), short)
-    watch.sync_clock()
+        timer.timed(Instruction(Op.RECEIVE_ACTIVATION, 0, unit), wait)
+        timer.timed(Instruction(Op.FORWARD, 0, unit), short)
+    timer.sync_clock()
     seconds = [event.end_s - event.start_s for event in found]
     assert seconds[1::2] == pytest.approx([20e-6] * 3, rel=1e-3)
     assert found[-1].end_s == pytest.approx(30_005, rel=1e-6)

@@ -4,16 +4,16 @@ import threading
 
 import pytest
 
-from pipebench.distributed.launch_pipes import ready_heard, ready_told
+from pipebench.distributed.launch_pipes import announcing_ready, ready_listener
 from tests.patience import PATIENCE_S
 
 
 def test_workers_wait_for_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     is_ready = threading.Event()
-    with ready_told(is_ready.wait) as passed:
+    with announcing_ready(is_ready.wait) as passed:
         ((name, descriptor),) = passed.items()
         monkeypatch.setenv(name, str(descriptor))
-        waits = [ready_heard(), ready_heard()]
+        waits = [ready_listener(), ready_listener()]
         assert [wait(0.0) for wait in waits if wait] == [False, False]
         is_ready.set()
         assert [wait(PATIENCE_S) for wait in waits if wait] == [True, True]
@@ -22,4 +22,4 @@ def test_workers_wait_for_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_launcher_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIPEBENCH_RECORDER", raising=False)
-    assert ready_heard() is None
+    assert ready_listener() is None

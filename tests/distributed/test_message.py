@@ -14,7 +14,7 @@ from pipebench.distributed.message import (
     Header,
     MessageLayout,
     aligned,
-    form_of,
+    layout_key_of,
     read_header,
     write_header,
 )
@@ -27,8 +27,8 @@ DTYPES = [
 
 def through_bytes(values: Any) -> Any:
     """Take values through a buffer and their layout through its words, as a message does."""
-    form, tensors = form_of(values)
-    layout = form.layout()
+    key, tensors = layout_key_of(values)
+    layout = key.layout()
     buffer = torch.full((layout.num_bytes,), 0xAB, dtype=torch.uint8)
     for place, tensor in zip(layout.views(buffer.numpy()), tensors, strict=True):
         place.copy_(tensor.detach())
@@ -78,15 +78,15 @@ def test_plain_values_keep_their_type(value: Any) -> None:
 
 def test_types_and_devices_arrive_and_the_senders_gpu_is_the_receivers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.current_device", lambda: 2)
-    form, _ = form_of((torch.bfloat16, torch.device("cpu"), torch.device("cuda", 5)))
-    arrived = MessageLayout.from_text(form.layout().to_text()).values([])
+    key, _ = layout_key_of((torch.bfloat16, torch.device("cpu"), torch.device("cuda", 5)))
+    arrived = MessageLayout.from_text(key.layout().to_text()).values([])
     assert arrived == (torch.bfloat16, torch.device("cpu"), torch.device("cuda", 2))
 
 
 @pytest.mark.parametrize("value", [slice(1, 2), object()], ids=["slice", "object"])
 def test_other_values_are_refused_by_name(value: Any) -> None:
     with pytest.raises(TypeError, match=f"a {type(value).__name__} crosses from stage to stage"):
-        form_of((torch.zeros(1), value))
+        layout_key_of((torch.zeros(1), value))
 
 
 leaves = st.one_of(
@@ -116,8 +116,8 @@ trees = st.recursive(
 @given(trees)
 def test_any_tree_comes_back(values: Any) -> None:
     assert same(through_bytes(values), values)
-    form, tensors = form_of(values)
-    layout = form.layout()
+    key, tensors = layout_key_of(values)
+    layout = key.layout()
     assert layout.payload_bytes == sum(tensor.nbytes for tensor in tensors)
     ends = [leaf.offset + leaf.num_bytes for leaf in layout.tensors]
     starts = [leaf.offset for leaf in layout.tensors]
@@ -128,7 +128,7 @@ def test_any_tree_comes_back(values: Any) -> None:
 
 def test_a_layout_in_words_is_read_by_python_alone() -> None:
     """Both ends may be different processes of different hosts: the words hold no addresses and no pickle."""
-    text = form_of((torch.zeros(2, 3).requires_grad_(), None))[0].layout().to_text()
+    text = layout_key_of((torch.zeros(2, 3).requires_grad_(), None))[0].layout().to_text()
     assert b"float32" in text
     assert b"[2, 3]" in text
     assert text.decode().isprintable()

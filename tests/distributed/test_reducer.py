@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipebench.distributed import reducer as reducer_module
-from pipebench.distributed.instruction_times import HostWatch
+from pipebench.distributed.instruction_times import HostTimer
 from pipebench.distributed.reducer import Reducer
 from pipebench.engine.replica import Replica, UnitInput
 from pipebench.model.graph import trace
@@ -57,7 +57,7 @@ def gradients(seed: int = 0) -> list[torch.Tensor]:
 def make(like: list[torch.Tensor] | None = None, buckets: list[list[int]] = BUCKETS) -> Reducer:
     clock = itertools.count()
     return Reducer(
-        buckets, like or parameters(), None, host_copy=False, watch=HostWatch(0, lambda: float(next(clock)), print)
+        buckets, like or parameters(), None, host_copy=False, timer=HostTimer(0, lambda: float(next(clock)), print)
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipebench.distributed import shard_exchange
-from pipebench.distributed.instruction_times import HostWatch
+from pipebench.distributed.instruction_times import HostTimer
 from pipebench.distributed.shard_exchange import Exchange, ShardReducer, WeightGather
 from pipebench.engine.shards import Sharding, divided
 from pipebench.engine.weights import Weights
@@ -60,9 +60,9 @@ def sharding(replicas: int, own: int, *, keeps_all: bool = True) -> Sharding:
     )
 
 
-def watch() -> HostWatch:
+def timer() -> HostTimer:
     clock = itertools.count()
-    return HostWatch(0, lambda: float(next(clock)), print)
+    return HostTimer(0, lambda: float(next(clock)), print)
 
 
 def reducer_of(monkeypatch: pytest.MonkeyPatch, replicas: int, own: int) -> tuple[ShardReducer, Wire]:
@@ -70,7 +70,7 @@ def reducer_of(monkeypatch: pytest.MonkeyPatch, replicas: int, own: int) -> tupl
     monkeypatch.setattr(shard_exchange, "dist", wire)
     exchange = Exchange(None, range(replicas), own, native=False, host_copy=False)
     like = [torch.zeros(shape) for shape in SHAPES]
-    return ShardReducer(sharding(replicas, own), like, exchange, watch()), wire
+    return ShardReducer(sharding(replicas, own), like, exchange, timer()), wire
 
 
 @pytest.mark.parametrize(("replicas", "own"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
@@ -125,7 +125,7 @@ def test_large_weights_arrive_where_they_are_used(monkeypatch: pytest.MonkeyPatc
     for bucket in sharding(2, 1).buckets:
         _, messages = exchange.messages(bucket, before)
         theirs += [torch.cat([piece.of(before[piece.place]).reshape(-1) for piece in each]) for each in messages]
-    gather = WeightGather(weights, exchange, watch())
+    gather = WeightGather(weights, exchange, timer())
     weights.allocate()
     gather.start()
     gather.wait()

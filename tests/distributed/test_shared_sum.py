@@ -9,24 +9,24 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from pipebench.distributed.instruction_times import HostWatch
+from pipebench.distributed.instruction_times import HostTimer
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.pipes import PipePair
 from pipebench.distributed.reducer import Reducer, shared_bytes
-from pipebench.distributed.shared_sum import SharedSum, Sharing, room_bytes
+from pipebench.distributed.shared_sum import SharedFile, SharedSum, room_bytes
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's memfd_create")
 
 
-def replicas(count: int, num_bytes: int, limit_s: float = PATIENCE_S) -> list[Sharing]:
+def replicas(count: int, num_bytes: int, limit_s: float = PATIENCE_S) -> list[SharedFile]:
     """Return replicas that share files, a line between any two of them."""
     lines: list[dict[int, PipePair]] = [{} for _ in range(count)]
     for a, b in itertools.combinations(range(count), 2):
         there, back = os.pipe(), os.pipe()
         lines[a][b] = PipePair(os.getpid(), back[0], there[1], limit_s)
         lines[b][a] = PipePair(os.getpid(), there[0], back[1], limit_s)
-    found = [Sharing(position, own, num_bytes) for position, own in enumerate(lines)]
+    found = [SharedFile(position, own, num_bytes) for position, own in enumerate(lines)]
     for each in found:
         each.files = {position: line.open(found[position].file) for position, line in each.lines.items()}
     return found
@@ -162,7 +162,7 @@ def test_a_reducer_sums_what_only_one_replica_has() -> None:
 
     def work(replica: int) -> None:
         reducer = Reducer(
-            buckets, like, None, host_copy=False, watch=HostWatch(0, lambda: 0.0, print), sharing=shares[replica]
+            buckets, like, None, host_copy=False, timer=HostTimer(0, lambda: 0.0, print), shared=shares[replica]
         )
         reducer.connect()
         for _ in range(3):

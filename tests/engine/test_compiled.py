@@ -75,7 +75,7 @@ def trained(model: nn.Module, *, compiled: bool, **columns: Any) -> VirtualEngin
         it = event.instruction
         if it.op is Op.FORWARD and not engine.meter.evaluating:
             replica = engine.workers[event.worker].replicas[it.stage]
-            assert replica._in_flight[it.number].kept_bytes == saved_bytes(replica, it.number)
+            assert replica._in_flight[it.number].saved_bytes == saved_bytes(replica, it.number)
             compared.append(it)
 
     engine = make_engine(make_setup(model, **columns, compiled=compiled), look)

@@ -416,7 +416,7 @@ def test_a_model_is_the_same_in_every_process_whatever_it_draws_from() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_the_line_of_the_user_s_own_code_is_named_and_ours_is_not() -> None:
-    from pipebench.recipe.users_code import as_users, told
+    from pipebench.recipe.users_code import as_users, message_of
     from tests.support import raise_as_ours
 
     def caught(function: Callable[[], Any]) -> BaseException:
@@ -428,7 +428,7 @@ def test_the_line_of_the_user_s_own_code_is_named_and_ours_is_not() -> None:
 
     theirs = caught(lambda: torch.ones(2) @ torch.ones(3))
     assert isinstance(as_users(theirs), UserCodeError)
-    assert "test_own_code.py:" in told(theirs)
+    assert "test_own_code.py:" in message_of(theirs)
     assert as_users(caught(lambda: raise_as_ours(ValueError("ours")))) is None
     assert as_users(caught(lambda: raise_as_ours(KeyboardInterrupt()))) is None
     assert as_users(UserCodeError("told already")) is None

@@ -41,7 +41,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     run_one = collect.run_one
 
-    def noting(asked: Asked, *others: object) -> collect.Answer:
+    def noting(asked: Asked, *others: object) -> collect.RecipeOutcome:
         names.append(f"{asked.row} {asked.run} {asked.column}")
         return run_one(asked, *others)  # type: ignore[arg-type]
 
@@ -92,7 +92,7 @@ def test_runs_that_are_the_same_recipe_are_one(make: Make, write: Write, ran: li
 def test_an_interrupted_report_goes_on(make: Make, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     noting = collect.run_one
 
-    def interrupted(*given: object) -> collect.Answer:
+    def interrupted(*given: object) -> collect.RecipeOutcome:
         if len(ran) == 2:
             raise KeyboardInterrupt
         return noting(*given)  # type: ignore[arg-type]

@@ -270,7 +270,7 @@ def test_no_message_is_later_for_any_copy_and_no_copy_idles(seed: int) -> None:
 # Long segments, and what is told of them.
 
 
-def course_of(plan: tuple[list[int], list[int]], swaps: tuple[int, ...], swapped: int, **columns: Any) -> Any:
+def workload_of(plan: tuple[list[int], list[int]], swaps: tuple[int, ...], swapped: int, **columns: Any) -> Any:
     setup = make_setup(Mlp(), plan, dataset=Blobs(num_train=40 * 12 + 3, num_eval=4), **columns)
     level = Level("server", setup.pipeline.num_workers, 400.0, 1e-3)
     stages = tuple(
@@ -296,26 +296,26 @@ def course_of(plan: tuple[list[int], list[int]], swaps: tuple[int, ...], swapped
     ids=str,
 )
 def test_extrapolation_is_exact_beside_copies(plan: Any, columns: dict[str, Any], swapped: int) -> None:
-    course = course_of(plan, (0, 1), swapped, **columns)
-    count = course.sampler.minibatches_per_epoch
-    meters = [Meter(course.pipeline), Meter(course.pipeline)]
-    whole, short = simulate_all(course, count, meters[0]), simulate_segment(course, count, meters[1])
+    workload = workload_of(plan, (0, 1), swapped, **columns)
+    count = workload.sampler.minibatches_per_epoch
+    meters = [Meter(workload.pipeline), Meter(workload.pipeline)]
+    whole, short = simulate_all(workload, count, meters[0]), simulate_segment(workload, count, meters[1])
     spans = [len(meter.timeline().spans) for meter in meters]
     assert spans[1] < 0.7 * spans[0], "nothing was extrapolated, so this would test nothing"
     assert short.end_s == pytest.approx(whole.end_s, rel=1e-9)
     for name in ("busy_s", "stall_s", "swap_stall_s"):
         assert getattr(short, name) == pytest.approx(getattr(whole, name), rel=1e-6, abs=1e-6)
     assert short.num_bytes == whole.num_bytes
-    units = count * course.pipeline.microbatches
+    units = count * workload.pipeline.microbatches
     assert whole.num_bytes["swap-out", "pcie"] == whole.num_bytes["swap-in", "pcie"] == 2 * units * swapped
     assert meters[0].swap_stall_s == pytest.approx(whole.swap_stall_s)
     assert swapped == 300 or whole.swap_stall_s > 0
 
 
 def test_what_becomes_of_the_workers_time_adds_up() -> None:
-    course = course_of(([2, 4, 6], [1] * 4), (0, 1), 3000, weights="stash", recompute=[4, 5])
-    meter = Meter(course.pipeline)
-    totals = simulate_all(course, 24, meter)
+    workload = workload_of(([2, 4, 6], [1] * 4), (0, 1), 3000, weights="stash", recompute=[4, 5])
+    meter = Meter(workload.pipeline)
+    totals = simulate_all(workload, 24, meter)
     # Stage 2's two forwards of 1 s each, again for every minibatch.
     assert totals.again_s == meter.again_s == pytest.approx(2.0 * 24)
     shares = fractions(

@@ -58,8 +58,8 @@ def test_values_and_gradients_cross_every_cut_on_their_way(plan: Any, columns: d
     }
     assert all(target == source + 1 for source, target in setup.plan.crossings)
     sent, before = Counter[str](), Counter[str]()
-    for found, course in ((sent, setup), (before, direct)):
-        for (kind, _), num_bytes in simulate_all(course, 12).num_bytes.items():
+    for found, workload in ((sent, setup), (before, direct)):
+        for (kind, _), num_bytes in simulate_all(workload, 12).num_bytes.items():
             found[kind] += num_bytes
     assert {kind: sent[kind] for kind in expected} == expected
     assert sent["activation"] >= before["activation"]

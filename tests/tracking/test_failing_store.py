@@ -17,7 +17,7 @@ from pipebench.errors import UserError
 from pipebench.tracking import Tracking, default_uri, read_record, require_writable
 from pipebench.tracking.record import RecordFolder, Start
 from pipebench.tracking.sender import Sender
-from pipebench.tracking.store import Row, Store
+from pipebench.tracking.store import MetricRow, Store
 from pipebench.train.result import RunResult
 from pipebench.typed_json import read
 from tests.patience import PATIENCE_S
@@ -62,7 +62,9 @@ def test_a_store_that_recovers_has_everything(
     failed = iter([True])
     log = Store.log
 
-    def fail_once(store: Store, run_id: str, rows: list[Row], params: dict[str, str], tags: dict[str, str]) -> None:
+    def fail_once(
+        store: Store, run_id: str, rows: list[MetricRow], params: dict[str, str], tags: dict[str, str]
+    ) -> None:
         if next(failed, False):
             raise sqlite3.OperationalError("database is locked")
         log(store, run_id, rows, params, tags)

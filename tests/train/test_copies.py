@@ -63,11 +63,11 @@ def test_a_run_tells_what_its_copies_come_to(tmp_path: Path) -> None:
 
 def test_a_host_without_room_for_what_its_workers_swap_is_told(tmp_path: Path) -> None:
     pcie = "pcie: {value: 1 GB/s, assumed: a test}"
-    watch = MemoryForecast.over(job_of(tmp_path, pcie))
-    peaks = watch.memory.host_peaks
+    forecast = MemoryForecast.over(job_of(tmp_path, pcie))
+    peaks = forecast.memory.host_peaks
     most = max(sum(peaks[:2]), sum(peaks[2:]))
     assert min(peaks) > 0
-    assert not watch.out_of_memory
+    assert not forecast.out_of_memory
     for room, says in ((most, False), (most - 1, True)):
         found = MemoryForecast.over(
             job_of(tmp_path, pcie, f"host_memory: {{value: {room} B, assumed: a test}}")

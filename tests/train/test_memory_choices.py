@@ -74,7 +74,7 @@ def test_a_chosen_shard_is_trained_told_and_resumed(tmp_path: Path) -> None:
             assert torch.equal(found[name], value)
     decision = decision_of(job)
     assert parse_plan_file(decision.plan.text(), "plan.json") == decision.plan
-    again = job_of(tmp_path, BOUND, kept=decision)
+    again = job_of(tmp_path, BOUND, decision=decision)
     assert (again.setup.pipeline, again.setup.plan, again.chosen) == (job.setup.pipeline, job.setup.plan, job.chosen)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pipebench.engine.setup import Setup
 from pipebench.extensions.moves.recipe import FILE_NAME, to_text
-from pipebench.extensions.moves.simulated import simulate_moving, watch_of
+from pipebench.extensions.moves.simulated import forecast_of, simulate_moving
 from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.simulate.meter import MEMORY
 from pipebench.simulate.steady import simulate_segment
@@ -78,14 +78,15 @@ def test_a_long_run_ends_as_fast_as_the_last_cuts_are() -> None:
 def test_what_there_is_to_see_of_a_run_that_trained_is_that_of_the_same_run_simulated(asked: Any) -> None:
     """Whoever has decided on its moves; a run whose layers stay has one part."""
     given = job(**asked)
-    watch, seen = MemoryForecast(given, given.setup.sampler.minibatches_per_epoch), watch_of(given, run(given)[0].moves)
-    simulate_moving(given, watch)
+    forecast = MemoryForecast(given, given.setup.sampler.minibatches_per_epoch)
+    seen = forecast_of(given, run(given)[0].moves)
+    simulate_moving(given, forecast)
     assert seen.moved is not None
-    assert watch.moved is not None
-    assert seen.memory.peaks == watch.memory.peaks
-    assert seen.moved.between == watch.moved.between
-    assert seen.moved.last.peaks == watch.moved.last.peaks
-    assert watch_of(given, ()).moved is None
+    assert forecast.moved is not None
+    assert seen.memory.peaks == forecast.memory.peaks
+    assert seen.moved.between == forecast.moved.between
+    assert seen.moved.last.peaks == forecast.moved.last.peaks
+    assert forecast_of(given, ()).moved is None
 
 
 @pytest.mark.parametrize("asked", ASKED)
@@ -124,10 +125,10 @@ def test_where_nothing_moves_it_is_an_epoch_as_ever() -> None:
 
 def test_peaks_are_those_of_all_cuts_and_of_what_is_between_them() -> None:
     given = job(LIVE, every=60, epochs=5, live=True)
-    watch = MemoryForecast(given, 12)
-    result, _ = simulate_moving(given, watch)
-    assert watch.moved is not None
-    parts = [watch.memory.peaks, watch.moved.between, watch.moved.last.peaks]
+    forecast = MemoryForecast(given, 12)
+    result, _ = simulate_moving(given, forecast)
+    assert forecast.moved is not None
+    parts = [forecast.memory.peaks, forecast.moved.between, forecast.moved.last.peaks]
     assert [max(of_stage) for of_stage in zip(*([peak.num_bytes for peak in part] for part in parts), strict=True)] == [
         row["peak_memory_bytes"] for row in result.stages
     ]

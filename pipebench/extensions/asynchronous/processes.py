@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from pipebench.distributed.collectives import Course, ProcessCollectives
+from pipebench.distributed.collectives import ProcessCollectives, TimeSpan
 from pipebench.distributed.instruction_times import Moment
 from pipebench.distributed.launch_join import peers
 from pipebench.engine.protocols import Sent
@@ -43,7 +43,7 @@ class ProcessServer(Server):
         if self._serving is not None:
             self._serving.push(minibatch, version, gradients)
             return
-        start = self._collectives.watch.mark()
+        start = self._collectives.timer.mark()
         self._link.push(minibatch, version, gradients)
         self._count(self._kind, f"push {minibatch}", start, to_server=True)
 
@@ -51,7 +51,7 @@ class ProcessServer(Server):
         """Return the weights after the replica's last push or, if `at_least` is given, after so many pushes."""
         if self._serving is not None:
             return self._serving.pull(at_least)
-        start = self._collectives.watch.mark()
+        start = self._collectives.timer.mark()
         pulled = self._link.pull(at_least)
         self._count(self._kind, "pull", start, to_server=False)
         self._collectives.waited(start)
@@ -75,7 +75,7 @@ class ProcessServer(Server):
         device = self._collectives.setup.device if self._collectives.world.direct else torch.device("cpu")
         there = torch.tensor([own is not None], device=device)
         travels = [average.detach().to(device, copy=True) for average in own or self._weights.newest.parameters]
-        start = self._collectives.watch.mark()
+        start = self._collectives.timer.mark()
         with peers():
             dist.broadcast(there, self._host, group=group)
             for average in travels if there else ():
@@ -98,5 +98,5 @@ class ProcessServer(Server):
         level = collectives.setup.level_between(self._own, 0).name
         collectives.num_bytes[kind, level] += num_bytes
         ends = ((self._own,), (0,)) if to_server else ((0,), (self._own,))
-        course = Course(start, collectives.watch.mark())
-        collectives.record(Transfer(kind, label, *ends, level, num_bytes, 0.0, 0.0), course)
+        span = TimeSpan(start, collectives.timer.mark())
+        collectives.record(Transfer(kind, label, *ends, level, num_bytes, 0.0, 0.0), span)

@@ -25,7 +25,7 @@ from pipebench.schedule.operations import Op
 from pipebench.simulate.timeline import CONTROL
 
 EVERY = 4  # units
-_UNITS_KEPT = 64  # more than units in flight with a decision
+_UNITS_REMEMBERED = 64  # more than units in flight with a decision
 
 Decide = Callable[[int, Sequence[StageReport]], Repartition | None]
 
@@ -128,7 +128,7 @@ class StageMonitor:
             self._peak_bytes = 0
             self._on_move(move)
         self._heard[unit] = move or self._heard.get(unit)
-        while len(self._heard) > _UNITS_KEPT:
+        while len(self._heard) > _UNITS_REMEMBERED:
             del self._heard[next(iter(self._heard))]
 
 

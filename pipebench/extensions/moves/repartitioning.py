@@ -113,7 +113,7 @@ class Repartitioning(LoopExtension):
                 self._replan(done, move.plan, BEFOREHAND)
 
     def restore(self, saved: SavedProgress) -> None:
-        """Go on after the moves of a checkpoint."""
+        """Resume after a checkpoint's moves."""
         self.made = [*saved.moves]
 
     def restored_plan(self, saved: SavedProgress) -> Plan | None:

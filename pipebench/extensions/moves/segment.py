@@ -121,7 +121,7 @@ class MovingSegment(RepartitionPlan, SegmentExtension):
 
 
 N = TypeVar("N", int, float)
-_SIZES_KEPT = 1024  # more than there are units in flight
+_SIZES_CACHED = 1024  # more than there are units in flight
 
 
 class PhasedSize(NamedTuple):
@@ -157,7 +157,7 @@ class PhaseCosts:
         self._phases = phases
         self._plain_size = size_of
         self._minibatch_of = minibatch_of
-        self.size_of = lru_cache(maxsize=_SIZES_KEPT)(self._size_of)
+        self.size_of = lru_cache(maxsize=_SIZES_CACHED)(self._size_of)
 
     @cached_property
     def costs(self) -> Costs:

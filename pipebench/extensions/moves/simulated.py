@@ -34,10 +34,10 @@ from pipebench.train.simulated import epoch_notes, planned_metrics, shares, tota
 _MOVED = "migration_bytes_per_s"
 
 
-def simulate_moving(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
+def simulate_moving(job: Job, forecast: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
     """Simulate all epochs of a job whose layers may move; evaluations and checkpoints drain, and take no time.
 
-    `watch` records a segment under the initial cuts, and predicts peak memory.
+    `forecast` records a segment under the initial cuts, and predicts peak memory.
     """
     setup = job.setup
     engine = SimulatedEngine(setup, inputs=input_bytes(setup.graph, setup.dataset, setup.profile.by_size))
@@ -49,12 +49,12 @@ def simulate_moving(job: Job, watch: MemoryForecast | None = None) -> tuple[RunR
     last = replace(job, setup=engine.setup)
     epoch = simulate_segment(engine.setup, per_epoch)
     epochs, times = samples / setup.sampler.num_samples, len(made)
-    told = f"simulated {epochs:g} epoch{'s' * (epochs > 1)}"
+    what = f"simulated {epochs:g} epoch{'s' * (epochs > 1)}"
     moved = "layers stayed where they were" if not times else f"layers moved {times} time{'s' * (times > 1)}"
     result = RunResult(
         **describe(job),
         outcome=COMPLETED,
-        sentence=f"{told}: {moved}; nothing was trained, so there is no accuracy",
+        sentence=f"{what}: {moved}; nothing was trained, so there is no accuracy",
         metrics=totalled(setup, samples, engine.totals)
         | {"steady_throughput_samples_per_s": setup.sampler.num_samples / epoch.end_s}
         | ({} if times else planned_metrics(job))
@@ -65,7 +65,7 @@ def simulate_moving(job: Job, watch: MemoryForecast | None = None) -> tuple[RunR
         moves=made,
         notes=recipe_notes(job) | epoch_notes(last, epoch, per_epoch),
     )
-    return _with_peaks(job, watch, result, engine.peaks) if watch else result, engine.timeline()
+    return _with_peaks(job, forecast, result, engine.peaks) if forecast else result, engine.timeline()
 
 
 def _trained(periods: Periods, engine: SimulatedEngine, moves: Repartitioning) -> Iterator[Point]:
@@ -98,43 +98,43 @@ def _rates(before: Mark, mark: Mark, num_workers: int) -> dict[str, float]:
     }
 
 
-def watch_of(job: Job, moves: Sequence[RepartitionRecord]) -> MemoryForecast:
+def forecast_of(job: Job, moves: Sequence[RepartitionRecord]) -> MemoryForecast:
     """Return the memory forecast of a job that has run on any engine, with the moves it made."""
     if not moves or job.extensions.keys() - {MOVES}:  # others change more than the cuts: of the beginning only
         return MemoryForecast.over(job)
     planned = (PlannedMove(m.minibatch, s.plan) for m, s in zip(moves, _setups(job.setup, moves), strict=True))
-    watch = MemoryForecast(job, job.setup.sampler.minibatches_per_epoch)
+    forecast = MemoryForecast(job, job.setup.sampler.minibatches_per_epoch)
     extensions = {MOVES: MovesPlanned(job.recipe, tuple(planned))}
-    simulate_moving(replace(job, extensions=extensions, setup=moving(job.setup, balances=False)), watch)
-    return watch
+    simulate_moving(replace(job, extensions=extensions, setup=moving(job.setup, balances=False)), forecast)
+    return forecast
 
 
-def _with_peaks(job: Job, watch: MemoryForecast, result: RunResult, moving: Sequence[MemoryPeak]) -> RunResult:
+def _with_peaks(job: Job, forecast: MemoryForecast, result: RunResult, moving: Sequence[MemoryPeak]) -> RunResult:
     """Return a result with predicted peaks, under all cuts of a run and between them.
 
-    `watch` records a segment under the initial cuts; `moving` are workers' peaks while layers move, if any do.
+    `forecast` records a segment under the initial cuts; `moving` are workers' peaks while layers move, if any do.
     """
-    per_epoch, found = job.setup.sampler.minibatches_per_epoch, [watch]
-    simulate_segment(job.setup, per_epoch, Meter(job.setup.pipeline, *watch.listeners))
+    per_epoch, found = job.setup.sampler.minibatches_per_epoch, [forecast]
+    simulate_segment(job.setup, per_epoch, Meter(job.setup.pipeline, *forecast.listeners))
     for setup in _setups(job.setup, result.moves):
         found.append(MemoryForecast(replace(job, setup=setup), per_epoch))
         simulate_segment(setup, per_epoch, Meter(setup.pipeline, *found[-1].listeners))
     if result.moves:
         between = [*([moving] if moving else ()), *(each.memory.peaks for each in found[1:-1])]
-        watch.moved = Moved(tuple(highest(*between)), found[-1].memory)
+        forecast.moved = Moved(tuple(highest(*between)), found[-1].memory)
     peaks = [[row["peak_memory_bytes"] for row in each.with_peaks(result).stages] for each in found]
     peaks += [[peak.num_bytes for peak in moving]] if moving else []
     most = [max(of_stage) for of_stage in zip(*peaks, strict=True)]
     stages = tuple({**row, "peak_memory_bytes": peak} for row, peak in zip(result.stages, most, strict=True))
     metrics = {**result.metrics, "peak_memory_bytes_max": max(most)}
     limit, notes = job.cluster.memory_bytes, {**result.notes}
-    told = (
+    sentences = (
         f"after minibatch {move.minibatch}: {each.out_of_memory}"
         for move, each in zip(result.moves, found[1:], strict=True)
         if each.out_of_memory
     )
     fullest = max(moving, key=lambda peak: peak.num_bytes, default=None)
-    if sentence := next(told, ""):
+    if sentence := next(sentences, ""):
         notes[MEMORY] = sentence
     elif limit is not None and fullest is not None and fullest.num_bytes > limit:
         what = f"stage {fullest.worker} holds {num_bytes(fullest.num_bytes)} while layers move"

@@ -103,8 +103,8 @@ class SimulatedEngine(Engine):
             monitor.begin()
         segment = SimulatedSegment(before, phases, first, num_minibatches, self.clock_s, self._inputs)
         self._moves.begin(segment.part)
-        told, held = (self._measure, self._hold) if self._monitors else (None, None)
-        played, done, self._shown = segment.played(self._meter, told, held, self._enough()), segment.limit, True
+        event, memory = (self._measure, self._hold) if self._monitors else (None, None)
+        played, done, self._shown = segment.played(self._meter, event, memory, self._enough()), segment.limit, True
         self._end_segment()
         self._quiet += max(0, done - segment.changed_at)
         if self.setup is not before:

@@ -18,7 +18,7 @@ from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.steady import SegmentTotals
 from pipebench.simulate.timeline import Transfer
 
-_SIZES_KEPT = 1024  # more than there are units in flight
+_SIZES_CACHED = 1024  # more than there are units in flight
 
 
 class SimulatedSegment(Segment):
@@ -62,33 +62,33 @@ class SimulatedSegment(Segment):
     def played(
         self,
         meter: Meter | None = None,
-        told: Callable[[TimelineEvent, SizeOf], None] | None = None,
-        held: Callable[[TimelineEvent, int], None] | None = None,
+        on_event: Callable[[TimelineEvent, SizeOf], None] | None = None,
+        on_memory: Callable[[TimelineEvent, int], None] | None = None,
         enough: int = 0,
     ) -> SegmentTotals:
         """Simulate it; return its totals.
 
-        `meter` records every event and transfer; `told` is called with every event and the function from units to
-        sizes, `held` afterwards with the worker's peak bytes within it, without messages. Simulation may stop after
-        `enough` minibatches without a move; 0: never.
+        `meter` records every event and transfer; `on_event` is called with every event and the function from units to
+        sizes, `on_memory` afterwards with the worker's peak bytes within it, without messages. Simulation may stop
+        after `enough` minibatches without a move; 0: never.
         """
         setup, pipeline, self._enough = self._setup, self._setup.pipeline, enough
         meter = meter or Meter(pipeline)
-        size_of = lru_cache(maxsize=_SIZES_KEPT)(self._size_of)
+        size_of = lru_cache(maxsize=_SIZES_CACHED)(self._size_of)
         network = Network(setup.cluster, setup.devices, partial(self._transferred, meter), copies=setup.copies)
         simulation = self.simulation(network, size_of, self._start_s, meter)
         if self._phases is not None:
             self.memory = MigrationMemory(self._phases, self._phases.moving, size_of, self._inputs, self._start_s)
-        plain = SegmentBytes(setup, size_of, self._inputs, self._start_s) if held and not self.memory else None
+        plain = SegmentBytes(setup, size_of, self._inputs, self._start_s) if on_memory and not self.memory else None
         holds = self.memory or plain
         before = _counted(meter)
         for event in simulation:
-            if told is not None:
-                told(event, size_of)
+            if on_event is not None:
+                on_event(event, size_of)
             meter.event(event)
             held_bytes = holds.event(event) if holds is not None else 0
-            if held is not None:
-                held(event, held_bytes)
+            if on_memory is not None:
+                on_memory(event, held_bytes)
             if event.instruction.op is Op.FORWARD and event.instruction.stage == 0:
                 self._begun(pipeline.minibatch(event.instruction.number)[0], event.start_s)
         busy_s, stall_s, again_s, swap_s = (b - a for a, b in zip(before, _counted(meter), strict=True))

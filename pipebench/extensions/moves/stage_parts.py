@@ -15,7 +15,7 @@ from pipebench.extensions.moves.repartition_plan import BlockTransfer
 
 R = TypeVar("R")
 Make = Callable[[int, int, int], R]  # from layers [start, stop) and the minibatch whose policies apply
-Copy = Callable[[R, int, int, int], R]  # the same, with the state of a replica
+CopyState = Callable[[R, int, int, int], R]  # the same, with the state of a replica
 
 
 @dataclass
@@ -74,7 +74,7 @@ class StageParts(Generic[R]):
         units = (replica for unit in self._units for replica in self.ran_here(unit))
         return dict.fromkeys([*(part.replica for part in self._parts), *units])
 
-    def part(self, block: BlockTransfer, copy: Copy[R]) -> tuple[R, list[R]]:
+    def part(self, block: BlockTransfer, copy: CopyState[R]) -> tuple[R, list[R]]:
         """Cut off a block that is about to leave; return the retired replica and its successors."""
         (old,) = (part for part in self._parts if part.start <= block.start and block.stop <= part.stop)
         made = []
@@ -83,12 +83,12 @@ class StageParts(Generic[R]):
             made.append(StagePart(copy(old.replica, start, stop, block.at - 1), start, stop, leaves_to))
         return self._replaced(old, made)
 
-    def renew(self, at: int, copy: Copy[R]) -> tuple[R, list[R]]:
+    def renew(self, at: int, copy: CopyState[R]) -> tuple[R, list[R]]:
         """Cut the only part anew, for layers whose policies change with minibatch `at`; see `part`."""
         (old,) = self._parts
         return self._replaced(old, [StagePart(copy(old.replica, *old.bounds, at), *old.bounds)])
 
-    def join(self, block: BlockTransfer, copy: Copy[R]) -> tuple[R, list[R]]:
+    def join(self, block: BlockTransfer, copy: CopyState[R]) -> tuple[R, list[R]]:
         """Merge an arrived block with the adjacent part; see `part`."""
         beside = [part for part in self._parts if part.leaves_to is None]
         (old,) = (part for part in beside if block.start == part.stop or block.stop == part.start)

@@ -54,7 +54,7 @@ class MovingWorker(WorkerExtension):
             self.monitor.begin()
 
     def end(self) -> None:
-        """If layers have moved, cut the stages as they are now, for evaluations too."""
+        """If layers have moved, recut the stages, for evaluations too."""
         moves, self._moves = self._moves, False
         if moves and self._cuts.announced:
             self._worker.recut(self._cuts.last)

@@ -76,7 +76,7 @@ class Evolution(SearchStrategy):
         changed = self._mutated(parent.cells, self._draws("cells", number))
         return Individual(number, parent.number, parent.cells ^ changed, changed)
 
-    def _mutated(self, parent: frozenset[int], draws: "_Draws") -> frozenset[int]:
+    def _mutated(self, parent: frozenset[int], draws: "_RandomSequence") -> frozenset[int]:
         """Return the cells by which a child differs from its parent."""
         cells, changed = set(parent), set[int]()
         for _ in range(self._rules.mutations):
@@ -94,11 +94,11 @@ class Evolution(SearchStrategy):
         draws = self._draws(what, number)
         return [self.individuals[draws.one_of(self.population)] for _ in range(self._rules.tournament)]
 
-    def _draws(self, what: str, number: int) -> "_Draws":
-        return _Draws(self._seed, what, number)
+    def _draws(self, what: str, number: int) -> "_RandomSequence":
+        return _RandomSequence(self._seed, what, number)
 
 
-class _Draws:
+class _RandomSequence:
     """A sequence of draws for one purpose of one individual."""
 
     def __init__(self, seed: int, what: str, number: int) -> None:

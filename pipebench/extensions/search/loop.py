@@ -38,7 +38,7 @@ class SearchLoop(LoopExtension):
         self._begun = [IndividualStart(0, 0, 0.0)]  # by number of the individual
 
     def restore(self, saved: SavedProgress) -> None:
-        """Go on with the individual that follows these scores."""
+        """Continue with the individual that follows these scores."""
         for index, point in enumerate(saved.points):
             done = min((index + 1) * self._periods.evaluation, self._periods.total)
             self._add_score(point["metrics"], IndividualStart(done, point["samples"], point["clock_s"]))

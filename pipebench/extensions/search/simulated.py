@@ -47,8 +47,8 @@ class ArchitecturePeriod(NamedTuple):
     windows: Sequence[float]  # samples per second, every ten seconds; empty if layers can't move
 
 
-def simulate_search(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
-    """Simulate a recipe's trace from its first change to the run's end; `watch` predicts all architectures' memory."""
+def simulate_search(job: Job, forecast: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
+    """Simulate a recipe's trace from its first change to the run's end; `forecast` is of all architectures' memory."""
     search, sampler = search_of(job), job.setup.sampler
     finishes = Finishes(job.setup.pipeline)
     meter = Meter(job.setup.pipeline, finishes)
@@ -83,7 +83,7 @@ def simulate_search(job: Job, watch: MemoryForecast | None = None) -> tuple[RunR
         notes=recipe_notes(job),
         search=_file(search, phases, before, layers),
     )
-    return _with_peaks(job, watch, phases, layers, result) if watch else result, meter.timeline()
+    return _with_peaks(job, forecast, phases, layers, result) if forecast else result, meter.timeline()
 
 
 def _phases(
@@ -179,10 +179,10 @@ def _points(phase: ArchitecturePeriod, seen: int, rate: float, known: Mapping[st
 
 
 def _with_peaks(
-    job: Job, watch: MemoryForecast, phases: Sequence[ArchitecturePeriod], layers: Sequence[int], result: RunResult
+    job: Job, forecast: MemoryForecast, phases: Sequence[ArchitecturePeriod], layers: Sequence[int], result: RunResult
 ) -> RunResult:
     """Return a result with the predicted peaks over all architectures, and a note on the first that does not fit."""
-    simulate_segment(job.setup, phases[0].num_minibatches, Meter(job.setup.pipeline, *watch.listeners))
+    simulate_segment(job.setup, phases[0].num_minibatches, Meter(job.setup.pipeline, *forecast.listeners))
     for phase, count in zip(phases, layers, strict=True):
         begins, ends = phase.setups
         for setup in (begins, ends) if ends is not begins else (begins,):

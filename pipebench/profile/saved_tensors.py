@@ -67,13 +67,13 @@ def with_saved_bytes(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
         made = [((index, part), size) for part, size in enumerate(row.output_parts or (row.output_bytes,))]
         sizes |= made
         tensors.append(_viewed(row, read) if (rule.is_view or in_place) and read else [tensor for tensor, _ in made])
-        kept = [*(read if rule.reads else ()), *(tensors[index][:1] if rule.output and not row.is_input else ())]
+        held = [*(read if rule.reads else ()), *(tensors[index][:1] if rule.output and not row.is_input else ())]
         own = round((rule.own_in_place if in_place else rule.own) * made[0][1])
         if _plain(row.kind) == _LOSS:
             own = sum(sizes[tensor] for tensor in read)
         saved = 0 if row.is_input else own
         saved_with: Counter[int] = Counter()
-        for tensor in dict.fromkeys(kept):
+        for tensor in dict.fromkeys(held):
             if tensor in holders:
                 saved_with[holders[tensor]] += sizes[tensor]
             else:
