@@ -217,9 +217,9 @@ def _remark(world: World) -> None:
     """Print the world's remark on its connections, if any, on rank 0, and on every other host that it has joined."""
     is_other_host = world.rank > 0 and os.environ.get("LOCAL_RANK") == "0"
     joined = f"rank {world.rank} of {world.size} has joined; rank 0 prints progress and result" if is_other_host else ""
-    told = world.remark if world.rank == 0 else joined
-    if told and not _is_restart(world):
-        print(f"pipebench: {told}", file=sys.stderr, flush=True)
+    remark = world.remark if world.rank == 0 else joined
+    if remark and not _is_restart(world):
+        print(f"pipebench: {remark}", file=sys.stderr, flush=True)
 
 
 def _train(
