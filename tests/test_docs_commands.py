@@ -54,9 +54,9 @@ def faults_of(command: str) -> Iterator[str]:
         module = words[1].strip(",.")
         if module.partition(".")[0] in {"pipebench", "tests", "reports"} and importlib.util.find_spec(module) is None:
             yield f"module {module}"
-    elif (called := cli.get_command(click.Context(cli), words[0])) is None:
+    elif words[0] not in cli.list_commands(click.Context(cli)):
         yield f"command {words[0]}"
-    else:
+    elif (called := cli.get_command(click.Context(cli), words[0])) is not None:
         yield from _faults_of_words(called, words[1:])
 
 

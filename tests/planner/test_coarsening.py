@@ -21,7 +21,6 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.planner.state_graph import antichains, prefixes
 from pipebench.profile.model import LayerProfile, Profile
-from tests.modes import WHOLE
 from tests.planner.problems import MODELS, cases, chain, levels
 from tests.planner.test_artifact import graph, inception
 
@@ -195,7 +194,7 @@ def test_10_000_layers_on_two_levels_are_planned_without_crawling() -> None:
     assert found.best.plan.stages[-1].stop == 10_000
     assert found.num_states == 10_001
     assert 1.0 < found.at_most < 1.1
-    assert f"{WHOLE.index('pipedream')}/{len(WHOLE)} pipedream, hierarchical" in told
+    assert "1/2 pipedream, hierarchical" in told
     assert {*found.took_s} == {"search", "simulation", "other modes"}
 
 
