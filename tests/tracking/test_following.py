@@ -118,11 +118,12 @@ def test_what_a_follower_left_another_sends(tracking: Tracking, record: Path) ->
 def test_a_store_that_fails_is_told_once_and_waited_for_by_nobody(
     record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def connect(_: Store) -> None:
+    def fail() -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
-    monkeypatch.setattr(Store, "connect", connect)
-    with Tracking("suite").following(record):
+    tracking = Tracking("suite")
+    monkeypatch.setattr(tracking.store, "connect", fail)  # not of all stores: another test's thread would warn too
+    with tracking.following(record):
         run = begun(record)
         run.finish(RESULT)
         assert run.where().endswith("record/ (MLflow did not take it)")
