@@ -34,6 +34,8 @@ class Level:
             carry; None without such a limit.
         ring_bytes_per_s: the payload that one sum among replicas, in a ring or by servers, passes on through a port of
             this level at most; None likewise.
+        stage_ring_bytes_per_s: what takes its place for the stages of a pipeline; None where their replicas sum as those
+            of a whole model do.
         p2p_bytes_per_s: the payload that one message from worker to worker gets at most; None likewise.
         connections: PER_PAIR, the default: the values of a message share one connection, and what that gets; PER_VALUE:
             each has its own.
@@ -49,6 +51,7 @@ class Level:
     host_copy_bytes_per_s: float | None = None
     flow_bytes_per_s: float | None = None
     ring_bytes_per_s: float | None = None
+    stage_ring_bytes_per_s: float | None = None
     p2p_bytes_per_s: float | None = None
     connections: str = PER_PAIR
     over_pcie: bool = True
@@ -88,6 +91,12 @@ class Level:
     def sum_bytes_per_s(self) -> float:
         """What a ring that is alone passes on."""
         return min(self.goodput_bytes_per_s, self.sum_cap_bytes_per_s())
+
+    @property
+    def of_stages(self) -> "Level":
+        """The level as the sums of a pipeline's stages meet it."""
+        rate = self.stage_ring_bytes_per_s
+        return self if rate is None else replace(self, ring_bytes_per_s=rate, stage_ring_bytes_per_s=None)
 
 
 @dataclass(frozen=True)
@@ -140,6 +149,16 @@ class Cluster:
             if self.component(sender, index + 1) == self.component(receiver, index + 1):
                 return index
         raise ValueError(f"devices {sender} and {receiver} are not both in {self.name} ({self.num_workers} devices)")
+
+    def for_stages(self, num_stages: int) -> "Cluster":
+        """Return the cluster as the sums of a plan of so many stages, on different workers, meet it."""
+        return self if num_stages < 2 else replace(self, levels=tuple(level.of_stages for level in self.levels))
+
+    @property
+    def at_best(self) -> "Cluster":
+        """The cluster as the sums of no plan exceed it."""
+        pairs = ((level, level.of_stages) for level in self.levels)
+        return replace(self, levels=tuple(max(pair, key=lambda each: each.sum_bytes_per_s) for pair in pairs))
 
     def servers(self, ring: Sequence[int]) -> list[list[int]]:
         """Return which of a ring of devices, ascending, sum together first: all, or those of every server.

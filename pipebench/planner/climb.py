@@ -89,7 +89,7 @@ class _Climb:
     """One local search."""
 
     def __init__(self, of: Estimator) -> None:
-        self._of, self._cluster = of, of.request.cluster
+        self._of, self._cluster = of, of.cluster
         self._floors = Floors(of)
         self._placements, self._fits = cache(self._listed_placements), cache(self._fits_in_memory)
         self._places = {members.bit_count(): state for state, members in enumerate(of.work.states.members)}
@@ -120,7 +120,7 @@ class _Climb:
         """Lower bound on seconds per minibatch, of the plans tried if all were, else of any plan."""
         if self.tried_all:
             return (1 - _PRECISION) * min(self._unseen_s, *(each.minibatch_s for each in self._found.values()))
-        fastest = max(self._cluster.levels, key=lambda level: level.sum_bytes_per_s)
+        fastest = max(self._of.request.cluster.at_best.levels, key=lambda level: level.sum_bytes_per_s)
         work = self._of.work if not self._of.mode.is_sharded else replace(self._of.work, update_s_per_byte=0.0)
         return flat_bound_s(FlatProblem(work, ALONE, fastest, self._cluster.num_workers))
 
@@ -267,7 +267,7 @@ class _Climb:
 
 def _shapes(of: Estimator) -> Iterator[Sketch]:
     """Yield initial plans, cut for the smallest bottleneck: all shapes if there are few."""
-    work, cluster = of.work, of.request.cluster
+    work, cluster = of.work, of.cluster
     last = len(work.states) - 1
     left = _SHAPES_COST
     for replicas in dict.fromkeys(_widths(cluster.num_workers)):

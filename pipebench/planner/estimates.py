@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.model.plan import PARAMETER, Plan, as_they_run, make_plan, shared
 from pipebench.planner.activations import Activations
@@ -49,6 +50,11 @@ class ModeRequest:
         self._known = {} if known is None else known
         if self.mode.shape == "one-stage" and self.mode.chunks > 1 and not request.is_cut:
             self.mode = replace(self.mode, chunks=len(self.groups))
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster as most of the mode's plans meet it: those of several stages, where it has any."""
+        return self.request.cluster.for_stages(1 if self.mode.shape in ("one", "one-stage") else 2)
 
     def uncut(self) -> "Estimator":
         """Return the same without cuts that the recipe gives."""
@@ -234,14 +240,15 @@ class Estimator(ModeRequest):
         devices = places(self.mode.order, replicas, self.mode.chunks) if devices is None else devices
         units = self.request.microbatches if self.mode.microbatches else 1
         plan, order, rows = self._plan(stages, devices, self.depth_of(widths, depth))
-        seconds, port_s = self._seconds(stages, devices, plan.depth, bottleneck_s)
+        cluster = self.request.cluster.for_stages(len(widths))
+        seconds, port_s = self._seconds(cluster, stages, devices, plan.depth, bottleneck_s)
         slowest_s = max(sum(seconds[index] for index in own) for own in plan.by_position)
         accumulate = self.accumulated(units, plan.depth)
         return PlanEstimate(
             plan=plan,
             order=order,
             found_by=found_by,
-            stages=self._stage_estimates(stages, devices, plan.depth, seconds, units, bottleneck_s),
+            stages=self._stage_estimates(cluster, stages, devices, plan.depth, seconds, units, bottleneck_s),
             microbatches=units,
             accumulate=accumulate,
             bottleneck_s=(bottleneck_s or max(slowest_s, port_s)) * units,
@@ -271,10 +278,15 @@ class Estimator(ModeRequest):
         return plan, order, rows
 
     def _seconds(
-        self, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], depth: int, bottleneck_s: float | None
+        self,
+        cluster: Cluster,
+        stages: Sequence[SearchStage],
+        devices: Sequence[Sequence[int]],
+        depth: int,
+        bottleneck_s: float | None,
     ) -> tuple[list[float], float]:
         """Return every stage's seconds per unit, and those of the busiest port."""
-        model, cluster = self.request.model, self.request.cluster
+        model = self.request.model
         in_loops = model.has_ports and not self.mode.flush
         seconds, port_s = placed_s(self.work, model, cluster, stages, devices, ways=not in_loops)
         if in_loops:
@@ -287,6 +299,7 @@ class Estimator(ModeRequest):
 
     def _stage_estimates(
         self,
+        cluster: Cluster,
         stages: Sequence[SearchStage],
         devices: Sequence[Sequence[int]],
         depth: int,
@@ -295,7 +308,7 @@ class Estimator(ModeRequest):
         bottleneck_s: float | None,
     ) -> tuple[StageEstimate, ...]:
         """Return the stages' costs per minibatch of `units`, given their seconds per unit."""
-        work, model, cluster, found = self.work, self.request.model, self.request.cluster, list[StageEstimate]()
+        work, model, found = self.work, self.request.model, list[StageEstimate]()
         held, again = (
             [float(sums[b] - sums[a]) for a, b, _ in stages]
             for sums in (work.states.parameter_bytes, work.states.recomputed_bytes)
@@ -370,7 +383,7 @@ class Estimator(ModeRequest):
 
         Groups of layers that sum in rings count once: they have no messages between all pairs of workers.
         """
-        mode = with_sums(self.mode, self.request.cluster, plan.devices)
+        mode = with_sums(self.mode, self.request.cluster, plan)
         rings = mode.is_sharded and mode.sums == RING
         num_replicas = sum(stage.replicas for stage in (plan.positions if rings else plan.stages))
         return num_replicas <= MOST_SIMULATED and math.lcm(*plan.replicas) <= LONGEST_BLOCK

@@ -125,13 +125,13 @@ class Floors:
     def _round_s(self, sketch: Sketch, index: int) -> float:
         """Return the seconds of one replica's round."""
         start, stop, replicas = sketch.stages[index]
-        costs = self._stage(start, stop)
+        costs, num_stages = self._stage(start, stop), len(sketch.stages)
         backward_s, end_s = costs.backward_s[self._size], 0.0
         if replicas > 1:
             for bucket in costs.buckets:
                 ready_s = bucket.ready * backward_s
                 devices = sketch.devices[index] if sketch.devices else None
-                end_s = max(end_s, ready_s) + self._ring(devices, replicas, bucket.num_bytes)
+                end_s = max(end_s, ready_s) + self._ring(num_stages, devices, replicas, bucket.num_bytes)
         return costs.forward_s[self._size] + max(backward_s, end_s) + self._update_s(costs, replicas)
 
     def _update_s(self, costs: StageCosts, replicas: int) -> float:
@@ -139,15 +139,20 @@ class Floors:
         least_s = min(self._profile.update_floor_s, costs.update_s)
         return least_s + (costs.update_s - least_s) / (replicas if self._sharded else 1)
 
-    def _ring_s(self, devices: tuple[int, ...] | None, replicas: int, num_bytes: int) -> float:
-        """Return the seconds of an uncontended ring all-reduce; without devices, over the fastest possible links."""
+    def _ring_s(self, num_stages: int, devices: tuple[int, ...] | None, replicas: int, num_bytes: int) -> float:
+        """Return the seconds of an uncontended ring all-reduce in a plan of so many stages.
+
+        Without devices, over the fastest possible links; without others, a stage is one of any plan.
+        """
         if devices is None:  # some link is of a level that has room for all replicas
-            counts = itertools.accumulate((level.count for level in self._cluster.levels), operator.mul)
-            rooms = [level for level, count in zip(self._cluster.levels, counts, strict=True) if count >= replicas]
-            least_s = min(level.latency_s for level in self._cluster.levels)
+            levels = (self._cluster.at_best if num_stages == 1 else self._cluster.for_stages(num_stages)).levels
+            counts = itertools.accumulate((level.count for level in levels), operator.mul)
+            rooms = [level for level, count in zip(levels, counts, strict=True) if count >= replicas]
+            least_s = min(level.latency_s for level in levels)
             return min(ring_s([replace(level, latency_s=least_s)] * replicas, num_bytes) for level in rooms)
-        ring = sorted(devices)
-        return ring_s([self._level(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)], num_bytes)
+        cluster, ring = self._cluster.for_stages(num_stages), sorted(devices)
+        pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
+        return ring_s([cluster.levels[cluster.level_between(*pair)] for pair in pairs], num_bytes)
 
     def _rounds_s(self, sketch: Sketch, rounds: Sequence[float]) -> float:
         loads = (self._stage(start, stop).load_s[self._size] for start, stop, _ in sketch.stages)

@@ -226,7 +226,8 @@ class Planner(Estimator):
         If the best part tied parameters and others don't, the faster in the simulator, which charges the copies' sums.
         """
         devices = places(self.mode.order, replicas, self.mode.chunks)
-        cut = partial(plan_fixed, cluster=self.request.cluster, replicas=replicas, devices=devices)
+        cluster = self.request.cluster.for_stages(len(replicas) // self.mode.chunks)
+        cut = partial(plan_fixed, cluster=cluster, replicas=replicas, devices=devices)
         best = cut(self.work, self.request.model)
         if self._together is None:
             return best

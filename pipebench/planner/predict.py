@@ -73,9 +73,11 @@ def arranged(profile: Profile, order: Sequence[int]) -> Profile:
     return replace(profile, layers=layers)
 
 
-def with_sums(mode: Mode, cluster: Cluster, devices: Sequence[int]) -> Mode:
-    """Return a mode with the order in which replicas on these devices add, if it leaves that to the cluster."""
-    return replace(mode, sums=faster_sums(cluster, devices)) if mode.sums == AUTO else mode
+def with_sums(mode: Mode, cluster: Cluster, plan: Plan) -> Mode:
+    """Return a mode with the order in which a plan's replicas add, if it leaves that to the cluster."""
+    if mode.sums != AUTO:
+        return mode
+    return replace(mode, sums=faster_sums(cluster.for_stages(len(plan.positions)), plan.devices))
 
 
 def make_pipeline(
@@ -132,14 +134,15 @@ def planned_workload(
     `profile` has the layers in the order of the plan.
     """
     plan, rows = found.plan, next(iter(profile.layers.values()))
-    mode = with_sums(mode, request.cluster, plan.devices)
+    cluster = request.cluster.for_stages(len(plan.positions))
+    mode = with_sums(mode, cluster, plan)
     pipeline = make_pipeline(plan, rows, mode, microbatches=found.microbatches, accumulate=found.accumulate)
     costs = stage_costs(profile, plan, WEIGHT_POLICIES[mode.weights].update_cost, sharded=mode.is_sharded)
     # A flush leaves nothing behind: the period after next is like every later one.
     rounds = 2 if pipeline.flushes else FILL_ROUNDS * max(2, max(pipeline.warmups))
     count = pipeline.period * rounds
     sampler = Sampler(2 * _DEEP_ROUNDS * count * request.minibatch_size, request.minibatch_size, 0)
-    costs, cluster = request.model.simulated(costs, plan.replicas), request.model.links(request.cluster)
+    costs, cluster = request.model.simulated(costs, plan.replicas), request.model.links(cluster)
     return PlannedWorkload(pipeline, costs, cluster, plan.devices, sampler), count
 
 

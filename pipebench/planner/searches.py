@@ -68,7 +68,7 @@ class Searches:
 
     def _of_any_width(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
         """Yield flat and hierarchical plans whose stages differ in width, and plans of known shapes."""
-        cluster, work, model = self._of.request.cluster, self._of.work, self._of.request.model
+        cluster, work, model = self._of.cluster, self._of.work, self._of.request.model
         has_shapes, widths = len(work.states) - 1 <= MOST_CUTS_OF_SHAPES, list[int | None]([None])
         if has_shapes:
             widths.append(1)
@@ -96,14 +96,14 @@ class Searches:
 
     def _flat_plans(self, rule: MemoryRule | None, widths: Sequence[int | None]) -> Iterator[PlanEstimate]:
         """Yield the best flat plan of each width, None for any, at every level's links."""
-        request = self._of.request
-        for level in request.cluster.levels:
+        request, cluster = self._of.request, self._of.cluster
+        for level in cluster.levels:
             for width in widths:
                 shape = {None: "", 1: ", straight"}.get(width, f", stages of {width}")
                 name = f"flat{shape}{self._where(level)}"
                 limit = rule and self._of.at_width(rule, width)
-                workers = request.cluster.num_workers
-                stages = self._flat(name, FlatProblem(self._of.work, request.model, level, workers, limit, width))
+                problem = FlatProblem(self._of.work, request.model, level, cluster.num_workers, limit, width)
+                stages = self._flat(name, problem)
                 if stages is not None:
                     yield self._of.estimate(name, stages)
 
@@ -139,7 +139,7 @@ class Searches:
                     devices = places(mode.order, replicas, chunks)
                     try:
                         stages = plan_fixed(
-                            self._of.work, request.model, request.cluster, replicas, devices=devices, fits=limit
+                            self._of.work, request.model, self._of.cluster, replicas, devices=devices, fits=limit
                         )
                     except PlanError:
                         continue
@@ -157,7 +157,7 @@ class Searches:
 
     def _unpipelined(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
         """Yield plans for one minibatch at a time per input-stage replica; on large clusters, known shapes."""
-        work, cluster, last = self._of.work, self._of.request.cluster, len(self._of.work.states) - 1
+        work, cluster, last = self._of.work, self._of.cluster, len(self._of.work.states) - 1
         yield from self._one_stage(rule, cluster.num_workers)
         for level in cluster.levels if last < MOST_STATES else ():
             where = self._where(level)
@@ -173,7 +173,7 @@ class Searches:
 
         The searches price stages one by one; these are often better in the simulator than their bottlenecks suggest.
         """
-        work, model, cluster = self._of.work, self._of.request.model, self._of.request.cluster
+        work, model, cluster = self._of.work, self._of.request.model, self._of.cluster
         count = cluster.num_workers
         shapes = ((count - 1, 1), (count - 2, 1, 1), (count - 2, 2), (count // 2, count - count // 2))
         for replicas in dict.fromkeys(shape for shape in shapes if min(shape) >= 1 and len(shape) < len(work.states)):
@@ -186,7 +186,7 @@ class Searches:
 
     def shallower(self, rule: MemoryRule) -> Iterator[PlanEstimate]:
         """Yield straight plans with the largest depth that fits in memory."""
-        cluster = self._of.request.cluster
+        cluster = self._of.cluster
         deepest = min(cluster.num_workers, len(self._of.work.states) - 1)  # a straight plan has no more stages
         straight = StraightPlans(self._of.work, cluster.num_workers, self._of.memory(math.inf))
         for depth in range(deepest - 1, 0, -1):

@@ -13,8 +13,8 @@ from pipebench.recipe.yaml_file import chain
 LEVELS = "levels"
 KEYS = ("device", "memory", "pcie", "host_memory", "launch", "pause", LEVELS, "max_servers", "all_reduce")
 LEVEL_KEYS = (
-    "name", "count", "bandwidth", "latency", "efficiency", "host_copy", "flow", "ring", "p2p", "connections",
-    "over_pcie",
+    "name", "count", "bandwidth", "latency", "efficiency", "host_copy", "flow", "ring", "stage_ring", "p2p",
+    "connections", "over_pcie",
 )  # fmt: skip
 
 

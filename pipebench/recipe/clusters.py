@@ -64,7 +64,7 @@ _LEVEL: Mapping[str, tuple[str, _Parse]] = {
     "bandwidth": ("bandwidth_bytes_per_s", parse_bandwidth),
     "latency": ("latency_s", parse_duration),
     "efficiency": ("efficiency", _typed(float, "a number above 0, at most 1", 5e-324, 1)),
-    **{name: (f"{name}_bytes_per_s", parse_bandwidth) for name in ("host_copy", "flow", "ring", "p2p")},
+    **{name: (f"{name}_bytes_per_s", parse_bandwidth) for name in ("host_copy", "flow", "ring", "stage_ring", "p2p")},
     "connections": ("connections", _one_of(CONNECTIONS)),
     "over_pcie": ("over_pcie", _typed(bool, "true or false")),
 }

@@ -25,6 +25,7 @@ _OF_LEVELS: Mapping[str, str] = {
     "host_copy": "host_copy_bytes_per_s",
     "flow": "flow_bytes_per_s",
     "ring": "ring_bytes_per_s",
+    "stage_ring": "stage_ring_bytes_per_s",
     "p2p": "p2p_bytes_per_s",
 }
 _OF_CLUSTERS: Mapping[str, str] = {"launch": "launch_s", "pause": "pause_s"}
@@ -39,7 +40,7 @@ class ConstantSite:
     constant: Constant
     path: Path  # the cluster's file
     level: str  # name of the level; "" for a key of the cluster itself
-    key: str  # of the level, one of bandwidth, host_copy, flow, ring, p2p; of the cluster, launch or pause
+    key: str  # of the level, one of bandwidth, host_copy, flow, ring, stage_ring, p2p; of the cluster, launch or pause
     low: float  # smallest allowed value [bytes/s or s]
     high: float  # likewise, largest
     value: float  # at present

@@ -331,6 +331,7 @@ def _limits_text(level: Level) -> str:
         "a connection": level.flow_bytes_per_s,
         "a message": level.p2p_bytes_per_s,
         "a sum": level.ring_bytes_per_s,
+        "a stage's sum": level.stage_ring_bytes_per_s,
         "copied to hosts": level.host_copy_bytes_per_s,
     }
     given = ", ".join(f"{what} {num_bytes(rate)}/s" for what, rate in limits.items() if rate is not None)

@@ -125,6 +125,7 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
     train, parallelism = recipe.train, recipe.parallelism
     graph, dataset, profile = known.graph, known.dataset, known.profile
     sampler, held_out = samplers(train, dataset)
+    cluster = cluster.for_stages(len(plan.positions))
     pipeline = _pipeline(recipe, cluster, profile, plan)
     cost = WEIGHT_POLICIES[parallelism.row.weights].update_cost
     costs = stage_costs(profile, plan, cost, sharded=pipeline.is_sharded)
@@ -160,7 +161,7 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
 
 def _pipeline(recipe: Recipe, cluster: Cluster, profile: Profile, plan: Plan) -> Pipeline:
     """Return a plan's pipeline in a recipe's mode, with its extensions."""
-    mode = with_sums(recipe.parallelism.row, cluster, plan.devices)
+    mode = with_sums(recipe.parallelism.row, cluster, plan)
     pipeline = make_pipeline(
         plan,
         next(iter(profile.layers.values())),

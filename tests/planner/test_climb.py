@@ -113,6 +113,8 @@ def limited(asked: Request, **shares: Any) -> Request:
 LIMITS: list[dict[str, Any]] = [
     {"flow_bytes_per_s": 0.39},
     {"ring_bytes_per_s": 0.25, "p2p_bytes_per_s": 0.6},
+    {"stage_ring_bytes_per_s": 0.2},
+    {"ring_bytes_per_s": 0.25, "stage_ring_bytes_per_s": 0.6},
     {"p2p_bytes_per_s": 0.2},
     {"p2p_bytes_per_s": 0.2, "connections": PER_VALUE},
     {"host_copy_bytes_per_s": 0.5},

@@ -105,8 +105,8 @@ def test_a_cluster_may_sum_in_two_levels_and_send_from_host_to_host(write: Write
 def test_a_cluster_as_its_runs_met_it_is_the_published_one_but_for_some_rates() -> None:
     ideal, met = load_cluster("cluster-a", 4), load_cluster("cluster-a-2019", 4)
     assert (met.name, met.device, met.memory_bytes) == ("cluster-a-2019", ideal.device, ideal.memory_bytes)
-    limits = ("flow_bytes_per_s", "ring_bytes_per_s", "p2p_bytes_per_s", "host_copy_bytes_per_s")
-    free: dict[str, Any] = {**dict.fromkeys(limits), "connections": PER_PAIR}
+    limits = ("flow", "ring", "stage_ring", "p2p", "host_copy")
+    free: dict[str, Any] = {**{f"{limit}_bytes_per_s": None for limit in limits}, "connections": PER_PAIR}
     assert tuple(replace(level, **free) for level in met.levels) == ideal.levels
     inside, across = met.levels
     assert max(inside.sum_bytes_per_s, inside.message_rate(3)) < inside.goodput_bytes_per_s
@@ -120,6 +120,7 @@ levels:
   - name: cluster
     flow: {value: 500 MB/s, assumed: test}
     ring: {value: 300 MB/s, calibrated: on a cell}
+    stage_ring: {value: 250 MB/s, assumed: test}
     p2p: {value: 200 MB/s, published: test}
 """
 
@@ -132,7 +133,10 @@ def test_a_file_says_only_what_differs_from_the_one_that_it_extends(write: Write
     assert (cluster.name, level.count, level.bandwidth_bytes_per_s, level.latency_s) == ("limited", 6, 1e9, 1e-6)
     assert (level.flow_bytes_per_s, level.ring_bytes_per_s, level.p2p_bytes_per_s) == (5e8, 3e8, 2e8)
     assert (level.message_bytes_per_s, level.sum_bytes_per_s, level.sum_cap_bytes_per_s(3)) == (2e8, 3e8, 1e8)
-    assert sources(path) == "numbers: 1 published, 6 assumed, 1 calibrated"
+    assert [each.levels[0].sum_bytes_per_s for each in map(cluster.for_stages, (1, 2))] == [3e8, 2.5e8]
+    assert cluster.for_stages(2).for_stages(2) == cluster.for_stages(2) != cluster
+    assert cluster.at_best.levels[0].sum_bytes_per_s == 3e8
+    assert sources(path) == "numbers: 1 published, 7 assumed, 1 calibrated"
     with pytest.raises(RecipeError, match="allowed are 1 to 5 servers"):
         load_cluster(str(path), 6)
     own = write("extends: cluster-a\nlevels: [{name: cluster, latency: {value: 1 us, assumed: test}}]\n", "own.yaml")
