@@ -34,8 +34,8 @@ class Level:
             carry; None without such a limit.
         ring_bytes_per_s: the payload that one sum among replicas, in a ring or by servers, passes on through a port of
             this level at most; None likewise.
-        stage_ring_bytes_per_s: what takes its place for the stages of a pipeline; None where their replicas sum as those
-            of a whole model do.
+        stage_ring_bytes_per_s: what takes its place for the stages of a pipeline; None where their replicas sum as
+            those of a whole model do.
         p2p_bytes_per_s: the payload that one message from worker to worker gets at most; None likewise.
         connections: PER_PAIR, the default: the values of a message share one connection, and what that gets; PER_VALUE:
             each has its own.
