@@ -240,15 +240,14 @@ class Estimator(ModeRequest):
         devices = places(self.mode.order, replicas, self.mode.chunks) if devices is None else devices
         units = self.request.microbatches if self.mode.microbatches else 1
         plan, order, rows = self._plan(stages, devices, self.depth_of(widths, depth))
-        cluster = self.request.cluster.for_stages(len(widths))
-        seconds, port_s = self._seconds(cluster, stages, devices, plan.depth, bottleneck_s)
+        seconds, port_s = self._seconds(stages, devices, plan.depth, bottleneck_s)
         slowest_s = max(sum(seconds[index] for index in own) for own in plan.by_position)
         accumulate = self.accumulated(units, plan.depth)
         return PlanEstimate(
             plan=plan,
             order=order,
             found_by=found_by,
-            stages=self._stage_estimates(cluster, stages, devices, plan.depth, seconds, units, bottleneck_s),
+            stages=self._stage_estimates(stages, devices, plan.depth, seconds, units, bottleneck_s),
             microbatches=units,
             accumulate=accumulate,
             bottleneck_s=(bottleneck_s or max(slowest_s, port_s)) * units,
@@ -277,16 +276,15 @@ class Estimator(ModeRequest):
         )
         return plan, order, rows
 
+    def _cluster_of(self, stages: Sequence[SearchStage]) -> Cluster:
+        """Return the cluster as the sums of a plan's stages meet it."""
+        return self.request.cluster.for_stages(len(stages) // self.mode.chunks)
+
     def _seconds(
-        self,
-        cluster: Cluster,
-        stages: Sequence[SearchStage],
-        devices: Sequence[Sequence[int]],
-        depth: int,
-        bottleneck_s: float | None,
+        self, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], depth: int, bottleneck_s: float | None
     ) -> tuple[list[float], float]:
         """Return every stage's seconds per unit, and those of the busiest port."""
-        model = self.request.model
+        model, cluster = self.request.model, self._cluster_of(stages)
         in_loops = model.has_ports and not self.mode.flush
         seconds, port_s = placed_s(self.work, model, cluster, stages, devices, ways=not in_loops)
         if in_loops:
@@ -299,7 +297,6 @@ class Estimator(ModeRequest):
 
     def _stage_estimates(
         self,
-        cluster: Cluster,
         stages: Sequence[SearchStage],
         devices: Sequence[Sequence[int]],
         depth: int,
@@ -309,6 +306,7 @@ class Estimator(ModeRequest):
     ) -> tuple[StageEstimate, ...]:
         """Return the stages' costs per minibatch of `units`, given their seconds per unit."""
         work, model, found = self.work, self.request.model, list[StageEstimate]()
+        cluster = self._cluster_of(stages)
         held, again = (
             [float(sums[b] - sums[a]) for a, b, _ in stages]
             for sums in (work.states.parameter_bytes, work.states.recomputed_bytes)

@@ -51,6 +51,7 @@ class Measure:
     better: str | None = None  # `higher`, `lower` or None
     shown: bool = True  # in tables; False if used only in pictures, claims or text
     published_as: str | None = None  # the measure whose published values it is compared with; None for its own
+    chosen: Mapping[str, str] = field(default_factory=dict)  # by column, what was chosen with all its results in view
 
     @property
     def published_name(self) -> str:

@@ -116,7 +116,7 @@ class _ResultTable:
             "fitted": calibrated and (row.name, measure.published_name) in self._fitted,
             "by_construction": row.by_construction.get(measure.name),
             "hypothesis": row.hypothesis.get(measure.name),
-            "chosen": row.chosen.get(measure.name),
+            "chosen": row.chosen.get(measure.name) or measure.chosen.get(column),
         }
         if missing:
             return TableCell(**known, problem=_NOT_RUN)

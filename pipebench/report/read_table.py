@@ -225,7 +225,7 @@ def _texts(data: Mapping[str, Any], key: str, name: str, reading: Reading) -> di
     return {each: reading.plain(given, f"{key}.{name}", each, str) for each in given}
 
 
-_MEASURE = ("title", "unit", "value", "plan_of", "against", "better", "shown", "published_as")
+_MEASURE = ("title", "unit", "value", "plan_of", "against", "better", "shown", "published_as", "chosen")
 
 
 def read_table(data: Mapping[str, Any], reading: Reading) -> Table:
@@ -290,6 +290,7 @@ def _measures(given: object, table: Table, reading: Reading) -> Iterator[Measure
             better=reading.one_of(data, key, "better", BETTER, "") or None,
             shown=reading.plain(data, key, "shown", bool, True),
             published_as=reading.one_of(data, key, "published_as", [*spelled], "") or None,
+            chosen=_texts(data, key, "chosen", reading),
         )
         if measure.against is not None and expression is not None:
             reading.fault(f"{key}.against", "goes with plan_of: it names the run that has the published plan")
@@ -316,7 +317,13 @@ def _check_runs(measure: Measure, table: Table, key: str, reading: Reading) -> N
 
 
 def _check_cells(table: Table, reading: Reading) -> None:
-    """Report statements about cells, published values among them, that no measure fits."""
+    """Report statements about cells, published values among them, that no measure or column fits."""
+    columns = [column.name for column in table.columns]
+    for measure in table.measures:
+        for column in measure.chosen:
+            if column not in columns:
+                problem = f"unknown column, allowed are {', '.join(columns)}{nearest(column[:60], columns)}"
+                reading.fault(f"measures.{measure.name}.chosen.{column[:60]}", problem)
     names = {measure.name: measure for measure in table.measures}
     failed = any(fault.key.startswith("measures") for fault in reading.faults)
     for row in table.rows.values():

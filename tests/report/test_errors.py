@@ -141,6 +141,7 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"claims__0": {"text": "Twice", "value": "max(speedup)", "published": 2.0}}, "claims.0.within: is missing"),
     ({"measures__twice__published_as": "sped"}, "measures.twice.published_as: got 'sped'.*did you mean 'speedup'"),
+    ({"measures__twice__chosen": {"idael": "the best of ten"}}, "measures.twice.chosen.idael: unknown column, allowed"),
     ({"rows__0__chosen": {"sped": "the best of ten"}}, "rows.first.chosen.sped: unknown measure"),
     ({"calibration__leave_out": ["szie"]}, "calibration.leave_out: got 'szie'.*did you mean 'size'"),
     # pictures

@@ -72,6 +72,18 @@ def test_a_cell_is_its_expression_over_the_results(write: Write) -> None:
     ]
 
 
+def test_what_was_chosen_with_a_measure_s_results_in_view_holds_for_all_cells_of_its_column(write: Write) -> None:
+    measures = changed()["measures"]
+    measures["twice"]["chosen"] = {"seen": "a rate"}
+    report = one_column(write, measures=measures, columns={"ideal": {}, "seen": {}}, claims=[])
+    runs = {(row, run, column): [result()] for row, run, column in
+            (("first", run, column) for run in ("dp", "straight") for column in ("ideal", "seen"))}  # fmt: skip
+    found = evaluated(report, runs)
+    seen = {(name, column): cell(found, "first", name, column).chosen for name in ("speedup", "twice")
+            for column in ("ideal", "seen")}  # fmt: skip
+    assert seen == {key: "a rate" if key == ("twice", "seen") else None for key in seen}
+
+
 def test_several_seeds_give_every_combination_and_those_that_missed_are_told(write: Write) -> None:
     epochs = {"title": "epochs", "value": "dp.epochs_to_target / straight.epochs_to_target"}
     trained = {name: {"recipe": f"{name}.yaml", "engine": "virtual", "seeds": [0, 1, 2]} for name in ("dp", "straight")}
