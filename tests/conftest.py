@@ -33,8 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen.add(test)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what was compared on a GPU, and with what."""
+def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:
+    """Say what was compared on a GPU, and with what; pytest 8.3 has no public name for what it says it by."""
     compared = getattr(sys.modules.get("tests.test_gpu_distributed"), "COMPARED", ())
     for what, count in sorted(Counter(what for what, _ in compared).items()):
         also = sum(also for each, also in compared if each == what)

@@ -230,7 +230,7 @@ def test_the_errors_of_readme_and_the_results_are_the_report_s() -> None:
     predicted, _ = scores["clusters of 2019", "not fitted on"]
     readme, results = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/results.md"))
     assert f"are {_rounded(error)} off in the geometric mean" in readme
-    assert f"{_rounded(predicted)} on the cells that nothing was fitted on, and {_rounded(ideal)} on hardware" in readme
+    assert f"{_rounded(predicted)} on unfitted cells, and {_rounded(ideal)} on hardware" in readme
     assert f"geometric-mean error is {error}" in results
     assert f"ideal hardware: {_rounded(ideal)}) and the rank correlation {rank}." in results
     assert f"the error is {_rounded(predicted)}, that of a constant" in results
