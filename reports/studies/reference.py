@@ -259,7 +259,9 @@ def cli_page() -> Iterator[str]:
         assert command is not None
         inside = click.Context(command, info_name=name, parent=context)
         yield f"## `pipebench {name}`"
-        yield "```text\n" + " ".join(["pipebench", name, *command.collect_usage_pieces(inside)]) + "\n```"
+        pieces = ["pipebench", name, *command.collect_usage_pieces(inside)]
+        usage = " ".join(pieces).replace("[[", "[").replace("]]", "]")  # click below 8.3 doubles those of choices
+        yield f"```text\n{usage}\n```"
         yield from _paragraphs(command.help or "")
         options = [each for each in command.params if isinstance(each, click.Option)]
         if options:

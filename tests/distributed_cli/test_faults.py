@@ -258,6 +258,7 @@ def test_too_few_processes_are_told_once(tmp_path: Path) -> None:
     ]  # fmt: skip
     said = "".join(process.communicate(timeout=PATIENCE_S)[0] for process in processes)
     assert [process.returncode for process in processes] == [2, 2], said
+    said = said.replace("quickstart  waiting for all workers to join\n", "")  # where that takes 2 s
     assert said.count("\n") == 1, said
     assert said.startswith("pipebench: error: plan 1-1-1 needs 3 workers, got 2: start torchrun so that"), said
 

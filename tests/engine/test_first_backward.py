@@ -31,7 +31,7 @@ def test_what_the_first_forward_saved_was_held_until_its_backward_ended() -> Non
             if index == 2:  # of the second linear layer, so that the first one's nodes are still to come
                 marks.append(torch.empty(MARK, dtype=torch.uint8))
 
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
             replica.forward(UnitInput(unit, (unit, 0), [x], {}, 0, loss=lambda output: output.square().sum()))
             replica.backward(unit, {}, mark)
         profiler: Any = found.profiler

@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
+import matplotlib
 import pytest
 from click.testing import CliRunner
 from PIL import Image, ImageChops, ImageStat
@@ -20,6 +21,7 @@ OWN = ROOT / "docs/example/report/rendered/four_modes/report.md"
 
 # Of a few runs, or of runs that are kept; the others are made again with what is slow.
 QUICK = {"coverage", "four_modes", "quickstart", "figure10_11", "figure13", "asp"}
+DRAWN_ALIKE = matplotlib.__version_info__ >= (3, 11)  # which drew them; older ones place labels elsewhere
 ALIKE = 3.0  # mean difference of two pictures' pixels, of 255: another font, not another number
 
 
@@ -54,7 +56,7 @@ def test_the_command_in_its_first_line_makes_a_page_again(
     assert differences(text, page) == []
     drawn = {*re.findall(r"\]\(([^/)]*\.png)\)", page)}  # its own: a text may show another page's
     assert drawn == {path.name for path in out.glob("*.png")} == {path.name for path in kept.parent.glob("*.png")}
-    assert [name for name in sorted(drawn) if _differ(out / name, kept.parent / name)] == []
+    assert [name for name in sorted(drawn) if DRAWN_ALIKE and _differ(out / name, kept.parent / name)] == []
     assert kept.parent.name == COVERAGE or (out / "report.html").stat().st_size > len(page)
 
 
