@@ -24,9 +24,9 @@ from pipebench.schedule.modes import KEEP, MODES
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
-from pipebench.simulate.drawing import draw
 from pipebench.tracking.view import view_state
 from pipebench.zoo import DATASETS, MODELS
+from tests.pictures import draw
 from tests.schedule.moving import Routes, moving, moving_programs
 from tests.test_rooms import ROOMS
 

@@ -1,5 +1,7 @@
 """What tests of GPUs call, on the CPU: so that it doesn't rot where no GPU runs it."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -9,16 +11,27 @@ from tests import test_gpu, test_gpu_distributed
 from tests.distributed.test_equality import TWO
 from tests.processes import Processes
 
+# Tests that look at CUDA itself: its allocator, its streams, and how fast it is.
+OF_CUDA = {
+    "test_what_is_swapped_leaves_the_device_for_pinned_memory",
+    "test_copies_run_beside_passes",
+    "test_the_virtual_clock_loads_large_minibatches_as_fast_as_the_wall_s",
+}
+OTHERS = [name for name in vars(test_gpu) if name.startswith("test_") and name not in OF_CUDA]
 
-def test_what_needs_only_a_device_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+
+def last_case(function: Callable[..., None]) -> dict[str, object]:
+    """Return the arguments of a test's last case."""
+    marks = getattr(function, "pytestmark", ())
+    return {mark.args[0]: mark.args[1][-1] for mark in marks if mark.name == "parametrize"}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_needs_only_a_device_runs_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_gpu, "DEVICE", torch.device("cpu"))
+    function = getattr(test_gpu, name)
     with torch_settings(EngineRecipe()):
-        test_gpu.test_weight_versions_are_held_on_the_device()
-        test_gpu.test_weight_versions_of_lstms_stay_where_they_are()
-        test_gpu.test_gpu_and_cpu_agree_within_float_tolerance()
-        test_gpu.test_stateful_lstms_train_in_every_cut_and_cudnn_never_compacts_their_weights(0.5)
-        test_gpu.test_what_is_swapped_comes_back_with_the_same_bits({})
-        test_gpu.test_lstms_of_cudnn_are_swapped_with_the_same_bits()
+        function(**last_case(function))
 
 
 def test_cases_of_processes_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

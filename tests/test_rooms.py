@@ -153,8 +153,27 @@ def test_the_zoo_needs_of_the_package_only_how_files_are_written() -> None:
 # How many there are at most. A change that makes one fewer lowers the number; none raises it.
 PAIRS_OF_ROOMS = 75
 IMPORTS_INSIDE_FUNCTIONS = 59
-LONG_FUNCTIONS, LONG_LISTS_OF_PARAMETERS, LARGE_CLASSES = 0, 15, 7
 MOST_LINES, MOST_PARAMETERS, MOST_METHODS = 40, 6, 20
+# Those that take more, and why. None is added; one that takes fewer leaves.
+LONG_LISTS_OF_PARAMETERS = {
+    "distributed.control.__init__": "what four threads of a worker go by, half of it with defaults",
+    "distributed.launch.run_workers": "a command's options, most with defaults",
+    "engine.virtual.__init__": "listeners, all with defaults",
+    "model.plan.make_plan": "a plan's parts, most with defaults",
+    "simulate.drawing.draw_cells": "a pipeline and three times of its stages, which tests write side by side",
+    "simulate.network.sum_up": "called for every sum of a simulation: an object for each would take time",
+    "tracking.run_log.start": "a record's head, most with defaults",
+    "train.prepare.prepare": "what the engines' commands want besides a recipe, all with defaults",
+}
+LARGE_CLASSES = {
+    "distributed.engine.DistributedEngine": "all that `TrainingEngine` leaves to engines, each by messages",
+    "engine.engine.TrainingEngine": "a method per question of the training loop, half of them for engines to answer",
+    "engine.replica.Replica": "`StageRunner`, and what only a replica alone is asked: waits, split backwards, state",
+    "engine.weights.Weights": "versions, the optimizer, masters, pieces and averages change together in an update",
+    "engine.worker.Worker": "a method per instruction",
+    "extensions.moves.migration.MigratingReplica": "`StageRunner`, and a method per instruction of moving layers",
+    "schedule.pipeline.Pipeline": "fields of a frozen table and what follows from them, a property each",
+}
 # Words of this house where the field has others: feasibility check, launcher, heartbeat, watchdog or timer, coarsened,
 # warm-up, reported, predicted, cached or stored. What is left is `keep`, vPipe's policy and an option of reports.
 HOUSE_WORDS = {
@@ -172,20 +191,19 @@ def test_packages_do_not_grow_together() -> None:
 
 def test_functions_do_not_become_longer() -> None:
     every = ((name, each) for name, path in MODULES.items() for each in read(path).functions)
-    found = [f"{name}.{function}" for name, (function, lines, _) in every if lines > MOST_LINES]
-    assert len(found) <= LONG_FUNCTIONS, found
+    assert not [f"{name}.{function}" for name, (function, lines, _) in every if lines > MOST_LINES]
 
 
 def test_functions_do_not_take_more() -> None:
     every = ((name, each) for name, path in MODULES.items() for each in read(path).functions)
-    found = [f"{name}.{function}" for name, (function, _, parameters) in every if parameters > MOST_PARAMETERS]
-    assert len(found) <= LONG_LISTS_OF_PARAMETERS, found
+    found = {f"{name}.{function}" for name, (function, _, parameters) in every if parameters > MOST_PARAMETERS}
+    assert found == {f"pipebench.{name}" for name in LONG_LISTS_OF_PARAMETERS}
 
 
 def test_classes_do_not_become_larger() -> None:
     every = ((name, each) for name, path in MODULES.items() for each in read(path).classes)
-    found = [f"{name}.{each}" for name, (each, methods) in every if methods > MOST_METHODS]
-    assert len(found) <= LARGE_CLASSES, found
+    found = {f"{name}.{each}" for name, (each, methods) in every if methods > MOST_METHODS}
+    assert found == {f"pipebench.{name}" for name in LARGE_CLASSES}
 
 
 def test_imports_inside_functions_do_not_become_more() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipebench.distributed.instruction_times import HostTimer, Moment
 from pipebench.distributed.launch_join import leave, peers
 from pipebench.distributed.meter import MeasuredMeter
-from pipebench.distributed.reducer import Reducer, ServerSum, shared_bytes
+from pipebench.distributed.reducer import Reducer, ServerSum, Summing, shared_bytes
 from pipebench.distributed.shard_exchange import Exchange, ShardReducer, WeightGather
 from pipebench.distributed.shared_sum import SharedFile, share
 from pipebench.distributed.world import World
@@ -209,9 +209,8 @@ class ProcessCollectives:
             self._shared.append(shared)
         if is_member:
             host_copy = setup.device.type == "cuda" and not world.direct
-            self._reducers[stage] = Reducer(
-                buckets, like, group, sync=setup.pipeline.way, host_copy=host_copy, timer=self.timer, shared=shared
-            )
+            summing = Summing(group, host_copy, setup.pipeline.way, shared)
+            self._reducers[stage] = Reducer(buckets, like, summing, self.timer)
 
     def _make_exchange(self, stage: int, ring: Sequence[int], ranks: Sequence[int]) -> None:
         """Make what scatters a sharded stage's gradients and gathers its weights; all workers take part.

@@ -30,6 +30,7 @@ from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
 from pipebench.errors import DivergedError
 from pipebench.model.allocator import allocator_of
+from pipebench.model.first_backward import import_for_backward
 from pipebench.schedule.instructions import BACKWARDS, ENDS, Instruction
 from pipebench.schedule.operations import MIGRATION, Op
 from pipebench.schedule.programs import forward_programs, programs
@@ -88,6 +89,8 @@ class DistributedEngine(TrainingEngine):
         self._pace = Pace(setup.device)
         if needs_warm_up(setup):
             warm_up(setup, world, self.worker)
+        elif any(not replica.is_last or replica.scale is not None for replica in self.worker.replicas.values()):
+            import_for_backward()
         if not setup.repartitions and (not self.is_first or setup.dataset.generates_with is None):
             # The stage has copies of what it needs; frees the rest of the model's memory.
             for whole in (setup.graph.model, setup.graph.root, setup.graph.evaluated.root):

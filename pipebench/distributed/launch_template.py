@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from pipebench.distributed.launch_child import end_with
+from pipebench.model.first_backward import import_for_backward
 from pipebench.model.heap import keep_freed_blocks
 from pipebench.zoo.late import torch
 
@@ -126,6 +127,7 @@ def _serve(requests: socket.socket, launcher: int, main: Callable[[], object]) -
     os.setsid()  # the terminal's Ctrl-C is for the launcher
     end_with(launcher)
     _name("template")
+    import_for_backward()
     gc.freeze()  # else the collector writes to all objects, and copies of a process share what none writes
     ends, wakes = os.pipe()
     os.set_blocking(wakes, False)

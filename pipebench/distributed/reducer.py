@@ -5,8 +5,7 @@ bucket are complete, so that all replicas start the same sums in the same order.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -100,14 +99,30 @@ def shared_bytes(buckets: Iterable[Iterable[int]], like: Sequence[torch.Tensor])
     return sum(room_bytes(sum(like[index].nbytes for index in indices)) for indices in buckets)
 
 
+class Summing(NamedTuple):
+    """How the replicas of a stage sum."""
+
+    group: Any  # their process group
+    host_copy: bool  # through the host's memory: several ranks on one GPU (Gloo's own handling of CUDA tensors has
+    # corrupted results)
+    sync: str = ALL_REDUCE  # a name in `syncs.SYNCS`
+    shared: SharedFile | None = None  # shared files of replicas that sum in memory; None: by the group
+
+    def sum_of(self, like: torch.Tensor, count: int, position: int, num_buckets: int) -> Sum:
+        """Return the sum of a bucket of `count` numbers of the type of `like`."""
+        if self.shared is not None:
+            return SharedSum(count, like.dtype, self.shared, position, num_buckets)
+        device = "cpu" if self.host_copy else like.device
+        data = torch.empty(count, dtype=like.dtype, device=device, pin_memory=self.host_copy)
+        return _SUMS[self.sync](data, self.group)
+
+
 class _Bucket:
     """One bucket: its numbers, and each parameter's view of them."""
 
-    def __init__(
-        self, indices: Sequence[int], like: Sequence[torch.Tensor], make_sum: Callable[[int], Sum], host_copy: bool
-    ) -> None:
+    def __init__(self, indices: Sequence[int], like: Sequence[torch.Tensor], total: Sum, host_copy: bool) -> None:
         self.indices = list(indices)
-        self.sum = make_sum(sum(like[i].numel() for i in indices))
+        self.sum = total
         self.travels = self.sum.data
         self.data = torch.empty_like(self.travels, device=like[indices[0]].device) if host_copy else self.travels
         pieces = torch.split(self.data, [like[i].numel() for i in indices])
@@ -195,37 +210,18 @@ class Reducer(BucketsInOrder[_Bucket]):
     Args:
         buckets: positions of the parameters of every bucket, in the order in which a backward reaches them.
         like: the stage's parameters.
-        group: the replicas' process group.
-        sync: a name in `syncs.SYNCS`.
-        host_copy: whether tensors go through the host's memory: several ranks on one GPU (Gloo's own handling of CUDA
-            tensors has corrupted results).
+        summing: how they sum.
         timer: times the sums.
-        shared: shared files of replicas that sum in memory; None sums by the group.
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Sequence[int]],
-        like: Sequence[torch.Tensor],
-        group: Any,
-        *,
-        sync: str = ALL_REDUCE,
-        host_copy: bool,
-        timer: HostTimer,
-        shared: SharedFile | None = None,
+        self, buckets: Sequence[Sequence[int]], like: Sequence[torch.Tensor], summing: Summing, timer: HostTimer
     ) -> None:
-        def make_sum(position: int, dtype: torch.dtype, device: torch.device, count: int) -> Sum:
-            if shared is not None:
-                return SharedSum(count, dtype, shared, position, len(buckets))
-            data = torch.empty(count, dtype=dtype, device="cpu" if host_copy else device, pin_memory=host_copy)
-            return _SUMS[sync](data, group)
-
-        made = [
-            _Bucket(
-                indices, like, partial(make_sum, position, like[indices[0]].dtype, like[indices[0]].device), host_copy
-            )
-            for position, indices in enumerate(buckets)
-        ]
+        made = []
+        for position, indices in enumerate(buckets):
+            count = sum(like[i].numel() for i in indices)
+            total = summing.sum_of(like[indices[0]], count, position, len(buckets))
+            made.append(_Bucket(indices, like, total, summing.host_copy))
         super().__init__(made, timer)
         self._num_parameters = len(like)
 

@@ -9,27 +9,18 @@ from typing import Any, Final
 
 import torch
 
-from pipebench.checkpoint.handover import StateClaim
-from pipebench.checkpoint.share import own_cuts, trained_names
-from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import OnGradient
-from pipebench.engine.clipping import squared_norms
 from pipebench.engine.crossing import BoundaryValues, Gradients
 from pipebench.engine.feed import Feed
-from pipebench.engine.protocols import Collectives, Handler, StageRunner, Transport, UnitLoss, WorkerExtension
+from pipebench.engine.protocols import Collectives, Handler, Transport, UnitLoss, WorkerExtension
 from pipebench.engine.replica import LiveBytes, UnitInput, Values
-from pipebench.engine.replica_state import held_by, names_in, restore, state_of
-from pipebench.engine.replicas import replica_of_stage
-from pipebench.engine.ring import of_one_type
 from pipebench.engine.scores import Scores
-from pipebench.engine.setup import Setup, share_of
-from pipebench.engine.tied import positions_of, tied_copies
+from pipebench.engine.setup import Setup
 from pipebench.engine.updates import Updates
+from pipebench.engine.worker_replicas import WorkerReplicas
 from pipebench.errors import OutOfMemoryError
 from pipebench.formats import num_bytes
 from pipebench.model.allocator import allocator_of
-from pipebench.model.graph import LayerGraph
-from pipebench.model.slice_modules import Divided
 from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
 from pipebench.schedule.programs import NOTHING
@@ -44,25 +35,16 @@ _OF_A_UNIT: Final = frozenset(
 )  # fmt: skip
 
 
-class Worker:
+class Worker(WorkerReplicas):
     """Executes one worker's computation."""
 
     def __init__(self, setup: Setup, index: int) -> None:
-        self.setup = setup
-        self.index = index
-        # Which replica of each of its stages it is
-        self.replica_index = {s: setup.pipeline.replica_of(index, s) for s in setup.pipeline.stages_of(index)}
-        self.replicas = {stage: replica_of_stage(setup, stage, own) for stage, own in self.replica_index.items()}
-        self.running: dict[int, StageRunner] = {**self.replicas}  # while layers move, several for a stage
+        super().__init__(setup, index)
         self.extensions: dict[str, WorkerExtension] = {}  # those enabled
         # Peaks over all its replicas, also within instructions (docs/memory.md); on the host, of swapped layers
         self.peak_bytes = self.host_peak_bytes = 0
         self._live: list[int] = []  # bytes by stage and kind at the last note
         self.note_memory()
-        self._trained = trained_names(setup.graph)
-        self._divided = _divided(setup.graph, self._trained)
-        self.shares = {stage: share_of(setup, stage, own) for stage, own in self.replica_index.items()}
-        self.tied = tied_copies(setup, self.replicas, self.shares)  # by group
         self.held_version = -1  # for forwards whose instruction names none (extensions)
         self.handlers: dict[Op, Handler] = {
             Op.LOAD_INPUT: self._load,
@@ -86,19 +68,6 @@ class Worker:
         for name, make in setup.pipeline.hooks("worker").items():
             self.extensions[name] = make(self)
             self.handlers.update(self.extensions[name].handlers)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it has the last stage, which computes the loss."""
-        return self.setup.pipeline.num_stages - 1 in self.replicas
-
-    def open_data(self) -> None:
-        """Fetch a minibatch before the clock runs, since a data set may open files only then."""
-        fields = dict(zip(self.setup.graph.inputs, self.setup.dataset.inputs, strict=True))
-        names = [fields[name] for replica in self.replicas.values() for name in replica.stage.inputs]
-        names += self.setup.dataset.targets if self.is_last else []
-        if names:
-            self.setup.dataset.fetch("train", self.setup.sampler.indices(0), names)
 
     def begin_training(
         self,
@@ -125,17 +94,6 @@ class Worker:
         """End a segment."""
         for extension in self.extensions.values():
             extension.end()
-
-    def recut(self, setup: Setup) -> None:
-        """Cut the stages anew at a drain, of layers whose state is here already."""
-        self.setup = setup
-        for stage, replica in self.replicas.items():
-            made = replica_of_stage(self.setup, stage)
-            restore(made, held_by(replica, self.shares[stage]), self.shares[stage])
-            made.weights.renumber(replica.weights.newest.number)
-            made.weights.versions.most_alive = replica.weights.most_alive
-            self.replicas[stage] = self.running[stage] = made
-        self.tied = tied_copies(setup, self.replicas, self.shares)
 
     def begin_evaluation(self, feed: Feed, scores: Scores) -> None:
         """Start an evaluation, with nothing in flight; `scores` sums over the model's outputs."""
@@ -329,90 +287,6 @@ class Worker:
             gradients = self.replicas[it.stage].gradients
             collectives.contribute(it.stage, self.replica_index[it.stage], it.reduce, gradients)
 
-    # Other methods.
-
-    def summed(self, group: int) -> tuple[list[torch.Tensor], list[list[int]]]:
-        """Return the parameters that a stage's replicas, or a tie's copies, sum, and their positions per bucket."""
-        costs, num_stages = self.setup.costs, self.setup.pipeline.num_stages
-        if group >= num_stages:
-            like = self.tied[group].like
-            return like, of_one_type(range(len(like)), like)
-        replica, share = self.replicas[group], self.shares[group]
-        like = replica.weights.newest.parameters
-        named = (positions_of(bucket.parameters, replica, share) for bucket in costs.stages[group].buckets)
-        return like, [part for bucket in named for part in of_one_type(bucket, like)]
-
-    def squared_norms(self) -> torch.Tensor:
-        """Return the squared norms of the round's gradients, for a norm shared by all stages.
-
-        Every parameter of the model has its own entry, so adding the workers' results changes no bit. Only the first
-        replica of a stage reports, the others have 0: all have the same gradients by now. Of a tie, the first stage's.
-        Sharded replicas report those of their pieces.
-
-        Returns:
-            [parameters of the model, at least one] float64.
-        """
-        found = dict.fromkeys(self._trained, torch.zeros((), dtype=torch.float64, device=self.setup.device))
-        for stage, replica in self.replicas.items():
-            if self.replica_index[stage] > 0 and not self.setup.pipeline.shards(stage):
-                continue
-            share, scale = self.shares[stage], 1.0 if replica.scale is None else replica.scale.value
-            names = (share.names[name] for name in replica.weights.stepped_names)
-            found_here = squared_norms(replica.gradients, self.setup.device, replica.weights.whole_sizes)
-            squares = zip(names, found_here, strict=True)
-            found |= {name: square / scale**2 for name, square in squares if name not in share.elsewhere}
-        own = torch.stack([*found.values()])
-        return own if self._divided is None else self._divided.whole(own)
-
-    def buffers(self, stage: int) -> list[torch.Tensor]:
-        """Return a stage's running statistics, which a drain averages over its replicas."""
-        if stage not in self.replicas:  # a tie has none
-            return []
-        return [buffer for buffer in self.replicas[stage].module.buffers() if buffer.is_floating_point()]
-
-    def parts(self) -> list[tuple[str, ModelState]]:
-        """Return this worker's parts of a checkpoint, by name."""
-        slices = self.setup.graph.slices
-        last = "" if slices is None else f"-slice-{slices.group.rank}"
-        return [
-            (f"stage-{stage}-replica-{self.replica_index[stage]}{last}", state_of(replica, self.shares[stage]))
-            for stage, replica in self.replicas.items()
-        ]
-
-    def restore(self, state: ModelState) -> None:
-        """Restore from a checkpoint of the whole model, under any plan."""
-        for stage, replica in self.replicas.items():
-            restore(replica, state, self.shares[stage])
-
-    def held(self) -> ModelState:
-        """Return all state that this worker holds at a drain: references, not copies."""
-        return ModelState.merge(held_by(replica, self.shares[stage]) for stage, replica in self.replicas.items())
-
-    def claim(self) -> StateClaim:
-        """Return the state that this worker needs."""
-        shares = self.shares
-        return StateClaim(
-            frozenset(shares[stage].names[n] for stage, replica in self.replicas.items() for n in names_in(replica)),
-            frozenset(path for replica in self.replicas.values() for path in replica.stage.stateful),
-            next(iter(shares.values())),
-        )
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return `Replica.tensors` of the stages for which this worker reports."""
-        first = (replica for stage, replica in self.replicas.items() if self.replica_index[stage] == 0)
-        return {name: tensor for replica in first for name, tensor in replica.tensors().items()}
-
-    @property
-    def loss_scales(self) -> list[tuple[float, int]]:
-        """Every stage's gradient scale and skipped updates; empty without scaling."""
-        scales = (replica.scale for replica in self.replicas.values())
-        return [(scale.value, scale.num_skipped) for scale in scales if scale is not None]
-
-    @property
-    def versions_max(self) -> int:
-        """The most weight versions of a stage alive at once."""
-        return max(replica.weights.most_alive for replica in self.replicas.values())
-
     def recall(self, peak_bytes: int, versions_max: int, host_peak_bytes: int) -> None:
         """Restore counters from a checkpoint."""
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
@@ -430,12 +304,6 @@ class Worker:
         for extension in self.extensions.values():
             extension.held(held_bytes)
         self.host_peak_bytes = max(self.host_peak_bytes, sum(each.host_bytes() for each in self.running.values()))
-
-
-def _divided(graph: LayerGraph, names: Sequence[str]) -> Divided | None:
-    """Return which parameters of the whole model are divided among processes, if any are."""
-    cuts = own_cuts(graph)
-    return None if graph.slices is None else Divided(graph.slices.group, torch.tensor([name in cuts for name in names]))
 
 
 def host_peaks(facts: Mapping[str, Any]) -> list[int]:

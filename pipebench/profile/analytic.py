@@ -17,6 +17,7 @@ from pipebench.model.optimizer import state_bytes_per_byte
 from pipebench.model.precision import lower
 from pipebench.profile.devices import DeviceSpec
 from pipebench.profile.model import LayerProfile, LengthProfile, Profile
+from pipebench.profile.request import ProfileRequest
 from pipebench.profile.roofline import priced
 from pipebench.profile.shapes import without_data
 from pipebench.profile.walk import walk
@@ -25,15 +26,9 @@ from pipebench.zoo.registry import Dataset
 
 
 def analytic_profile(
-    graph: LayerGraph,
-    dataset: Dataset,
-    sizes: Sequence[int],
-    device: DeviceSpec,
-    optimizer: OptimizerRecipe,
-    model_text: str,
-    on_progress: Callable[[str], None] | None = None,
+    request: ProfileRequest, device: DeviceSpec, on_progress: Callable[[str], None] | None = None
 ) -> Profile:
-    """Compute every layer's cost on a device of the catalogue, at each of `sizes`, in samples.
+    """Compute every layer's cost on a device of the catalogue.
 
     The graph's parameters may be on the meta device, and the data's files absent, unless a layer needs data.
     `on_progress` gets what is computed, in words.
@@ -41,6 +36,7 @@ def analytic_profile(
     Raises:
         ProfileError: a layer can't be run, or needs data that isn't there; names it.
     """
+    graph, dataset, sizes, optimizer, model = request
     walks = _Walks(graph, device, len(sizes) * max(1, len(dataset.lengths)), on_progress)
 
     def load_s(data: Dataset) -> dict[int, float]:
@@ -52,7 +48,7 @@ def analytic_profile(
     )
     layers = mean_layers(lengths) if lengths else walks.at(dataset, sizes)
     return Profile(
-        model=model_text,
+        model=model,
         device=device.name,
         source="analytic",
         note=_note(graph, dataset, device, walks.needs_data),

@@ -29,6 +29,7 @@ from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profile.load import load_profile
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.request import ProfileRequest
 from pipebench.profile.walk import LOSS
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.ranges import ANEW, MEASURED, TIMINGS
@@ -40,13 +41,11 @@ from pipebench.zoo.registry import Dataset
 def profile_for(
     recipe: Recipe,
     cluster: Cluster,
-    graph: LayerGraph,
-    dataset: Dataset,
-    sizes: Sequence[int],
+    request: ProfileRequest,
     device: torch.device,
     on_progress: Callable[[str], None] | None = None,
 ) -> Profile:
-    """Return the profile that `engine.timing` asks for, at each of `sizes`, in samples.
+    """Return the profile that `engine.timing` asks for.
 
     `device` is where to measure. `on_progress` gets what is profiled, in words, unless a file or the cache has the
     profile.
@@ -54,7 +53,7 @@ def profile_for(
     Raises:
         ProfileError: the cluster doesn't allow that timing, or the file is of another model, precision or size.
     """
-    timing, optimizer, text = _timing(recipe, cluster), recipe.train.optimizer, _model_text(recipe)
+    timing = _timing(recipe, cluster)
     if timing == "analytic":
         if cluster.device == LOCAL:
             raise ProfileError(
@@ -62,16 +61,15 @@ def profile_for(
             )
         spec = device_of(cluster, recipe.engine)
         key: dict[str, object] = {"computed for": asdict(spec), "by": own_hash()}
-        make = partial(analytic_profile, graph, dataset, sizes, spec, optimizer, text, on_progress)
+        make = partial(analytic_profile, request, spec, on_progress)
     elif timing == "measured":
-        _check_measurable(recipe, cluster, dataset)
+        _check_measurable(recipe, cluster, request.dataset)
         key = _machine(recipe, device)
-        make = partial(measured_profile, graph, dataset, sizes, optimizer, device, text)
-        make = partial(make, on_progress=on_progress, engine=recipe.engine)
+        make = partial(measured_profile, request, device, on_progress=on_progress, engine=recipe.engine)
     else:
-        found = _read_for(recipe, timing, graph, dataset, sizes)
+        found = _read_for(recipe, timing, request)
         return replace(found, precision=recipe.train.precision)
-    found = cached({**_model_parts(recipe, graph, sizes), **key}, make, anew=recipe.engine.timing == ANEW)
+    found = cached({**_model_parts(recipe, request), **key}, make, anew=recipe.engine.timing == ANEW)
     return replace(found, precision=recipe.train.precision)
 
 
@@ -88,9 +86,14 @@ def _check_measurable(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> Non
         )
 
 
-def measured_key(recipe: Recipe, graph: LayerGraph, sizes: Sequence[int], device: torch.device) -> dict[str, object]:
+def profile_request(recipe: Recipe, graph: LayerGraph, dataset: Dataset, sizes: Sequence[int]) -> ProfileRequest:
+    """Return what to profile for a recipe."""
+    return ProfileRequest(graph, dataset, sizes, recipe.train.optimizer, _model_text(recipe))
+
+
+def measured_key(recipe: Recipe, request: ProfileRequest, device: torch.device) -> dict[str, object]:
     """Return what determines a profile measured on a device of this machine, for the cache."""
-    return {**_model_parts(recipe, graph, sizes), **_machine(recipe, device)}
+    return {**_model_parts(recipe, request), **_machine(recipe, device)}
 
 
 def _machine(recipe: Recipe, device: torch.device) -> dict[str, object]:
@@ -106,16 +109,15 @@ def _machine(recipe: Recipe, device: torch.device) -> dict[str, object]:
         }
 
 
-def _read_for(recipe: Recipe, path: str, graph: LayerGraph, dataset: Dataset, sizes: Sequence[int]) -> Profile:
+def _read_for(recipe: Recipe, path: str, request: ProfileRequest) -> Profile:
     """Read the profile file that `engine.timing` names and check that it is of this model, precision and lengths."""
-    found = fitting(load_profile(path, recipe.train.minibatch_size), path, graph, sizes)
+    found = fitting(load_profile(path, recipe.train.minibatch_size), path, request.graph, request.sizes)
     _check_precision(found, path, recipe.train.precision)
-    _check_lengths(found, path, dataset)
+    _check_lengths(found, path, request.dataset)
     if _says_samples(found):
         return found
     # Any device of the catalogue will do: its times aren't used, and bytes are the same on all.
-    device, optimizer = next(iter(DEVICES.values())), recipe.train.optimizer
-    return _with_bytes_of(analytic_profile(graph, dataset, sizes, device, optimizer, _model_text(recipe)), found, path)
+    return _with_bytes_of(analytic_profile(request, next(iter(DEVICES.values()))), found, path)
 
 
 def profile_of_file(recipe: Recipe, dataset: Dataset) -> Profile:
@@ -248,8 +250,9 @@ def _model_text(recipe: Recipe) -> str:
     return f"{recipe.model.get('name') or recipe.model['target']}({options})"
 
 
-def _model_parts(recipe: Recipe, graph: LayerGraph, sizes: Sequence[int]) -> dict[str, object]:
+def _model_parts(recipe: Recipe, request: ProfileRequest) -> dict[str, object]:
     """Return what determines a profile, measured or computed."""
+    graph = request.graph
     tensors = {**dict(graph.root.named_parameters()), **dict(graph.root.named_buffers())}
     return {
         "model": dict(recipe.model),
@@ -258,7 +261,7 @@ def _model_parts(recipe: Recipe, graph: LayerGraph, sizes: Sequence[int]) -> dic
         "graph": str(graph.graph),
         "modules": {name: _described(module) for name, module in graph.root.named_modules()},
         "shapes": {name: str((tuple(tensor.shape), tensor.dtype)) for name, tensor in tensors.items()},
-        "sizes": sorted(sizes),
+        "sizes": sorted(request.sizes),
         "precision": recipe.train.precision,
         "optimizer": asdict(recipe.train.optimizer),
         "torch": torch.__version__,

@@ -32,6 +32,7 @@ from pipebench.profile.clocks import Clock, Reading, device_clock
 from pipebench.profile.devices import local_device_name
 from pipebench.profile.enough import StopRule, uncertainty
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.request import ProfileRequest
 from pipebench.profile.walk import idle_backward_s, walk
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
 from pipebench.zoo.registry import Dataset
@@ -45,12 +46,8 @@ _Samples = Mapping[str, torch.Tensor]
 
 
 def measured_profile(
-    graph: LayerGraph,
-    dataset: Dataset,
-    sizes: Sequence[int],
-    optimizer: OptimizerRecipe,
+    request: ProfileRequest,
     device: torch.device,
-    model_text: str,
     rule: StopRule = _RULE,
     on_progress: OnProgress | None = None,
     *,
@@ -60,7 +57,7 @@ def measured_profile(
     """Time every layer on a device of this machine, with the settings (threads, TF32, determinism) of `engine`.
 
     The model is copied: its parameters, buffers and gradients stay as they are, and so does the random state. GPU
-    memory is released afterwards. Passes at each of `sizes`, in samples, go on until `rule` is met there; the note says
+    memory is released afterwards. Passes at each size go on until `rule` is met there; the note says
     how many there were and how well a pass is known. `on_progress` gets what is measured, in words.
     `whole_steps`: time whole steps as well, to compare the sum over the layers with.
 
@@ -71,8 +68,8 @@ def measured_profile(
     try:
         with torch_settings(engine):
             report = on_progress or _unheard
-            passes = _Passes(graph, dataset, device, rule, report, whole_steps, engine.channels_last)
-            return _measured(passes, sizes, optimizer, model_text)
+            passes = _Passes(request.graph, request.dataset, device, rule, report, whole_steps, engine.channels_last)
+            return _measured(passes, request)
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -82,8 +79,8 @@ def _unheard(work: str) -> None:
     """Ignore progress."""
 
 
-def _measured(passes: "_Passes", sizes: Sequence[int], optimizer: OptimizerRecipe, model_text: str) -> Profile:
-    graph, device = passes.graph, passes.device
+def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:
+    graph, device, (_, _, sizes, optimizer, model) = passes.graph, passes.device, request
     trained = [parameter for parameter in passes.root.parameters() if parameter.requires_grad]
     masters = [p for p in graph.root.parameters() if p.requires_grad] if graph.rounding else trained
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -92,7 +89,7 @@ def _measured(passes: "_Passes", sizes: Sequence[int], optimizer: OptimizerRecip
         entry_s = _median_s(partial(idle_backward_s, device, passes.clock), passes.rule)
         update_s_per_byte, update_floor_s = _update_s(trained, masters, optimizer, passes)
     profile = Profile(
-        model=model_text,
+        model=model,
         device=local_device_name(device),
         source="measured",
         note=f"medians of {_counted(found)} after {_WARM_UPS} passes of warm-up, torch {torch.__version__}",

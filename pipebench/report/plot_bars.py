@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
-from pipebench.report.definition import Column, Measure, Picture, Row
+from pipebench.report.definition import Measure, Picture, Row
 from pipebench.report.evaluated import Evaluated, TableCell
 from pipebench.report.plot_style import (
     GREY,
@@ -105,7 +105,8 @@ def _draw(
                 ends.append(_draw_range(axes, cell, place, value))
                 _write(axes, ends[-1], place, f"{reproduced_text(cell, measure)} {mark_of(cell)}".strip(), "black")
         if bound is not None:
-            ends += _draw_bound(axes, evaluated, rows, bound, column, places, thick)
+            limits = [_number(evaluated.cell(row.name, bound.name, column.name)) for row in rows]
+            ends += _draw_bound(axes, limits, places, thick, plain(bound.title))
     ranges = any(cell.measure == measure.name and cell.low != cell.high for cell in evaluated.cells)
     axes.set_xlim(0, (1 + (_ROOM_FOR_RANGES if ranges else _ROOM)) * max(ends) or 1.0)
     axes.set_xlabel(plain(label_of(measure), 70), fontsize=NORMAL)
@@ -131,20 +132,13 @@ def _draw_published(axes: Axes, rows: Sequence[Row], measure: Measure, first: fl
 
 
 def _draw_bound(
-    axes: Axes,
-    evaluated: Evaluated,
-    rows: Sequence[Row],
-    bound: Measure,
-    column: Column,
-    places: Sequence[float],
-    thick: float,
+    axes: Axes, limits: Sequence[float | None], places: Sequence[float], thick: float, title: str
 ) -> Iterator[float]:
     """Draw a column's upper bounds as a line across each bar; yield their positions."""
-    for row, place in zip(rows, places, strict=True):
-        value = _number(evaluated.cell(row.name, bound.name, column.name))
+    for value, place in zip(limits, places, strict=True):
         if value is not None:
             ends = [place - thick / 2, place + thick / 2]
-            axes.plot([value, value], ends, color="black", linewidth=1.6, label=plain(bound.title))
+            axes.plot([value, value], ends, color="black", linewidth=1.6, label=title)
             yield value
 
 

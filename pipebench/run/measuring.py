@@ -23,7 +23,7 @@ from pipebench.distributed.launch_pipes import ready_listener
 from pipebench.distributed.world import World
 from pipebench.engine.in_situ import InSituTimes, entries, fetches_itself, in_use, mean
 from pipebench.profile.cache import code_hash, find, keep
-from pipebench.profile.choose import measured_key, profile_for
+from pipebench.profile.choose import measured_key, profile_for, profile_request
 from pipebench.profile.devices import local_device_name
 from pipebench.profile.measure import mean_profile, measured_profile
 from pipebench.profile.model import Profile
@@ -77,13 +77,13 @@ class Together:
         if self._alone:
             return self._by_kind(known, profile)
         sizes = travelling_sizes(self._recipe, known.dataset)
-        key = measured_key(self._recipe, known.graph, sizes, self._world.device)
+        request = profile_request(self._recipe, known.graph, known.dataset, sizes)
+        key = measured_key(self._recipe, request, self._world.device)
         self._layers_key = {**key, "together": self._shares}
         with lasting(self._recipe.name, "measuring layers in all workers", shown=self._is_first) as say:
             measure = partial(
-                measured_profile, known.graph, known.dataset, sizes, self._recipe.train.optimizer, self._world.device,
-                profile.model, on_progress=lambda work: say(f"{work}, in all workers"), engine=self._recipe.engine,
-                whole_steps=False,
+                measured_profile, request._replace(model=profile.model), self._world.device, engine=self._recipe.engine,
+                on_progress=lambda work: say(f"{work}, in all workers"), whole_steps=False,
             )  # fmt: skip
 
             def together() -> Profile:
@@ -123,8 +123,9 @@ class Together:
         if kinds[rank] != profile.device and kinds.index(kinds[rank]) == rank:
             with lasting(self._recipe.name, f"measuring layers on {kinds[rank]}") as say:
                 sizes = travelling_sizes(self._recipe, known.dataset)
-                args = self._recipe, self._loaded.cluster, known.graph, known.dataset, sizes, self._world.device, say
-                mine = write_profile(profile_for(*args))
+                request = profile_request(self._recipe, known.graph, known.dataset, sizes)
+                here = profile_for(self._recipe, self._loaded.cluster, request, self._world.device, say)
+                mine = write_profile(here)
         found = {profile.device: profile}
         found |= {kinds[i]: read_profile(text) for i, text in enumerate(self._world.exchange(mine)) if text is not None}
         if {*kinds} == {profile.device}:

@@ -13,9 +13,8 @@ FIRST_PARTS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 ENDS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 # Copies between a device and its host, which run asynchronously.
 COPIES = with_role(COPY)
-# Transfers of layers, numbered by the first minibatch of the move; these and transfers of units.
+# Transfers of layers, numbered by the first minibatch of the move.
 MOVE_OPS = tuple(op for op, row in OPERATIONS.items() if row.about == MOVE)
-TRANSFER_OPS = (*MOVE_OPS, Op.GIVE_UNIT, Op.TAKE_UNIT, Op.FORWARD_AGAIN)
 # Instructions that send to their peer.
 _TOWARDS = (*with_role(SEND), Op.RECUT)
 _OPS = {letters: op for op, letters in _LETTERS.items()}

@@ -22,15 +22,14 @@ def draw_cells(
     backward: Sequence[int],
     *,
     weight: Sequence[int] | None = None,
-    first: int = 0,
     versions: bool = False,
     by_extension: Mapping[str, Any] = NOTHING,
 ) -> list[list[str]]:
     """Return what every worker does in every unit of time: `F3`, `B3` or "" (idle); communication is free.
 
     Parts of a split backward are `I3` (input) and `W3` (weights). With several stages per worker the stage comes first:
-    `2F3`. Versions are appended, `F3@1`, with the updates they are predicted ahead by, `F3@1~2`. Units are numbered
-    from `first`. `by_extension` has extensions' parts in the segment, which mark events' cells.
+    `2F3`. Versions are appended, `F3@1`, with the updates they are predicted ahead by, `F3@1~2`. `by_extension` has
+    extensions' parts in the segment, which mark events' cells.
 
     Stages' times are in units; `weight` is that of a split backward's weight part, half of it by default.
     """
@@ -49,35 +48,12 @@ def draw_cells(
         if op in _LETTERS:
             row, start, end = cells[event.worker], round(event.start_s), round(event.end_s)
             row += [""] * (start - len(row))
-            cell = f"{stage if pipeline.chunks > 1 else ''}{_LETTERS[op]}{number + first}"
+            cell = f"{stage if pipeline.chunks > 1 else ''}{_LETTERS[op]}{number}"
             cell += "".join(part.mark(event) for part in by_extension.values())
             cell += f"@{version}{f'~{ahead}' if ahead else ''}" if versions else ""
             row += [cell] * (end - start)
     width = max(map(len, cells))
     return [row + [""] * (width - len(row)) for row in cells]
-
-
-def draw(
-    pipeline: Pipeline,
-    num_minibatches: int,
-    forward: Sequence[int],
-    backward: Sequence[int],
-    *,
-    weight: Sequence[int] | None = None,
-    width: int | None = None,
-    versions: bool = False,
-    by_extension: Mapping[str, Any] = NOTHING,
-    since: int = 0,
-) -> str:
-    """Return `draw_cells` as text, `.` for idle.
-
-    Without the first `since` units of time, and with lines of at most `width` characters, cut off after whole units;
-    other arguments as in `draw_cells`.
-    """
-    cells = draw_cells(
-        pipeline, num_minibatches, forward, backward, weight=weight, versions=versions, by_extension=by_extension
-    )
-    return blocks(pipeline, [row[since:] for row in cells], width)[0]
 
 
 def blocks(pipeline: Pipeline, rows: Sequence[Sequence[str]], width: int | None) -> list[str]:

@@ -32,6 +32,7 @@ from pipebench.train.job import Job
 from pipebench.train.memory_forecast import what_would_help
 from pipebench.train.metrics import (
     EarlierWorkers,
+    curve_metrics,
     describe,
     result_fields,
     run_metrics,
@@ -284,7 +285,8 @@ class TrainingLoop:
         facts = sum_facts(self._engine.exchange(self._engine.facts()))
         measured = self._engine.measured(self._clock.training_s - self._earlier.training_s)
         job = replace(self._job, setup=self._engine.setup)
-        metrics = run_metrics(job, self._samples, self._clock, self._curves, facts, measured, self._earlier)
+        metrics = run_metrics(job, self._samples, self._clock, facts, measured, self._earlier)
+        metrics |= curve_metrics(job, self._clock, self._curves)
         for extension in self._extensions:
             metrics |= extension.metrics(self._earlier.num_bytes + facts["num_bytes"])
         if self._policy.checkpoints is not None:

@@ -101,12 +101,11 @@ def run_metrics(
     job: Job,
     samples: int,
     clock: RunClock,
-    curves: Curves,
     facts: Mapping[str, Any],
     measured: RunMeasurements,
     earlier: EarlierWorkers,
 ) -> dict[str, float]:
-    """Return the metrics of a run that trained `samples`; `facts` as by `sum_facts`."""
+    """Return the metrics of a run that trained `samples`, but those of its curves; `facts` as by `sum_facts`."""
     setup, training_s = job.setup, clock.training_s
     metrics: dict[str, float] = {
         "training_time_s": training_s,
@@ -128,13 +127,19 @@ def run_metrics(
         metrics["throughput_samples_per_s"] = samples / training_s
         metrics["epoch_time_s"] = training_s * setup.sampler.num_samples / samples
         metrics |= measured.metrics
+    return metrics
+
+
+def curve_metrics(job: Job, clock: RunClock, curves: Curves) -> dict[str, float]:
+    """Return when the target was reached, if it was, and the curves' best and final values."""
+    metrics: dict[str, float] = {}
     if curves.reached is not None:
         metrics["time_to_accuracy_s"] = curves.reached.clock_s
         metrics["time_to_accuracy_without_evaluation_s"] = curves.reached_training_s
         # All evaluations and restarts came before: reaching the target ends the run.
         apart_s = curves.reached_training_s + clock.evaluation_s + clock.lost_s
         metrics["time_to_accuracy_checkpoint_s"] = max(0.0, curves.reached.clock_s - apart_s)
-        metrics["epochs_to_target"] = curves.reached.samples / setup.sampler.num_samples
+        metrics["epochs_to_target"] = curves.reached.samples / job.setup.sampler.num_samples
     return metrics | curves.final_metrics()
 
 

@@ -23,7 +23,15 @@ from pipebench.model.sliced import ProcessSlicer, Slicer
 from pipebench.model.slices_in_turn import SlicerInTurn
 from pipebench.model.trace_check import check_traced
 from pipebench.profile.as_graph import InputsOf, graph_of, work_of
-from pipebench.profile.choose import check_sizes, fitting, has_one_size, is_measured, profile_for, profile_of_file
+from pipebench.profile.choose import (
+    check_sizes,
+    fitting,
+    has_one_size,
+    is_measured,
+    profile_for,
+    profile_of_file,
+    profile_request,
+)
 from pipebench.profile.model import Profile
 from pipebench.profile.tensor import with_exchanges
 from pipebench.recipe.engines import engine_kind
@@ -95,7 +103,7 @@ def profile_model(
     if profile_given is not None:
         profile = fitting(profile_given, _OF_DECISION, graph, sizes)
     else:
-        profile = profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
+        profile = profile_for(recipe, cluster, profile_request(recipe, graph, dataset, sizes), device, on_progress)
         profile = profile if slices == 1 else with_exchanges(profile, cluster.levels[0], slices)
     if is_users and decides and len(graph.layers) > 1:  # one layer runs unchanged, and the zoo's are tested
         check_traced(*exact, sizes)

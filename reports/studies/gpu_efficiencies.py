@@ -14,6 +14,7 @@ from pipebench.model.rounded_data import RoundedData
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES, DeviceSpec
 from pipebench.profile.efficiencies import AMPERE, FREE_GRADIENTS, HOPPER, SHIPPED
+from pipebench.profile.request import ProfileRequest
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.zoo.registry import Dataset
 from reports.studies.planned_models import table
@@ -150,7 +151,9 @@ def _images_per_s(model: str, device: DeviceSpec, precision: str, images: int) -
     data: Dataset = Images()
     if graph.rounding:
         data = RoundedData(data, graph.rounding.low_type)
-    profile = analytic_profile(graph, data, [images], device, OptimizerRecipe("sgd", lr=0.1, momentum=0.9), model)
+    profile = analytic_profile(
+        ProfileRequest(graph, data, [images], OptimizerRecipe("sgd", lr=0.1, momentum=0.9), model), device
+    )
     rows = profile.layers[images]
     update = profile.update_floor_s + profile.update_s_per_byte * sum(row.parameter_bytes for row in rows)
     return images / (sum(row.forward_s + row.backward_s for row in rows) + update)

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from pipebench.engine.setup import Setup
 from pipebench.extensions.moves.engine import moving
 from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition, Starts, layout_problems
-from pipebench.extensions.moves.simulated_engine import simulate_moves
 from pipebench.extensions.moves.throughput import Finished, Finishes, throughput
 from pipebench.model.plan import recut
 from pipebench.recipe.clusters import load_cluster
@@ -24,6 +23,7 @@ from pipebench.schedule.operations import MIGRATION
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import SegmentTotals
 from pipebench.train.prepare import prepare
+from tests.engine.moved_segment import simulate_moves
 
 RECIPE = "recipes/vpipe/bert/pipedream.yaml"
 COUNT, AT = 280, 100  # minibatches; the first one that runs forward under the new cuts

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import device_of
 from pipebench.profile.model import LayerProfile
+from pipebench.profile.request import ProfileRequest
 from pipebench.recipe.load import load
 from pipebench.report.catalog import reports_folder
 from pipebench.report.values import VALUES, read_values
@@ -158,7 +159,9 @@ def rows_of(model: str) -> tuple[LayerProfile, ...]:
     """Return a model's layers at Table 3's minibatch with vPipe."""
     loaded, samples = load(f"vpipe/{model}/pipedream"), BATCHES[model]
     known, device = profile_model(loaded.recipe, loaded.cluster), device_of(loaded.cluster)
-    profile = analytic_profile(known.graph, known.dataset, [samples], device, loaded.recipe.train.optimizer, "")
+    profile = analytic_profile(
+        ProfileRequest(known.graph, known.dataset, [samples], loaded.recipe.train.optimizer, ""), device
+    )
     return profile.layers[samples]
 
 

@@ -12,6 +12,7 @@ from pipebench.cluster import Cluster
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import device_of
 from pipebench.profile.model import LayerProfile
+from pipebench.profile.request import ProfileRequest
 from pipebench.recipe.load import load
 from pipebench.report.fitting import Cell, Sought, fit
 from pipebench.report.scores import geometric_mean_error
@@ -127,7 +128,9 @@ class Model:
 
     def _rows(self, cluster: Cluster) -> Mapping[int, Sequence[LayerProfile]]:
         known, optimizer = self._known, self._loaded.recipe.train.optimizer
-        return analytic_profile(known.graph, known.dataset, [*self.published], device_of(cluster), optimizer, "").layers
+        return analytic_profile(
+            ProfileRequest(known.graph, known.dataset, [*self.published], optimizer, ""), device_of(cluster)
+        ).layers
 
 
 def _seconds(rows: Sequence[LayerProfile], index: int) -> list[float]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipebench.distributed import reducer as reducer_module
 from pipebench.distributed.instruction_times import HostTimer
-from pipebench.distributed.reducer import Reducer
+from pipebench.distributed.reducer import Reducer, Summing
 from pipebench.engine.replica import Replica, UnitInput
 from pipebench.model.graph import trace
 from pipebench.model.plan import make_plan
@@ -56,9 +56,8 @@ def gradients(seed: int = 0) -> list[torch.Tensor]:
 
 def make(like: list[torch.Tensor] | None = None, buckets: list[list[int]] = BUCKETS) -> Reducer:
     clock = itertools.count()
-    return Reducer(
-        buckets, like or parameters(), None, host_copy=False, timer=HostTimer(0, lambda: float(next(clock)), print)
-    )
+    timer = HostTimer(0, lambda: float(next(clock)), print)
+    return Reducer(buckets, like or parameters(), Summing(None, host_copy=False), timer)
 
 
 def test_buckets_set_out_in_one_order_whatever_order_gradients_come_in(wire: Wire) -> None:

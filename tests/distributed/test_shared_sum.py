@@ -12,7 +12,7 @@ import torch
 from pipebench.distributed.instruction_times import HostTimer
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.pipes import PipePair
-from pipebench.distributed.reducer import Reducer, shared_bytes
+from pipebench.distributed.reducer import Reducer, Summing, shared_bytes
 from pipebench.distributed.shared_sum import SharedFile, SharedSum, room_bytes
 from tests.patience import PATIENCE_S
 
@@ -161,9 +161,8 @@ def test_a_reducer_sums_what_only_one_replica_has() -> None:
     found: dict[int, list[torch.Tensor | None]] = {}
 
     def work(replica: int) -> None:
-        reducer = Reducer(
-            buckets, like, None, host_copy=False, timer=HostTimer(0, lambda: 0.0, print), shared=shares[replica]
-        )
+        summing = Summing(None, host_copy=False, shared=shares[replica])
+        reducer = Reducer(buckets, like, summing, HostTimer(0, lambda: 0.0, print))
         reducer.connect()
         for _ in range(3):
             if replica == 0:

@@ -13,13 +13,13 @@ from pipebench.cluster import Cluster, Level
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.extensions.moves.engine import moves_of, moving
 from pipebench.extensions.moves.repartition_plan import Repartition
-from pipebench.extensions.moves.simulated_engine import simulate_moves
 from pipebench.extensions.moves.throughput import Finishes, throughput
 from pipebench.model.plan import recut
 from pipebench.schedule.operations import MIGRATION, Op
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import TimelineEvent
+from tests.engine.moved_segment import simulate_moves
 from tests.engine.test_live_moves import SEVERAL
 from tests.models import ConvNet
 from tests.support import Blobs, Mlp, make_setup

@@ -12,10 +12,11 @@ from pipebench.extensions.moves.balancing import RepartitionController, StageRep
 from pipebench.extensions.moves.engine import moves_of, moving
 from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.extensions.moves.settings import settings_of
-from pipebench.extensions.moves.simulated_engine import SimulatedEngine, simulate_moves
+from pipebench.extensions.moves.simulated_engine import SimulatedEngine
 from pipebench.model.plan import recut
 from pipebench.schedule.modes import RECOMPUTE
 from pipebench.simulate.steady import SegmentTotals
+from tests.engine.moved_segment import simulate_moves
 from tests.engine.test_balancing import balancing, with_momentum
 from tests.models import SkipNet
 from tests.support import Blobs, Mlp, make_engine, make_setup

@@ -15,6 +15,7 @@ from pipebench.profile.devices import DEVICES, DeviceSpec, find_device
 from pipebench.profile.efficiencies import LAUNCH_S, SHIPPED
 from pipebench.profile.model import Profile
 from pipebench.profile.recurrent import GpuKernels
+from pipebench.profile.request import ProfileRequest
 from pipebench.profile.roofline import Roofline
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.zoo.mnist5k import mnist5k
@@ -39,7 +40,7 @@ class Images(Blobs):
 def full_vgg(size: int) -> Profile:
     with torch.device("meta"):
         graph = trace(vgg16())
-    return analytic_profile(graph, Images(), [size], V100, SGD, "vgg16")
+    return analytic_profile(ProfileRequest(graph, Images(), [size], SGD, "vgg16"), V100)
 
 
 def test_flops_of_a_convolution() -> None:
@@ -158,7 +159,7 @@ def test_weight_parts_are_about_half_of_what_can_be_split() -> None:
 
 def test_sizes_are_profiled_not_scaled() -> None:
     graph = trace(vgg16(width=0.125, batch_norm=True, num_classes=10, in_channels=1, image_size=32))
-    profile = analytic_profile(graph, mnist5k(), [8, 512], V100, SGD, "narrow")
+    profile = analytic_profile(ProfileRequest(graph, mnist5k(), [8, 512], SGD, "narrow"), V100)
     small, large = (profile.layers[n] for n in (8, 512))
     assert [row.name for row in small] == [*(layer.name for layer in graph.layers), "loss"]
     assert sum(row.forward_s for row in large) < 64 * sum(row.forward_s for row in small)
@@ -171,7 +172,7 @@ def test_sizes_are_profiled_not_scaled() -> None:
 def test_the_model_keeps_its_weights_and_buffers() -> None:
     model = vgg16(width=0.125, batch_norm=True, num_classes=10, in_channels=1, image_size=32).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    analytic_profile(trace(model), mnist5k(), [8], V100, SGD, "narrow")
+    analytic_profile(ProfileRequest(trace(model), mnist5k(), [8], SGD, "narrow"), V100)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not model.training
 
@@ -186,7 +187,7 @@ def test_the_model_keeps_its_weights_and_buffers() -> None:
 )
 def test_update_time_counts_the_passes_over_the_parameters(optimizer: OptimizerRecipe, passes: int) -> None:
     linear = trace(nn.Linear(6, 4, dtype=torch.float64))
-    profile = analytic_profile(linear, Blobs(), [2], V100, optimizer, "linear")
+    profile = analytic_profile(ProfileRequest(linear, Blobs(), [2], optimizer, "linear"), V100)
     assert profile.update_s_per_byte == passes / (V100.memory_bytes_per_s * SHIPPED.memory)
     assert profile.update_floor_s == LAUNCH_S
 
@@ -194,14 +195,14 @@ def test_update_time_counts_the_passes_over_the_parameters(optimizer: OptimizerR
 def test_progress_names_sizes() -> None:
     told: list[str] = []
     graph = trace(nn.Linear(6, 4, dtype=torch.float64))
-    analytic_profile(graph, Blobs(), [2, 3], V100, SGD, "linear", told.append)
+    analytic_profile(ProfileRequest(graph, Blobs(), [2, 3], SGD, "linear"), V100, told.append)
     assert told == ["computing all layers at 2 samples, 1 of 2", "computing all layers at 3 samples, 2 of 2"]
 
 
 def test_shared_parameters_stay_shared() -> None:
     model = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), nn.Linear(6, 6, dtype=torch.float64))
     model[1].weight = model[0].weight
-    rows = analytic_profile(trace(model), Blobs(), [2], V100, SGD, "tied").layers[2]
+    rows = analytic_profile(ProfileRequest(trace(model), Blobs(), [2], SGD, "tied"), V100).layers[2]
     assert [row.parameter_bytes for row in rows] == [(36 + 6) * 8, (36 + 6) * 8, 0]
 
 
@@ -235,9 +236,9 @@ class NeedsData(nn.Module):
 
 def test_a_layer_that_needs_data_is_priced_with_some() -> None:
     model = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), NeedsData(), nn.Linear(6, 4, dtype=torch.float64))
-    profile = analytic_profile(trace(model), Blobs(), [2, 4], V100, SGD, "needs data")
+    profile = analytic_profile(ProfileRequest(trace(model), Blobs(), [2, 4], SGD, "needs data"), V100)
     plain = nn.Sequential(*(nn.Linear(6, n, dtype=torch.float64) for n in (6, 6, 4)))
-    expected = analytic_profile(trace(plain), Blobs(), [2, 4], V100, SGD, "plain")
+    expected = analytic_profile(ProfileRequest(trace(plain), Blobs(), [2, 4], SGD, "plain"), V100)
     assert "; _1 needs data" in profile.note
     assert "needs data" not in expected.note
     for size, rows in profile.layers.items():

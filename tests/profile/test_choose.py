@@ -1,7 +1,6 @@
 """Which profile a recipe gets, and what is refused."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,18 @@ from torch import nn
 
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import ProfileError
-from pipebench.model.graph import LayerGraph, trace
+from pipebench.model.graph import trace
 from pipebench.profile import choose
 from pipebench.profile.analytic import analytic_profile
-from pipebench.profile.choose import profile_for
+from pipebench.profile.choose import profile_for, profile_request
 from pipebench.profile.devices import DEVICES
 from pipebench.profile.graph_txt import write_graph_txt
 from pipebench.profile.load import load_profile
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.request import ProfileRequest
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe, Recipe, TrainRecipe
 from pipebench.zoo.mnist5k import mnist5k
-from pipebench.zoo.registry import Dataset
 from pipebench.zoo.vgg import vgg16
 
 OPTIONS: dict[str, Any] = {"width": 0.125, "num_classes": 10, "in_channels": 1, "image_size": 32}
@@ -44,7 +43,8 @@ def choice(timing: str, device: str = "V100", **options: Any) -> Profile:
         train=train,
         engine=EngineRecipe(timing=timing),
     )
-    return profile_for(recipe, cluster(device), GRAPH, mnist5k(), [4], torch.device("cpu"))
+    request = profile_request(recipe, GRAPH, mnist5k(), [4])
+    return profile_for(recipe, cluster(device), request, torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +54,9 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     asked: list[str] = []
     computed = choice("analytic")
 
-    def stand_in(*args: Any, **kwargs: Any) -> Profile:
-        asked.append(args[5])
-        return replace(computed, source="measured", model=args[5])
+    def stand_in(request: ProfileRequest, *args: Any, **kwargs: Any) -> Profile:
+        asked.append(request.model)
+        return replace(computed, source="measured", model=request.model)
 
     monkeypatch.setattr(choose, "measured_profile", stand_in)
     return asked
@@ -79,7 +79,7 @@ def test_computed_once_until_something_changes(monkeypatch: pytest.MonkeyPatch) 
     computed: list[str] = []
 
     def spy(*args: Any) -> Profile:
-        computed.append(args[3].name)
+        computed.append(args[1].name)
         return analytic_profile(*args)
 
     monkeypatch.setattr(choose, "analytic_profile", spy)
@@ -109,8 +109,8 @@ class Striding(nn.Module):
 def test_options_of_layers_are_part_of_the_key(timing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.1.0: names and shapes of weights were, so a stride changed in a helper's module found the old profile."""
 
-    def measured(graph: LayerGraph, dataset: Dataset, sizes: Sequence[int], *_: object, **__: object) -> Profile:
-        return analytic_profile(graph, dataset, sizes, DEVICES["V100"], SGD, "")
+    def measured(request: ProfileRequest, *_: object, **__: object) -> Profile:
+        return analytic_profile(request, DEVICES["V100"])
 
     monkeypatch.setattr(choose, "measured_profile", measured)
     recipe = Recipe(
@@ -118,9 +118,8 @@ def test_options_of_layers_are_part_of_the_key(timing: str, monkeypatch: pytest.
         train=TrainRecipe(minibatch_size=4, optimizer=SGD, max_epochs=1),
     )  # fmt: skip
     here = cluster("V100" if timing == "analytic" else "local")
-    one, two = (
-        profile_for(recipe, here, trace(Striding(stride)), mnist5k(), [4], torch.device("cpu")) for stride in (1, 2)
-    )
+    requests = (profile_request(recipe, trace(Striding(stride)), mnist5k(), [4]) for stride in (1, 2))
+    one, two = (profile_for(recipe, here, request, torch.device("cpu")) for request in requests)
     assert one.layers[4][0].output_bytes > two.layers[4][0].output_bytes
 
 
@@ -171,7 +170,9 @@ def test_a_graph_txt_gives_times_and_the_model_bytes(tmp_path: Path) -> None:
 
 
 def choice_at(size: int) -> tuple[LayerProfile, ...]:
-    return analytic_profile(GRAPH, mnist5k(), [size], DEVICES["V100"], OptimizerRecipe("sgd", lr=0.1), "m").layers[size]
+    return analytic_profile(
+        ProfileRequest(GRAPH, mnist5k(), [size], OptimizerRecipe("sgd", lr=0.1), "m"), DEVICES["V100"]
+    ).layers[size]
 
 
 MALFORMED = {

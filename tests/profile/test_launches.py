@@ -13,6 +13,7 @@ from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES, device_of
 from pipebench.profile.efficiencies import LAUNCH_S, SHIPPED
 from pipebench.profile.recurrent import GpuKernels
+from pipebench.profile.request import ProfileRequest
 from pipebench.profile.roofline import Roofline
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.schema import OptimizerRecipe
@@ -50,7 +51,7 @@ def test_kernels_are_as_many_as_torchs_tracer_finds(make: Callable[[], nn.Module
     """A pause of a second per kernel makes seconds their number; backwards differ in how gradients that meet add up."""
     with torch.device("meta"):
         graph = trace(make())
-    rows = analytic_profile(graph, dataset, [2], replace(V100, pause_s=1.0), SGD, "").layers[2]
+    rows = analytic_profile(ProfileRequest(graph, dataset, [2], SGD, ""), replace(V100, pause_s=1.0)).layers[2]
     forward, backward = launches(make(), dataset, 2)
     assert round(sum(row.forward_s for row in rows)) == forward
     assert sum(row.backward_s for row in rows) == pytest.approx(backward, rel=0.05)
@@ -60,10 +61,10 @@ def test_every_kernel_takes_its_launch_at_least_and_pauses() -> None:
     """By hand: a product and its bias are one kernel, so is an activation; the first layer has two gradients."""
     graph = trace(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).double())
     slow = replace(V100, launch_s=20e-6, pause_s=300e-6)
-    first, relu, last, _ = analytic_profile(graph, Blobs(), [2], slow, SGD, "").layers[2]
+    first, relu, last, _ = analytic_profile(ProfileRequest(graph, Blobs(), [2], SGD, ""), slow).layers[2]
     assert [row.forward_s for row in (first, relu, last)] == pytest.approx([320e-6] * 3)
     assert [row.backward_s for row in (first, relu, last)] == pytest.approx([640e-6, 320e-6, 960e-6])
-    profile = analytic_profile(graph, Blobs(), [2], slow, SGD, "")
+    profile = analytic_profile(ProfileRequest(graph, Blobs(), [2], SGD, ""), slow)
     assert profile.update_floor_s == pytest.approx(320e-6)
     assert "20 us per kernel and 300 us of pause after it;" in profile.note
 

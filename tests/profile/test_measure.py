@@ -16,6 +16,7 @@ from pipebench.profile.clocks import device_clock
 from pipebench.profile.enough import StopRule
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
+from pipebench.profile.request import ProfileRequest
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
 from pipebench.zoo.mnist5k import mnist5k
 from pipebench.zoo.vgg import VGG, vgg16
@@ -40,7 +41,10 @@ def narrow() -> VGG:
 @pytest.fixture(scope="module")
 def profile() -> Profile:
     return measured_profile(
-        trace(narrow()), mnist5k(), [4, 16], SGD, CPU, "narrow vgg16", rule=StopRule(most=3), engine=ENGINE
+        ProfileRequest(trace(narrow()), mnist5k(), [4, 16], SGD, "narrow vgg16"),
+        CPU,
+        rule=StopRule(most=3),
+        engine=ENGINE,
     )
 
 
@@ -108,7 +112,7 @@ def test_a_language_model(kind: str) -> None:
         model.embed.requires_grad_(False)
     if kind == "tied":
         model.decode.weight = model.embed.weight
-    profile = measured_profile(trace(model), Words(), [8], SGD, CPU, kind, engine=ENGINE)
+    profile = measured_profile(ProfileRequest(trace(model), Words(), [8], SGD, kind), CPU, engine=ENGINE)
     rows = {row.name: row for row in profile.layers[8]}
     assert rows["embed"].inputs == ("tokens",)
     assert rows["first"].output_parts == (8 * 20 * 64 * 4, 8 * 64 * 4, 8 * 64 * 4)
@@ -124,7 +128,9 @@ def test_a_language_model(kind: str) -> None:
 
 def test_vgg_adds_up() -> None:
     model = vgg16(width=0.25, num_classes=10, in_channels=1, image_size=32)
-    profile = measured_profile(trace(model), mnist5k(), [32], SGD, CPU, "vgg16", rule=StopRule(most=5), engine=ENGINE)
+    profile = measured_profile(
+        ProfileRequest(trace(model), mnist5k(), [32], SGD, "vgg16"), CPU, rule=StopRule(most=5), engine=ENGINE
+    )
     assert 0.25 < profile.sum_over_whole[32] < 4  # 0.9 to 1.1 on a quiet machine
 
 
@@ -132,7 +138,9 @@ def test_model_and_random_state_are_left_as_found() -> None:
     model = narrow().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    measured_profile(trace(model), mnist5k(), [2], SGD, CPU, "narrow", rule=StopRule(most=1), engine=ENGINE)
+    measured_profile(
+        ProfileRequest(trace(model), mnist5k(), [2], SGD, "narrow"), CPU, rule=StopRule(most=1), engine=ENGINE
+    )
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -143,7 +151,9 @@ def test_progress_names_layers_and_sizes_which_take_turns(monkeypatch: pytest.Mo
     monkeypatch.setattr(measure, "_TELL_EVERY_S", 0.0)
     told: list[str] = []
     graph = trace(nn.Linear(6, 4, dtype=torch.float64))
-    measured_profile(graph, Blobs(), [2, 3], SGD, CPU, "linear", StopRule(most=1), told.append, engine=ENGINE)
+    measured_profile(
+        ProfileRequest(graph, Blobs(), [2, 3], SGD, "linear"), CPU, StopRule(most=1), told.append, engine=ENGINE
+    )
     one = [f"measuring layer {k} of 2 at {size} samples" for size in (2, 3) for k in (1, 1, 2, 1)]
     first = [line for line in one if line.startswith("measuring layer 1")][::3]
     # The first pass counts bytes and says only that it begins; forwards go up, backwards down, but for the loss, whose
@@ -153,7 +163,9 @@ def test_progress_names_layers_and_sizes_which_take_turns(monkeypatch: pytest.Mo
 
 def test_a_model_without_parameters() -> None:
     graph = trace(nn.Tanh())
-    profile = measured_profile(graph, Blobs(shape=(4,)), [2], SGD, CPU, "tanh", rule=StopRule(most=1), engine=ENGINE)
+    profile = measured_profile(
+        ProfileRequest(graph, Blobs(shape=(4,)), [2], SGD, "tanh"), CPU, rule=StopRule(most=1), engine=ENGINE
+    )
     assert (profile.update_s_per_byte, profile.update_floor_s) == (0, 0)
     assert profile.layers[2][0].backward_s == 0
 
@@ -163,7 +175,7 @@ def test_optimizers(name: str) -> None:
     graph = trace(nn.Linear(6, 4, dtype=torch.float64))
     assert (
         measured_profile(
-            graph, Blobs(), [2], OptimizerRecipe(name, lr=0.1), CPU, "", StopRule(most=1), engine=ENGINE
+            ProfileRequest(graph, Blobs(), [2], OptimizerRecipe(name, lr=0.1), ""), CPU, StopRule(most=1), engine=ENGINE
         ).update_floor_s
         > 0
     )
@@ -173,12 +185,8 @@ def test_optimizers(name: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu() -> None:
     found = measured_profile(
-        trace(narrow()),
-        mnist5k(),
-        [16],
-        SGD,
+        ProfileRequest(trace(narrow()), mnist5k(), [16], SGD, "narrow vgg16"),
         torch.device("cuda"),
-        "narrow vgg16",
         rule=StopRule(most=3),
         engine=ENGINE,
     )
@@ -191,7 +199,10 @@ def test_on_a_gpu() -> None:
 def test_measuring_leaves_no_cached_gpu_memory() -> None:
     def measure_once() -> int:
         measured_profile(
-            trace(narrow()), mnist5k(), [16], SGD, torch.device("cuda"), "", rule=StopRule(most=1), engine=ENGINE
+            ProfileRequest(trace(narrow()), mnist5k(), [16], SGD, ""),
+            torch.device("cuda"),
+            rule=StopRule(most=1),
+            engine=ENGINE,
         )
         return torch.cuda.memory_reserved()
 
@@ -211,10 +222,10 @@ def test_gpu_memory_is_given_back_whatever_came_of_it(
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("emptied"))
     monkeypatch.setattr(measure, "_measured", lambda *_: None)
-    measured_profile(trace(nn.Tanh()), Blobs(), [2], SGD, torch.device(device), "", engine=ENGINE)
+    measured_profile(ProfileRequest(trace(nn.Tanh()), Blobs(), [2], SGD, ""), torch.device(device), engine=ENGINE)
     monkeypatch.setattr(measure, "_measured", fails)
     with pytest.raises(ProfileError):
-        measured_profile(trace(nn.Tanh()), Blobs(), [2], SGD, torch.device(device), "", engine=ENGINE)
+        measured_profile(ProfileRequest(trace(nn.Tanh()), Blobs(), [2], SGD, ""), torch.device(device), engine=ENGINE)
     assert len(told) == emptied
 
 
@@ -242,5 +253,7 @@ def test_loading_is_timed_when_it_has_become_steady(
     data.loader_processes = processes
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: data.now_s))
     graph = trace(nn.Linear(6, 4, dtype=torch.float64))
-    profile = measured_profile(graph, data, [2], SGD, CPU, "linear", rule=StopRule(most=4), engine=ENGINE)
+    profile = measured_profile(
+        ProfileRequest(graph, data, [2], SGD, "linear"), CPU, rule=StopRule(most=4), engine=ENGINE
+    )
     assert profile.load_s[2] == pytest.approx(each_s)

@@ -15,11 +15,12 @@ from pipebench.model.rounded_data import RoundedData
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.state_graph import prefixes
 from pipebench.profile.analytic import analytic_profile
-from pipebench.profile.choose import profile_for
+from pipebench.profile.choose import profile_for, profile_request
 from pipebench.profile.devices import find_device
 from pipebench.profile.enough import StopRule
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
+from pipebench.profile.request import ProfileRequest
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import load
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
@@ -61,8 +62,10 @@ def lowered(name: str, precision: str) -> tuple[LayerGraph, Dataset]:
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes_alone_give_the_bytes_that_data_gives(name: str, precision: str) -> None:
     graph, data = lowered(name, precision)
-    shapes = analytic_profile(graph, data, [4], find_device("V100"), SGD, name)
-    real = measured_profile(graph, data, [4], SGD, torch.device("cpu"), name, StopRule(most=1), engine=EngineRecipe())
+    shapes = analytic_profile(ProfileRequest(graph, data, [4], SGD, name), find_device("V100"))
+    real = measured_profile(
+        ProfileRequest(graph, data, [4], SGD, name), torch.device("cpu"), StopRule(most=1), engine=EngineRecipe()
+    )
     exact = {n: p.nbytes for n, p in graph.root.named_parameters()}
     for computed, measured in zip(shapes.layers[4], real.layers[4], strict=True):
         for column in ("output_bytes", "gradient_bytes", "parameter_sizes", "master_sizes", "buffer_sizes"):
@@ -101,7 +104,7 @@ def test_products_run_at_the_peak_of_tensor_cores_where_there_are_some(
     def forward_s(precision: str) -> float:
         graph = in_precision(trace(Wide().to("meta")), precision)
         data = RoundedData(blobs(), graph.rounding.low_type) if graph.rounding else blobs()
-        rows = analytic_profile(graph, data, [4], spec, SGD, "wide").layers[4]
+        rows = analytic_profile(ProfileRequest(graph, data, [4], SGD, "wide"), spec).layers[4]
         return next(row.forward_s for row in rows if row.name == "b")
 
     ratio = forward_s("fp32") / forward_s(precision)
@@ -118,7 +121,7 @@ def test_memory_is_what_was_predicted_at_most(mode: str) -> None:
         make_optimizer=lambda p: torch.optim.SGD(p, 0.05, 0.9),
     )  # fmt: skip
     graph, data = lowered("conv", "bf16")
-    profile = analytic_profile(graph, data, [2, 4], find_device("V100"), SGD, "conv")
+    profile = analytic_profile(ProfileRequest(graph, data, [2, 4], SGD, "conv"), find_device("V100"))
     rows = profile.layers[4 // setup.pipeline.microbatches]
     engine = trained(setup, 8)
     versions = None if setup.pipeline.weights.startswith("stash") else 1
@@ -163,6 +166,7 @@ def test_the_cache_knows_precisions_apart(tmp_path: Path, monkeypatch: pytest.Mo
     for precision in ("fp32", "bf16", "fp32"):
         recipe = replace(loaded.recipe, train=replace(loaded.recipe.train, precision=precision))
         graph = in_precision(setup.graph, precision)
-        profile = profile_for(recipe, loaded.cluster, graph, setup.dataset, [4], torch.device("cpu"))
+        request = profile_request(recipe, graph, setup.dataset, [4])
+        profile = profile_for(recipe, loaded.cluster, request, torch.device("cpu"))
         found[precision] = profile.layers[4][0].parameter_bytes
     assert found["fp32"] == 2 * found["bf16"]

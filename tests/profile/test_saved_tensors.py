@@ -12,6 +12,7 @@ from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES
 from pipebench.profile.graph_txt import read_graph_txt, write_graph_txt
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.request import ProfileRequest
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.zoo.alexnet import alexnet
 from pipebench.zoo.imagenet import imagenet
@@ -26,7 +27,7 @@ def analytic(make: Callable[[], nn.Module]) -> Profile:
     with torch.device("meta"):
         graph = trace(make())
     sgd = OptimizerRecipe("sgd", lr=0.1)
-    return analytic_profile(graph, imagenet(root="nowhere"), [SIZE], DEVICES["V100"], sgd, "model")
+    return analytic_profile(ProfileRequest(graph, imagenet(root="nowhere"), [SIZE], sgd, "model"), DEVICES["V100"])
 
 
 def total(rows: tuple[LayerProfile, ...]) -> int:

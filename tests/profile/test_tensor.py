@@ -7,9 +7,9 @@ import pytest
 
 from pipebench.cluster import Cluster, Level, coarser
 from pipebench.errors import PlanError, ProfileError, RecipeError
-from pipebench.model.graph import LayerGraph
 from pipebench.planner.predict import payload
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.request import ProfileRequest
 from pipebench.profile.tensor import with_exchanges
 from pipebench.recipe.load import load_mapping
 from pipebench.schedule.modes import MODES
@@ -105,8 +105,8 @@ def test_slices_are_measured_where_they_compute(timing: str, monkeypatch: pytest
     """By name as by default: layers of half the width, not whole ones."""
     widths = []
 
-    def measured(graph: LayerGraph, *_: Any, **__: Any) -> Profile:
-        widths.append(sum(parameter.numel() for parameter in graph.root.parameters()))
+    def measured(request: ProfileRequest, *_: Any, **__: Any) -> Profile:
+        widths.append(sum(parameter.numel() for parameter in request.graph.root.parameters()))
         raise ProfileError("seen enough")
 
     monkeypatch.setattr("pipebench.profile.choose.measured_profile", measured)

@@ -11,8 +11,8 @@ from pipebench.schedule.operations import Op
 from pipebench.schedule.orders import Order
 from pipebench.schedule.passes import Pass
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.simulate.drawing import draw
 from tests.engine.test_modes import momentum, sequentially
+from tests.pictures import draw
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of, unit_profile
 
 PICTURE = """\

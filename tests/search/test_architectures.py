@@ -16,6 +16,7 @@ from pipebench.model.plan import make_plan
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import device_of
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.request import ProfileRequest
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.simulate.costs import stage_costs
 from tests.model.test_cells import Stack
@@ -28,7 +29,7 @@ ADAM = OptimizerRecipe("adam", 0.1)
 
 def computed(names: str = "abcd") -> tuple[Any, Profile]:
     graph = trace(Stack(names))
-    return graph, analytic_profile(graph, Blobs(), (2, 4), device_of(SLOW_HOST), ADAM, "stack")
+    return graph, analytic_profile(ProfileRequest(graph, Blobs(), (2, 4), ADAM, "stack"), device_of(SLOW_HOST))
 
 
 def architectures(profile: Profile | None = None) -> Architectures:

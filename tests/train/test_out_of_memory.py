@@ -14,6 +14,7 @@ from pipebench.model import allocator
 from pipebench.model.allocator import Allocator
 from pipebench.profile import measure
 from pipebench.profile.enough import StopRule
+from pipebench.profile.request import ProfileRequest
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.simulate.memory import WORKSPACES, stage_memories
 from pipebench.train.engines import on_virtual_clock
@@ -85,10 +86,9 @@ def test_workspaces_are_measured_kept_and_predicted(monkeypatch: pytest.MonkeyPa
     given = prepared(recipe(), plan=([4], [1, 1]))
     setup, stand_in = given.setup, Standing()
     monkeypatch.setattr(measure, "allocator_of", lambda device: stand_in)
-    found = measure.measured_profile(
-        setup.graph, setup.dataset, [*setup.profile.layers], given.recipe.train.optimizer, setup.device, "it",
-        StopRule(most=1), engine=given.recipe.engine,
-    )  # fmt: skip
+    sizes, optimizer = [*setup.profile.layers], given.recipe.train.optimizer
+    request = ProfileRequest(setup.graph, setup.dataset, sizes, optimizer, "it")
+    found = measure.measured_profile(request, setup.device, StopRule(most=1), engine=given.recipe.engine)
     rows = next(iter(found.layers.values()))
     assert {row.workspace_bytes for row in rows} == {1000}
     assert read_profile(write_profile(found)) == found

@@ -11,6 +11,7 @@ from pipebench.model.graph import trace
 from pipebench.model.sampling import Streams
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES
+from pipebench.profile.request import ProfileRequest
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.zoo.awd_lm import AwdLm, awd_lm
 from pipebench.zoo.recurrent import CarriedLSTM
@@ -184,7 +185,7 @@ def test_analytic_profile_of_the_full_size() -> None:
         graph = trace(awd_lm().train())
     recipe = OptimizerRecipe(name="sgd", lr=30.0, clip_norm=0.25)
     dataset = zoo.DATASETS["ptb"].make()
-    rows = analytic_profile(graph, dataset, [80], DEVICES["V100"], recipe, "awd_lm").layers[80]
+    rows = analytic_profile(ProfileRequest(graph, dataset, [80], recipe, "awd_lm"), DEVICES["V100"]).layers[80]
     by_kind: dict[str, list[float]] = {}
     for row in rows:
         by_kind.setdefault(row.kind, []).append(row.forward_s + row.backward_s)
@@ -215,11 +216,9 @@ def test_analytic_profile_knows_the_lstm_as_cudnn_s() -> None:
     dataset, recipe, width = zoo.DATASETS["ptb"].make(), OptimizerRecipe(name="sgd", lr=30.0), 1024
     with torch.device("meta"):
         models = [zoo.MODELS["awd_lm"].make(embedding_size=width, num_layers=1, **NO_DROPOUT), TorchLm(10_000, width)]
-    ours, theirs = (
-        next(row for row in analytic_profile(trace(m.train()), dataset, [80], DEVICES["V100"], recipe, "").layers[80]
-             if "LSTM" in row.kind)
-        for m in models
-    )  # fmt: skip
+    requests = [ProfileRequest(trace(model.train()), dataset, [80], recipe, "") for model in models]
+    profiles = [analytic_profile(request, DEVICES["V100"]) for request in requests]
+    ours, theirs = (next(row for row in each.layers[80] if "LSTM" in row.kind) for each in profiles)
     copies_s = 6 * ours.parameter_bytes / DEVICES["V100"].memory_bytes_per_s
     for our_s, their_s in ((ours.forward_s, theirs.forward_s), (ours.backward_s, theirs.backward_s)):
         assert their_s <= our_s < their_s + copies_s + 1e-4

@@ -12,6 +12,7 @@ from pipebench import zoo
 from pipebench.model.graph import trace
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES
+from pipebench.profile.request import ProfileRequest
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.zoo.bert import BERT, Block, bert_base
 from pipebench.zoo.multi_head import AddLearntPositions
@@ -164,7 +165,9 @@ def test_a_v100_s_profile_counts_the_hidden_words_only() -> None:
     with torch.device("meta"):
         graph = trace(zoo.MODELS["bert_large"].make(vocabulary=vocabulary))
     optimizer = OptimizerRecipe(name="adam", lr=1e-4)
-    profile = analytic_profile(graph, wmt16_segments(columns=columns), [samples], DEVICES["V100"], optimizer, "large")
+    profile = analytic_profile(
+        ProfileRequest(graph, wmt16_segments(columns=columns), [samples], optimizer, "large"), DEVICES["V100"]
+    )
     rows = {row.name: row for row in profile.layers[samples]}
     assert rows["hidden_words_classifier"].output_bytes == samples * hidden * vocabulary * 4
     assert rows["encoder_7_attention_softmax"].output_bytes == samples * 16 * columns**2 * 4

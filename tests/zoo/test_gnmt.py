@@ -10,6 +10,7 @@ from pipebench import zoo
 from pipebench.model.graph import trace
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES
+from pipebench.profile.request import ProfileRequest
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.zoo.gnmt import GNMT, gnmt8, gnmt16
 from pipebench.zoo.text import BOS, EOS, PAD, pad_rows
@@ -186,7 +187,7 @@ def test_a_v100_s_profile_takes_seconds(make_model: Any) -> None:
     with torch.device("meta"):
         graph = trace(make_model())
     optimizer = OptimizerRecipe(name="adam", lr=3e-4)
-    profile = analytic_profile(graph, Pairs(typical=(50, 50)), [64], DEVICES["V100"], optimizer, "gnmt")
+    profile = analytic_profile(ProfileRequest(graph, Pairs(typical=(50, 50)), [64], optimizer, "gnmt"), DEVICES["V100"])
     rows = {row.name: row for row in profile.layers[64]}
     assert rows["encoder_1"].output_bytes == 50 * 64 * WIDTH * 4
     assert rows["classifier"].output_bytes == 64 * 50 * VOCABULARY * 4

@@ -10,6 +10,7 @@ from pipebench import zoo
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES
+from pipebench.profile.request import ProfileRequest
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.zoo.multi_head import MultiHeadAttention
 from pipebench.zoo.text import BOS, PAD
@@ -208,7 +209,9 @@ def test_a_v100_s_profile_counts_the_products() -> None:
     samples, tokens, width, vocabulary = 64, 50, 512, 32_320
     graph = traced("transformer")
     optimizer = OptimizerRecipe(name="adam", lr=5e-4)
-    profile = analytic_profile(graph, Pairs(typical=(tokens, tokens)), [samples], DEVICES["V100"], optimizer, "base")
+    profile = analytic_profile(
+        ProfileRequest(graph, Pairs(typical=(tokens, tokens)), [samples], optimizer, "base"), DEVICES["V100"]
+    )
     rows = {row.name: row for row in profile.layers[samples]}
     assert rows["encoder_3_attention_key"].output_bytes == samples * tokens * width * 4
     assert rows["matmul"].output_bytes == samples * 8 * tokens**2 * 4

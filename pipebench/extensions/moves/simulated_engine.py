@@ -7,7 +7,7 @@ stops once nothing has moved for long enough: the rest of a segment costs what i
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from pipebench.checkpoint.handover import Key, StateClaim, requests_of
@@ -21,7 +21,6 @@ from pipebench.extensions.moves.engine import EngineMoves
 from pipebench.extensions.moves.migration_memory import Inputs
 from pipebench.extensions.moves.monitor import EVERY, monitors
 from pipebench.extensions.moves.repartition_plan import Repartition
-from pipebench.extensions.moves.segment import MovingSegment
 from pipebench.extensions.moves.settings import MOVES, settings_of
 from pipebench.extensions.moves.simulated_segment import SimulatedSegment
 from pipebench.extensions.moves.throughput import Mark, Marks
@@ -38,22 +37,6 @@ from pipebench.simulate.timeline import Timeline
 _SENDS = with_kind(SEND, ACTIVATION, GRADIENT)
 _RECEIVES = with_kind(RECEIVE, ACTIVATION, GRADIENT)
 NOTHING = SegmentTotals(0.0, 0.0, 0.0, Counter())
-
-
-def simulate_moves(
-    setup: Setup, moves: Sequence[Repartition], first: int, num_minibatches: int, meter: Meter | None = None
-) -> SegmentTotals:
-    """Simulate a whole segment in which layers move; return its totals.
-
-    `moves` are numbered from the segment's start, ascending; `first` is its first minibatch in the run.
-
-    Raises:
-        PlanError: a move can't be made.
-    """
-    phases = MovingSegment(setup)
-    for move in moves:
-        phases.announce(move)
-    return SimulatedSegment(setup, phases, first, num_minibatches).played(meter)
 
 
 class SimulatedEngine(Engine):

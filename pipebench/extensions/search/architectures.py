@@ -19,6 +19,7 @@ from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.cache import cached, own_hash
 from pipebench.profile.devices import DEVICES, device_of
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.request import ProfileRequest
 from pipebench.profile.shapes import output_forms
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.schema import OptimizerRecipe
@@ -109,13 +110,13 @@ def profile_without(
     is_computed = profile.source == "analytic"
     # Any device will do where only bytes are taken: they are the same on all.
     device = device_of(cluster) if is_computed else next(iter(DEVICES.values()))
-    sizes = sorted(profile.layers)
+    request = ProfileRequest(graph, dataset, sorted(profile.layers), optimizer, profile.model)
     # What the whole model costs tells its options, data and precision; the graph, which of its cells are there.
     key = {
         "whole": write_profile(profile), "graph": str(graph.graph), "optimizer": asdict(optimizer),
         "computed for": asdict(device), "by": own_hash(), "torch": torch.__version__,
     }  # fmt: skip
-    found = cached(key, lambda: analytic_profile(graph, dataset, sizes, device, optimizer, profile.model))
+    found = cached(key, lambda: analytic_profile(request, device))
     if is_computed:
         return replace(found, precision=profile.precision)
     lengths = tuple(

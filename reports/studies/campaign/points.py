@@ -211,8 +211,10 @@ def _wrap_engines(watch: Watch) -> None:
     from pipebench.distributed.engine import DistributedEngine
     from pipebench.engine.virtual import VirtualEngine
     from pipebench.engine.worker import Worker
-    from pipebench.schedule.instructions import TRANSFER_OPS
+    from pipebench.schedule.instructions import MOVE_OPS
+    from pipebench.schedule.operations import Op
 
+    transfers = {*MOVE_OPS, Op.GIVE_UNIT, Op.TAKE_UNIT, Op.FORWARD_AGAIN}
     place = [0, 0]  # the segment's first minibatch, and how many instructions of it are over here
 
     @contextlib.contextmanager
@@ -226,7 +228,7 @@ def _wrap_engines(watch: Watch) -> None:
         if worker._scores is None:  # in training
             watch.reached("instruction", first, number)
             place[1] += 1
-            if instruction.op in TRANSFER_OPS:
+            if instruction.op in transfers:
                 watch.reached("hand over", first)
         yield
 

@@ -24,6 +24,7 @@ from pipebench.model.rounded_data import RoundedData
 from pipebench.profile.enough import StopRule
 from pipebench.profile.measure import mean_profile, measured_profile
 from pipebench.profile.model import Profile
+from pipebench.profile.request import ProfileRequest
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
 from pipebench.typed_json import read
@@ -102,9 +103,8 @@ def measure_here(subject: dict[str, Any]) -> dict[str, Any]:
     assert world is not None
     link = link_between_first_two()
     world.barrier()
-    measured = partial(measured_profile, engine=model.engine)
-    given = (model.graph(), _rounded(model), sizes(model, world.size), OPTIMIZER, world.device, str(model))
-    mine = in_turns(world, lambda: measured(*given))
+    request = ProfileRequest(model.graph(), _rounded(model), sizes(model, world.size), OPTIMIZER, str(model))
+    mine = in_turns(world, partial(measured_profile, request, world.device, engine=model.engine))
     profile = mean_profile([read_profile(text) for text in world.exchange(write_profile(mine))])
     host = host_costs(world, fetches=True)
     return {

@@ -1,0 +1,18 @@
+"""What a profile is made of: a model, its data and the sizes to profile."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipebench.model.graph import LayerGraph
+from pipebench.recipe.schema import OptimizerRecipe
+from pipebench.zoo.registry import Dataset
+
+
+class ProfileRequest(NamedTuple):
+    """What to profile."""
+
+    graph: LayerGraph
+    dataset: Dataset
+    sizes: Sequence[int]  # in samples
+    optimizer: OptimizerRecipe
+    model: str  # the model in words, for the profile's head
