@@ -1,30 +1,25 @@
 """The program: `pipebench`, and `python -m pipebench`, which is the same.
 
-It imports nothing before it is ready for Ctrl-C: importing the commands takes longer than a second thought.
+It imports next to nothing before it is ready for Ctrl-C: importing the commands takes longer than a second thought.
 """
 
 import os
 import sys
 
+from pipebench import interrupts
+
 
 def main() -> None:
     """Run the command line and exit with its code; 130 if Ctrl-C comes while it is being imported."""
     try:
+        interrupts.listen()
         from pipebench.cli.main import main as command_line
 
         command_line()
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        _leave_ctrl_c_to_the_system()
-
-
-def _leave_ctrl_c_to_the_system() -> None:
-    """Let Ctrl-C end this process at once: while Python takes it apart, nobody would catch a KeyboardInterrupt."""
-    import signal
-
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else somebody has it ignored
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        interrupts.leave_to_the_system()
 
 
 # `python -m`, and so torchrun, searches the working directory for modules first: a file there called yaml.py would

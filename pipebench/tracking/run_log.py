@@ -184,6 +184,11 @@ class RunLog:
         """The folder with the run's artifacts; None if the disk fails."""
         return self._sender.record.path
 
+    @property
+    def has_result(self) -> bool:
+        """Whether the run's result is logged."""
+        return self._result is not None
+
     def begin(self, start: LogEntry) -> None:
         """Log the start of a process."""
         self._sender.add(start)
