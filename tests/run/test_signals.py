@@ -15,8 +15,9 @@ from click.testing import CliRunner, Result
 from pipebench import interrupts
 from pipebench.cli import ls
 from pipebench.cli.main import cli
-from pipebench.run import drawings, one_process, runner
+from pipebench.run import drawings, one_process
 from pipebench.run.recorder import RunRecorder
+from pipebench.show import console
 from pipebench.tracking.results import RecordedRuns
 from tests.recipes import uniform_recipe
 
@@ -72,7 +73,7 @@ def test_a_run_is_recorded_as_far_as_it_came(
 
 
 def test_sigterm_between_runs_closes_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner.console, "print_position", send(signal.SIGTERM))
+    monkeypatch.setattr(console, "print_position", send(signal.SIGTERM))
     done = run("parallelism.mode=gpipe,pipedream", "parallelism.plan=1-1")
     assert done.exit_code == 143
     assert [*statuses().values()] == ["KILLED"]
