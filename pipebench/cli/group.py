@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from pipebench import interrupts
+from pipebench.cli.terminal import outlive_terminal
 from pipebench.errors import OutOfMemoryError, UserError, nearest, printable, printable_lines
 from pipebench.recipe.users_code import as_users, traceback_of
 
@@ -100,9 +101,7 @@ class Commands(click.Group):
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run the command line and exit with its code, or return it if not `standalone_mode`."""
-        for name in ("stdout", "stderr"):  # None where it was closed, as by `>&-`
-            if getattr(sys, name) is None:
-                setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w"), "utf-8"))
+        outlive_terminal()
         code = self._exit_code(*args, **extra)
         if standalone_mode:
             gc.freeze()  # else the collector scans all of torch's objects: seconds on a busy machine
