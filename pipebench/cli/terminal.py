@@ -30,7 +30,7 @@ def outlive_terminal() -> None:
         if stream is None:  # closed, as by `>&-`
             setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w"), "utf-8"))
         elif isinstance(stream, io.TextIOWrapper) and stream.isatty() and not isinstance(_raw(stream), _Closable):
-            terminal: Any = io.BufferedWriter(_Closable(stream.fileno(), "w", closefd=False))  # type: ignore[type-var]
+            terminal: Any = io.BufferedWriter(_Closable(stream.fileno(), "w", closefd=False))
             lasting = io.TextIOWrapper(terminal, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
             lasting.reconfigure(write_through=stream.write_through)
             setattr(sys, name, lasting)
