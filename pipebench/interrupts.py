@@ -21,7 +21,7 @@ _owner = os.getpid()
 def listen() -> None:
     """Note every Ctrl-C of this process from now on, beside raising KeyboardInterrupt; for the main thread.
 
-    Libraries swallow that: torch, for one, when it comes while torch imports numpy, of which only a part is there then.
+    Libraries swallow that, and fail later because only a part of them is there.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else somebody has it ignored
         signal.signal(signal.SIGINT, _end)
@@ -67,9 +67,20 @@ _ALSO = (signal.SIGTERM, signal.SIGHUP)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    if os.getpid() != _owner:  # a copy, such as a data loader's process: it ends as by default
+    # A copy of this process, such as a data loader's, ends as by default. So does a command that imports torch, of
+    # which nothing is recorded yet: torch's C++ swallows exceptions, or ends of them with a page of its stack.
+    if os.getpid() != _owner or _is_importing("torch", frame):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
     _heard.append(number)
     raise KeyboardInterrupt
+
+
+def _is_importing(module: str, frame: FrameType | None) -> bool:
+    """Return whether a module's own code is being run for its import, in this frame or in one that waits for it."""
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False

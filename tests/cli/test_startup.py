@@ -124,6 +124,28 @@ def test_ctrl_c_ends_a_command_silently_from_its_first_import_to_its_end(
     assert ("pipedream" in done.stdout) == (module == "")
 
 
+# As torch's C++, which swallows what is raised while it imports numpy, or aborts the process.
+SWALLOWS = """\
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    pass
+"""
+
+
+def test_ctrl_c_ends_a_command_silently_while_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(SWALLOWS)
+    (tmp_path / "other.py").write_text("import torch")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    code = "import signal; from pipebench import interrupts as i; signal.signal(2, signal.default_int_handler); "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}i.listen(); import other; print('goes on')"],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_the_program_that_is_installed_is_ready_for_ctrl_c() -> None:
     metadata = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert metadata["project"]["scripts"] == {"pipebench": "pipebench.__main__:main"}
