@@ -4,12 +4,17 @@
 What they need is imported when one is first used.
 """
 
+from __future__ import annotations
+
 import importlib
-import inspect
 import os
 import sys
 from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False  # to import typing's takes longer than all else here, and inspect five times as long as that
+if TYPE_CHECKING:
+    import inspect
+    from typing import Any
 
 __version__ = "0.2.0"
 _FUNCTIONS = ("compare", "load_recipe", "plan", "profile", "recorded", "run", "simulate")
@@ -40,6 +45,8 @@ class _Called(ModuleType):
 
     @property
     def __signature__(self) -> inspect.Signature:  # for `help` and IPython
+        import inspect
+
         return inspect.signature(self._function)
 
     @property

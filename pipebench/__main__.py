@@ -1,14 +1,30 @@
-"""`python -m pipebench` is `pipebench`."""
+"""The program: `pipebench`, and `python -m pipebench`, which is the same.
 
+It imports next to nothing before it is ready for Ctrl-C: importing the commands takes longer than a second thought.
+"""
+
+import os
 import sys
-from pathlib import Path
+
+from pipebench import interrupts
+
+
+def main() -> None:
+    """Run the command line and exit with its code; 130 if Ctrl-C comes while it is being imported."""
+    try:
+        interrupts.listen()
+        from pipebench.cli.main import main as command_line
+
+        command_line()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        interrupts.leave_to_the_system()
+
 
 # `python -m`, and so torchrun, searches the working directory for modules first: a file there called yaml.py would
 # replace PyYAML. Search it last, unless this package itself is there.
-if not sys.flags.safe_path and Path(sys.path[0]) != Path(__file__).parent.parent:
-    sys.path.append(sys.path.pop(0))
-
-from pipebench.cli.main import main
-
 if __name__ == "__main__":
+    if not sys.flags.safe_path and sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
+        sys.path.append(sys.path.pop(0))
     main()

@@ -44,6 +44,14 @@ def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None
         )
 
 
+@pytest.fixture
+def hears_sighup() -> Iterator[None]:
+    """Hear SIGHUP, and let processes that are started hear it, which `nohup` has ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture(autouse=True)
 def _messages_hide_nothing_of_other_tests() -> None:
     errors._hidden.clear()

@@ -16,6 +16,8 @@ from typing import Any
 
 import click
 
+from pipebench import interrupts
+from pipebench.cli.terminal import outlive_terminal
 from pipebench.errors import OutOfMemoryError, UserError, nearest, printable, printable_lines
 from pipebench.recipe.users_code import as_users, traceback_of
 
@@ -99,9 +101,7 @@ class Commands(click.Group):
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run the command line and exit with its code, or return it if not `standalone_mode`."""
-        for name in ("stdout", "stderr"):  # None where it was closed, as by `>&-`
-            if getattr(sys, name) is None:
-                setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w"), "utf-8"))
+        outlive_terminal()
         code = self._exit_code(*args, **extra)
         if standalone_mode:
             gc.freeze()  # else the collector scans all of torch's objects: seconds on a busy machine
@@ -109,29 +109,34 @@ class Commands(click.Group):
         return code
 
     def _exit_code(self, *args: Any, **extra: Any) -> int:
+        interrupts.forget()
         try:
             code: object = super().main(*args, standalone_mode=False, **extra)  # type: ignore[call-overload]
             return code if isinstance(code, int) else 0
-        except click.ClickException as error:
+        except BaseException as error:
+            # After Ctrl-C any failure follows from it: of a module that was imported in part, or of a closed terminal.
+            by_signal = interrupts.exit_code()
+            return self._failed(error) if by_signal is None else by_signal
+
+    def _failed(self, error: BaseException) -> int:
+        """Print what ended a command, with its traceback if it is a fault of ours; return the exit code."""
+        if isinstance(error, click.ClickException):
             written = io.StringIO()
             error.show(written)
             _say(written.getvalue())
             return USER_ERROR
-        except UserError as error:
+        if isinstance(error, UserError):
             return self._mistake(error)
-        except (click.Abort, KeyboardInterrupt):
+        if isinstance(error, click.Abort | KeyboardInterrupt):
             return INTERRUPTED
-        except _EndOfFileError as error:
-            return self._failed(error.ending)
-        except _ReaderGoneError:
+        if isinstance(error, _ReaderGoneError):
             # The interpreter's last flush needs a target.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return BROKEN_PIPE
-        except BaseException as error:
-            return self._failed(error)
+        return self._failed_inside(error.ending if isinstance(error, _EndOfFileError) else error)
 
-    def _failed(self, error: BaseException) -> int:
-        """Print an uncaught exception, with its traceback if it is a fault of ours; return the exit code."""
+    def _failed_inside(self, error: BaseException) -> int:
+        """Print what is neither a mistake in what was given nor an end that was asked for; return the exit code."""
         theirs = as_users(error)
         if theirs is not None:
             return self._mistake(theirs)

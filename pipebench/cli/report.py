@@ -10,6 +10,7 @@ from pipebench.cli.group import tracebacks
 from pipebench.cli.parameters import FILE, Parameter, name_of, option
 from pipebench.errors import printable
 from pipebench.garbage import without_collector
+from pipebench.interrupts import RaisedBySignals
 from pipebench.recipe.engines import ENGINES
 from pipebench.report.catalog import find_report, require_keepable
 from pipebench.report.coverage import write_coverage
@@ -73,7 +74,8 @@ def report(name: str | None, lists: bool, out: Path | None, **given: Any) -> int
         return 0
     if name is None:
         raise click.UsageError("name a report, for example: pipebench report table1; --list lists them")
-    return _made(name, out, **given)
+    with RaisedBySignals():
+        return _made(name, out, **given)
 
 
 def _made(

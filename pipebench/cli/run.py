@@ -18,6 +18,7 @@ from pipebench.cli.references import complete, load_all, split
 from pipebench.distributed.launch_template import Template
 from pipebench.errors import UserError, WorkersFailedError
 from pipebench.garbage import without_collector
+from pipebench.interrupts import RaisedBySignals
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.folder import resumed
@@ -80,6 +81,12 @@ def run(seeds: tuple[int, ...] | None, as_json: bool, json_lines: bool, **asked:
         from pipebench.distributed.launch_worker import worker_main
 
         return worker_main(lambda: _work(seeds, **asked), verbose=asked["verbose"])
+    with RaisedBySignals():
+        return _run_all(seeds, as_json=as_json, json_lines=json_lines, **asked)
+
+
+def _run_all(seeds: Sequence[int] | None, *, as_json: bool, json_lines: bool, **asked: Any) -> int:
+    """Check and run what is asked for, as a user's command; return the exit code."""
     is_fresh = sys.platform == "linux" and "torch" not in sys.modules
     with without_collector():
         loaded, suite = _to_run(**asked)

@@ -5,6 +5,8 @@ import click
 from pipebench.cli.group import tracebacks
 from pipebench.run.folder import records
 from pipebench.show.past_runs import print_past_runs
+from pipebench.tracking.connection import default_uri
+from pipebench.tracking.left import close_left
 from pipebench.tracking.results import past_runs
 
 _MOST = 20  # runs and comparisons, those of comparisons not counted
@@ -25,4 +27,5 @@ def runs(word: str | None, everything: bool) -> None:
       pipebench runs
       pipebench runs pipedream --all
     """
+    close_left(default_uri(), records())
     print_past_runs(past_runs(records()), word or "", None if everything else _MOST)

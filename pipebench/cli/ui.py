@@ -2,6 +2,7 @@
 
 import click
 
+from pipebench.run.folder import records
 from pipebench.tracking import open_ui
 
 
@@ -12,4 +13,4 @@ def ui(port: int | None) -> int:
 
     The store is mlflow.db in the working directory, or what MLFLOW_TRACKING_URI says.
     """
-    return open_ui(port)
+    return open_ui(port, records())

@@ -156,7 +156,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
-    """Request a stop at the first SIGINT or SIGTERM; raise KeyboardInterrupt at the next.
+    """Request a stop at the first SIGINT, SIGTERM or SIGHUP; raise KeyboardInterrupt at the next.
 
     Only the main thread handles signals; one that the parent process had ignored stays ignored.
     """
@@ -170,7 +170,7 @@ def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
 
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in map(int, (signal.SIGINT, signal.SIGTERM)):
+        for number in map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, hear)
     try:

@@ -27,7 +27,7 @@ def load_report(path: Path, only: Sequence[str] = (), engine: str | None = None)
     """
     report, reading = read_report(path)
     report = with_rows(report, only)
-    asked, faults = asked_runs(report, engine)
+    asked, faults = asked_runs(report, engine, whole=not only)
     if reading.faults or faults:
         raise RecipeError(dict.fromkeys([*reading.faults, *faults]))
     return report, asked

@@ -25,10 +25,11 @@ class Asked:
     largest: bool = False  # whether the largest minibatch that fits is still to be found
 
 
-def asked_runs(report: Report, engine: str | None = None) -> tuple[list[Asked], list[Fault]]:
+def asked_runs(report: Report, engine: str | None = None, *, whole: bool = True) -> tuple[list[Asked], list[Fault]]:
     """Return every run of a report, row by row, and all faults of their recipes.
 
-    `engine` replaces the engine of every run that columns may change.
+    `engine` replaces the engine of every run that columns may change. Of a report that isn't `whole`, some rows may be
+    missing, and what columns say of these is no fault.
     """
     loader = _RecipeLoader(report)
     asked: list[Asked] = []
@@ -36,7 +37,7 @@ def asked_runs(report: Report, engine: str | None = None) -> tuple[list[Asked], 
         for name, run in row.runs.items():
             for column in (Column(SAME, ""),) if run.same else report.columns:
                 asked += loader.runs(row, name, run, column, engine)
-    return asked, [*loader.column_faults(), *loader.faults]
+    return asked, [*loader.column_faults(whole=whole), *loader.faults]
 
 
 class _RecipeLoader:
@@ -111,20 +112,20 @@ class _RecipeLoader:
         beside = self._folder / cluster
         return display(beside) if os.path.isfile(beside) else cluster
 
-    def column_faults(self) -> Iterator[Fault]:
-        """Yield faults of columns: unknown or unused clusters, words that no recipe accepts."""
+    def column_faults(self, *, whole: bool) -> Iterator[Fault]:
+        """Yield faults of columns: unknown clusters, and in a `whole` report unused ones and words that none takes."""
         file = display(self._report.path)
         for column in self._report.columns:
             for cluster, other in column.clusters.items():
                 key = f"columns.{column.name}.clusters.{cluster}"
                 yield from self._cluster_faults(other, key)
-                if self._clusters and cluster not in self._clusters:
+                if whole and self._clusters and cluster not in self._clusters:
                     allowed = ", ".join(sorted(self._clusters))
                     yield Fault(
                         file, key, f"no run is on this cluster, they are on {allowed}{nearest(cluster, self._clusters)}"
                     )
             for word in column.optional:
-                if not self._taken.get((column.name, word), True):
+                if whole and not self._taken.get((column.name, word), True):
                     yield Fault(file, f"columns.{column.name}.set", f"got '?{word}', which no run's recipe takes")
         for constant in self._report.calibration.constants if self._report.calibration else ():
             yield from self._cluster_faults(constant.cluster, f"calibration.constants.{constant.name}.cluster")

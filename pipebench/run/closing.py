@@ -17,7 +17,10 @@ from pipebench.errors import UserError
 from pipebench.run.folder import RunFolder
 from pipebench.run.lock import CLOSES, locked
 from pipebench.tracking import RunLog, Tracking, read_record
+from pipebench.tracking.entries import outcome_status
+from pipebench.train.result import RunResult
 
+FAILED = 3  # the exit code of a run whose workers have failed
 _closing: list["subprocess.Popen[bytes]"] = []  # referenced because Python warns if a running one is collected
 _LOG = logging.getLogger("pipebench.run")
 _PATIENCE_S = 30.0  # for the stopped process to release the run
@@ -44,6 +47,13 @@ def close_record(folder: RunFolder, code: int, log: RunLog) -> None:
         _closing.append(process)
     except Exception as error:  # any disk failure: the launcher's report stands
         _LOG.debug("the record of %s could not be closed: %s", folder.run_id, error)
+
+
+def end_record(folder: RunFolder, result: RunResult, log: RunLog) -> None:
+    """Close the record of a run that has ended, if its process could not: on a full disk the end is missing."""
+    record = read_record(folder.record_path)
+    if record is None or record.status is None:
+        log.finish(status=outcome_status(result))
 
 
 def main(words: Sequence[str]) -> None:

@@ -92,7 +92,12 @@ class VirtualRuns(EngineRuns):
                 with stopping_on_signals(stop):
                     return TrainingLoop(job, on_virtual_clock(job, stop), progress, on_point, policy).run()
 
-            made = recorder.record(train)
+            try:
+                made = recorder.record(train)
+            except KeyboardInterrupt:  # while the record was closed, say
+                if folder.made is not None:
+                    folder.made.say_how_to_go_on(suite.changes)
+                raise
         if made.result.outcome == INTERRUPTED and folder.made is not None:
             folder.made.say_how_to_go_on(suite.changes)
         elif folder.made is not None:

@@ -32,7 +32,7 @@ from pipebench.model.device import torch_settings
 from pipebench.profile.choose import is_measured
 from pipebench.profile.model import Profile
 from pipebench.recipe.load import LoadedRecipe
-from pipebench.run.closing import close_record
+from pipebench.run.closing import FAILED, close_record, end_record
 from pipebench.run.deciding import decision_of, prepare_job, read_decision, store_decision, stored_decision
 from pipebench.run.folder import RunFolder
 from pipebench.run.identity import checkpoints_of
@@ -113,10 +113,12 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
     if result is None:
         if code == 0:
             print(f"pipebench: error: {folder.record_path} has no result: was the disk full?", file=sys.stderr)
+            close_record(folder, FAILED, log)
         elif code != _USER_ERROR:  # else nothing has run and the earlier record stands
             folder.say_how_to_go_on(suite.changes)
             close_record(folder, code, log)
-        raise WorkersFailedError(code or 3)
+        raise WorkersFailedError(code or FAILED)
+    end_record(folder, result, log)
     if result.outcome == STOPPED:
         folder.say_how_to_go_on(suite.changes)
     else:

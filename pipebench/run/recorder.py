@@ -33,6 +33,7 @@ from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import Inputs, RunLog, Tracking, identity_tags, logged_params, mlperf
+from pipebench.tracking.record import Status
 from pipebench.tracking.writers import Described, Writers
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Job
@@ -169,9 +170,11 @@ class RunRecorder:
         """
         log, measures = self.log, self._kind.measures
         self._warn()
-        result = None
+        result: RunResult | None = None
+        status: Status | None = None
         try:
             result, timeline = self._train(train)
+            result = self._named(result)
             # Late: matplotlib, which a worker that records nothing needs not at all and none before it trains.
             from pipebench.run import drawings
             from pipebench.show.pictures import text_picture
@@ -185,10 +188,16 @@ class RunRecorder:
                 samples = setup.sampler.num_samples, setup.dataset.num_eval
                 log.text(mlperf.FILE, mlperf.mlperf_log(result, *samples, self._began_ms))
             drawings.record_run(log, self._request, self._job, result, timeline, forecast)
+        except KeyboardInterrupt:
+            if result is None:
+                status = "KILLED"
+            elif not log.has_result:  # what was trained isn't lost, nor a failure
+                log.result(result)
+            raise
         finally:
             self._writers.finish(result)
             log.text("run.log", self._log_text.getvalue())
-            log.finish()
+            log.finish(status=status)
         shown = timeline.warmed_up() if measures else timeline
         width = min(_PICTURE_WIDTH, standard_output().width - 2)
         made = Run(result, log.run_id, shown, text_picture(shown, width=width), log.where())
@@ -209,16 +218,21 @@ class RunRecorder:
         if setup.loss_scale is not None and not setup.pipeline.flushes:
             _LOG.warning("without a flush each stage has a loss scale of its own, and skips updates alone")
 
+    def _named(self, result: RunResult) -> RunResult:
+        """Return a result with its recipe."""
+        loaded = self._request.loaded
+        return replace(result, name=loaded.run_name, recipe=loaded.flat, varied=loaded.varied)
+
     def _completed(self, result: RunResult, forecast: MemoryForecast | None) -> RunResult:
-        """Return a result with recipe, notes and prediction."""
-        setup, loaded, notes = self._job.setup, self._request.loaded, {**result.notes}
+        """Return a result with all notes and its prediction."""
+        setup, notes = self._job.setup, {**result.notes}
         if setup.pipeline.backward == SPLIT and (whole := unsplit(setup.graph)):
             unsplittable = f"backwards that can't be split run whole, in the input part: {whole}"
             notes[PLAN] = "; ".join(filter(None, (notes.get(PLAN), unsplittable)))
         if forecast is not None and forecast.out_of_memory:
             notes[MEMORY] = forecast.out_of_memory
             _LOG.warning("%s", forecast.out_of_memory)
-        result = replace(result, name=loaded.run_name, recipe=loaded.flat, varied=loaded.varied, notes=notes)
+        result = replace(result, notes=notes)
         return self._with_prediction(result) if self._kind.measures else result
 
     def _train(self, train: Train) -> tuple[RunResult, Timeline]:

@@ -15,6 +15,7 @@ from pipebench.metrics import ranked
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.deciding import prepare_job
+from pipebench.run.folder import records
 from pipebench.run.one_process import EngineRuns, SimulatedRuns, VirtualRuns
 from pipebench.run.processes import DistributedRuns
 from pipebench.run.request import RunRequest, with_seed
@@ -69,6 +70,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
     # Faults visible only in the traced model must be raised before the first recipe runs.
     decisions = [RUNS[each.recipe.engine.kind].decide(each, suite, alone=not several) for each in loaded]
     tracking = Tracking(suite.name)
+    tracking.close_left(records())
     total, numbers = len(loaded) * len(seeds or [0]), itertools.count(1)
 
     def begin(name: str) -> None:

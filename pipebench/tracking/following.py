@@ -36,10 +36,13 @@ class Follower(Sender):
         self._is_closed = True
 
     def add(self, entry: LogEntry, content: bytes | None = None) -> None:
-        """Append an entry to the record, from where it is sent as others are."""
+        """Append an entry to the record, from where it is sent as others are; if the disk fails, it is sent at once."""
         if entry.status is not None:
             self.settled.clear()  # whoever waits for it waits from now on
         self.record.append(entry, content)
+        if self.record.path is None:
+            self._queue.append((entry, content))
+            self._note([entry])
 
     def listen(self) -> None:
         """Take in what has been appended to the record."""

@@ -7,8 +7,10 @@
 What a run logged is read back from here, whether MLflow has it or not.
 """
 
+import fcntl
 import json
 import logging
+import os
 import re
 import shutil
 import threading
@@ -26,7 +28,7 @@ from pipebench.typed_json import Count, JsonError, Number, read
 
 RECORD = "record"  # the record, in the folder of a run that has one
 RESULTS_FOLDER = "pipebench-results"  # where records are kept of runs that have no folder of their own
-ENTRIES, _SENT = "record.jsonl", "mlflow.json"
+ENTRIES, _SENT, _HELD = "record.jsonl", "mlflow.json", ".held"
 RESULT_FILE, STAGES_FILE = "result.json", "stages.csv"  # the artifacts that a run's result is, whole and by stage
 
 _MAX_BYTES = 1 << 40  # a long run's entries, or its trace, are as large as they are
@@ -130,13 +132,20 @@ def mlflow_run_id(folder: Path) -> str | None:
     return read_sent(folder).run_id
 
 
-class RecordFolder:
-    """Writes a record; thread-safe."""
+_held: set[int] = set()  # file descriptors
 
-    def __init__(self, path: Path | None, *, mends: bool = True) -> None:
+
+class RecordFolder:
+    """Writes a record; thread-safe.
+
+    Whoever has it open holds a shared lock on it, which the system releases when a process dies.
+    """
+
+    def __init__(self, path: Path | None, *, mends: bool = True, alone: bool = False) -> None:
         """Open or make a folder, or none, to append after the last complete entry.
 
-        `mends`: remove what a process that died has written of an entry; False while another process writes.
+        `mends`: remove what a process that died has written of an entry; False while another process writes. `alone`:
+        open none if somebody has it open.
         """
         self.path = path  # None once it can't be written, and then nothing is
         self.earlier: list[LogEntry] = []  # the entries of earlier processes, and those that were heard of
@@ -144,9 +153,11 @@ class RecordFolder:
         self.run_id: str | None = None  # MLflow's, as soon as it has one
         self._num_bytes = 0  # of the file's entries in `earlier`
         self._lock = threading.Lock()
+        self._holds: int | None = None  # a file descriptor
         with self._writing():
             if path is not None:
                 path.mkdir(parents=True, exist_ok=True)
+                self._holds = _hold(path / _HELD, alone=alone)
                 if mends:
                     self._mend()
                 sent = read_sent(path)
@@ -211,9 +222,9 @@ class RecordFolder:
         self.note(Sent(run_id, num_sent))
 
     def note(self, sent: Sent) -> None:
-        """Store what MLflow has."""
+        """Store what MLflow has; on a full disk it isn't, and what is sent twice is logged once."""
         self.run_id, self.num_sent = sent.run_id, sent.num_sent
-        with self._writing():
+        with self._lock, suppress(OSError):
             if self.path is not None:
                 beside = self.path / f".{_SENT}"
                 beside.write_text(json.dumps(asdict(sent)), encoding="utf-8")
@@ -233,6 +244,14 @@ class RecordFolder:
             if self.path is not None and self.path.parent.name == RESULTS_FOLDER:
                 shutil.rmtree(self.path, ignore_errors=True)
                 _remove_if_empty(self.path.parent)
+        self.release()
+
+    def release(self) -> None:
+        """Let others have the record alone."""
+        with self._lock:
+            if self._holds in _held:
+                _held.remove(self._holds)
+                os.close(self._holds)
 
     def _mend(self) -> None:
         """Remove a torn last line from the file of entries."""
@@ -255,6 +274,34 @@ class RecordFolder:
             except (OSError, FileError) as error:
                 _log.debug("the run can't be kept on disk: %s", error)
                 self.path = None
+
+
+def _hold(path: Path, *, alone: bool) -> int | None:
+    """Lock a file until the returned descriptor is closed; None where the file system has no locks.
+
+    Raises:
+        OSError: somebody else has locked it, if `alone`; otherwise it waits for who has it alone.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+    except BaseException as error:
+        os.close(descriptor)
+        if alone or not isinstance(error, OSError):
+            raise
+        return None
+    _held.add(descriptor)
+    return descriptor
+
+
+def _let_go_in_child() -> None:
+    """Close inherited locks in a forked process, which may outlive its parent."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _read(path: Path) -> bytes:

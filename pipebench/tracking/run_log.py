@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from pipebench.tracking.connection import default_uri, shown_uri
 from pipebench.tracking.entries import DESCRIPTION, description, outcome_status, shown_value, stages_csv
 from pipebench.tracking.following import Followed, Follower
 from pipebench.tracking.inputs import Inputs
+from pipebench.tracking.left import close_left
 from pipebench.tracking.limits import MAX_PARAM_CHARS, clean_name
 from pipebench.tracking.record import RESULT_FILE, STAGES_FILE, LogEntry, RecordFolder, Start, Status
 from pipebench.tracking.sender import SEND_EVERY_S, Sender
@@ -54,6 +55,7 @@ class Tracking:
         self._runs: list[RunLog] = []
         self._awake = threading.Event()
         self._connected = threading.Event()
+        self._left: tuple[Path, ...] = ()
         self._ready = ready or self._connected.wait
         self._sends = ready is None
         if self._sends:
@@ -112,6 +114,11 @@ class Tracking:
         self._runs.append(run)
         return run
 
+    def close_left(self, folders: Iterable[Path]) -> None:
+        """Close, in the background, the records in these folders whose processes were killed."""
+        self._left = tuple(folders)
+        self.wake()
+
     @contextmanager
     def following(self, folder: Path) -> Iterator["RunLog"]:
         """Send to MLflow what another process records in a folder, as long as this lasts; yields the run's log."""
@@ -122,6 +129,7 @@ class Tracking:
             yield run
         finally:
             sender.close()
+            sender.record.release()
 
     def wait_until_ready(self, limit_s: float = _PATIENCE_LOCAL_S) -> bool:
         """Wait until MLflow is imported and connected, so that neither costs time later; return whether it is."""
@@ -133,6 +141,11 @@ class Tracking:
     def wake(self) -> None:
         """Make the sender look at the queues now."""
         self._awake.set()
+
+    def has_sent_ends(self) -> bool:
+        """Return whether MLflow has the end of every run that has ended: Ctrl-C may have ended the wait for one."""
+        senders = [run._sender for run in list(self._runs)]
+        return all(each.settled.is_set() or each.is_done or not each.ended for each in senders)
 
     def note_progress(self) -> None:
         """Note that MLflow has taken something."""
@@ -147,6 +160,13 @@ class Tracking:
             print(f"pipebench: {printable(message)}", file=sys.stderr, flush=True)  # a run's log may go to a file only
             _log.info(message)
 
+    def warn_of_unsent(self, run: "RunLog") -> None:
+        """Tell the user what becomes of a run whose end MLflow hasn't at Ctrl-C, unless its comparison waits for it."""
+        awaited = any(not each._sender.ended for each in list(self._runs))
+        if run.folder is not None and not awaited and not run._sender.is_done:
+            kept = f"{_shown(run.folder)} keeps what MLflow hasn't; the next run here, or `pipebench runs`, sends it"
+            print(f"pipebench: {printable(kept)}", file=sys.stderr, flush=True)
+
     def _send_forever(self) -> None:
         try:
             self.store.connect()
@@ -154,6 +174,8 @@ class Tracking:
             _log.debug("MLflow doesn't connect: %s", error)
         self._connected.set()
         while True:
+            left, self._left = self._left, ()
+            close_left(self.store.uri, left)
             for run in list(self._runs):
                 run.send()
                 if run._sender.is_done:
@@ -183,6 +205,11 @@ class RunLog:
     def folder(self) -> Path | None:
         """The folder with the run's artifacts; None if the disk fails."""
         return self._sender.record.path
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the run's result is logged."""
+        return self._result is not None
 
     def begin(self, start: LogEntry) -> None:
         """Log the start of a process."""
@@ -251,7 +278,7 @@ class RunLog:
                 self._tracking.lost = True
                 self._warn("it does not answer")
         except BaseException:  # a second Ctrl-C
-            self._warn("interrupted before everything was sent")
+            self._tracking.warn_of_unsent(self)
             raise
 
     def stop(self) -> None:
@@ -295,7 +322,9 @@ class RunLog:
         tracking, patience_s = self._tracking, self._tracking.patience_s
         tracking.wake()
         seen, deadline_s = tracking.progress, time.monotonic() + patience_s
-        while not self._sender.settled.wait(0.05):
+        while not self._sender.settled.wait(0.05) or not tracking.has_sent_ends():
+            if self._sender.settled.is_set():
+                time.sleep(0.05)
             if tracking.progress != seen:
                 seen, deadline_s = tracking.progress, time.monotonic() + patience_s
             if time.monotonic() > deadline_s:

@@ -42,6 +42,7 @@ class Sender:
         unsent = record.earlier[record.num_sent :]
         self._queue: deque[tuple[LogEntry, bytes | None]] = deque((entry, None) for entry in unsent)
         self._virtual = start.virtual
+        self._end_ms = 0  # of the last end in the queue, when it was logged
         self._history: History | None = None
         self._system: SystemMetrics | None = None
         self._non_finite: set[str] = set()
@@ -78,7 +79,7 @@ class Sender:
                 return
             self.record.append(entry, content)
             self._queue.append((entry, content if self.record.path is None else None))
-            self.ended = entry.status is not None
+            self.ended, self._end_ms = entry.status is not None, entry.at_ms
 
     def send(self, store: Store, on_progress: Callable[[], None]) -> None:
         """Send the queue to MLflow, calling `on_progress` after each request; may raise whatever MLflow raises."""
@@ -96,6 +97,7 @@ class Sender:
                 self._queue.popleft()
             on_progress()
         if self.ended:
+            self.record.note(Sent(self.record.run_id, self.record.num_sent, store.experiment_id, self._end_ms))
             self.record.remove()
             self.settled.set()
 

@@ -9,11 +9,14 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 from pipebench.errors import PipebenchError, UserError, printable, printable_lines
 from pipebench.tracking.connection import default_uri, quiet_environment, shown_uri, sqlite_path
+from pipebench.tracking.left import close_left
 from pipebench.tracking.view import VIEW_TAG, runs_address
 
 HOST, DEFAULT_PORT = "127.0.0.1", 5000
@@ -22,10 +25,11 @@ _EXPERIMENTS_ASKED, _EXPERIMENTS_SHOWN = 100, 8
 _START_LIMIT_S, _END_LIMIT_S = 60.0, 5.0
 
 
-def open_ui(port: int | None = None) -> int:
+def open_ui(port: int | None = None, records: Iterable[Path] = ()) -> int:
     """Serve the MLflow pages until the user presses Ctrl-C, and return the exit code.
 
-    `port` is by default the first free one from 5000.
+    `port` is by default the first free one from 5000. Runs in the folders `records` whose processes were killed are
+    closed first.
 
     Raises:
         UserError: the port is taken, or there are no runs to look at.
@@ -39,6 +43,7 @@ def open_ui(port: int | None = None) -> int:
     if path is not None and not path.exists():
         raise UserError(f"{path.name}: no runs are recorded in this directory; run a recipe first")
     chosen = choose_port(port)
+    close_left(uri, records)
     # The server says a lot that is not for users; it is shown only if the server doesn't come up.
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(

@@ -1,8 +1,10 @@
 """What a command imports: what takes seconds is imported where it is needed. By names, not by time."""
 
 import os
+import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,8 +40,8 @@ for name in {name.split("/")[0]: name for name in recipe_names()}.values():
 """
 
 
-def python(code: str, *words: str, cache: Path) -> str:
-    environment = {**os.environ, "PIPEBENCH_CACHE": str(cache)}
+def python(code: str, *words: str, cache: Path | None = None) -> str:
+    environment = os.environ | ({} if cache is None else {"PIPEBENCH_CACHE": str(cache)})
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stderr
@@ -82,3 +84,72 @@ def test_models_without_weights_have_the_shapes_of_those_with() -> None:
     assert {tuple(each.shape) for each in model.parameters()} >= {(5, 4), (3, 4), (3,), (8, 3)}
     assert all(each.is_meta for each in model.parameters())
     assert torch.ones(2).normal_(7, 0).tolist() == [7, 7]
+
+
+# Python runs it before all else: Ctrl-C when a module is imported, "" for when the process ends.
+CTRL_C = """\
+import atexit, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests may have it ignored
+
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name == {module!r}:
+            press()
+
+sys.meta_path.insert(0, Finder)
+if not {module!r}:
+    atexit.register(press)
+"""
+AS_MODULE = ["-m", "pipebench"]
+AS_SCRIPT = ["-c", "import sys; from pipebench.__main__ import main; sys.exit(main())"]  # as pip makes it
+
+
+@pytest.mark.parametrize("start", [AS_MODULE, AS_SCRIPT], ids=["module", "script"])
+@pytest.mark.parametrize("module", ["click", "pipebench.cli.group", "pipebench.cli.ls", ""])
+def test_ctrl_c_ends_a_command_silently_from_its_first_import_to_its_end(
+    module: str, start: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(CTRL_C.format(module=module))
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, *start, "ls", "modes"],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode in (130, -signal.SIGINT)  # which a shell calls 130, too
+    assert done.stderr.strip() == ""
+    assert ("pipedream" in done.stdout) == (module == "")
+
+
+# As torch's C++, which swallows what is raised while it imports numpy, or aborts the process.
+SWALLOWS = """\
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    pass
+"""
+
+
+def test_ctrl_c_ends_a_command_silently_while_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(SWALLOWS)
+    (tmp_path / "other.py").write_text("import torch")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    code = "import signal; from pipebench import interrupts as i; signal.signal(2, signal.default_int_handler); "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}i.listen(); import other; print('goes on')"],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_the_program_that_is_installed_is_ready_for_ctrl_c() -> None:
+    metadata = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert metadata["project"]["scripts"] == {"pipebench": "pipebench.__main__:main"}
+    loaded = "import sys{}; print(*sys.modules, file=sys.stderr)"
+    more = {*python(loaded.format(", pipebench.__main__")).split()} - {*python(loaded.format("")).split()}
+    assert "pipebench" in more
+    assert not {"click", "inspect", "typing", "pathlib", "contextlib"} & more

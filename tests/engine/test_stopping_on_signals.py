@@ -13,7 +13,8 @@ from tests.checkpoint.spoiling import RECIPE
 from tests.patience import PATIENCE_S
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("hears_sighup")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
     stop, before = StopRequest(), signal.getsignal(number)
     with stopping_on_signals(stop):
@@ -36,12 +37,16 @@ def test_a_signal_that_is_to_be_ignored_stays_so() -> None:
     assert stop.reason is None
 
 
-def test_a_stopped_run_keeps_a_checkpoint_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("hears_sighup")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_stopped_run_keeps_a_checkpoint_and_goes_on(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "small.yaml").write_text(RECIPE)
     words = ("small.yaml", "train.checkpoint_every=null", "train.max_epochs=1000")
     with WatchedRun(tmp_path, words) as run:
         assert run.wait_until(lambda: "epoch 1" in run.output, PATIENCE_S, "the first evaluation")
-        run.signal(signal.SIGINT, [run.process.pid])
+        run.signal(number, [run.process.pid])
         assert run.wait(PATIENCE_S) == 130, run.output
         assert run.run_folder is not None
         run_id, step = run.run_folder.name, max(run.steps())

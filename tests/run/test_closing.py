@@ -11,6 +11,7 @@ from pipebench.run.folder import RunFacts, RunFolder, create
 from pipebench.tracking import Tracking
 from pipebench.tracking.record import LogEntry, RecordFolder, Start
 from tests.patience import PATIENCE_S
+from tests.tracking.records import RESULT
 
 
 @pytest.fixture
@@ -53,3 +54,13 @@ def test_a_run_that_failed_before_it_began_has_no_record(folder: RunFolder) -> N
     with Tracking("suite").following(folder.record_path) as log:
         closing.close_record(folder, 3, log)
     assert status() is None
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_run_that_ended_on_a_full_disk_ends_in_mlflow(ended: bool, folder: RunFolder) -> None:
+    if ended:
+        RecordFolder(folder.record_path).append(LogEntry(status="KILLED"))
+    with Tracking("suite").following(folder.record_path) as log:
+        closing.end_record(folder, RESULT, log)
+    assert (folder.record_path / "record.jsonl").read_text().count("status") == 1
+    assert ended or status() == "FINISHED"

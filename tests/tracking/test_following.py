@@ -1,5 +1,6 @@
 """Runs that one process logs and another sends to MLflow; here both are one process."""
 
+import errno
 import sqlite3
 import threading
 import time
@@ -164,3 +165,24 @@ def test_an_entry_that_is_being_written_is_heard_of_when_it_is_whole(tmp_path: P
         file.write(line[9:])
     assert [entry.tags for entry in record.hear()] == [{"mode": "dp"}]
     assert record.hear() == []
+
+
+def test_an_end_that_a_full_disk_does_not_take_is_sent(
+    follower: RunLog, record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As is what came before the disk was full, though what MLflow has of it can't be noted."""
+    run = begun(record)
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        run.point(RESULT.points[0])
+        until(lambda: follower.run_id and follower._sender.is_empty)
+        run.point(RESULT.points[1])
+        until(lambda: follower._sender.record.num_sent == 3)
+        patch.setattr(Path, "open", full)
+        follower.finish(status="FINISHED")
+    assert fetch(follower).info.status == "FINISHED"
+    assert [row.step for row in history(follower, "curves/top1")] == [1000, 2000]

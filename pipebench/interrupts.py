@@ -1,0 +1,86 @@
+"""What ends a command from outside: Ctrl-C, SIGTERM, and SIGHUP, which comes when a terminal is closed.
+
+Imports almost nothing: the program needs it before all else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType, TracebackType
+    from typing import Any
+
+_BY_SIGNAL = 128  # an exit code less the signal's number
+_heard: list[int] = []  # numbers of the signals that raised KeyboardInterrupt
+_owner = os.getpid()
+
+
+def listen() -> None:
+    """Note every Ctrl-C of this process from now on, beside raising KeyboardInterrupt; for the main thread.
+
+    Libraries swallow that, and fail later because only a part of them is there.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else somebody has it ignored
+        signal.signal(signal.SIGINT, _end)
+
+
+def leave_to_the_system() -> None:
+    """Let Ctrl-C end this process at once: while Python takes it apart, nobody would catch a KeyboardInterrupt."""
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _end):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def forget() -> None:
+    """Forget the signals that were noted: a command begins."""
+    _heard.clear()
+
+
+def exit_code() -> int | None:
+    """Return the exit code of a command that a signal ended, None if none was noted."""
+    return _BY_SIGNAL + _heard[0] if _heard else None
+
+
+class RaisedBySignals:
+    """A context in which SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that records are closed.
+
+    Only in the main thread; a signal that somebody handles, or has ignored, stays so.
+    """
+
+    def __enter__(self) -> None:
+        import threading
+
+        self._before: list[int] = []
+        if threading.current_thread() is threading.main_thread():
+            self._before = [each for each in _ALSO if signal.getsignal(each) is signal.SIG_DFL]
+        for number in self._before:
+            signal.signal(number, _end)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number in self._before:
+            signal.signal(number, signal.SIG_DFL)
+
+
+_ALSO = (signal.SIGTERM, signal.SIGHUP)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    # A copy of this process, such as a data loader's, ends as by default. So does a command that imports torch, of
+    # which nothing is recorded yet: torch's C++ swallows exceptions, or ends of them with a page of its stack.
+    if os.getpid() != _owner or _is_importing("torch", frame):
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        return
+    _heard.append(number)
+    raise KeyboardInterrupt
+
+
+def _is_importing(module: str, frame: FrameType | None) -> bool:
+    """Return whether a module's own code is being run for its import, in this frame or in one that waits for it."""
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,62 @@
+"""Closes the records of runs whose process was killed, which MLflow would have as running for ever.
+
+Whoever logs or sends a run holds its record (`RecordFolder`); the system lets go for a process that dies. So a run that
+MLflow has as running, and whose record nobody holds, was left.
+"""
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+from pipebench.tracking.connection import StoreConnection
+from pipebench.tracking.record import LogEntry, RecordFolder, Status, read_sent
+from pipebench.tracking.sender import Sender
+from pipebench.tracking.store import Store
+
+_log = logging.getLogger(__name__)
+_PAGE = 1000  # runs that one question is answered with
+
+
+def close_left(uri: str, folders: Iterable[Path]) -> None:
+    """Send to MLflow what records in `folders` have unsent, and the end, of runs that were left; never raises.
+
+    A run without an end was killed when its last entry was logged.
+    """
+    known = {folder: read_sent(folder) for folder in folders}
+    unended = {
+        sent.run_id: folder for folder, sent in known.items() if sent.run_id and (sent.failed or not sent.end_ms)
+    }
+    store = StoreConnection(uri)
+    try:
+        experiments = _running(store) if unended and store.is_there else {}
+        for run_id in unended.keys() & experiments.keys():
+            _close(unended[run_id], Store(uri, experiments[run_id]))
+    except Exception as error:  # whatever MLflow, SQLAlchemy, the disk or the network can think of
+        _log.debug("runs that were left can't be closed: %s", error)
+
+
+def _running(store: StoreConnection) -> dict[str, str]:
+    """Return the ids of the runs that MLflow has as running, the newest, with the names of their experiments."""
+    with store.turn() as client:
+        names = {each.experiment_id: each.name for each in client.search_experiments(max_results=_PAGE)}
+        runs = client.search_runs([*names], "attributes.status = 'RUNNING'", max_results=_PAGE)
+    return {run.info.run_id: names[run.info.experiment_id] for run in runs}
+
+
+def _close(folder: Path, store: Store) -> None:
+    """Close a record, unless somebody holds it."""
+    record = RecordFolder(folder, alone=True)
+    try:
+        start, status, at_ms = None, None, 0
+        for entry in record.earlier:
+            start, status = (entry.start, None) if entry.start is not None else (start, entry.status or status)
+            at_ms = entry.at_ms
+        if record.path is None or start is None:
+            return
+        sender = Sender(record, start, None, system_metrics=False)
+        ends: Status = status or "KILLED"
+        sender.add(LogEntry(at_ms=at_ms, status=ends))
+        sender.send(store, lambda: None)
+        _log.info("%s was left, and is recorded as %s", folder, ends)
+    finally:
+        record.release()

@@ -1,0 +1,136 @@
+"""Runs whose process was killed: MLflow has them as running until a later command sends the rest and their end."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipebench.cli.main import cli
+from pipebench.tracking import Tracking, default_uri
+from pipebench.tracking.left import close_left
+from pipebench.tracking.record import RecordFolder, read_record
+from tests.patience import PATIENCE_S
+from tests.recipes import uniform_recipe
+
+# Logs two points and is killed once MLflow has the first; of the second only the record knows.
+KILLED = """\
+import os, signal, sys, time
+from pathlib import Path
+from pipebench.tracking import Tracking
+from pipebench.train.result import Point
+folder = Path(sys.argv[1]) if sys.argv[1:] else None
+tracking = Tracking("left")
+parent = tracking.start("parent", params={}, tags={"kind": "comparison"})
+run = tracking.start("child", params={"name": "small"}, tags={"kind": "run"}, parent=parent, folder=folder)
+run.point(Point(samples=10, clock_s=1.0, metrics={"top1": 0.5}))
+while not run._sender.is_empty:
+    tracking.wake()
+    time.sleep(0.01)
+run._sender.send = lambda *_: None
+run.point(Point(samples=20, clock_s=2.0, metrics={"top1": 0.75}))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+BOTH = {"parent": "KILLED", "child": "KILLED"}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
+def kill(*folder: str) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, *folder], timeout=PATIENCE_S, check=False)
+    assert done.returncode < 0
+    assert statuses() == {"parent": "RUNNING", "child": "RUNNING"}
+
+
+def statuses() -> dict[str, str]:
+    with sqlite3.connect("mlflow.db", timeout=PATIENCE_S) as store:
+        return dict(store.execute("select name, status from runs where name not like 'gpipe%'"))
+
+
+def points() -> list[tuple[int, float]]:
+    with sqlite3.connect("mlflow.db") as store:
+        return store.execute("select step, value from metrics where key = 'curves/top1' order by step").fetchall()
+
+
+def test_a_list_of_runs_closes_what_killed_processes_left() -> None:
+    kill()
+    assert len(list(Path("pipebench-results").iterdir())) == 2
+    listed = CliRunner().invoke(cli, ["runs"])
+    assert listed.exit_code == 0
+    assert "running" not in listed.output
+    assert listed.output.count("killed") == 2
+    assert statuses() == BOTH
+    assert points() == [(10, 0.5), (20, 0.75)]
+    assert not Path("pipebench-results").exists()
+
+
+def test_the_next_run_closes_what_killed_processes_left() -> None:
+    kill("pipebench-runs/child-12345678/record")
+    Path("small.yaml").write_text(uniform_recipe(2, 16, 8, 8, "mode: gpipe, plan: 1-1"))
+    assert CliRunner().invoke(cli, ["run", "small.yaml", "engine.kind=simulated"]).exit_code == 0
+    assert statuses() == BOTH
+    assert points() == [(10, 0.5), (20, 0.75)]
+    record = read_record(Path("pipebench-runs/child-12345678/record"))
+    assert record is not None
+    assert record.status == "KILLED"
+
+
+def test_what_somebody_holds_or_has_closed_or_another_store_has_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    kill()
+    folders = [*Path("pipebench-results").iterdir()]
+    held = [RecordFolder(folder) for folder in folders]
+    close_left(default_uri(), folders)
+    assert set(statuses().values()) == {"RUNNING"}
+    for each in held:
+        each.release()
+    with monkeypatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", "sqlite:///other.db")
+        close_left(default_uri(), folders)
+        assert not Path("other.db").exists()
+    with sqlite3.connect("mlflow.db") as store:
+        store.execute("update runs set status = 'FAILED' where name = 'child'")
+    close_left(default_uri(), folders)
+    assert statuses() == {"parent": "KILLED", "child": "FAILED"}
+
+
+def test_a_copy_of_a_process_holds_nothing(tmp_path: Path) -> None:
+    record = RecordFolder(tmp_path / "record")
+    told, tells = os.pipe()
+    copy = os.fork()
+    if copy == 0:
+        os.write(tells, b".")
+        signal.pause()
+    try:
+        os.read(told, 1)
+        record.release()
+        assert RecordFolder(tmp_path / "record", alone=True).path is not None
+    finally:
+        os.kill(copy, signal.SIGKILL)
+        os.waitpid(copy, 0)
+        for each in (told, tells):
+            os.close(each)
+
+
+def test_a_comparison_ends_after_a_run_whose_end_was_not_awaited() -> None:
+    tracking = Tracking("left")
+    parent = tracking.start("parent", params={}, tags={"kind": "comparison"})
+    child = tracking.start("child", params={}, tags={"kind": "run"}, parent=parent)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def interrupted() -> bool:
+            raise KeyboardInterrupt
+
+        patch.setattr(child, "_wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            child.finish(status="KILLED")
+    parent.finish(status="KILLED")
+    assert statuses() == BOTH
