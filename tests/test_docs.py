@@ -270,6 +270,7 @@ def test_the_quick_start_prints_what_readme_says(tmp_path: Path) -> None:
     assert (tmp_path / "mlflow.db").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rendered")
 def test_the_plan_of_its_page_is_what_the_planner_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "110")

@@ -425,7 +425,7 @@ def refusal(answer: Mapping[str, Any]) -> str:
     return line
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", EXPECTED)
 def test_a_spoilt_run_is_refused_in_one_sentence(said: Said, way: str) -> None:
     """The spoilt checkpoint is the only one."""

@@ -16,6 +16,7 @@ REPORTS = Path(vpipe_artifact.__file__).parents[1]
 BERT_LINES = 490  # of `runtime/bert/vgpus=8/__init__.py`, one operator each
 
 
+@pytest.mark.slow
 def test_the_page_is_of_this_script(capsys: pytest.CaptureFixture[str]) -> None:
     vpipe_artifact.main()
     assert capsys.readouterr().out.rstrip() == (REPORTS / "vpipe_artifact.md").read_text().rstrip()
