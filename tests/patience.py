@@ -1,11 +1,21 @@
-"""How long tests wait for what has to come: only a test that fails waits for so long, on however loaded a machine."""
+"""What a loaded machine changes: how long tests wait for what has to come, and what commands say that take 2 s.
 
+Only a test that fails waits for so long.
+"""
+
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 PATIENCE_S = 600.0
+_PHASE = re.compile(r"^(pipebench[\w ]*: (starting|loading \w+)|[\w.-]+  \S.*)\n", re.MULTILINE)
+
+
+def without_phases(said: str) -> str:
+    """Return what was said without lines that name a phase of 2 s: `pipebench run: loading torch`, `dp  preparing`."""
+    return _PHASE.sub("", said)
 
 
 @contextmanager
