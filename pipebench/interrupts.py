@@ -50,13 +50,14 @@ class RaisedBySignals:
     """
 
     def __enter__(self) -> None:
-        import threading
-
         self._before: list[int] = []
-        if threading.current_thread() is threading.main_thread():
-            self._before = [each for each in _ALSO if signal.getsignal(each) is signal.SIG_DFL]
-        for number in self._before:
-            signal.signal(number, _end)
+        for number in _ALSO:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                try:
+                    signal.signal(number, _end)
+                except ValueError:  # not in the main thread
+                    return
+                self._before.append(number)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         for number in self._before:

@@ -181,12 +181,7 @@ class RunRecorder:
 
             forecast = forecast or self._forecast(result)
             result = drawings.record_features(log, self._completed(result, forecast), self._job)
-            warn_of_unlisted(result.metrics)
-            log.result(result)
-            if result.points and self._kind.trains:
-                setup = self._job.setup
-                samples = setup.sampler.num_samples, setup.dataset.num_eval
-                log.text(mlperf.FILE, mlperf.mlperf_log(result, *samples, self._began_ms))
+            self._log_result(result)
             drawings.record_run(log, self._request, self._job, result, timeline, forecast)
         except KeyboardInterrupt:
             if result is None:
@@ -202,13 +197,24 @@ class RunRecorder:
         width = min(_PICTURE_WIDTH, standard_output().width - 2)
         made = Run(result, log.run_id, shown, text_picture(shown, width=width), log.where())
         if self._request.suite.prints:
-            # A worker must end normally even if its output's reader is gone; rich raises SystemExit for a broken pipe.
-            with contextlib.suppress(OSError, SystemExit) if self._kind.in_processes else contextlib.nullcontext():
-                if self._request.is_one_of_many:
-                    console.print_outcome(result)
-                else:
-                    made.print_to(standard_output())
+            self._print(made)
         return made
+
+    def _print(self, made: Run) -> None:
+        # A worker must end normally even if its output's reader is gone; rich raises SystemExit for a broken pipe.
+        with contextlib.suppress(OSError, SystemExit) if self._kind.in_processes else contextlib.nullcontext():
+            if self._request.is_one_of_many:
+                console.print_outcome(made.result)
+            else:
+                made.print_to(standard_output())
+
+    def _log_result(self, result: RunResult) -> None:
+        warn_of_unlisted(result.metrics)
+        self.log.result(result)
+        if result.points and self._kind.trains:
+            setup = self._job.setup
+            samples = setup.sampler.num_samples, setup.dataset.num_eval
+            self.log.text(mlperf.FILE, mlperf.mlperf_log(result, *samples, self._began_ms))
 
     def _warn(self) -> None:
         """Warn of what acts stage by stage without a flush."""

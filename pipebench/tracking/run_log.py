@@ -164,8 +164,8 @@ class Tracking:
         """Tell the user what becomes of a run whose end MLflow hasn't at Ctrl-C, unless its comparison waits for it."""
         awaited = any(not each._sender.ended for each in list(self._runs))
         if run.folder is not None and not awaited and not run._sender.is_done:
-            kept = f"{_shown(run.folder)} keeps what MLflow hasn't; the next run here, or `pipebench runs`, sends it"
-            print(f"pipebench: {printable(kept)}", file=sys.stderr, flush=True)
+            unsent = f"{_shown(run.folder)} keeps what MLflow hasn't; the next run here, or `pipebench runs`, sends it"
+            print(f"pipebench: {printable(unsent)}", file=sys.stderr, flush=True)
 
     def _send_forever(self) -> None:
         try:

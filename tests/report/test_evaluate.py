@@ -76,8 +76,9 @@ def test_what_was_chosen_with_a_measure_s_results_in_view_holds_for_all_cells_of
     measures = changed()["measures"]
     measures["twice"]["chosen"] = {"seen": "a rate"}
     report = one_column(write, measures=measures, columns={"ideal": {}, "seen": {}}, claims=[])
-    runs = {(row, run, column): [result()] for row, run, column in
-            (("first", run, column) for run in ("dp", "straight") for column in ("ideal", "seen"))}  # fmt: skip
+    runs: dict[tuple[str, str, str], list[RunResult | str]] = {
+        ("first", run, column): [result()] for run in ("dp", "straight") for column in ("ideal", "seen")
+    }
     found = evaluated(report, runs)
     seen = {(name, column): cell(found, "first", name, column).chosen for name in ("speedup", "twice")
             for column in ("ideal", "seen")}  # fmt: skip

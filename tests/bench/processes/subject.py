@@ -199,15 +199,12 @@ def make_setup(
     subject: Subject, case: Case, profile: Profile, cluster: Cluster, host: HostCosts = NO_HOST_COSTS
 ) -> Setup:
     """Return what the engine needs to run a case, with the costs of a profile and the links of a cluster."""
-    graph, dataset, row = (
-        subject.graph(),
-        subject.data(),
-        with_sums(MODES[case.mode], cluster, range(cluster.num_workers)),
-    )
+    graph, dataset, row = subject.graph(), subject.data(), MODES[case.mode]
     if graph.rounding is not None:
         dataset = RoundedData(dataset, graph.rounding.low_type)
     chunks = len(case.replicas) if row.is_sharded else 1
     plan = make_plan(graph, case.starts, case.replicas, mode=case.mode, depth=case.depth or row.depth, chunks=chunks)
+    row = with_sums(row, cluster, plan)
     rows = next(iter(profile.layers.values()))
     pipeline = make_pipeline(plan, rows, row, microbatches=case.microbatches, accumulate=case.accumulate)
     return Setup(
