@@ -22,12 +22,12 @@ def close_left(uri: str, folders: Iterable[Path]) -> None:
 
     A run without an end was killed when its last entry was logged.
     """
-    known = {folder: read_sent(folder) for folder in folders}
-    unended = {
-        sent.run_id: folder for folder, sent in known.items() if sent.run_id and (sent.failed or not sent.end_ms)
-    }
     store = StoreConnection(uri)
     try:
+        known = {folder: read_sent(folder) for folder in folders}
+        unended = {
+            sent.run_id: folder for folder, sent in known.items() if sent.run_id and (sent.failed or not sent.end_ms)
+        }
         experiments = _running(store) if unended and store.is_there else {}
         for run_id in unended.keys() & experiments.keys():
             _close(unended[run_id], Store(uri, experiments[run_id]))
