@@ -152,7 +152,9 @@ class Cluster:
 
     def for_stages(self, num_stages: int) -> "Cluster":
         """Return the cluster as the sums of a plan of so many stages, on different workers, meet it."""
-        return self if num_stages < 2 else replace(self, levels=tuple(level.of_stages for level in self.levels))
+        if num_stages < 2 or all(level.stage_ring_bytes_per_s is None for level in self.levels):
+            return self
+        return replace(self, levels=tuple(level.of_stages for level in self.levels))
 
     @property
     def at_best(self) -> "Cluster":

@@ -249,9 +249,10 @@ class RecordFolder:
     def release(self) -> None:
         """Let others have the record alone."""
         with self._lock:
-            if self._holds in _held:
-                _held.remove(self._holds)
-                os.close(self._holds)
+            holds, self._holds = self._holds, None  # the number may be another file's soon
+            if holds in _held:
+                _held.remove(holds)
+                os.close(holds)
 
     def _mend(self) -> None:
         """Remove a torn last line from the file of entries."""

@@ -134,3 +134,16 @@ def test_a_comparison_ends_after_a_run_whose_end_was_not_awaited() -> None:
             child.finish(status="KILLED")
     parent.finish(status="KILLED")
     assert statuses() == BOTH
+
+
+def test_a_record_that_is_released_twice_lets_go_of_no_other() -> None:
+    """The system gives a closed file's number to the next one."""
+    first = RecordFolder(Path("first"))
+    held = first._holds
+    first.release()
+    second = RecordFolder(Path("second"))
+    assert second._holds == held
+    first.release()
+    assert RecordFolder(Path("second"), alone=True).path is None
+    second.release()
+    assert RecordFolder(Path("second"), alone=True).path is not None
