@@ -102,8 +102,9 @@ def test_a_killed_worker_changes_nothing(virtual: Path, tmp_path: Path) -> None:
         run.signal(signal.SIGKILL, [run.workers(0)[1]])
         assert run.wait(PATIENCE_S) == 0, run.output
         result = result_of(run)
-    for said in ("rank 1 ended by SIGKILL; restart 1 of 3", "goes on from minibatch", "trained 1 epoch", "epoch 0.8"):
+    for said in ("rank 1 ended by SIGKILL; restart 1 of 3", "goes on from minibatch", "trained 1 epoch"):
         assert run.output.count(said) == 1, run.output
+    assert "epoch 0.8" in run.output  # twice if the kill comes late, between it and its checkpoint
     assert "Traceback" not in run.output
 
     assert_same_weights(tmp_path, virtual)
