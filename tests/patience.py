@@ -5,7 +5,8 @@ Only a test that fails waits for so long.
 
 import re
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -16,6 +17,14 @@ _PHASE = re.compile(r"^(pipebench[\w ]*: (starting|loading \w+)|[\w.-]+  \S.*)\n
 def without_phases(said: str) -> str:
     """Return what was said without lines that name a phase of 2 s: `pipebench run: loading torch`, `dp  preparing`."""
     return _PHASE.sub("", said)
+
+
+def wait_for(true: Callable[[], object]) -> None:
+    """Wait until something holds; the test fails if it never does."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < end_s, "nothing happened"
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -22,6 +22,17 @@ _STACKS_AFTER_S = 60.0
 _AFTER_A_FAILURE_S = 5.0
 
 
+def reserved_port() -> socket.socket:
+    """Return what keeps a port of 127.0.0.1, on which a store can be served, from everybody who asks for any.
+
+    Other tests, in other processes, ask for many ports while processes start here.
+    """
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers have it: one may listen on a port
+    found.bind(("127.0.0.1", 0))
+    return found
+
+
 class Processes:
     """A world of processes on this machine, as a context manager.
 
@@ -32,8 +43,8 @@ class Processes:
     """
 
     def __init__(self, size: int, device: str = "cpu", environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
+        self._port = reserved_port()
+        port = self._port.getsockname()[1]
         context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
         if device == "cpu":
             # One server imports what all of them need, which takes seconds, and each is a copy of it. CUDA can't be
@@ -65,6 +76,7 @@ class Processes:
             process.join(0.0 if self._lost else _AFTER_A_FAILURE_S if error else PATIENCE_S)
             process.kill()
             process.join()
+        self._port.close()
         if error is None and not self._lost:
             assert [process.exitcode for process in self._processes] == [0] * len(self._processes)
 

@@ -175,7 +175,8 @@ class Tracking:
         self._connected.set()
         while True:
             left, self._left = self._left, ()
-            close_left(self.store.uri, left)
+            if left:
+                close_left(self.store.uri, left)
             for run in list(self._runs):
                 run.send()
                 if run._sender.is_done:

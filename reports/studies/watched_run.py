@@ -79,7 +79,7 @@ class WatchedRun:
 
     def left_over(self) -> list[int]:
         """Return the process ids of workers that were seen and still live."""
-        return [pid for pid in self._seen if _lives(pid)]
+        return [pid for pid in self._seen if lives(pid)]
 
     def steps(self, *, whole: bool = True) -> list[int]:
         """Return the steps of which there is a checkpoint, whole (committed) or not, ascending."""
@@ -163,7 +163,8 @@ def _children(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
+    """Return whether a process computes or waits."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

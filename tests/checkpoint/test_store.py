@@ -16,7 +16,7 @@ import torch
 from pipebench import files
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import MANIFEST, CheckpointFile, Checkpoints
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_for
 
 FIRST, SECOND = 10, 20
 
@@ -444,8 +444,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(saved: Saved) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begin\n"
+        wait_for(lambda: saved.store.steps()[-1] > SECOND + 10)  # and so the one before is whole
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.3)
+            process.wait(0.1)
         process.kill()
     step, _ = newest(saved.store)
     assert step is not None

@@ -21,8 +21,8 @@ from pipebench.distributed.stall import Activity, describe, stall_report
 from pipebench.schedule.instructions import Instruction, parse
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain
-from tests.distributed.waiting import straight, wait_for
-from tests.patience import PATIENCE_S
+from tests.distributed.waiting import straight
+from tests.patience import PATIENCE_S, wait_for
 
 _RECEIVE_TO_SEND = Op.SEND_ACTIVATION - Op.RECEIVE_ACTIVATION
 

@@ -289,7 +289,7 @@ def test_nobody_can_connect_to_what_the_workers_share(tmp_path: Path) -> None:
     attempt = launch.Attempt(spawned(script(tmp_path, "")), 2, 0, {}, {})
     try:
         listens = [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
-        assert listens == before
+        assert [each for each in listens if each not in before] == []  # another test's may have been closed
         assert attempt.wait(PATIENCE_S)
         assert not attempt.failures()
     finally:

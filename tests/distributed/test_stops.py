@@ -19,8 +19,8 @@ from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Edge, Pipeline, chain, noam
 from pipebench.schedule.programs import programs
-from tests.distributed.waiting import straight, wait_for
-from tests.patience import PATIENCE_S
+from tests.distributed.waiting import straight
+from tests.patience import PATIENCE_S, wait_for
 
 _RECEIVE_TO_SEND = Op.SEND_ACTIVATION - Op.RECEIVE_ACTIVATION
 

@@ -30,7 +30,7 @@ from pipebench.distributed.world import World, check_devices, check_world_size
 from pipebench.errors import UserError
 from pipebench.run import processes as process_run
 from tests.patience import PATIENCE_S
-from tests.processes import Processes
+from tests.processes import Processes, reserved_port
 
 
 def place(rank: int = 0, size: int = 1, port: int = 1, **changes: Any) -> HostSlot:
@@ -194,10 +194,10 @@ def test_an_address_that_is_not_this_host_s_is_one_sentence() -> None:
 
 
 def test_an_address_that_nobody_serves_is_one_sentence() -> None:
-    with taken_port() as port:
-        free = port
-    with pytest.raises(UserError, match=rf"rank 1 of 2: nothing answers at 127.0.0.1:{free} after 0.3 s"):
-        connect(place(1, 2, free), 0.3)
+    with reserved_port() as reserved:
+        port = reserved.getsockname()[1]
+        with pytest.raises(UserError, match=rf"rank 1 of 2: nothing answers at 127.0.0.1:{port} after 0.3 s"):
+            connect(place(1, 2, port), 0.3)
 
 
 def meeting(port: int, ranks: list[int], size: int, limit_s: float = PATIENCE_S, **changes: Any) -> dict[int, Any]:
@@ -279,9 +279,9 @@ def test_a_missing_rank_0_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_world_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "lo")
-    with taken_port() as port:
-        free = port
-    joined = world.join("cpu", limit_s=PATIENCE_S, place=place(port=free, agent_store=False, attempt=0))
+    with reserved_port() as reserved:
+        port = reserved.getsockname()[1]
+        joined = world.join("cpu", limit_s=PATIENCE_S, place=place(port=port, agent_store=False, attempt=0))
     try:
         assert (joined.rank, joined.size, joined.place.local_rank, joined.device) == (0, 1, 0, torch.device("cpu"))
         assert world.current() is joined

@@ -20,6 +20,7 @@ from pipebench.run.export import export
 from reports.studies.watched_run import WatchedRun, recorded
 from tests.lab.machine import wait_for
 from tests.patience import PATIENCE_S, without_phases
+from tests.processes import reserved_port
 
 SMALL = (
     "quickstart", "model.width=0.0625", "train.target=null", "train.max_epochs=1", "parallelism.plan=1-1",
@@ -101,8 +102,9 @@ def test_a_killed_worker_changes_nothing(virtual: Path, tmp_path: Path) -> None:
         run.signal(signal.SIGKILL, [run.workers(0)[1]])
         assert run.wait(PATIENCE_S) == 0, run.output
         result = result_of(run)
-    for said in ("rank 1 ended by SIGKILL; restart 1 of 3", "goes on from minibatch", "trained 1 epoch", "epoch 0.8"):
+    for said in ("rank 1 ended by SIGKILL; restart 1 of 3", "goes on from minibatch", "trained 1 epoch"):
         assert run.output.count(said) == 1, run.output
+    assert "epoch 0.8" in run.output  # twice if the kill comes late, between it and its checkpoint
     assert "Traceback" not in run.output
 
     assert_same_weights(tmp_path, virtual)
@@ -248,15 +250,17 @@ def test_a_stopped_worker_is_named(tmp_path: Path) -> None:
 def test_too_few_processes_are_told_once(tmp_path: Path) -> None:
     """As under torchrun: two processes for a plan of three workers."""
     words = [sys.executable, "-m", "pipebench", "run", *IN_PROCESSES, "parallelism.plan=1-1-1"]
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    processes = [
-        subprocess.Popen(
-            words, cwd=tmp_path, env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = "".join(process.communicate(timeout=PATIENCE_S)[0] for process in processes)
+    with reserved_port() as reserved:
+        port = str(reserved.getsockname()[1])
+        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        processes = [
+            subprocess.Popen(
+                words, cwd=tmp_path, env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        said = "".join(process.communicate(timeout=PATIENCE_S)[0] for process in processes)
     assert [process.returncode for process in processes] == [2, 2], said
     said = without_phases(said)
     assert said.count("\n") == 1, said
@@ -279,9 +283,3 @@ def test_a_device_that_isnt_there_is_a_users_mistake(tmp_path: Path) -> None:
     assert line.startswith("pipebench: error: ")
     assert "engine.device: got cuda" in line
     assert not (tmp_path / "pipebench-runs").exists()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

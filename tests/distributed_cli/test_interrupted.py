@@ -9,11 +9,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil  # type: ignore[import-untyped] # it has no types of its own
 import pytest
 import yaml
 
-from reports.studies.watched_run import WatchedRun
+from reports.studies.watched_run import WatchedRun, lives
 from tests.patience import PATIENCE_S
 from tests.recipes import uniform_recipe
 
@@ -100,7 +99,7 @@ def test_ctrl_c_is_answered_in_every_phase(phase: str, tmp_path: Path) -> None:
 def is_running(pid: int) -> bool:
     """Return whether a process computes or waits; one that has ended may wait for its parent to notice."""
     until_s = time.monotonic() + PATIENCE_S
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while lives(pid):
         if time.monotonic() > until_s:
             return True
         time.sleep(0.02)

@@ -43,7 +43,7 @@ def test_a_stopped_run_keeps_a_checkpoint_and_goes_on(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "small.yaml").write_text(RECIPE)
-    words = ("small.yaml", "train.checkpoint_every=null", "train.max_epochs=1000")
+    words = ("small.yaml", "train.checkpoint_every=null", "train.max_epochs=100000")
     with WatchedRun(tmp_path, words) as run:
         assert run.wait_until(lambda: "epoch 1" in run.output, PATIENCE_S, "the first evaluation")
         run.signal(number, [run.process.pid])

@@ -20,13 +20,14 @@ from pipebench.zoo.bert import bert_base
 from pipebench.zoo.gnmt import gnmt8
 from pipebench.zoo.gpt2 import gpt2
 from pipebench.zoo.transformer import transformer
+from tests.patience import PATIENCE_S
 
 
 class Threads:
     """What devices that are threads share."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=60)
+        self.barrier = threading.Barrier(size, timeout=PATIENCE_S)
         self.given: list[torch.Tensor] = [torch.empty(0)] * size
 
 

@@ -4,11 +4,13 @@ import io
 import itertools
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from pipebench.show import console
+from pipebench.show import progress as shown
 from pipebench.show.progress import RunProgress, preparing, searching
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.show.verdict import comparison_markdown
@@ -191,7 +193,7 @@ def test_without_a_terminal_there_is_a_line_per_evaluation() -> None:
 
 def test_without_a_terminal_lines_between_evaluations_come_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr("pipebench.show.progress.time.monotonic", lambda: now_s)
+    monkeypatch.setattr(shown, "time", SimpleNamespace(monotonic=lambda: now_s))
     to = plain()
     told_s = []
     with RunProgress("dp", 100_000, quiet=True, samples_per_epoch=1000, console=to) as progress:
@@ -213,7 +215,7 @@ def test_which_run_of_how_many_begins() -> None:
 
 def test_on_a_terminal_there_is_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = iter(range(1000))
-    monkeypatch.setattr("pipebench.show.progress.time.monotonic", lambda: float(next(now_s)))
+    monkeypatch.setattr(shown, "time", SimpleNamespace(monotonic=lambda: float(next(now_s))))
     to = Console(file=io.StringIO(), width=120, force_terminal=True, highlight=False, color_system=None)
     with RunProgress("dp", 1000, quiet=False, samples_per_epoch=500, console=to) as progress:
         progress.update(250, 0.3, 2.0, 0.5)
@@ -229,7 +231,7 @@ def test_on_a_terminal_there_is_a_live_line(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_updates_are_drawn_only_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipebench.show.progress.time.monotonic", lambda: 1.0)
+    monkeypatch.setattr(shown, "time", SimpleNamespace(monotonic=lambda: 1.0))
     to = Console(file=io.StringIO(), width=120, force_terminal=True, highlight=False, color_system=None)
     with RunProgress("dp", 1000, quiet=False, console=to) as progress:
         for samples in range(1000):
@@ -249,8 +251,13 @@ def test_preparing_writes_nothing_without_a_terminal() -> None:
 def test_preparing_a_run_says_so_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first line at once; after two seconds one that says what it is at, and then one in ten seconds."""
     now_s, timers = 0.0, list[threading.Timer]()
-    monkeypatch.setattr("pipebench.show.progress.time.monotonic", lambda: now_s)
-    monkeypatch.setattr("threading.Timer.start", lambda timer: timers.append(timer))
+
+    class Noted(threading.Timer):
+        def start(self) -> None:
+            timers.append(self)
+
+    monkeypatch.setattr(shown, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(shown, "Timer", Noted)
     to = plain()
     with preparing("dp", to, tells=True) as on_progress:
         for layer in range(20):

@@ -17,10 +17,10 @@ from pipebench.errors import UserError
 from pipebench.tracking import Tracking, default_uri, read_record, require_writable
 from pipebench.tracking.record import RecordFolder, Start
 from pipebench.tracking.sender import Sender
-from pipebench.tracking.store import MetricRow, Store
+from pipebench.tracking.store import Store
 from pipebench.train.result import RunResult
 from pipebench.typed_json import read
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_for
 from tests.tracking.records import RESULT, fetch, rescued
 
 
@@ -38,7 +38,7 @@ def test_a_store_that_fails_in_mid_run_loses_nothing(
         raise sqlite3.OperationalError("disk I/O error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "log", fail)
+        patch.setattr(tracking.store, "log", fail)  # not of all stores: another test's thread would warn, too
         run.point(RESULT.points[1])
         run.text("plan.txt", "straight")
         run.finish(RESULT)
@@ -59,21 +59,19 @@ def test_a_store_that_recovers_has_everything(
     tracking: Tracking, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tracking.start("recovers", params={}, tags={})
-    failed = iter([True])
-    log = Store.log
+    failed = list[str]()
+    log = tracking.store.log
 
-    def fail_once(
-        store: Store, run_id: str, rows: list[MetricRow], params: dict[str, str], tags: dict[str, str]
-    ) -> None:
-        if next(failed, False):
+    def fail_once(run_id: str, *more: Any) -> None:
+        if run_id == run.run_id and not failed:
+            failed.append(run_id)
             raise sqlite3.OperationalError("database is locked")
-        log(store, run_id, rows, params, tags)
+        log(run_id, *more)
 
-    monkeypatch.setattr(Store, "log", fail_once)
+    monkeypatch.setattr(tracking.store, "log", fail_once)
     run.point(RESULT.points[0])
     tracking.wake()
-    while not run._failed:
-        time.sleep(0.01)
+    wait_for(lambda: run._failed)
     assert rescued(folder, "recovers").exists()
     run.finish(RESULT)
     assert not rescued(folder, "recovers").exists()
@@ -115,6 +113,7 @@ def test_a_server_that_is_down_is_told_once(
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{unused.getsockname()[1]}")
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        monkeypatch.setattr("pipebench.tracking.run_log._PATIENCE_SERVER_S", PATIENCE_S)
         monkeypatch.chdir(tmp_path)
         run = Tracking("suite").start("down", params={}, tags={})
         run.point(RESULT.points[0])

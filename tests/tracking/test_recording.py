@@ -27,11 +27,13 @@ from pipebench.tracking import (
     summarise_seeds,
 )
 from pipebench.tracking.entries import description
+from pipebench.tracking.record import ENTRIES
 from pipebench.tracking.store import Store
 from pipebench.tracking.ui import choose_port, newest_experiments
 from pipebench.tracking.view import VIEW_TAG, run_address, runs_address
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 from pipebench.typed_json import read, write
+from tests.patience import wait_for
 from tests.tracking.records import RESULT, fetch, history
 
 
@@ -354,6 +356,13 @@ def test_mlflow_says_nothing_itself(tracking: Tracking, capfd: pytest.CaptureFix
     assert capfd.readouterr() == ("", "")
 
 
+def num_samples(run: RunLog, tracking: Tracking) -> int:
+    """Return how many samples of this host a run's record has, and have the next taken."""
+    tracking.wake()
+    assert run.folder is not None
+    return (run.folder / ENTRIES).read_text().count("system/cpu_utilization_percentage")
+
+
 def test_system_metrics_are_sampled_and_counted_on(
     tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,11 +372,9 @@ def test_system_metrics_are_sampled_and_counted_on(
     seen = 0
     for _ in range(2):
         run = tracking.start("system", params={}, tags={}, virtual=False, folder=tmp_path, system_metrics=True)
-        while (system := run._sender._system) is None or system._step < seen + 2:
-            tracking.wake()
-            time.sleep(0.01)
+        wait_for(lambda: num_samples(run, tracking) >= seen + 2)  # noqa: B023
         run.finish(None, status="FINISHED")
-        seen = system._step
+        seen = num_samples(run, tracking)  # of what is being sampled at the end there is no entry
         assert run.where().startswith("pipebench ui")
     for name in names:
         rows = history(run, name)

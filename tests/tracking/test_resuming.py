@@ -13,14 +13,14 @@ from pipebench.tracking.record import LogEntry, RecordFolder, Start, mlflow_run_
 from pipebench.tracking.store import Store
 from pipebench.train.result import INTERRUPTED, REACHED
 from pipebench.typed_json import read
+from tests.patience import wait_for
 from tests.tracking.records import RESULT, fetch, history, rescued
 
 
 def sent(run: RunLog, tracking: Tracking) -> None:
     """Wait until MLflow has what the run has logged so far."""
     tracking.wake()
-    while not run._sender.is_empty:
-        time.sleep(0.01)
+    wait_for(lambda: run._sender.is_empty)
 
 
 @pytest.fixture
@@ -108,8 +108,7 @@ def test_a_summary_that_the_store_took_at_the_second_try_is_there_once(
     run = tracking.start("tried", params={}, tags={}, folder=tmp_path)
     run.result(RESULT)
     tracking.wake()
-    while not failed:
-        time.sleep(0.01)
+    wait_for(lambda: failed)
     run._retry_at_s = 0.0
     run.finish(None, status="FINISHED")
     assert [row.value for row in history(run, "comm_bytes_total")] == [1e9]
