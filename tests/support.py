@@ -27,7 +27,7 @@ from pipebench.recipe.schema import LossScaleRecipe
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.pipeline import Edge, Pipeline
 from pipebench.schedule.placement import places
-from pipebench.simulate.costs import stage_costs
+from pipebench.simulate.costs import loading_stages, stage_costs
 from pipebench.simulate.evaluation import evaluation_of
 from pipebench.simulate.network import Network
 from pipebench.zoo.registry import Dataset
@@ -142,10 +142,11 @@ def flat_cluster(num_workers: int) -> Cluster:
 def pipeline_of(graph: LayerGraph, plan: Plan, rows: Sequence[LayerProfile], **shape: Any) -> Pipeline:
     """Return the pipeline of a plan, of this shape otherwise."""
     edges = tuple(Edge(a, b, any(rows[v].gradient_bytes for v in values)) for (a, b), values in plan.crossings.items())
-    loads = tuple(i for i, s in enumerate(plan.stages) if any(x.inputs for x in graph.layers[s.start : s.stop]))
     swaps = tuple(i for i, s in enumerate(plan.stages) if SWAP in s.memory)
     ties = tuple(tied_parameters(rows, plan))
-    return Pipeline(replicas=plan.replicas, edges=edges, loads=loads, swaps=swaps, ties=ties, **shape)
+    return Pipeline(
+        replicas=plan.replicas, edges=edges, loads=loading_stages(plan, rows), swaps=swaps, ties=ties, **shape
+    )
 
 
 def _memory(graph: LayerGraph, recompute: bool | Container[int]) -> list[str]:
@@ -208,6 +209,8 @@ def make_setup(
         )  # fmt: skip
         plan = plan.on(devices or plan.devices)
     profile = unit_profile(graph, dataset, sizes or range(1, minibatch_size + 1))
+    if not dataset.targets_apart:
+        profile = profile.with_rows(lambda rows: (*rows[:-1], replace(rows[-1], reads_samples=True)))
     rows = profile.layers[minibatch_size]
     flushes, agrees = weights == "one", clip_norm is not None or loss_scale is not None
     agrees &= flushes and (len(plan.stages) > 1 or shard != "none")

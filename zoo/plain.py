@@ -101,6 +101,8 @@ class DatasetPair(Dataset):
         DataError: that isn't what the first samples are.
     """
 
+    targets_apart = False
+
     def __init__(
         self,
         train: Any,

@@ -60,6 +60,8 @@ class Dataset(ABC):
         num_ids: for fields of ids, how many different ones there are: embeddings need as many rows, logits as many
             columns.
         loader_processes: processes in which an engine fetches samples ahead; 0: in its own, when they are needed.
+        targets_apart: whether targets are read without the inputs, at almost no cost. Else whoever computes the loss
+            fetches whole samples, ahead as whoever feeds the model does.
         concurrent: whether `fetch` may be called by several threads at once: a GPU's worker then fetches ahead in one.
         lengths: the lengths that minibatches have, where that is declared and not left to the data: for simulations;
             empty: `example` stands for all of them.
@@ -74,6 +76,7 @@ class Dataset(ABC):
     generates_with: str | None = None
     num_ids: Mapping[str, int] = {}
     loader_processes: int = 0
+    targets_apart: bool = True
     concurrent: bool = False
     lengths: Sequence[LengthClass] = ()
 

@@ -14,6 +14,7 @@ from pipebench.engine.setup import Setup, loss_divisors
 from pipebench.engine.streams import StreamSlot
 from pipebench.model.loading import Source, onto_device
 from pipebench.model.sampling import microbatch_sizes, mix, name_hash
+from pipebench.simulate.costs import shared_loaders
 
 _SIZES_CACHED = 1024  # more than there are units in flight
 
@@ -34,6 +35,7 @@ class Feed:
         self._sampler = setup.sampler if self._trains else setup.held_out
         self._fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
         self._ahead: dict[tuple[int, int], _Ahead] = {}
+        self._loaded: dict[tuple[int, int, int], dict[str, torch.Tensor]] = {}  # targets by stage, worker and unit
         self._parts = setup.pipeline.microbatches if self._trains else 1
         self._size = lru_cache(maxsize=_SIZES_CACHED)(self._size_of)  # read by every instruction of a unit
 
@@ -64,16 +66,26 @@ class Feed:
         return StreamSlot(self.split, stream.number, microbatch, stream.starts)
 
     def inputs(self, stage: int, worker: int, unit: int, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return the named model inputs; a stage requests its units in ascending order without gaps."""
-        if not names or self.size(unit) == 0:
+        """Return the named model inputs; a stage requests its units in ascending order without gaps.
+
+        Targets that aren't apart from them are fetched with them, for `targets`.
+        """
+        inputs = [self._fields[name] for name in names]
+        targets = [] if self._setup.dataset.targets_apart or not self._is_last(stage) else self._setup.dataset.targets
+        fields = [*dict.fromkeys((*inputs, *targets))]
+        if not fields or self.size(unit) == 0:
             return []
-        fields = [self._fields[name] for name in names]
         found, fetched = next(self._fetching(stage, worker, fields, unit))
         if found != unit and self._setup.repartitions:  # layers that read inputs have moved here
             self._ahead.pop((stage, worker)).units.close()
             found, fetched = next(self._fetching(stage, worker, fields, unit))
         assert found == unit, f"stage {stage} of worker {worker} asked for unit {unit}, next is {found}"
-        return [onto_device(fetched[field], self._setup.device) for field in fields]
+        if targets:
+            self._loaded[stage, worker, unit] = {name: fetched[name] for name in targets}
+        return [onto_device(fetched[field], self._setup.device) for field in inputs]
+
+    def _is_last(self, stage: int) -> bool:
+        return stage == self._pipeline.num_stages - 1
 
     def _fetching(self, stage: int, worker: int, fields: list[str], unit: int) -> "_Fetched":
         """Return a worker's prefetcher, restarted at `unit` if it is the first or reads other fields."""
@@ -84,10 +96,11 @@ class Feed:
             ahead = self._ahead[stage, worker] = _Ahead(fields, self._fetch_ahead(stage, worker, fields, unit))
         return ahead.units
 
-    def targets(self, unit: int) -> dict[str, torch.Tensor]:
-        """Return what the loss needs besides the model's output."""
-        dataset = self._setup.dataset
-        fetched = dataset.fetch(self.split, self.indices(unit), dataset.targets, self._draw(unit))
+    def targets(self, stage: int, worker: int, unit: int) -> dict[str, torch.Tensor]:
+        """Return what the loss needs besides the model's output, once."""
+        dataset, fetched = self._setup.dataset, self._loaded.pop((stage, worker, unit), None)
+        if fetched is None:
+            fetched = dataset.fetch(self.split, self.indices(unit), dataset.targets, self._draw(unit))
         return {name: onto_device(value, self._setup.device) for name, value in fetched.items()}
 
     def close(self) -> None:
@@ -106,7 +119,7 @@ class Feed:
     def _processes(self) -> int:
         """Loader processes per worker that reads inputs: the dataset's number divided among them."""
         pipeline, total = self._pipeline, self._setup.dataset.loader_processes
-        return min(total, max(1, total // sum(pipeline.replicas[stage] for stage in pipeline.loads)))
+        return shared_loaders(total, sum(pipeline.replicas[stage] for stage in pipeline.loads))
 
     def _units(self, stage: int, worker: int, first: int) -> Iterator[int]:
         """Yield a stage's non-empty units from `first` on, ascending."""

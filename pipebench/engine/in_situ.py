@@ -127,8 +127,10 @@ def in_use(profile: Profile, setup: Setup, profiled_in_situ: InSituTimes) -> Pro
         )
 
     layers = {size: scaled(size) for size in profile.layers}
-    loads = {key.num_samples: seconds for key, seconds in profiled_in_situ.items() if key.op is Op.LOAD_INPUT}
-    loads = loads if fetches_itself(setup) else {}  # else it is a wait for prefetched data
+    # One process has all stages here, and may keep for one what another read; waiting for processes tells nothing.
+    waits = {key: seconds for key, seconds in profiled_in_situ.items() if key.op is Op.LOAD_INPUT}
+    loaded = waits if fetches_itself(setup) else {}
+    loads = {size: max(s for key, s in loaded.items() if key.num_samples == size) for _, _, size in loaded}
     rows = profile.layers[sizes[0]]
     stages = [(_trained_bytes(rows, indices), Key(Op.UPDATE, stage, 0)) for stage, indices in enumerate(bounds)]
     steps = [

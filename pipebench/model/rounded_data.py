@@ -12,7 +12,7 @@ from pipebench.zoo.registry import Dataset
 # Attributes and methods of a data set that rounding leaves as they are.
 _UNCHANGED = (
     *("inputs", "targets", "metrics", "num_train", "num_eval", "num_ids", "sequential", "generates_with"),
-    *("loader_processes", "concurrent", "lengths", "check", "weight", "summarise", "buckets", "notes"),
+    *("loader_processes", "targets_apart", "concurrent", "lengths", "check", "weight", "summarise", "buckets", "notes"),
 )
 
 

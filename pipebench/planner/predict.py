@@ -22,7 +22,7 @@ from pipebench.schedule.operations import ACTIVATION, GRADIENT
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
 from pipebench.schedule.syncs import ALL_GATHER, PARAMETERS, REDUCE_SCATTER, SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
-from pipebench.simulate.costs import Costs, stage_costs
+from pipebench.simulate.costs import Costs, loading_stages, stage_costs
 from pipebench.simulate.meter import COMPUTED, Meter
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.steady import simulate_all, simulate_segment
@@ -119,9 +119,7 @@ def pipeline_under(pipeline: Pipeline, plan: Plan, rows: Sequence[LayerProfile])
         Edge(source, target, any(rows[value].gradient_bytes for value in values))
         for (source, target), values in plan.crossings.items()
     )
-    loads = tuple(
-        index for index, stage in enumerate(plan.stages) if any(row.inputs for row in rows[stage.start : stage.stop])
-    )
+    loads = loading_stages(plan, rows)
     swaps = tuple(index for index, stage in enumerate(plan.stages) if SWAP in stage.memory)
     return replace(pipeline, edges=edges, loads=loads, swaps=swaps, ties=tuple(tied_parameters(rows, plan)))
 

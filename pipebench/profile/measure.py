@@ -97,6 +97,7 @@ def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:
         update_s_per_byte=update_s_per_byte,
         update_floor_s=update_floor_s,
         load_s=load_s,
+        loaders=request.dataset.loader_processes,
         whole_step_s={size: statistics.median(each.steps_s) for size, each in found.items() if each.steps_s},
         state_bytes_per_byte=state_bytes_per_byte(optimizer),
     )

@@ -39,6 +39,7 @@ class LayerProfile:
     keeps: tuple[tuple[Count, Count], ...] = ()
     puts_out: tuple[tuple[Count, Count], ...] = ()  # likewise, of the storages of its output
     takes: tuple[tuple[Count, Count], ...] = ()  # likewise, of the model inputs that it reads
+    reads_samples: bool = False  # of the loss: whether its targets come with whole samples, which take long to be read
     runs_once: bool = False  # whether it changes a buffer, so that no plan recomputes it
     workspace_bytes: Count = 0  # peak of its forward or backward beside live tensors; 0 where it wasn't measured
 
@@ -46,6 +47,11 @@ class LayerProfile:
     def parameters(self) -> tuple[str, ...]:
         """Qualified names of the parameters it trains."""
         return tuple(self.parameter_sizes)
+
+    @property
+    def loads(self) -> bool:
+        """Whether it reads the data set."""
+        return bool(self.inputs) or self.reads_samples
 
     @property
     def buffers(self) -> tuple[str, ...]:
@@ -102,6 +108,8 @@ class Profile:
     # Costs of each length, where lengths vary; `layers` and `load_s` are then means over all minibatches and saved
     # bytes those of the longest
     lengths: tuple[LengthProfile, ...] = ()
+    # Loader processes of which `load_s` is, all of them at work for one worker; 0: a worker loads itself
+    loaders: Count = 0
     slices: Count = 1  # devices that a worker stands for; costs are those of one of them
 
     @property

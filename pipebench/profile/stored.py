@@ -24,18 +24,19 @@ _LACKS = {
     6: _SINCE_7,
     VERSION: (),
 }
-_NOT_ALWAYS = ("slices", "workspace_bytes")
+# Left out where they say nothing, as in files of versions that didn't know them: of the profile, of a row.
+_OPTIONAL, _OPTIONAL_IN_ROWS = {"slices": 1, "loaders": 0}, {"workspace_bytes": 0, "reads_samples": False}
 _KEY = "pipebench_profile"
 
 
 def write_profile(profile: Profile) -> str:
     """Return versioned JSON that `read_profile` reads back exactly."""
     data = asdict(profile)
-    if profile.slices == 1:
-        del data["slices"]  # nothing is sliced, as in files of versions that didn't know slices
-    for row in (row for part in (data, *data["lengths"]) for rows in part["layers"].values() for row in rows):
-        if not row["workspace_bytes"]:
-            del row["workspace_bytes"]  # likewise
+    rows = [row for part in (data, *data["lengths"]) for rows in part["layers"].values() for row in rows]
+    for found, nothing in ((data, _OPTIONAL), *((row, _OPTIONAL_IN_ROWS) for row in rows)):
+        for name, value in nothing.items():
+            if found[name] == value:
+                del found[name]
     return json.dumps({_KEY: VERSION, **data}, indent=1)
 
 
@@ -74,7 +75,7 @@ def _check_complete(data: Mapping[str, Any], but: Sequence[str]) -> None:
     for kind, places in ((Profile, [("", data)]), (LayerProfile, rows)):
         for where, found in places:
             for field in fields(kind):
-                if field.name not in found and field.name not in (*but, *_NOT_ALWAYS):
+                if field.name not in found and field.name not in (*but, *_OPTIONAL, *_OPTIONAL_IN_ROWS):
                     raise JsonError(f"{where}{field.name!r} is missing")
 
 

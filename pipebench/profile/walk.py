@@ -55,6 +55,7 @@ class _Step:
     takes: dict[int, int] = field(default_factory=dict)
     masters: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of the optimizer in fp32, by qualified name
     runs_once: bool = False
+    reads_samples: bool = False
 
 
 @dataclass
@@ -167,7 +168,7 @@ def _forwards(
             if not unread[node]:
                 env.pop(node, None)
     (output,) = graph.graph.find_nodes(op="output")
-    loss = _Step(LOSS, LOSS, {}, {}, graph.outputs, ())
+    loss = _Step(LOSS, LOSS, {}, {}, graph.outputs, (), reads_samples=not dataset.targets_apart)
     prediction = run_node(root, output, {node: _cut(value, loss, owners.get(node)) for node, value in env.items()})
     env.clear()
     targets = {name: samples[name] for name in dataset.targets}
@@ -352,6 +353,7 @@ def _profile(step: _Step) -> LayerProfile:
         puts_out=tuple(step.puts_out.items()),
         takes=tuple(step.takes.items()),
         runs_once=step.runs_once,
+        reads_samples=step.reads_samples,
     )
 
 

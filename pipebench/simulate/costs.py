@@ -126,11 +126,13 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0, *, shard
     rows = next(iter(profile.layers.values()))
     loss = len(rows) - 1
     stages = []
-    by_size, load_s = profile.by_size, profile.load_s_by_size
+    by_size, load_s, loading = profile.by_size, profile.load_s_by_size, loading_stages(plan, rows)
+    readers = sum(plan.stages[index].replicas for index in loading)
+    share = profile.loaders / shared_loaders(profile.loaders, readers) if profile.loaders and readers else 1.0
     nothing: dict[Size, int] = {0: 0}  # a short minibatch may leave a microbatch without samples
     tied = tied_parameters(rows, plan)
     apart = {name for names in tied.values() for name in names}
-    for stage in plan.stages:
+    for index, stage in enumerate(plan.stages):
         memory = dict(zip(range(stage.start, stage.stop), stage.memory, strict=True))
         indices = [*memory, *([loss] if stage.stop == loss else [])]
         forward: dict[Size, float] = {n: sum(at[i].forward_s for i in indices) for n, at in by_size.items()}
@@ -140,8 +142,7 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0, *, shard
         swapped: dict[Size, int] = {n: swapped_bytes(at, stage) for n, at in by_size.items()}
         backward = {n: sum(at[i].backward_s for i in indices) + again_s[n] for n, at in by_size.items()}
         weight = {n: sum(at[i].weight_s for i in indices) for n, at in by_size.items()}
-        reads_inputs = any(rows[i].inputs for i in range(stage.start, stage.stop))
-        load = {n: load_s.get(n, 0.0) if reads_inputs else 0.0 for n in by_size}
+        load = {n: load_s.get(n, 0.0) * share if index in loading else 0.0 for n in by_size}
         buckets = _buckets(rows, range(stage.start, stage.stop), again, apart)
         tied_bytes = _num_bytes(rows[stage.start : stage.stop], apart)
         num_bytes = sum(bucket.num_bytes for bucket in buckets) + tied_bytes
@@ -159,6 +160,21 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0, *, shard
         )
     ties = tuple(SimulatedBucket(_num_bytes(rows, names), 1.0, tuple(names)) for names in tied.values())
     return _with_crossings(Costs(tuple(stages), {}, {}, ties=ties, slices=profile.slices), plan, by_size)
+
+
+def loading_stages(plan: Plan, rows: Sequence[LayerProfile]) -> tuple[int, ...]:
+    """Return the stages that read the data set; `rows` are the plan's layers, at any size, and the loss."""
+    loss = len(rows) - 1
+    return tuple(
+        index
+        for index, stage in enumerate(plan.stages)
+        if any(row.loads for row in rows[stage.start : stage.stop]) or (stage.stop == loss and rows[loss].loads)
+    )
+
+
+def shared_loaders(loaders: int, readers: int) -> int:
+    """Return the loader processes of each of so many workers that read: the data set's number divided among them."""
+    return min(loaders, max(1, loaders // readers))
 
 
 def _with_crossings(costs: Costs, plan: Plan, by_size: Mapping[Size, Sequence[LayerProfile]]) -> Costs:

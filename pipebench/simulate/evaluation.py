@@ -51,5 +51,7 @@ def evaluation_of(graph: LayerGraph, plan: Plan, pipeline: Pipeline, profile: Pr
     (output,) = evaluation.graph.find_nodes(op="output")
     reads[-1] |= {node.name for node in output.all_input_nodes if node.op == "placeholder"}
     edges = tuple(Edge(source, target, has_gradient=False) for source, target in planned.crossings)
+    if not dataset.targets_apart:
+        reads[-1] |= {*dataset.targets}
     loads = tuple(stage for stage, names in enumerate(reads) if names)
     return Evaluation(replace(pipeline, edges=edges, loads=loads), num_bytes)

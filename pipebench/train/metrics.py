@@ -17,6 +17,7 @@ from pipebench.recipe.schema import LARGEST
 from pipebench.schedule.modes import AUTO, KEEP
 from pipebench.schedule.orders import order_of
 from pipebench.schedule.programs import most_in_flight
+from pipebench.simulate.costs import shared_loaders
 from pipebench.simulate.meter import MEMORY, PLAN, THROUGHPUT, RunMeasurements, sum_by
 from pipebench.simulate.timeline import BUFFERS, EVALUATION, SWAP_KINDS, TRAINING_KINDS
 from pipebench.train.clock import RunClock
@@ -234,7 +235,7 @@ _SEEN = 0.1  # of the slowest worker's time, where it fetches its own minibatche
 
 def loading_note(job: Job) -> str:
     """Return a sentence if loading sets the pace by measured times, else ""."""
-    setup, processes = job.setup, max(1, job.setup.dataset.loader_processes)
+    setup = job.setup
     pipeline, costs = setup.pipeline, setup.costs
     size, parts, own_s, loading_s = costs.most_samples, pipeline.microbatches, 0.0, 0.0
     for worker in range(pipeline.num_workers if job.profile.source == "measured" and size else 0):
@@ -246,9 +247,10 @@ def loading_note(job: Job) -> str:
     binds = loading_s > own_s or (costs.host.fetches and loading_s > _SEEN * own_s)
     if not binds or own_s == 0.0:
         return ""
-    most = max(pipeline.replicas[stage] for stage in pipeline.loads)
+    readers = sum(pipeline.replicas[stage] for stage in pipeline.loads)
+    own = shared_loaders(setup.dataset.loader_processes, readers) or 1  # each reader's
     takes_text = f"loading takes {seconds(loading_s)} a minibatch beside {seconds(own_s)} of computing"
-    wanted = math.ceil(loading_s * most * processes / own_s)
+    wanted = math.ceil(loading_s * own / own_s) * readers
     dataset = job.recipe.dataset
     takes = dataset.get("target") is not None or "loader_processes" in zoo_options("dataset", str(dataset.get("name")))
     return f"{takes_text}: dataset.loader_processes={wanted} would keep up" if takes else takes_text

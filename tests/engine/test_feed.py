@@ -1,8 +1,11 @@
 """What stages read: fetched ahead in other processes or not, the same bits in the same order; and the whole model."""
 
+import json
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from torch import nn
 from pipebench.engine.feed import Feed
 from pipebench.model import loading
 from pipebench.model.loading import Source, Task
+from pipebench.simulate.costs import stage_costs
 from tests.models import ConvNet
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
 
@@ -35,15 +39,38 @@ class Noisy(Blobs):
         return fetched
 
 
+class Whole(Noisy):
+    """Samples that are read whole, also for their labels alone; writes down who reads which."""
+
+    targets_apart = False
+    notes_in = os.devnull
+
+    def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> dict[str, torch.Tensor]:
+        """Note it."""
+        with Path(self.notes_in).open("a") as file:
+            file.write(json.dumps([split, os.getpid() == _OWN, [*fields], [*indices]]) + "\n")
+        return super().fetch(split, indices, fields, draw)
+
+
+_OWN = os.getpid()
+
+
 @pytest.mark.parametrize(
-    ("plan", "columns"),
-    [(([4], [2, 1]), {}), (([4], [1, 2]), {"weights": "one", "microbatches": 2, "accumulate": 2})],
-    ids=["pipedream", "flush"],
+    ("made", "plan", "columns"),
+    [
+        (Noisy, ([4], [2, 1]), {}),
+        (Noisy, ([4], [1, 2]), {"weights": "one", "microbatches": 2, "accumulate": 2}),
+        (Whole, ([4], [1, 2]), {"weights": "one", "microbatches": 2, "accumulate": 2}),
+        (Whole, ([], [2]), {}),
+    ],
+    ids=["pipedream", "flush", "samples read whole in flush", "samples read whole in dp"],
 )
-def test_loading_ahead_changes_nothing(plan: Any, columns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_ahead_changes_nothing(
+    made: type[Noisy], plan: Any, columns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for processes, in_a_thread in ((0, False), (2, False), (0, True)):
-        data = Noisy(num_train=46)
+        data = made(num_train=46)
         data.loader_processes = processes
         if in_a_thread:
             fetch_in_a_thread(monkeypatch)
@@ -54,6 +81,22 @@ def test_loading_ahead_changes_nothing(plan: Any, columns: Any, monkeypatch: pyt
     for other in found[1:]:
         assert found[0][0] == other[0]
         assert all(torch.equal(value, other[1][name]) for name, value in found[0][1].items())
+
+
+@pytest.mark.parametrize(("plan", "reads"), [(([], [1]), [["x", "label"]]), (([4], [1, 1]), [["label"], ["x"]])])
+def test_samples_that_are_read_whole_are_read_ahead_for_their_targets_too(
+    plan: Any, reads: list[list[str]], tmp_path: Path
+) -> None:
+    data = Whole(num_train=46)
+    engine = make_engine(make_setup(Mlp(), plan, dataset=data))
+    data.notes_in, data.loader_processes = str(tmp_path / "notes"), 1
+    engine.train(0, 5)
+    engine.evaluate()
+    notes = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
+    assert [note for note in notes if note[1]] == []
+    read = sorted((indices, fields) for split, _, fields, indices in notes if split == "train")
+    expected = (([*engine.setup.sampler.indices(minibatch)], fields) for minibatch in range(5) for fields in reads)
+    assert read == sorted(expected)
 
 
 def fetch_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +227,33 @@ def test_processes_are_shared_out_among_the_workers_that_load() -> None:
     for processes, plan, each in ((8, ([], [4]), 2), (2, ([], [4]), 1), (3, ([4], [1, 1]), 3), (0, ([], [2]), 0)):
         data.loader_processes = processes
         assert Feed(make_setup(Mlp(), plan, dataset=data), "train", 0, 1)._processes == each
+    assert Feed(make_setup(Mlp(), ([4], [2, 1]), dataset=whole(6)), "train", 0, 1)._processes == 2
+
+
+def whole(processes: int) -> Whole:
+    data = Whole()
+    data.loader_processes = processes
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "plan", "loads_s"),
+    [
+        (Noisy(), ([], [4]), [1.0]),
+        (Noisy(), ([4], [2, 1]), [1.0, 0.0]),
+        (Whole(), ([4], [2, 1]), [1.0, 1.0]),
+        (whole(6), ([4], [2, 1]), [3.0, 3.0]),
+        (whole(4), ([], [4]), [4.0]),
+        (whole(3), ([], [4]), [3.0]),
+        (whole(5), ([], [2]), [2.5]),
+        (whole(5), ([], [1]), [1.0]),
+    ],
+)
+def test_workers_that_load_wait_for_their_share_of_the_processes(data: Noisy, plan: Any, loads_s: list[float]) -> None:
+    """A second is what a unit takes with all processes; a worker has as many as the feed gives it."""
+    setup = make_setup(Mlp(), plan, dataset=data)
+    profile = replace(setup.profile, load_s=dict.fromkeys(setup.profile.load_s, 1.0), loaders=data.loader_processes)
+    assert [stage.load_s[4] for stage in stage_costs(profile, setup.plan).stages] == loads_s
 
 
 class Fetched:
@@ -226,7 +296,7 @@ def test_a_gpu_copies_inputs_and_targets_from_pinned_memory(
     setup = make_setup(Mlp(), ([4], [1, 1]))
     data.pinned = pinned
     feed = Feed(replace(setup, dataset=data, device=torch.device("cuda")), "train", 0, 2)
-    moved: list[Any] = [*feed.inputs(0, 0, 0, ["x"]), feed.targets(0)["label"]]
+    moved: list[Any] = [*feed.inputs(0, 0, 0, ["x"]), feed.targets(0, 0, 0)["label"]]
     assert moved == ["on cuda, pinned"] * 2
     feed.close()
     assert set_to == [torch.device("cuda")] * concurrent  # pinned memory belongs to the thread's device

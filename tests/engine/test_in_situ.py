@@ -115,7 +115,7 @@ def test_layers_in_use_add_up_to_what_stages_took_and_keep_their_shares() -> Non
 def test_loads_count_where_workers_fetch_themselves() -> None:
     setup = make_setup(Mlp(), ([2], [1, 1]), weights="one")
     profile = unit_profile(setup.graph, setup.dataset, [4])
-    profiled_in_situ = {Key(Op.FORWARD, 0, 4): 1.0, Key(Op.LOAD_INPUT, 0, 4): 0.25}
+    profiled_in_situ = {Key(Op.FORWARD, 0, 4): 1.0, Key(Op.LOAD_INPUT, 0, 4): 0.25, Key(Op.LOAD_INPUT, 1, 4): 0.01}
     assert in_use(profile, setup, profiled_in_situ).load_s == {4: 0.25}
     setup.dataset.loader_processes = 1
     assert in_use(profile, setup, profiled_in_situ).load_s == {4: 0.0}

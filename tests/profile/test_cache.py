@@ -1,6 +1,7 @@
 """The cache: one profile per key, whatever happens to the files."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,10 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_json_round_trip_is_exact() -> None:
     assert read_profile(write_profile(make(1 / 3))) == make(1 / 3)
+    loading = replace(make(0.5), loaders=3)
+    loading = loading.with_rows(lambda rows: (*rows[:-1], replace(rows[-1], reads_samples=True)))
+    assert read_profile(write_profile(loading)) == loading
+    assert "loaders" not in write_profile(make(0.5))
 
 
 def test_made_once_per_key(directory: Path) -> None:

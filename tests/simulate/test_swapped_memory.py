@@ -176,7 +176,7 @@ def test_a_long_run_keeps_its_first_part_and_all_of_its_peaks(monkeypatch: pytes
 class Labels:
     """Enough of a data set to walk a model."""
 
-    inputs, targets = ("x",), ("label",)
+    inputs, targets, targets_apart = ("x",), ("label",), True
 
     def loss(self, output: torch.Tensor, targets: dict[str, torch.Tensor]) -> torch.Tensor:
         return functional.cross_entropy(output, targets["label"])

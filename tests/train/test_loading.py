@@ -49,7 +49,7 @@ def test_as_many_processes_as_keep_up_with_the_slowest_stage(processes: int, pla
     own_s = slowest_s * plan[1][0] / parts  # what a replica of the stage that loads has for a unit
     assert loading_note(job(0.9 * own_s, plan, processes, **columns)) == ""
     note = loading_note(job(2.5 * own_s, plan, processes, **columns))
-    needed = -(-5 * max(1, processes) * plan[1][0] // 2)
+    needed = -(-5 * max(1, processes // plan[1][0]) // 2) * plan[1][0]  # each replica has as many
     assert note.endswith(f"of computing: dataset.loader_processes={needed} would keep up")
 
 
