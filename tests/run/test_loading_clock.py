@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import pipebench
 
-_SAMPLES, _MINIBATCH, _COMPUTING_S = 160, 8, 0.05
+_SAMPLES, _MINIBATCH, _COMPUTING_S = 320, 8, 0.05
 
 
 class _Disk(Dataset[tuple[torch.Tensor, torch.Tensor]]):
