@@ -1,7 +1,4 @@
-"""The invariants of the engine on a GPU; an ordinary test runs those that need no more than a device on the CPU.
-
-`test_gpu_rehearsed.py` swaps `DEVICE`, so that what is called here can't rot where there is no GPU.
-"""
+"""The invariants of the engine on a GPU; `test_gpu_rehearsed.py` runs most on one that is made up: they can't rot."""
 
 import copy
 import statistics

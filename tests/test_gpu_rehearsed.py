@@ -1,14 +1,14 @@
-"""What tests of GPUs call, on the CPU: so that it doesn't rot where no GPU runs it."""
+"""What tests of GPUs call, on a GPU that isn't there or the CPU: so that it doesn't rot where no GPU runs it."""
 
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from pipebench.model.device import torch_settings
 from pipebench.recipe.schema import EngineRecipe
 from tests import test_gpu, test_gpu_distributed
 from tests.distributed.test_equality import TWO
+from tests.made_up_gpu import made_up_gpu
 from tests.processes import Processes
 
 # Tests that look at CUDA itself: its allocator, its streams, and how fast it is.
@@ -27,10 +27,9 @@ def last_case(function: Callable[..., None]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_needs_only_a_device_runs_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_gpu, "DEVICE", torch.device("cpu"))
+def test_what_needs_only_a_device_runs_without_one(name: str) -> None:
     function = getattr(test_gpu, name)
-    with torch_settings(EngineRecipe()):
+    with made_up_gpu(), torch_settings(EngineRecipe()):
         function(**last_case(function))
 
 

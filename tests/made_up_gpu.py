@@ -1,0 +1,252 @@
+"""A GPU that isn't there: its tensors are the host's, and what would mix the two on CUDA fails as there.
+
+Two of torch's modes stand between code and torch. One sees the functions that are called: it makes and moves tensors
+where `device` says, and answers where one is. The other sees every operator, a backward's too: results are where the
+arguments are, and arguments in two places are an error, but for what CUDA's operators take from the host: single
+numbers, and the indices of an indexing. Streams and events have always done already what they were asked to do.
+
+Modes are of one thread: there is no other thread's work on such a GPU, and no loader's.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
+_ATEN: Any = torch.ops.aten
+_COPIES = {_ATEN.copy_.default, _ATEN._foreach_copy_.default}  # into their first argument, from anywhere
+_INDEXES = {_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_impl_.default}
+
+
+class _Storages:
+    """Some of the storages that there are."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, StorageWeakRef] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Add a tensor's storage."""
+        reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call] # torch lists no types
+        self._known[reference.cdata] = reference
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's storage is one of them; one that is gone may have left its address to it."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return known is not None and not known.expired()  # type: ignore[no-untyped-call]
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Says where every operator's results are, and refuses arguments in two places."""
+
+    def __init__(self, on_gpu: _Storages) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._on_gpu = on_gpu
+        self.device: torch.device | None = None  # where results are whatever the arguments; None: where these are
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator."""
+        del types
+        with torch._C.DisableTorchFunction():
+            given = _tensors((args, kwargs))
+            is_there = self._is_on_gpu(func, given) if self.device is None else self.device.type == "cuda"
+            found = func(*args, **(kwargs or {}))
+            for each in _tensors(found) if is_there else ():
+                if not any(each is one for one in given):
+                    self._on_gpu.add(each)
+        return found
+
+    def _is_on_gpu(self, func: Any, given: Sequence[torch.Tensor]) -> bool:
+        """Return whether an operator computes on the GPU."""
+        if func in _COPIES:
+            return False  # there is nothing new
+        if func in _INDEXES and given and self._on_gpu.has(given[0]):
+            given = [each for each in given if self._on_gpu.has(each)]
+        whole = [each for each in given if each.dim() > 0] or given
+        where = {self._on_gpu.has(each) for each in whole}
+        if len(where) > 1 or (not any(where) and any(map(self._on_gpu.has, given))):
+            named = (f"{list(each.shape)} on {'cuda:0' if self._on_gpu.has(each) else 'cpu'}" for each in given)
+            raise RuntimeError(f"Expected all tensors to be on the same device: {func} of {', '.join(named)}")
+        return any(where)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors with values in something nested."""
+    leaves = (each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor))
+    return [each for each in leaves if not each.is_meta and each.layout is torch.strided]
+
+
+class _Functions(TorchFunctionMode):
+    """Makes, moves and pins tensors, and says where they are."""
+
+    def __init__(self, operators: _Operators, on_gpu: _Storages) -> None:
+        super().__init__()
+        self._operators, self._on_gpu, self._pinned = operators, on_gpu, _Storages()
+        tensor: Any = torch.Tensor
+        self._own: dict[Any, Callable[..., Any]] = {
+            tensor.device.__get__: self._device,
+            tensor.is_cuda.__get__: lambda it: self._device(it).type == "cuda",
+            tensor.is_cpu.__get__: lambda it: self._device(it).type == "cpu",
+            tensor.to: self._to,
+            tensor.cpu: partial(self._to, device=HOST),
+            tensor.cuda: partial(self._to, device=GPU),
+            tensor.numpy: self._numpy,
+            tensor.pin_memory: self._pin,
+            tensor.is_pinned: self._pinned.has,
+            torch.as_tensor: self._as_tensor,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function, which knows of no GPU."""
+        del types
+        kwargs = dict(kwargs or {})
+        if func in self._own:
+            return self._own[func](*args, **kwargs)
+        pins = kwargs.pop("pin_memory", False)
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type == "meta":
+            found = func(*args, **kwargs)
+        else:
+            with self._all_on(torch.device(device)):
+                found = func(*args, **{**kwargs, "device": HOST})
+            if torch.device(device).type == "cuda":
+                self._on_gpu.add(found)  # torch.tensor calls no operator
+        if pins:
+            self._pinned.add(found)
+        return found
+
+    @contextmanager
+    def _all_on(self, device: torch.device) -> Iterator[None]:
+        """Put what is computed meanwhile on a device."""
+        with patch.object(self._operators, "device", device):
+            yield
+
+    def _device(self, tensor: torch.Tensor) -> torch.device:
+        with torch._C.DisableTorchFunction():
+            return GPU if _tensors(tensor) and self._on_gpu.has(tensor) else tensor.device
+
+    def _to(self, tensor: torch.Tensor, *args: Any, device: Any = None, dtype: Any = None, **rest: Any) -> torch.Tensor:
+        """Move a tensor; what stands at a place without a name is a device, a type or a tensor that has both."""
+        for each in args:
+            if isinstance(each, torch.Tensor):
+                device, dtype = self._device(each), each.dtype
+            elif isinstance(each, torch.dtype):
+                dtype = each
+            elif isinstance(each, str | torch.device):
+                device = each
+        here, kept = self._device(tensor), {name: rest[name] for name in ("copy", "memory_format") if name in rest}
+        wanted = here if device is None else torch.device(device)
+        if "meta" in (wanted.type, here.type):
+            return tensor.to(device=wanted, dtype=dtype or tensor.dtype, **kept)
+        if wanted.type == here.type:
+            return tensor.to(dtype=dtype or tensor.dtype, **kept)
+        with self._all_on(wanted):
+            return tensor.to(dtype=dtype or tensor.dtype, **{**kept, "copy": True})
+
+    def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
+        made = data if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=dtype)
+        return self._to(made, device=device, dtype=dtype)
+
+    def _numpy(self, tensor: torch.Tensor, **options: Any) -> Any:
+        if self._device(tensor).type == "cuda":
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        return tensor.numpy(**options)
+
+    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._device(tensor).type == "cuda":
+            raise RuntimeError("cannot pin a tensor of a GPU: only dense CPU tensors can be pinned")
+        found = tensor.clone()
+        self._pinned.add(found)
+        return found
+
+
+class _Stream:
+    """Nothing is left to do in it."""
+
+    def __init__(self, *_: Any) -> None:
+        """Of any device."""
+
+    def wait_stream(self, _: Any) -> None:
+        """Go on."""
+
+    wait_event = wait_stream
+
+    def synchronize(self) -> None:
+        """Go on."""
+
+    def record_event(self) -> "_Event":
+        """Return an event that has happened."""
+        event = _Event()
+        event.record()
+        return event
+
+    def is_capturing(self) -> bool:
+        """Return False: kernels aren't recorded."""
+        return False
+
+
+class _Event:
+    """It has happened as soon as it is recorded."""
+
+    def __init__(self, **_: Any) -> None:
+        self._at_s = 0.0
+
+    def record(self, _: Any = None) -> None:
+        """Note the time."""
+        self._at_s = time.perf_counter()
+
+    def query(self) -> bool:
+        """Return True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Go on."""
+
+    def elapsed_time(self, later: "_Event") -> float:
+        """Return the milliseconds between two."""
+        return 1e3 * (later._at_s - self._at_s)
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+@contextmanager
+def made_up_gpu() -> Iterator[None]:
+    """Let torch have a GPU, in this thread."""
+    generator, stream, on_gpu = torch.default_generator, _Stream(), _Storages()
+    values = {
+        **dict.fromkeys(("is_available", "is_initialized"), True),
+        **dict.fromkeys(("_lazy_init", "init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")),
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "max_memory_reserved", "current_device"), 0),
+        "device_count": 1, "get_device_name": "made up", "get_device_properties": SimpleNamespace(total_memory=1 << 36),
+        "current_stream": stream, "stream": nullcontext(), "is_current_stream_capturing": False,
+    }  # fmt: skip
+    cuda: dict[str, Any] = {name: _always(value) for name, value in values.items()} | {
+        "Stream": _Stream, "Event": _Event, "default_generators": (generator,),
+        "get_rng_state": lambda _=None: generator.get_state(),
+        "set_rng_state": lambda state, _=None: generator.set_state(state),
+    }  # fmt: skip
+    operators = _Operators(on_gpu)
+    with ExitStack() as stack:
+        for name, value in cuda.items():
+            stack.enter_context(patch.object(torch.cuda, name, value))
+        for name, value in {"current_device_index": 0, "current_stream": stream}.items():
+            stack.enter_context(patch.object(torch.accelerator, name, _always(value)))
+        stack.enter_context(
+            patch.object(torch.backends.cudnn, "is_acceptable", _always(False))
+        )  # no weights to compact
+        # Torch looks at its argument before it asks modes.
+        stack.enter_context(patch.object(torch.Tensor, "record_stream", _always(None)))
+        stack.enter_context(operators)
+        stack.enter_context(_Functions(operators, on_gpu))
+        yield

@@ -1,0 +1,119 @@
+"""A GPU that isn't there: what it refuses, and that no training mixes its tensors with the host's."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipebench
+from pipebench.model.device import torch_settings
+from pipebench.recipe.catalog import recipes_folder
+from pipebench.recipe.schema import EngineRecipe
+from tests.distributed.cases import compare, virtually
+from tests.distributed.test_equality import THREE, THREE_REPLICAS, TWO
+from tests.made_up_gpu import made_up_gpu
+
+CASES = {**TWO, **THREE, **THREE_REPLICAS}
+# What another engine runs, and what a search of plans leads to
+MODES = sorted({path.stem for path in (recipes_folder() / "modes").glob("*.yaml")} - {"pipedream-relay", "auto"})
+
+
+def here() -> torch.Tensor:
+    return torch.ones(4, 3)
+
+
+def there() -> torch.Tensor:
+    return torch.ones(4, 3, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "mixes",
+    [
+        lambda: here() + there(),
+        lambda: nn.Linear(3, 2)(there()),
+        lambda: nn.Linear(3, 2).to("cuda")(here()),
+        lambda: torch.cat([here(), there()]),
+        lambda: here()[torch.tensor([0], device="cuda")],
+        lambda: here() * torch.tensor(2.0, device="cuda"),
+        lambda: there().add_(here()),
+        lambda: torch._foreach_add([there()], [here()]),
+    ],
+)
+def test_it_refuses_what_cuda_refuses(mixes: Callable[[], Any]) -> None:
+    with made_up_gpu(), pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        mixes()
+
+
+@pytest.mark.parametrize("refused", [lambda: there().numpy(), lambda: there().pin_memory()])
+def test_it_is_not_the_host_s_memory(refused: Callable[[], Any]) -> None:
+    with made_up_gpu(), pytest.raises((TypeError, RuntimeError)):
+        refused()
+
+
+@pytest.mark.parametrize(
+    ("makes", "device"),
+    [
+        (there, "cuda"),
+        (lambda: there().sum(), "cuda"),
+        (lambda: there() + torch.tensor(2.0), "cuda"),
+        (lambda: there()[torch.tensor([0])], "cuda"),
+        (lambda: there().T, "cuda"),
+        (lambda: there().new_zeros(2), "cuda"),
+        (lambda: torch.zeros_like(there(), device="cpu"), "cpu"),
+        (lambda: torch.zeros_like(here(), device="cuda"), "cuda"),
+        (lambda: torch.as_tensor(here(), device="cuda"), "cuda"),
+        (lambda: here().to(there()), "cuda"),
+        (lambda: there().to(torch.float64), "cuda"),
+        (lambda: there().cpu(), "cpu"),
+        (lambda: torch.empty(4, 3, pin_memory=True).copy_(there()), "cpu"),
+    ],
+)
+def test_results_are_where_their_arguments_are(makes: Callable[[], Any], device: str) -> None:
+    with made_up_gpu():
+        assert makes().device.type == device
+        assert torch.zeros(1).device.type == "cpu"
+
+
+def test_gradients_and_moments_are_on_it() -> None:
+    with made_up_gpu():
+        layer = nn.Linear(3, 2).to("cuda")
+        optimizer = torch.optim.Adam(layer.parameters())
+        layer(there()).sum().backward()
+        optimizer.step()
+        assert layer.weight.grad is not None
+        held = [layer.weight, layer.weight.grad, *optimizer.state[layer.weight].values()]
+        assert [each.device.type for each in held if each.dim() > 0] == ["cuda"] * 4
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_training_keeps_to_one_device(name: str) -> None:
+    """With the CPU's numbers, but for the order in which torch sums a norm over several tensors on GPUs."""
+    with torch_settings(EngineRecipe()):
+        expected = virtually(CASES[name], "cpu")
+        with made_up_gpu():
+            found = virtually(CASES[name], "cuda")
+    compare([found], expected, 1e-12)
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_in_every_mode_keeps_to_one_device(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the recipe to checkpoints and metrics, on the virtual clock."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    expected = run(mode, "cpu")
+    with made_up_gpu():
+        assert run(mode, "cuda") == expected
+
+
+def run(mode: str, device: str) -> list[dict[str, float]]:
+    """Return the metrics of two short epochs, the second from the state that the first left."""
+    made = pipebench.run(
+        f"modes/{mode}", on_progress=lambda _: None, model={"width": 0.0625}, dataset={"num_train": 256},
+        train={"max_epochs": 2, "target": None}, engine={"device": device, "kind": "virtual"},
+    )  # fmt: skip
+    return [dict(point.metrics) for point in made.result.points]
