@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -116,7 +117,7 @@ class _Functions(TorchFunctionMode):
         if device is None or torch.device(device).type == "meta":
             found = func(*args, **kwargs)
         else:
-            with self._all_on(torch.device(device)):
+            with self.all_on(torch.device(device)):
                 found = func(*args, **{**kwargs, "device": HOST})
             if torch.device(device).type == "cuda":
                 self._on_gpu.add(found)  # torch.tensor calls no operator
@@ -125,7 +126,7 @@ class _Functions(TorchFunctionMode):
         return found
 
     @contextmanager
-    def _all_on(self, device: torch.device) -> Iterator[None]:
+    def all_on(self, device: torch.device) -> Iterator[None]:
         """Put what is computed meanwhile on a device."""
         with patch.object(self._operators, "device", device):
             yield
@@ -149,7 +150,7 @@ class _Functions(TorchFunctionMode):
             return tensor.to(device=wanted, dtype=dtype or tensor.dtype, **kept)
         if wanted.type == here.type:
             return tensor.to(dtype=dtype or tensor.dtype, **kept)
-        with self._all_on(wanted):
+        with self.all_on(wanted):
             return tensor.to(dtype=dtype or tensor.dtype, **{**kept, "copy": True})
 
     def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
@@ -248,5 +249,14 @@ def made_up_gpu() -> Iterator[None]:
         # Torch looks at its argument before it asks modes.
         stack.enter_context(patch.object(torch.Tensor, "record_stream", _always(None)))
         stack.enter_context(operators)
-        stack.enter_context(_Functions(operators, on_gpu))
+        functions = stack.enter_context(_Functions(operators, on_gpu))
+        heads: Any = torch.autograd._make_grads
+
+        def make_heads(outputs: Sequence[Any], *given: Any, **options: Any) -> Any:
+            """Make the gradients of losses where these are; the engine's edges, which torch asks itself, on the GPU."""
+            edges = any(isinstance(each, GradientEdge) for each in outputs)
+            with functions.all_on(GPU) if edges else functions:
+                return heads(outputs, *given, **options)
+
+        stack.enter_context(patch.object(torch.autograd, "_make_grads", make_heads))
         yield

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import pipebench
 from pipebench.model.device import torch_settings
@@ -81,7 +82,9 @@ def test_gradients_and_moments_are_on_it() -> None:
     with made_up_gpu():
         layer = nn.Linear(3, 2).to("cuda")
         optimizer = torch.optim.Adam(layer.parameters())
-        layer(there()).sum().backward()
+        targets = torch.tensor([0, 1, 1, 0], device="cuda")
+        loss = functional.cross_entropy(layer(there()), targets, ignore_index=0, label_smoothing=0.1, reduction="sum")
+        (loss / 3).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         assert layer.weight.grad is not None
         held = [layer.weight, layer.weight.grad, *optimizer.state[layer.weight].values()]
