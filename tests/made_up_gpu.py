@@ -34,11 +34,15 @@ class _Storages:
 
     def __init__(self) -> None:
         self._known: dict[int, StorageWeakRef] = {}
+        self._most = 1 << 8  # known before those that are gone are forgotten, which keeps their memory
 
     def add(self, tensor: torch.Tensor) -> None:
         """Add a tensor's storage."""
         reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call] # torch lists no types
         self._known[reference.cdata] = reference
+        if len(self._known) > self._most:
+            self._known = {address: each for address, each in self._known.items() if not each.expired()}  # type: ignore[no-untyped-call]
+            self._most = max(self._most, 2 * len(self._known))
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's storage is one of them; one that is gone may have left its address to it."""
