@@ -5,7 +5,7 @@ Inputs are prefetched while stages compute (`model/loading.py`), which changes n
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ class Feed:
         self._sampler = setup.sampler if self._trains else setup.held_out
         self._fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
         self._ahead: dict[tuple[int, int], _Ahead] = {}
-        self._loaded: dict[tuple[int, int, int], dict[str, torch.Tensor]] = {}  # targets by stage, worker and unit
+        self._loaded: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # targets by worker and unit
         self._parts = setup.pipeline.microbatches if self._trains else 1
         self._size = lru_cache(maxsize=_SIZES_CACHED)(self._size_of)  # read by every instruction of a unit
 
@@ -71,7 +71,7 @@ class Feed:
         Targets that aren't apart from them are fetched with them, for `targets`.
         """
         inputs = [self._fields[name] for name in names]
-        targets = [] if self._setup.dataset.targets_apart or not self._is_last(stage) else self._setup.dataset.targets
+        targets = self._setup.dataset.targets if stage == self._reads_targets else []
         fields = [*dict.fromkeys((*inputs, *targets))]
         if not fields or self.size(unit) == 0:
             return []
@@ -81,11 +81,16 @@ class Feed:
             found, fetched = next(self._fetching(stage, worker, fields, unit))
         assert found == unit, f"stage {stage} of worker {worker} asked for unit {unit}, next is {found}"
         if targets:
-            self._loaded[stage, worker, unit] = {name: fetched[name] for name in targets}
+            self._loaded[worker, unit] = {name: fetched[name] for name in targets}
         return [onto_device(fetched[field], self._setup.device) for field in inputs]
 
-    def _is_last(self, stage: int) -> bool:
-        return stage == self._pipeline.num_stages - 1
+    @cached_property
+    def _reads_targets(self) -> int | None:
+        """The first stage that reads samples where the loss is computed, if targets aren't apart from the inputs."""
+        if self._setup.dataset.targets_apart:
+            return None
+        last = self._pipeline.num_stages - 1
+        return next((stage for stage in self._pipeline.loads if self._pipeline.is_local(stage, last)), None)
 
     def _fetching(self, stage: int, worker: int, fields: list[str], unit: int) -> "_Fetched":
         """Return a worker's prefetcher, restarted at `unit` if it is the first or reads other fields."""
@@ -96,9 +101,9 @@ class Feed:
             ahead = self._ahead[stage, worker] = _Ahead(fields, self._fetch_ahead(stage, worker, fields, unit))
         return ahead.units
 
-    def targets(self, stage: int, worker: int, unit: int) -> dict[str, torch.Tensor]:
+    def targets(self, worker: int, unit: int) -> dict[str, torch.Tensor]:
         """Return what the loss needs besides the model's output, once."""
-        dataset, fetched = self._setup.dataset, self._loaded.pop((stage, worker, unit), None)
+        dataset, fetched = self._setup.dataset, self._loaded.pop((worker, unit), None)
         if fetched is None:
             fetched = dataset.fetch(self.split, self.indices(unit), dataset.targets, self._draw(unit))
         return {name: onto_device(value, self._setup.device) for name, value in fetched.items()}

@@ -175,9 +175,8 @@ class Worker(WorkerReplicas):
             return None
         replica, updates, minibatch = self.running[it.stage], self.updates, self.setup.pipeline.minibatch(unit)[0]
         version = self.held_version if it.version < 0 else self._drained_versions[it.stage] + it.version
-        head = (
-            updates.loss_function(self.feed.targets(it.stage, self.index, unit), minibatch) if replica.is_last else None
-        )
+        targets = self.feed.targets(self.index, unit) if replica.is_last else None
+        head = None if targets is None else updates.loss_function(targets, minibatch)
         draw, place = self.feed.minibatch(unit), self.feed.place(unit)
         given = UnitInput(unit, draw, inputs, received, version, place, updates.move(it), head)
         values, loss = replica.forward(given)
@@ -194,7 +193,7 @@ class Worker(WorkerReplicas):
         values, output = self.replicas[stage].evaluate(draw, inputs, received, place)
         self.crossing.leave(stage, unit, values)
         if self._stages[stage].is_last:
-            scores.add(output, self.feed.targets(stage, self.index, unit), self.feed.weight(unit))
+            scores.add(output, self.feed.targets(self.index, unit), self.feed.weight(unit))
 
     def _send_activation(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         kind = ACTIVATION if self._scores is None else EVALUATION

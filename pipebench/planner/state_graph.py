@@ -128,7 +128,7 @@ class _ComputingLayers:
         loss = self.rows[-1]  # belongs to the last state
         for name in ("forward_s", "backward_s", "saved_bytes"):
             arrays[name][-1] += getattr(loss, name)
-        arrays["num_loading"][-1] += loss.loads
+        arrays["num_loading"][-1] += loss.reads_samples
         for name in ("sent_bytes", "returned_bytes", "parted_bytes"):
             arrays[name][-1] = 0.0
         copies = TiedBytes.of(self.rows, tied, whole) if self.ties and tied else None
@@ -244,7 +244,7 @@ class _ComputingLayers:
     def _columns(self) -> dict[str, Floats]:
         names = ("forward_s", "backward_s", "saved_bytes", "output_bytes", "gradient_bytes")
         columns = {name: np.array([getattr(row, name) for row in self.rows], dtype=float) for name in names}
-        return {**columns, "num_loading": np.array([row.loads for row in self.rows], dtype=float)}
+        return {**columns, "num_loading": np.array([bool(row.inputs) for row in self.rows], dtype=float)}
 
     @cached_property
     def _own_parameter_bytes(self) -> tuple[Floats, Floats]:

@@ -39,7 +39,7 @@ class LayerProfile:
     keeps: tuple[tuple[Count, Count], ...] = ()
     puts_out: tuple[tuple[Count, Count], ...] = ()  # likewise, of the storages of its output
     takes: tuple[tuple[Count, Count], ...] = ()  # likewise, of the model inputs that it reads
-    reads_samples: bool = False  # of the loss: whether its targets come with whole samples, which take long to be read
+    reads_samples: bool = False  # of the loss: whether its targets come with whole samples only
     runs_once: bool = False  # whether it changes a buffer, so that no plan recomputes it
     workspace_bytes: Count = 0  # peak of its forward or backward beside live tensors; 0 where it wasn't measured
 
@@ -47,11 +47,6 @@ class LayerProfile:
     def parameters(self) -> tuple[str, ...]:
         """Qualified names of the parameters it trains."""
         return tuple(self.parameter_sizes)
-
-    @property
-    def loads(self) -> bool:
-        """Whether it reads the data set."""
-        return bool(self.inputs) or self.reads_samples
 
     @property
     def buffers(self) -> tuple[str, ...]:

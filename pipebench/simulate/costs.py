@@ -164,12 +164,16 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0, *, shard
 
 def loading_stages(plan: Plan, rows: Sequence[LayerProfile]) -> tuple[int, ...]:
     """Return the stages that read the data set; `rows` are the plan's layers, at any size, and the loss."""
-    loss = len(rows) - 1
-    return tuple(
-        index
-        for index, stage in enumerate(plan.stages)
-        if any(row.loads for row in rows[stage.start : stage.stop]) or (stage.stop == loss and rows[loss].loads)
-    )
+    found = [
+        index for index, stage in enumerate(plan.stages) if any(row.inputs for row in rows[stage.start : stage.stop])
+    ]
+    return reading(plan, found, with_targets=rows[-1].reads_samples)
+
+
+def reading(plan: Plan, inputs: Sequence[int], *, with_targets: bool) -> tuple[int, ...]:
+    """Return the stages that read samples: for inputs, and the last for targets unless one of these is beside it."""
+    beside = any(plan.stages[index].devices == plan.stages[-1].devices for index in inputs)
+    return (*inputs, len(plan.stages) - 1) if with_targets and not beside else (*inputs,)
 
 
 def shared_loaders(loaders: int, readers: int) -> int:

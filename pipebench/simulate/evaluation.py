@@ -9,7 +9,7 @@ from pipebench.model.sampling import Size
 from pipebench.profile.model import Profile
 from pipebench.profile.shapes import output_bytes
 from pipebench.schedule.pipeline import Edge, Pipeline
-from pipebench.simulate.costs import Costs, Crossing
+from pipebench.simulate.costs import Costs, Crossing, reading
 from pipebench.zoo.registry import Dataset
 
 
@@ -51,7 +51,6 @@ def evaluation_of(graph: LayerGraph, plan: Plan, pipeline: Pipeline, profile: Pr
     (output,) = evaluation.graph.find_nodes(op="output")
     reads[-1] |= {node.name for node in output.all_input_nodes if node.op == "placeholder"}
     edges = tuple(Edge(source, target, has_gradient=False) for source, target in planned.crossings)
-    if not dataset.targets_apart:
-        reads[-1] |= {*dataset.targets}
-    loads = tuple(stage for stage, names in enumerate(reads) if names)
+    inputs = [stage for stage, names in enumerate(reads) if names]
+    loads = reading(plan, inputs, with_targets=not dataset.targets_apart)
     return Evaluation(replace(pipeline, edges=edges, loads=loads), num_bytes)

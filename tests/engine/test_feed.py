@@ -83,12 +83,26 @@ def test_loading_ahead_changes_nothing(
         assert all(torch.equal(value, other[1][name]) for name, value in found[0][1].items())
 
 
-@pytest.mark.parametrize(("plan", "reads"), [(([], [1]), [["x", "label"]]), (([4], [1, 1]), [["label"], ["x"]])])
+@pytest.mark.parametrize(
+    ("plan", "columns", "reads"),
+    [
+        (([], [1]), {}, [["x", "label"]]),
+        (([4], [1, 1]), {}, [["label"], ["x"]]),
+        (([2, 4], [1, 1, 1]), {"weights": "one", "order": "sequential", "chunks": 3, "depth": 1}, [["x", "label"]]),
+        (
+            ([2, 4, 5], [1, 1, 1, 1]),
+            {"weights": "one", "order": "zbv", "chunks": 2, "backward": "split"},
+            [["x", "label"]],
+        ),
+    ],
+    ids=["single", "pipedream", "a worker with all stages", "in a V"],
+)
 def test_samples_that_are_read_whole_are_read_ahead_for_their_targets_too(
-    plan: Any, reads: list[list[str]], tmp_path: Path
+    plan: Any, columns: Any, reads: list[list[str]], tmp_path: Path
 ) -> None:
     data = Whole(num_train=46)
-    engine = make_engine(make_setup(Mlp(), plan, dataset=data))
+    engine = make_engine(make_setup(Mlp(), plan, dataset=data, **columns))
+    assert engine.setup.pipeline.loads == tuple(range(len(reads)))
     data.notes_in, data.loader_processes = str(tmp_path / "notes"), 1
     engine.train(0, 5)
     engine.evaluate()
@@ -296,7 +310,7 @@ def test_a_gpu_copies_inputs_and_targets_from_pinned_memory(
     setup = make_setup(Mlp(), ([4], [1, 1]))
     data.pinned = pinned
     feed = Feed(replace(setup, dataset=data, device=torch.device("cuda")), "train", 0, 2)
-    moved: list[Any] = [*feed.inputs(0, 0, 0, ["x"]), feed.targets(0, 0, 0)["label"]]
+    moved: list[Any] = [*feed.inputs(0, 0, 0, ["x"]), feed.targets(0, 0)["label"]]
     assert moved == ["on cuda, pinned"] * 2
     feed.close()
     assert set_to == [torch.device("cuda")] * concurrent  # pinned memory belongs to the thread's device
