@@ -131,12 +131,12 @@ OPERATIONS = {
         "WT", WAIT, "waits for the gradients of tied weights of {round} with {others}", ROUND, label="tied weights",
         column="waiting_all_reduce_s",
     ),
-    Op.GATHER: Operation("AG", OTHER, "starts to gather the weights of {round} from {others}", ROUND),
+    Op.GATHER: Operation("AG", OTHER, "starts to gather the weights of {round} from {others}", ROUND, label="gather weights"),
     Op.WAIT_GATHER: Operation(
         "WG", WAIT, "waits for the weights of {round}, gathered from {others}", ROUND, label="all-gather",
         column="waiting_all_reduce_s",
     ),
-    Op.FREE: Operation("FW", OTHER, "frees the weights of {round} but its shard", ROUND),
+    Op.FREE: Operation("FW", OTHER, "frees the weights of {round} but its shard", ROUND, label="free weights"),
     Op.WAIT_SCATTER: Operation(
         "RS", WAIT, "waits for its shard of the gradients of {round}, reduced and scattered with {others}", ROUND,
         label="reduce-scatter", column="waiting_all_reduce_s",

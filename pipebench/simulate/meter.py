@@ -8,7 +8,19 @@ from typing import Any, Protocol
 from pipebench.cluster import Cluster
 from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import COPIES, FIRST_PARTS
-from pipebench.schedule.operations import COMPUTE, OPERATIONS, RECEIVE, ROUND, SEND, SWAP_IN, SWAP_OUT, UPDATE, WAIT, Op
+from pipebench.schedule.operations import (
+    COMPUTE,
+    OPERATIONS,
+    OTHER,
+    RECEIVE,
+    ROUND,
+    SEND,
+    SWAP_IN,
+    SWAP_OUT,
+    UPDATE,
+    WAIT,
+    Op,
+)
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.simulation import TimelineEvent
@@ -19,6 +31,7 @@ COMPUTED = {op: (row.kind, row.label) for op, row in OPERATIONS.items() if row.r
 _SENDS = {op: row.label for op, row in OPERATIONS.items() if row.role == SEND}
 _WAIT_LABELS = {op: f"wait for {row.label}" for op, row in OPERATIONS.items() if row.role in (RECEIVE, WAIT)}
 _OF_ROUNDS = tuple(op for op, row in OPERATIONS.items() if row.about == ROUND and row.role == WAIT)
+_OF_WEIGHTS = {op: row.label for op, row in OPERATIONS.items() if row.about == ROUND and row.role == OTHER}
 _WAIT_LABELS[Op.LOAD_INPUT] = OPERATIONS[Op.LOAD_INPUT].label
 
 
@@ -124,6 +137,8 @@ def span_of(pipeline: Pipeline, event: TimelineEvent, evaluating: bool) -> Span:
         return Span(worker, UPDATE, f"{own}U{number}", start_s, end_s, -1)
     if op in _OF_ROUNDS:
         return Span(worker, WAIT, _WAIT_LABELS[op], start_s, end_s, -1)
+    if op in _OF_WEIGHTS:
+        return Span(worker, SEND, _OF_WEIGHTS[op], start_s, end_s, -1)
     minibatch = number if evaluating else pipeline.minibatch(number)[0]
     if op in _WAIT_LABELS:
         return Span(worker, WAIT, _WAIT_LABELS[op], start_s, end_s, minibatch)

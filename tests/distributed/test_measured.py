@@ -10,8 +10,8 @@ import pytest
 
 from pipebench.checkpoint.progress import MeterState
 from pipebench.distributed.meter import MeasuredMeter, merge
-from pipebench.schedule.instructions import parse
-from pipebench.schedule.operations import ACTIVATION, SEND, UPDATE, WAIT
+from pipebench.schedule.instructions import COPIES, Instruction, parse
+from pipebench.schedule.operations import ACTIVATION, SEND, UPDATE, WAIT, Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.show.pictures import text_picture, timeline_figure
@@ -70,6 +70,18 @@ def test_every_second_of_a_worker_is_in_its_row(two: RunMeasurements) -> None:
     assert row["compute_s"] + row["waiting_s"] + row["sending_s"] + row["other_s"] == 10.0
     other = two.workers[1]
     assert (other["waiting_activation_s"], other["waiting_norm_s"], other["stall_s"]) == (2, 0.25, 6 * 0.125)
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+@pytest.mark.parametrize("op", [op for op in Op if op not in COPIES], ids=lambda op: op.name)
+def test_whatever_takes_time_is_in_the_timeline(op: Op, evaluating: bool) -> None:
+    """Some instructions take time on the wall clock only: sharded runs failed at their end for what gathers weights."""
+    meter = MeasuredMeter(SINGLE, 0, rank=0)
+    meter.evaluating = evaluating
+    meter.event(TimelineEvent(1.0, 3.0, 0, Instruction(op, 0, 0)))
+    (span,) = merge([meter.share()], SINGLE, 10.0).timeline.spans
+    assert (span.worker, span.start_s, span.end_s) == (0, 1.0, 3.0)
+    assert span.label
 
 
 def test_copies_are_in_the_row_where_a_stage_swaps(two: RunMeasurements) -> None:
