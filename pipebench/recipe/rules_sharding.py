@@ -26,8 +26,12 @@ def _shards(mode: str, row: Mode, shard: str | None, sync: str | None) -> Proble
         yield key, f"{why}: allowed is none, or weights {stashed}"
     if SYNCS[row.sync].way != ALL_REDUCE or not SYNCS[row.sync].waits:
         names = " or ".join(name for name, each in SYNCS.items() if each.way == ALL_REDUCE)
-        where = "parallelism.sync" if sync is not None else key
-        yield where, f"got sync {row.sync} with shard {row.shard}, whose replicas scatter sums: allowed is {names}"
+        if sync is not None:
+            why = f"got sync {row.sync} with shard {row.shard}, whose replicas scatter sums"
+            yield "parallelism.sync", f"{why}: allowed is {names}"
+        else:
+            why = f"{given_shard} with mode {mode}, whose replicas sum nothing together"
+            yield key, f"{why}: allowed is none, or mode dp"
 
 
 @rule

@@ -248,7 +248,7 @@ class ParallelismRecipe:
         if self.recompute_layers is not None or (self.vpipe is not None and self.vpipe.policies):
             columns["recompute"] = False  # not all of them
         row = MODES[self.mode]
-        if row.shape == "one-stage" and self.shard not in (None, row.shard, NOT_SHARDED):
+        if row.shape == "one-stage" and row.flush and self.shard not in (None, row.shard, NOT_SHARDED):
             row = next(each for each in MODES.values() if each.shard == self.shard)
         if row.is_sharded and row.shape == "one-stage" and self.cuts is not None and self.chunks is None:
             columns["chunks"] = len(self.cuts) + 1

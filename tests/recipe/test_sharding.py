@@ -13,6 +13,10 @@ REFUSED = {
         "parallelism.shard: got shard gradients with mode gpipe, whose stages have several microbatches in flight: "
         "allowed is none or optimizer, or mode dp"
     ),
+    ("parallelism.mode=dp-asp", "parallelism.shard=parameters"): (
+        "parallelism.shard: got shard parameters with mode dp-asp, whose replicas sum nothing together: "
+        "allowed is none, or mode dp"
+    ),
     ("parallelism.mode=pipemare", "parallelism.shard=optimizer"): (
         "parallelism.shard: got shard optimizer with weights correct, whose backwards use weights that aren't "
         "gathered: allowed is none, or weights one or stash or stash-vertical-sync or double-buffer"
