@@ -157,7 +157,7 @@ class DistributedEngine(TrainingEngine):
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
         """Train on minibatches from `first_minibatch`, then drain; return how many, fewer after an agreed stop."""
-        feed, divisors = training_feed(self.setup, first_minibatch, num_minibatches)
+        feed, divisors = training_feed(self.setup, first_minibatch, num_minibatches, self.loaders)
         self._feed, by_extension = feed, self._begin_segment()
         self.worker.begin_training(feed, first_minibatch, num_minibatches, divisors, by_extension)
         with nullcontext() if self._slices is None else self._slices.counting():

@@ -18,6 +18,7 @@ from pipebench.engine.protocols import Collectives, EngineExtension, SegmentExte
 from pipebench.engine.scores import Scores, WholeModel
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker, host_peaks
+from pipebench.model.loading import Loaders
 from pipebench.model.plan import Plan
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
@@ -105,6 +106,7 @@ class TrainingEngine(Engine):
         self._on_loss = on_loss
         self._on_unit = on_unit
         self._not_training_s = 0.0
+        self.loaders = Loaders(setup.dataset, setup.device)  # until the training loop ends
 
     @property
     @abstractmethod
@@ -181,7 +183,7 @@ class TrainingEngine(Engine):
         Workers run forward in a pipeline; all processes return the same.
         """
         setup, before_s, scores = self.setup, self.clock_s, Scores(self.setup.dataset)
-        feed = Feed(setup, "eval", 0, setup.held_out.minibatches_per_epoch)
+        feed = Feed(setup, "eval", 0, setup.held_out.minibatches_per_epoch, self.loaders)
         for worker in self.workers:
             worker.begin_evaluation(feed, scores)
         self.meter.evaluating = True

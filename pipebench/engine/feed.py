@@ -12,7 +12,7 @@ import torch
 
 from pipebench.engine.setup import Setup, loss_divisors
 from pipebench.engine.streams import StreamSlot
-from pipebench.model.loading import Source, onto_device
+from pipebench.model.loading import Loaders, Source, onto_device
 from pipebench.model.sampling import microbatch_sizes, mix, name_hash
 from pipebench.simulate.costs import shared_loaders
 
@@ -22,10 +22,12 @@ _SIZES_CACHED = 1024  # more than there are units in flight
 class Feed:
     """The data of one segment of training, or of one evaluation.
 
-    `split` is `train` or `eval`, `first` the minibatch of unit 0.
+    `split` is `train` or `eval`, `first` the minibatch of unit 0. Without `loaders` that stay, it has its own.
     """
 
-    def __init__(self, setup: Setup, split: str, first: int, num_minibatches: int) -> None:
+    def __init__(
+        self, setup: Setup, split: str, first: int, num_minibatches: int, loaders: Loaders | None = None
+    ) -> None:
         self.split = split
         self._setup = setup
         self._first = first
@@ -34,6 +36,8 @@ class Feed:
         self._pipeline = setup.pipeline if self._trains else setup.evaluation.pipeline
         self._sampler = setup.sampler if self._trains else setup.held_out
         self._fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
+        self._own_loaders = Loaders(setup.dataset, setup.device)
+        self._loaders = loaders or self._own_loaders
         self._ahead: dict[tuple[int, int], _Ahead] = {}
         self._loaded: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # targets by worker and unit
         self._parts = setup.pipeline.microbatches if self._trains else 1
@@ -109,19 +113,21 @@ class Feed:
         return {name: onto_device(value, self._setup.device) for name, value in fetched.items()}
 
     def close(self) -> None:
-        """End the loader processes; garbage collection would wait seconds for each."""
+        """End fetching ahead."""
         for ahead in self._ahead.values():
             ahead.units.close()
+        self._own_loaders.close()
 
     def _fetch_ahead(self, stage: int, worker: int, fields: Sequence[str], first: int) -> "_Fetched":
         """Yield a stage's units from `first` on, in order, with their fields."""
         source = Source(self._setup.dataset, self.split, fields, self._setup.device)
         tasks = ((list(self.indices(unit)), self._draw(unit)) for unit in self._units(stage, worker, first))
-        with closing(source.minibatches(tasks, self._processes)) as minibatches:
+        processes = self._loaders.of((stage, worker), self._num_processes)
+        with closing(source.minibatches(tasks, processes)) as minibatches:
             yield from zip(self._units(stage, worker, first), minibatches, strict=True)
 
     @property
-    def _processes(self) -> int:
+    def _num_processes(self) -> int:
         """Loader processes per worker that reads inputs: the dataset's number divided among them."""
         pipeline, total = self._pipeline, self._setup.dataset.loader_processes
         return shared_loaders(total, sum(pipeline.replicas[stage] for stage in pipeline.loads))
@@ -145,9 +151,11 @@ class Feed:
         return microbatch_sizes(self._sampler.size(minibatch), self._parts)
 
 
-def training_feed(setup: Setup, first: int, num_minibatches: int) -> tuple[Feed, list[float] | None]:
+def training_feed(
+    setup: Setup, first: int, num_minibatches: int, loaders: Loaders | None = None
+) -> tuple[Feed, list[float] | None]:
     """Return a training segment's data and the divisors of its losses."""
-    return Feed(setup, "train", first, num_minibatches), loss_divisors(setup, first, num_minibatches)
+    return Feed(setup, "train", first, num_minibatches, loaders), loss_divisors(setup, first, num_minibatches)
 
 
 _Fetched = Generator[tuple[int, dict[str, torch.Tensor]], None, None]

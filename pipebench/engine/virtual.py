@@ -141,7 +141,7 @@ class VirtualEngine(TrainingEngine):
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
         """See `Engine`."""
         setup, by_extension = self.setup, self._begin_segment()
-        self._feed, divisors = training_feed(setup, first_minibatch, num_minibatches)
+        self._feed, divisors = training_feed(setup, first_minibatch, num_minibatches, self.loaders)
         for worker in self.workers:
             worker.begin_training(self._feed, first_minibatch, num_minibatches, divisors, by_extension)
         segment = Segment(setup, by_extension, first_minibatch, num_minibatches, self._stop, self._cut)

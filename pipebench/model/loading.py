@@ -1,11 +1,11 @@
 """Fetching ahead: minibatches in loader processes, in a thread beside a GPU, or when they are asked for.
 
 Their order is fixed beforehand and each is a function of its samples and its draw, so all three give the same bits.
-Profiles time the path that training takes.
+Profiles time the path that training takes. Loader processes stay between segments: to start one takes 0.1 s.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -33,14 +33,16 @@ class Source:
     fields: Sequence[str]
     device: torch.device
 
-    def minibatches(self, tasks: Iterator[Task], processes: int) -> Generator[Fields, None, None]:
+    def minibatches(
+        self, tasks: Iterator[Task], processes: "LoaderProcesses | None" = None
+    ) -> Generator[Fields, None, None]:
         """Yield the tasks' minibatches in order, pinned if they were fetched ahead for a GPU; `close` ends fetching.
 
         A GPU computes while the host waits for it, so that a thread can fetch; on a CPU a thread would take cores from
         computation, and minibatches are fetched when asked for.
         """
-        if processes > 0:
-            yield from self._in_processes(tasks, processes)
+        if processes is not None:
+            yield from processes.minibatches(self.split, self.fields, tasks)
         elif self.device.type == "cuda" and self.dataset.concurrent:
             yield from self._in_a_thread(tasks)
         else:
@@ -68,19 +70,65 @@ class Source:
     def _pinned(self, task: Task) -> Fields:
         return {name: pinned(value) for name, value in self.fetch(task).items()}
 
-    def _in_processes(self, tasks: Iterator[Task], processes: int) -> Iterator[Fields]:
-        loader: Any = data.DataLoader(
-            _Tasks(self),
-            sampler=tasks,
+
+class LoaderProcesses:
+    """Processes that fetch ahead for one reader, segment after segment: at most one at a time.
+
+    Args:
+        dataset: what they read; each has a copy as it is when they start, with the first segment.
+        device: for which they fetch.
+        count: how many.
+    """
+
+    def __init__(self, dataset: Dataset, device: torch.device, count: int) -> None:
+        self._order = _Order()
+        self._loader: Any = data.DataLoader(
+            _Tasks(dataset),
+            sampler=self._order,
             batch_size=None,
-            num_workers=processes,
+            num_workers=count,
             prefetch_factor=AHEAD,
-            pin_memory=self.device.type == "cuda",
+            pin_memory=device.type == "cuda",
+            persistent_workers=True,
         )
-        for fetched in loader:
+
+    def minibatches(self, split: str, fields: Sequence[str], tasks: Iterator[Task]) -> Iterator[Fields]:
+        """Yield the tasks' minibatches in order; what is still being fetched of an earlier segment is dropped."""
+        self._order.tasks = ((split, fields, *task) for task in tasks)
+        for fetched in self._loader:
             if isinstance(fetched, _Mistake):
                 raise UserCodeError(f"in a process that fetches ahead, {fetched.sentence}")
             yield fetched
+
+    def close(self) -> None:
+        """End the processes."""
+        self._loader = None
+
+
+class Loaders:
+    """All loader processes of an engine, by reader.
+
+    Args:
+        dataset: what they read.
+        device: for which they fetch.
+    """
+
+    def __init__(self, dataset: Dataset, device: torch.device) -> None:
+        self._dataset, self._device = dataset, device
+        self._found: dict[tuple[Hashable, int], LoaderProcesses] = {}
+
+    def of(self, reader: Hashable, count: int) -> LoaderProcesses | None:
+        """Return a reader's processes; None if it has none."""
+        if count == 0:
+            return None
+        if (reader, count) not in self._found:
+            self._found[reader, count] = LoaderProcesses(self._dataset, self._device, count)
+        return self._found[reader, count]
+
+    def close(self) -> None:
+        """End all processes; garbage collection would wait seconds for each."""
+        while self._found:
+            self._found.popitem()[1].close()
 
 
 def pinned(value: torch.Tensor) -> torch.Tensor:
@@ -103,16 +151,27 @@ class _Mistake:
     sentence: str
 
 
+@dataclass
+class _Order:
+    """The tasks of the segment at hand, where torch's loader asks for an order of samples."""
+
+    tasks: Iterable[Any] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tasks)
+
+
 class _Tasks(data.Dataset[Any]):
-    """A source for torch's loader, whose index is a whole task."""
+    """A data set for torch's loader, whose index is a whole task."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
 
-    def __getitem__(self, task: Task) -> Any:
+    def __getitem__(self, task: tuple[str, Sequence[str], list[int], int]) -> Any:
         """Fetch."""
+        split, fields, indices, draw = task
         try:
-            return self._source.fetch(task)
+            return self._dataset.fetch(split, indices, fields, draw)
         except BaseException as error:  # one that is no Exception would end the process without a word
             theirs = as_users(error)
             if theirs is None:

@@ -250,7 +250,7 @@ class _Passes:
         tasks = ((self._indices(size, k), 0) for k in count())
         arrived_s: list[float] = []
         each_s: list[float] = []
-        with closing(source.minibatches(tasks, 0)) as minibatches:
+        with closing(source.minibatches(tasks)) as minibatches:
             for minibatch in minibatches:
                 for value in minibatch.values():
                     onto_device(value, self.device)

@@ -131,7 +131,9 @@ OPERATIONS = {
         "WT", WAIT, "waits for the gradients of tied weights of {round} with {others}", ROUND, label="tied weights",
         column="waiting_all_reduce_s",
     ),
-    Op.GATHER: Operation("AG", OTHER, "starts to gather the weights of {round} from {others}", ROUND, label="gather weights"),
+    Op.GATHER: Operation(
+        "AG", OTHER, "starts to gather the weights of {round} from {others}", ROUND, label="gather weights"
+    ),
     Op.WAIT_GATHER: Operation(
         "WG", WAIT, "waits for the weights of {round}, gathered from {others}", ROUND, label="all-gather",
         column="waiting_all_reduce_s",

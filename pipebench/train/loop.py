@@ -6,6 +6,7 @@ exchange at every drain what decides its course.
 
 import logging
 import time
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +88,10 @@ class TrainingLoop:
         Raises:
             CheckpointError: the checkpoint to resume from doesn't fit.
         """
+        with closing(self._engine.loaders):
+            return self._run()
+
+    def _run(self) -> tuple[RunResult, Timeline]:
         found = self._policy.resume_from
         if found is not None:
             self._restore(found)

@@ -14,7 +14,7 @@ from torch import nn
 
 from pipebench.engine.feed import Feed
 from pipebench.model import loading
-from pipebench.model.loading import Source, Task
+from pipebench.model.loading import Loaders, Source, Task
 from pipebench.simulate.costs import stage_costs
 from tests.models import ConvNet
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
@@ -77,6 +77,7 @@ def test_loading_ahead_changes_nothing(
         engine = make_engine(make_setup(Mlp(), plan, dataset=data, **columns))
         engine.train(0, 13)
         found.append((engine.evaluate(), parameters_of(engine)))
+        engine.loaders.close()
         assert (len(data.threads - {threading.current_thread().name}) > 0) is in_a_thread
     for other in found[1:]:
         assert found[0][0] == other[0]
@@ -106,6 +107,7 @@ def test_samples_that_are_read_whole_are_read_ahead_for_their_targets_too(
     data.notes_in, data.loader_processes = str(tmp_path / "notes"), 1
     engine.train(0, 5)
     engine.evaluate()
+    engine.loaders.close()
     notes = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
     assert [note for note in notes if note[1]] == []
     read = sorted((indices, fields) for split, _, fields, indices in notes if split == "train")
@@ -113,11 +115,43 @@ def test_samples_that_are_read_whole_are_read_ahead_for_their_targets_too(
     assert read == sorted(expected)
 
 
+class Named(Blobs):
+    """Says in place of its inputs which process reads which minibatch for what."""
+
+    def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> dict[str, torch.Tensor]:
+        """Say so."""
+        return {field: torch.tensor([os.getpid(), indices[0], draw, split == "eval"]) for field in fields}
+
+
+def test_loader_processes_stay_between_segments_whatever_is_left_of_one() -> None:
+    setup = replace(make_setup(Mlp(), ([], [1]), dataset=Blobs(num_train=46)), dataset=Named(num_train=46))
+    setup.dataset.loader_processes = 2
+    loaders, processes = Loaders(setup.dataset, setup.device), set[int]()
+    for split, first, count, read in (
+        ("train", 0, 11, 3), ("train", 3, 8, 8), ("eval", 0, 2, 2), ("train", 11, 4, 0), ("train", 11, 4, 4),
+    ):  # fmt: skip
+        feed = Feed(setup, split, first, count, loaders)
+        for unit in range(read):
+            (found,) = feed.inputs(0, 0, unit, ["x"])
+            process, *told = found.tolist()
+            processes.add(process)
+            assert told == [feed.indices(unit)[0], feed._draw(unit), split == "eval"]
+        feed.close()
+    assert len(processes) == 2
+    assert not any(_is_gone(process) for process in processes)
+    loaders.close()
+    assert all(_is_gone(process) for process in processes)
+
+
+def _is_gone(process: int) -> bool:
+    return not Path(f"/proc/{process}").exists()
+
+
 def fetch_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fetch on a CPU as beside a GPU, but for pinned memory."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(loading, "pinned", lambda value: value)
-    monkeypatch.setattr(Source, "minibatches", lambda self, tasks, _: self._in_a_thread(tasks))
+    monkeypatch.setattr(Source, "minibatches", lambda self, tasks, _=None: self._in_a_thread(tasks))
 
 
 def tasks_of(taken: list[int], count: int) -> Iterator[Task]:
@@ -131,7 +165,7 @@ def test_a_thread_is_two_minibatches_ahead_and_ends_with_its_reader(monkeypatch:
     taken: list[int] = []
     data = Noisy()
     source = Source(data, "train", ["x"], torch.device("cuda"))
-    minibatches = source.minibatches(tasks_of(taken, 8), 0)
+    minibatches = source.minibatches(tasks_of(taken, 8))
     for k in range(3):
         expected = data.fetch("train", [4 * k, 4 * k + 1], ["x"], k)["x"]
         assert torch.equal(next(minibatches)["x"], expected)
@@ -143,7 +177,7 @@ def test_a_thread_is_two_minibatches_ahead_and_ends_with_its_reader(monkeypatch:
 def test_what_fails_in_the_thread_is_raised_where_the_minibatch_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     fetch_in_a_thread(monkeypatch)
     source = Source(Noisy(), "train", ["x"], torch.device("cuda"))
-    minibatches = source.minibatches(iter([([0], 0), ([1 << 40], 0)]), 0)
+    minibatches = source.minibatches(iter([([0], 0), ([1 << 40], 0)]))
     assert next(minibatches)["x"].shape == (1, 6)
     with pytest.raises(IndexError):
         next(minibatches)
@@ -240,8 +274,8 @@ def test_processes_are_shared_out_among_the_workers_that_load() -> None:
     data = Noisy()
     for processes, plan, each in ((8, ([], [4]), 2), (2, ([], [4]), 1), (3, ([4], [1, 1]), 3), (0, ([], [2]), 0)):
         data.loader_processes = processes
-        assert Feed(make_setup(Mlp(), plan, dataset=data), "train", 0, 1)._processes == each
-    assert Feed(make_setup(Mlp(), ([4], [2, 1]), dataset=whole(6)), "train", 0, 1)._processes == 2
+        assert Feed(make_setup(Mlp(), plan, dataset=data), "train", 0, 1)._num_processes == each
+    assert Feed(make_setup(Mlp(), ([4], [2, 1]), dataset=whole(6)), "train", 0, 1)._num_processes == 2
 
 
 def whole(processes: int) -> Whole:

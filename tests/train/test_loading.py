@@ -1,14 +1,19 @@
-"""When loading sets the pace, a run says so, and how many processes would keep up."""
+"""When loading sets the pace, a run says so, and how many processes would keep up; processes stay for a run."""
 
+import multiprocessing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pipebench.recipe.schema import PeriodRecipe
 from pipebench.simulate.costs import HostCosts
+from pipebench.train.engines import on_virtual_clock
+from pipebench.train.loop import TrainingLoop
 from pipebench.train.metrics import loading_note
 from tests.support import Blobs, Mlp, make_setup
+from tests.train.test_training import Silent, prepared, recipe
 
 IMAGES = {"name": "imagenet"}
 
@@ -65,3 +70,20 @@ def test_a_data_set_without_processes_is_told_without_them_and_computed_times_sa
     assert loading_note(found).endswith("of computing")
     found.profile.source = "analytic"
     assert loading_note(found) == ""
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_loader_processes_serve_a_whole_run_and_end_with_it(interrupted: bool) -> None:
+    given = prepared(recipe(max_epochs=2, evaluate_every=PeriodRecipe(minibatches=4)), plan=([4], [2, 1]))
+    given.setup.dataset.loader_processes = 4
+    before, during = children(), list[set[int | None]]()
+    progress = Silent(20 if interrupted else 10**9)
+    TrainingLoop(given, on_virtual_clock(given), progress, lambda point: during.append(children() - before)).run()
+    assert len(during) > 3
+    assert len(during[0]) == 4
+    assert all(each == during[0] for each in during)
+    assert children() == before
+
+
+def children() -> set[int | None]:
+    return {child.pid for child in multiprocessing.active_children()}
