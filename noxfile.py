@@ -217,7 +217,10 @@ def campaign(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def oracle(session: nox.Session) -> None:
-    """Compare 500 random recipes, and 20 more in processes, with a plain loop over minibatches; arguments go to it."""
+    """Compare 500 random recipes, and 20 more in processes, with a plain loop; 60 in processes with the virtual engine.
+
+    Arguments go to it.
+    """
     command = [python_with_pipebench(session), "-m", "tests.random_recipes.main", *session.posargs]
     session.run(*command, env=ONE_THREAD, external=True)
 

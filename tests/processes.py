@@ -80,6 +80,16 @@ class Processes:
         if error is None and not self._lost:
             assert [process.exitcode for process in self._processes] == [0] * len(self._processes)
 
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._processes)
+
+    def kill(self) -> None:
+        """End them at once."""
+        for process in self._processes:
+            process.kill()
+        self._port.close()
+
     def run(self, function: str, *args: Any, lost: Sequence[int] = (), **kwargs: Any) -> list[Any]:
         """Call `module:function(world, ...)` in every process; return what each returned, by rank.
 

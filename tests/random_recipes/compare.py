@@ -58,7 +58,7 @@ class Ran(NamedTuple):
     fetched: dict[int, list[int]] | None
 
 
-class _Silent:
+class Silent:
     """Progress nobody sees."""
 
     def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
@@ -141,7 +141,7 @@ def run_virtual(loaded: LoadedRecipe, job: Job) -> Ran:
 
     Rows.fetched.clear()
     with torch_settings(loaded.recipe.engine):
-        result, _ = TrainingLoop(job, make, _Silent(), lambda point: None).run()
+        result, _ = TrainingLoop(job, make, Silent(), lambda point: None).run()
     if result.outcome == DIVERGED:
         raise RefusedError(result.sentence)
     state = ModelState.merge(part for _, part in made[0].parts())

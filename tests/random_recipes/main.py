@@ -8,6 +8,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import yaml
 from tests.random_recipes.compare import RefusedError, disagreements, text_of, written
 from tests.random_recipes.drawing import draw_recipe
 from tests.random_recipes.shrinking import shrunk
+from tests.random_recipes.worlds import Worlds
 
 MOST_REFUSED = 0.5  # share of the recipes drawn: beyond, what is drawn has drifted from what the product takes
 SHRUNK = 5  # recipes that are made smaller, each by tens of runs: more of them tend to say the same
@@ -114,6 +116,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=int(time.strftime("%Y%m%d")), help="of the random recipes")
     parser.add_argument("--recipes", type=int, default=500, help="with the virtual engine")
     parser.add_argument("--in-processes", type=int, default=20, help="with the distributed engine, two processes each")
+    parser.add_argument("--in-worlds", type=int, default=60, help="in two to four processes beside the virtual engine")
     given = parser.parse_args(words)
     warnings.simplefilter("ignore")  # torch's, of schedules that step before their optimizer
     with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +129,13 @@ def main(words: list[str] | None = None) -> int:
             campaign.run(given.recipes)
             campaign.run(given.in_processes, in_processes=True, first=10**6)
     print(campaign.summary)
-    return int(bool(campaign.failures) or (not given.files and campaign.refused_share > MOST_REFUSED))
+    failed = bool(campaign.failures) or (not given.files and campaign.refused_share > MOST_REFUSED)
+    if given.in_worlds and not given.files:
+        with closing(Worlds(given.seed)) as worlds:
+            worlds.run(given.in_worlds)
+        print(worlds.summary)
+        failed = failed or bool(worlds.failures)
+    return int(failed)
 
 
 if __name__ == "__main__":

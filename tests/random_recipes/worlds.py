@@ -1,0 +1,278 @@
+"""Recipes in processes that stay, beside the virtual engine: whole runs, and what follows one of their checkpoints.
+
+Both engines are the product's, so more can be drawn than the plain loop knows the meaning of: what replicas share out,
+sums in order, 16 bits, layers that move, loader processes.
+"""
+
+import multiprocessing
+import random
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipebench.checkpoint.store import Checkpoints
+from pipebench.distributed.engine import DistributedEngine
+from pipebench.distributed.world import World
+from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
+from pipebench.model.device import torch_settings
+from pipebench.train.checkpointing import CheckpointPolicy, resume_point
+from pipebench.train.engines import on_virtual_clock
+from pipebench.train.interfaces import MakeEngine
+from pipebench.train.job import Job
+from pipebench.train.loop import TrainingLoop
+from pipebench.train.result import DIVERGED
+from tests.distributed.cases import whole
+from tests.processes import Processes
+from tests.random_recipes.compare import IN_PROCESSES, RefusedError, Silent, prepared, written
+from tests.random_recipes.drawing import draw_recipe
+from tests.random_recipes.nets import first_layers
+
+_SHARED_OUT = ("optimizer", "optimizer", "gradients", "parameters")
+# A ring adds more than two summands in another order, and scores of processes are sums in another order, too.
+_OF_SUMS = {"float64": 1e-7, "float32": 1e-2}
+_OF_SCORES = {"float64": 1e-9, "float32": 1e-5}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a run came to, as far as one process knows.
+
+    Attributes:
+        tensors: of every replica of its workers, by worker.
+        points: samples seen and metrics of every evaluation.
+        outcome: of the run.
+        num_bytes: sent by its workers, by kind and level.
+        versions: of weights at most, by worker.
+    """
+
+    tensors: dict[int, list[dict[str, torch.Tensor]]]
+    points: list[tuple[int, dict[str, float]]]
+    outcome: str
+    num_bytes: dict[tuple[str, str], int]
+    versions: dict[int, int]
+
+
+def draw_more(seed: int, number: int) -> dict[str, Any]:
+    """Return a random recipe with more columns than `draw_recipe` gives it."""
+    recipe, draw = draw_recipe(seed, number), random.Random(f"more {number} of {seed}")
+    made, train = recipe["parallelism"], recipe["train"]
+    if draw.random() < 0.35:
+        made["shard"] = draw.choice(_SHARED_OUT)
+    if draw.random() < 0.5 and ("shard" in made or made["mode"] in ("zero1", "zero2", "fsdp")):
+        made["chunks"] = draw.randint(1, 3)
+    if draw.random() < 0.3 and "parameters" in (made.get("shard"), "parameters" if made["mode"] == "fsdp" else ""):
+        made["reshard_after_forward"] = draw.random() < 0.5
+    if draw.random() < 0.4:
+        made["sums"] = draw.choice(("ordered", "ordered", "ring"))
+    if draw.random() < 0.3 and recipe["model"]["dtype"] == "float32":
+        train["precision"] = draw.choice(("bf16", "fp16"))
+    if draw.random() < 0.06:
+        recipe["dataset"]["loader_processes"] = draw.choice((1, 2, 3))
+    names, count = [*first_layers(recipe["model"]["steps"]), "head"], made.get("plan", "").count("-")
+    if 0 < count < len(names) and draw.random() < 0.25:
+        at, moves = 0, []
+        for _ in range(draw.randint(1, 3)):
+            at += draw.randint(1, 7)
+            cuts = [names[index] for index in sorted(draw.sample(range(1, len(names)), count))]
+            moves.append({"at": {"minibatches": at}, "cuts": cuts})
+        made["vpipe"] = {"swap": False, "recompute": False, "live": draw.random() < 0.6, "moves": moves}
+    return recipe
+
+
+def disagreements(processes: Processes, path: Path, draw: random.Random) -> Iterator[str]:
+    """Run a recipe in processes and on the virtual clock, then both from a checkpoint on; yield what differs.
+
+    Asynchronous pushes come in an order of their own, and are compared where they are repeated.
+
+    Args:
+        processes: as many as the recipe has workers.
+        path: of the recipe, in a folder of its own.
+        draw: says how values are handed over and which checkpoint is gone on from.
+
+    Raises:
+        RefusedError: the product has no such run for so many processes, or it diverges.
+    """
+    folders = [str(path.parent / name) for name in ("virtual", "processes")]
+    job, expected = virtually(path, folders[0])
+    if job.setup.pipeline.num_workers != len(processes):
+        raise RefusedError(f"the plan is for {job.setup.pipeline.num_workers} workers")
+    if expected.outcome == DIVERGED:
+        raise RefusedError("diverges")
+    asked = "tests.random_recipes.worlds:in_process"
+    yield from compared(processes.run(asked, str(path), folders[1], None, draw.random() < 0.7), expected, job)
+    steps = Checkpoints(Path(folders[1])).steps()
+    if len(steps) > 1:
+        step = draw.choice(sorted(steps)[:-1])
+        again = processes.run(asked, str(path), folders[1], step, True)
+        for each in compared(again, expected, job, counts=False):
+            yield f"gone on from {step} in processes: {each}"
+        if step in Checkpoints(Path(folders[0])).steps():
+            for each in compared([virtually(path, folders[0], step)[1]], expected, job, counts=False):
+                yield f"gone on from {step} on the virtual clock: {each}"
+
+
+def virtually(path: Path, folder: str, step: int | None = None) -> tuple[Job, Whole]:
+    """Run a recipe on the virtual clock, with checkpoints in a folder or from one of them on."""
+    _, job = prepared(path, IN_PROCESSES)
+    job = replace(job, recipe=replace(job.recipe, engine=replace(job.recipe.engine, kind="virtual")))
+    return job, _run(job, on_virtual_clock(job), folder, step)
+
+
+def in_process(world: World, path: str, folder: str, step: int | None, shares_memory: bool) -> Whole:
+    """Do a process's part of a run, with checkpoints in a folder or from one of them on."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it may have loaders
+    world = replace(world, shares_memory=shares_memory)
+    _, job = prepared(Path(path), IN_PROCESSES)
+    job = replace(job, setup=replace(job.setup, device=world.device))
+
+    def make(on_loss: OnLoss, on_unit: OnUnit) -> DistributedEngine:
+        return DistributedEngine(job.setup, world, on_loss=on_loss, on_unit=on_unit)
+
+    return _run(job, make, folder, step)
+
+
+def _run(job: Job, make: MakeEngine, folder: str, step: int | None) -> Whole:
+    made: list[TrainingEngine] = []
+
+    def making(on_loss: OnLoss, on_unit: OnUnit) -> TrainingEngine:
+        made.append(make(on_loss, on_unit))
+        return made[0]
+
+    store = Checkpoints(Path(folder))
+    policy = CheckpointPolicy(store) if step is None else CheckpointPolicy(None, resume_point(store.at(step), job))
+    with torch_settings(job.recipe.engine):
+        result, _ = TrainingLoop(job, making, Silent(), lambda point: None, policy).run()
+        engine: Any = made[0]
+        whole(engine)
+        tensors = {
+            worker.index: [
+                {name: tensor.detach().clone() for name, tensor in replica.tensors().items()}
+                for replica in worker.replicas.values()
+            ]
+            for worker in engine.workers
+        }
+        versions = {worker.index: worker.versions_max for worker in engine.workers}
+        points = [(point.samples, dict(point.metrics)) for point in result.points]
+        found = Whole(tensors, points, result.outcome, dict(engine.num_bytes), versions)
+        if isinstance(engine, DistributedEngine):
+            engine.close()
+    return found
+
+
+def compared(found: Sequence[Whole], expected: Whole, job: Job, *, counts: bool = True) -> Iterator[str]:
+    """Yield what differs between processes and the virtual engine; `counts` compares bytes and versions, too."""
+    dtype, row, most = job.recipe.model["dtype"], job.recipe.parallelism.row, max(job.setup.plan.replicas)
+    of_buffers = 0.0 if most <= 2 or row.sums == "ordered" else _OF_SUMS[dtype]
+    of_weights = 0.0 if row.sync.startswith("parameter-server") else of_buffers
+    for worker, theirs in expected.tensors.items():
+        (ours,) = (each.tensors[worker] for each in found if worker in each.tensors)
+        for mine, others in zip(ours, theirs, strict=True):
+            if mine.keys() != others.keys():
+                yield f"worker {worker}: holds {mine.keys() ^ others.keys()} or doesn't"
+            for name in mine.keys() & others.keys():
+                tolerance = of_buffers if "running_" in name else of_weights
+                if not torch.allclose(mine[name], others[name], rtol=tolerance, atol=tolerance, equal_nan=True):
+                    yield f"worker {worker}: {name} differs by {float((mine[name] - others[name]).abs().max()):.3g}"
+    for each in found:
+        if (each.outcome, len(each.points)) != (expected.outcome, len(expected.points)):
+            yield f"{each.outcome} after {len(each.points)} evaluations, not {expected.outcome}"
+        for (samples, scores), (at, wanted) in zip(each.points, expected.points, strict=False):
+            limit = max(of_buffers, _OF_SCORES[dtype])
+            if samples != at or not all(_is_near(scores[name], wanted[name], limit) for name in wanted):
+                yield f"after {samples} samples {scores}, expected after {at} {wanted}"
+    if counts:
+        sent = sum((Counter(each.num_bytes) for each in found), Counter[tuple[str, str]]())
+        versions = {worker: count for each in found for worker, count in each.versions.items()}
+        if sent != Counter(expected.num_bytes):
+            yield f"bytes {dict(sent)}, expected {expected.num_bytes}"
+        if versions != expected.versions:
+            yield f"versions {versions}, expected {expected.versions}"
+
+
+def _is_near(found: float, wanted: float, limit: float) -> bool:
+    return abs(found - wanted) <= limit * max(1.0, abs(wanted)) or (found != found and wanted != wanted)
+
+
+class Worlds:
+    """Random recipes in two to four processes, which are made when they are needed, and anew after a failure.
+
+    Args:
+        seed: recipes are drawn from.
+
+    Attributes:
+        agreed: by mode, recipes in which both engines agree.
+        refused: by reason, recipes that can't be compared.
+        failures: a report for each recipe in which they don't.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self._worlds = seed, dict[int, tuple[ExitStack, Processes]]()
+        self.agreed, self.refused, self.failures = Counter[str](), Counter[str](), list[str]()
+
+    def run(self, count: int, sizes: Sequence[int] = (2, 3, 4), first: int = 0) -> None:
+        """Compare until so many recipes of these numbers of processes have been compared."""
+        number = first
+        while self.agreed.total() + len(self.failures) < count and number < first + 40 * count + 20:
+            recipe, number = draw_more(self.seed, number), number + 1
+            asynchronous = (
+                recipe["parallelism"]["mode"] == "dp-asp"
+            )  # without a fixed order there is nothing to compare
+            if recipe["cluster"]["servers"] in sizes and not asynchronous:
+                self.compare(recipe, number)
+
+    def compare(self, recipe: dict[str, Any], number: int) -> None:
+        """Compare a recipe, drawn with a number."""
+        folder = Path(tempfile.mkdtemp(prefix="pipebench-worlds-"))
+        try:
+            path, size = written(recipe, folder), recipe["cluster"]["servers"]
+            found = list(disagreements(self._processes(size), path, random.Random(number)))
+        except RefusedError as error:
+            self.refused[re.sub(r"\S*recipe\.yaml(:\d+)?: |[\d'\[\]]+", "", str(error))[:60]] += 1
+            return
+        except Exception as error:  # whatever breaks is a finding, and the others are still to be compared
+            found = [f"{type(error).__name__}: {error}"]
+            self._end(size)
+        finally:
+            shutil.rmtree(folder)
+        if found:
+            self.failures.append("\n".join([f"{recipe['name']}:", *found[:6], repr(recipe)]))
+            print(self.failures[-1], flush=True)
+        else:
+            self.agreed[recipe["parallelism"]["mode"]] += 1
+
+    @property
+    def summary(self) -> str:
+        """What came of it, in a few lines."""
+        lines = [f"seed {self.seed}: {self.agreed.total()} recipes agree in processes, {len(self.failures)} don't"]
+        lines += [f"  {mode}: {count}" for mode, count in sorted(self.agreed.items())]
+        return "\n".join(
+            [
+                *lines,
+                f"refused: {self.refused.total()}; most often",
+                *(f"  {count} x {reason}" for reason, count in self.refused.most_common(5)),
+            ]
+        )
+
+    def _processes(self, size: int) -> Processes:
+        if size not in self._worlds:
+            stack = ExitStack()
+            self._worlds[size] = stack, stack.enter_context(Processes(size))
+        return self._worlds[size][1]
+
+    def _end(self, size: int) -> None:
+        """Leave processes of which one failed to themselves."""
+        if size in self._worlds:
+            self._worlds.pop(size)[1].kill()
+
+    def close(self) -> None:
+        """End all processes."""
+        for stack, _ in self._worlds.values():
+            stack.close()
