@@ -206,6 +206,19 @@ def test_policies_that_a_run_has_kept_are_repeated(tmp_path: Path, live: bool) -
     assert kept.metrics["total_time_s"] < result.metrics["total_time_s"]
 
 
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("at", [24, 25, 99])
+def test_moves_after_the_end_are_not_made(live: bool, at: int) -> None:
+    """0.2.0: live ones were looked for in drains after the last one, without end."""
+    early = {"at": {"minibatches": 16}, "cuts": ["body_3", "body_5"]}
+    late = {"at": {"minibatches": at}, "cuts": list(LAST)}
+    result, weights = run(job([early, late], every=24, live=live))
+    expected, same_weights = run(job([early], every=24, live=live))
+    assert result.moves == expected.moves
+    assert len(result.moves) == 1
+    assert same(weights, same_weights)
+
+
 def test_moves_of_text_leave_no_stream_behind() -> None:
     setup = text_setup(([1, 2], [1, 1, 1]))
     streams = setup.sampler.streams

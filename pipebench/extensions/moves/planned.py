@@ -108,6 +108,8 @@ def _check_live(planned: Sequence[PlannedMove], setup: Setup, periods: Periods) 
     plan, drained = setup.plan, 0
     moves = RepartitionPlan(setup.pipeline, layout_of(plan))
     for index, move in enumerate(planned):
+        if move.minibatch >= periods.total:  # the run ends before
+            return
         while periods.next_drain(drained) <= move.minibatch:
             drained = periods.next_drain(drained)
             moves = RepartitionPlan(setup.pipeline, layout_of(plan))
