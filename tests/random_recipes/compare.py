@@ -165,7 +165,9 @@ def run_in_processes(path: Path) -> Ran:
     ended = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, check=False)
     if DIVERGED in ended.stdout:
         raise RefusedError("weights diverge")
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    said = ended.stdout[-2000:] + ended.stderr[-2000:]
+    assert ended.returncode == 0, said
+    assert "; restart " not in said, said  # it would hide what failed
     newest = max((path.parent / "pipebench-runs").iterdir(), key=lambda folder: folder.stat().st_mtime)
     result = json.loads((newest / "record" / "result.json").read_text())
     checkpoints = find(str(newest)).checkpoints

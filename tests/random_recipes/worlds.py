@@ -227,6 +227,8 @@ class Worlds:
             )  # without a fixed order there is nothing to compare
             if recipe["cluster"]["servers"] in sizes and not asynchronous:
                 self.compare(recipe, number)
+                if (compared := self.agreed.total() + len(self.failures)) % 10 == 0:
+                    print(f"{compared} of {count} compared, the last drawn is number {number - 1}", flush=True)
 
     def compare(self, recipe: dict[str, Any], number: int) -> None:
         """Compare a recipe, drawn with a number."""
