@@ -1,6 +1,7 @@
 """What starts a run touches no GPU: another process measures and plans, and its end is told as one's own would be."""
 
 import os
+import sys
 import signal
 import subprocess
 from pathlib import Path
@@ -49,7 +50,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])  # syspath_prepend fails while a thread imports
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (tmp_path / "ending.py").write_text(MODEL)
     (tmp_path / "small.yaml").write_text(
