@@ -1,9 +1,9 @@
 """What starts a run touches no GPU: another process measures and plans, and its end is told as one's own would be."""
 
 import os
-import sys
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
