@@ -38,18 +38,22 @@ def setup(columns: dict[str, Any], optimizer: OptimizerRecipe = SGD, *, last: bo
 @pytest.mark.parametrize("mode", MODES)
 def test_channels_last_trains_the_same_weights(mode: str, optimizer: OptimizerRecipe) -> None:
     """Fused optimizers walk through memory: gradients that lie in another order would be other parameters'."""
-    if mode == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        # TODO: say why weights differ there by far more than rounding, on one such processor with torch 2.14.
-        pytest.skip("torch has no bf16 convolutions of oneDNN on this processor")
     engines = [make_engine(setup(MODES[mode], optimizer, last=last)) for last in (False, True)]
     for engine in engines:
         engine.train(0, 8)
         engine.evaluate()
         engine.train(8, 4)
     plain, last = (parameters_of(engine) for engine in engines)
-    tolerance = 0.02 if mode == "bf16" else 2e-4
+    rounding = dict.fromkeys(plain, 0.0)
+    if mode == "bf16":  # grows with training, more on some processors: twice as far as from full precision
+        full = make_engine(setup(MODES["pipedream"], optimizer, last=False))
+        full.train(0, 8)
+        full.train(8, 4)
+        rounding = {
+            name: 0.02 + 2 * float((plain[name] - value).abs().max()) for name, value in parameters_of(full).items()
+        }
     for name, value in plain.items():
-        torch.testing.assert_close(last[name], value, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(last[name], value, rtol=2e-4, atol=2e-4 + rounding[name])
     assert engines[0].num_bytes == engines[1].num_bytes
 
 
