@@ -90,7 +90,7 @@ def draw_more(seed: int, number: int) -> dict[str, Any]:
 def disagreements(processes: Processes, path: Path, draw: random.Random) -> Iterator[str]:
     """Run a recipe in processes and on the virtual clock, then both from a checkpoint on; yield what differs.
 
-    Asynchronous pushes come in an order of their own, and are compared where they are repeated.
+    Not for asynchronous pushes, whose order is a run's own.
 
     Args:
         processes: as many as the recipe has workers.
@@ -220,15 +220,17 @@ class Worlds:
     def run(self, count: int, sizes: Sequence[int] = (2, 3, 4), first: int = 0) -> None:
         """Compare until so many recipes of these numbers of processes have been compared."""
         number = first
-        while self.agreed.total() + len(self.failures) < count and number < first + 40 * count + 20:
-            recipe, number = draw_more(self.seed, number), number + 1
-            asynchronous = (
-                recipe["parallelism"]["mode"] == "dp-asp"
-            )  # without a fixed order there is nothing to compare
-            if recipe["cluster"]["servers"] in sizes and not asynchronous:
+        while self.compared < count and number < first + 40 * count + 20:
+            recipe, number, before = draw_more(self.seed, number), number + 1, self.compared
+            if recipe["cluster"]["servers"] in sizes and recipe["parallelism"]["mode"] != "dp-asp":
                 self.compare(recipe, number)
-                if (compared := self.agreed.total() + len(self.failures)) % 10 == 0:
-                    print(f"{compared} of {count} compared, the last drawn is number {number - 1}", flush=True)
+            if self.compared > before and self.compared % 10 == 0:
+                print(f"{self.compared} of {count} compared, the last drawn is number {number - 1}", flush=True)
+
+    @property
+    def compared(self) -> int:
+        """Recipes compared."""
+        return self.agreed.total() + len(self.failures)
 
     def compare(self, recipe: dict[str, Any], number: int) -> None:
         """Compare a recipe, drawn with a number."""
