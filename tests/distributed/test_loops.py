@@ -5,7 +5,6 @@ segments of training had been compared.
 """
 
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def test_a_run_in_two_processes_is_that_of_the_virtual_engine(two: Processes, mo
 
 def test_random_runs_in_two_processes_are_those_of_the_virtual_engine(two: Processes, tmp_path: Path) -> None:
     """`nox -s oracle` compares many more, in up to four processes."""
-    seed, compared = int(time.strftime("%Y%m%d")), 0
+    seed, compared = 5, 0  # others in the oracle
     for number in range(1000):
         recipe = draw_more(seed, number)
         if recipe["cluster"]["servers"] != 2 or recipe["parallelism"]["mode"] == "dp-asp":
