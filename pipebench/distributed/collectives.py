@@ -216,13 +216,15 @@ class ProcessCollectives:
         """Make what scatters a sharded stage's gradients and gathers its weights; all workers take part.
 
         Groups of layers on the same workers share groups of processes, one for sums and one for weights: all members
-        start the same ones in the same order.
+        start the same ones in the same order. Where a stage's replicas are on them the other way round (`dualpipe`),
+        they don't, so it has groups of its own.
         """
         setup, world, pipeline = self.setup, self.world, self.setup.pipeline
         in_place = pipeline.num_stages == pipeline.chunks
+        order = [pipeline.replica_of(worker, stage) for worker in ring]
         made = []
         for purpose in (REDUCE_SCATTER, ALL_GATHER):
-            key = (purpose, *map(str, ranks), "" if in_place else str(stage))
+            key = (purpose, *map(str, ranks), *map(str, order), "" if in_place else str(stage))
             if key not in self._groups_of:
                 self._groups_of[key] = world.new_group("nccl" if world.direct else "gloo", list(ranks))
                 self.groups.append(self._groups_of[key])
@@ -231,7 +233,6 @@ class ProcessCollectives:
             return
         weights, native = self.worker.replicas[stage].weights, world.direct and pipeline.sums == RING
         host_copy, own = setup.device.type == "cuda" and not world.direct, ring.index(self.worker.index)
-        order = [pipeline.replica_of(worker, stage) for worker in ring]
         scatter, gather = (Exchange(group, order, own, native=native, host_copy=host_copy) for group in made)
         assert weights.sharding is not None
         self._reducers[stage] = ShardReducer(weights.sharding, weights.newest.parameters, scatter, self.timer)

@@ -250,6 +250,9 @@ TWO |= {
         "skip", (2, 4), (2, 2, 2), SHARDED | {"shard": "parameters", "reshards": False, "recompute": True}
     ),
     "fsdp, bf16": Case("conv", (2, 4), (2, 2, 2), SHARDED | {"shard": "parameters", "precision": "bf16"}),
+    "two ways, sharded optimizer": Case(
+        "conv", (4,), (2, 2), ZBV | {"order": "dualpipe", "microbatches": 2, "sums": "ordered", "shard": "optimizer"}
+    ),
     "zero2, parameters of three types": Case(
         "mixed", (2, 4), (2, 2, 2), SHARDED | {"shard": "gradients", "sizes": (2, 4)}
     ),
