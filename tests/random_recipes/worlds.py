@@ -1,7 +1,7 @@
 """Recipes in processes that stay, beside the virtual engine: whole runs, and what follows one of their checkpoints.
 
 Both engines are the product's, so more can be drawn than the plain loop knows the meaning of: what replicas share out,
-sums in order, 16 bits, layers that move, loader processes.
+sums in order, 16 bits, layers that move or that vPipe chooses a policy for, loader processes, compiled stages.
 """
 
 import multiprocessing
@@ -23,6 +23,7 @@ from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.world import World
 from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
 from pipebench.model.device import torch_settings
+from pipebench.schedule.modes import MODES
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.interfaces import MakeEngine
@@ -76,8 +77,18 @@ def draw_more(seed: int, number: int) -> dict[str, Any]:
         train["precision"] = draw.choice(("bf16", "fp16"))
     if draw.random() < 0.06:
         recipe["dataset"]["loader_processes"] = draw.choice((1, 2, 3))
+    if draw.random() < 0.04:
+        recipe["engine"] = {"compile": True}
+    if draw.random() < 0.1:
+        recipe.setdefault("engine", {})["channels_last"] = True
     names, count = [*first_layers(recipe["model"]["steps"]), "head"], made.get("plan", "").count("-")
-    if 0 < count < len(names) and draw.random() < 0.25:
+    if count and not MODES[made["mode"]].chunks > 1 and draw.random() < 0.2:
+        for key in ("recompute", "recompute_layers", "swap_layers", "backward"):
+            made.pop(key, None)
+        recipe["cluster"]["memory"] = draw.choice(("4 kB", "6 kB", "8 kB", "12 kB", "16 kB", "24 kB", "1 MB"))
+        # Not repartition, which goes by what workers measure
+        made["vpipe"] = {"swap": draw.random() < 0.6, "recompute": draw.random() < 0.6, "repartition": False}
+    elif 0 < count < len(names) and draw.random() < 0.25:
         at, moves = 0, []
         for _ in range(draw.randint(1, 3)):
             at += draw.randint(1, 7)
@@ -169,9 +180,11 @@ def _run(job: Job, make: MakeEngine, folder: str, step: int | None) -> Whole:
 
 def compared(found: Sequence[Whole], expected: Whole, job: Job, *, counts: bool = True) -> Iterator[str]:
     """Yield what differs between processes and the virtual engine; `counts` compares bytes and versions, too."""
-    dtype, row, most = job.recipe.model["dtype"], job.recipe.parallelism.row, max(job.setup.plan.replicas)
-    of_buffers = 0.0 if most <= 2 or row.sums == "ordered" else _OF_SUMS[dtype]
-    of_weights = 0.0 if row.sync.startswith("parameter-server") else of_buffers
+    dtype, row, pipeline = job.recipe.model["dtype"], job.recipe.parallelism.row, job.setup.pipeline
+    most = max(len(pipeline.members(group)) for group in range(pipeline.num_stages + len(pipeline.ties)))
+    compiles = job.recipe.engine.compile  # for which sizes depends on those that a process has seen
+    of_buffers = 0.0 if not compiles and (most <= 2 or row.sums == "ordered") else _OF_SUMS[dtype]
+    of_weights = 0.0 if not compiles and row.sync.startswith("parameter-server") else of_buffers
     for worker, theirs in expected.tensors.items():
         (ours,) = (each.tensors[worker] for each in found if worker in each.tensors)
         for mine, others in zip(ours, theirs, strict=True):
