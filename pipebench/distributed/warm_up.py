@@ -59,7 +59,7 @@ def warm_up(setup: Setup, world: World, own: Worker) -> None:
         _train(alone, worker, _Neighbours(setup, world, own.index))
         _evaluate(alone, worker, _Neighbours(setup, world, own.index))
         if setup.compiled:
-            _compile(alone, worker, own, world)
+            _compile(setup, worker, own, world)
     if on_gpu:
         torch.cuda.synchronize(setup.device)
 
@@ -82,7 +82,7 @@ def _compile(setup: Setup, worker: Worker, own: Worker, world: World) -> None:
         with ExitStack() as stack:
             for replica in own.replicas.values():
                 stack.enter_context(_without_traces(replica))
-            _train(setup, worker, _Neighbours(setup, world, own.index), minibatch, updates=False)
+            _train(_alone(setup), worker, _Neighbours(setup, world, own.index), minibatch, updates=False)
 
 
 @contextmanager

@@ -183,13 +183,14 @@ def check_directly(case: Case, processes: Processes) -> None:
     [
         Case("conv", (4,), (1, 1), {"compiled": True, "channels_last": True}, segments=(7, 5)),
         Case("mlp", (), (2,), {"compiled": True, "weights": "one", "shard": "parameters"}, segments=(6,)),
+        Case("conv", (4,), (2, 1), {"compiled": True}, segments=(6,)),
     ],
-    ids=["pipedream", "parameters shared out"],
+    ids=["pipedream", "parameters shared out", "replicas of a stage"],
 )
 def test_stages_are_compiled_before_the_clock_starts_without_traces(case: Case, tmp_path: Path) -> None:
     """The last minibatch of an epoch is a short one, which would compile once more."""
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    with Processes(2, environment=environment) as processes:
+    with Processes(sum(case.replicas), environment=environment) as processes:
         plain = replace(case, columns={**case.columns, "compiled": False})
         found = processes.run("tests.distributed.first_use:compiled", case)
         expected = processes.run("tests.distributed.first_use:compiled", plain)
