@@ -91,7 +91,9 @@ class _Climb:
     def __init__(self, of: Estimator) -> None:
         self._of, self._cluster = of, of.cluster
         self._floors = Floors(of)
-        self._placements, self._fits = cache(self._listed_placements), cache(self._fits_in_memory)
+        self._rule = of.memory(self._cluster.memory_bytes or math.inf)
+        self._placements, self._depth = cache(self._listed_placements), cache(self._rule.depth)
+        self._num_bytes = cache(lambda stage, depth: self._rule.num_bytes(of.work.states, *stage[:2], depth, stage[2]))
         self._places = {members.bit_count(): state for state, members in enumerate(of.work.states.members)}
         self._found: dict[Sketch, PlanEstimate] = {}
         self._queue: list[_Waiting] = []
@@ -130,7 +132,7 @@ class _Climb:
         # A budget of its own: the rest of the first is for other placements if there are too many plans.
         before, self._left = self._left, BUDGET - _ALONE_COST * last * (last + 1) / 2 * count
         if self._left > 0:
-            number, outlines = Outlines(last, count, self._floors.alone_s, self._fits).below(self._best_s)
+            number, outlines = Outlines(last, count, self._floors.alone_s, self._fits_in_memory).below(self._best_s)
             self._left -= _OUTLINE_COST * number
             if self._left > 0:
                 self._try(outlines)
@@ -156,10 +158,8 @@ class _Climb:
 
     def _fits_in_memory(self, stage: SearchStage, behind: int) -> bool:
         """Return whether a stage fits at NOAM with `behind` workers in later stages."""
-        limit, states = self._cluster.memory_bytes, self._of.work.states
-        rule = self._of.memory(limit or math.inf)
-        depth = rule.depth(stage.replicas, behind)
-        return limit is None or rule.num_bytes(states, *stage[:2], depth, stage.replicas) <= limit
+        limit = self._cluster.memory_bytes
+        return limit is None or self._num_bytes(stage, self._depth(stage.replicas, behind)) <= limit
 
     def _listed_placements(self, replicas: tuple[int, ...]) -> list[tuple[tuple[int, ...], ...]]:
         """Return the candidates of `placements`, charging the budget."""

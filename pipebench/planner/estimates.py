@@ -342,8 +342,8 @@ class Estimator(ModeRequest):
             self.request.cluster.pcie_bytes_per_s, self.request.chooses, input_bytes_of(rows),
         )  # fmt: skip
 
-    def with_prediction(self, found: PlanEstimate) -> PlanEstimate:
-        """Return an estimate with the simulator's prediction."""
+    def with_prediction(self, found: PlanEstimate, hopeless_s: float = math.inf) -> PlanEstimate:
+        """Return an estimate with the simulator's prediction, given up on as in `predict` if it is slower."""
         if found.is_simulated:
             return found
         if not self._can_simulate(found.plan):
@@ -351,7 +351,7 @@ class Estimator(ModeRequest):
                 return replace(found, minibatch_s=sum(each.stage_s for each in found.stages))
             return replace(found, minibatch_s=found.bottleneck_s)
         workload, count = self.workload(found)
-        return replace(found, minibatch_s=predict(workload, count), is_simulated=True)
+        return replace(found, minibatch_s=predict(workload, count, hopeless_s), is_simulated=True)
 
     def simulated_peaks(self, found: PlanEstimate) -> list[int] | None:
         """Return the simulated peak bytes per stage's replica; None if simulating takes long.

@@ -46,9 +46,10 @@ class Outlines:
             """List the stages from a state on so many workers, those behind included, and how many ways each leads."""
             stages = (stage for stage in fast[start] if stage.replicas <= workers)
             behind = ((stage, workers - stage.replicas) for stage in stages)
-            ways = ((stage, count(stage.stop, left)) for stage, left in behind if self._fits(stage, left))
-            return [(stage, number) for stage, number in ways if number]
+            ways = ((stage, left, count(stage.stop, left)) for stage, left in behind)
+            return [(stage, number) for stage, left, number in ways if number and self._fits(stage, left)]
 
+        @cache
         def count(start: int, workers: int) -> int:
             if start == self._last or workers == 0:
                 return int(start == self._last and workers == 0)

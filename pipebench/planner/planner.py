@@ -8,7 +8,7 @@ for transfers; for pipelines without flushes a local search (`climb`) continues 
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -31,6 +31,7 @@ from pipebench.schedule.notation import streams_problem
 from pipebench.schedule.placement import places
 
 _MOST_PLACED_UNITS = 4000  # simulated to choose a placement, microbatches times stages: a quarter of a second
+_HOPELESS = 1.5  # times the fastest so far: fill and drain may lengthen the first part of a simulation by half
 _ROUNDING = 1e-9  # relative, of bottlenecks
 _CLEARLY_FASTER = 0.99  # required of a placement other than in order: prediction error
 
@@ -126,9 +127,18 @@ class Planner(Estimator):
         if not self.mode.flush and not self.request.model.has_ports:
             keeping = [min(keeping, key=lambda each: each.bottleneck_s)]
         self._tell("simulating")
-        predicted = [self.with_prediction(each) for each in keeping]
+        predicted = [*self._predicted(keeping)]
         self.predict_s = time.perf_counter() - started - self.search_s
         return predicted
+
+    def _predicted(self, found: Sequence[PlanEstimate]) -> Iterator[PlanEstimate]:
+        """Yield plans with predictions, but for those found far slower than one before, promising ones first."""
+        best_s = math.inf
+        for each in sorted(found, key=lambda each: each.bottleneck_s):
+            predicted = self.with_prediction(each, _HOPELESS * best_s)
+            if predicted.minibatch_s < math.inf or best_s == math.inf:
+                best_s = min(best_s, predicted.minibatch_s)
+                yield predicted
 
     def at_most(self) -> float:
         """Return an upper bound on the best bottleneck found over the smallest possible; 1 if searches were exact."""

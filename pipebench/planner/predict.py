@@ -144,9 +144,15 @@ def planned_workload(
     return PlannedWorkload(pipeline, costs, cluster, plan.devices, sampler), count
 
 
-def predict(workload: PlannedWorkload, count: int) -> float:
-    """Return the seconds per minibatch in the steady state, reached after `count` minibatches."""
-    shorter, longer = (simulate_segment(workload, n).end_s for n in (count, 2 * count))
+def predict(workload: PlannedWorkload, count: int, hopeless_s: float = math.inf) -> float:
+    """Return the seconds per minibatch in the steady state, reached after `count` minibatches.
+
+    Infinity if the first `count` of them, filling and draining included, take more than `hopeless_s` each.
+    """
+    shorter = simulate_segment(workload, count, until_s=hopeless_s * count).end_s
+    if math.isinf(shorter):
+        return shorter
+    longer = simulate_segment(workload, 2 * count).end_s
     found, pipeline = (longer - shorter) / count, workload.pipeline
     most = _DEEP_ROUNDS * count if pipeline.depth > noam(pipeline.replicas) else count
     while count < most:

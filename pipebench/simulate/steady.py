@@ -90,13 +90,19 @@ class SegmentTotals:
 
 @without_collector()
 def simulate_segment(
-    workload: Workload, num_minibatches: int, meter: Meter | None = None, *, ends_epoch: bool = True
+    workload: Workload,
+    num_minibatches: int,
+    meter: Meter | None = None,
+    *,
+    ends_epoch: bool = True,
+    until_s: float = math.inf,
 ) -> SegmentTotals:
     """Return the totals of a segment of whole minibatches, at most an epoch, but for an epoch's last.
 
     Simulated once: when the state is steady, workers switch to the lists of a segment shorter by whole periods, which
     begin alike, and the cost of these periods is added. `meter` records the timeline of the simulated part;
-    `ends_epoch`: whether the last minibatch is the epoch's last, which may be short.
+    `ends_epoch`: whether the last minibatch is the epoch's last, which may be short. A segment of whole minibatches of
+    one length is given up after `until_s` seconds of it; then its duration is infinite.
     """
     run = _Run(workload, num_minibatches, meter, ends_epoch=ends_epoch)
     if workload.sampler.varies:
@@ -104,6 +110,8 @@ def simulate_segment(
     detector, found = _SteadyStateDetector(workload.pipeline), None
     for event in run:
         if found is None and event.instruction.op in ENDS:
+            if event.start_s > until_s:
+                return replace(run.totals(), end_s=math.inf)
             found = detector.steady(event, run.spent(event.worker), num_minibatches)
             if found is not None:
                 run.shorten(num_minibatches - found.left_out * found.period)
