@@ -5,6 +5,7 @@ safe to cut: readers of values overwritten in place read their last writer, and 
 """
 
 import difflib
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -217,10 +218,7 @@ def bind_node(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Cal
 
 def attribute(root: nn.Module, path: str) -> Any:
     """Return the attribute at a dotted path."""
-    value: Any = root
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+    return operator.attrgetter(path)(root)
 
 
 def _ends_in_underscore(name: str) -> bool:

@@ -1,6 +1,6 @@
 """Divides a traced model's layers among k devices: the same graph, with pieces of its matrices and what joins them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import fx, nn
 
@@ -20,8 +20,6 @@ from pipebench.model.slice_modules import (
     with_parameters,
 )
 from pipebench.model.slicing import DIMENSION, FEATURES, Slicing, find_slices
-
-Rewrite = Callable[[fx.GraphModule], None]
 
 
 class Slicer:

@@ -93,7 +93,9 @@ class _Climb:
         self._floors = Floors(of)
         self._rule = of.memory(self._cluster.memory_bytes or math.inf)
         self._placements, self._depth = cache(self._listed_placements), cache(self._rule.depth)
-        self._num_bytes = cache(lambda stage, depth: self._rule.num_bytes(of.work.states, *stage[:2], depth, stage[2]))
+        self._num_bytes = cache(
+            lambda start, stop, m, depth: self._rule.num_bytes(of.work.states, start, stop, depth, m)
+        )
         self._places = {members.bit_count(): state for state, members in enumerate(of.work.states.members)}
         self._found: dict[Sketch, PlanEstimate] = {}
         self._queue: list[_Waiting] = []
@@ -159,7 +161,7 @@ class _Climb:
     def _fits_in_memory(self, stage: SearchStage, behind: int) -> bool:
         """Return whether a stage fits at NOAM with `behind` workers in later stages."""
         limit = self._cluster.memory_bytes
-        return limit is None or self._num_bytes(stage, self._depth(stage.replicas, behind)) <= limit
+        return limit is None or self._num_bytes(*stage, self._depth(stage.replicas, behind)) <= limit
 
     def _listed_placements(self, replicas: tuple[int, ...]) -> list[tuple[tuple[int, ...], ...]]:
         """Return the candidates of `placements`, charging the budget."""

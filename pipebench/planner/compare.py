@@ -89,7 +89,8 @@ def _planned(
             refused[name] = f"mode {name}: {request.unsuited[name]}"
             continue
         own = request if name == mode or request.row is None else replace(request, row=None)
-        planners[name] = Planner(own, name, known=known, tell=partial(_tell, tell, done, len(wanted), name))
+        told = partial(lambda done, mode, search: tell(done, len(wanted), f"{mode}, {search}"), done, name)
+        planners[name] = Planner(own, name, known=known, tell=told)
         try:
             best_of[name] = planners[name].best()
         except PlanError as error:
@@ -108,7 +109,3 @@ def _all(request: Request, known: KnownStates) -> list[str]:
 
 def _by_time(found: Iterable[PlanEstimate]) -> list[PlanEstimate]:
     return sorted(found, key=lambda each: (each.minibatch_s, list(MODES).index(each.plan.mode)))
-
-
-def _tell(tell: Tell, done: int, total: int, mode: str, search: str) -> None:
-    tell(done, total, f"{mode}, {search}")

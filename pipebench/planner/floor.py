@@ -33,9 +33,8 @@ from pipebench.planner.placement_costs import Sketch, cycle_pairs
 from pipebench.planner.predict import arranged
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.costs import StageCosts, stage_costs
-from pipebench.simulate.sums import traffic
-
-_Port = tuple[int, int, bool]  # level, component of the level below, whether it sends
+from pipebench.simulate.network import Network
+from pipebench.simulate.sums import Port, traffic
 
 
 class _Crossing(NamedTuple):
@@ -66,7 +65,8 @@ class Floors:
         self._crossing = cache(self._values_across)
         self._level = cache(lambda one, other: self._cluster.levels[self._cluster.level_between(one, other)])
         self._ring = cache(self._ring_s)
-        self._ports = cache(self._ports_between)
+        network = Network(self._cluster)
+        self._ports = cache(lambda sender, receiver: network.path(sender, receiver)[1:])
         self.warmups = cache(warmups)
 
     def floor_s(self, sketch: Sketch) -> float:
@@ -185,7 +185,7 @@ class Floors:
 
     def _ports_s(self, sketch: Sketch, edges: dict[tuple[int, int], _Crossing]) -> float:
         """Return the seconds per minibatch of the busiest port."""
-        load: defaultdict[_Port, float] = defaultdict(float)
+        load: defaultdict[Port, float] = defaultdict(float)
         for index, (start, stop, replicas) in enumerate(sketch.stages):
             weights = sum(bucket.num_bytes for bucket in self._stage(start, stop).buckets)
             if replicas > 1 and weights:
@@ -220,10 +220,3 @@ class Floors:
             computing_s = costs.forward_s[self._size] + costs.backward_s[self._size] + self._update_s(costs, replicas)
             slowest_s = max(slowest_s, computing_s / replicas + max(copying_s[device] for device in devices))
         return slowest_s
-
-    def _ports_between(self, sender: int, receiver: int) -> tuple[_Port, _Port]:
-        level = self._cluster.level_between(sender, receiver)
-        return (
-            (level, self._cluster.component(sender, level), True),
-            (level, self._cluster.component(receiver, level), False),
-        )

@@ -39,12 +39,7 @@ def along(replicas: Sequence[int]) -> list[range]:
 
 def spanned(cluster: Cluster, devices: Sequence[int]) -> int:
     """Return the index of the innermost level with one component that holds all these devices; 0 for one device."""
-    size = 1
-    for index, level in enumerate(cluster.levels):
-        size *= level.count
-        if len({device // size for device in devices}) == 1:
-            return index
-    return len(cluster.levels) - 1
+    return cluster.level_between(min(devices), max(devices))
 
 
 def stage_level(cluster: Cluster, model: CostModel, devices: Sequence[Sequence[int]], index: int) -> Level:

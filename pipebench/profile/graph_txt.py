@@ -14,6 +14,7 @@ import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from graphlib import CycleError, TopologicalSorter
 from pathlib import PurePath
 
 from pipebench.errors import ProfileError
@@ -231,33 +232,23 @@ def _order(nodes: dict[str, _Node], source: str) -> None:
         if not node.is_read and _is_loss(node.kind, any(not nodes[each].is_input for each in node.sources))
     ]
     rank = {name: (losses == [name], position) for position, name in enumerate(nodes)}
-    readers: dict[str, list[str]] = {name: [] for name in nodes}
-    for node in nodes.values():
-        for name in node.sources:
-            readers[name].append(node.name)
-    waits_for = {name: len(node.sources) for name, node in nodes.items()}
-    ready = [(rank[name], name) for name, num_sources in waits_for.items() if num_sources == 0]
-    heapq.heapify(ready)
+    sorter = TopologicalSorter({name: node.sources for name, node in nodes.items()})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise _cycle(nodes, error.args[1][:-1], source) from None
+    ready: list[tuple[tuple[bool, int], str]] = []
     for index in range(len(nodes)):
-        if not ready:
-            raise _cycle({name: node for name, node in nodes.items() if node.index < 0}, source)
+        for name in sorter.get_ready():
+            heapq.heappush(ready, (rank[name], name))
         _, name = heapq.heappop(ready)
         nodes[name].index = index
-        for reader in readers[name]:
-            waits_for[reader] -= 1
-            if not waits_for[reader]:
-                heapq.heappush(ready, (rank[reader], reader))
+        sorter.done(name)
 
 
-def _cycle(left: dict[str, _Node], source: str) -> ProfileError:
-    """Return the error that names the nodes of a cycle; every node in `left` reads another of them."""
-    name = next(iter(left))
-    path: dict[str, None] = {}
-    while name not in path:
-        path[name] = None
-        name = next(each for each in left[name].sources if each in left)
-    around = list(path)[list(path).index(name) :][::-1]
-    line = left[around[1 % len(around)]].sources[around[0]]
+def _cycle(nodes: dict[str, _Node], around: list[str], source: str) -> ProfileError:
+    """Return the error that names the nodes of a cycle, each of which the next one reads."""
+    line = nodes[around[1 % len(around)]].sources[around[0]]
     shown = around if len(around) <= 8 else [*around[:6], "...", around[-1]]
     names = " -> ".join(_shown(each) if each != "..." else each for each in (*shown, around[0]))
     return ProfileError(f"{source}, line {line}: this edge closes a cycle: {names}")

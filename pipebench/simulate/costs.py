@@ -10,7 +10,6 @@ from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.tensor import unit_bytes
 from pipebench.schedule.modes import RECOMPUTE
 from pipebench.simulate.memory import swapped_bytes
-from pipebench.simulate.sums import processor_s
 from pipebench.simulate.timeline import TENSOR
 
 Crossing = Mapping[tuple[int, int], Mapping[Size, int]]  # by edge (source stage, target stage) and size of a unit
@@ -77,7 +76,7 @@ class HostCosts:
 
     def all_reduce(self, num_bytes: int, replicas: int) -> float:
         """Return the seconds of a sum on each replica."""
-        return processor_s(self.ring_byte_s, num_bytes, replicas)
+        return self.ring_byte_s * num_bytes * 2 * (replicas - 1) / replicas
 
 
 NO_HOST_COSTS = HostCosts()

@@ -82,11 +82,6 @@ def faster_sums(cluster: Cluster, devices: Sequence[int]) -> str:
     return RING if ring_s < _CLEARLY_FASTER * ordered_s else ORDERED
 
 
-def processor_s(byte_s: float, num_bytes: int, size: int) -> float:
-    """Return the seconds that a sum takes each member's own processor, given those of a byte that it sends."""
-    return byte_s * num_bytes * 2 * (size - 1) / size
-
-
 def ring_bytes(num_bytes: int, size: int) -> list[int]:
     """Return the bytes that each member of a ring all-reduce sends; 2 (size - 1) num_bytes in all.
 
