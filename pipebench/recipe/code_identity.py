@@ -5,7 +5,6 @@ Imports are read, not executed, so hashes are the same before anything has run.
 """
 
 import ast
-import importlib
 import importlib.util
 import os
 import pkgutil
@@ -20,7 +19,7 @@ from typing import NamedTuple
 
 from pipebench import files
 from pipebench.recipe.load import LoadedRecipe
-from pipebench.recipe.targets import targets_of
+from pipebench.recipe.targets import find_new_files, targets_of
 from pipebench.recipe.users_code import is_users
 
 _IMPORTERS = ("import_module", "__import__")
@@ -32,7 +31,7 @@ def code_hashes(loaded: LoadedRecipe) -> dict[str, str]:
     Includes imports inside functions. Where a module imports a computed name, all modules beside it count. Excludes
     data files and installed code: the standard library, packages, pipebench.
     """
-    importlib.invalidate_caches()  # finds files written a moment ago, too
+    find_new_files()
     targets = (target.partition(":")[0] for _, target in targets_of(asdict(loaded.recipe)))
     found = _Modules([*map(str, loaded.folders), *sys.path])
     for name in targets:

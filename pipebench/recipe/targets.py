@@ -104,6 +104,14 @@ def _module(name: str, folders: Sequence[Path]) -> ModuleType:
         sys.path.extend(path for path in [*before, *paths] if path not in sys.path)
 
 
+def find_new_files() -> None:
+    """Have modules found that were written a moment ago, also while other threads import, as tracking does."""
+    while True:
+        with contextlib.suppress(RuntimeError):  # Python goes over its finders, and another thread's import added one
+            importlib.invalidate_caches()
+            return
+
+
 def _folder_of(found: ModuleSpec) -> str:
     """Return the folder on the search path that holds a module or package."""
     origin = Path(str(found.origin))
@@ -113,7 +121,7 @@ def _folder_of(found: ModuleSpec) -> str:
 @contextlib.contextmanager
 def _first_on_path(folders: Sequence[str]) -> Iterator[None]:
     """Put a module's folder first on the path, as when it is run, so that it finds modules beside it."""
-    importlib.invalidate_caches()
+    find_new_files()
     sys.path[:0] = folders
     try:
         yield

@@ -471,3 +471,21 @@ def pipebench(*words: str, folder: Path | None = None) -> "subprocess.CompletedP
         [sys.executable, "-m", "pipebench", *words], capture_output=True, text=True, check=False, cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600,
     )  # fmt: skip
+
+
+def test_code_is_found_while_another_thread_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python goes over its finders unguarded; a run's import of MLflow added one meanwhile, and the command failed."""
+
+    class Disturbed(dict[str, Any]):
+        left = 2
+
+        def items(self) -> Any:
+            Disturbed.left -= 1
+            if Disturbed.left >= 0:
+                raise RuntimeError("dictionary changed size during iteration")
+            return super().items()
+
+    monkeypatch.setattr(sys, "path_importer_cache", Disturbed(sys.path_importer_cache))
+    (tmp_path / "found_meanwhile.py").write_text("def made():\n    return 1\n")
+    assert import_target("found_meanwhile:made", [tmp_path])() == 1
+    assert Disturbed.left < 0
