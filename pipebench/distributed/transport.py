@@ -40,8 +40,8 @@ from pipebench.distributed.launch_join import leave
 from pipebench.distributed.meter import MeasuredMeter
 from pipebench.distributed.shared_memory import connect
 from pipebench.distributed.sockets import open_sockets, opened_since
-from pipebench.distributed.world import World
-from pipebench.distributed.yielding import FOR_EVER_S, YieldingReceiver, YieldingSender, until_gone
+from pipebench.distributed.world import FOR_EVER_S, World
+from pipebench.distributed.yielding import YieldingReceiver, YieldingSender, until_gone
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, Op, with_kind

@@ -29,6 +29,7 @@ from pipebench.errors import UserError
 # Of this process; torch, too, has one default group per process.
 _joined: list["World"] = []
 _POLL_S = 0.02  # between two questions whether all have told
+FOR_EVER_S = 90 * 24 * 3600.0  # limit of what may wait as long as the run lasts; Gloo's overflow beyond
 _ASKING_S = 2.0
 
 

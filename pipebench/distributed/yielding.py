@@ -36,7 +36,6 @@ from pipebench.distributed.message import (
 
 PIECE_BYTES = 1 << 17
 PIECES_AHEAD = 2  # in transfer at once: one is written while the other is read
-FOR_EVER_S = 90 * 24 * 3600.0  # the first message may take as long as the run; Gloo's limits overflow beyond
 _SOON_GONE_BYTES = 1 << 14  # the end of a message, which the other end may confirm late
 _LOOK_AGAIN_S = 0.001
 _END = -1  # in place of a unit: no more messages

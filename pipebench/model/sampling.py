@@ -107,6 +107,11 @@ class Sampler:
         epochs, within = divmod(k, self.minibatches_per_epoch)
         return epochs * self.num_samples + within * self.minibatch_size
 
+    def minibatches(self, samples: int) -> int:
+        """Return how many minibatches of a run have so many samples, as `samples_before` counts them."""
+        epochs, within = divmod(samples, self.num_samples)
+        return epochs * self.minibatches_per_epoch + math.ceil(within / self.minibatch_size)
+
     def indices(self, k: int) -> Sequence[int]:
         """Return the samples of minibatch k."""
         epoch, within = divmod(k, self.minibatches_per_epoch)

@@ -108,7 +108,7 @@ class Together:
         if not times:  # too large for some GPU: its layers are known one by one
             return replace(job, setup=replace(setup, costs=replace(setup.costs, host=host)))
         profile = in_use(job.profile, setup, times)
-        costs = replace(stage_costs(profile, setup.plan), host=host)
+        costs = replace(stage_costs(profile, setup.plan, sharded=setup.pipeline.is_sharded), host=host)
         return replace(job, setup=replace(setup, profile=profile, costs=costs))
 
     def _lists(self, job: Job) -> InSituTimes:

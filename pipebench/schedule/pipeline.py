@@ -106,7 +106,7 @@ class Pipeline:
     @property
     def sum_kind(self) -> str:
         """As which the bytes of a sum are counted."""
-        return REDUCE_SCATTER if self.is_sharded else SYNCS[self.sync].kind
+        return REDUCE_SCATTER if self.is_sharded else SYNCS[self.sync].way
 
     @property
     def num_stages(self) -> int:

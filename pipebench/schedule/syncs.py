@@ -23,8 +23,7 @@ class Sync:
     """A way to agree."""
 
     summary: str  # one line for people
-    kind: str  # as which its bytes are counted
-    way: str  # how a buffer is summed: ALL_REDUCE, a ring, or PARAMETER_SERVER
+    way: str  # how a buffer is summed, as which its bytes are counted, too: ALL_REDUCE, a ring, or PARAMETER_SERVER
     overlaps: bool = True  # whether buckets are sent during a backward (wait-free backpropagation), else after it
     extension: str = ""  # brings what workers do if they don't wait for each other
 
@@ -35,24 +34,21 @@ class Sync:
 
 
 SYNCS: Final[dict[str, Sync]] = {
-    ALL_REDUCE: Sync("replicas sum their gradients in a ring", ALL_REDUCE, ALL_REDUCE),
+    ALL_REDUCE: Sync("replicas sum their gradients in a ring", ALL_REDUCE),
     ALL_REDUCE_AFTER: Sync(
-        "replicas sum their gradients in a ring, once the backward is over", ALL_REDUCE, ALL_REDUCE, overlaps=False
+        "replicas sum their gradients in a ring, once the backward is over", ALL_REDUCE, overlaps=False
     ),
     PARAMETER_SERVER: Sync(
         "every replica is the server of a share: it sums what all send, and hands it back",
-        PARAMETER_SERVER,
         PARAMETER_SERVER,
     ),
     PARAMETER_SERVER_AFTER: Sync(
         "every replica is the server of a share, and is sent it once the backward is over",
         PARAMETER_SERVER,
-        PARAMETER_SERVER,
         overlaps=False,
     ),
     ASYNCHRONOUS: Sync(
         "a server applies every gradient as it comes, replicas pull the newest weights",
-        PARAMETER_SERVER,
         PARAMETER_SERVER,
         extension=ASYNCHRONOUS,
     ),

@@ -66,7 +66,7 @@ class Reductions:
         for tie in range(len(pipeline.ties)):
             buckets, members = costs.ties[tie : tie + 1], pipeline.members(pipeline.num_stages + tie)
             host_s = costs.host.all_reduce(sum(bucket.num_bytes for bucket in buckets), len(members))
-            group = _PendingReduction(buckets, members, pipeline.way, sync.kind, host_s, overlaps=False)
+            group = _PendingReduction(buckets, members, pipeline.way, sync.way, host_s, overlaps=False)
             self._groups[pipeline.num_stages + tie] = group
 
     def join(

@@ -20,8 +20,8 @@ from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, Rec
 from pipebench.distributed.ends import Received, ReceivingEnd, SendingEnd
 from pipebench.distributed.launch_join import HostSlot
 from pipebench.distributed.sockets import open_sockets, opened_since
-from pipebench.distributed.world import join
-from pipebench.distributed.yielding import FOR_EVER_S, YieldingReceiver, YieldingSender, until_gone
+from pipebench.distributed.world import FOR_EVER_S, join
+from pipebench.distributed.yielding import YieldingReceiver, YieldingSender, until_gone
 from tests.lab import wires
 from tests.lab.hosts import Lab, environment
 

@@ -182,6 +182,19 @@ def test_a_trace_is_followed_at_the_evaluation_after_each_change() -> None:
     assert [len(each.scores) for each in rows] == [1, 2, 7]
 
 
+def test_a_trace_that_goes_on_with_another_period_keeps_what_was_trained(tmp_path: Path) -> None:
+    """When each score was made was worked out from the period that the resumed recipe has."""
+    steps = (Step(0, None, frozenset({0, 1})), Step(12, None, frozenset({3})), Step(18, None, frozenset({0, 1, 2})))
+    place = Checkpoints(tmp_path, keep=9)
+    run(job(whole(), asked(checkpoint_every=PeriodRecipe(minibatches=6)), steps), CheckpointPolicy(place))
+    again = job(whole(), asked(evaluate_every=PeriodRecipe(minibatches=3)), steps)
+    result, _ = run(again, CheckpointPolicy(None, resume_point(place.at(24), again)))
+    rows = history(result).individuals
+    assert [(each.minibatch, [name[-1] for name in each.cells]) for each in rows] == [
+        (0, ["a", "b"]), (12, ["d"]), (18, ["a", "b", "c"]),
+    ]  # fmt: skip
+
+
 def test_a_recorded_search_trains_the_same_individuals_again() -> None:
     first, engine = run(job(whole(weights="stash")))
     steps = tuple(

@@ -53,7 +53,7 @@ def star_sum(buffers: Sequence[torch.Tensor], servers: Groups, count: Callable[[
 
 @pytest.fixture(autouse=True)
 def _made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SYNCS, STAR, Sync("the first replica adds up", STAR, STAR))
+    monkeypatch.setitem(SYNCS, STAR, Sync("the first replica adds up", STAR))
     monkeypatch.setitem(WAYS, STAR, Way(star_traffic, star_phases))
     monkeypatch.setitem(SUMS, STAR, star_sum)
 

@@ -45,7 +45,7 @@ def job(
     moves: Any, *, every: int = 7, epochs: int = 2, live: bool = False, balances: bool = False, starts: Any = FIRST
 ) -> Job:
     """Return epochs of twelve minibatches that evaluate after every seventh."""
-    setup = make_setup(Mlp(), (starts, [1, 1, 1]), dataset=Blobs(num_train=46))
+    setup = make_setup(Mlp(), (starts, [1] * (len(starts) + 1)), dataset=Blobs(num_train=46))
     setup = moving(setup, live=live, balances=balances)
     asked = recipe(target=None, max_epochs=epochs, evaluate_every=PeriodRecipe(minibatches=every))
     periods = Periods.of(asked.train, setup.sampler.minibatches_per_epoch)
@@ -133,6 +133,19 @@ def test_a_run_resumed_under_another_plan_begins_with_that(tmp_path: Path) -> No
     other = Job(job(None).recipe, setup.cluster, setup)
     result, _ = run(other, CheckpointPolicy(store, resume_point(store.at(14), other)))
     assert [row["first_layer"] for row in result.stages] == ["body_0", "body_3", "body_5"]
+
+
+@pytest.mark.parametrize("starts", [[3, 5], [4]])
+def test_a_run_resumed_under_another_plan_has_none_of_the_moves_before(tmp_path: Path, starts: list[int]) -> None:
+    """Its own checkpoints kept them, and a run that went on from these trained under the plan that they made."""
+    before, after = Checkpoints(tmp_path / "before", keep=9), Checkpoints(tmp_path / "after", keep=9)
+    run(job(WRITTEN), CheckpointPolicy(before))
+    other = job(None, starts=starts)
+    result, weights = run(other, CheckpointPolicy(after, resume_point(before.at(14), other)))
+    again, ended = run(other, CheckpointPolicy(None, resume_point(after.at(21), other)))
+    assert again.moves == result.moves == ()
+    assert [row["first_layer"] for row in again.stages] == ["body_0", *(f"body_{start}" for start in starts)]
+    assert same(ended, weights)
 
 
 def test_what_a_run_has_kept_is_repeated(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class ServerMemory(MemoryExtension):
     """The server's part in workers' memory; workers are numbered like replicas, `memories` are of the single stage."""
 
     def __init__(self, pipeline: Pipeline, memories: Sequence[StageMemoryCosts]) -> None:
-        (self._memory,), self._kind = memories, SYNCS[pipeline.sync].kind
+        (self._memory,), self._kind = memories, SYNCS[pipeline.sync].way
         self._first = FirstReplicaMemory(self._memory)
 
     def replica(self, worker: int, stage: int) -> PushingMemory:

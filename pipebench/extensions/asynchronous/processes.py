@@ -8,6 +8,7 @@ import torch.distributed as dist
 from pipebench.distributed.collectives import ProcessCollectives, TimeSpan
 from pipebench.distributed.instruction_times import Moment
 from pipebench.distributed.launch_join import peers
+from pipebench.distributed.world import FOR_EVER_S
 from pipebench.engine.protocols import Sent
 from pipebench.extensions.asynchronous.server import Gradients, ParameterServer, Pulled, Server, connect
 from pipebench.extensions.asynchronous.serving import ServerLink, Serving
@@ -22,7 +23,7 @@ class ProcessServer(Server):
     def __init__(self, collectives: ProcessCollectives) -> None:
         self._collectives, setup = collectives, collectives.setup
         self._own, self._host = collectives.worker.index, collectives.ranks[0]
-        self._kind = SYNCS[setup.pipeline.sync].kind
+        self._kind = SYNCS[setup.pipeline.sync].way
         self._order = setup.pipeline.extensions.get(ASYNCHRONOUS, {})
         self._weights = connect(collectives.worker, self)
         links = [link for worker in range(1, setup.pipeline.num_workers) for link in self._links(worker)]
@@ -87,7 +88,8 @@ class ProcessServer(Server):
     def _links(self, worker: int) -> Iterator[ServerLink]:
         """Create the link between the server and another worker; all processes take part, the two receive it."""
         ends = {each: self._collectives.ranks[each] for each in (0, worker)}
-        group = self._collectives.world.new_group("gloo", sorted(ends.values()))
+        # Between two pushes may be an evaluation, however long
+        group = self._collectives.world.new_group("gloo", sorted(ends.values()), limit_s=FOR_EVER_S)
         self._collectives.groups.append(group)
         if self._own in ends:
             yield ServerLink(group, ends[worker - self._own], self._weights.newest.parameters)

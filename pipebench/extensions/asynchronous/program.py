@@ -40,7 +40,7 @@ class Pushing(SimulationExtension):
         (stage,) = simulation.costs.stages
         self._num_bytes, self._update_s = sum(bucket.num_bytes for bucket in stage.buckets), stage.update_s
         self._own_s = simulation.costs.host.message(self._num_bytes)  # of the worker, per message
-        self._kind = SYNCS[simulation.pipeline.sync].kind
+        self._kind = SYNCS[simulation.pipeline.sync].way
         order = simulation.pipeline.extensions.get(ASYNCHRONOUS, {})
         self._turns = Turns() if part is None else Turns(order.get(part.first), part.limit)
         self._there: dict[int, tuple[int, Instruction]] = {}  # pushes that have arrived, by minibatch

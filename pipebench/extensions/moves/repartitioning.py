@@ -22,6 +22,7 @@ from pipebench.extensions.moves.settings import settings_of
 from pipebench.model.plan import Plan, recut
 from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.repartitions import RepartitionRecord
+from pipebench.train.checkpointing import taken_by
 from pipebench.train.clock import RunClock
 from pipebench.train.interfaces import LoopExtension
 from pipebench.train.job import Job
@@ -41,7 +42,7 @@ class Repartitioning(LoopExtension):
     ) -> None:
         self.made: list[RepartitionRecord] = []  # the moves so far, ascending
         self._planned, self._graph, self._sampler = moves_planned(job), job.setup.graph, job.setup.sampler
-        self._engine, self._tell = engine, note
+        self._engine, self._tell, self._taken_by = engine, note, taken_by(job)
         self._before = engine.setup
         self._announced: list[Repartition] = []
         self._decided: list[Plan] = []
@@ -113,8 +114,8 @@ class Repartitioning(LoopExtension):
                 self._replan(done, move.plan, BEFOREHAND)
 
     def restore(self, saved: SavedProgress) -> None:
-        """Resume after a checkpoint's moves."""
-        self.made = [*saved.moves]
+        """Resume after a checkpoint's moves, unless the run goes on under another plan."""
+        self.made = [*saved.moves] if saved.taken_by == self._taken_by else []
 
     def restored_plan(self, saved: SavedProgress) -> Plan | None:
         """Return the plan after the moves of a checkpoint."""

@@ -15,7 +15,6 @@ from pipebench.extensions.search.trace_file import VERSION, SearchFile, Trained
 from pipebench.train.clock import RunClock
 from pipebench.train.interfaces import LoopExtension
 from pipebench.train.job import Job
-from pipebench.train.periods import Periods
 from pipebench.train.result import Point, RunResult
 
 
@@ -32,15 +31,14 @@ class SearchLoop(LoopExtension):
 
     def __init__(self, job: Job, engine: TrainingEngine, clock: RunClock, note: Callable[[str], None]) -> None:
         self._engine, self._clock, self._note = engine, clock, note
-        self._periods = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
         search = search_of(job)
         self._architectures, self._metric, self._strategy = search.architectures, search.metric, search.begin()
         self._begun = [IndividualStart(0, 0, 0.0)]  # by number of the individual
 
     def restore(self, saved: SavedProgress) -> None:
         """Continue with the individual that follows these scores."""
-        for index, point in enumerate(saved.points):
-            done = min((index + 1) * self._periods.evaluation, self._periods.total)
+        for point in saved.points:  # whatever the recipe's period was then
+            done = self._engine.setup.sampler.minibatches(point["samples"])
             self._add_score(point["metrics"], IndividualStart(done, point["samples"], point["clock_s"]))
         self._take_up()
 

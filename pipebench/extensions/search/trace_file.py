@@ -76,6 +76,7 @@ def _problems(file: SearchFile) -> Iterator[tuple[str, str]]:
     events, end_second = file.changes, file.end_second
     if not events:
         yield "events", "got none, allowed is at least one"
+        return
     units = {event.second is None for event in events}
     last = -1.0
     for index, event in enumerate(events):
