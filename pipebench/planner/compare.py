@@ -89,8 +89,8 @@ def _planned(
             refused[name] = f"mode {name}: {request.unsuited[name]}"
             continue
         own = request if name == mode or request.row is None else replace(request, row=None)
-        told = partial(lambda done, mode, search: tell(done, len(wanted), f"{mode}, {search}"), done, name)
-        planners[name] = Planner(own, name, known=known, tell=told)
+        tell_search = partial(lambda done, mode, search: tell(done, len(wanted), f"{mode}, {search}"), done, name)
+        planners[name] = Planner(own, name, known=known, tell=tell_search)
         try:
             best_of[name] = planners[name].best()
         except PlanError as error:

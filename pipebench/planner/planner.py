@@ -127,18 +127,9 @@ class Planner(Estimator):
         if not self.mode.flush and not self.request.model.has_ports:
             keeping = [min(keeping, key=lambda each: each.bottleneck_s)]
         self._tell("simulating")
-        predicted = [*self._predicted(keeping)]
+        simulated = [*_simulated(self, keeping)]
         self.predict_s = time.perf_counter() - started - self.search_s
-        return predicted
-
-    def _predicted(self, found: Sequence[PlanEstimate]) -> Iterator[PlanEstimate]:
-        """Yield plans with predictions, but for those found far slower than one before, promising ones first."""
-        best_s = math.inf
-        for each in sorted(found, key=lambda each: each.bottleneck_s):
-            predicted = self.with_prediction(each, _HOPELESS * best_s)
-            if predicted.minibatch_s < math.inf or best_s == math.inf:
-                best_s = min(best_s, predicted.minibatch_s)
-                yield predicted
+        return simulated
 
     def at_most(self) -> float:
         """Return an upper bound on the best bottleneck found over the smallest possible; 1 if searches were exact."""
@@ -294,3 +285,13 @@ class Planner(Estimator):
         limit, plan = self.request.cluster.memory_bytes, found.plan
         is_known = plan.depth <= plan.noam and not self.weights.as_input_stage
         return limit is None or is_known or found.memory_bytes <= limit
+
+
+def _simulated(of: Estimator, found: Sequence[PlanEstimate]) -> Iterator[PlanEstimate]:
+    """Yield plans with predictions, promising ones first, but for those found far slower than one before."""
+    best_s = math.inf
+    for each in sorted(found, key=lambda each: each.bottleneck_s):
+        simulated = of.with_prediction(each, _HOPELESS * best_s)
+        if simulated.minibatch_s < math.inf or best_s == math.inf:
+            best_s = min(best_s, simulated.minibatch_s)
+            yield simulated
