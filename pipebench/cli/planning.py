@@ -169,7 +169,6 @@ def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, known_states: KnownSt
         loaded = _with_slices(loaded, options, mode)
         recipe, own = loaded.recipe, loaded.cluster
         parallelism = recipe.parallelism
-        row = None if parallelism.mode == AUTO else parallelism.row
         # The recipe's own plan is compared with the model's layers if it names them.
         names_layers = is_plan_file(parallelism.plan) or parallelism.cuts is not None
         with preparing(recipe.name, _progress(options)) as on_progress:
@@ -177,11 +176,9 @@ def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, known_states: KnownSt
         cluster = own if options.links is None else replace(options.links, device=own.device)
         if parallelism.tensor != 1:
             cluster = own  # of these links, see `_with_slices`
-        request = replace(
-            plan_request(recipe, cluster, known.profile, known.dataset),
-            row=row if mode == parallelism.mode else None,
-            accumulate=parallelism.accumulate_given if row is None or row.flush else None,
-        )
+        request = plan_request(recipe, cluster, known.profile, known.dataset)
+        if mode != parallelism.mode:
+            request = replace(request, row=None)
         answer = _answer(recipe.name, request, mode, options, known_states, says_samples=True)
         if request.row is not None:
             answer = replace(answer, given=_given(parallelism, known, request, mode))
@@ -215,7 +212,8 @@ def _given(parallelism: ParallelismRecipe, known: ToPlan, request: Request, mode
         num_workers = request.cluster.num_workers
         plan = plan_of_file(parallelism, num_workers, known.graph, request.streams, ties=planner.ties)
         return planner.estimate_of(plan)
-    if parallelism.plan == AUTO or planner.mode.shape in ("one", "one-stage"):
+    is_one_stage = planner.mode.shape in ("one", "one-stage")
+    if parallelism.cuts is None if is_one_stage else parallelism.plan == AUTO:
         return None
     try:
         replicas = parse_plan(parallelism.plan, planner.mode, request.cluster.num_workers)

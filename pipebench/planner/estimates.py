@@ -63,7 +63,7 @@ class ModeRequest:
     @cached_property
     def unit_size(self) -> int:
         """Samples per unit: the largest microbatch."""
-        parts = self.request.microbatches if self.mode.microbatches else 1
+        parts = self.request.microbatches if self.mode.cuts() else 1
         size = -(-self.request.minibatch_size // parts)
         if size not in self.request.profile.layers:
             raise PlanError(
@@ -156,7 +156,7 @@ class ModeRequest:
         """Units per replica of a straight pipeline between two updates."""
         if not self.mode.flush:
             return 1
-        if not self.mode.microbatches:
+        if not self.mode.cuts():
             return self.request.accumulate or 1
         parts = self.request.microbatches
         # More minibatches than possible stages do not shorten the bubble.
@@ -238,7 +238,7 @@ class Estimator(ModeRequest):
         replicas = [stage.replicas for stage in stages]
         widths = replicas[: len(replicas) // self.mode.chunks]
         devices = places(self.mode.order, replicas, self.mode.chunks) if devices is None else devices
-        units = self.request.microbatches if self.mode.microbatches else 1
+        units = self.request.microbatches if self.mode.cuts() else 1
         plan, order, rows = self._plan(stages, devices, self.depth_of(widths, depth))
         seconds, port_s = self._seconds(stages, devices, plan.depth, bottleneck_s)
         slowest_s = max(sum(seconds[index] for index in own) for own in plan.by_position)

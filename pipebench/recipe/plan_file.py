@@ -14,7 +14,7 @@ from pipebench.errors import PlanError, RecipeError, choice
 from pipebench.files import read_text
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.csv_form import is_csv
-from pipebench.schedule.modes import AUTO, KEEP, MEMORY_POLICIES, RECOMPUTE, SWAP, Mode
+from pipebench.schedule.modes import AUTO, KEEP, MEMORY_POLICIES, MODES, RECOMPUTE, SWAP, Mode
 from pipebench.schedule.notation import parse_plan
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.schedule.placement import places
@@ -128,8 +128,10 @@ def asked_replicas(plan: object, mode: Mode, num_workers: int) -> tuple[int, ...
 def form_problems(form: PlanForm, asked: ParallelismRecipe, num_workers: int) -> Problems:
     """Yield the problems of a plan for a recipe, its mode resolved, that can be found without the model."""
     name, mode, depth = asked.mode, asked.row, asked.depth
-    if form.mode != name:
-        yield "mode", f"got {shown(form.mode)}, allowed is {name}, the recipe's mode"
+    if form.mode != name:  # by which nothing else in the file can be judged
+        instead = f"; to run it, give parallelism.mode={form.mode}" if form.mode in MODES else ""
+        yield "mode", f"got {shown(form.mode)}, allowed is {name}, the recipe's mode{instead}"
+        return
     others_allowed = asked.chunks is None and mode.chunks > 1
     others_allowed |= mode.shape == "one-stage" and form.chunks <= mode.chunks  # no more groups than there are places
     if form.chunks != mode.chunks and not (others_allowed and (form.chunks > 1 or mode.shape == "one-stage")):

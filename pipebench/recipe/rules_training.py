@@ -8,7 +8,7 @@ from pipebench.errors import Fault, PlanError, RecipeError, choice, nearest
 from pipebench.lines import LinedFile
 from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.named import KINDS, OPTIMIZER
-from pipebench.recipe.plan_file import form_problems, is_plan_file, load_plan
+from pipebench.recipe.plan_file import asked_replicas, form_problems, is_plan_file, load_plan
 from pipebench.recipe.ranges import TRACKERS
 from pipebench.recipe.schema import COLUMNS, LARGEST, OptimizerRecipe, ParallelismRecipe
 from pipebench.recipe.suited import DIRECTED, gives_direction, moves_little, sends_weights
@@ -101,7 +101,7 @@ def _plan_in_file(draft: Draft, cluster: Any, mode: str, row: Mode, plan: Any, d
 
 
 @rule
-def _plan(cluster: Any, mode: str, plan: Any, cuts: list[str] | None, chunks: int | None) -> Problems:
+def _plan(cluster: Any, mode: str, plan: Any, cuts: list[str] | None) -> Problems:
     if is_plan_file(plan):
         return
     if mode == AUTO or (plan == AUTO and MODES[mode].shape not in ("one", "one-stage")):
@@ -110,19 +110,29 @@ def _plan(cluster: Any, mode: str, plan: Any, cuts: list[str] | None, chunks: in
             yield "parallelism.cuts", f"{given}: allowed is null, or a plan such as straight or 2-1-1"
         return
     try:
-        replicas = parse_plan(plan, MODES[mode], cluster.num_workers)
+        parse_plan(plan, MODES[mode], cluster.num_workers)
     except PlanError as error:
         yield "parallelism.plan", f"{error} (mode {mode}, {cluster.num_workers} workers)"
+
+
+@rule
+def _cuts(cluster: Any, row: Mode, plan: Any, cuts: list[str] | None) -> Problems:
+    """Cuts are of all stages; of sharded data parallelism they say, too, how many groups of layers there are."""
+    if cuts is None or is_plan_file(plan):
         return
-    if MODES[mode].shape == "one-stage" and chunks is None:
-        return  # cuts say how many groups of layers there are
-    per_worker = chunks or MODES[mode].chunks
-    num_stages = len(replicas) * per_worker
-    if cuts is not None and len(cuts) != num_stages - 1:
-        stages = f"{num_stages} stages" + (f", {per_worker} per worker," if per_worker > 1 else "")
+    try:
+        replicas = asked_replicas(plan, row, cluster.num_workers)
+    except PlanError:
+        return
+    if replicas is None:
+        return
+    num_stages = len(replicas) * row.chunks
+    if len(cuts) != num_stages - 1:
+        stages = f"{num_stages} stage{'s' * (num_stages > 1)}"
+        stages += f", {row.chunks} per worker," if row.chunks > 1 else ""
         needed = f"{num_stages - 1}, the first layer of every stage but the first"
-        yield "parallelism.cuts", f"got {len(cuts)} cuts, a plan of {stages} needs {needed}"
-    if cuts is not None and len(set(cuts)) != len(cuts):
+        yield "parallelism.cuts", f"got {len(cuts)} cut{'s' * (len(cuts) != 1)}, a plan of {stages} needs {needed}"
+    if len(set(cuts)) != len(cuts):
         yield "parallelism.cuts", f"got {shown(cuts)}, allowed is every layer once"
 
 

@@ -243,6 +243,14 @@ class Pipeline:
         return f"{minibatch}.{microbatch}" if self.microbatches > 1 else str(minibatch)
 
 
+def default_microbatches(num_stages: int, minibatch_size: int) -> int:
+    """Return how many microbatches a minibatch is cut into by default.
+
+    One per stage, so that all stages work at once, or else the largest number below that divides a minibatch.
+    """
+    return next(count for count in range(num_stages, 0, -1) if minibatch_size % count == 0)
+
+
 def noam(replicas: Sequence[int]) -> int:
     """Return NOAM = ceil(workers / replicas of the input stage), PipeDream section 3.2."""
     return math.ceil(sum(replicas) / replicas[0])

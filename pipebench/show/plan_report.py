@@ -205,7 +205,8 @@ def _mode_table(answer: PlanFindings) -> Table:
         column.no_wrap = column.header != "plan"
     fastest_s = min(found.minibatch_s for found in (best, *answer.comparison.others))
     for found in (best, *answer.comparison.others):
-        update = f", update per {found.accumulate}" if found.accumulate > 1 else ""
+        update = f", {found.microbatches} microbatches" if found.microbatches > 1 else ""
+        update += f", update per {found.accumulate}" if found.accumulate > 1 else ""
         table.add_row(
             found.plan.mode,
             f"{shortened(str(found.plan), _PLAN_WIDTH)}{_stages_text(found)}{update}",

@@ -85,7 +85,7 @@ def prepare(
 
 def _profiled(recipe: Recipe, cluster: Cluster) -> tuple[Profile, Dataset]:
     """Return the costs and the data to plan with."""
-    known = profile_model(recipe, cluster, wanted=Wanted(whole_minibatches=True))
+    known = profile_model(recipe, cluster, wanted=Wanted(plans=True))
     return known.profile, known.dataset
 
 
@@ -108,16 +108,22 @@ def _planned(
     if decision is None:
         if asked.mode == AUTO:
             comparison = compare(plan_request(recipe, cluster, known.profile, known.dataset), None)
-            recipe = replace(recipe, parallelism=replace(asked, mode=comparison.best.plan.mode))
+            recipe = _in_mode(recipe, comparison.best.plan.mode)
         return recipe, choose_plan(recipe, cluster, known.graph, known.profile, known.dataset), comparison
     if asked.mode == AUTO:
         if decision.plan.mode not in MODES:
             raise RecipeError([Fault(decision.source, "mode", f"{choice(decision.plan.mode[:60], MODES)}; {ANEW}")])
-        recipe = replace(recipe, parallelism=replace(asked, mode=decision.plan.mode))
+        recipe = _in_mode(recipe, decision.plan.mode)
     recipe = with_shard(recipe, decision.plan.shard, decision.source)
     asked, streams = recipe.parallelism, samplers(recipe.train, known.dataset)[0].streams
     plan = recorded_plan(decision, asked, cluster.num_workers, known.graph, streams, ties=may_tie(recipe))
     return recipe, plan, None
+
+
+def _in_mode(recipe: Recipe, mode: str) -> Recipe:
+    """Return a recipe of mode auto in the mode that was chosen."""
+    microbatches = recipe.parallelism.microbatches if MODES[mode].cuts() else 1
+    return replace(recipe, parallelism=replace(recipe.parallelism, mode=mode, microbatches=microbatches))
 
 
 def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *, switches: bool) -> Setup:
@@ -166,7 +172,7 @@ def _pipeline(recipe: Recipe, cluster: Cluster, profile: Profile, plan: Plan) ->
         plan,
         next(iter(profile.layers.values())),
         mode,
-        microbatches=recipe.parallelism.microbatches if mode.microbatches else 1,
+        microbatches=recipe.parallelism.microbatches,
         accumulate=mode.accumulate,
         shares_norm=(recipe.train.optimizer.clip_norm is not None or _scales(recipe.train))
         and mode.flush

@@ -19,7 +19,7 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.preflight import check_model
 from pipebench.recipe.schema import Recipe
-from pipebench.train.request import travelling_sizes
+from pipebench.train.request import sizes_to_plan
 from pipebench.zoo.registry import Dataset
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ OnProgress = Callable[[str], None] | None
 class ToPlan(NamedTuple):
     """A recipe's inputs of the planner."""
 
-    profile: Profile  # at the sizes of whole minibatches, too
+    profile: Profile  # at the sizes of other modes' units, too
     dataset: Dataset
     graph: "LayerGraph | None"  # on the meta device; None with a cached profile
 
@@ -58,7 +58,7 @@ def _made(loaded: LoadedRecipe, on_progress: OnProgress) -> ToPlan:
     check_model(loaded)
     from pipebench.train.profiled_model import Wanted, profile_model  # late: imports torch
 
-    made = profile_model(loaded.recipe, loaded.cluster, on_progress, Wanted(whole_minibatches=True))
+    made = profile_model(loaded.recipe, loaded.cluster, on_progress, Wanted(plans=True))
     return ToPlan(made.profile, made.dataset, made.graph)
 
 
@@ -70,7 +70,7 @@ def _determining(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> dict[str
         "train": asdict(recipe.train),
         "mode": asdict(recipe.parallelism),  # an uncuttable model is one layer if the mode allows
         "engine": asdict(recipe.engine),
-        "sizes": travelling_sizes(recipe, dataset, whole_minibatches=True),
+        "sizes": sizes_to_plan(recipe, cluster, dataset),
         "computed for": asdict(device_of(cluster, recipe.engine)),
         "joined by": asdict(cluster.levels[0]) if recipe.parallelism.tensor != 1 else None,
         "code": code_hash(),  # more than is needed

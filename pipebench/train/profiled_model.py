@@ -40,7 +40,7 @@ from pipebench.recipe.rules_zoo import one_line
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.weightless import weightless
 from pipebench.schedule.modes import AUTO
-from pipebench.train.request import travelling_sizes, whole_minibatches
+from pipebench.train.request import sizes_to_plan, travelling_sizes, whole_minibatches
 from pipebench.zoo.plain import seeded
 from pipebench.zoo.registry import Dataset
 
@@ -64,7 +64,7 @@ class Wanted(NamedTuple):
 
     trains: bool = False  # whether weights are needed beyond profiling
     profile_given: Profile | None = None  # the profile, if known
-    whole_minibatches: bool = False  # profile whole minibatches too, even if only microbatches travel
+    plans: bool = False  # profile the sizes of other modes' units, too
     whole_only: bool = False  # leave out an epoch's last, short minibatch: fewer sizes to profile
     group: SliceGroup | None = None  # this process's among those of its worker, if layers are divided among processes
 
@@ -99,7 +99,7 @@ def profile_model(
     exact, graph = (trained, dataset), in_precision(graph, recipe.train.precision)
     if graph.rounding is not None:
         dataset = RoundedData(dataset, graph.rounding.low_type)
-    sizes = travelling_sizes(recipe, dataset, whole_minibatches=wanted.whole_minibatches)
+    sizes = sizes_to_plan(recipe, cluster, dataset) if wanted.plans else travelling_sizes(recipe, dataset)
     if profile_given is not None:
         profile = fitting(profile_given, _OF_DECISION, graph, sizes)
     else:

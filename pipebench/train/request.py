@@ -10,12 +10,13 @@ from pipebench.model.plan import memory_of
 from pipebench.model.sampling import InOrder, Sampler, Streams, Varying, microbatch_sizes
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.plans import Request
+from pipebench.profile.devices import is_computed
 from pipebench.profile.model import Profile
 from pipebench.recipe.draft import turned_on
 from pipebench.recipe.schema import ParallelismRecipe, Recipe, TrainRecipe
 from pipebench.recipe.suited import unshared, unsuited_modes
 from pipebench.schedule.modes import AUTO, KEEP, MODES, RECOMPUTE
-from pipebench.schedule.pipeline import SPLIT
+from pipebench.schedule.pipeline import SPLIT, default_microbatches
 from pipebench.zoo.registry import Dataset
 
 
@@ -31,15 +32,31 @@ def samplers(train: TrainRecipe, dataset: Dataset) -> tuple[Sampler, Sampler]:
     return Sampler(dataset.num_train, size, train.seed, dataset.buckets), held_out
 
 
-def travelling_sizes(recipe: Recipe, dataset: Dataset, *, whole_minibatches: bool = False) -> tuple[int, ...]:
-    """Return every size of a unit, in training and evaluation; of whole minibatches too if asked."""
+def travelling_sizes(recipe: Recipe, dataset: Dataset) -> tuple[int, ...]:
+    """Return every size of a unit, in training and evaluation; in mode auto, where minibatches are cut and whole."""
     training, held_out = (
         {sampler.size(0), sampler.size(sampler.minibatches_per_epoch - 1)}
         for sampler in samplers(recipe.train, dataset)
     )
-    units = {part for n in training for part in microbatch_sizes(n, recipe.parallelism.microbatches)}
-    whole = {min(recipe.train.minibatch_size, dataset.num_train)} if whole_minibatches else set()
-    return tuple(sorted((units | held_out | whole) - {0}))
+    counts = {recipe.parallelism.microbatches, *([1] if recipe.parallelism.mode == AUTO else [])}
+    units = {part for n in training for count in counts for part in microbatch_sizes(n, count)}
+    return tuple(sorted((units | held_out) - {0}))
+
+
+def sizes_to_plan(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> tuple[int, ...]:
+    """Return the travelling sizes, and those of full minibatches, whole and, where times are computed, cut.
+
+    So the planner can compare modes that cut minibatches with those that don't. Nothing more is measured for it, and
+    files have the sizes that they have.
+    """
+    whole, sizes = _minibatch_size(recipe, dataset), {*travelling_sizes(recipe, dataset)}
+    if is_computed(recipe.engine.timing, cluster) and recipe.model.get("profile") is None:
+        sizes.add(whole // default_microbatches(cluster.num_workers, whole))
+    return tuple(sorted(sizes | {whole}))
+
+
+def _minibatch_size(recipe: Recipe, dataset: Dataset) -> int:
+    return min(recipe.train.minibatch_size, dataset.num_train)
 
 
 def whole_minibatches(dataset: Dataset, minibatch_size: int) -> Dataset:
@@ -56,17 +73,21 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
     Raises:
         PlanError: it names layers that the profile lacks.
     """
-    parallelism = recipe.parallelism
-    names = [row.name for row in next(iter(profile.layers.values()))[:-1]]
+    parallelism, size = recipe.parallelism, _minibatch_size(recipe, dataset)
+    row = None if parallelism.mode == AUTO else parallelism.row
+    cuts, accumulate = row is None or row.cuts(), parallelism.accumulate_given
+    if cuts and accumulate is None:
+        accumulate = 1 if row is None else row.accumulate
+    names = [each.name for each in next(iter(profile.layers.values()))[:-1]]
     return Request(
         profile=profile,
         cluster=cluster,
         model=COST_MODELS[parallelism.cost_model],
-        minibatch_size=min(recipe.train.minibatch_size, dataset.num_train),
-        microbatches=parallelism.microbatches,
-        accumulate=1 if parallelism.mode == AUTO else parallelism.row.accumulate,
+        minibatch_size=size,
+        microbatches=parallelism.microbatches if cuts else _of_others(cluster.num_workers, size, profile),
+        accumulate=accumulate,
         depth=None if parallelism.depth == AUTO else int(parallelism.depth),
-        row=None if parallelism.mode == AUTO else parallelism.row,
+        row=row,
         is_cut=parallelism.cuts is not None,
         memory=_memory(parallelism, names),
         chooses=() if parallelism.vpipe is None else parallelism.vpipe.policies,
@@ -77,6 +98,12 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
         may_shard=_may_shard(recipe),
         may_recompute=_stays(recipe) and not asks_of_layers(parallelism) and not recipe.engine.compile,
     )
+
+
+def _of_others(num_workers: int, minibatch_size: int, profile: Profile) -> int:
+    """Return the microbatches of modes that cut minibatches where the recipe's doesn't; 1 if times are lacking."""
+    count = default_microbatches(num_workers, minibatch_size)
+    return count if minibatch_size // count in profile.layers else 1
 
 
 def asks_of_layers(parallelism: ParallelismRecipe) -> bool:

@@ -18,7 +18,9 @@ from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate
 from pipebench.profile.stored import write_profile
+from pipebench.recipe.load import load
 from pipebench.show.plan_picture import MADE_BY
+from pipebench.train.prepare import prepare
 from tests.modes import WHOLE
 from tests.patience import without_phases
 from tests.recipes import uniform_recipe
@@ -189,6 +191,25 @@ def test_a_recipe_on_its_own_cluster_and_on_others(few: str) -> None:
     assert (flat["config"], flat["minibatch_size"], flat["memory_limit_bytes"]) == ("6", 16, 1_000_000_000)
     cut = answer(few, "parallelism.mode=gpipe", "parallelism.microbatches=4")
     assert (cut["mode"], cut["microbatches"]) == ("gpipe", 4)
+
+
+@pytest.mark.parametrize("overrides", [[], ["parallelism.microbatches=8", "parallelism.mode=zbv"]])
+def test_other_modes_are_planned_as_recipes_of_these_modes_are(few: str, overrides: list[str]) -> None:
+    """With as many microbatches and minibatches per update; so is the fastest, which a recipe of mode auto runs."""
+    found = answer(few, *overrides, others=True)
+    seen = ("config", "microbatches", "accumulate", "minibatch_s")
+    assert {4, 8} & {plan["microbatches"] for plan in found["others"]}
+    for plan in found["others"]:
+        more = overrides[:1] if plan["microbatches"] > 1 else []
+        own = answer(few, *more, f"parallelism.mode={plan['mode']}")
+        assert [own[key] for key in seen] == [plan[key] for key in seen]
+    fastest = min(found, *found["others"], key=lambda plan: plan["minibatch_s"])
+    auto = [*overrides[:1], "parallelism.mode=auto"]
+    assert answer(few, *auto, others=True)["mode"] == fastest["mode"]
+    loaded = load(few, auto)
+    planned = prepare(loaded.recipe, loaded.cluster, trains=False)
+    assert planned.recipe.parallelism.mode == fastest["mode"]
+    assert planned.setup.pipeline.microbatches == fastest["microbatches"]
 
 
 def test_the_plan_that_a_recipe_names_stands_beside_the_best(few: str) -> None:

@@ -71,7 +71,7 @@ def test_figure_18_of_pipedream() -> None:
     said = entries()["s55-depth"]
     assert (said["NOAM"], said["best_depths"], said["memory"]) == (4, [4, 7], "grows with depth")
     loaded = load("recipes/gnmt8/1x4-a-pipedream.yaml", ["parallelism.plan=straight"])
-    made = profile_model(loaded.recipe, loaded.cluster, wanted=Wanted(whole_minibatches=True))
+    made = profile_model(loaded.recipe, loaded.cluster, wanted=Wanted(plans=True))
     asked = plan_request(loaded.recipe, loaded.cluster, made.profile, made.dataset)
     first, last = said["depth_range"]
     found = {

@@ -81,7 +81,11 @@ STAGES = FORM.stages
     ("form", "said"),
     [
         (FORM, []),
-        (replace(FORM, mode="gpipe"), ["mode: got 'gpipe', allowed is pipedream, the recipe's mode"]),
+        (
+            replace(FORM, mode="gpipe", depth=2**40),
+            ["mode: got 'gpipe', allowed is pipedream, the recipe's mode; to run it, give parallelism.mode=gpipe"],
+        ),
+        (replace(FORM, mode="gpip"), ["mode: got 'gpip', allowed is pipedream, the recipe's mode"]),
         (replace(FORM, chunks=2), ["chunks: got 2, in mode pipedream allowed is 1, the stages per worker"]),
         (replace(FORM, stages=()), ["stages: got 0 stages, allowed is at least one"]),
         (
@@ -104,13 +108,12 @@ STAGES = FORM.stages
             ],
         ),
         (
-            replace(FORM, mode="dp", stages=(replace(STAGES[0], devices=(0,)), STAGES[1])),
+            replace(FORM, depth=2**40, stages=(replace(STAGES[0], devices=(0,)), STAGES[1])),
             [
-                "mode: got 'dp', allowed is pipedream, the recipe's mode",
                 "stages[0].devices: got 1 devices, [0], allowed is 2, one for each replica",
+                "depth: got 1099511627776, allowed is a whole number from 1 to 2147483648",
             ],
         ),
-        (replace(FORM, depth=2**40), ["depth: got 1099511627776, allowed is a whole number from 1 to 2147483648"]),
     ],
 )
 def test_everything_wrong_with_a_plan_is_said_at_once(form: PlanForm, said: list[str]) -> None:
@@ -169,14 +172,13 @@ def test_a_recipe_names_a_file_beside_it_and_the_command_line_one_in_the_working
 
 def test_faults_of_a_plan_come_out_with_those_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("plan.json").write_text(replace(FORM, mode="gpipe", chunks=3).text())
+    Path("plan.json").write_text(replace(FORM, chunks=3).text())
     with pytest.raises(RecipeError) as refused:
         load("quickstart/pipedream", ["parallelism.plan=plan.json", "train.max_epochs=0", "parallelism.cuts=[a]"])
     said = str(refused.value)
     for part in (
         "train.max_epochs: got 0",
         "parallelism.cuts: got ['a'] with a plan's file, which says itself where stages begin: allowed is null",
-        "plan.json:3: mode: got 'gpipe', allowed is pipedream, the recipe's mode",
         "plan.json:5: chunks: got 3, in mode pipedream allowed is 1",
     ):
         assert part in said

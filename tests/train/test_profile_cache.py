@@ -49,9 +49,7 @@ def test_what_is_known_is_what_is_made(built: list[str]) -> None:
     made, again = to_plan(recipe()), to_plan(recipe())
     assert len(built) == 1
     assert (made.profile, made.dataset.num_train) == (again.profile, again.dataset.num_train)
-    whole = profiled_model.profile_model(
-        recipe().recipe, recipe().cluster, wanted=profiled_model.Wanted(whole_minibatches=True)
-    )
+    whole = profiled_model.profile_model(recipe().recipe, recipe().cluster, wanted=profiled_model.Wanted(plans=True))
     assert again.profile == whole.profile
     assert again.graph is None
     graph = to_plan(recipe(), needs_graph=True).graph
