@@ -85,6 +85,7 @@ class _Walks:
         return found
 
     def _rows(self, dataset: Dataset, num_samples: int) -> tuple[LayerProfile, ...]:
+        without = None
         if not self.needs_data:
             example = dataset.example(num_samples)
             try:
@@ -92,9 +93,15 @@ class _Walks:
             except ProfileError as error:
                 if error.layer is None or any(parameter.is_meta for parameter in self._graph.root.parameters()):
                     raise
-                self.needs_data = error.layer
+                self.needs_data, without = error.layer, error
         fields = [*dataset.inputs, *dataset.targets]
-        samples = dataset.fetch("train", range(num_samples), fields)
+        try:
+            samples = dataset.fetch("train", range(num_samples), fields)
+        except OSError as error:
+            if without is None:
+                raise
+            problem = str(without).rstrip(".")
+            raise ProfileError(f"{problem}; nor are there data to run it with: {error}") from without
         root = copy.deepcopy(self._graph.root).train()
         lower([root], self._graph.rounding)
         return walk(self._graph, root, dataset, samples, partial(priced, self._device, with_data=True))

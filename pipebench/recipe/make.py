@@ -28,7 +28,18 @@ def make_model(model: Mapping[str, Any]) -> Any:
         made = make(**options(model))
     if not isinstance(made, torch.nn.Module):
         raise UserCodeError(f"{target} returned {type(made).__name__}, needed is a torch.nn.Module", "model.target")
+    _refuse_lazy(made, target)
     return made
+
+
+def _refuse_lazy(model: Any, target: str) -> None:
+    for name, module in model.named_modules():
+        if any(map(torch.nn.parameter.is_lazy, module.parameters(recurse=False))):
+            kind = type(module).__name__
+            problem = f"{name or 'the model'} is a {kind}, whose parameters have no shape before its first input"
+            raise UserCodeError(
+                f"{target}: {problem}: give the size, as in {kind.removeprefix('Lazy')}", "model.target"
+            )
 
 
 def make_dataset(dataset: Mapping[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from pipebench.recipe.users_code import users_code
 
 TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 ALLOWED = "package.module:function"
+_IMPORTED: set[str] = set()  # modules and packages of targets
 
 
 def is_target(value: object) -> bool:
@@ -28,14 +29,15 @@ def is_target(value: object) -> bool:
 def import_target(target: str, folders: Sequence[Path] = ()) -> Callable[..., Any]:
     """Return the function or class of a target `package.module:function`.
 
-    Its module is searched in `folders` first, then as Python does, the working directory included. It stays imported.
+    Its module is searched in `folders` first, then as Python does, the working directory included. It stays imported,
+    and is what the target means from then on where no `folders` are given.
 
     Raises:
         UserCodeError: there is no such module or no such function in it, or importing it raises.
     """
     module_name, function_name = module_of(target), target.partition(":")[2]
     with users_code(f"{target} can't be imported"):
-        module = _module(module_name, [*folders, Path.cwd()])
+        module = _module(module_name, folders)
     function = getattr(module, function_name, None)
     if function is None:
         names = [name for name in dir(module) if not name.startswith("_")]
@@ -87,7 +89,9 @@ def target_in(given: object) -> str | None:
 def _module(name: str, folders: Sequence[Path]) -> ModuleType:
     """Import a module, preferring the user's folders over installed ones."""
     top = name.partition(".")[0]
-    paths = [str(folder) for folder in dict.fromkeys(folders)]
+    if top in _IMPORTED and top in sys.modules and not folders:
+        return importlib.import_module(name)
+    paths = [str(folder) for folder in dict.fromkeys([*folders, Path.cwd()])]
     found = PathFinder.find_spec(top, paths)
     if found is None or found.origin is None:  # missing, or a folder without `__init__.py`
         found = None
@@ -99,7 +103,9 @@ def _module(name: str, folders: Sequence[Path]) -> ModuleType:
         import torch  # noqa: F401  # and all that it imports
     try:
         with _first_on_path(before):
-            return importlib.import_module(name)
+            module = importlib.import_module(name)
+        _IMPORTED.add(top)
+        return module
     finally:
         sys.path.extend(path for path in [*before, *paths] if path not in sys.path)
 

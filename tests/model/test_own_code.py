@@ -198,6 +198,10 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         "in a process that fetches ahead, OWN.py:109, in __getitem__: Beyond",
     ),
     (["dataset.target=OWN:torn"], "error: OWN.py:109, in __getitem__: EOFError: cut short"),
+    (
+        ["model.target=torch.nn:LazyLinear", "model.out_features=3"],
+        "model.target: torch.nn:LazyLinear: the model is a LazyLinear, whose parameters have no shape before its first",
+    ),
     (["model.target=torch:Tensor"], "model.target: torch:Tensor returned Tensor, needed is a torch.nn.Module"),
     (["model.target=torch:pi"], "model.target: torch:pi is a float, needed is a function or a class that makes one"),
     (
@@ -399,6 +403,18 @@ def test_two_modules_of_one_name_are_not_mixed_up(here: Path) -> None:
     result = run("../other/r.yaml")
     assert result.exit_code == 2
     assert f"has the name of another module in use, {here}/mine/{OWN}.py: rename one of them" in result.stderr
+
+
+def test_a_module_beside_the_recipe_comes_before_one_in_the_working_directory(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "elsewhere").mkdir()
+    (here / "elsewhere" / f"{OWN}.py").write_text("raise RuntimeError('not this one')\n")
+    monkeypatch.chdir(here / "elsewhere")
+    monkeypatch.delitem(sys.modules, OWN, raising=False)
+    loaded = load("../mine/r.yaml")
+    preflight(loaded)
+    assert type(initial_model(loaded.recipe)).__name__ == "Net"
 
 
 def test_a_module_finds_its_neighbours_before_what_is_installed(here: Path) -> None:

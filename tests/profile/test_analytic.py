@@ -234,6 +234,16 @@ class NeedsData(nn.Module):
         return output
 
 
+def test_a_layer_that_fails_without_data_is_named_where_there_are_none() -> None:
+    class Absent(Blobs):
+        def fetch(self, *_: object) -> dict[str, torch.Tensor]:
+            raise FileNotFoundError("blobs: no folder is given")
+
+    request = ProfileRequest(trace(nn.Sequential(nn.Linear(7, 4))), Absent(), [2], SGD, "of other data")
+    with pytest.raises(ProfileError, match=r"layer _0 \(Linear\) .*; nor are there data to run it with: blobs: "):
+        analytic_profile(request, V100)
+
+
 def test_a_layer_that_needs_data_is_priced_with_some() -> None:
     model = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), NeedsData(), nn.Linear(6, 4, dtype=torch.float64))
     profile = analytic_profile(ProfileRequest(trace(model), Blobs(), [2, 4], SGD, "needs data"), V100)
