@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
@@ -186,7 +187,7 @@ def connect(place: HostSlot, limit_s: float) -> Store:
     """
     if place.connection is not None:
         os.set_inheritable(place.connection, False)
-        store = PrivateStore(socket.socket(fileno=place.connection))
+        store = PrivateStore(Connection(place.connection))
         store.set_timeout(timedelta(seconds=limit_s))
         return store
     if place.rank == 0 and not place.agent_store:

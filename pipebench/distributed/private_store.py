@@ -6,18 +6,15 @@ that. Requests and answers are pickled, since both ends are pipebench's.
 """
 
 import contextlib
-import pickle
-import socket
-import struct
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined] # torch lists it nowhere
-
-_LENGTH = struct.Struct("<Q")
-_DESCRIPTOR = b"\0"  # sent along with a socket
 
 
 class StoreServer:
@@ -27,31 +24,27 @@ class StoreServer:
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
 
-    def connect(self) -> socket.socket:
+    def connect(self) -> Connection:
         """Return the end of a new connection, for a `PrivateStore` here or in a process that inherits it."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = Pipe()
         threading.Thread(target=self._serve, args=(ours,), name="pipebench-store", daemon=True).start()
         return theirs
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: Connection) -> None:
         # The other end may close at any moment.
         with connection, contextlib.suppress(OSError, EOFError):
             while True:
-                name, *arguments = _receive(connection)
+                name, *arguments = connection.recv()
                 if name == "connect":
                     with self.connect() as other:
-                        socket.send_fds(connection, [_DESCRIPTOR], [other.fileno()])
+                        send_handle(connection, other.fileno(), None)  # which process takes it counts on Windows only
                 else:
-                    _send(connection, getattr(self, f"_{name}")(*arguments))
+                    connection.send(getattr(self, f"_{name}")(*arguments))
 
-    def _set(self, values: dict[str, bytes]) -> None:
+    def _set(self, key: str, value: bytes) -> None:
         with self._changed:
-            self._values |= values
+            self._values[key] = value
             self._changed.notify_all()
-
-    def _append(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self._set({key: self._values.get(key, b"") + value})
 
     def _get(self, keys: Sequence[str], timeout_s: float) -> list[bytes] | None:
         """Return values once all keys exist; None if they don't in time."""
@@ -62,14 +55,14 @@ class StoreServer:
     def _add(self, key: str, amount: int) -> int:
         with self._changed:
             total = int(self._values.get(key, b"0")) + amount
-            self._set({key: str(total).encode()})
+            self._set(key, str(total).encode())
             return total
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         with self._changed:
             found = self._values.get(key)
             if found == expected or (found is None and not expected):
-                self._set({key: desired})
+                self._set(key, desired)
                 return desired
             return expected if found is None else found  # as torch's stores do
 
@@ -77,18 +70,14 @@ class StoreServer:
         with self._changed:
             return all(key in self._values for key in keys)
 
-    def _delete(self, key: str) -> bool:
-        with self._changed:
-            return self._values.pop(key, None) is not None
-
-    def _count(self) -> int:
-        return len(self._values)
-
 
 class PrivateStore(Store):
-    """A connection to a `StoreServer`, as a store for torch's groups; `connection` is from `StoreServer.connect`."""
+    """A connection to a `StoreServer`, as a store for torch's groups; `connection` is from `StoreServer.connect`.
 
-    def __init__(self, connection: socket.socket) -> None:
+    It has those methods of torch's stores that pipebench and torch's groups call.
+    """
+
+    def __init__(self, connection: Connection) -> None:
         super().__init__()
         self._connection = connection
         self._one_at_a_time = threading.Lock()
@@ -96,11 +85,7 @@ class PrivateStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
-        self._ask("set", {key: _bytes(value)})
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys."""
-        self._ask("set", {key: _bytes(value) for key, value in zip(keys, values, strict=True)})
+        self._ask("set", key, _bytes(value))
 
     def get(self, key: str) -> bytes:
         """Return a key's value once it exists."""
@@ -119,10 +104,6 @@ class PrivateStore(Store):
         total: int = self._ask("add", key, amount)
         return total
 
-    def append(self, key: str, value: str | bytes) -> None:
-        """Append to a value."""
-        self._ask("append", key, _bytes(value))
-
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a key if it has the value expected, "" for none; return its value afterwards."""
         found: bytes = self._ask("compare_set", key, _bytes(expected), _bytes(desired))
@@ -133,22 +114,11 @@ class PrivateStore(Store):
         there: bool = self._ask("check", list(keys))
         return there
 
-    def delete_key(self, key: str) -> bool:
-        """Remove a key and return whether it existed."""
-        removed: bool = self._ask("delete", key)
-        return removed
-
-    def num_keys(self) -> int:
-        """Return the number of keys."""
-        count: int = self._ask("count")
-        return count
-
     def clone(self) -> "PrivateStore":
         """Return another connection to the same keys, with the same timeout."""
         with self._asking():
-            _send(self._connection, ("connect",))
-            _, (descriptor, *_), *_ = socket.recv_fds(self._connection, len(_DESCRIPTOR), 1)
-        clone = PrivateStore(socket.socket(fileno=descriptor))
+            self._connection.send(("connect",))
+            clone = PrivateStore(Connection(recv_handle(self._connection)))
         clone.set_timeout(self._timeout)
         self._clones.append(clone)
         return clone
@@ -171,8 +141,8 @@ class PrivateStore(Store):
 
     def _ask(self, *question: Any) -> Any:
         with self._asking():
-            _send(self._connection, question)
-            return _receive(self._connection)
+            self._connection.send(question)
+            return self._connection.recv()
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
@@ -186,23 +156,3 @@ class PrivateStore(Store):
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _send(connection: socket.socket, message: Any) -> None:
-    data = pickle.dumps(message)
-    connection.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def _receive(connection: socket.socket) -> Any:
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
-    return pickle.loads(_exactly(connection, length))
-
-
-def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < num_bytes:
-        part = connection.recv(num_bytes - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
