@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from pipebench.errors import UserError
 from pipebench.model.slice_modules import Cut
@@ -125,10 +126,8 @@ class ModelState:
         for values in sections.values():
             for name, value in values.items():
                 _check_types(value, name)
-        return {
-            section: {name: same_type_map(value, function) for name, value in values.items()}
-            for section, values in sections.items()
-        }
+        mapped: dict[str, dict[str, Any]] = tree_map_only(torch.Tensor, function, sections)
+        return mapped
 
     @classmethod
     def from_plain(cls, data: object) -> "ModelState":
@@ -204,17 +203,6 @@ def _of_parts(values: list[Any], own: list[torch.Tensor], dimension: int) -> Any
     """Return what an optimizer keeps of a whole parameter, of what it keeps of its parts."""
     alike = all(isinstance(v, torch.Tensor) and v.shape == p.shape for v, p in zip(values, own, strict=True))
     return torch.cat(values, dimension) if alike else values[0]
-
-
-def same_type_map(value: Any, function: Any) -> Any:
-    """Return a copy of nested lists, tuples and dictionaries with `function` applied to every tensor."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return type(value)((key, same_type_map(each, function)) for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return type(value)(same_type_map(each, function) for each in value)
-    return value
 
 
 def _is_section(value: object) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pipebench.checkpoint.share import Share
-from pipebench.checkpoint.state import CheckpointError, ModelState, same_type_map
+from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.engine.replica import Replica
 from pipebench.engine.streams import TRAIN
 from pipebench.model.sampling import microbatch_sizes
@@ -102,7 +102,9 @@ def restore(replica: Replica, state: ModelState, share: Share) -> None:
     replica.states.clear()
     for place, values in carried.items():
         if share.holds(place[0]):
-            replica.states[TRAIN, *place] = same_type_map(values, lambda t: t.to(replica.device, copy=True))
+            replica.states[TRAIN, *place] = pytree.tree_map_only(
+                torch.Tensor, lambda t: t.to(replica.device, copy=True), values
+            )
 
 
 def names_in(replica: Replica) -> set[str]:
@@ -126,7 +128,9 @@ def _idle_state_of(replica: Replica, state: ModelState, given: Mapping[str, torc
             section[name] = _on_host(given[name])
     return replace(
         found,
-        optimizer={n: same_type_map(state.optimizer[n], _on_host) for n in found.parameters if n in state.optimizer},
+        optimizer=pytree.tree_map_only(
+            torch.Tensor, _on_host, {n: state.optimizer[n] for n in found.parameters if n in state.optimizer}
+        ),
         mean_change={n: _on_host(state.mean_change[n]) for n in found.parameters if n in state.mean_change},
     )
 

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from pipebench.checkpoint.share import Share
-from pipebench.checkpoint.state import ModelState, same_type_map
+from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.in_flight import num_bytes
 from pipebench.engine.loss_scale import LossScale
@@ -253,7 +254,7 @@ class MigratingReplica:
         state, at = state_of(replica, self._share), f"{place.stream}/{place.microbatch}/"
         carried = {key: value for key, value in state.carried.items() if key.startswith(at)}
         read = replace(state, optimizer={}, carried=carried)
-        return ModelState(**same_type_map(vars(read), lambda tensor: tensor.detach().clone()))
+        return ModelState(**tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), vars(read)))
 
     def _everybody(self) -> Iterator[Replica]:
         """Yield every replica that holds memory here, once."""
