@@ -10,13 +10,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch lists it nowhere
 
@@ -26,7 +25,7 @@ from pipebench.distributed.cores import usable_cores
 from pipebench.distributed.launch_failure import FAILURE, Failure, read, report, root_cause, sentence
 from pipebench.distributed.launch_join import ATTEMPT, RUN, STORE, prefix
 from pipebench.distributed.private_store import PrivateStore, StoreServer
-from pipebench.engine.admission import STOPPING
+from pipebench.engine.admission import STOPPING, handling_signals
 from pipebench.errors import printable_lines
 from pipebench.model.heap import HEAP
 
@@ -178,10 +177,10 @@ def run_workers(
     Returns:
         0 when all finished; 2 for a user's mistake, 3 for a failure, 130 when ended by a second signal, all reported.
     """
-    say, settings = say or _say, {RUN: str(run), **worker_settings(num_workers)}
-    with _Signals(grace_s) as signals:
+    say, signals = say or _say, _Signals(grace_s)
+    with handling_signals(signals.hear):
         for number in range(max_restarts + 1):
-            attempt = Attempt(start, num_workers, number, settings, passed)
+            attempt = Attempt(start, num_workers, number, {RUN: str(run), **worker_settings(num_workers)}, passed)
             try:
                 if not _wait_for_end(attempt, signals, say):
                     return INTERRUPTED
@@ -213,27 +212,15 @@ def worker_settings(num_workers: int) -> dict[str, str]:
 
 
 class _Signals:
-    """Handles the signals that would end this process."""
+    """The deadline that signals to this process set."""
 
     def __init__(self, grace_s: float) -> None:
         self.asked = False  # whether a signal arrived
         self.deadline_s = math.inf  # by `time.monotonic`, to end the workers
         self._grace_s = grace_s
-        self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> "_Signals":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                # Whoever started this process may have one ignored, as nohup does.
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._hear)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """Set or advance the deadline."""
         patience_s = math.inf if not self.asked else 0.0
         if number != signal.SIGINT:
             patience_s = self._grace_s

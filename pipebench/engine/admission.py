@@ -155,11 +155,26 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
-    """Request a stop at the first SIGINT, SIGTERM or SIGHUP; raise KeyboardInterrupt at the next.
+def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle SIGINT, SIGTERM and SIGHUP; only the main thread can.
 
-    Only the main thread handles signals; one that the parent process had ignored stays ignored.
+    One that the parent has ignored, as nohup does, stays ignored.
     """
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextlib.contextmanager
+def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
+    """Request a stop at the first SIGINT, SIGTERM or SIGHUP; raise KeyboardInterrupt at the next."""
 
     def hear(number: int, frame: FrameType | None) -> None:
         if stop.reason is not None:
@@ -168,16 +183,8 @@ def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
         with contextlib.suppress(OSError, RuntimeError):  # the terminal is gone, or in the middle of a line
             print(STOPPING, file=sys.stderr, flush=True)
 
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, hear)
-    try:
+    with handling_signals(hear):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class StoppableAdmission(AdmissionControl):
