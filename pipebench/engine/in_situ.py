@@ -160,16 +160,14 @@ def update_costs(steps: Sequence[Stepped]) -> tuple[float, float]:
     """
     if not steps:
         return 0.0, 0.0
-    mean_bytes = statistics.fmean(step.num_bytes for step in steps)
-    mean_s = statistics.fmean(step.seconds for step in steps)
-    spread = sum((step.num_bytes - mean_bytes) ** 2 for step in steps)
-    slope = sum((step.num_bytes - mean_bytes) * (step.seconds - mean_s) for step in steps) / spread if spread else 0.0
-    if slope < 0:
-        return mean_s, 0.0
-    floor_s = mean_s - slope * mean_bytes
-    if spread and floor_s >= 0:
-        return floor_s, slope
-    return 0.0, sum(step.num_bytes * step.seconds for step in steps) / sum(step.num_bytes**2 for step in steps)
+    num_bytes, seconds = [step.num_bytes for step in steps], [step.seconds for step in steps]
+    if min(num_bytes) < max(num_bytes):
+        slope, floor_s = statistics.linear_regression(num_bytes, seconds)
+        if slope < 0:
+            return statistics.fmean(seconds), 0.0
+        if floor_s >= 0:
+            return floor_s, slope
+    return 0.0, sum(step.num_bytes * step.seconds for step in steps) / sum(n**2 for n in num_bytes)
 
 
 class _ListPlayer:

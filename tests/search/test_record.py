@@ -22,4 +22,4 @@ def test_a_search_is_recorded_as_file_table_and_picture(tmp_path: Path) -> None:
     assert [call.args[0] for call in log.file.call_args_list] == ["search.png"]
     (tmp_path / FILE_NAME).write_text(texts[FILE_NAME])
     trace = load_trace(str(tmp_path / FILE_NAME))  # another run can train the same individuals
-    assert [each.minibatch for each in trace.events] == [each.minibatch for each in found.individuals]
+    assert [each.minibatch for each in trace.changes] == [each.minibatch for each in found.individuals]

@@ -6,8 +6,8 @@ from typing import Any
 from pipebench.engine.engine import Engine
 from pipebench.engine.protocols import EngineExtension
 from pipebench.engine.setup import Setup
-from pipebench.extensions.moves.repartition_plan import Repartition
-from pipebench.extensions.moves.segment import MovingSegment, segment_of
+from pipebench.extensions.moves.repartition_plan import Repartition, shape_problems
+from pipebench.extensions.moves.segment import MovingSegment
 from pipebench.extensions.moves.settings import MOVES, MoveSettings, settings_of
 from pipebench.simulate.simulation import RunPart
 
@@ -43,7 +43,8 @@ class EngineMoves(EngineExtension):
 
     def segment(self) -> MovingSegment | None:
         """Return the cuts of the segment that begins now, if layers may move in it."""
-        self._segment = self._segment or segment_of(self._setup)
+        if self._segment is None and self._setup.repartitions and not any(shape_problems(self._setup.pipeline)):
+            self._segment = MovingSegment(self._setup)
         return self._segment
 
     def begin(self, part: RunPart) -> None:

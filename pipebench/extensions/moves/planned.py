@@ -8,13 +8,13 @@ from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError, choice, nearest
 from pipebench.extensions.moves.recipe import AskedMove, moves_asked
 from pipebench.extensions.moves.repartition_plan import Repartition, RepartitionPlan, layout_of, shape_problems
-from pipebench.extensions.moves.settings import MOVES, settings_of
+from pipebench.extensions.moves.settings import settings_of
 from pipebench.model.graph import LayerGraph
 from pipebench.model.plan import Plan, recut, starts_of_cuts
 from pipebench.recipe.schema import Recipe
 from pipebench.schedule.modes import KEEP, MEMORY_POLICIES
 from pipebench.schedule.repartitions import RepartitionRecord
-from pipebench.train.job import Job, JobExtension
+from pipebench.train.job import JobExtension
 from pipebench.train.periods import Periods
 from pipebench.train.plan import check_copies
 from pipebench.train.profiled_model import ProfiledModel
@@ -49,12 +49,6 @@ class MovesPlanned(JobExtension):
         """Return the part with the plans that the recipe asks for."""
         periods = Periods.of(self.recipe.train, setup.sampler.minibatches_per_epoch)
         return replace(self, planned=planned_moves(moves_asked(self.recipe), setup, periods))
-
-
-def moves_planned(job: Job) -> tuple[PlannedMove, ...]:
-    """Return the plans that a job's recipe asks for."""
-    found = job.extensions.get(MOVES)
-    return found.planned if isinstance(found, MovesPlanned) else ()
 
 
 def planned_moves(asked: Sequence[AskedMove], setup: Setup, periods: Periods) -> tuple[PlannedMove, ...]:

@@ -10,15 +10,15 @@ from pipebench.extensions.moves.engine import moves_of
 from pipebench.extensions.moves.planned import (
     BALANCED,
     BEFOREHAND,
+    MovesPlanned,
     PlannedMove,
     cuts_of,
-    moves_planned,
     policies_of,
     under,
 )
 from pipebench.extensions.moves.recipe import in_words
 from pipebench.extensions.moves.repartition_plan import Repartition, RepartitionPlan, layout_of
-from pipebench.extensions.moves.settings import settings_of
+from pipebench.extensions.moves.settings import MOVES, settings_of
 from pipebench.model.plan import Plan, recut
 from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.repartitions import RepartitionRecord
@@ -41,7 +41,9 @@ class Repartitioning(LoopExtension):
         note: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self.made: list[RepartitionRecord] = []  # the moves so far, ascending
-        self._planned, self._graph, self._sampler = moves_planned(job), job.setup.graph, job.setup.sampler
+        asked = job.extensions.get(MOVES)
+        self._planned = asked.planned if isinstance(asked, MovesPlanned) else ()
+        self._graph, self._sampler = job.setup.graph, job.setup.sampler
         self._engine, self._tell, self._taken_by = engine, note, taken_by(job)
         self._before = engine.setup
         self._announced: list[Repartition] = []

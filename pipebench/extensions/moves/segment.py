@@ -20,7 +20,6 @@ from pipebench.extensions.moves.repartition_plan import (
     Repartition,
     RepartitionPlan,
     layout_of,
-    shape_problems,
 )
 from pipebench.model.graph import attribute
 from pipebench.model.plan import make_plan, recut
@@ -259,8 +258,3 @@ def _read_bytes(setup: Setup, block: BlockTransfer, size: Size) -> int:
     example = dataset.example(size.num_samples if isinstance(size, UnitShape) else size) if read else {}
     rows = setup.profile.by_size[size]
     return sum(rows[value].output_bytes for value in values) + sum(example[name].nbytes for name in read)
-
-
-def segment_of(setup: Setup) -> MovingSegment | None:
-    """Return a segment in which layers may move; None if they can't, or only at drains."""
-    return MovingSegment(setup) if setup.repartitions and not [*shape_problems(setup.pipeline)] else None

@@ -70,7 +70,7 @@ def _scored(search: Mapping[str, Any] | None, kind: str) -> Problems:
     except RecipeError as error:
         yield from (("search.trace", str(fault)) for fault in error.faults)
         return
-    if trains and any(event.second is not None for event in trace.events):
+    if trains and any(event.second is not None for event in trace.changes):
         why = f"got changes at seconds, which engine {kind} can't know beforehand"
         yield "search.trace", f"{why}: allowed are minibatches, or engine.kind: simulated"
 

@@ -51,7 +51,7 @@ class SearchSetup(JobExtension):
         if search.smallest > len(architectures.cells):
             given = f"got {search.smallest}, and the search has {len(architectures.cells)} cells"
             raise GraphError(f"search.smallest: {given}")
-        change = None if search.trace is None else load_trace(search.trace).events[0]
+        change = None if search.trace is None else load_trace(search.trace).changes[0]
         if change is not None and change.minibatch == 0 and change.cells is not None:
             first = architectures.named(change.cells, f"search.trace: {search.trace}: events[0].cells")
         else:
@@ -70,7 +70,7 @@ class SearchSetup(JobExtension):
         if self.recipe.trace is None:
             return self
         trace = load_trace(self.recipe.trace)
-        steps = steps_of(trace.events, self.architectures, self.first, setup.plan, str(self.recipe.trace))
+        steps = steps_of(trace.changes, self.architectures, self.first, setup.plan, str(self.recipe.trace))
         return replace(self, steps=steps, end_second=trace.end_second)
 
     def variants(self, job: Job) -> Iterator[Job]:

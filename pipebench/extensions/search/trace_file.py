@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from pipebench.typed_json import Count, Seconds, Within, read_file
 
@@ -55,21 +55,13 @@ class SearchFile:
         return self.events or [ArchitectureChange(each.minibatch, cells=each.cells) for each in self.individuals]
 
 
-class Trace(NamedTuple):
-    """Changes, and the second at which the run ends; None: after its last epoch."""
-
-    events: Sequence[ArchitectureChange]
-    end_second: float | None
-
-
-def load_trace(path: str) -> Trace:
+def load_trace(path: str) -> SearchFile:
     """Read a trace, or a recorded search as a trace.
 
     Raises:
         RecipeError: it can't be read or isn't valid; with every fault.
     """
-    found = read_file(SearchFile, path, _problems)
-    return Trace(found.changes, found.end_second)
+    return read_file(SearchFile, path, _problems)
 
 
 def _problems(file: SearchFile) -> Iterator[tuple[str, str]]:
