@@ -11,20 +11,7 @@ from pipebench.profile.model import LayerProfile, LengthProfile, Profile
 from pipebench.typed_json import JsonError, read, shown
 
 VERSION = 7
-_WITHOUT_PARTS = 2  # knew one precision and didn't tell the parts of a backward apart
-_STORAGES = ("keeps", "puts_out", "takes")
-_SINCE_7 = ("runs_once",)
-_LATER = ("saved_with", "lengths", *_STORAGES, *_SINCE_7)
-# By the version of a profile that can still be read, what it lacks.
-_LACKS = {
-    _WITHOUT_PARTS: ("weight_s", "master_sizes", "precision", *_LATER),
-    3: _LATER,
-    4: ("lengths", *_STORAGES, *_SINCE_7),
-    5: (*_STORAGES, *_SINCE_7),
-    6: _SINCE_7,
-    VERSION: (),
-}
-# Left out where they say nothing, as in files of versions that didn't know them: of the profile, of a row.
+# Left out where they say nothing: of the profile, of a row.
 _OPTIONAL, _OPTIONAL_IN_ROWS = {"slices": 1, "loaders": 0}, {"workspace_bytes": 0, "reads_samples": False}
 _KEY = "pipebench_profile"
 
@@ -51,19 +38,17 @@ def read_profile(text: str) -> Profile:
         if _KEY not in data:
             raise JsonError(f"isn't a pipebench profile: an object with the key {_KEY!r} is expected")
         version = data.pop(_KEY)
-        if type(version) is not int or version not in _LACKS:
+        if type(version) is not int or version != VERSION:
             raise JsonError(f"is a profile of version {shown(version)}, version {VERSION} is expected: profile again")
         profile = read(Profile, data)
-        _check_complete(data, but=_LACKS[version])
-        if version == _WITHOUT_PARTS:
-            profile = profile.with_rows(lambda rows: tuple(row.with_usual_part() for row in rows))
+        _check_complete(data)
     except JsonError as error:
         raise ProfileError(str(error)) from None
     check_profile(profile)
     return profile
 
 
-def _check_complete(data: Mapping[str, Any], but: Sequence[str]) -> None:
+def _check_complete(data: Mapping[str, Any]) -> None:
     """Refuse a missing field, even one with a default: a layer without `reads` is another graph."""
     parts = [("", data), *((f"lengths[{i}].", each) for i, each in enumerate(data.get("lengths", ())))]
     rows = [
@@ -75,7 +60,7 @@ def _check_complete(data: Mapping[str, Any], but: Sequence[str]) -> None:
     for kind, places in ((Profile, [("", data)]), (LayerProfile, rows)):
         for where, found in places:
             for field in fields(kind):
-                if field.name not in found and field.name not in (*but, *_OPTIONAL, *_OPTIONAL_IN_ROWS):
+                if field.name not in found and field.name not in (*_OPTIONAL, *_OPTIONAL_IN_ROWS):
                     raise JsonError(f"{where}{field.name!r} is missing")
 
 

@@ -181,10 +181,10 @@ MALFORMED = {
     "{": "isn't JSON: EOF while parsing an object",
     '{"a":' * 100_000: "isn't JSON: recursion limit exceeded",
     "{}": "an object with the key 'pipebench_profile' is expected",
-    '{"pipebench_profile": 1}': "is a profile of version 1, version 7 is expected",
+    '{"pipebench_profile": 6}': "is a profile of version 6, version 7 is expected: profile again",
     '{"pipebench_profile": [7]}': "is a profile of version a list, version 7 is expected",
-    '{"pipebench_profile": 2}': "'model' is missing",
-    '{"pipebench_profile": 2, "modle": 1}': "unknown key 'modle'; did you mean 'model'?",
+    '{"pipebench_profile": 7}': "'model' is missing",
+    '{"pipebench_profile": 7, "modle": 1}': "unknown key 'modle'; did you mean 'model'?",
 }
 # Where in a good profile of two layers and a loss, what is put there, what is said.
 WRONG: list[tuple[tuple[Any, ...], Any, str]] = [
@@ -261,15 +261,6 @@ def test_nothing_may_be_left_out_of_a_file(tmp_path: Path, where: tuple[Any, ...
     (tmp_path / "p.json").write_text(json.dumps(data))
     with pytest.raises(ProfileError, match=rf": '{where[-1]}' is missing$"):
         load_profile(tmp_path / "p.json")
-
-
-def test_a_file_without_the_parts_of_backwards_has_the_usual_ones(tmp_path: Path) -> None:
-    """Version 2, written before there were any: all of the first layer's that can be split."""
-    data = json.loads(write_profile(small())) | {"pipebench_profile": 2}
-    for row in data["layers"]["4"]:
-        del row["weight_s"]
-    (tmp_path / "p.json").write_text(json.dumps(data))
-    assert [row.weight_s for row in load_profile(tmp_path / "p.json").layers[4]] == [0.2, 0, 0]
 
 
 @pytest.mark.parametrize("text", MALFORMED, ids=lambda text: text[:30])
