@@ -19,13 +19,13 @@ from pipebench.cli.main import cli
 from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition
 from pipebench.extensions.moves.settings import MOVES
 from pipebench.formats import num_bytes, number, percent, ratio, seconds
-from pipebench.schedule.instructions import render
 from pipebench.schedule.modes import KEEP, MODES
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
 from pipebench.tracking.view import view_state
 from pipebench.zoo import DATASETS, MODELS
+from tests.instruction_text import render
 from tests.pictures import draw
 from tests.schedule.moving import Routes, moving, moving_programs
 from tests.test_rooms import ROOMS

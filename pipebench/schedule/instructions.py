@@ -1,7 +1,5 @@
 """The instructions that a worker executes, and their text form."""
 
-import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from pipebench.schedule.operations import COPY, MOVE, OPERATIONS, SEND, Op, with_role
@@ -17,8 +15,6 @@ COPIES = with_role(COPY)
 MOVE_OPS = tuple(op for op, row in OPERATIONS.items() if row.about == MOVE)
 # Instructions that send to their peer.
 _TOWARDS = (*with_role(SEND), Op.RECUT)
-_OPS = {letters: op for op, letters in _LETTERS.items()}
-_TEXT = re.compile(r"(\d+)([A-Z]+)(\d+)(?:([<>])(\d+))?(?:\+(\d+))?(?:@(\d+))?(?:~(-?\d+))?")
 
 
 class Instruction(NamedTuple):
@@ -58,24 +54,3 @@ class Instruction(NamedTuple):
         version = f"@{self.version}" if self.version >= 0 else ""
         ahead = f"~{self.ahead}" if self.ahead else ""
         return f"{self.stage}{_LETTERS[self.op]}{self.number}{peer}{reduce}{version}{ahead}"
-
-
-def parse(text: str) -> Instruction:
-    """Read the text form of an instruction.
-
-    Raises:
-        ValueError: the text isn't one.
-    """
-    match = _TEXT.fullmatch(text)
-    if match is None or match[2] not in _OPS:
-        raise ValueError(
-            f"{text!r} is not an instruction; expected a stage, one of {', '.join(_OPS)} and a number, e.g. 0F3"
-        )
-    stage, letters, number, _, *rest, ahead = match.groups()
-    peer, reduce, version = (-1 if part is None else int(part) for part in rest)
-    return Instruction(_OPS[letters], int(stage), int(number), peer, reduce, version, int(ahead or 0))
-
-
-def render(instructions: Iterable[Instruction]) -> str:
-    """Return a worker's list as text, space-separated."""
-    return " ".join(map(str, instructions))

@@ -18,10 +18,11 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 
 from pipebench.distributed.control import Control
 from pipebench.distributed.stall import Activity, describe, stall_report
-from pipebench.schedule.instructions import Instruction, parse
+from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from tests.distributed.waiting import straight
+from tests.instruction_text import parse
 from tests.patience import PATIENCE_S, wait_for
 
 _RECEIVE_TO_SEND = Op.SEND_ACTIVATION - Op.RECEIVE_ACTIVATION

@@ -10,7 +10,7 @@ import pytest
 
 from pipebench.checkpoint.progress import MeterState
 from pipebench.distributed.meter import MeasuredMeter, merge
-from pipebench.schedule.instructions import COPIES, Instruction, parse
+from pipebench.schedule.instructions import COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, SEND, UPDATE, WAIT, Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.syncs import ALL_REDUCE
@@ -20,6 +20,7 @@ from pipebench.simulate.meter import RECORDED_SPANS, RunMeasurements
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import EVALUATE, Transfer
 from pipebench.typed_json import read
+from tests.instruction_text import parse
 
 SINGLE = Pipeline((1,), (), "1f1b", flushes=False, depth=1)
 STRAIGHT = Pipeline((1, 1), chain(2), "1f1b", flushes=False, depth=2)

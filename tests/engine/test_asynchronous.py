@@ -21,7 +21,6 @@ from pipebench.extensions.asynchronous.recipe import load_push_order
 from pipebench.planner.predict import payload
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
-from pipebench.schedule.instructions import render
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.operations import Op
 from pipebench.schedule.programs import programs
@@ -32,6 +31,7 @@ from pipebench.typed_json import read
 from tests.checkpoint.support import captured, restored
 from tests.engine.test_averages import ASGD, held_out_loss
 from tests.engine.test_staleness import OPTIMIZERS
+from tests.instruction_text import render
 from tests.models import ConvNet
 from tests.oracles import asynchronous
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of, unit_profile

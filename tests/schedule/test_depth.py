@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from pipebench.schedule.instructions import render
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import most_in_flight, programs
+from tests.instruction_text import render
 from tests.oracles import staleness
 from tests.oracles.playing import play, steps_of
 

@@ -5,12 +5,12 @@ from collections import defaultdict
 
 import pytest
 
-from pipebench.schedule.instructions import parse, render
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
 from pipebench.schedule.weights import WEIGHT_POLICIES, delay
+from tests.instruction_text import parse, render
 
 PLANS = [(1, 1), (1, 1, 1), (1, 1, 1, 1), (1,) * 7, (2, 1), (3, 1), (1, 2, 1), (1, 3), (2, 2), (2, 2, 2)]
 STRAIGHT = [plan for plan in PLANS if {*plan} == {1}]

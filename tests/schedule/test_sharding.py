@@ -4,10 +4,10 @@ from itertools import islice
 
 import pytest
 
-from pipebench.schedule.instructions import parse, render
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import programs
+from tests.instruction_text import parse, render
 
 
 def pipeline(shard: str, replicas: int = 2, **columns: object) -> Pipeline:

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipebench.schedule.instructions import COPIES, Instruction, render
+from pipebench.schedule.instructions import COPIES, Instruction
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import forward_programs, programs
+from tests.instruction_text import render
 from tests.schedule.test_rules import pipelines
 
 PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition, Starts
-from pipebench.schedule.instructions import Instruction, parse, render
+from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.modes import KEEP
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Edge, Pipeline, chain
 from pipebench.schedule.programs import programs
+from tests.instruction_text import parse, render
 from tests.schedule.moving import Routes, moving_programs
 
 MESSAGES = (Op.LOAD_INPUT, Op.SEND_ACTIVATION, Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT, Op.RECEIVE_GRADIENT)

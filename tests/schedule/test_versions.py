@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pipebench.schedule.instructions import render
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
 from pipebench.schedule.syncs import SYNCS
+from tests.instruction_text import render
 from tests.oracles import staleness
 
 PLANS = [(1, 1), (1, 1, 1, 1), (2, 1), (3, 1), (1, 2, 1), (1, 3, 1), (1, 3), (4,), (1,), (2, 2), (2, 2, 2)]

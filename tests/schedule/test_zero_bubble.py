@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from pipebench.schedule.instructions import render
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import most_in_flight, programs
 from pipebench.simulate.drawing import draw_cells
+from tests.instruction_text import render
 
 # Figure 2 of the paper: four workers, eight microbatches, every forward and every part of a backward one unit long.
 PICTURE = """\

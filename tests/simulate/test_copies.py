@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipebench.cluster import Cluster, Level
-from pipebench.schedule.instructions import COPIES, Instruction, render
+from pipebench.schedule.instructions import COPIES, Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Edge, Pipeline, chain
 from pipebench.schedule.programs import programs
@@ -24,6 +24,7 @@ from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Simulation, TimelineEvent
 from pipebench.simulate.steady import simulate_all, simulate_segment
 from pipebench.simulate.timeline import Transfer
+from tests.instruction_text import render
 from tests.oracles.copies import Seconds, play
 from tests.support import Blobs, Mlp, make_setup
 

@@ -22,7 +22,7 @@ from pipebench.planner.memory import MemoryRule
 from pipebench.planner.state_graph import prefixes
 from pipebench.profile.model import Profile
 from pipebench.profile.walk import walk
-from pipebench.schedule.instructions import BACKWARDS, Instruction, render
+from pipebench.schedule.instructions import BACKWARDS, Instruction
 from pipebench.schedule.modes import MODES, RECOMPUTE
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import SPLIT
@@ -53,6 +53,7 @@ from pipebench.simulate.replica_memory import Change, ReplicaMemory
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.steady import simulate_all, simulate_segment
 from tests.engine.test_modes import images
+from tests.instruction_text import render
 from tests.models import ConvNet
 from tests.oracles.memory import Sizes, replay
 from tests.support import Blobs, Mlp, make_engine, make_setup

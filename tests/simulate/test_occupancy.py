@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from pipebench.schedule.instructions import parse
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.simulate.meter import Meter, fractions
 from pipebench.simulate.occupancy import COMMUNICATING, COMPUTING, IDLE, STATES, OccupancyMeter
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.steady import simulate_all
+from tests.instruction_text import parse
 from tests.support import Mlp, make_setup
 
 
