@@ -183,8 +183,6 @@ class _StageLayers:
 
         mark = {POLICY: KEEP}
         for layer, policy in zip(self.layers, self.memory or [KEEP] * len(self.layers), strict=True):
-            for argument in layer.node.all_input_nodes:
-                take(argument)  # attributes are copied before the node that reads them
             runs_once = policy == RECOMPUTE and overwritten_buffer(graph.root, layer.node)
             mark = {POLICY: KEEP if runs_once else policy}
             if layer.draws_as:

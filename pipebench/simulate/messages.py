@@ -13,7 +13,7 @@ from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, OPERATIONS, RECEIVE, SEND, Op, with_role
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.costs import Costs
-from pipebench.simulate.network import Connection, Message, Network
+from pipebench.simulate.network import Message, Network
 from pipebench.simulate.reductions import Wait, Wake
 
 SENDS = tuple(op for op in with_role(SEND) if OPERATIONS[op].kind)  # a push goes to a server
@@ -33,7 +33,6 @@ class _Edge:
     replicas: int
     values: float = 1.0  # number of equal values per message
     weigh: Callable[[Instruction], int] | None = None  # in place of `num_bytes`
-    connections: dict[tuple[int, int], Connection] = field(default_factory=dict)  # by sender and receiver
     # By unit, messages not yet received, and when they were sent
     arrived: dict[int, tuple[Message, float]] = field(default_factory=dict)
     # By unit, since when its receiver waits, and its instruction
@@ -88,9 +87,7 @@ class Messages:
         edge = self._edges[op][stage, other]
         peer = edge.readers[unit % edge.replicas]
         num_bytes = edge.num_bytes[self._size_of(unit)] if edge.weigh is None else edge.weigh(send)
-        connection = edge.connections.get((worker, peer))
-        if connection is None:
-            connection = edge.connections[worker, peer] = self._network.connection(edge.kind, worker, peer, edge.values)
+        connection = self._network.connection(edge.kind, worker, peer, edge.values)
         label = (
             edge.letter + (str(unit) if op is Op.GIVE else self._pipeline.label(unit)) if self._network.observed else ""
         )
