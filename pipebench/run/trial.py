@@ -42,10 +42,13 @@ def try_out(loaded: LoadedRecipe) -> None:
         if not own and not tries_optimizer:
             return
         model = initial_model(recipe, "cpu" if own else "meta")
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trained:
+            none = f"{recipe.model['target']} has no parameters to train: none, or none with requires_grad"
+            raise UserCodeError(none, "model.target")
         if own:
             _try_minibatch(recipe, model, make_dataset(recipe.dataset))
         if tries_optimizer:
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             try_optimizer(recipe.train.optimizer, trained)
 
 
@@ -75,10 +78,12 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
     with users_code(f"the loss of {data_name} doesn't suit the output of {model_name}{hint}", loss_key):
         total = dataset.loss(output, targets)
         _check_sum("the loss", lambda o, t: dataset.loss(o, t), output, targets, total, loss_key)
-        if not total.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
+        if not total.requires_grad:
             raise UserCodeError("the loss has no gradient: nothing in it depends on the model's parameters", loss_key)
-        if total.requires_grad:
-            total.backward()  # type: ignore[no-untyped-call]
+        if not math.isfinite(value := float(total.detach())):
+            given = f"the loss of {count} samples is {value:g} at the initial weights, needed is a number"
+            raise UserCodeError(f"{given}: the data, {model_name} or the loss gives it", loss_key)
+        total.backward()  # type: ignore[no-untyped-call]
     with users_code(f"a metric of {data_name} doesn't suit the output of {model_name}", metrics_key):
         detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
         for name, value in dataset.score(detached, targets).items():

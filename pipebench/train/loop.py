@@ -279,11 +279,12 @@ class TrainingLoop:
         return REACHED, f"reached {goal} ({target.metric} {value:.4g}) after {num_epochs(after)}"
 
     def _divergence(self, loss: float) -> str:
-        return (
-            f"{DIVERGED}: the training loss is {loss:g} after {self._seen:,} samples "
-            f"(epoch {self._epochs(self._seen):.2f}); "
-            f"lower train.optimizer.lr ({self._job.recipe.train.optimizer.lr:g}) or set schedule.warmup_epochs"
-        )
+        train, first = self._job.recipe.train, self._sampler.size(0)
+        advice = f"lower train.optimizer.lr ({train.optimizer.lr:g}) or set train.schedule.warmup_epochs"
+        if self._seen <= first:
+            advice = "that is the first minibatch, before any update: the data, the model or the loss gives it"
+        where = f"after {self._seen:,} samples (epoch {self._epochs(self._seen):.2f})"
+        return f"{DIVERGED}: the training loss is {loss:g} {where}; {advice}"
 
     def _result(self, outcome: str, sentence: str, took: dict[str, float]) -> tuple[RunResult, Timeline]:
         """Combine all processes' counters and measurements; all of them call it."""

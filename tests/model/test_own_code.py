@@ -153,6 +153,14 @@ class Tiring(nn.Module):
 
 def tiring():
     return nn.Sequential(Tiring())
+
+
+def endless(output, target):
+    return output.sum() * float("nan")
+
+
+def frozen():
+    return nn.Linear(2, 3).requires_grad_(False)
 """
 RECIPE = """\
 name: stranger
@@ -252,6 +260,12 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         ["dataset.loss=OWN:constant"],
         "dataset.loss: the loss has no gradient: nothing in it depends on the model's parameters",
     ),
+    (
+        ["dataset.loss=OWN:endless"],
+        "dataset.loss: the loss of 10 samples is nan at the initial weights, needed is a number: the data, OWN:Net or",
+    ),
+    (["model.target=torch.nn:Identity"], "model.target: torch.nn:Identity has no parameters to train: none, or none"),
+    (["model.target=OWN:frozen"], "model.target: OWN:frozen has no parameters to train: none, or none with requires"),
     (
         ["dataset.metrics={right: {target: 'OWN:broken', best: max}}"],
         "the metric right fails on the output, a tensor [10, 3] float32: RuntimeError: metric broke (OWN.py:79, in",

@@ -120,8 +120,17 @@ def test_divergence_is_a_result(plan: Any) -> None:
     result, _, _ = train(prepared(recipe(optimizer=OptimizerRecipe(lr=1e308)), lr=1e308, plan=plan))
     assert (result.outcome, result.exit_code) == (DIVERGED, 1)
     assert result.sentence.startswith("diverged: the training loss is ")
-    assert "lower train.optimizer.lr (1e+308)" in result.sentence
+    assert "lower train.optimizer.lr (1e+308) or set train.schedule.warmup_epochs" in result.sentence
     assert result.metrics["total_time_s"] > 0
+
+
+def test_a_loss_that_is_nan_before_any_update_is_no_fault_of_the_rate() -> None:
+    given = prepared(recipe())
+    cast(Blobs, given.setup.dataset)._x.fill_(math.nan)
+    result, _, _ = train(given)
+    assert result.outcome == DIVERGED
+    assert "nan after 4 samples (epoch 0.09); that is the first minibatch, before any update" in result.sentence
+    assert "lr" not in result.sentence
 
 
 def test_ctrl_c_keeps_what_was_trained() -> None:
