@@ -21,6 +21,7 @@ from pipebench.engine.worker_replicas import WorkerReplicas
 from pipebench.errors import OutOfMemoryError
 from pipebench.formats import num_bytes
 from pipebench.model.allocator import allocator_of
+from pipebench.recipe.users_code import located
 from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
 from pipebench.schedule.programs import NOTHING
@@ -140,6 +141,19 @@ class Worker(WorkerReplicas):
             return self.handlers[instruction.op](instruction, transport, collectives)
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(instruction) from error
+        except BaseException as error:
+            if theirs := located(error, self._place(instruction)):
+                raise theirs from error
+            raise
+
+    def _place(self, it: Instruction) -> str:
+        """Return where in a run an instruction is: epoch and minibatch, or the instruction if it is of none."""
+        sampler = self.setup.sampler if self.trains else self.setup.held_out
+        if it.op not in _OF_A_UNIT:
+            return f"training, {it}"
+        epoch, index = divmod(self.feed.minibatch(it.number)[0], sampler.minibatches_per_epoch)
+        minibatch = f"minibatch {index + 1} of {sampler.minibatches_per_epoch}"
+        return f"training, epoch {epoch + 1}, {minibatch}" if self.trains else minibatch
 
     def _out_of_memory(self, it: Instruction) -> OutOfMemoryError:
         """Return the error of a device that has no memory left for an instruction: where, and what is held there."""

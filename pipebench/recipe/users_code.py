@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pipebench
-from pipebench.errors import PipebenchError, UserCodeError, UserError
+from pipebench.errors import PipebenchError, UserCodeError
 
 _PACKAGE = Path(pipebench.__file__).resolve().parent
 _ZOO = _PACKAGE / "zoo"
@@ -40,7 +40,7 @@ def users_code(what: str, key: str = "") -> Iterator[None]:
         raise UserCodeError(f"{what}: {message_of(error)}", key) from error
 
 
-def as_users(error: BaseException) -> UserError | None:
+def as_users(error: BaseException) -> UserCodeError | None:
     """Return an exception as the user's mistake, if the user's own code raised it; None if it is pipebench's."""
     place = _place(error)
     if isinstance(error, PipebenchError | KeyboardInterrupt) or (place is None and not _is_about_data(error)):
@@ -48,6 +48,23 @@ def as_users(error: BaseException) -> UserError | None:
     theirs = UserCodeError(f"{place}: {reason(error)}" if place else message_of(error))
     theirs.__cause__ = error
     return theirs
+
+
+def located(error: BaseException, where: str) -> UserCodeError | None:
+    """Return an exception of the user's own code with `where` it was raised in front; None if it is pipebench's."""
+    theirs = error if isinstance(error, UserCodeError) else as_users(error)
+    return UserCodeError(f"{where}: {theirs.problem}", theirs.key) if theirs else None
+
+
+@contextlib.contextmanager
+def during(where: str) -> Iterator[None]:
+    """Name a part of a run in exceptions of the user's own code that are raised in it."""
+    try:
+        yield
+    except BaseException as error:
+        if theirs := located(error, where):
+            raise theirs from error
+        raise
 
 
 def message_of(error: BaseException) -> str:

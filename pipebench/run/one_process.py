@@ -12,6 +12,7 @@ from pipebench.errors import UserError, printable
 from pipebench.model.device import torch_settings
 from pipebench.model.heap import keep_freed_blocks
 from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.users_code import during
 from pipebench.run.deciding import prepare_job
 from pipebench.run.folder import RunFolder
 from pipebench.run.identity import checkpoints_of
@@ -81,7 +82,7 @@ class VirtualRuns(EngineRuns):
         suite = request.suite
         keep_freed_blocks()
         settings = torch_settings(request.loaded.recipe.engine)
-        with ExitStack() as held, collected_log(suite.verbose) as log_text, settings:
+        with ExitStack() as held, collected_log(suite.verbose) as log_text, settings, during(request.name):
             job = prepare_job(request.loaded, tells=True, silent=suite.is_quiet)
             folder, stop = _LateFolder(request, held), StopRequest()
             policy = folder.policy(job)

@@ -32,6 +32,7 @@ from pipebench.model.device import torch_settings
 from pipebench.profile.choose import is_measured
 from pipebench.profile.model import Profile
 from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.users_code import during
 from pipebench.run.closing import FAILED, close_record, end_record
 from pipebench.run.deciding import decision_of, prepare_job, read_decision, store_decision, stored_decision
 from pipebench.run.folder import RunFolder
@@ -192,7 +193,7 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
     facts = folder.read()
     suite = replace(suite, name=facts.suite, verbose=facts.verbose, on_progress=progress_sender())
     request = RunRequest(with_seed(loaded, facts.seed), facts.name, suite, facts.parent_mlflow_run_id)
-    with collected_log(facts.verbose) as log_text, torch_settings(loaded.recipe.engine):
+    with collected_log(facts.verbose) as log_text, torch_settings(loaded.recipe.engine), during(request.name):
         job = _prepared(request, world, folder)
         num_processes = job.setup.pipeline.num_workers * job.setup.costs.slices
         check_world_size(world.size, num_processes, str(job.setup.plan))

@@ -16,6 +16,7 @@ from pipebench.checkpoint.progress import CurvePoint, Facts, SavedProgress
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.errors import DivergedError, OutOfMemoryError
 from pipebench.formats import num_epochs
+from pipebench.recipe.users_code import during
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.checkpointing import (
     NO_CHECKPOINTS,
@@ -189,7 +190,8 @@ class TrainingLoop:
         raise _StoppedError(reason)
 
     def _evaluate(self) -> None:
-        with self._clock.spending("evaluation_s"):
+        when = f"evaluation after {num_epochs(self._epochs(self._samples))}"
+        with self._clock.spending("evaluation_s"), during(when):
             scores = self._engine.evaluate()
         metrics = {"train_loss": self._loss.take_mean(), **scores}
         point = Point(self._samples, self._clock.drained_s, metrics)

@@ -62,8 +62,8 @@ class Leaf(nn.Module):
 
 
 class Points(Dataset):
-    def __init__(self, length, fails):
-        self.length, self.fails = length, fails
+    def __init__(self, length, fails, at=57):
+        self.length, self.fails, self.at = length, fails, at
         self.x = torch.randn(length, 2)
         self.y = (self.x[:, 0] > 0).long()
 
@@ -71,15 +71,15 @@ class Points(Dataset):
         return self.length
 
     def __getitem__(self, i):
-        if self.fails == "at once" or (self.fails == "late" and i == 57):
+        if self.fails == "at once" or (self.fails == "late" and i == self.at):
             raise OSError("disk is gone")
         if self.fails == "label" and i == 57:
             return self.x[i], torch.tensor(12)
         return self.x[i] if self.fails == "single" else (self.x[i], self.y[i])
 
 
-def data(length: int = 100, fails: str = ""):
-    return Points(length, fails), Points(20, "")
+def data(length: int = 100, fails: str = "", held_out: str = ""):
+    return Points(length, fails), Points(20, held_out, 13)
 
 
 def nothing():
@@ -199,13 +199,13 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     (["model.target=OWN:leaves"], "can't make the model: it ends the program (SystemExit) (OWN.py:67, in leaves)"),
     (["model.target=OWN:beyond"], "OWN:beyond can't make the model: Beyond: over (OWN.py:103, in beyond)"),
     (["dataset.target=OWN:beyond"], "dataset.target: OWN:beyond can't make the data set: Beyond: over (OWN.py:103, in"),
-    (["model.target=OWN:tiring"], "error: OWN.py:127, in forward: Beyond: over"),
-    (["dataset.target=OWN:torn", "dataset.fails=beyond"], "error: OWN.py:109, in __getitem__: Beyond: over"),
+    (["model.target=OWN:tiring"], "error: stranger: training, epoch 2, minibatch 9 of 10: OWN.py:127, in forward: Beyond: over"),
+    (["dataset.target=OWN:torn", "dataset.fails=beyond"], "training, epoch 1, minibatch 4 of 10: OWN.py:109, in __getitem__: Beyond: over"),
     (
         ["dataset.target=OWN:torn", "dataset.fails=beyond", "dataset.loader_processes=1"],
         "in a process that fetches ahead, OWN.py:109, in __getitem__: Beyond",
     ),
-    (["dataset.target=OWN:torn"], "error: OWN.py:109, in __getitem__: EOFError: cut short"),
+    (["dataset.target=OWN:torn"], "training, epoch 1, minibatch 4 of 10: OWN.py:109, in __getitem__: EOFError: cut short"),
     (
         ["model.target=torch.nn:LazyLinear", "model.out_features=3"],
         "model.target: torch.nn:LazyLinear: the model is a LazyLinear, whose parameters have no shape before its first",
@@ -225,14 +225,14 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         ["dataset.fails=at once"],
         "dataset.target: OWN:data makes data that can't be used: OSError: disk is gone (OWN.py:52, in",
     ),
-    (["dataset.fails=late"], "error: OWN.py:52, in __getitem__: OSError: disk is gone"),
+    (["dataset.fails=late"], "minibatch 4 of 10: OWN.py:52, in __getitem__: OSError: disk is gone"),
     (
         ["dataset.fails=late", "dataset.loader_processes=1"],
         "in a process that fetches ahead, OWN.py:52, in __getitem__: OSE",
     ),
     (
         ["dataset.fails=label"],
-        "error: the loss fails on the output, a tensor [10, 3] float32: IndexError: Target 12 is out of",
+        "minibatch 4 of 10: the loss fails on the output, a tensor [10, 3] float32: IndexError: Target 12 is out of",
     ),
     (
         ["dataset.fails=single"],
@@ -269,6 +269,10 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     (
         ["dataset.metrics={right: {target: 'OWN:broken', best: max}}"],
         "the metric right fails on the output, a tensor [10, 3] float32: RuntimeError: metric broke (OWN.py:79, in",
+    ),
+    (
+        ["dataset.held_out=late"],
+        "error: stranger: evaluation after 1 epoch: minibatch 2 of 2: OWN.py:52, in __getitem__: OSError: disk is gone",
     ),
     (
         ["dataset.metrics={right: {target: 'OWN:num_right', best: max}}"],
@@ -391,6 +395,7 @@ def test_worker_processes_tell_once(capfd: pytest.CaptureFixture[str], verbose: 
         return
     phases = [each for each in said.splitlines() if each.startswith("stranger  ")]  # that took long, on a busy machine
     (line,) = [each for each in said.splitlines() if each not in phases]
+    assert "stranger: training, epoch 1, minibatch" in line
     assert "tired" in line
     assert f"{OWN}.py:" in line
 
