@@ -259,8 +259,10 @@ class LargestMinibatch(Shown):
             f"{self.loaded.recipe.name}: {self.found.minibatch_size} samples per minibatch are the most of those tried "
             f"that fit in the {num_bytes(cluster.memory_bytes)} of a {cluster.device}"
         )
+        if all(trial.fits for trial in self.trials):
+            sentence += "; the limit is the number of training samples, too few for a larger size, not memory"
         console.print(Text(printable(sentence)), soft_wrap=True)
-        table = new_table("minibatch", "fullest worker", "of a device", "", left=0)
+        table = new_table("minibatch", "fullest worker, simulated", "of a device", "", left=0)
         for trial in self._by_size():
             peak = trial.peak_bytes
             cells = ("no plan fits", "") if peak is None else (num_bytes(peak), percent(peak / cluster.memory_bytes))

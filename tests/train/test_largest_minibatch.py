@@ -104,6 +104,11 @@ def test_the_command_prints_every_size_that_was_tried(tmp_path: Path) -> None:
     fitting = re.findall(r"^ +(\d+) .*%( +fits)?$", done.output, re.MULTILINE)
     assert {int(size) for size, fits in fitting if fits} < {*range(25)}
     assert {size for size, fits in fitting if not fits} >= {"26", "28", "32"}
+    assert "training samples" not in done.output
+
+    recipe_of(tmp_path, "1 TB")
+    unlimited = CliRunner().invoke(cli, ["largest", *words])
+    assert "; the limit is the number of training samples, too few for a larger size, not memory\n" in unlimited.output
 
     refused = CliRunner().invoke(cli, ["largest", *words, "cluster.name=local"])
     assert refused.exit_code == 2
