@@ -19,8 +19,8 @@ _MOST = 20  # runs and comparisons, those of comparisons not counted
 def runs(word: str | None, everything: bool) -> None:
     """List past runs and comparisons, the newest first, the runs of a comparison below it.
 
-    WORD lists those that have it in their name. Runs that MLflow hasn't taken are listed, too. `pipebench compare`
-    takes the ids.
+    WORD lists those that have it in their name or their recipe's. Runs that MLflow hasn't taken are listed, too.
+    `pipebench compare` takes the ids.
 
     \b
     Examples:

@@ -99,9 +99,24 @@ def left(loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | No
     first, begun = divmod(done, per_recipe)
     parts = [(each, tuple(seeds or ())[begun if index == 0 else 0 :]) for index, each in enumerate(loaded[first:])]
     commands = []
-    # Each run of a sweep has its own overrides; others share a command.
-    for (words, some), group in groupby(parts, key=lambda part: (part[0].words, part[1])):
-        recipes = [str(each.path) for each, _ in group]
+    for (_, words, some), group in groupby(parts, key=_shared):
+        together = [each for each, _ in group]
+        recipes = dict.fromkeys(str(each.path) for each in together)
+        given = [word for word in suite.overrides if word.partition("=")[0] not in together[0].varied]
         options = ["--seeds", ",".join(map(str, some))] if some else []
-        commands.append(shlex.join(["pipebench", "run", *recipes, *suite.overrides, *words, *options]))
+        commands.append(shlex.join(["pipebench", "run", *recipes, *given, *words, *_last_list(together), *options]))
     return commands
+
+
+def _shared(part: tuple[LoadedRecipe, tuple[int, ...]]) -> tuple[Path | None, tuple[str, ...], tuple[int, ...]]:
+    """Return what runs of one command have in common: in a sweep all but the key that varies fastest."""
+    loaded, seeds = part
+    return loaded.path if loaded.words else None, loaded.words[:-1], seeds
+
+
+def _last_list(runs: Sequence[LoadedRecipe]) -> list[str]:
+    """Return the last word of a sweep's runs with the elements of all; empty without a sweep."""
+    words = [each.words[-1] for each in runs if each.words]
+    values = "".join(word.partition("=")[2] for word in words)
+    # A single element stays a list, `depth=4,`, so that its run has its name in the sweep.
+    return [f"{words[0].partition('=')[0]}={values if len(words) == 1 else values[:-1]}"] if words else []

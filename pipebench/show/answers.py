@@ -144,9 +144,9 @@ def recorded(references: Sequence[str], folders: Sequence[Path]) -> RunCompariso
     """Return recorded runs side by side; a single reference names a comparison, all of whose runs these are.
 
     Raises:
-        UserError: no run, several, or the same as another goes by a reference.
+        UserError: no run, several, or the same as another goes by a reference; or the only one is a run.
     """
-    found = find_runs(references, folders) if len(references) > 1 else runs_of(references[0])
+    found = find_runs(references, folders) if len(references) > 1 else runs_of(references[0], folders)
     ids = [run.run_id for run in found]
     for index, run_id in enumerate(ids):
         if run_id in ids[:index]:

@@ -16,7 +16,10 @@ _NAME_WIDTH = 44
 
 
 def print_past_runs(runs: Sequence[PastRun], word: str, most: int | None, console: Console | None = None) -> None:
-    """Print the runs that have `word` in their name, or whose comparison has; at most so many that are below none."""
+    """Print the runs that have `word` in their name or their recipe's, or whose comparison has.
+
+    At most so many that are below none.
+    """
     console = console or standard_output()
     known = {run.run_id for run in runs}
     below: dict[str, list[PastRun]] = {}
@@ -27,14 +30,14 @@ def print_past_runs(runs: Sequence[PastRun], word: str, most: int | None, consol
     if not tops:
         print_plain(console, "no run is recorded" + (f" with {printable(word)!r} in its name" if word else ""))
         return
-    table = new_table("id", "began", "run", "outcome", "time to accuracy", "samples/s", left=4)
+    table = new_table("id", "began", "run", "recipe", "outcome", "time to accuracy", "samples/s", left=5)
 
     def add(run: PastRun, depth: int) -> None:
-        name = "  " * depth + printable(run.name)
         table.add_row(
             short_id(run.run_id),
             f"{datetime.fromtimestamp(run.began_ms / 1000):%Y-%m-%d %H:%M}",
-            Text(name if len(name) <= _NAME_WIDTH else f"{name[: _NAME_WIDTH - 2]}..", style="" if depth else "bold"),
+            Text(_short("  " * depth + run.name), style="" if depth else "bold"),
+            Text(_short(run.recipe)),
             Text(printable(run.outcome)),
             seconds(run.time_to_accuracy_s),
             UNKNOWN if run.throughput_samples_per_s is None else number(run.throughput_samples_per_s),
@@ -50,4 +53,10 @@ def print_past_runs(runs: Sequence[PastRun], word: str, most: int | None, consol
 
 
 def _has(run: PastRun, word: str, below: dict[str, list[PastRun]]) -> bool:
-    return word in run.name or any(_has(child, word, below) for child in below.get(run.run_id, ()))
+    named = word in run.name or word in run.recipe
+    return named or any(_has(child, word, below) for child in below.get(run.run_id, ()))
+
+
+def _short(name: str) -> str:
+    name = printable(name)
+    return name if len(name) <= _NAME_WIDTH else f"{name[: _NAME_WIDTH - 2]}.."

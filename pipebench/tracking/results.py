@@ -69,6 +69,7 @@ class PastRun:
     parent_id: str | None  # MLflow's, of its comparison; None without one
     kind: str  # `run`, or `comparison`, `seeds` or `report`, which have runs
     name: str  # in MLflow
+    recipe: str  # the recipe's name; "" of a comparison
     began_ms: int  # milliseconds since the epoch
     outcome: str  # `reached`, ...; of a comparison how many of each; MLflow's status without one
     time_to_accuracy_s: float | None  # seconds on the run's clock, None without a target reached
@@ -132,7 +133,8 @@ class RecordedRuns:
             outcome = tags.get("outcome", run.info.status.lower())
             times = (metrics.get("time_to_accuracy_s"), metrics.get("throughput_samples_per_s"))
             ids = (run.info.run_id, tags.get(_PARENT), tags["kind"])
-            found.append(PastRun(*ids, run.info.run_name, run.info.start_time, outcome, *times))
+            recipe = run.data.params.get("name", "")
+            found.append(PastRun(*ids, run.info.run_name, recipe, run.info.start_time, outcome, *times))
         return sorted(found, key=lambda run: -run.began_ms)
 
     def below(self, run_id: str) -> list[Recorded]:
@@ -186,19 +188,23 @@ def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Record
     Raises:
         UserError: a reference matches no run or several, or the run has no result; names the nearest, or all.
     """
-    stored = RecordedRuns().known()
-    local = [run for folder in folders if (run := _known_of(folder)) is not None]
-    aliases = {run_id: run.ids for run in local for run_id in run.ids}
-    known = [run._replace(ids=tuple(dict.fromkeys((*run.ids, *aliases.get(run.ids[0], ()))))) for run in stored]
-    there = {run_id for run in known for run_id in run.ids}
-    known += [run for run in local if run.ids[0] not in there]
-    found = []
+    known, found = _known(folders), []
     for run in [_chosen(reference, known) for reference in references]:
         recorded = run.load()
         if recorded is None:
             raise UserError(f"run: {run.text} has no result: it is running, or ended without one")
         found.append(recorded)
     return found
+
+
+def _known(folders: Iterable[Path]) -> list[RecordedRun]:
+    """Return MLflow's runs, each also by its folder's name, and those of `folders` that MLflow hasn't."""
+    stored = RecordedRuns().known()
+    local = [run for folder in folders if (run := _known_of(folder)) is not None]
+    aliases = {run_id: run.ids for run in local for run_id in run.ids}
+    known = [run._replace(ids=tuple(dict.fromkeys((*run.ids, *aliases.get(run.ids[0], ()))))) for run in stored]
+    there = {run_id for run in known for run_id in run.ids}
+    return [*known, *(run for run in local if run.ids[0] not in there)]
 
 
 def past_runs(folders: Iterable[Path]) -> list[PastRun]:
@@ -214,19 +220,24 @@ def past_runs(folders: Iterable[Path]) -> list[PastRun]:
         if recorded is not None and not stored.intersection(run.ids):
             result, metrics = recorded.result, recorded.result.metrics
             times = (metrics.get("time_to_accuracy_s"), metrics.get("throughput_samples_per_s"))
-            found.append(PastRun(run.ids[0], None, "run", run.names[0], recorded.ended_ms, result.outcome, *times))
+            names = (run.names[0], result.recipe.get("name", ""))
+            found.append(PastRun(run.ids[0], None, "run", *names, recorded.ended_ms, result.outcome, *times))
     return sorted(found, key=lambda run: -run.began_ms)
 
 
-def runs_of(reference: str) -> list[Recorded]:
+def runs_of(reference: str, folders: Iterable[Path]) -> list[Recorded]:
     """Return the runs of a comparison, by its id, the beginning of it, or its name in MLflow.
 
     Raises:
-        UserError: no comparison or several go by the reference, or it has no run with a result.
+        UserError: no comparison or several go by the reference, or a run, also one of `folders`; or it has no run with
+            a result.
     """
     runs = RecordedRuns()
     parents = [run for run in runs.past() if run.kind != "run"]
     known = [RecordedRun((run.run_id,), (run.name,), lambda: None) for run in parents]
+    if not _matching(reference, known) and (found_runs := _matching(reference, _known(folders))):
+        texts = listed([run.text for run in found_runs], _LISTED)
+        raise UserError(f"comparison: got a run, {texts}; allowed are a comparison, or at least two runs")
     chosen = _chosen(reference, known, "comparison")
     found = runs.below(chosen.ids[0])
     if not found:
@@ -236,8 +247,7 @@ def runs_of(reference: str) -> list[Recorded]:
 
 def _chosen(reference: str, known: Sequence[RecordedRun], what: str = "run") -> RecordedRun:
     """Return the run, or `what` these are, that a reference names."""
-    exact = [run for run in known if reference and reference in (*run.ids, *run.names)]
-    found = exact or [run for run in known if reference and any(each.startswith(reference) for each in run.ids)]
+    found = _matching(reference, known)
     if len(found) == 1:
         return found[0]
     got, names = f"{what}: got {reference[:_LONGEST]!r}", listed([run.text for run in found or known], _LISTED)
@@ -247,6 +257,12 @@ def _chosen(reference: str, known: Sequence[RecordedRun], what: str = "run") -> 
         raise UserError(f"{got}, but no {what} is recorded at {shown_uri(default_uri())} or in the working directory")
     close = nearest(reference[:_LONGEST], (each for run in known for each in (*run.names, *run.ids)))
     raise UserError(f"{got}, allowed are ids, beginnings of ids and names of recorded {what}s: {names}{close}")
+
+
+def _matching(reference: str, known: Sequence[RecordedRun]) -> list[RecordedRun]:
+    """Return the runs that have a reference as an id or a name; without any, those whose id begins with it."""
+    exact = [run for run in known if reference and reference in (*run.ids, *run.names)]
+    return exact or [run for run in known if reference and any(each.startswith(reference) for each in run.ids)]
 
 
 def short_id(run_id: str) -> str:

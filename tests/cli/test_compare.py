@@ -115,7 +115,7 @@ def test_nothing_else_is_overwritten(folder: Path) -> None:
         (("pipedream", "goes on"), r"\(goes on\) has no result: it is running, or ended without one"),
         (("pipedream", ""), r"got '', allowed are ids"),
         (("dp, pipedream", "pipedream"), r"got 'dp, pipedream', allowed are"),
-        (("pipedream",), r"comparison: got 'pipedream', allowed are ids"),
+        (("pipedream",), r"comparison: got a run, \w{8} \(pipedream\); allowed are a comparison, or at least two runs"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compared_is_told_in_one_sentence(words: tuple[str, ...], said: str) -> None:
@@ -157,7 +157,13 @@ def test_past_runs_are_listed_and_a_comparison_is_shown_by_its_id(folder: Path, 
     assert listed.exit_code == 0, listed.output
     assert "gpipe-0a1b2c3d" in listed.output, "MLflow hasn't taken it"
     rows = [line.split() for line in CliRunner().invoke(cli, ["runs", "by day"]).output.splitlines() if "again" in line]
-    assert [(" ".join(row[3:5]), row[5]) for row in rows] == [("dp again", "reached"), ("pipedream again", "reached")]
+    assert [(" ".join(row[3:5]), *row[5:7]) for row in rows] == [
+        ("dp again", "quickstart-dp", "reached"),
+        ("pipedream again", "quickstart-pipedream", "reached"),
+    ]
+    of_recipe = CliRunner().invoke(cli, ["runs", "quickstart-pipedream"]).output
+    assert "pipedream again" in of_recipe, "found by its recipe's name"
+    assert "gpipe-0a1b2c3d" not in of_recipe
     Path("out").mkdir(exist_ok=True)
     assert len(pipebench.recorded(str(parent.run_id)[:10]).runs) == 2
     shown = compare(str(parent.run_id)[:10], "--out", "out")

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipebench.cli.main import cli
-from pipebench.recipe.load import load
+from pipebench.recipe.load import load, load_each
 from pipebench.run.suite import Suite, left
 from pipebench.show import console
 
@@ -48,3 +48,15 @@ def test_what_is_left_of_seeds_and_of_lists() -> None:
         f"pipebench run {of_first} train.max_epochs=2 --seeds 4",
         f"pipebench run {recipes[1]} train.max_epochs=2 --seeds 3,4",
     ]
+
+
+def test_what_is_left_of_a_sweep_says_every_key_once() -> None:
+    """A list of one element ends with a comma: its run has the same name as in the sweep."""
+    path = load("quickstart/dp").path
+    given = ("train.minibatch_size=16,32", "train.max_epochs=2", "train.seed=0,1,2")
+    sweep, suite = load_each(path, given), Suite("suite", given)
+    both = f"pipebench run {path} train.max_epochs=2 train.minibatch_size"
+    assert left(sweep, suite, None, 1) == [f"{both}=16, train.seed=1,2", f"{both}=32, train.seed=0,1,2"]
+    assert left(sweep, suite, None, 5) == [f"{both}=32, train.seed=2,"]
+    words = left(sweep, suite, None, 5)[0].split()[3:]
+    assert [each.run_name for each in load_each(path, words)] == [sweep[5].run_name]
