@@ -193,6 +193,13 @@ class Checkpoints:
         """Return the steps with a folder, complete or not, ascending."""
         return sorted(step for _, step in self._entries())
 
+    def epochs(self) -> float:
+        """Return the epochs trained by the newest checkpoint with a readable manifest; 0 without one."""
+        for step in reversed(self.steps()):
+            with suppress(CheckpointError):
+                return float(self.at(step, check=False).progress["epoch"])
+        return 0.0
+
     def _folder(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 

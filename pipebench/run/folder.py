@@ -8,6 +8,7 @@ pipebench-runs/quickstart-1f0c9a7e/
     record/         logged data, results included
 """
 
+import math
 import os
 import re
 import secrets
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pipebench.errors import UserError, nearest
 from pipebench.files import read_bytes
 from pipebench.files import replace as replace_file
-from pipebench.formats import listed
+from pipebench.formats import listed, num_epochs
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.run.ownership import require_own, require_own_code
 from pipebench.tracking.record import RECORD, RESULTS_FOLDER, mlflow_run_id, read_record
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 RUNS = Path("pipebench-runs")
 _RUN, _RECIPE = "run.json", "recipe.yaml"
+_EPOCHS = "train.max_epochs"
 _DIGITS = re.compile(r"-[0-9a-f]{8}", re.ASCII)  # follows the recipe's name in a run's id
 
 # A checkpoint's weights, position in the data and clock depend on these: fixed in a resumed run.
@@ -227,7 +229,8 @@ def resumed(
     executed.
 
     Raises:
-        UserError: no such run, another user's, without checkpoint, or an override of a key that its weights depend on.
+        UserError: no such run, another user's, without checkpoint, an override of a key that its weights depend on, or
+            fewer epochs than it has trained.
     """
     folder = find_trusted(run, trusts=trusts)
     if not folder.checkpoints.steps():
@@ -239,6 +242,12 @@ def resumed(
         raise UserError(
             f"command line: {changed[0]}: a run that goes on keeps it, because its weights or its clock depend on it; "
             f"allowed are changes outside {', '.join(_FIXED)}"
+        )
+    epochs, trained = loaded.recipe.train.max_epochs, folder.checkpoints.epochs()
+    if epochs < trained:
+        raise UserError(
+            f"{loaded.origin(_EPOCHS)}: {_EPOCHS}: got {epochs}, but run {folder.run_id} has trained "
+            f"{num_epochs(trained)} already; allowed is {math.ceil(trained)} or more"
         )
     require_own_code(loaded, trusts=trusts, tells=tells)
     return folder, loaded

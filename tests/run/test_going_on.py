@@ -104,3 +104,13 @@ def test_code_that_has_changed_is_told_and_the_run_goes_on(run_of: RunFolder, tm
     again = CliRunner().invoke(cli, ["run", "--resume", run_of.run_id, "train.max_epochs=3"])
     assert again.exit_code == 0
     assert all(": executes " in line for line in again.stderr.splitlines())
+
+
+def test_fewer_epochs_than_were_trained_are_refused_and_the_record_stays(run_of: RunFolder) -> None:
+    assert resume(run_of).exit_code == 0
+    before = {path: path.read_bytes() for path in run_of.path.rglob("*") if path.is_file()}
+    answer = CliRunner().invoke(cli, ["run", "--resume", run_of.run_id, "train.max_epochs=1"])
+    assert answer.exit_code == 2
+    said = f"command line: train.max_epochs: got 1, but run {run_of.run_id} has trained 2 epochs already"
+    assert f"{said}; allowed is 2 or more" in answer.stderr
+    assert {path: path.read_bytes() for path in run_of.path.rglob("*") if path.is_file()} == before
