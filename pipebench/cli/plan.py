@@ -8,12 +8,22 @@ import click
 
 from pipebench.cli.group import tracebacks
 from pipebench.cli.json_output import json_flag
-from pipebench.cli.parameters import FILE, MOST_WORKERS, Parameter, count, name_of, option, parse_levels, zip_flag
+from pipebench.cli.parameters import (
+    FILE,
+    MOST_WORKERS,
+    Parameter,
+    count,
+    name_of,
+    option,
+    parse_latency,
+    parse_levels,
+    zip_flag,
+)
 from pipebench.cli.references import complete, load_to_plan, split
-from pipebench.errors import UserError
+from pipebench.errors import UserError, printable
 from pipebench.recipe.preflight import preflight
 from pipebench.recipe.ranges import CHOICES
-from pipebench.units import parse_bytes, parse_duration
+from pipebench.units import parse_bytes
 
 _COST_MODEL, _MODE = (name_of(CHOICES[f"parallelism.{key}"]) for key in ("cost_model", "mode"))
 
@@ -32,8 +42,8 @@ _COST_MODEL, _MODE = (name_of(CHOICES[f"parallelism.{key}"]) for key in ("cost_m
     "With --levels: memory per device, such as 16GB.  [default: no limit]",
 )  # fmt: skip
 @option(
-    "--latency", Parameter(parse_duration), "SECONDS",
-    "With --levels: latency of every link, such as 10us.  [default: 0]",
+    "--latency", Parameter(parse_latency), "DURATION",
+    "With --levels: latency of every link, with a unit, such as 10us.  [default: 0]",
 )  # fmt: skip
 @option("--cost-model", _COST_MODEL, "NAME", "How times add up, from `pipebench ls cost-models`.")
 @option("--mode", _MODE, "NAME|auto", "The mode to plan, from `pipebench ls modes`; auto: the fastest.")
@@ -92,13 +102,17 @@ def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
 
 def _check_combination(given: Mapping[str, Any], words: Sequence[str]) -> None:
     """Check that the options are compatible, before any work."""
-    files = [word for word in split(words)[0] if word.endswith((".json", ".txt"))]
+    references, overrides = split(words)
+    files = [word for word in references if word.endswith((".json", ".txt"))]
     if files:
         raise UserError(f"{files[0]} looks like a profile and not like a recipe: write --profile {files[0]}")
     with_recipe = bool(words)
     has = {name for name, value in given.items() if value is not None}
     if {"cluster", "levels"} <= has:
         raise UserError("--cluster and --levels both say where to run; give one of the two")
+    of_cluster = [word for word in overrides if word.startswith(("cluster.", "cluster="))]
+    if "levels" in has and of_cluster:
+        raise UserError(f"--levels takes the place of the recipe's cluster: leave out {printable(of_cluster[0])}")
     if "servers" in has and "cluster" not in has and not (with_recipe and "levels" not in has):
         raise UserError("--servers needs --cluster NAME to multiply")
     for name in ("memory", "latency"):

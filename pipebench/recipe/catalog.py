@@ -78,10 +78,9 @@ def find_cluster(name: str, beside: Path | None = None) -> Path:
         return find(name, lambda: [path.name for path in beside.glob("*.yaml")] if beside else [], beside)
     names = cluster_names()
     if name not in names:
-        allowed = (
-            f"no such cluster, allowed are {', '.join(names)} or the path of a YAML file{nearest(name[:60], names)}"
-        )
-        raise RecipeError([Fault(f"cluster {name[:80]!r}", "", allowed)])
+        problem = "is a folder" if os.path.isdir(name) else "no such cluster"
+        allowed = f"allowed are {', '.join(names)} or the path of a YAML file{nearest(name[:60], names)}"
+        raise RecipeError([Fault(f"cluster {name[:80]!r}", "", f"{problem}, {allowed}")])
     return recipes_folder() / CLUSTERS / f"{name}.yaml"
 
 

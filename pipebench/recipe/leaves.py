@@ -278,13 +278,14 @@ def _problem(value: object, expected: Any) -> str | None:
 
 
 def _key_of_word(key: Key, value: object, expected: Any) -> str:
-    """Return a hint for a word where a section is expected: the section's key that takes it."""
-    keys = types_of(section) if (section := section_in(expected)) is not None else ("name",)
-    takes = next((name for name in ("name", "kind", "mode") if name in keys), None)
-    holds_keys = section is not None or get_origin(expected) is dict
-    if takes is None or not holds_keys or not isinstance(value, str) or is_expression(value):
+    """Return a hint for a word or number where a section is expected: the section's key that takes it."""
+    section = section_in(expected)
+    if (section is None and get_origin(expected) is not dict) or is_expression(value):
         return ""
-    return f"; did you mean '{dotted((*key, takes))}={cut(value)}'?"
+    types = types_of(section) if section is not None else {"name": str}
+    takes = (name for name in ("name", "kind", "mode", "epochs") if name in types)
+    found = next((name for name in takes if problem_with(value, types[name]) is None), None)
+    return "" if found is None else f"; did you mean '{dotted((*key, found))}={cut(value)}'?"
 
 
 def _nesting(text: str) -> int:

@@ -260,12 +260,15 @@ def _find_base(given: str, beside: Path) -> Path:
     return find(given, lambda: [*(path.name for path in beside.glob("*.yaml")), *recipe_names()], beside=beside)
 
 
+_NEEDED = {("model",): ", needed is a name, a target or a profile", ("dataset",): ", needed is a name or a target"}
+
+
 def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:
     given = _nested(leaves.found)
     for key in _missing(given, ()):
         if not leaves.is_faulty(key):
             file = leaves.found[key].file if key in leaves.found else display(path)
-            leaves.fault(key, "is missing and has no default", file)
+            leaves.fault(key, f"is missing and has no default{_NEEDED.get(key, '')}", file)
     resolved, pending = _resolve(given, leaves)
     _anchor_paths(resolved, leaves.found)
     draft = Draft(resolved, leaves, {fault.key for fault in pending}, display(path), path.parent)

@@ -14,7 +14,7 @@ from pipebench.recipe.load import LoadedRecipe, fault_of
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.named import KINDS, OPTIMIZER, SCHEDULE, given_arguments
 from pipebench.recipe.options import options, target_options, target_problems
-from pipebench.recipe.ranges import MEASURED, TIMINGS, TRACKERS
+from pipebench.recipe.ranges import MEASURED, TIMINGS
 from pipebench.recipe.rules_zoo import dataset_problems, model_problems, one_line
 from pipebench.recipe.targets import import_target, targets_of
 from pipebench.recipe.users_code import users_code
@@ -131,9 +131,8 @@ def _compiler(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
 
 def _tracking(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
     for name in loaded.recipe.tracking:
-        package = TRACKERS[name]
-        if find_spec(package) is None:
-            yield "tracking", f"got {name}, which needs the package {package}: pip install {package}"
+        if find_spec(name) is None:
+            yield "tracking", f"got {name}, which needs the package {name}: pip install {name}"
 
 
 def _timing(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:

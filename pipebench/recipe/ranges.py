@@ -28,8 +28,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.device": ("auto", "cpu", "cuda"),
 }
 
-# Names of `tracking`, and the packages that they need.
-TRACKERS = {"mlflow": "mlflow", "tensorboard": "tensorboard", "wandb": "wandb"}
 ANEW = "anew"  # measured, whatever the cache has
 MEASURED = ("measured", ANEW)
 TIMINGS = ("auto", *MEASURED, "analytic")  # or the path of a profile file

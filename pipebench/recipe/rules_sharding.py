@@ -6,15 +6,20 @@ from typing import Any
 from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.ranges import TIMINGS
 from pipebench.recipe.typecheck import shown
-from pipebench.schedule.modes import AUTO, Mode
+from pipebench.schedule.modes import AUTO, MODES, Mode
 from pipebench.schedule.syncs import ALL_REDUCE, NOT_SHARDED, OPTIMIZER, ORDERED, PARAMETERS, SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
 
 @rule
 def _shards(mode: str, row: Mode, shard: str | None, sync: str | None) -> Problems:
-    """Shards need replicas that wait for each other, and one version of the weights."""
+    """Shards need replicas that wait for each other, and one version of the weights; some modes are what they shard."""
     if not row.is_sharded:
+        if mode in MODES and MODES[mode].is_sharded:
+            yield (
+                "parallelism.shard",
+                f"got {row.shard} with mode {mode}, which is dp with shards: allowed is null, or mode: dp",
+            )
         return
     key, given_shard = "parallelism.shard" if shard is not None else "parallelism.mode", f"got shard {row.shard}"
     if row.shard != OPTIMIZER and row.shape != "one-stage":

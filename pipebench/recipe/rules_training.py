@@ -4,12 +4,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipebench.errors import Fault, PlanError, RecipeError, choice, nearest
+from pipebench.errors import Fault, PlanError, RecipeError, nearest
 from pipebench.lines import LinedFile
 from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.named import KINDS, OPTIMIZER
 from pipebench.recipe.plan_file import asked_replicas, form_problems, is_plan_file, load_plan
-from pipebench.recipe.ranges import TRACKERS
 from pipebench.recipe.schema import COLUMNS, LARGEST, OptimizerRecipe, ParallelismRecipe
 from pipebench.recipe.suited import DIRECTED, gives_direction, moves_little, sends_weights
 from pipebench.recipe.typecheck import shown
@@ -32,7 +31,6 @@ def _name(name: str) -> Problems:
 
 @rule
 def _tracking(tracking: Sequence[str]) -> Problems:
-    yield from (("tracking", choice(name[:60], TRACKERS)) for name in tracking if name not in TRACKERS)
     if "mlflow" not in tracking:
         why = "`pipebench compare`, reports and `--resume` read runs from it"
         yield "tracking", f"got {shown(tracking)}, mlflow has to be among them: {why}"

@@ -5,7 +5,7 @@ is in `ranges.py` and the rules.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import MISSING
 
@@ -296,4 +296,4 @@ class Recipe:
     engine: EngineRecipe = field(default_factory=EngineRecipe)
     # Where runs are recorded: `mlflow` always, and curves and results also by `tensorboard` and `wandb`, where these
     # are installed
-    tracking: list[str] = field(default_factory=lambda: ["mlflow"])
+    tracking: list[Literal["mlflow", "tensorboard", "wandb"]] = field(default_factory=lambda: ["mlflow"])

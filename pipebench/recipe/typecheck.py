@@ -39,7 +39,7 @@ def in_words(expected: Any) -> str:
     if get_origin(expected) is Literal:
         return f"one of {', '.join(map(str, get_args(expected)))}"
     if get_origin(expected) in (list, tuple):
-        return f"a list of {in_words(get_args(expected)[0]).removeprefix('a ')}"
+        return f"a list of {in_words(get_args(expected)[0]).removeprefix('a ').removeprefix('one of ')}"
     return _WORDS.get(expected, "a mapping" if _is_mapping(expected) else "a plain value")
 
 
@@ -48,6 +48,9 @@ def problem_with(value: object, expected: Any) -> str | None:
     if get_origin(expected) is Literal:
         allowed = [str(name) for name in get_args(expected)]
         return None if value in get_args(expected) and isinstance(value, str) else choice(cut(value), allowed)
+    inside = get_args(expected)[0] if get_origin(expected) in (list, tuple) else None
+    if get_origin(inside) is Literal and isinstance(value, list):
+        return next((problem for item in value if (problem := problem_with(item, inside)) is not None), None)
     if isinstance(value, int) and abs(value) > _LARGEST:
         return "got a whole number beyond 2^63, which no setting needs"
     if _fits(value, expected):

@@ -87,7 +87,9 @@ def _parsed(text: str) -> Any:
         raise ValueError(f"is not YAML: {getattr(error, 'reason', 'it cannot be read')}") from error
     except (ValueError, OverflowError, TypeError, AttributeError, KeyError) as error:
         # PyYAML raises these when a value doesn't match its explicit tag (`!!int x`) or is a number without end.
-        raise ValueError("is not YAML we take: a value can't be read as what it is declared to be") from error
+        raise ValueError(
+            "is not YAML we take: a value can't be read as its type, such as a number of thousands of digits"
+        ) from error
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:

@@ -281,6 +281,15 @@ def test_picture(graph: str) -> None:
             "--no-others goes with one mode",
         ),
         (["--profile", "P", "--levels", "4@1", "--memory", "lots"], "--memory: got 'lots', allowed is a size"),
+        (
+            ["--profile", "P", "--levels", "4@1", "--latency", "10"],
+            "--latency: got '10', allowed is a duration with its",
+        ),
+        (["quickstart", "--levels", "4@1", "cluster.servers=2"], "recipe's cluster: leave out cluster.servers=2"),
+        (
+            ["quickstart", "--levels", "4@1", "cluster={name: local}"],
+            "recipe's cluster: leave out cluster={name: local}",
+        ),
         (["--profile", "P", "--levels", "4@1", "--latency", "-1us"], "--latency: got '-1us', allowed is a duration"),
         (["--profile", "P", "--cluster", "cluster-a", "--memory", "1GB"], "--memory goes with --levels"),
         (["quickstart", "--minibatch-size", "8"], "a recipe says train.minibatch_size=N"),

@@ -33,13 +33,20 @@ FILES: list[tuple[str | bytes, str]] = [
     (VALID + "x: " + "{a: " * 40 + "1" + "}" * 40, "r.yaml: line 11: is not YAML we take: nested more than 32 deep"),
     (VALID.replace("small", '"a\\0b"'), r"r.yaml: name: got 'a\\x00b', allowed are letters, digits"),
     (b"\xef\xbb\xbf" + VALID.replace("small", "''").encode(), "r.yaml: name: got '', allowed are letters, digits"),
-    (VALID.replace("10\n", "9" * 5000 + "\n"), "r.yaml: is not YAML we take: a value can't be read"),
+    (
+        VALID.replace("10\n", "9" * 5000 + "\n"),
+        "r.yaml: is not YAML we take: a value can't be read .* thousands of digits",
+    ),
     (VALID + "a: &a [x]\nb: [*a, *a]\n", "r.yaml: line 11: .*anchors"),
     (VALID.replace("{name: mnist5k}", "{name: mnist5k, name: x}"), "line 3: .*the key 'name' is there twice"),
     (VALID + "1: 2\n", "r.yaml: 1: unknown key"),
     (VALID + "null: 2\n", "r.yaml: None: unknown key"),
     (VALID.replace("small", "2019"), "r.yaml: name: got 2019, allowed is text; put it in quotes"),
     (VALID.replace("name: small\n", ""), "r.yaml: name: is missing and has no default"),
+    (
+        VALID.replace(VALID.split("\n")[1], "model: {}"),
+        "model: is missing and .*, needed is a name, a target or a profile",
+    ),
     (
         VALID.replace("mnist5k", "wmt16, lengths: declared").replace("top1", "token_accuracy"),
         "dataset.lengths: got declared, which is for engine.kind simulated: kind virtual trains, on samples as long as",

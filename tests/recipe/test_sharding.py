@@ -41,6 +41,9 @@ REFUSED = {
         "train.optimizer.name: got asgd with shard parameters, and evaluations need its averages of all parameters: "
         "allowed are others, or shard: none"
     ),
+    ("parallelism.mode=fsdp", "parallelism.shard=none"): (
+        "parallelism.shard: got none with mode fsdp, which is dp with shards: allowed is null, or mode: dp"
+    ),
     ("parallelism.mode=dp", "parallelism.shard=state"): (
         "parallelism.shard: got 'state', allowed are none, optimizer, gradients, parameters"
     ),
