@@ -260,7 +260,10 @@ def _find_base(given: str, beside: Path) -> Path:
     return find(given, lambda: [*(path.name for path in beside.glob("*.yaml")), *recipe_names()], beside=beside)
 
 
-_NEEDED = {("model",): ", needed is a name, a target or a profile", ("dataset",): ", needed is a name or a target"}
+_NEEDED: dict[Key, str] = {
+    ("model",): ", needed is a name, a target or a profile",
+    ("dataset",): ", needed is a name or a target",
+}
 
 
 def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:

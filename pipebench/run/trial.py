@@ -80,8 +80,9 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
         _check_sum("the loss", lambda o, t: dataset.loss(o, t), output, targets, total, loss_key)
         if not total.requires_grad:
             raise UserCodeError("the loss has no gradient: nothing in it depends on the model's parameters", loss_key)
-        if not math.isfinite(value := float(total.detach())):
-            given = f"the loss of {count} samples is {value:g} at the initial weights, needed is a number"
+        initial = float(total.detach())
+        if not math.isfinite(initial):
+            given = f"the loss of {count} samples is {initial:g} at the initial weights, needed is a number"
             raise UserCodeError(f"{given}: the data, {model_name} or the loss gives it", loss_key)
         total.backward()  # type: ignore[no-untyped-call]
     with users_code(f"a metric of {data_name} doesn't suit the output of {model_name}", metrics_key):

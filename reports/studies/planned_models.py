@@ -100,7 +100,7 @@ def analytic(model: str, size: int | None = None) -> Subject:
     Arguments and errors are those of `recipe`.
     """
     own = recipe(model, size)
-    profile = profile_model(own, cluster(own.cluster.name, 1), wanted=Wanted(whole_minibatches=True)).profile
+    profile = profile_model(own, cluster(own.cluster.name, 1), wanted=Wanted(plans=True)).profile
     return Subject(model, "analytic", own.train.minibatch_size, profile)
 
 

@@ -199,13 +199,22 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     (["model.target=OWN:leaves"], "can't make the model: it ends the program (SystemExit) (OWN.py:67, in leaves)"),
     (["model.target=OWN:beyond"], "OWN:beyond can't make the model: Beyond: over (OWN.py:103, in beyond)"),
     (["dataset.target=OWN:beyond"], "dataset.target: OWN:beyond can't make the data set: Beyond: over (OWN.py:103, in"),
-    (["model.target=OWN:tiring"], "error: stranger: training, epoch 2, minibatch 9 of 10: OWN.py:127, in forward: Beyond: over"),
-    (["dataset.target=OWN:torn", "dataset.fails=beyond"], "training, epoch 1, minibatch 4 of 10: OWN.py:109, in __getitem__: Beyond: over"),
+    (
+        ["model.target=OWN:tiring"],
+        "error: stranger: training, epoch 2, minibatch 9 of 10: OWN.py:127, in forward: Beyond: over",
+    ),
+    (
+        ["dataset.target=OWN:torn", "dataset.fails=beyond"],
+        "training, epoch 1, minibatch 4 of 10: OWN.py:109, in __getitem__: Beyond: over",
+    ),
     (
         ["dataset.target=OWN:torn", "dataset.fails=beyond", "dataset.loader_processes=1"],
         "in a process that fetches ahead, OWN.py:109, in __getitem__: Beyond",
     ),
-    (["dataset.target=OWN:torn"], "training, epoch 1, minibatch 4 of 10: OWN.py:109, in __getitem__: EOFError: cut short"),
+    (
+        ["dataset.target=OWN:torn"],
+        "training, epoch 1, minibatch 4 of 10: OWN.py:109, in __getitem__: EOFError: cut short",
+    ),
     (
         ["model.target=torch.nn:LazyLinear", "model.out_features=3"],
         "model.target: torch.nn:LazyLinear: the model is a LazyLinear, whose parameters have no shape before its first",
