@@ -26,6 +26,7 @@ from tests.distributed.cases import Case, Outcome, compare, distributed, small_s
 from tests.distributed.test_equality import THREE, TWO
 from tests.distributed.test_first_use import WAITING
 from tests.processes import Processes
+from tests.unwatched import unwatched
 
 # Ranks on one GPU; NCCL's reductions in the switch don't take them.
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
@@ -116,7 +117,8 @@ def received_beside_work(world: World) -> bool:
 def measured(world: World, case: Case) -> tuple[list[dict[str, Any]], dict[str, float], float, bool]:
     """Train a case; return what was measured of every worker and of all, the seconds, and whether NCCL was used."""
     with torch_settings(EngineRecipe()):
-        engine = DistributedEngine(replace(small_setup(case), device=world.device), world)
+        setup = replace(small_setup(case), device=world.device)
+        engine = DistributedEngine(setup, world, unwatched(setup))
         engine.start_clock()
         engine.train(0, 40)
         training_s = engine.clock_s

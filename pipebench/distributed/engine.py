@@ -50,7 +50,7 @@ class DistributedEngine(TrainingEngine):
     Args:
         setup: what to run, on this process's `setup.device`. Its model loses its weights to the stage.
         world: the processes, as many as the plan's workers have slices together.
-        control: watches this worker and agrees with the others on early ends; None for neither.
+        control: watches this worker and agrees with the others on early ends.
         on_loss: see `TrainingEngine`; `DivergedError` stops all workers.
         on_unit: see `TrainingEngine`.
     """
@@ -62,8 +62,8 @@ class DistributedEngine(TrainingEngine):
         self,
         setup: Setup,
         world: World,
+        control: Control,
         *,
-        control: Control | None = None,
         on_loss: OnLoss = lambda loss, samples, weight, clock_s: None,
         on_unit: OnUnit = lambda samples, loss, clock_s: None,
     ) -> None:
@@ -136,7 +136,7 @@ class DistributedEngine(TrainingEngine):
     @property
     def stop_reason(self) -> str | None:
         """Why the run ends early, if this worker knows it does."""
-        return self._stop or (self._control.stop_reason if self._control is not None else None)
+        return self._stop or self._control.stop_reason
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every worker's value, by worker; values travel as JSON."""
@@ -265,8 +265,7 @@ class DistributedEngine(TrainingEngine):
 
     def set_activity(self, work: str) -> None:
         """Name this process's current work, for the others' watchdogs."""
-        if self._control is not None:
-            self._control.at(None, work)
+        self._control.at(None, work)
 
     def sync_clock(self) -> None:
         """Set all workers' clocks to the latest of them."""
@@ -293,11 +292,6 @@ class DistributedEngine(TrainingEngine):
         foreseen = {name: part.foreseen() for name, part in by_extension.items()}
         foreseeable = programs(pipeline, num_minibatches, foreseen)[index]
         self._transport.expect(foreseeable, lambda unit: self._feed.size(unit) == 0)
-        if self._control is None:
-            self.collectives.begin(RunPart(first, lambda: num_minibatches, by_extension))
-            for instruction in programs(pipeline, num_minibatches, by_extension)[index]:
-                self._execute(instruction)
-            return num_minibatches
         control = self._control
         control.begin(self._segment, num_minibatches)
         self._segment += 1
@@ -311,8 +305,7 @@ class DistributedEngine(TrainingEngine):
 
     def _execute(self, instruction: Instruction) -> None:
         """Execute an instruction, watched and timed."""
-        if self._control is not None:
-            self._control.at(instruction)
+        self._control.at(instruction)
         self._timer.timed(instruction, lambda: self._executed(instruction))
 
     def _executed(self, instruction: Instruction) -> None:
@@ -332,8 +325,7 @@ class DistributedEngine(TrainingEngine):
             self._on_loss(*loss, self.clock())
         except DivergedError as diverged:
             self._stop = self._stop or str(diverged)
-            if self._control is not None:
-                self._control.request_stop(str(diverged))
+            self._control.request_stop(str(diverged))
         # Every so many of this worker's own losses: its units depend on the number of replicas.
         if not loss.total.is_cuda or self._num_losses % _CUDA_LOSS_EVERY == 0:
             self._transport.latest_loss = float(loss.total) / loss.weight

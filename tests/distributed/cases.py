@@ -36,6 +36,7 @@ from tests.engine.test_cells import leaving_out
 from tests.model.test_cells import Stack
 from tests.models import ConvNet, FrozenPart, MixedTypes, RandomNet, SkipNet, Structures, TiedEnds
 from tests.support import Blobs, Mlp, make_setup
+from tests.unwatched import unwatched
 
 POLICIES = [ONE, ONE, STASH, STASH, VERTICAL_SYNC, DOUBLE_BUFFER, PREDICT, CORRECT]
 
@@ -215,7 +216,7 @@ def in_processes(
     engine = DistributedEngine(
         replace(setup, device=world.device),
         world,
-        control=control,
+        control or unwatched(setup),
         on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight)),
         on_unit=on_unit or (lambda samples, loss, s: None),
     )

@@ -22,6 +22,7 @@ from pipebench.engine.worker import Worker
 from tests.distributed.cases import Case, Outcome, in_processes, small_setup
 from tests.distributed.cases import distributed as run_case
 from tests.distributed.zoo_cases import ZooCase
+from tests.unwatched import unwatched
 
 _PATIENCE = timedelta(seconds=60)  # only a test that fails waits for so long
 
@@ -87,8 +88,9 @@ def facts_after_a_rehearsal(world: World, case: Case) -> list[Any]:
     """Return what an engine has counted, measured and holds when its clock starts, with and without a warm_up."""
     found: list[Any] = []
     for gains in (False, True):
+        setup = small_setup(case)
         with _replaced(distributed, "needs_warm_up", lambda setup, gains=gains: gains):
-            engine = distributed.DistributedEngine(small_setup(case), world)
+            engine = distributed.DistributedEngine(setup, world, unwatched(setup))
         engine.start_clock()
         (replica,) = engine.worker.replicas.values()
         facts = engine.facts()
@@ -143,7 +145,8 @@ def compiled(world: World, case: Case) -> tuple[list[int], dict[str, torch.Tenso
     The last is what the engine counted and held when its clock started.
     """
     graphs: dict[str, int] = torch._dynamo.utils.counters["stats"]
-    engine = distributed.DistributedEngine(small_setup(case), world)
+    setup = small_setup(case)
+    engine = distributed.DistributedEngine(setup, world, unwatched(setup))
     engine.start_clock()
     (replica,) = engine.worker.replicas.values()
     traces = [replica.gradients, replica.in_flight, replica.weights.newest.number, dict(replica.states)]

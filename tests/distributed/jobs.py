@@ -34,6 +34,7 @@ from tests.search.test_searching import asked
 from tests.search.test_searching import job as search_job
 from tests.support import Blobs, Mlp, make_setup
 from tests.train.test_training import Silent, recipe
+from tests.unwatched import unwatched
 
 SEGMENT, MOVES_AT = 10, (8, 18)  # minibatches between checkpoints; of the run, from which layers move
 
@@ -119,7 +120,7 @@ def trained(
     def make(*told: Callable[..., None]) -> TrainingEngine:
         on_loss, on_unit = told
         there = replace(world, shares_memory=shares_memory)
-        engines.append(DistributedEngine(given.setup, there, on_loss=on_loss, on_unit=on_unit))
+        engines.append(DistributedEngine(given.setup, there, unwatched(given.setup), on_loss=on_loss, on_unit=on_unit))
         return engines[0]
 
     try:

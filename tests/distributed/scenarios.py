@@ -36,6 +36,7 @@ from pipebench.schedule.operations import Op
 from tests.distributed.cases import Case, Outcome, in_processes, momentum, small_setup
 from tests.patience import PATIENCE_S
 from tests.support import Blobs, make_setup
+from tests.unwatched import unwatched
 
 _SIZES = (3, 3, 40, 9, 9, 40, 200, 1, 3, 200, 9, 1)  # rows of every pair of samples: growing, shrinking, again
 _HUGE_ROWS = 700_000  # of 6 numbers of 8 bytes for 2 samples: 67 MB
@@ -140,7 +141,8 @@ class SlowWhenEvaluated(nn.Linear):
 
 def shared_rows(world: World) -> tuple[Outcome, int]:
     """Train on changing shapes, in memory that is shared; return also the slots that this worker has made."""
-    engine = DistributedEngine(rows_setup(), world)
+    setup = rows_setup()
+    engine = DistributedEngine(setup, world, unwatched(setup))
     engine.close()
     slots: list[int] = []
     take = SharedSender._take
@@ -159,7 +161,7 @@ def slow_evaluation(world: World, shares_memory: bool) -> int:
     """Evaluate before a slow last stage; return the most messages that were on their way from this worker."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), SlowWhenEvaluated(6, 4)).double()
     setup = make_setup(model, ([1, 2], [1, 1, 1]), dataset=Blobs(num_eval=160))
-    engine = DistributedEngine(setup, replace(world, shares_memory=shares_memory))
+    engine = DistributedEngine(setup, replace(world, shares_memory=shares_memory), unwatched(setup))
     engine.start_clock()
     most = [0]
     senders = list(engine._transport._senders.values())
@@ -181,7 +183,8 @@ def slow_evaluation(world: World, shares_memory: bool) -> int:
 def buffers_of_a_segment(world: World, case: Case, num_minibatches: int) -> int:
     """Train; return how many buffers, or slots, this worker's busiest sender has made."""
     world = replace(world, shares_memory=case.shares_memory)
-    engine = DistributedEngine(replace(small_setup(case), device=world.device), world)
+    setup = replace(small_setup(case), device=world.device)
+    engine = DistributedEngine(setup, world, unwatched(setup))
     engine.start_clock()
     engine.train(0, num_minibatches)
     engine.close()
@@ -216,7 +219,7 @@ def balanced(world: World, starts: Sequence[int], live: bool, name: str) -> tupl
     setup, store = balanced_setup(starts, live=live), PrefixStore(name, world.store)
     control = Control(store, world.rank, world.size, setup.pipeline, stall_limit_s=PATIENCE_S)
     control.start()
-    engine = DistributedEngine(replace(setup, device=world.device), world, control=control)
+    engine = DistributedEngine(replace(setup, device=world.device), world, control)
     engine.start_clock()
     made: list[tuple[int, list[int]]] = []
     done = 0
@@ -282,7 +285,7 @@ def decided_late(
 
     with patch.object(RepartitionController, "decide", decide), patch.object(Worker, "execute", delayed):
         there = replace(world, shares_memory=case.shares_memory)
-        engine = DistributedEngine(replace(setup, device=world.device), there)
+        engine = DistributedEngine(replace(setup, device=world.device), there, unwatched(setup))
         engine.start_clock()
         made = []
         for index, count in enumerate(case.segments):
@@ -295,7 +298,8 @@ def decided_late(
 
 def killed(world: World, case: Case, victim: int) -> str:
     """Train until a worker is killed; return what the others are told."""
-    engine = DistributedEngine(small_setup(case), replace(world, shares_memory=case.shares_memory))
+    setup = small_setup(case)
+    engine = DistributedEngine(setup, replace(world, shares_memory=case.shares_memory), unwatched(setup))
     engine.start_clock()
     seen = [0]
 

@@ -16,6 +16,7 @@ from pipebench.train.fit import check_fits
 from pipebench.train.job import Job
 from pipebench.train.prepare import prepare
 from pipebench.zoo.synthetic import SyntheticText
+from tests.unwatched import unwatched
 
 VOCABULARY, TOKENS = 96, 16
 
@@ -67,7 +68,7 @@ def trained(
     world = replace(world, shares_memory=shares_memory)
     setup = job_of(given, world).setup
     before = None if state is None else check_fits(ModelState.from_plain(state), setup, 0)
-    engine = DistributedEngine(setup, world)
+    engine = DistributedEngine(setup, world, unwatched(setup))
     if before is not None:
         engine.restore(before, None, 0.0)
     engine.start_clock()

