@@ -67,7 +67,8 @@ def prepare_job(
     recipe, cluster = loaded.recipe, loaded.cluster
     showing = nullcontext(_unseen) if silent else preparing(recipe.name, tells=tells)
     with faults_of(loaded), showing as on_progress:
-        if apart and measures_on_gpu(recipe, cluster):
+        # This check takes no memory of the GPU: torch counts devices without starting one.
+        if apart and is_measured(recipe, cluster) and choose_device(recipe.engine.device).type == "cuda":
             how["decision"] = decided_apart(recipe, cluster, on_progress)
         return prepare(recipe, cluster, on_progress, **how)
 
@@ -134,11 +135,6 @@ def _profile(text: bytes, path: Path) -> Profile:
         return read_profile(text.decode("utf-8", "replace"))
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}; {ANEW}") from None
-
-
-def measures_on_gpu(recipe: Recipe, cluster: Cluster) -> bool:
-    """Return whether deciding a run takes GPU memory. The check doesn't: torch counts devices without starting one."""
-    return is_measured(recipe, cluster) and choose_device(recipe.engine.device).type == "cuda"
 
 
 def decided_apart(recipe: Recipe, cluster: Cluster, on_progress: Callable[[str], None]) -> Decision:

@@ -28,7 +28,7 @@ from pipebench.formats import listed, num_epochs
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.run.ownership import require_own, require_own_code
 from pipebench.tracking.record import RECORD, RESULTS_FOLDER, mlflow_run_id, read_record
-from pipebench.train.result import RunResult
+from pipebench.train.result import INTERRUPTED, RunResult
 from pipebench.typed_json import Finite, JsonError, Within, read, shown, write
 
 if TYPE_CHECKING:
@@ -140,9 +140,11 @@ class RunFolder:
             command = shlex.join(["pipebench", "run", "--resume", self.run_id, *changes])
             print(f"pipebench: its checkpoints are kept: {command}", file=sys.stderr, flush=True)
 
-    def finish(self, keep: int, *, tells: bool) -> None:
-        """Remove the checkpoints of a run that has ended if it is to `keep` none, else say how to export weights."""
-        if keep == 0:
+    def finish(self, result: RunResult, changes: Sequence[str], keep: int, *, tells: bool) -> None:
+        """Say how to resume a run that was interrupted, or to export its weights; remove checkpoints to `keep` none."""
+        if result.outcome == INTERRUPTED:
+            self.say_how_to_go_on(changes)
+        elif keep == 0:
             self.checkpoints.remove()
         elif tells and (steps := self.checkpoints.steps()):
             earlier = f" (or --step {' or '.join(map(str, steps[:-1]))})" if len(steps) > 1 else ""

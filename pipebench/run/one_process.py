@@ -29,7 +29,7 @@ from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Decision, Job
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.memory_forecast import MemoryForecast
-from pipebench.train.result import INTERRUPTED, RunResult
+from pipebench.train.result import RunResult
 
 
 class EngineRuns(ABC):
@@ -99,11 +99,9 @@ class VirtualRuns(EngineRuns):
                 if folder.made is not None:
                     folder.made.say_how_to_go_on(suite.changes)
                 raise
-        if made.result.outcome == INTERRUPTED and folder.made is not None:
-            folder.made.say_how_to_go_on(suite.changes)
-        elif folder.made is not None:
+        if folder.made is not None:
             tells = suite.prints and not request.is_one_of_many
-            folder.made.finish(job.recipe.train.checkpoint_keep, tells=tells)
+            folder.made.finish(made.result, suite.changes, job.recipe.train.checkpoint_keep, tells=tells)
         return made
 
 

@@ -52,7 +52,6 @@ from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Decision, Job
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.profiled_model import ProfiledModel, choose_device
-from pipebench.train.result import INTERRUPTED as STOPPED
 from pipebench.train.result import RunResult
 
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -120,11 +119,8 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
             close_record(folder, code, log)
         raise WorkersFailedError(code or FAILED)
     end_record(folder, result, log)
-    if result.outcome == STOPPED:
-        folder.say_how_to_go_on(suite.changes)
-    else:
-        tells = suite.prints and not request.is_one_of_many
-        folder.finish(job.recipe.train.checkpoint_keep, tells=tells)
+    tells = suite.prints and not request.is_one_of_many
+    folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, tells=tells)
     return Run(result, folder.mlflow_run_id)
 
 
@@ -158,23 +154,14 @@ def work(loaded: LoadedRecipe, suite: Suite) -> None:
         operation_s = max(1800.0, 2 * engine.stall_limit_s)
         world = join(engine.device, limit_s=engine.join_limit_s, operation_limit_s=operation_s)
     _remark(world)
-    with _heartbeat(world, engine.silence_limit_s):
-        _take_part(loaded, suite, world)
-    world.close()
-
-
-def _heartbeat(world: World, limit_s: float) -> AbstractContextManager[object]:
-    """Monitor other hosts; on a single host the system reports failures."""
-    if world.place.one_host:
-        return nullcontext()
-    return Heartbeat(world.store, world.place, limit_s=limit_s, on_silence=fail_silent)
-
-
-def _take_part(loaded: LoadedRecipe, suite: Suite, world: World) -> None:
-    """Do one process's part of a run after rendezvous."""
-    folder = _folder(world, RunRequest(loaded, loaded.recipe.name, suite))
-    with _held_by_first(world, folder):
+    with ExitStack() as held:
+        if not world.place.one_host:  # on one host the system reports failures
+            limit_s = engine.silence_limit_s
+            held.enter_context(Heartbeat(world.store, world.place, limit_s=limit_s, on_silence=fail_silent))
+        folder = _folder(world, RunRequest(loaded, loaded.recipe.name, suite))
+        held.enter_context(_held_by_first(world, folder))
         _record_and_train(loaded, suite, world, folder)
+    world.close()
 
 
 def _held_by_first(world: World, folder: RunFolder) -> AbstractContextManager[None]:
@@ -208,12 +195,8 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
             tracking = Tracking(request.suite.name, ready_listener())
             recorder = RunRecorder(request, job, tracking, log_text, folder.record_path)
             result = recorder.record(train).result
-            if launched_by_us():  # the launcher says it
-                return
-            if result.outcome == STOPPED:
-                folder.say_how_to_go_on(suite.changes)
-            else:
-                folder.finish(job.recipe.train.checkpoint_keep, tells=True)
+            if not launched_by_us():  # else the launcher says it
+                folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, tells=True)
 
 
 def _remark(world: World) -> None:
@@ -232,16 +215,17 @@ def _train(
     setup = job.setup
     slices = setup.costs.slices
     worker, own = divmod(world.rank, slices)
+    gone = f"{store_text(world.place)} has closed the connection: torchrun, or rank 0, has ended there"
     control = Control(
         world.store, ranks_of(setup).index(worker) * slices + own, world.size, setup.pipeline, slices=slices,
         stall_limit_s=job.recipe.engine.stall_limit_s, multiple_of=setup.sampler.streams or 1,
-        on_orphan=end_quietly if world.place.one_host else partial(fail_silent, _closed(world), False),
+        on_orphan=end_quietly if world.place.one_host else partial(fail_silent, gone, False),
     )  # fmt: skip
     engines: list[DistributedEngine] = []
 
     def make(on_loss: OnLoss, on_unit: OnUnit) -> DistributedEngine:
         with lasting(job.recipe.name, "connecting workers and warming up", shown=world.rank == 0):
-            engines.append(DistributedEngine(setup, world, control=control, on_loss=on_loss, on_unit=on_unit))
+            engines.append(DistributedEngine(setup, world, control, on_loss=on_loss, on_unit=on_unit))
         control.start()
         on_stop_request(control.request_stop)
         return engines[0]
@@ -252,11 +236,6 @@ def _train(
         control.close()
     engines[0].close()  # a barrier: the store may end with rank 0's process
     return found
-
-
-def _closed(world: World) -> str:
-    """Return the message for a connection closed by the store; on one host its launcher was killed."""
-    return f"{store_text(world.place)} has closed the connection: torchrun, or rank 0, has ended there"
 
 
 def _folder(world: World, request: RunRequest) -> RunFolder:
