@@ -38,7 +38,7 @@ from pipebench.show.plan_answer import PlanFindings, plan_data
 from pipebench.show.plan_report import print_modes, print_plan
 from pipebench.show.plans_report import print_plans
 from pipebench.show.progress import preparing, searching
-from pipebench.show.terminal import standard_error
+from pipebench.show.terminal import standard_error, standard_output
 from pipebench.train.profile_cache import ToPlan, to_plan
 from pipebench.train.request import plan_request
 from pipebench.train.slices import choose_slices
@@ -108,7 +108,7 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     known: KnownStates = {}
     answer = _of_recipe(loaded, options, known) if loaded is not None else _of_file(options, known)
     if not options.as_json:
-        print_plan(answer)
+        print_plan(answer, standard_output())
     form = form_of(answer.comparison.best.plan, answer.layer_names)
     out.write(lambda path: replace_file(path, form.text().encode()), _progress(options))
     picture.write(lambda path: _pictures().plan_figure(answer).write(path), _progress(options))
@@ -117,7 +117,7 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     if options.as_json:
         print_json(plan_data(everything))
     else:
-        print_modes(everything)
+        print_modes(everything, standard_output())
 
 
 def plan_answer(loaded: LoadedRecipe, *, others: bool) -> PlanAnswer:
@@ -160,7 +160,7 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
         lacking = [{"name": name, "refused": why} for name, why in refused.items()]
         print_json([*map(plan_data, answers), *lacking])
     else:
-        print_plans(answers, refused)
+        print_plans(answers, refused, standard_output())
 
 
 def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, known_states: KnownStates) -> PlanFindings:

@@ -5,6 +5,7 @@ import click
 from pipebench.cli.group import tracebacks
 from pipebench.run.folder import records
 from pipebench.show.past_runs import print_past_runs
+from pipebench.show.terminal import standard_output
 from pipebench.tracking.connection import default_uri
 from pipebench.tracking.left import close_left
 from pipebench.tracking.results import past_runs
@@ -28,4 +29,4 @@ def runs(word: str | None, everything: bool) -> None:
       pipebench runs pipedream --all
     """
     close_left(default_uri(), records())
-    print_past_runs(past_runs(records()), word or "", None if everything else _MOST)
+    print_past_runs(past_runs(records()), word or "", None if everything else _MOST, standard_output())

@@ -47,7 +47,7 @@ def _tables(parent: RunLog, runs: Sequence[Run]) -> Iterator[Block]:
     for group in groups(results):
         if group.title:
             yield Heading(group.title)
-        first, *others = [*verdict(results, group), ""]
+        first, *others = [*verdict(group), ""]
         yield Text(first)
         lines: list[tuple[Cell, ...]] = [
             (_linked(parent, runs, entry, name), *cells)

@@ -75,7 +75,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
 
     def begin(name: str) -> None:
         if total > 1 and suite.prints:
-            console.print_position(next(numbers), total, name)
+            console.print_position(next(numbers), total, name, standard_output())
 
     title = comparison_title([each.run_name for each in loaded], datetime.now())
     parent = start_parent(tracking, title, "comparison", loaded) if several else None

@@ -15,7 +15,7 @@ from pipebench.formats import num_bytes, percent
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe
-from pipebench.show.comparison import comparison_rows, groups
+from pipebench.show.comparison import groups
 from pipebench.show.console import print_comparison, print_differences, print_seeds, print_summary
 from pipebench.show.differences import differences, labelled
 from pipebench.show.plan_answer import PlanFindings, plan_data, plan_summary
@@ -110,7 +110,7 @@ class RunComparison(Shown):
         return {
             "runs": [run.to_dict() for run in self.runs],
             "rows": self.rows(),
-            "verdict": [line for group in groups(self.results) for line in verdict(self.results, group)],
+            "verdict": [line for group in groups(self.results) for line in verdict(group)],
             "differences": {key: texts for key, *texts in differences(self.results)},
         }
 
@@ -121,7 +121,7 @@ class RunComparison(Shown):
         return [
             {**({"group": group.title} if named else {}), **row.to_dict(), **entry.varied}
             for group in found
-            for row, entry in zip(comparison_rows(self.results, group), group.entries, strict=True)
+            for row, entry in zip(group.rows, group.entries, strict=True)
         ]
 
     def print_to(self, console: Console) -> None:

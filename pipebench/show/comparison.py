@@ -86,29 +86,6 @@ class ComparedRun:
         return all(run.outcome in (REACHED, COMPLETED) for run in self.runs)
 
 
-@dataclass(frozen=True)
-class RunGroup:
-    """Rows that may be compared with each other."""
-
-    title: str  # the keys in which the group differs from others; empty for a single group
-    entries: tuple[ComparedRun, ...]
-
-
-def groups(results: Sequence[RunResult]) -> list[RunGroup]:
-    """Return a row per recipe, in groups of comparable rows: groups in the order of their first runs, rows sorted."""
-    runs: dict[str, list[RunResult]] = {}
-    for result in results:
-        runs.setdefault(result.name, []).append(result)
-    found: dict[frozenset[tuple[str, str]], list[ComparedRun]] = {}
-    for name, each in runs.items():
-        entry = ComparedRun(name, tuple(each))
-        found.setdefault(frozenset(_shared(entry).items()), []).append(entry)
-    titles = _titles([_shared(entries[0]) for entries in found.values()])
-    keeps = any(quantity(text) is not None for result in results for text in result.varied.values())
-    asked = (lambda entry: 0.0) if keeps else _time_to_target if _has_target(results) else _time_per_sample
-    return [RunGroup(title, tuple(sorted(each, key=asked))) for title, each in zip(titles, found.values(), strict=True)]
-
-
 def _has_target(results: Iterable[RunResult]) -> bool:
     return any(result.outcome != COMPLETED for result in results)
 
@@ -194,16 +171,41 @@ _COLUMNS: tuple[tuple[str, str, _Format], ...] = (
 _METRICS = tuple(metric for _, metric, _ in _COLUMNS[:-3] if metric != "vs_dp")
 
 
-def comparison_rows(results: Sequence[RunResult], group: RunGroup) -> list[ComparisonRow]:
-    """Return a row per recipe of a group of `results`."""
-    names = short_names([each.name for part in groups(results) for each in part.entries])
+@dataclass(frozen=True)
+class RunGroup:
+    """Rows that may be compared with each other."""
+
+    title: str  # the keys in which the group differs from others; empty for a single group
+    entries: tuple[ComparedRun, ...]
+    rows: tuple[ComparisonRow, ...]  # what is said of each of them
+
+
+def groups(results: Sequence[RunResult]) -> list[RunGroup]:
+    """Return a row per recipe, in groups of comparable rows: groups in the order of their first runs, rows sorted."""
+    runs: dict[str, list[RunResult]] = {}
+    for result in results:
+        runs.setdefault(result.name, []).append(result)
+    found: dict[frozenset[tuple[str, str]], list[ComparedRun]] = {}
+    for name, each in runs.items():
+        entry = ComparedRun(name, tuple(each))
+        found.setdefault(frozenset(_shared(entry).items()), []).append(entry)
+    titles = _titles([_shared(entries[0]) for entries in found.values()])
+    keeps = any(quantity(text) is not None for result in results for text in result.varied.values())
+    asked = (lambda entry: 0.0) if keeps else _time_to_target if _has_target(results) else _time_per_sample
+    grouped = [tuple(sorted(each, key=asked)) for each in found.values()]
+    return [RunGroup(title, each, _rows_of(results, each)) for title, each in zip(titles, grouped, strict=True)]
+
+
+def _rows_of(results: Sequence[RunResult], entries: Sequence[ComparedRun]) -> tuple[ComparisonRow, ...]:
+    """Return the rows of a group of `results`."""
+    names = short_names([*dict.fromkeys(result.name for result in results)])
     has_target, scales = _has_target(results), _scales(results)
-    usual = _median(_values(group.entries[0].runs, _UPDATE))
+    usual = _median(_values(entries[0].runs, _UPDATE))
     found = []
-    for entry in group.entries:
+    for entry in entries:
         first, values = entry.runs[0], {metric: _values(_counted(entry, metric), metric) for metric in _METRICS}
-        base = baseline(entry, group.entries)
-        scaled = (entry.num_workers, *scaling(entry, group.entries)) if scales else (None, None, None)
+        base = baseline(entry, entries)
+        scaled = (entry.num_workers, *scaling(entry, entries)) if scales else (None, None, None)
         found.append(
             ComparisonRow(
                 names[entry.name], first.mode, first.plan, _is_dp(first),
@@ -216,7 +218,7 @@ def comparison_rows(results: Sequence[RunResult], group: RunGroup) -> list[Compa
                 ranges={metric: (min(each), max(each)) for metric, each in values.items() if len({*each}) > 1},
             )
         )  # fmt: skip
-    return found
+    return tuple(found)
 
 
 def headings(results: Sequence[RunResult]) -> tuple[str, ...]:
@@ -236,9 +238,8 @@ def rows(results: Sequence[RunResult], group: RunGroup) -> list[tuple[str, ...]]
     the range: of times and epochs to the target over the seeds that reached it. Samples per update are marked where
     they aren't the first row's.
     """
-    counted, columns, found = has_seeds(results), _columns(results), comparison_rows(results, group)
-    table = []
-    for row in found:
+    counted, columns, table = has_seeds(results), _columns(results), []
+    for row in group.rows:
         cells = [row.text(metric, say) for _, metric, say in columns]
         if row.is_marked:
             cells[0] += MARK
@@ -248,7 +249,7 @@ def rows(results: Sequence[RunResult], group: RunGroup) -> list[tuple[str, ...]]
 
 
 def _columns(results: Sequence[RunResult]) -> list[tuple[str, str, _Format]]:
-    found = [row for group in groups(results) for row in comparison_rows(results, group)]
+    found = [row for group in groups(results) for row in group.rows]
     targeted = any(row.num_targeted for row in found)
 
     def is_shown(metric: str) -> bool:
@@ -273,11 +274,10 @@ def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def notes(results: Sequence[RunResult]) -> list[str]:
     """Return the runs' notes, a line each, with the names of all runs that have it."""
-    short = short_names([each.name for part in groups(results) for each in part.entries])
     names: dict[str, list[str]] = {}
-    for entry in (entry for group in groups(results) for entry in group.entries):
+    for entry, row in (pair for group in groups(results) for pair in zip(group.entries, group.rows, strict=True)):
         for fact, note in (item for run in entry.runs for item in run.notes.items()):
-            names.setdefault(f"{fact}: {note}", []).append(short[entry.name])
+            names.setdefault(f"{fact}: {note}", []).append(row.name)
     return [f"{', '.join(dict.fromkeys(who))}: {note}" for note, who in names.items()]
 
 

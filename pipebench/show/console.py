@@ -11,7 +11,7 @@ from rich.text import Text
 from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, measure, num_bytes, number, percent, seconds
 from pipebench.metrics import SPREAD_METRICS
-from pipebench.show.comparison import groups, headings, notes, rows, short_names, time_to_accuracy_s
+from pipebench.show.comparison import groups, has_seeds, headings, notes, rows, short_names, time_to_accuracy_s
 from pipebench.show.tables import new_table, print_facts, print_groups, print_table
 from pipebench.show.terminal import print_plain, standard_output
 from pipebench.show.verdict import verdict
@@ -111,7 +111,7 @@ def print_comparison(results: Sequence[RunResult], link: str, console: Console) 
     print_plain(console, "")
     tables, verdicts = [], list[str]()
     for group in groups(results):
-        verdicts += verdict(results, group)
+        verdicts += verdict(group)
         table = new_table(*headings(results))
         for entry, (name, *cells) in zip(group.entries, rows(results, group), strict=True):
             style = "" if entry.has_succeeded() else "yellow"
@@ -130,17 +130,15 @@ def print_differences(results: Sequence[RunResult], differing: Sequence[tuple[st
         print_plain(console, "  The recipes are the same.")
         return
     names = short_names([result.name for result in results])
-    seeded = len({result.name for result in results}) < len(results)
-    seeds = [f", seed {each.seed}" if seeded else "" for each in results]
+    seeds = [f", seed {each.seed}" if has_seeds(results) else "" for each in results]
     table = new_table("key", *(f"{names[each.name]}{seed}" for each, seed in zip(results, seeds, strict=True)))
     for key, *cells in differing:
         table.add_row(Text(printable(key), style="bold"), *(Text(printable(cell)) for cell in cells))
     print_table(console, table)
 
 
-def print_position(number: int, total: int, name: str, console: Console | None = None) -> None:
+def print_position(number: int, total: int, name: str, console: Console) -> None:
     """Print which run begins, counted from 1."""
-    console = console or standard_output()
     print_plain(console, "")
     print_plain(console, Text.assemble((f"{number} of {total}", "bold"), f"  {name}"))
 

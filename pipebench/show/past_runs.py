@@ -9,18 +9,17 @@ from rich.text import Text
 from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, number, seconds
 from pipebench.show.tables import new_table, print_table
-from pipebench.show.terminal import print_plain, standard_output
+from pipebench.show.terminal import print_plain
 from pipebench.tracking.results import PastRun, short_id
 
 _NAME_WIDTH = 44
 
 
-def print_past_runs(runs: Sequence[PastRun], word: str, most: int | None, console: Console | None = None) -> None:
+def print_past_runs(runs: Sequence[PastRun], word: str, most: int | None, console: Console) -> None:
     """Print the runs that have `word` in their name or their recipe's, or whose comparison has.
 
     At most so many that are below none.
     """
-    console = console or standard_output()
     known = {run.run_id for run in runs}
     below: dict[str, list[PastRun]] = {}
     for run in reversed(runs):  # of a comparison the first to begin stands on top

@@ -20,7 +20,7 @@ from pipebench.schedule.syncs import SYNCS
 from pipebench.show.plan_answer import PORT, Bottleneck, PlanFindings, bottleneck_of, depth_is_lowered, quotient, ties
 from pipebench.show.profile_report import shortened
 from pipebench.show.tables import new_table, print_facts, print_table
-from pipebench.show.terminal import print_plain, standard_output
+from pipebench.show.terminal import print_plain
 from pipebench.simulate.timeline import TRAINING_KINDS
 
 _DIFFERS = 1.1
@@ -31,9 +31,8 @@ _NAME_WIDTH, _PLAN_WIDTH = 16, 24
 _ROOMY_WIDTH = 100
 
 
-def print_plan(answer: PlanFindings, console: Console | None = None) -> None:
+def print_plan(answer: PlanFindings, console: Console) -> None:
     """Print the best plan and the reasons for it."""
-    console = console or standard_output()
     best = answer.comparison.best
     print_plain(console, "")
     plan = (f"{best.plan} ({best.plan.mode})", "bold green")
@@ -43,9 +42,8 @@ def print_plan(answer: PlanFindings, console: Console | None = None) -> None:
     print_facts(console, _reasons(answer))
 
 
-def print_modes(answer: PlanFindings, console: Console | None = None) -> None:
+def print_modes(answer: PlanFindings, console: Console) -> None:
     """Print the best plan of every other mode, if planned, and the time that planning took."""
-    console = console or standard_output()
     if answer.comparison.others and not answer.comparison.unplanned:
         print_table(console, _mode_table(answer), indent=2)
     print_facts(console, _rest(answer))

@@ -10,7 +10,6 @@ from pipebench.planner.plans import PlanEstimate
 from pipebench.show.plan_answer import PlanFindings, bottleneck_of
 from pipebench.show.profile_report import shortened
 from pipebench.show.tables import new_table, print_facts, print_table
-from pipebench.show.terminal import standard_output
 
 _PLAN_WIDTH = 24
 _HEADINGS = (
@@ -20,9 +19,8 @@ _HEADINGS = (
 _BEST_HEADINGS = ("best", "as fast")
 
 
-def print_plans(answers: Sequence[PlanFindings], refused: Mapping[str, str], console: Console | None = None) -> None:
+def print_plans(answers: Sequence[PlanFindings], refused: Mapping[str, str], console: Console) -> None:
     """Print a row per run with its plan, the recipe's if it names one; `refused` has runs without a plan, and why."""
-    console = console or standard_output()
     print_table(console, _table(answers))
     print_facts(console, refused.items())
 

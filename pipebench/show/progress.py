@@ -85,17 +85,16 @@ class RunProgress:
         total_samples: int,
         quiet: bool,
         *,
-        samples_per_epoch: int | None = None,
+        samples_per_epoch: int,
         clock: str = "virtual",
         console: Console | None = None,
     ) -> None:
         """Prepare, without writing anything.
 
-        `total_samples` are those until the last epoch ends; with `samples_per_epoch` the live line shows epochs from
-        the start, otherwise from the first evaluation. `quiet` writes plain lines only.
+        `total_samples` are those until the last epoch ends; `quiet` writes plain lines only.
         """
         self._name, self._clock, self._total_samples = name, clock, total_samples
-        self._samples_per_epoch = float(samples_per_epoch or 0)
+        self._samples_per_epoch = samples_per_epoch
         self._console = console or Console(highlight=False)
         self._bars = _bars(name, total_samples)
         live = Live(Group(*self._bars), console=self._console, auto_refresh=False, transient=True)
@@ -110,7 +109,7 @@ class RunProgress:
         if self._live is not None:
             self._live.start()
         else:
-            self._say(f"{self._name}  training, {self._most()}")
+            self._say(f"{self._name}  training, at most {num_epochs(self._total_samples / self._samples_per_epoch)}")
             self._next_redraw_s = self._next_plain_s()
         return self
 
@@ -145,8 +144,6 @@ class RunProgress:
 
     def evaluation(self, point: Point, epoch: float) -> None:
         """Print an evaluation; `epoch` counts epochs trained so far."""
-        if epoch > 0:
-            self._samples_per_epoch = point.samples / epoch
         scores = "  ".join(f"{name} {measure(name, value)}" for name, value in point.metrics.items())
         self._scores = "  ".join(f"{n} {measure(n, v)}" for n, v in point.metrics.items() if "loss" not in n)
         self._say(f"{self._name}  epoch {epoch:g}  {scores}  {self._clocks(point.clock_s)}")
@@ -170,16 +167,9 @@ class RunProgress:
         wall = f"  wall {self._wall()}" if self._clock != "wall" else ""
         return f"{self._clock} time {seconds(clock_s)}{wall}"
 
-    def _most(self) -> str:
-        if self._samples_per_epoch > 0:
-            return f"at most {num_epochs(self._total_samples / self._samples_per_epoch)}"
-        return f"at most {self._total_samples:,} samples"
-
     def _position(self, samples: int) -> str:
-        if self._samples_per_epoch > 0:
-            epochs, total = samples / self._samples_per_epoch, self._total_samples / self._samples_per_epoch
-            return f"epoch {epochs:.1f} of at most {total:g}"
-        return f"sample {samples:,} of at most {self._total_samples:,}"
+        epochs, total = samples / self._samples_per_epoch, self._total_samples / self._samples_per_epoch
+        return f"epoch {epochs:.1f} of at most {total:g}"
 
     def _wall(self) -> str:
         elapsed_s = time.monotonic() - self._started_s

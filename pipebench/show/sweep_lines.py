@@ -6,7 +6,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from pipebench.show.comparison import ComparedRun, ComparisonRow, comparison_rows, groups
+from pipebench.show.comparison import RunGroup, groups
 from pipebench.train.result import RunResult
 from pipebench.units import quantity
 
@@ -49,8 +49,9 @@ class Sweep:
             yield name, since, until
 
 
-def sweep_of(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> Sweep | None:
-    """Return the rows of a group as a sweep; None if no quantity varies. `found` are the rows of `entries`."""
+def sweep_of(group: RunGroup) -> Sweep | None:
+    """Return the rows of a group as a sweep; None if no quantity varies."""
+    entries = group.entries
     texts: dict[str, set[str]] = {}
     for entry in entries:
         for key, text in entry.varied.items():
@@ -59,11 +60,11 @@ def sweep_of(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> 
     if not swept or not all(swept[0] in entry.varied for entry in entries):
         return None
     key = swept[0]
-    metric = "time_to_accuracy_s" if any(row.num_targeted for row in found) else "throughput_samples_per_s"
+    metric = "time_to_accuracy_s" if any(row.num_targeted for row in group.rows) else "throughput_samples_per_s"
     recipes = len({entry.recipe_name for entry in entries}) > 1
     others = [other for other in texts if other != key and len(texts[other]) > 1]
     lines: dict[str, list[SweepPoint]] = {}
-    for row, entry in zip(found, entries, strict=True):
+    for row, entry in zip(group.rows, entries, strict=True):
         named = [entry.recipe_name] if recipes or not others else []
         named += [entry.varied[other] if len(others) == 1 else f"{other}={entry.varied[other]}" for other in others]
         value, x = getattr(row, metric), quantity(entry.varied[key])
@@ -74,5 +75,5 @@ def sweep_of(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> 
 
 def sweeps_of(results: Sequence[RunResult]) -> list[Sweep]:
     """Return the sweeps over a quantity that a comparison's groups are, if any."""
-    found = (sweep_of(comparison_rows(results, group), group.entries) for group in groups(results))
+    found = map(sweep_of, groups(results))
     return [sweep for sweep in found if sweep is not None and any(sweep.lines.values())]

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from pipebench.formats import listed, num_epochs, number, ratio, seconds
 from pipebench.show.comparison import (
-    ComparedRun,
     ComparisonRow,
     RunGroup,
-    comparison_rows,
     groups,
     has_seeds,
     headings,
@@ -42,7 +40,7 @@ def limit_of(run: RunResult) -> Limit | None:
     if not rate or not size.isdecimal():
         return None
     minibatch_s = int(size) / rate
-    busy_s = _measured_s(run, minibatch_s) if run.workers else _planned_s(run, int(size))
+    busy_s = _measured_s(run, minibatch_s) if run.workers else planned_s(run, int(size))
     stage = max(range(len(busy_s)), key=busy_s.__getitem__, default=0)
     if not busy_s or not 0 < busy_s[stage] <= minibatch_s * (1 + _SEEN):
         return None
@@ -61,7 +59,7 @@ def _measured_s(run: RunResult, minibatch_s: float) -> list[float]:
     return [shares[stage] * minibatch_s for stage in sorted(shares)]
 
 
-def _planned_s(run: RunResult, minibatch_size: int) -> list[float]:
+def planned_s(run: RunResult, minibatch_size: int) -> list[float]:
     """Return the seconds that every stage computes per minibatch, those of a worker together; empty if unknown."""
     parts = run.recipe.get("parallelism.microbatches", "1")
     needed = ("forward_s", "backward_s", "update_s", "replicas", "samples_per_update")
@@ -86,21 +84,20 @@ def comparison_markdown(results: Sequence[RunResult]) -> str:
     parts = []
     for group in groups(results):
         table = markdown_table(headings(results), rows(results, group))
-        parts += [f"**{group.title}**\n\n{table}" if group.title else table, *verdict(results, group)]
+        parts += [f"**{group.title}**\n\n{table}" if group.title else table, *verdict(group)]
     seeded = has_seeds(results)
     sentences = (f"- {run.name}{f', seed {run.seed}' if seeded else ''}: {run.sentence}" for run in results)
     return "\n\n".join([*parts, "\n".join([*sentences, *(f"- {note}" for note in notes(results))])]) + "\n"
 
 
-def verdict(results: Sequence[RunResult], group: RunGroup) -> list[str]:
+def verdict(group: RunGroup) -> list[str]:
     """Return sentences on a group of several rows: the first and its lead, what limits each, what the table marks."""
-    found = comparison_rows(results, group)
-    if len(found) < 2:
+    if len(group.rows) < 2:
         return []
-    sweep = sweep_of(found, group.entries)
+    sweep = sweep_of(group)
     if sweep is not None and len(sweep.lines) > 1:
-        return [*_crossovers(sweep), *_remarks(found)]
-    return [*_winner(found, group.entries), *_limits(found, group.entries), *_remarks(found)]
+        return [*_crossovers(sweep), *_remarks(group.rows)]
+    return [*_winner(group), *_limits(group), *_remarks(group.rows)]
 
 
 def _crossovers(sweep: Sweep) -> Iterator[str]:
@@ -116,10 +113,10 @@ def _crossovers(sweep: Sweep) -> Iterator[str]:
         yield f"Along {sweep.key}, {what}: {', '.join(where)}."
 
 
-def _winner(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> Iterator[str]:
+def _winner(group: RunGroup) -> Iterator[str]:
     """Yield which row is first in what was asked for, and by how much."""
-    ranked = sorted((row for row in found if row.time_to_accuracy_s is not None), key=_target_s)
-    recipe = entries[0].runs[0].recipe
+    ranked = sorted((row for row in group.rows if row.time_to_accuracy_s is not None), key=_target_s)
+    recipe = group.entries[0].runs[0].recipe
     goal = f"{recipe.get('train.target.metric', 'the target')} {recipe.get('train.target.value', '')}".rstrip()
     if len(ranked) > 1:
         (first, second), (one, other) = ranked[:2], map(_target_s, ranked[:2])
@@ -132,10 +129,10 @@ def _winner(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> I
         )
     elif ranked:
         yield f"Only {ranked[0].name} reached {goal}: in {seconds(ranked[0].time_to_accuracy_s)}."
-    elif any(row.num_targeted for row in found):
+    elif any(row.num_targeted for row in group.rows):
         yield f"No run reached {goal}."
     else:
-        rates = sorted(((row.throughput_samples_per_s or 0.0, row.name) for row in found), reverse=True)
+        rates = sorted(((row.throughput_samples_per_s or 0.0, row.name) for row in group.rows), reverse=True)
         (one, first_name), (other, second_name) = rates[:2]
         if other:
             text = f"{number(one)} samples/s, {_lead(one / other)} {second_name} with {number(other)}"
@@ -154,10 +151,10 @@ def _epochs(row: ComparisonRow) -> str:
     return f"{num_epochs(row.epochs_to_target or 0)} of {seconds(row.epoch_time_s)}"
 
 
-def _limits(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> Iterator[str]:
+def _limits(group: RunGroup) -> Iterator[str]:
     """Yield what every row's slowest stage does in the time of a minibatch, in milliseconds."""
     sentences = []
-    for row, entry in list(zip(found, entries, strict=True))[:_MOST_NAMED]:
+    for row, entry in list(zip(group.rows, group.entries, strict=True))[:_MOST_NAMED]:
         limit = limit_of(entry.runs[0])
         if limit is not None:
             stage = "" if limit.stage is None else f" in stage {limit.stage}"
@@ -170,7 +167,7 @@ def _limits(found: Sequence[ComparisonRow], entries: Sequence[ComparedRun]) -> I
             seen = [f"{1e3 * s:.{decimals}f} {what}" for what, s in parts if s >= _SEEN * limit.minibatch_s]
             sentences.append(f"{row.name} {1e3 * limit.minibatch_s:.{decimals}f} = {' + '.join(seen)}")
     if sentences:
-        size = entries[0].runs[0].recipe["train.minibatch_size"]
+        size = group.entries[0].runs[0].recipe["train.minibatch_size"]
         yield f"Milliseconds per minibatch of {size}, of each one's slowest stage: {'; '.join(sentences)}."
 
 

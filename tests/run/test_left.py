@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from pipebench.cli.main import cli
 from pipebench.recipe.load import load, load_each
@@ -20,10 +21,10 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c_between_the_runs_of_a_comparison_says_how_to_make_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = console.print_position
 
-    def interrupted(number: int, total: int, name: str) -> None:
+    def interrupted(number: int, total: int, name: str, to: Console) -> None:
         if number == 2:
             raise KeyboardInterrupt
-        begin(number, total, name)
+        begin(number, total, name, to)
 
     monkeypatch.setattr(console, "print_position", interrupted)
     words = ["quickstart/dp", "quickstart/gpipe", "quickstart/model", "engine.kind=simulated"]

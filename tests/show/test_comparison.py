@@ -10,7 +10,6 @@ from pipebench.recipe.load import load_file
 from pipebench.show.comparison import (
     REACHED_HEADING,
     baseline,
-    comparison_rows,
     epoch_speed_up,
     groups,
     headings,
@@ -270,23 +269,23 @@ def stage(compute_s: float, replicas: int = 1, samples: int = 32) -> dict[str, f
 
 def test_rows_are_sorted_by_what_was_asked_for() -> None:
     asked = [timed("dp", 3.0), replace(timed("gpipe", 1.0), outcome=MISSED), timed("pipedream", 2.0)]
-    assert [row.name for row in comparison_rows(asked, groups(asked)[0])] == ["pipedream", "dp", "gpipe"]
+    assert [row.name for row in groups(asked)[0].rows] == ["pipedream", "dp", "gpipe"]
     rates = [timed(mode, None, throughput_samples_per_s=rate) for mode, rate in (("dp", 5.0), ("gpipe", 7.0))]
-    assert [row.name for row in comparison_rows(rates, groups(rates)[0])] == ["gpipe", "dp"]
+    assert [row.name for row in groups(rates)[0].rows] == ["gpipe", "dp"]
     named = [replace(each, varied={"parallelism.mode": each.mode}) for each in asked]
-    assert [row.name for row in comparison_rows(named, groups(named)[0])] == ["pipedream", "dp", "gpipe"]
+    assert [row.name for row in groups(named)[0].rows] == ["pipedream", "dp", "gpipe"]
     rated = [
         replace(each, name=f"a-{rate}", varied={"cluster.bandwidth": rate})
         for each, rate in zip(asked, ("1 Gbit/s", "10 Gbit/s", "25 Gbit/s"), strict=True)
     ]
-    assert [row.mode for row in comparison_rows(rated, groups(rated)[0])] == ["dp", "gpipe", "pipedream"]
+    assert [row.mode for row in groups(rated)[0].rows] == ["dp", "gpipe", "pipedream"]
 
 
 def test_a_simulated_comparison_has_no_columns_of_dashes() -> None:
     results = [timed("dp", None, 128), timed("pipedream", None, epoch_time_s=0.5, throughput_samples_per_s=2000.0)]
     assert headings(results) == ("run", "plan", "samples per update", "samples/s", "vs dp", "epoch time", "workers")[:6]
     assert not any("-" in row for row in rows(results, groups(results)[0]))
-    first, marked = verdict(results, groups(results)[0])
+    first, marked = verdict(groups(results)[0])
     assert first == "pipedream has the highest throughput: 2,000 samples/s, 2.00x as fast as dp with 1,000."
     assert marked.startswith("dp (*): not pipedream's 32 samples per update")
     assert column(results, "samples per update") == {"pipedream": "32", "dp": "128 *"}
@@ -296,8 +295,8 @@ def test_a_plan_that_is_data_parallelism_says_so_in_its_row() -> None:
     whole = replace(timed("pipedream", 2.0), plan="4", stages=(stage(0.1, 4),))
     results = [replace(timed("dp", 2.0), plan="4", stages=whole.stages), whole, timed("gpipe", 3.0)]
     assert column(results, "plan") == {"dp": "4", "pipedream": "4 = dp", "gpipe": "4"}
-    assert verdict(results, groups(results)[0])[-1].startswith("pipedream: the plan is data parallelism on all workers")
-    assert verdict(results, groups(results)[0])[0].startswith("dp and pipedream are first to top1 0.95, both in 2")
+    assert verdict(groups(results)[0])[-1].startswith("pipedream: the plan is data parallelism on all workers")
+    assert verdict(groups(results)[0])[0].startswith("dp and pipedream are first to top1 0.95, both in 2")
 
 
 def test_what_limits_each_is_told_in_milliseconds() -> None:
@@ -309,7 +308,7 @@ def test_what_limits_each_is_told_in_milliseconds() -> None:
     assert limit.transfer_s == pytest.approx(0.0016)
     assert limit.wait_s == pytest.approx(0.0024)
     whole = replace(timed("dp", 3.0, 128, comm_stall_fraction=0.25), stages=(stage(0.096, 4, 128),))
-    text = verdict([piped, whole], groups([piped, whole])[0])[1]
+    text = verdict(groups([piped, whole])[0])[1]
     assert text == (
         "Milliseconds per minibatch of 32, of each one's slowest stage: pipedream 32.0 = 28.0 computing in stage 1 + "
         "1.6 waiting for transfers + 2.4 waiting for others; dp 32.0 = 24.0 computing + 8.0 waiting for transfers."

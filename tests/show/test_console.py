@@ -182,12 +182,12 @@ def test_groups_of_a_comparison_stand_below_each_other_under_what_they_differ_in
 
 def test_without_a_terminal_there_is_a_line_per_evaluation() -> None:
     to = plain()
-    with RunProgress("dp", 1000, quiet=True, console=to) as progress:
+    with RunProgress("dp", 1000, quiet=True, samples_per_epoch=500, console=to) as progress:
         for samples in range(0, 500, 10):
             progress.update(samples, 0.001 * samples, 2.0, 0.5)
         progress.evaluation(Point(500, 0.6, {"train_loss": 0.25, "top1": 0.9}), 1.0)
     first, line = written(to).splitlines()
-    assert first == "dp  training, at most 1,000 samples"
+    assert first == "dp  training, at most 2 epochs"
     assert line.startswith("dp  epoch 1  train_loss 0.250  top1 90.0%  virtual time 600 ms  wall ")
 
 
@@ -233,12 +233,12 @@ def test_on_a_terminal_there_is_a_live_line(monkeypatch: pytest.MonkeyPatch) -> 
 def test_updates_are_drawn_only_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shown, "time", SimpleNamespace(monotonic=lambda: 1.0))
     to = Console(file=io.StringIO(), width=120, force_terminal=True, highlight=False, color_system=None)
-    with RunProgress("dp", 1000, quiet=False, console=to) as progress:
+    with RunProgress("dp", 1000, quiet=False, samples_per_epoch=10, console=to) as progress:
         for samples in range(1000):
             progress.update(samples, 0.0, 1.0, 0.0)
         drawn = written(to)
-    assert "sample 0 of at most 1,000" in drawn
-    assert "sample 1 of" not in drawn
+    assert "epoch 0.0 of at most 100" in drawn
+    assert "epoch 0.1 of" not in drawn
 
 
 def test_preparing_writes_nothing_without_a_terminal() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipebench.show.comparison import comparison_rows, groups, headings
+from pipebench.show.comparison import groups, headings
 from pipebench.show.sweep_lines import Sweep, SweepPoint, sweep_of
 from pipebench.show.sweep_picture import sweep_figure
 from pipebench.show.verdict import verdict
@@ -30,7 +30,7 @@ RESULTS = [swept(mode, bandwidth) for bandwidth in ("100 Gbit/s", "1 Gbit/s", "1
 
 def found_sweep() -> Sweep:
     (group,) = groups(RESULTS)
-    sweep = sweep_of(comparison_rows(RESULTS, group), group.entries)
+    sweep = sweep_of(group)
     assert sweep is not None
     return sweep
 
@@ -44,7 +44,7 @@ def test_a_sweep_has_a_line_per_mode_in_order_of_the_quantity() -> None:
 
 
 def test_the_crossover_of_modes_is_told() -> None:
-    sentences = verdict(RESULTS, groups(RESULTS)[0])
+    sentences = verdict(groups(RESULTS)[0])
     told = "pipedream from 1 Gbit/s to 10Gbit/s, dp at 100 Gbit/s"
     assert sentences[0] == f"Along cluster.bandwidth, highest in throughput: {told}."
     assert "efficiency" not in headings(RESULTS), "a plan that leaves workers idle is no sweep over their number"
@@ -55,13 +55,13 @@ def test_a_tie_changes_nothing_and_one_line_is_no_crossover() -> None:
     times = Sweep("k", "time_to_accuracy_s", {"a": near, "b": [SweepPoint(1.0, "1", 7.0), SweepPoint(2.0, "2", 5.999)]})
     assert [*times.first_places()] == [("a", "1", "2")]
     alone = [each for each in RESULTS if each.mode == "dp"]
-    assert verdict(alone, groups(alone)[0])[0].startswith("bandwidth=100 Gbit/s,dp has the highest throughput")
+    assert verdict(groups(alone)[0])[0].startswith("bandwidth=100 Gbit/s,dp has the highest throughput")
 
 
 def test_a_sweep_over_names_is_none() -> None:
     named = [replace(each, varied={"parallelism.mode": each.mode}) for each in RESULTS[:2]]
     (group,) = groups(named)
-    assert sweep_of(comparison_rows(named, group), group.entries) is None
+    assert sweep_of(group) is None
 
 
 @pytest.mark.parametrize("text", ["2-1-1", "dp", "", "10 parsecs"])
