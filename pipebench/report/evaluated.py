@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from pipebench.report.definition import Published, PublishedClaim, Report
 from pipebench.train.result import RunResult
@@ -109,7 +110,10 @@ class Evaluated:
     about: str = ""  # the report's text, quoted numbers filled in
     made: str = ""  # when, and by which code; "" if unknown
 
+    @cached_property
+    def _by_place(self) -> dict[tuple[str, str, str], TableCell]:
+        return {(cell.row, cell.measure, cell.column): cell for cell in self.cells}
+
     def cell(self, row: str, measure: str, column: str) -> TableCell | None:
         """Return a cell; None if the row lacks its runs."""
-        found = (each for each in self.cells if (each.row, each.measure, each.column) == (row, measure, column))
-        return next(found, None)
+        return self._by_place.get((row, measure, column))

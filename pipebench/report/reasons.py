@@ -3,6 +3,7 @@
 from pipebench.formats import num_bytes, percent, seconds
 from pipebench.report.metrics import metrics_of
 from pipebench.schedule.notation import STRAIGHT
+from pipebench.show.verdict import planned_s
 from pipebench.simulate.meter import MEMORY
 from pipebench.train.result import RunResult
 
@@ -43,8 +44,9 @@ def _written_one_way(plan: str) -> str:
 def _spent(result: RunResult) -> str:
     """Return where a run's time goes: the slowest stage, waiting for bytes, bytes sent."""
     metrics = metrics_of(result)
-    minibatch_s = int(result.recipe["train.minibatch_size"]) / metrics["throughput_samples_per_s"]
-    shares = [_computing_s(result, index) / minibatch_s for index in range(len(result.stages))]
+    size = int(result.recipe["train.minibatch_size"])
+    minibatch_s = size / metrics["throughput_samples_per_s"]
+    shares = [computing_s / minibatch_s for computing_s in planned_s(result, size)]
     busiest = max(range(len(shares)), key=lambda index: shares[index])
     summed = sum(metrics.get(name, 0.0) for name in _SUMS)
     sent = f"{num_bytes(metrics['comm_bytes_per_sample'])} sent per sample"
@@ -58,13 +60,3 @@ def _spent(result: RunResult) -> str:
         f"{percent(metrics['comm_stall_fraction'])} of all time is waiting for bytes, {sent}, "
         f"{num_bytes(summed)} of it sums of gradients"
     )
-
-
-def _computing_s(result: RunResult, index: int) -> float:
-    """Return a stage's compute seconds per minibatch of the run, divided over its replicas."""
-    stage = result.stages[index]
-    parts = int(result.recipe.get("parallelism.microbatches") or 1)
-    whole_s: float = parts * (stage["forward_s"] + stage["backward_s"]) / stage["replicas"]
-    updates: float = int(result.recipe["train.minibatch_size"]) / stage["samples_per_update"]
-    updating_s: float = stage["update_s"] * updates
-    return whole_s + updating_s

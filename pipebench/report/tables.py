@@ -44,15 +44,10 @@ class _Grid:
         self.evaluated, self.rows = evaluated, evaluated.report.rows
         self.columns = evaluated.report.columns
         self.remarked: set[str] = set()
-        self._cells = {(cell.row, cell.measure, cell.column): cell for cell in evaluated.cells}
-
-    def cell(self, row: Row, measure: Measure, column: str) -> TableCell | None:
-        """Return a cell, None if the row lacks its runs."""
-        return self._cells.get((row.name, measure.name, column))
 
     def cells(self, row: Row, measure: Measure) -> list[TableCell | None]:
         """Return the cells of all columns."""
-        return [self.cell(row, measure, column.name) for column in self.columns]
+        return [self.evaluated.cell(row.name, measure.name, column.name) for column in self.columns]
 
     def rows_of(self, measures: Sequence[Measure]) -> list[Row]:
         """Return the rows with any cell of some measures."""
@@ -99,7 +94,8 @@ def _own(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
             for measure, column in places
         ]
     lines: list[tuple[Cell, ...]] = [
-        (row.title, *(_value(grid.cell(row, each, column.name), each) for each, column in places)) for row in rows
+        (row.title, *(_value(grid.evaluated.cell(row.name, each.name, column.name), each) for each, column in places))
+        for row in rows
     ]
     table = RenderedTable(("", *headings), lines)
     title = _heading(measures[0]) if len(measures) == 1 else "Side by side"
@@ -149,7 +145,7 @@ def _agreement(grid: _Grid, measure: Measure, rows: Sequence[Row]) -> list[Block
     """Return how many plans agree with the published ones, a sentence per column."""
     sentences = []
     for column in grid.columns:
-        found = [_agrees_in(grid.cell(row, measure, column.name)) for row in rows]
+        found = [_agrees_in(grid.evaluated.cell(row.name, measure.name, column.name)) for row in rows]
         there = [each for each in found if each is not None]
         if there:
             classes, plans = sum(each != "nothing" for each in there), there.count("plan")
@@ -172,7 +168,7 @@ def _remarks(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
     for row in grid.rows:
         for measure in measures:
             for column in grid.columns:
-                for remark in _remarks_on(grid.cell(row, measure, column.name)):
+                for remark in _remarks_on(grid.evaluated.cell(row.name, measure.name, column.name)):
                     columns_of.setdefault((row.title, remark), {})[column.title] = None
     titles: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (title, remark), found in columns_of.items():

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from pipebench.formats import UNKNOWN, num_bytes, number, ratio, seconds
 from pipebench.report.definition import Measure, Published
 from pipebench.report.evaluated import TableCell
+from pipebench.report.reasons import same_plan
+from pipebench.schedule.notation import STRAIGHT
 
 CONSTRUCTED, FITTED, CHOSEN, SUPPOSED, REMARKED = "=", "*", "^", "?", "!"
 MARKS = {
@@ -105,10 +107,9 @@ def plan_class(plan: str) -> str:
     >>> plan_class("16"), plan_class("15-1"), plan_class("Straight"), plan_class("1-1-1")
     ('data parallel', 'replicated', 'straight', 'straight')
     """
-    replicas = plan.split("-")
-    if plan.lower() == "straight" or (len(replicas) > 1 and set(replicas) == {"1"}):
-        return "straight"
-    return "data parallel" if len(replicas) == 1 else "replicated"
+    if same_plan(plan, STRAIGHT):
+        return STRAIGHT
+    return "replicated" if "-" in plan else "data parallel"
 
 
 def several(titles: Sequence[str]) -> str:
