@@ -4,7 +4,7 @@ from pipebench.tracking.connection import default_uri
 from pipebench.tracking.entries import logged_params
 from pipebench.tracking.identity import identity_tags, recipe_hash, source_version
 from pipebench.tracking.inputs import Inputs
-from pipebench.tracking.record import RunRecord, Status, read_record
+from pipebench.tracking.record import read_record
 from pipebench.tracking.run_log import RunLog, Tracking
 from pipebench.tracking.store import require_writable
 from pipebench.tracking.summary import count_reached, seed_medians, summarise_curves, summarise_seeds
@@ -13,8 +13,6 @@ from pipebench.tracking.ui import open_ui
 __all__ = [
     "Inputs",
     "RunLog",
-    "RunRecord",
-    "Status",
     "Tracking",
     "count_reached",
     "default_uri",

@@ -217,10 +217,6 @@ class RecordFolder:
                 return read_bytes(self._inside(artifact), _MAX_BYTES)
         return None
 
-    def note_sent(self, run_id: str, num_sent: int) -> None:
-        """Store MLflow's id and number of entries."""
-        self.note(Sent(run_id, num_sent))
-
     def note(self, sent: Sent) -> None:
         """Store what MLflow has; on a full disk it isn't, and what is sent twice is logged once."""
         self.run_id, self.num_sent = sent.run_id, sent.num_sent

@@ -110,7 +110,7 @@ class Sender:
             begins_ms = self._queue[0][0].at_ms
             run_id = store.create_run(self._start.name, self._parent_tags(), begins_ms)
             found = StoredRun(begins_ms, {}, {}, {})
-            self.record.note_sent(run_id, 0)
+            self.record.note(Sent(run_id, 0))
         history = History(store, run_id, found)
         if self._samples_system:
             self._system = SystemMetrics(history.next_system_step())

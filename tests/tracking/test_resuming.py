@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipebench.tracking import RunLog, Tracking, default_uri, read_record
-from pipebench.tracking.record import LogEntry, RecordFolder, Start, mlflow_run_id
+from pipebench.tracking.record import LogEntry, RecordFolder, Sent, Start, mlflow_run_id
 from pipebench.tracking.store import Store
 from pipebench.train.result import INTERRUPTED, REACHED
 from pipebench.typed_json import read
@@ -60,7 +60,7 @@ def test_a_run_that_was_killed_after_its_last_value_has_each_once(tracking: Trac
     for point in RESULT.points:
         first.point(point)
     first.finish(RESULT)
-    RecordFolder(tmp_path).note_sent(str(first.run_id), 2)
+    RecordFolder(tmp_path).note(Sent(str(first.run_id), 2))
     again = Tracking("suite").start("closing", params={}, tags={}, virtual=False, folder=tmp_path)
     for point in RESULT.points:
         again.point(point)
@@ -128,7 +128,7 @@ def test_a_run_that_mlflow_lost_has_all_that_was_logged_before(tracking: Trackin
     first.text("plan.txt", "straight")
     first.point(RESULT.points[0])
     first.finish(None, status="KILLED")
-    RecordFolder(tmp_path).note_sent("0" * 32, 4)
+    RecordFolder(tmp_path).note(Sent("0" * 32, 4))
     run = tracking.start("lost", params={"lr": "0.1"}, tags={}, folder=tmp_path)
     for point in RESULT.points:
         run.point(point)
