@@ -8,7 +8,7 @@ import copy
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,13 +202,13 @@ class DatasetPair(Dataset):
         num_samples = next(iter(targets.values())).shape[0]
         try:
             value = measure(output, _shaped(self._targets, targets))
-            value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=torch.float64)
         except Exception as error:
             raise DataError(f"the {what} fails on the output, {_in_words(output)}") from error
-        if value.dim() == 0:
-            return value * num_samples
-        if tuple(value.shape) == (num_samples,):
-            return value.sum()
+        if not isinstance(value, torch.Tensor | tuple):
+            with suppress(TypeError, ValueError, RuntimeError):  # as of None and texts
+                value = torch.as_tensor(value, dtype=torch.float64)
+        if isinstance(value, torch.Tensor) and tuple(value.shape) in ((), (num_samples,)):
+            return value.sum() if value.dim() else value * num_samples
         raise DataError(
             f"the {what} gives {_in_words(value)} for {num_samples} samples, needed is a number, their mean, or a "
             "tensor of one number per sample"
@@ -433,4 +433,4 @@ def _in_words(value: Any) -> str:
         return f"a {type(value).__name__} of {', '.join(_in_words(part) for part in value) or 'nothing'}"
     if isinstance(value, Mapping) and len(value) <= 4:
         return f"a {type(value).__name__} of {', '.join(f'{key}: {_in_words(part)}' for key, part in value.items())}"
-    return f"a {type(value).__name__}"
+    return "None" if value is None else f"a {type(value).__name__}"

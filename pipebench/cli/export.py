@@ -9,7 +9,7 @@ from pipebench.errors import printable
 
 @click.command
 @click.argument("run_", metavar="RUN")
-@click.option("--out", metavar="FILE.pt", help="Write them here.  [default: RUN's id, in the current folder]")
+@click.option("--out", metavar="FILE.pt", help="Write the weights here.  [default: RUN's id, in the current folder]")
 @moved_option("--output", "--out FILE.pt")
 @click.option("--step", type=click.IntRange(0), help="Which checkpoint, in minibatches.  [default: the newest]")
 @trust

@@ -83,7 +83,7 @@ def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
     `--levels 16@1.25e9` is 16 workers, each with a link of 1.25 GB/s; `--levels 4@1e10,4@1.25e9` is 4 servers of
     4 workers, 10 GB/s inside a server and 1.25 GB/s for each server.
     """
-    _check_combination(given, words)
+    _check_combination({**given, "zip": zipped or None}, words)
     from pipebench.cli import planning
 
     links, memory_bytes, latency_s = (given.pop(name) for name in ("levels", "memory", "latency"))
@@ -120,6 +120,8 @@ def _check_combination(given: Mapping[str, Any], words: Sequence[str]) -> None:
             raise UserError(f"--{name} goes with --levels; a cluster's file says its own")
     if with_recipe and "minibatch_size" in has:
         raise UserError("--minibatch-size goes with a profile file; a recipe says train.minibatch_size=N")
+    if not with_recipe and "zip" in has:
+        raise UserError("--zip goes with a recipe, whose lists it takes together")
     if not with_recipe and "out" in has:
         raise UserError("--out goes with a recipe: cuts anywhere, as a profile file alone allows them, needn't run")
     if not with_recipe and "profile" not in has:

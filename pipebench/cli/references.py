@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pipebench.errors import Fault, RecipeError
+from pipebench.errors import Fault, RecipeError, UserError
 from pipebench.recipe.catalog import cluster_names, find, find_cluster, find_recipes, recipe_names
 from pipebench.recipe.cluster_files import LEVELS
 from pipebench.recipe.leaves import full_keys
@@ -58,6 +58,8 @@ def load_to_plan(words: Sequence[str], *, zipped: bool) -> list[LoadedRecipe]:
     if path.is_dir():
         return [load(references[0], overrides)]
     loaded = load_each(path, overrides, zipped=zipped, builds=False)
+    if zipped:
+        _refuse_zip_alone(loaded)
     return loaded if len(loaded) == 1 else load_each(path, overrides, zipped=zipped)
 
 
@@ -82,4 +84,13 @@ def load_all(references: Sequence[str], overrides: Sequence[str], *, zipped: boo
     faults += same_names(loaded)
     if faults:
         raise RecipeError(dict.fromkeys(faults))
+    if zipped:
+        _refuse_zip_alone(loaded)
     return loaded
+
+
+def _refuse_zip_alone(loaded: Sequence[LoadedRecipe]) -> None:
+    """Raise a UserError if no recipe has a list, whose elements --zip would take."""
+    if not any(each.varied for each in loaded):
+        why = "--zip takes the elements of lists together, and no key has one"
+        raise UserError(f"{why}: leave it out, or give KEY=A,B,C")

@@ -75,6 +75,8 @@ def run(seeds: tuple[int, ...] | None, as_json: bool, json_lines: bool, **asked:
         raise click.UsageError("--trust goes with --resume RUN, whose folder may belong to another user")
     if asked["resume"] and seeds:
         raise click.UsageError("--resume goes on with the run's own seed: leave out --seeds")
+    if asked["resume"] and asked["zipped"]:
+        raise click.UsageError("--resume goes on with one run: leave out --zip")
     if _started_as_worker():
         if as_json or json_lines:
             raise click.UsageError("--json is for one process: started by torchrun, result.json is in the run's folder")

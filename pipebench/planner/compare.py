@@ -63,7 +63,9 @@ def with_others(
 ) -> Comparison:
     """Add the modes that a comparison lacks; arguments as in `compare`."""
     began_s = time.perf_counter()
-    _, best_of, refused = _planned(request, found.best.plan.mode, found.unplanned, known, tell)
+    planned = 1 + len(found.others) + len(found.refused)
+    go_on: Tell = lambda done, total, search: tell(planned + done, planned + total, search)  # noqa: E731
+    _, best_of, refused = _planned(request, found.best.plan.mode, found.unplanned, known, go_on)
     all_refused = {**found.refused, **refused}
     took_s = found.took_s["other modes"] + time.perf_counter() - began_s
     return replace(

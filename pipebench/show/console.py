@@ -84,6 +84,7 @@ _MEMORY: tuple[_Saying, ...] = (
 
 
 _LEGEND = "F3: forward of minibatch or microbatch 3; B: backward; U: update; . : waiting; time goes to the right"
+_OF_EVALUATION = "; E: forward of an evaluation, after which numbers begin at 0 again"
 
 
 def print_summary(result: RunResult, picture: str, link: str, console: Console) -> None:
@@ -96,7 +97,8 @@ def print_summary(result: RunResult, picture: str, link: str, console: Console) 
             print_table(console, _table_of(lines, columns), indent=2)
     if picture:
         print_plain(console, Padding(Text(picture, no_wrap=True, overflow="crop"), (0, 0, 0, 2)))
-        print_plain(console, Padding(Text(_LEGEND, style="dim"), (0, 0, 1, 2)))
+        legend = _LEGEND + (_OF_EVALUATION if "E" in picture else "")
+        print_plain(console, Padding(Text(legend, style="dim"), (0, 0, 1, 2)))
     _print_link(console, link)
 
 

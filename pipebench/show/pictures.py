@@ -231,7 +231,8 @@ def _text_rows(
             # A cell shows the span that fills most of it, if that is at least `least_s`.
             if overlap_s > max(filled_s[span.worker][cell] + 1e-9 * unit_s, least_s):
                 filled_s[span.worker][cell] = overlap_s
-                rows[span.worker][cell] = span.label
+                # Forwards of evaluations have a letter of their own where no colour says what they are.
+                rows[span.worker][cell] = span.label.replace("F", "E") if span.kind == EVALUATE else span.label
     return rows
 
 

@@ -426,6 +426,25 @@ def test_servers_and_sizes_go_together_when_zipped(few: str) -> None:
     assert [(each["num_workers"], each["minibatch_size"]) for each in zipped] == [(4, 32), (8, 16)]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "FEW", "--no-others"], "--zip takes the elements of lists together, and no key has one"),
+        (
+            ["plan", "--profile", "x.json", "--levels", "4@1e9"],
+            "--zip goes with a recipe, whose lists it takes together",
+        ),
+        (["run", "FEW", "train.seed=1"], "--zip takes the elements of lists together, and no key has one"),
+        (["run", "--resume", "small-1f0c9a7e"], "--resume goes on with one run: leave out --zip"),
+    ],
+    ids=str,
+)
+def test_zip_without_a_list_is_refused(few: str, words: list[str], said: str) -> None:
+    result = CliRunner().invoke(cli, [*(few if word == "FEW" else word for word in words), "--zip"])
+    assert result.exit_code == 2
+    assert said in result.output
+
+
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list of the modes that are planned, in order, which grows."""

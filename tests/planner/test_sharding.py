@@ -82,6 +82,16 @@ def test_the_bytes_of_a_plan_are_the_paper_s(mode: str) -> None:
     assert sum(found.num_bytes.values()) == pytest.approx(expected)
 
 
+def test_modes_are_counted_with_those_that_were_planned_before() -> None:
+    """`mode 13 of 15` stood above a table of seventeen."""
+    counts: list[tuple[int, int]] = []
+    found = compare(request_of(None), tell=lambda done, total, _: counts.append((done, total)))
+    total = 1 + len(found.others) + len(found.refused)
+    assert {counted for _, counted in counts} == {2, total}
+    assert counts[-1][0] < total
+    assert min(done for done, counted in counts if counted == total) == 2
+
+
 def test_sharding_is_a_choice_where_memory_binds() -> None:
     """Data parallelism needs 4 x 32 kB; a device that holds less gets a sharded mode, as fast as any that fits."""
     whole = Planner(request_of(None), "dp").best().memory_bytes

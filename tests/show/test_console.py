@@ -54,6 +54,13 @@ def test_the_summary_tells_everything_a_run_came_to() -> None:
     assert not any(line.endswith(" ") for line in lines)
 
 
+@pytest.mark.parametrize("picture", ["stage 0  F0 B0", "stage 0  F0 B0 E0"])
+def test_the_legend_explains_evaluations_where_there_are_any(picture: str) -> None:
+    to = plain()
+    console.print_summary(DP, picture, "pipebench ui", to)
+    assert ("E: forward of an evaluation" in " ".join(written(to).split())) == ("E0" in picture)
+
+
 def test_the_summary_tells_what_copies_have_cost() -> None:
     to = plain()
     console.print_summary(replace(DP, metrics={**DP.metrics, "swap_stall_fraction": 0.031}), "", "", to)

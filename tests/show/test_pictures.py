@@ -17,7 +17,7 @@ from pipebench.show.pictures import (
     text_picture,
     timeline_figure,
 )
-from pipebench.simulate.timeline import Span, Timeline, Transfer
+from pipebench.simulate.timeline import EVALUATE, Span, Timeline, Transfer
 from pipebench.train.result import MISSED, REACHED, Point, RunResult
 
 RESULT = RunResult(
@@ -147,6 +147,16 @@ def test_the_text_picture_is_the_drawn_schedule() -> None:
     picture = text_picture(parse(TWO_STAGES), unit_s=1e-3, width=80)
     assert [line.split()[2:] for line in picture.splitlines()] == [row.split() for row in TWO_STAGES.values()]
     assert picture.splitlines()[0].startswith("stage 0  F0 F1 .  .  B0 B0")
+
+
+def test_forwards_of_an_evaluation_have_a_letter_of_their_own() -> None:
+    drawn = parse({"stage 0": "F0 B0 F0 F1 F0 B0", "stage 1": ". . F0 F1 . ."})
+    spans = [replace(span, kind=EVALUATE) if 2e-3 <= span.start_s < 4e-3 else span for span in drawn.spans]
+    picture = text_picture(replace(drawn, spans=tuple(spans)), unit_s=1e-3, width=80)
+    assert [line.split()[2:] for line in picture.splitlines()] == [
+        ["F0", "B0", "E0", "E1", "F0", "B0"],
+        [".", ".", "E0", "E1", ".", "."],
+    ]
 
 
 def test_the_text_picture_keeps_to_its_width_and_unit() -> None:

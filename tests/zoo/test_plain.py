@@ -170,6 +170,22 @@ def test_losses_that_do_not_suit_are_refused() -> None:
     with pytest.raises(DataError, match=r"the loss fails on the output, a tensor \[2, 3\] float32") as caught:
         data.loss(torch.ones(2, 3), targets)
     assert isinstance(caught.value.__cause__, ValueError)
-    data._loss = lambda output, target: output
-    with pytest.raises(DataError, match=r"the loss gives a tensor \[2, 3\] float32 for 2 samples, needed is a number"):
-        data.loss(torch.ones(2, 3), targets)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.ones(2, 3), r"a tensor \[2, 3\] float32"),
+        (None, "None"),
+        ("good", "a str"),
+        ((torch.tensor(1.0), torch.tensor(2.0)), r"a tuple of a tensor \[\] float32, a tensor \[\] float32"),
+    ],
+    ids=str,
+)
+def test_what_is_no_number_of_samples_is_refused_with_what_is(value: Any, said: str) -> None:
+    data = plain(lambda i: (POINTS[i], LABELS[i]), loss="mse")
+    data._loss, data._metrics = lambda _, __: value, {"sure": Metric(lambda _, __: value, "max")}
+    targets = data.fetch("train", [0, 1], ["target"])
+    for what, measure in (("loss", data.loss), ("metric sure", data.score)):
+        with pytest.raises(DataError, match=f"the {what} gives {said} for 2 samples, needed is a number, their mean"):
+            measure(torch.ones(2, 3), targets)
