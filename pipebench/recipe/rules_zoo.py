@@ -1,6 +1,7 @@
 """Rules on model and data: names and options of the zoo's registry; target and streams of the data set."""
 
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from pipebench.schedule.notation import streams_problem
 from pipebench.zoo.registry import DATASETS, MODELS
 
 _MOST_PROCESSES = 1024
+_MOST_IN_FLIGHT = 256  # of however short an epoch: a recipe may be tried on a few samples
 EVAL_LOSS = "eval_loss"
 FRACTIONS = ("top1", "top5", "token_accuracy", "nsp_accuracy", "meteor")
 _PERPLEXITIES = ("perplexity", "mlm_perplexity")
@@ -202,6 +204,16 @@ def _minibatch(minibatch_size: int, dataset: Any) -> Problems:
 
 
 @rule
+def _epoch(depth: Any, accumulate: Any, minibatch_size: int, dataset: Any) -> Problems:
+    """Plans are simulated with all minibatches in flight, or of an update: no more than an epoch's make sense."""
+    in_epoch = math.ceil(dataset.num_train / minibatch_size)
+    most = max(in_epoch, _MOST_IN_FLIGHT)
+    for name, given in (("depth", depth), ("accumulate", accumulate)):
+        if isinstance(given, int) and given > most:
+            yield f"parallelism.{name}", f"got {given}, allowed are 1 to {most}: an epoch has {in_epoch} minibatches"
+
+
+@rule
 def _lengths(dataset: Any, kind: str) -> Problems:
     if dataset.lengths and kind in ENGINES and ENGINES[kind].trains:
         given = "got declared, which is for engine.kind simulated"
@@ -253,6 +265,7 @@ def dataset_problems(recipe: Recipe, cluster: Cluster, dataset: Any) -> Problems
     )
     yield from _reachable(target, dataset.metrics)
     yield from _minibatch(train.minibatch_size, dataset)
+    yield from _epoch(parallelism.depth, parallelism.accumulate, train.minibatch_size, dataset)
     yield from _streams(dataset, train.streams, train.minibatch_size, evaluate or {}, checkpoint)
     yield from _streams_of_plan(dataset, cluster, train.streams, parallelism.mode, parallelism.plan)
 

@@ -189,6 +189,11 @@ OVERRIDES = [
     ("parallelism.accumulate=larges", "parallelism.accumulate: got 'larges', allowed is .*did you mean 'largest'"),
     ("parallelism.accumulate=true", "parallelism.accumulate: got true, allowed is a whole number of at least 1"),
     ("parallelism.depth=0", "parallelism.depth: got 0, allowed is auto .* or a whole number"),
+    ("parallelism.depth=1000000", "parallelism.depth: got 1000000, allowed are 1 to 256: an epoch has 125 minibatches"),
+    (
+        "parallelism={mode: gpipe, accumulate: 257}",
+        "parallelism.accumulate: got 257, allowed are 1 to 256: an epoch has 125 minibatches",
+    ),
     ("parallelism.depth=deep", "parallelism.depth: got 'deep', allowed is auto"),
     ("engine.threads=0", "engine.threads: got 0, allowed is auto or a whole number"),
     ("engine.threads=true", "engine.threads: got true, allowed is auto or a whole number"),

@@ -89,3 +89,13 @@ def test_weights_that_servers_send_are_not_rounded(write: Write) -> None:
 def test_streams_are_for_text(write: Write) -> None:
     with pytest.raises(RecipeError, match=r"train.streams: got 2, which is for text, .*: allowed is null"):
         load(str(write()), ["train.streams=2"])
+
+
+@pytest.mark.parametrize(("size", "most"), [(4, 1000), (3, 1334), (4000, 256)])
+def test_no_more_minibatches_are_in_flight_than_an_epoch_has(write: Write, size: int, most: int) -> None:
+    """But a few, so that a recipe can be tried on a few samples. A million was planned for hours."""
+    row = ["parallelism.mode=pipedream-2bw", "parallelism.plan=straight", f"train.minibatch_size={size}"]
+    load(str(write()), [*row, f"parallelism.depth={most}", f"parallelism.accumulate={most}"])
+    beyond = [f"parallelism.depth={most + 1}", f"parallelism.accumulate={most + 1}"]
+    with pytest.raises(RecipeError, match=rf"depth: .* 1 to {most}: .*\n.*accumulate: .* 1 to {most}: an epoch has"):
+        load(str(write()), [*row, *beyond])
