@@ -17,12 +17,12 @@ from typing import Any
 import click
 
 from pipebench import interrupts
-from pipebench.cli.terminal import outlive_terminal
+from pipebench.cli.terminal import first_line, outlive_terminal
 from pipebench.errors import OutOfMemoryError, UserError, nearest, printable, printable_lines
 from pipebench.recipe.users_code import as_users, traceback_of
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
-_SHORT_S = 2.0  # what takes no longer needs no word on it
+_SHORT_S = 1.0  # what takes no longer needs no word on it
 _VERBOSE = "pipebench.verbose"  # in click's meta, which outlives the command
 
 
@@ -161,12 +161,13 @@ class Commands(click.Group):
 
 @contextmanager
 def _telling(ctx: click.Context) -> Iterator[None]:
-    """Say on a standard error that is no terminal what a command does that takes longer than 2 s before it says so."""
+    """Say on the standard error what a command loads for longer than 1 s; on a terminal, until it says something."""
     try:
-        has_reader = not os.isatty(sys.stderr.fileno()) and "RANK" not in os.environ
+        has_reader = sys.stderr.fileno() >= 0 and "RANK" not in os.environ
     except (OSError, ValueError):  # no file
         has_reader = False
-    timer = Timer(_SHORT_S, lambda: _say(f"{_named(ctx)}: {_what_is_loading(sys.modules)}\n"))
+    tell = first_line.show if first_line.begin() else _say
+    timer = Timer(_SHORT_S, lambda: tell(f"{_named(ctx)}: {_what_is_loading(sys.modules)}"))
     timer.daemon = True
     if has_reader:
         timer.start()
@@ -174,6 +175,7 @@ def _telling(ctx: click.Context) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        first_line.give_way()
 
 
 def _named(ctx: click.Context) -> str:

@@ -15,6 +15,7 @@ from pipebench.recipe.engines import ENGINES
 from pipebench.report.catalog import find_report, require_keepable
 from pipebench.report.coverage import write_coverage
 from pipebench.report.load import load_report
+from pipebench.show.progress import preparing
 
 COVERAGE = "coverage"  # of the papers by all reports, instead of a report
 
@@ -66,10 +67,12 @@ def report(name: str | None, lists: bool, out: Path | None, **given: Any) -> int
     interrupted.
     """
     if lists:
-        with without_collector():
-            from pipebench.report.listing import listed, what_is_there
+        with preparing(name or "reports", work="reading"):
+            with without_collector():
+                from pipebench.report.listing import listed, what_is_there
 
-        for line in listed() if name is None else what_is_there(name):
+            lines = [*(listed() if name is None else what_is_there(name))]
+        for line in lines:
             click.echo(printable(line))
         return 0
     if name is None:
@@ -83,9 +86,10 @@ def _made(
 ) -> int:
     """Make a report, or the page on coverage, and return the exit code; `given` are `fresh` and `keeps`."""
     path = None if name == COVERAGE else find_report(name)
-    loaded = load_report(path, only or (), engine) if path else None
-    with without_collector():
-        from pipebench.report.make import RENDERED, Making, made_now, make_report
+    with preparing(name, work="loading recipes"):
+        loaded = load_report(path, only or (), engine) if path else None
+        with without_collector():
+            from pipebench.report.make import RENDERED, Making, made_now, make_report
 
     if path is None or loaded is None:
         click.echo(f"written: {write_coverage(out or Path(RENDERED, COVERAGE), made_now())}")

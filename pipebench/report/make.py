@@ -18,6 +18,7 @@ from pipebench.report.recipes import Asked
 from pipebench.report.render import Rendered, render
 from pipebench.run.identity import code_identity
 from pipebench.run.runner import draw
+from pipebench.show.progress import preparing
 from pipebench.show.terminal import standard_output
 from pipebench.tracking import RunLog, Tracking, require_writable
 from pipebench.tracking.ui import server_address
@@ -46,12 +47,7 @@ def make_report(report: Report, asked: Sequence[Asked], making: Making) -> int:
     """
     require_writable()
     asked = sized(asked, _say)
-    collection = Collection(asked)
-    if not making.fresh:
-        collection.look_up(report.path.parent)
-    if not making.trains:
-        collection.leave_out_training()
-    collection.check()
+    collection = _looked_up(report, asked, making)
     _say(_found(collection))
     tracking = Tracking(f"report {report.name}")
     tags = {"kind": "report", "report": report.name, "rows": ", ".join(row.name for row in report.rows)}
@@ -65,7 +61,8 @@ def make_report(report: Report, asked: Sequence[Asked], making: Making) -> int:
         evaluated = evaluate_report(report, outcomes, **about, drawings=drawings)
         try:
             kept = collection.keep_trained(report.path.parent) if making.keeps else []
-            rendered = render(evaluated, making.folder)
+            with preparing(report.name, work="drawing pictures and writing the page"):
+                rendered = render(evaluated, making.folder)
         except OSError as error:
             raise UserError(f"{error.filename or making.folder} can't be written: {error.strerror}") from error
         _record(parent, rendered)
@@ -74,6 +71,18 @@ def make_report(report: Report, asked: Sequence[Asked], making: Making) -> int:
         parent.finish(None, status="FINISHED" if done else "KILLED")
     _tell(evaluated, rendered, kept, parent)
     return 0
+
+
+def _looked_up(report: Report, asked: Sequence[Asked], making: Making) -> Collection:
+    """Return a report's runs with the results that are there; raises a UserError if what the others use isn't."""
+    collection = Collection(asked)
+    with preparing(report.name, work="looking up results"):
+        if not making.fresh:
+            collection.look_up(report.path.parent)
+        if not making.trains:
+            collection.leave_out_training()
+        collection.check()
+    return collection
 
 
 def _run(collection: Collection, tracking: Tracking, parent: RunLog) -> bool:
@@ -165,13 +174,15 @@ def sized(asked: Sequence[Asked], tell: Callable[[str], None]) -> list[Asked]:
     found: dict[tuple[str, ...], int] = {}
     for each in asked:
         if each.largest and each.words not in found:
+            name = f"{each.row}, {each.run}"
             try:
-                found[each.words] = largest_minibatch(each.loaded).minibatch_size
+                with preparing(name, work="looking for the largest minibatch"):
+                    found[each.words] = largest_minibatch(each.loaded).minibatch_size
             except PlanError as error:
                 found[each.words] = 1
-                tell(f"{each.row}, {each.run}: {error}")
+                tell(f"{name}: {error}")
             else:
-                tell(f"{each.row}, {each.run}: {found[each.words]:,} samples are the largest minibatch that fits")
+                tell(f"{name}: {found[each.words]:,} samples are the largest minibatch that fits")
     return [_with_size(each, found[each.words]) if each.largest else each for each in asked]
 
 

@@ -7,7 +7,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -28,7 +28,7 @@ from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.show import console
 from pipebench.show.answers import Run
-from pipebench.show.progress import RunProgress, Silent, Telling
+from pipebench.show.progress import RunProgress, Silent, Telling, preparing
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
 from pipebench.simulate.timeline import Timeline
@@ -172,8 +172,10 @@ class RunRecorder:
         self._warn()
         result: RunResult | None = None
         status: Status | None = None
+        shown_work = ExitStack()
         try:
             result, timeline = self._train(train)
+            shown_work.enter_context(self._showing("drawing pictures and recording the run"))
             result = self._named(result)
             # Late: matplotlib, which a worker that records nothing needs not at all and none before it trains.
             from pipebench.run import drawings
@@ -190,9 +192,10 @@ class RunRecorder:
                 log.result(result)
             raise
         finally:
-            self._writers.finish(result)
-            log.text("run.log", self._log_text.getvalue())
-            log.finish(status=status)
+            with shown_work:
+                self._writers.finish(result)
+                log.text("run.log", self._log_text.getvalue())
+                log.finish(status=status)
         shown = timeline.warmed_up() if measures else timeline
         width = min(_PICTURE_WIDTH, standard_output().width - 2)
         made = Run(result, log.run_id, shown, text_picture(shown, width=width), log.where())
@@ -200,9 +203,13 @@ class RunRecorder:
             self._print(made)
         return made
 
+    def _showing(self, work: str) -> AbstractContextManager[object]:
+        """Show what the run is at once that lasts, if progress is printed."""
+        return nullcontext() if self._request.suite.is_quiet else preparing(self._request.name, work=work)
+
     def _print(self, made: Run) -> None:
         # A worker must end normally even if its output's reader is gone; rich raises SystemExit for a broken pipe.
-        with contextlib.suppress(OSError, SystemExit) if self._kind.in_processes else contextlib.nullcontext():
+        with contextlib.suppress(OSError, SystemExit) if self._kind.in_processes else nullcontext():
             if self._request.is_one_of_many:
                 console.print_outcome(made.result)
             else:
@@ -243,7 +250,8 @@ class RunRecorder:
 
     def _train(self, train: Train) -> tuple[RunResult, Timeline]:
         if not self._kind.trains:
-            return train(Silent(), self._point)
+            with self._showing("simulating"):
+                return train(Silent(), self._point)
         if self._kind.measures:
             self._tracking.wait_until_ready()  # MLflow's import would otherwise compete with the first minibatches
         per_epoch = self._job.setup.sampler.num_samples

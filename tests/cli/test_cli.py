@@ -1,4 +1,6 @@
 import os
+import pty
+import re
 import subprocess
 import sys
 import types
@@ -16,7 +18,7 @@ from pipebench.cli.main import cli
 from pipebench.errors import PlanError, ScheduleError, WorkersFailedError
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.suite import Suite
-from tests.patience import PATIENCE_S, without_phases
+from tests.patience import PATIENCE_S, within_patience, without_phases
 from tests.recipe.conftest import VALID
 from tests.support import raise_as_ours
 
@@ -268,3 +270,27 @@ def test_a_slow_command_says_what_it_loads(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err.startswith("pipebench ls: ")
     assert group._what_is_loading({"torch", "mlflow"}) == "loading mlflow"
     assert group._what_is_loading(set[str]()) == "starting"
+
+
+def test_on_a_terminal_what_a_slow_command_loads_gives_way_to_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elapsed:
+        def __init__(self, after_s: float, tell: Callable[[], None]) -> None:
+            self.start = self.cancel = tell  # what is said after the output, too
+
+    monkeypatch.setattr(group, "Timer", Elapsed)
+    ours, theirs = pty.openpty()
+    with open(theirs, "w") as output, open(os.dup(theirs), "w") as errors:
+        monkeypatch.setattr(sys, "stdout", output)
+        monkeypatch.setattr(sys, "stderr", errors)
+        assert cli.main(["ls", "modes", "dp"], standalone_mode=False) == 0
+        print("end", flush=True)
+        monkeypatch.undo()
+        said = b""
+        with within_patience():
+            while not said.endswith(b"end\r\n"):
+                said += os.read(ours, 1 << 16)
+    os.close(ours)
+    found = re.match(rb"(pipebench: [a-z ]+)\r( +)\rdp ", said)
+    assert found, said
+    assert len(found[1]) == len(found[2])
+    assert said.count(b"pipebench") == 1

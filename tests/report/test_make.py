@@ -13,10 +13,12 @@ from pipebench.cli.main import cli
 from pipebench.recipe.catalog import find_cluster
 from pipebench.report import catalog, collect
 from pipebench.report.recipes import Asked
+from pipebench.show import progress
 from pipebench.tracking.results import find_runs
 from tests.patience import without_phases
 from tests.report.conftest import RECIPE, Write, changed
 from tests.report.pages import MADE
+from tests.show.test_lasting import Elapsed
 
 ROOT = Path(__file__).parents[2]
 Make = Callable[..., tuple[int, str]]
@@ -60,10 +62,14 @@ def test_what_has_run_is_not_run_again(make: Make, ran: list[str], monkeypatch: 
     (recorded,) = find_runs(["first straight, slow: pipedream straight, seed 0"], [])
     assert recorded.result.plan == "straight"
 
-    code, said = make("small.yaml", "--only", "first")
+    with monkeypatch.context() as patch:
+        patch.setattr(progress, "Timer", Elapsed)
+        code, said = make("small.yaml", "--only", "first")
     assert code == 0
     assert "4 runs: 4 recorded in MLflow with this version, nothing to run" in said
     assert len(ran) == 4
+    for phase in ("small.yaml  loading recipes", "small  looking up results", "small  drawing pictures and writing"):
+        assert phase in said
     assert Path("rendered/small/report.md").read_text() == page
 
     del ran[:]

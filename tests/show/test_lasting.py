@@ -1,6 +1,7 @@
 """Lines on what a run is at, once that has lasted: timers are stand-ins, which fire at once or never."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.recipe.load import load_mapping
 from pipebench.run import processes
+from pipebench.run.runner import run_all
 from pipebench.run.suite import Suite
 from pipebench.show import progress
 from tests.recipes import uniform_recipe
@@ -71,4 +73,20 @@ def test_a_run_that_waits_for_workers_says_so_once(
     (loaded,) = load_mapping({**given, "cluster": {"name": "local", "count": 2}, "engine": {"kind": "distributed"}})
     with pytest.raises(PeerLostError, match="nobody came"):
         processes.work(loaded, Suite("tiny"))
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("brief", "said"),
+    [(False, "small  simulating\nsmall  drawing pictures and recording the run\n"), (True, "")],
+)
+def test_a_simulated_run_says_when_it_is_recorded(
+    brief: bool, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A run said nothing for up to ten seconds before its result."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(progress, "Timer", Elapsed)
+    given = yaml.safe_load(uniform_recipe(2, 16, 8, 8, "mode: dp"))
+    (loaded,) = load_mapping({**given, "engine": {"kind": "simulated"}, "train": {**given["train"], "target": None}})
+    run_all([loaded], Suite("tiny", brief=brief), seeds=None)
     assert capsys.readouterr().err == said
