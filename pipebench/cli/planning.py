@@ -17,7 +17,7 @@ from pipebench.cli.outputs import PNG, Output, is_picture_by, refuse_to_overwrit
 from pipebench.cluster import Cluster, coarser
 from pipebench.errors import PlanError, RecipeError, UserError
 from pipebench.files import replace as replace_file
-from pipebench.model.plan import starts_of_cuts
+from pipebench.model.plan import make_plan, starts_of_cuts
 from pipebench.model.plan_layers import form_of
 from pipebench.planner.compare import compare, with_others
 from pipebench.planner.cost_models import COST_MODELS, DEFAULT
@@ -222,7 +222,8 @@ def _given(parallelism: ParallelismRecipe, known: ToPlan, request: Request, mode
     starts = None
     if parallelism.cuts is not None:
         assert known.graph is not None
-        starts = starts_of_cuts(known.graph, parallelism.cuts)
+        starts, chunks = starts_of_cuts(known.graph, parallelism.cuts), planner.mode.chunks
+        make_plan(known.graph, starts, replicas * chunks, chunks=chunks, ties=planner.ties)  # refuses as for a run
     return planner.for_replicas(replicas, starts)
 
 

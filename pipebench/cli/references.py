@@ -24,17 +24,37 @@ def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split words into recipes and overrides; `=` makes an override unless the word is an existing path."""
+    """Split words into recipes and overrides; `=` makes an override unless the word is an existing path.
+
+    Raises:
+        UserError: a word is a key without a value.
+    """
     overrides = [word for word in words if "=" in word and not os.path.exists(word)]
-    return [word for word in words if word not in overrides], overrides
+    references = [word for word in words if word not in overrides]
+    for word in {*references} & {*full_keys()}:
+        if not os.path.exists(word):
+            raise UserError(f"{word} is a key of recipes, which needs a value: {word}=VALUE")
+    return references, overrides
 
 
 def find_cluster_named(words: Sequence[str]) -> Path | None:
-    """Return the file of the only cluster named, by short name or path; None otherwise."""
-    if len(words) != 1 or words[0] in cluster_names():
-        return find_cluster(words[0]) if len(words) == 1 else None
-    path = Path(words[0])
-    return path if os.path.isfile(path) and LEVELS in read_mapping(path) else None
+    """Return the file of the only cluster named, by short name or path; None otherwise.
+
+    Raises:
+        UserError: overrides stand beside it.
+    """
+    references, overrides = split(words)
+    if len(references) != 1:
+        return None
+    (name,) = references
+    path = find_cluster(name) if name in cluster_names() else Path(name)
+    if not os.path.isfile(path) or LEVELS not in read_mapping(path):
+        return None
+    if overrides:
+        changes = " ".join(f"cluster.{override.removeprefix('cluster.')}" for override in overrides)
+        instead = f"pipebench show RECIPE cluster.name={name} {changes}"
+        raise UserError(f"{name} is a cluster; its keys are changed in a recipe: {instead}")
+    return path
 
 
 def load_one(words: Sequence[str], *, builds: bool = True) -> LoadedRecipe:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from pipebench.errors import PlanError, nearest
+from pipebench.formats import listed
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.notation import format_plan
 from pipebench.schedule.pipeline import noam
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pipebench.model.graph import LayerGraph
 
 PARAMETER, _BUFFER = "parameter", "buffer"  # what layers may share
+_MOST_NAMED = 6  # layers, where none is near
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ def starts_of_cuts(graph: "LayerGraph", cuts: Sequence[str]) -> list[int]:
     """Return the indices of the layers named by `parallelism.cuts`.
 
     Raises:
-        PlanError: an unknown layer.
+        PlanError: an unknown layer, or layers out of order.
     """
     names = [layer.name for layer in graph.layers]
     starts = []
@@ -222,9 +224,17 @@ def starts_of_cuts(graph: "LayerGraph", cuts: Sequence[str]) -> list[int]:
         try:
             starts.append(graph.index_of(cut))
         except KeyError:
-            close = nearest(cut.replace(".", "_"), names)
-            raise PlanError(f"parallelism.cuts: the model has no layer {cut!r}{close}") from None
+            raise PlanError(f"parallelism.cuts: {no_layer(cut, names)}") from None
+    if starts != sorted(starts):
+        in_order = ", ".join(names[start] for start in sorted(starts))
+        raise PlanError(f"parallelism.cuts: got {', '.join(cuts)}, which is out of order: layers run as {in_order}")
     return starts
+
+
+def no_layer(given: str, names: Sequence[str]) -> str:
+    """Return a sentence about a name that no layer has, with the nearest one, or some of those that there are."""
+    close = nearest(given.replace(".", "_"), names)
+    return f"the model has no layer {given!r}{close or f'; its layers are {listed(names, _MOST_NAMED)}'}"
 
 
 def memory_of(
@@ -252,8 +262,7 @@ def _matching(names: Sequence[str], patterns: Sequence[str], key: str) -> dict[s
     for pattern in patterns:
         matching = fnmatch.filter(names, pattern)
         if not matching:
-            close = nearest(pattern.replace(".", "_"), names)
-            raise PlanError(f"parallelism.{key}: no layer of the model is called {pattern!r}{close}")
+            raise PlanError(f"parallelism.{key}: {no_layer(pattern, names)}")
         for name in matching:
             found.setdefault(name, pattern)
     return found

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pipebench.errors import PlanError
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.plans import MemoryChoice, PlanEstimate, Request
+from pipebench.planner.refusal import lacks_places
 from pipebench.schedule.modes import Mode
 from pipebench.schedule.syncs import OPTIMIZER
 
@@ -26,7 +27,8 @@ def best_choice(of: Estimator, best: Best) -> PlanEstimate:
         PlanError: nothing fits; says what the mode as it is needs.
     """
     found = {of.mode: _tried(best, of.request)}
-    own, rows = found[of.mode], [*open_rows(of)]
+    own = found[of.mode]
+    rows = [] if isinstance(own, PlanError) and lacks_places(of) else [*open_rows(of)]
     closed = replace(of.request, may_shard=(), may_recompute=False)
     if rows and (isinstance(own, PlanError) or (not _fits_whole(of) and _binds(of, best, closed, own))):
         found |= {row: _tried(best, replace(closed, row=row)) for row in rows}

@@ -53,6 +53,11 @@ def why_nothing_fits(of: Estimator) -> str:
     )
 
 
+def lacks_places(of: Estimator) -> bool:
+    """Return whether a mode has no plan whatever the memory: several stages per worker need more workers or places."""
+    return of.mode.chunks > 1 and math.isinf(_least_memory(of))
+
+
 def _too_few_places(of: Estimator) -> str:
     """Say that there are too few workers, or places to cut, for several stages per worker."""
     workers, stages = of.request.cluster.num_workers, len(of.work.states) - 1

@@ -197,11 +197,17 @@ class Leaves:
             for index, value in enumerate(swept.values, 1)
             if (problem := _problem(value, expected)) is not None
         ]
+        if problems and _problem([*swept.values], expected) is None:
+            listed = ",".join(map(str, swept.values))
+            self.fault(key, f"got {cut(listed)!r}, allowed is {in_words(expected)}{_as_list(key, listed)}", file)
+            return
         for index, problem in problems:
             self.fault(key, f"{problem} (element {index} of {count})" if count > 1 else problem, file)
         whole = problem_with_elements(swept.values)
         if whole is not None and not problems:
-            self.fault(key, whole, file)
+            is_plan = key == ("parallelism", "plan") and all(isinstance(value, int) for value in swept.values)
+            hint = f"; did you mean {'-'.join(map(str, swept.values))}?" if is_plan and swept.values else ""
+            self.fault(key, f"{whole}{hint}", file)
         if key == ("name",):
             self.fault(key, "got a list, allowed is text: the runs of a sweep are named by what varies", file)
         if not self.is_faulty(key):
@@ -227,8 +233,12 @@ class Leaves:
         except ValueError as error:
             self.fault(key, str(error), COMMAND_LINE)
             return None
-        if not all(part.strip() for part in parts) or not all(key):
-            self.fault(key, f"got {text[:60]!r}, allowed is key=value (null takes a value away)", COMMAND_LINE)
+        if not all(key):
+            self.fault(key, f"got {text[:60]!r}, allowed is key=value", COMMAND_LINE)
+            return None
+        if not all(part.strip() for part in parts):
+            given = "no value after =" if listed is None else f"{cut(written)!r}, a list with an empty element"
+            self.fault(key, f"got {given}; null takes a value away", COMMAND_LINE)
             return None
         if key == ("extends",):
             self.fault(key, "is for files: name another recipe instead", COMMAND_LINE)
@@ -278,7 +288,9 @@ def _problem(value: object, expected: Any) -> str | None:
 
 
 def _key_of_word(key: Key, value: object, expected: Any) -> str:
-    """Return a hint for a word or number where a section is expected: the section's key that takes it."""
+    """Return a hint for a word or number where a list or a section is expected: in a list, or the key that takes it."""
+    if isinstance(value, str) and _problem([value], expected) is None:
+        return _as_list(key, value)
     section = section_in(expected)
     if (section is None and get_origin(expected) is not dict) or is_expression(value):
         return ""
@@ -286,6 +298,10 @@ def _key_of_word(key: Key, value: object, expected: Any) -> str:
     takes = (name for name in ("name", "kind", "mode", "epochs") if name in types)
     found = next((name for name in takes if problem_with(value, types[name]) is None), None)
     return "" if found is None else f"; did you mean '{dotted((*key, found))}={cut(value)}'?"
+
+
+def _as_list(key: Key, given: str) -> str:
+    return f"; did you mean '{dotted(key)}=[{cut(given)}]'?"
 
 
 def _nesting(text: str) -> int:

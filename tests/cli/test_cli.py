@@ -164,6 +164,12 @@ def test_preflight_comes_before_running(runner: FakeRunner) -> None:
         (["run", "quickstart", "--seeds", "1,1"], "--seeds: got '1,1'"),
         (["run", "quickstart", "--sedes", "1"], "No such option"),
         (["show", "quickstart", "quickstart/dp"], "one recipe is needed, got 2"),
+        (["show", "quickstart", "train.seed"], "train.seed is a key of recipes, which needs a value: train.seed=VALUE"),
+        (["run", "quickstart", "train.seed"], "train.seed is a key of recipes, which needs a value: train.seed=VALUE"),
+        (
+            ["show", "cluster-a", "cluster.servers=2", "memory=1GB"],
+            "changed in a recipe: pipebench show RECIPE cluster.name=cluster-a cluster.servers=2 cluster.memory=1GB",
+        ),
         (["ls", "models2"], "is not one of 'models'"),
         (["rnu"], "No such command 'rnu'; did you mean 'run'?"),
         (["ui", "--port", "0"], "Invalid value for '--port'"),

@@ -229,6 +229,18 @@ def test_the_plan_that_a_recipe_names_stands_beside_the_best(few: str) -> None:
     wrong = invoke(few, "parallelism.plan=2-2", "parallelism.cuts=[layer1.2]")
     assert wrong.exit_code == 2
     assert "the model has no layer 'layer1.2'" in wrong.stderr
+    unknown = invoke(few, "parallelism.plan=2-2", "parallelism.cuts=[w]").stderr
+    assert re.search(r"no layer 'w'; its layers are layer0, .* and 2 more\n", unknown)
+
+
+def test_cuts_that_a_run_refuses_are_refused_alike() -> None:
+    words = ["model.share_embedding=true", "parallelism.plan=1-1", "parallelism.cuts=[positions]"]
+    refused = [
+        without_phases(CliRunner().invoke(cli, [command, "small/gpt2/pipedream", *words]).stderr)
+        for command in ("plan", "draw")
+    ]
+    assert refused[0] == refused[1]
+    assert "parameter words.weight is tied: layers words, classifier share it and must stay in one stage" in refused[0]
 
 
 def test_what_fills_a_stage_s_time_is_told_and_no_mode_is_faster_than_the_fastest(few: str) -> None:

@@ -207,7 +207,7 @@ def test_layers_to_swap_are_chosen_by_name_or_pattern() -> None:
     assert memory_of(names, (), ["second_*"]) == ("keep", "swap", "swap", "keep")
     assert memory_of(names, ["first"], ["second_*", "third"]) == ("recompute", "swap", "swap", "swap")
     assert memory_of(names, (), ["third"], others="recompute") == ("recompute",) * 3 + ("swap",)
-    with pytest.raises(PlanError, match=r"parallelism.swap_layers: no layer of the model is called 'thrid'; did you"):
+    with pytest.raises(PlanError, match=r"parallelism.swap_layers: the model has no layer 'thrid'; did you"):
         memory_of(names, (), ["thrid"])
     said = "swap_layers: 'second_b' names layer 'second_b', and recompute_layers does so as 'second_*': allowed is one"
     with pytest.raises(PlanError, match=re.escape(said)):

@@ -104,5 +104,5 @@ def test_layers_are_chosen_by_name_or_pattern() -> None:
     chosen = memory_of(names, [names[0], f"{names[2][:3]}*"])
     matching = {names[0], *(name for name in names if name.startswith(names[2][:3]))}
     assert {name for name, policy in zip(names, chosen, strict=True) if policy == "recompute"} == matching
-    with pytest.raises(PlanError, match=rf"no layer of the model is called '{names[1]}x'; did you mean '{names[1]}'"):
+    with pytest.raises(PlanError, match=rf"the model has no layer '{names[1]}x'; did you mean '{names[1]}'"):
         memory_of(names, [f"{names[1]}x"])

@@ -51,6 +51,9 @@ def test_several_stages_per_worker_need_that_many_places_to_cut() -> None:
         "no plan of mode interleaved: 2 stages on each of at least 2 workers are needed; there are 2, and the model "
         "can be cut into 3 stages at most"
     )
+    closed = request(10, 10, 10**6, num_layers=3)
+    with pytest.raises(PlanError, match=r"3 stages at most$"):  # what is done for memory would be no help
+        Planner(replace(closed, may_recompute=True), "interleaved").best()
 
 
 def test_a_model_that_takes_no_time_has_a_plan() -> None:

@@ -184,5 +184,8 @@ def test_cuts_name_the_borders_of_all_stages_where_workers_have_several(tmp_path
     assert ([stage.start for stage in plan.stages], plan.chunks) == ([0, 1, 3, 6], 2)
     assert [stage.devices for stage in plan.stages] == [(0,), (1,), (0,), (1,)]
     backwards = replace(loaded.recipe.parallelism, cuts=["layer3", "layer1", "layer6"])
-    with pytest.raises(PlanError, match=r"every stage needs at least one layer, but the cuts are before layers \[3, 1"):
+    problem = (
+        "parallelism.cuts: got layer3, layer1, layer6, which is out of order: layers run as layer1, layer3, layer6"
+    )
+    with pytest.raises(PlanError, match=problem):
         prepare(replace(loaded.recipe, parallelism=backwards), loaded.cluster)

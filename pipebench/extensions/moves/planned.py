@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
-from pipebench.errors import PlanError, choice, nearest
+from pipebench.errors import PlanError, choice
 from pipebench.extensions.moves.recipe import AskedMove, moves_asked
 from pipebench.extensions.moves.repartition_plan import Repartition, RepartitionPlan, layout_of, shape_problems
 from pipebench.extensions.moves.settings import settings_of
 from pipebench.model.graph import LayerGraph
-from pipebench.model.plan import Plan, recut, starts_of_cuts
+from pipebench.model.plan import Plan, no_layer, recut, starts_of_cuts
 from pipebench.recipe.schema import Recipe
 from pipebench.schedule.modes import KEEP, MEMORY_POLICIES
 from pipebench.schedule.repartitions import RepartitionRecord
@@ -138,7 +138,7 @@ def _policies(graph: LayerGraph, memory: Mapping[str, str], where: str) -> list[
     names = [layer.name for layer in graph.layers]
     for name, policy in memory.items():
         if name not in names:
-            raise PlanError(f"{where}.memory: the model has no layer {name!r}{nearest(name, names)}")
+            raise PlanError(f"{where}.memory: {no_layer(name, names)}")
         if policy not in MEMORY_POLICIES:
             raise PlanError(f"{where}.memory.{name}: {choice(policy, MEMORY_POLICIES)}")
     return [memory.get(name, KEEP) for name in names]
