@@ -243,10 +243,20 @@ class Leaves:
         if key == ("extends",):
             self.fault(key, "is for files: name another recipe instead", COMMAND_LINE)
             return None
-        nested: Any = values[0] if listed is None else Several(tuple(values))
-        for part in reversed(key):
+        found = next((key[:count] for count in range(1, len(key)) if key[:count] in self.found), ())
+        before = self.found[found].value if found else None
+        nested = _with(before, key[len(found) :], values[0] if listed is None else Several(tuple(values)))
+        for part in reversed(found):
             nested = {part: nested}
         return dict(nested)
+
+
+def _with(mapping: object, key: Key, value: Any) -> Any:
+    """Return a mapping, if it is one, with a new value of a key inside it, whose other keys stay as they are."""
+    if not key:
+        return value
+    others = mapping if isinstance(mapping, dict) else {}
+    return {**others, key[0]: _with(others.get(key[0]), key[1:], value)}
 
 
 def section_in(expected: Any) -> type | None:

@@ -198,6 +198,19 @@ def test_overrides(write: Write, override: str, key: str, expected: str) -> None
     assert load(str(write()), [override]).flat[key] == expected
 
 
+def test_a_key_inside_an_option_leaves_the_option_s_others(write: Write) -> None:
+    path = str(write(VALID + "extends: b.yaml"))
+    write("dataset: {target: 'm:f', loss: mse, metrics: {top1: top1, right: {target: 'm:g', best: max}}}", "b.yaml")
+
+    def found(*overrides: str) -> object:
+        return load(path, ["dataset.name=null", *overrides]).recipe.dataset["metrics"]
+
+    right = {"target": "m:g", "best": "max"}
+    assert found("dataset.metrics.top5=top5") == {"top1": "top1", "right": right, "top5": "top5"}
+    assert found("dataset.metrics.right.best=min") == {"top1": "top1", "right": {**right, "best": "min"}}
+    assert found("dataset.metrics={top5: top5}") == {"top5": "top5"}
+
+
 def test_the_resolved_recipe_is_a_recipe_of_its_own(write: Write) -> None:
     first = load("quickstart/gpipe", ["name='${model.name}-x'"])
     again = load(str(write(OmegaConf.to_yaml(first.config), "again.yaml")))
