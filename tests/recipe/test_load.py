@@ -203,7 +203,7 @@ def test_a_key_inside_an_option_leaves_the_option_s_others(write: Write) -> None
     write("dataset: {target: 'm:f', loss: mse, metrics: {top1: top1, right: {target: 'm:g', best: max}}}", "b.yaml")
 
     def found(*overrides: str) -> object:
-        return load(path, ["dataset.name=null", *overrides]).recipe.dataset["metrics"]
+        return load(path, ["dataset.name=null", "train.target=null", *overrides]).recipe.dataset["metrics"]
 
     right = {"target": "m:g", "best": "max"}
     assert found("dataset.metrics.top5=top5") == {"top1": "top1", "right": right, "top5": "top5"}
