@@ -47,8 +47,9 @@ def find_cluster_named(words: Sequence[str]) -> Path | None:
     if len(references) != 1:
         return None
     (name,) = references
-    path = find_cluster(name) if name in cluster_names() else Path(name)
-    if not os.path.isfile(path) or LEVELS not in read_mapping(path):
+    if name in cluster_names():
+        path = find_cluster(name)
+    elif not os.path.isfile(name) or LEVELS not in read_mapping(path := Path(name)):
         return None
     if overrides:
         changes = " ".join(f"cluster.{override.removeprefix('cluster.')}" for override in overrides)
