@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 PATIENCE_S = 600.0
-_PHASE = re.compile(r"^(pipebench[\w ]*: (starting|loading \w+)|[\w.-]+  \S.*)\n", re.MULTILINE)
+_PHASE = re.compile(r"^(pipebench[\w ]*: (starting|loading \w+)|[\w.-]+  \S.*)(\n|\Z)", re.MULTILINE)
 
 
 def without_phases(said: str) -> str:
