@@ -212,7 +212,7 @@ class RecordFolder:
 
     def content(self, artifact: str) -> bytes | None:
         """Return an artifact's content; None if it is gone."""
-        with suppress(FileError):
+        with self._lock, suppress(FileError):  # another thread may be about to move the folder
             if self.path is not None:
                 return read_bytes(self._inside(artifact), _MAX_BYTES)
         return None

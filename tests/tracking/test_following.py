@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipebench.files import read_bytes
 from pipebench.tracking import RunLog, Tracking, read_record
 from pipebench.tracking import system as system_metrics
 from pipebench.tracking.record import ENTRIES, LogEntry, RecordFolder, mlflow_run_id
@@ -180,3 +181,20 @@ def test_an_end_that_a_full_disk_does_not_take_is_sent(
         follower.finish(status="FINISHED")
     assert fetch(follower).info.status == "FINISHED"
     assert [row.step for row in history(follower, "curves/top1")] == [1000, 2000]
+
+
+def test_an_artifact_is_read_whole_while_the_record_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's first checkpoint moved the record between an artifact's path and its reading, and MLflow never had it."""
+    record = RecordFolder.of_name("run", tmp_path)
+    record.append(LogEntry(artifact="plan.json"), b"{}")
+    moving = threading.Thread(target=record.move, args=(tmp_path / "record",))
+
+    def read(path: Path, most: int) -> bytes:
+        moving.start()
+        moving.join(0.2)  # time enough, if nothing holds it up
+        return read_bytes(path, most)
+
+    monkeypatch.setattr("pipebench.tracking.record.read_bytes", read)
+    assert record.content("plan.json") == b"{}"
+    moving.join()
+    assert record.path == tmp_path / "record"
