@@ -31,8 +31,9 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     overrides = [word for word in words if "=" in word and not os.path.exists(word)]
     references = [word for word in words if word not in overrides]
-    for word in {*references} & {*full_keys()}:
-        if not os.path.exists(word):
+    keys = {*full_keys()}
+    for word in references:
+        if word in keys and not os.path.exists(word):
             raise UserError(f"{word} is a key of recipes, which needs a value: {word}=VALUE")
     return references, overrides
 
