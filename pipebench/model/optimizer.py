@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pipebench.errors import UserCodeError
+from pipebench.model.without_compiler import without_compiler
 from pipebench.recipe.named import KINDS, OPTIMIZER, given_arguments
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.recipe.targets import import_target
@@ -46,8 +47,8 @@ def make_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) 
 def _step_without_compiler(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer of torch's step as it does by itself, but without importing torch's compiler for it.
 
-    torch tells the compiler to break its graph around a step, and imports it for that: 1.3 s and 150 MB in a process
-    that has imported torch only. Here no step is compiled. Hooks and the profiler's record stay.
+    torch tells the compiler to break its graph around a step. Here no step is compiled. Hooks and the profiler's record
+    stay.
     """
     made = type(optimizer)
     if made.__module__.startswith("torch.optim.") and not optimizer.defaults.get("differentiable"):
@@ -55,17 +56,10 @@ def _step_without_compiler(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-def _make_without_compiler() -> None:
-    """Let torch's optimizers be made, saved and loaded without importing its compiler, for the same reason.
-
-    The decorator of these methods asks the compiler for the function it calls, unless it has been told one.
-    """
-    for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
-        plain = inspect.unwrap(getattr(torch.optim.Optimizer, name))
-        plain.__dynamo_disable = plain
-
-
-_make_without_compiler()
+# To make, save and load an optimizer.
+without_compiler(
+    getattr(torch.optim.Optimizer, name) for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad")
+)
 
 
 def is_elementwise(recipe: OptimizerRecipe) -> bool:

@@ -6,6 +6,7 @@ cluster's pause after every kernel is added.
 """
 
 import functools
+import importlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pipebench.model.without_compiler import without_compiler
 from pipebench.profile import recurrent
 from pipebench.profile.devices import DeviceSpec
 from pipebench.profile.efficiencies import (
@@ -181,6 +183,12 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         plain_bytes = x.nbytes + out.nbytes
         arithmetic = self._arithmetic_s(flops * grown / WINOGRAD_KERNEL**2, self._efficiencies.convolution)
         return self._memory_s(plain_bytes * (1 + grown)) + max(arithmetic, self._memory_s(plain_bytes * grown))
+
+
+without_compiler((Roofline.__torch_dispatch__,))
+# What torch computes shapes with, of operations that have no formula of their own for them.
+for _name in ("torch._refs", "torch._refs.linalg", "torch._refs.nn.functional", "torch._refs.special"):
+    without_compiler(vars(importlib.import_module(_name)).values())
 
 
 def _arithmetic_fraction(known: Convolutions, product: int, winograd: bool) -> float:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from pipebench.cli.main import cli
 from pipebench.recipe.weightless import weightless
 from tests.patience import without_phases
 
@@ -49,21 +48,26 @@ def python(code: str, *words: str, cache: Path | None = None) -> str:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a cache that has the quick start's profile: computing one takes what torch has in Python only."""
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
+    """Return a cache with the quick start's profile, and all modules imported to compute and plan it."""
     folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIPEBENCH_CACHE", str(folder))
-        cli.main(["plan", "quickstart"], standalone_mode=False)
+    modules = python(CODE, "plan", "quickstart", cache=folder).splitlines()[-1].split()
     assert any(folder.iterdir())
-    return folder
+    return folder, {*modules}
+
+
+def test_computing_a_profile_imports_no_compiler(first: tuple[Path, set[str]]) -> None:
+    """PyTorch has the shapes of many operations' results in Python only, in functions that would import it."""
+    _, modules = first
+    assert "torch._refs" in modules
+    assert modules & SLOW <= {"sympy"}  # which torch imports to check a convolution's shapes
 
 
 @pytest.mark.parametrize(
     ("words", "unwanted"), COMMANDS, ids=lambda value: " ".join(value if isinstance(value, list) else sorted(value))
 )
-def test_a_command_imports_what_it_needs(words: list[str], unwanted: set[str], cache: Path) -> None:
-    code, *modules = python(CODE, *words, cache=cache).splitlines()[-1].split()
+def test_a_command_imports_what_it_needs(words: list[str], unwanted: set[str], first: tuple[Path, set[str]]) -> None:
+    code, *modules = python(CODE, *words, cache=first[0]).splitlines()[-1].split()
     assert code == "0"
     assert unwanted & set(modules) == set()
 
