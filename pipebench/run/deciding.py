@@ -161,6 +161,7 @@ def decided_apart(recipe: Recipe, cluster: Cluster, on_progress: Callable[[str],
                 return _answer(answers, process, on_progress)
             finally:
                 process.kill()
+                process.wait()  # `with` waits for a quarter of a second only where Ctrl-C ends it
 
 
 def _ask(process: "subprocess.Popen[bytes]", recipe: Recipe, cluster: Cluster) -> None:
