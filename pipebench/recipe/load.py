@@ -47,18 +47,14 @@ from pipebench.recipe.leaves import (
     section_in,
     types_of,
 )  # fmt: skip
+from pipebench.recipe.microbatches import DECIDING, microbatches_by_default
 from pipebench.recipe.named import fill
 from pipebench.recipe.options import option_type
-from pipebench.recipe.plan_file import asked_replicas
-from pipebench.recipe.ranges import TIMINGS
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.sweep import Several, Varied, combinations, problem_with_elements, several
 from pipebench.recipe.targets import targets_of
 from pipebench.recipe.typecheck import problem_with, shown
 from pipebench.recipe.yaml_file import EXTENDS, chain
-from pipebench.schedule.csv_form import is_csv, read_csv
-from pipebench.schedule.modes import AUTO, MODES
-from pipebench.schedule.pipeline import default_microbatches
 
 IN_MEMORY = "<recipe>"  # the file's name of a recipe that is no file
 
@@ -281,7 +277,7 @@ def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:
     if leaves.faults:
         raise RecipeError(dict.fromkeys(leaves.faults))
     if ("parallelism", "microbatches") not in leaves.found:
-        resolved["parallelism"]["microbatches"] = _default_microbatches(draft)
+        resolved["parallelism"]["microbatches"] = _microbatches(draft)
     fill(resolved)
     recipe = _build(recipe_with(tuple((name, resolved[name] is not None) for name in with_section())), resolved)
     plain = _with_expressions(recipe, given, leaves.found)
@@ -298,30 +294,11 @@ def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:
     )
 
 
-def _default_microbatches(draft: Draft) -> int:
-    """Return the default number of microbatches of the recipe's mode, or of those that mode auto compares.
-
-    A plan left to the planner counts as straight, as in modes that flush. One where `accumulate` fills the pipeline
-    with whole minibatches or nothing is cut. With an order file, the number in it.
-    """
-    keys = ("mode", "plan", "flush", "weights", "accumulate", "order")
-    mode, plan, flush, weights, accumulate, order = (draft.get(f"parallelism.{key}") for key in keys)
-    cluster, minibatch_size = draft.get("@cluster"), draft.get("train.minibatch_size")
-    if UNUSABLE in (mode, plan, flush, weights, accumulate, order, cluster, minibatch_size):
+def _microbatches(draft: Draft) -> int:
+    needed = ("@cluster", "train.minibatch_size", *(f"parallelism.{key}" for key in DECIDING))
+    if UNUSABLE in map(draft.get, needed):
         return 1
-    if accumulate not in (None, 1):
-        return 1
-    if mode == AUTO:
-        in_file = draft.get("model.profile") is not None or draft.get("engine.timing") not in TIMINGS
-        return 1 if in_file else default_microbatches(cluster.num_workers, minibatch_size)  # a file has few sizes
-    row = MODES[mode]
-    if not row.cuts(flush, weights):
-        return 1
-    if order is not None and is_csv(order):
-        return read_csv(order).num_microbatches
-    replicas = asked_replicas(plan, row, cluster.num_workers)
-    stages = cluster.num_workers if replicas is None else len(replicas)
-    return default_microbatches(stages, minibatch_size)
+    return microbatches_by_default(draft.get, draft.get("@cluster"), draft.get("train.minibatch_size"))
 
 
 def _folders(found: Mapping[Key, Leaf], path: Path) -> tuple[Path, ...]:

@@ -2,22 +2,27 @@
 
 vPipe (TPDS'21, section 6) gives every system "the largest batch that fits in all GPUs", without saying how it is found.
 Here each size is simulated: powers of two, then steps of an eighth between the largest that fits and the smallest that
-does not. If the run goes through several models, all must fit.
+does not. Each is planned, and cut into microbatches, as a run of that size is. If the run goes through several models,
+all must fit.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from pipebench.errors import PlanError
 from pipebench.formats import num_bytes
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.make import make_dataset
+from pipebench.recipe.microbatches import microbatches_by_default
 from pipebench.recipe.schema import Recipe
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
+from pipebench.train.request import value_at
 
 _STEPS: Final = 8  # from one power of two to the next
+_MICROBATCHES: Final = "parallelism.microbatches"
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Trial:
 
 
 def largest_minibatch(loaded: LoadedRecipe, on_trial: Callable[[Trial], None] = lambda _trial: None) -> Trial:
-    """Return the largest tried size that fits, a multiple of the recipe's microbatches.
+    """Return the largest tried size that fits, a multiple of the microbatches that the recipe gives.
 
     The search starts at the recipe's minibatch size; a smaller size than one that fits is assumed to fit, too.
 
@@ -44,7 +49,7 @@ def largest_minibatch(loaded: LoadedRecipe, on_trial: Callable[[Trial], None] = 
         raise PlanError(
             f"cluster.name: got {cluster.name}, whose file gives no memory size; a largest minibatch needs one"
         )
-    unit = recipe.parallelism.microbatches
+    unit = recipe.parallelism.microbatches if _MICROBATCHES in loaded.origins else 1
     known: dict[int, Trial] = {}
 
     def tried(count: int) -> Trial:
@@ -78,7 +83,7 @@ def trial(loaded: LoadedRecipe, minibatch_size: int) -> Trial:
     Raises:
         UserError: an error in the recipe, other than that no plan fits.
     """
-    recipe = replace(loaded.recipe, train=replace(loaded.recipe.train, minibatch_size=minibatch_size))
+    recipe = _with_size(loaded, minibatch_size)
     limit = loaded.cluster.memory_bytes
     assert limit is not None, "who asks has checked"
     try:
@@ -88,6 +93,14 @@ def trial(loaded: LoadedRecipe, minibatch_size: int) -> Trial:
     except PlanError as error:
         return Trial(minibatch_size, None, False, str(error))
     return Trial(minibatch_size, peak, peak <= limit)
+
+
+def _with_size(loaded: LoadedRecipe, minibatch_size: int) -> Recipe:
+    recipe = replace(loaded.recipe, train=replace(loaded.recipe.train, minibatch_size=minibatch_size))
+    if _MICROBATCHES in loaded.origins:
+        return recipe
+    microbatches = microbatches_by_default(partial(value_at, recipe), loaded.cluster, minibatch_size)
+    return replace(recipe, parallelism=replace(recipe.parallelism, microbatches=microbatches))
 
 
 def _nothing_fits(smallest: Trial, recipe: Recipe, device: str, limit: int) -> str:

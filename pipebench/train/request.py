@@ -1,7 +1,7 @@
 """A recipe's request to the planner and its sizes of units, without its model and without torch."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -134,7 +134,7 @@ def _stays(recipe: Recipe) -> bool:
 def value_at(section: Any, key: str) -> Any:
     """Return the value of a full key of a recipe, or None."""
     for name in key.split("."):
-        section = getattr(section, name, None)
+        section = section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
     return section
 
 

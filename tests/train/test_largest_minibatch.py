@@ -62,6 +62,15 @@ def test_sizes_are_multiples_of_the_microbatches(tmp_path: Path) -> None:
     assert largest_minibatch(recipe_of(tmp_path, f"{limit:.0f} B", *cut)).minibatch_size == 33
 
 
+@pytest.mark.parametrize("begins_at", [2, 32])
+def test_where_no_microbatches_are_given_every_size_is_cut_as_a_run_of_it_is(tmp_path: Path, begins_at: int) -> None:
+    """Two samples are cut in two, 32 in one per stage: what was cut for the recipe's own size isn't kept."""
+    limit = peak_bytes(tmp_path, 64, "parallelism.mode=gpipe")
+    assert limit < peak_bytes(tmp_path, 64, "parallelism.mode=gpipe", "parallelism.microbatches=2")
+    loaded = recipe_of(tmp_path, f"{limit:.0f} B", "parallelism.mode=gpipe", f"train.minibatch_size={begins_at}")
+    assert largest_minibatch(loaded) == Trial(64, int(limit), True)
+
+
 def test_an_epoch_is_the_largest_minibatch_there_is(tmp_path: Path) -> None:
     loaded = recipe_of(tmp_path, "1 TB")
     num_train = prepare(loaded.recipe, loaded.cluster).setup.sampler.num_samples

@@ -1,0 +1,40 @@
+"""The number of microbatches of a recipe that doesn't give one."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pipebench.cluster import Cluster
+from pipebench.recipe.plan_file import asked_replicas
+from pipebench.recipe.ranges import TIMINGS
+from pipebench.schedule.csv_form import is_csv, read_csv
+from pipebench.schedule.modes import AUTO, MODES
+from pipebench.schedule.pipeline import default_microbatches
+
+DECIDING = ("mode", "plan", "flush", "weights", "accumulate", "order")  # keys of `parallelism`
+
+
+def microbatches_by_default(value: Callable[[str], Any], cluster: Cluster, minibatch_size: int) -> int:
+    """Return the default number of microbatches of the recipe's mode, or of those that mode auto compares.
+
+    A plan left to the planner counts as straight, as in modes that flush. One where `accumulate` fills the pipeline
+    with whole minibatches or nothing is cut. With an order file, the number in it.
+
+    Args:
+        value: returns a recipe's value by its full key.
+        cluster: the recipe's.
+        minibatch_size: in samples.
+    """
+    mode, plan, flush, weights, accumulate, order = (value(f"parallelism.{key}") for key in DECIDING)
+    if accumulate not in (None, 1):
+        return 1
+    if mode == AUTO:
+        in_file = value("model.profile") is not None or value("engine.timing") not in TIMINGS
+        return 1 if in_file else default_microbatches(cluster.num_workers, minibatch_size)  # a file has few sizes
+    row = MODES[mode]
+    if not row.cuts(flush, weights):
+        return 1
+    if order is not None and is_csv(order):
+        return read_csv(order).num_microbatches
+    replicas = asked_replicas(plan, row, cluster.num_workers)
+    stages = cluster.num_workers if replicas is None else len(replicas)
+    return default_microbatches(stages, minibatch_size)
