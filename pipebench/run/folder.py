@@ -28,7 +28,7 @@ from pipebench.formats import listed, num_epochs
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.run.ownership import require_own, require_own_code
 from pipebench.tracking.record import RECORD, RESULTS_FOLDER, mlflow_run_id, read_record
-from pipebench.train.result import INTERRUPTED, RunResult
+from pipebench.train.result import INTERRUPTED, REACHED, RunResult
 from pipebench.typed_json import Finite, JsonError, Within, read, shown, write
 
 if TYPE_CHECKING:
@@ -231,8 +231,8 @@ def resumed(
     executed.
 
     Raises:
-        UserError: no such run, another user's, without checkpoint, an override of a key that its weights depend on, or
-            fewer epochs than it has trained.
+        UserError: no such run, another user's, without checkpoint, an override of a key that its weights depend on,
+            fewer epochs than it has trained, or other keys with nothing left to train.
     """
     folder = find_trusted(run, trusts=trusts)
     if not folder.checkpoints.steps():
@@ -251,5 +251,18 @@ def resumed(
             f"{loaded.origin(_EPOCHS)}: {_EPOCHS}: got {epochs}, but run {folder.run_id} has trained "
             f"{num_epochs(trained)} already; allowed is {math.ceil(trained)} or more"
         )
+    if overrides and _is_over(folder, before, loaded, trained):
+        raise UserError(
+            f"--resume: run {folder.run_id} has trained all it had to, {num_epochs(trained)}: nothing is left to train "
+            f"with other keys; {_EPOCHS} and train.target say for how long it goes on"
+        )
     require_own_code(loaded, trusts=trusts, tells=tells)
     return folder, loaded
+
+
+def _is_over(folder: RunFolder, before: LoadedRecipe, loaded: LoadedRecipe, trained: float) -> bool:
+    """Return whether a run has ended and nothing is left to train with other keys."""
+    result = folder.result()
+    if result is None or result.outcome == INTERRUPTED or before.recipe.train.target != loaded.recipe.train.target:
+        return False
+    return result.outcome == REACHED or trained >= loaded.recipe.train.max_epochs

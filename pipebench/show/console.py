@@ -221,13 +221,16 @@ def _time_to_accuracy(result: RunResult) -> str:
 
 
 def _took(result: RunResult) -> str:
-    """Return the run's seconds here, their parts if it ran on the wall clock, and those before the clock began."""
-    metrics = result.metrics
+    """Return the run's seconds here, their parts if it ran on the wall clock, and those before the clock began.
+
+    The wall clock goes on where a run is resumed; what a run on the virtual clock took before isn't known.
+    """
+    metrics, parts = result.metrics, parts_of_time(result.metrics) if result.clock == "wall" else {}
     if "wall_time_s" not in metrics:
         return ""
-    parts = _parts(parts_of_time(metrics)) if result.clock == "wall" else ""
+    whole_s = sum(parts.values()) if parts else metrics["wall_time_s"]
     started = f", after {seconds(metrics['start_time_s'])} of preparing" if "start_time_s" in metrics else ""
-    return f"{seconds(metrics['wall_time_s'])}{parts}{started}"
+    return f"{seconds(whole_s)}{_parts(parts)}{started}"
 
 
 def _parts(parts: Mapping[str, float]) -> str:
@@ -245,8 +248,8 @@ def _bytes_by_kind(metrics: Mapping[str, float]) -> str:
         return ""
     if total == 0:
         return "nothing"
-    kinds = [(kind, metrics.get(f"comm_bytes_{kind.replace('-', '_')}")) for kind in TRAINING_KINDS]
-    parts = ", ".join(f"{kind} {num_bytes(value * each / total)}" for kind, value in kinds if value)
+    kinds = [(kind, metrics.get(f"comm_bytes_per_sample_{kind.replace('-', '_')}")) for kind in TRAINING_KINDS]
+    parts = ", ".join(f"{kind} {num_bytes(value)}" for kind, value in kinds if value)
     apart = [(kind, metrics.get(f"comm_bytes_{kind}")) for kind in (BUFFERS, EVALUATION)]
     rest = "".join(f"; {kind} {num_bytes(value)} in all" for kind, value in apart if value)
     return f"{num_bytes(each)} ({parts}); {num_bytes(total)} in all{rest}"

@@ -303,7 +303,7 @@ class TrainingLoop:
         result = RunResult(
             **describe(self._job), outcome=outcome, sentence=sentence, metrics=metrics,
             points=tuple(self._curves.points), stages=stage_rows(job, facts), workers=measured.workers,
-            notes={**run_notes(job, facts), **measured.notes}, **self._saved_by_extensions(),
+            notes={**run_notes(job, facts, self._earlier), **measured.notes}, **self._saved_by_extensions(),
             **result_fields(job, facts),
         )  # fmt: skip
         for extension in self._extensions:

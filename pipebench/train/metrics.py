@@ -73,9 +73,16 @@ def _policies_cut_for(job: Job) -> list[str]:
     return sorted({policy for stage in stages for policy in stage.memory} - {KEEP})
 
 
-def run_notes(job: Job, facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return `recipe_notes` and a note if a worker held more than a device has; `facts` as by `sum_facts`."""
+def run_notes(job: Job, facts: Mapping[str, Any], earlier: "EarlierWorkers") -> dict[str, str]:
+    """Return `recipe_notes`, and notes if other workers came before or one held more than a device has.
+
+    `facts` as by `sum_facts`.
+    """
     notes, limit, peaks = recipe_notes(job), job.cluster.memory_bytes, facts["peak_bytes"]
+    if earlier.samples > 0:
+        since = f"since epoch {earlier.samples / job.setup.sampler.num_samples:.3g}"
+        said = f"{since}, and so are rates, memory and prediction; totals are the whole run's"
+        notes[PLAN] = f"{notes[PLAN]}; {said}" if PLAN in notes else said
     slices = job.setup.costs.slices
     if slices > 1:
         predicted = "" if engine_kind(job.recipe).in_processes else ", predicted: this engine holds all their slices"
@@ -106,17 +113,22 @@ def run_metrics(
     measured: RunMeasurements,
     earlier: EarlierWorkers,
 ) -> dict[str, float]:
-    """Return the metrics of a run that trained `samples`, but those of its curves; `facts` as by `sum_facts`."""
-    setup, training_s = job.setup, clock.training_s
+    """Return the metrics of a run that trained `samples`, but those of its curves; `facts` as by `sum_facts`.
+
+    Rates are those of the present workers, whose plan the result names; totals are those of the whole run.
+    """
+    setup = job.setup
+    own_samples, own_s = samples - earlier.samples, clock.training_s - earlier.training_s
     metrics: dict[str, float] = {
-        "training_time_s": training_s,
+        "training_time_s": clock.training_s,
         "evaluation_time_s": clock.evaluation_s,
         "weight_versions_max": max(facts["weight_versions_max"]),
         "peak_memory_bytes_max": max(facts["peak_bytes"]),
         **({"host_peak_bytes_max": max(facts["host_peak_bytes"])} if setup.pipeline.swaps else {}),
         "samples_per_update": setup.pipeline.round_size(0) * setup.sampler.minibatch_size,
         "num_workers": setup.pipeline.num_workers,
-        **byte_metrics(earlier.num_bytes + facts["num_bytes"], samples),
+        **byte_metrics(earlier.num_bytes + facts["num_bytes"]),
+        **byte_rates(facts["num_bytes"], own_samples),
     }
     for extension, metrics_of in setup.pipeline.hooks("metrics").items():
         metrics |= metrics_of(facts["extensions"][extension])
@@ -124,9 +136,9 @@ def run_metrics(
         metrics["workers_counted_from_samples"] = earlier.samples
     if clock.lost_s > 0:
         metrics["lost_time_s"] = clock.lost_s
-    if samples > 0 and training_s > 0:
-        metrics["throughput_samples_per_s"] = samples / training_s
-        metrics["epoch_time_s"] = training_s * setup.sampler.num_samples / samples
+    if own_samples > 0 and own_s > 0:
+        metrics["throughput_samples_per_s"] = own_samples / own_s
+        metrics["epoch_time_s"] = own_s * setup.sampler.num_samples / own_samples
         metrics |= measured.metrics
     return metrics
 
@@ -165,7 +177,7 @@ def result_fields(job: Job, facts: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def byte_metrics(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict[str, float]:
+def byte_metrics(num_bytes: Mapping[tuple[str, str], int]) -> dict[str, float]:
     """Return communication metrics from bytes by (kind, level).
 
     The total includes activations, gradients and sums over replicas; buffers, evaluation and swapping are separate.
@@ -173,18 +185,20 @@ def byte_metrics(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict
     counts = dict(num_bytes)
     kinds = sum_by(counts, 0, (*TRAINING_KINDS, BUFFERS, EVALUATION))
     levels = sum_by(counts, 1, TRAINING_KINDS)
-    total = sum(kinds.get(kind, 0) for kind in TRAINING_KINDS)
-    metrics: dict[str, float] = {"comm_bytes_total": total}
+    metrics: dict[str, float] = {"comm_bytes_total": sum(kinds.get(kind, 0) for kind in TRAINING_KINDS)}
     metrics |= {f"comm_bytes_{kind.replace('-', '_')}": value for kind, value in kinds.items()}
     metrics |= {f"comm_bytes_level_{level}": value for level, value in levels.items()}
     copied = sum_by(counts, 0, SWAP_KINDS)
-    metrics |= {f"swap_bytes_{kind.removeprefix('swap-')}": value for kind, value in copied.items()}
-    if samples > 0:
-        metrics["comm_bytes_per_sample"] = total / samples
-        for kind in TRAINING_KINDS:
-            if kind in kinds:
-                metrics[f"comm_bytes_per_sample_{kind.replace('-', '_')}"] = kinds[kind] / samples
-    return metrics
+    return metrics | {f"swap_bytes_{kind.removeprefix('swap-')}": value for kind, value in copied.items()}
+
+
+def byte_rates(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict[str, float]:
+    """Return the bytes per sample of training, in all and by kind; nothing without samples."""
+    if samples == 0:
+        return {}
+    kinds = sum_by(dict(num_bytes), 0, TRAINING_KINDS)
+    rates = {f"comm_bytes_per_sample_{kind.replace('-', '_')}": value / samples for kind, value in kinds.items()}
+    return {"comm_bytes_per_sample": sum(kinds.values()) / samples, **rates}
 
 
 def describe_stages(job: Job) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pipebench.simulate.steady import SegmentTotals, simulate_segment
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
-from pipebench.train.metrics import byte_metrics, describe, describe_stages, recipe_notes
+from pipebench.train.metrics import byte_metrics, byte_rates, describe, describe_stages, recipe_notes
 from pipebench.train.profiled_model import left_over_note
 from pipebench.train.request import plan_request
 from pipebench.train.result import COMPLETED, RunResult
@@ -88,13 +88,15 @@ def _metrics(setup: Setup, num_minibatches: int, totals: SegmentTotals) -> dict[
 def totalled(setup: Setup, samples: int, totals: SegmentTotals) -> dict[str, float]:
     """Return the metrics of a simulation, under the names of a trained run's."""
     sampler, num_workers = setup.sampler, setup.pipeline.num_workers
+    num_bytes = setup.costs.of_all_devices(totals.num_bytes, samples, setup.cluster.levels[0].name)
     return {
         "total_time_s": totals.end_s,
         "epoch_time_s": totals.end_s * sampler.num_samples / samples,
         "throughput_samples_per_s": samples / totals.end_s,
         "samples_per_update": setup.pipeline.round_size(0) * sampler.minibatch_size,
         "num_workers": num_workers,
-        **byte_metrics(setup.costs.of_all_devices(totals.num_bytes, samples, setup.cluster.levels[0].name), samples),
+        **byte_metrics(num_bytes),
+        **byte_rates(num_bytes, samples),
         **fractions(
             totals.busy_s, totals.stall_s, num_workers, totals.end_s,
             again_s=totals.again_s, swap_stall_s=totals.swap_stall_s if setup.pipeline.swaps else None,

@@ -115,3 +115,13 @@ def test_fewer_epochs_than_were_trained_are_refused_and_the_record_stays(run_of:
     said = f"command line: train.max_epochs: got 1, but run {run_of.run_id} has trained 2 epochs already"
     assert f"{said}; allowed is 2 or more" in answer.stderr
     assert {path: path.read_bytes() for path in run_of.path.rglob("*") if path.is_file()} == before
+
+
+def test_with_other_keys_a_run_that_is_over_is_left_alone(run_of: RunFolder) -> None:
+    """Its record would tell of a plan that trained nothing, with the numbers of the one that did."""
+    assert resume(run_of).exit_code == 0
+    before = {path: path.read_bytes() for path in run_of.path.rglob("*") if path.is_file()}
+    answer = resume(run_of, "parallelism.mode=dp", "parallelism.plan=4")
+    assert answer.exit_code == 2
+    assert f"--resume: run {run_of.run_id} has trained all it had to, 2 epochs: nothing is left" in answer.stderr
+    assert {path: path.read_bytes() for path in run_of.path.rglob("*") if path.is_file()} == before

@@ -401,8 +401,8 @@ def test_a_run_stopped_right_before_an_evaluation_goes_on_with_it(tmp_path: Path
     assert (resumed.points, resumed.sentence) == (whole.points, whole.sentence)
 
 
-def test_bytes_add_up_over_plans(tmp_path: Path) -> None:
-    """An epoch under one plan, one under another, one under the first again: bytes are the whole run's."""
+def test_totals_add_up_over_plans_and_rates_are_of_the_last(tmp_path: Path) -> None:
+    """An epoch under one plan, one under another, one under the first again."""
     plans: list[Any] = [([4], [2, 1]), ([2, 4], [1, 1, 1]), ([4], [2, 1])]
     alone = [train(prepared(recipe(max_epochs=1, target=None), plan=plan))[0].metrics for plan in plans]
     store, result = Checkpoints(tmp_path), None
@@ -413,9 +413,15 @@ def test_bytes_add_up_over_plans(tmp_path: Path) -> None:
         for name in alone[0]:
             if name.startswith("comm_bytes") and "per_sample" not in name:
                 assert metrics[name] == sum(each.get(name, 0) for each in alone[: index + 1]), name
-        assert metrics["comm_bytes_per_sample"] == metrics["comm_bytes_total"] / (46 * (index + 1))
+        for name in (
+            "epoch_time_s",
+            "throughput_samples_per_s",
+            *(each for each in alone[index] if "per_sample" in each),
+        ):
+            assert metrics[name] == pytest.approx(alone[index][name]), name
+        assert metrics["training_time_s"] == pytest.approx(sum(each["training_time_s"] for each in alone[: index + 1]))
         assert metrics.get("workers_counted_from_samples", 0) == 46 * index
-        assert metrics["throughput_samples_per_s"] > 0
+        assert [f"since epoch {index}" in note for note in result.notes.values()] == [True] * (index > 0)
     assert "lost_time_s" not in metrics
 
 
