@@ -169,7 +169,6 @@ class RunRecorder:
         simulate that afterwards.
         """
         log, measures = self.log, self._kind.measures
-        self._warn()
         result: RunResult | None = None
         status: Status | None = None
         shown_work = ExitStack()
@@ -222,14 +221,6 @@ class RunRecorder:
             setup = self._job.setup
             samples = setup.sampler.num_samples, setup.dataset.num_eval
             self.log.text(mlperf.FILE, mlperf.mlperf_log(result, *samples, self._began_ms))
-
-    def _warn(self) -> None:
-        """Warn of what acts stage by stage without a flush."""
-        setup = self._job.setup
-        if setup.clip_norm is not None and not setup.pipeline.flushes:
-            _LOG.warning("without a flush gradients are clipped by each stage's own norm, not by the global one")
-        if setup.loss_scale is not None and not setup.pipeline.flushes:
-            _LOG.warning("without a flush each stage has a loss scale of its own, and skips updates alone")
 
     def _named(self, result: RunResult) -> RunResult:
         """Return a result with its recipe."""

@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipebench import formats
 from pipebench.engine.engine import facts_by_extension
+from pipebench.engine.setup import Setup
 from pipebench.engine.worker import host_peaks
 from pipebench.formats import seconds
 from pipebench.recipe.engines import engine_kind
@@ -74,15 +75,17 @@ def _policies_cut_for(job: Job) -> list[str]:
 
 
 def run_notes(job: Job, facts: Mapping[str, Any], earlier: "EarlierWorkers") -> dict[str, str]:
-    """Return `recipe_notes`, and notes if other workers came before or one held more than a device has.
+    """Return `recipe_notes`, and notes on what stages do alone, on earlier workers, and on one that held too much.
 
     `facts` as by `sum_facts`.
     """
     notes, limit, peaks = recipe_notes(job), job.cluster.memory_bytes, facts["peak_bytes"]
+    of_plan = [*([notes[PLAN]] if PLAN in notes else []), *_alone(job.setup)]
     if earlier.samples > 0:
         since = f"since epoch {earlier.samples / job.setup.sampler.num_samples:.3g}"
-        said = f"{since}, and so are rates, memory and prediction; totals are the whole run's"
-        notes[PLAN] = f"{notes[PLAN]}; {said}" if PLAN in notes else said
+        of_plan.append(f"{since}, and so are rates, memory and prediction; totals are the whole run's")
+    if of_plan:
+        notes[PLAN] = "; ".join(of_plan)
     slices = job.setup.costs.slices
     if slices > 1:
         predicted = "" if engine_kind(job.recipe).in_processes else ", predicted: this engine holds all their slices"
@@ -94,6 +97,16 @@ def run_notes(job: Job, facts: Mapping[str, Any], earlier: "EarlierWorkers") -> 
         said = f"{held}, more than the {formats.num_bytes(limit)} of a {job.cluster.device}"
         notes[MEMORY] = f"{notes[MEMORY]}; {said}" if MEMORY in notes else said
     return notes
+
+
+def _alone(setup: Setup) -> Iterator[str]:
+    """Yield what every stage does alone without a flush, at which all stages could agree."""
+    if setup.pipeline.flushes:
+        return
+    if setup.clip_norm is not None:
+        yield "gradients are clipped by each stage's own norm, not by the global one"
+    if setup.loss_scale is not None:
+        yield "each stage has a loss scale of its own, and skips updates alone"
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,14 @@ def test_a_missed_target_says_so_and_has_no_time() -> None:
     assert result.points == tuple(points)
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_a_run_whose_stages_clip_alone_says_so(clip_norm: float | None) -> None:
+    given = prepared(recipe(max_epochs=1))
+    result, _, _ = train(replace(given, setup=replace(given.setup, clip_norm=clip_norm)))
+    said = "gradients are clipped by each stage's own norm, not by the global one"
+    assert [note for note in result.notes.values() if said in note] == [said] * (clip_norm is not None)
+
+
 def test_a_reached_target_stops_the_run_with_its_time() -> None:
     result, _, points = train(prepared(recipe(target=TargetRecipe("top1", 0.0))))
     assert (result.outcome, result.exit_code, len(points)) == (REACHED, 0, 1)
