@@ -60,8 +60,14 @@ def recipe_notes(job: Job) -> dict[str, str]:
         assert job.cluster.memory_bytes is not None
         most = f"{job.setup.pipeline.accumulate} minibatches per update, the most that fit"
         notes[MEMORY] = f"{most} in {formats.num_bytes(job.cluster.memory_bytes)}"
-    loading = loading_note(job)
-    return notes | ({THROUGHPUT: loading} if loading else {})
+    rates = "; ".join(filter(None, (_beyond_epoch(job.setup), loading_note(job))))
+    return notes | ({THROUGHPUT: rates} if rates else {})
+
+
+def _beyond_epoch(setup: Setup) -> str:
+    """Return a sentence if an update takes more samples than an epoch has, else ""."""
+    asked, samples = setup.pipeline.round_size(0) * setup.sampler.minibatch_size, setup.sampler.num_samples
+    return f"an epoch has {samples:,} samples, fewer than an update takes" if asked > samples else ""
 
 
 def _policies_cut_for(job: Job) -> list[str]:

@@ -95,6 +95,16 @@ def test_a_missed_target_says_so_and_has_no_time() -> None:
     assert result.points == tuple(points)
 
 
+@pytest.mark.parametrize(
+    ("num_train", "said"), [(16, []), (15, ["an epoch has 15 samples, fewer than an update takes"])]
+)
+def test_a_run_whose_update_is_more_than_an_epoch_says_so(num_train: int, said: list[str]) -> None:
+    """Four replicas take four minibatches of four samples per update."""
+    result, _, _ = train(prepared(recipe(max_epochs=1), plan=([], [4]), num_train=num_train))
+    assert result.metrics["samples_per_update"] == 16
+    assert [note for note in result.notes.values() if "an epoch has" in note] == said
+
+
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_a_run_whose_stages_clip_alone_says_so(clip_norm: float | None) -> None:
     given = prepared(recipe(max_epochs=1))
