@@ -25,7 +25,7 @@ from pipebench.schedule.modes import KEEP, MODES, RECOMPUTE
 from pipebench.schedule.orders import ALL_FORWARDS, order_of
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.placement import places
-from pipebench.schedule.syncs import RING
+from pipebench.schedule.syncs import RING, SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
 from pipebench.simulate.memory import stage_memories
 from pipebench.simulate.memory_meter import MemoryMeter
@@ -133,6 +133,7 @@ class ModeRequest:
             in_place=self.mode.shape == "one-stage",
             in_flight=in_flight,
             depth_at_most=self.request.depth,
+            pushers=0 if SYNCS[self.mode.sync].waits else self.request.cluster.num_workers - 1,
         )
 
     def stage_memory(self, limit_bytes: float, replicas: Sequence[int], index: int, depth: int) -> MemoryRule:

@@ -66,6 +66,7 @@ class MemoryRule:
     shard: str = NOT_SHARDED  # what a stage's replicas share out, a name in `syncs.SHARDS`
     in_place: bool = False  # whether all stages are on the same workers, and send each other nothing
     masters: bool = False  # whether the optimizer updates master weights, kept besides the versions
+    pushers: int = 0  # replicas whose gradients may all be on their way to the first one, which updates without waiting
 
     def num_bytes(self, states: States, start: int, stop: int, in_flight: int, m: int = 1) -> float:
         """Return the peak bytes of one of m replicas of the stage [start, stop)."""
@@ -162,7 +163,7 @@ class MemoryRule:
         stashed = weights if self.versions is None else 0.0 * weights
         stepped = grid.sums(states.stepped_bytes) + grid.copies[1]
         state = self.state_bytes_per_byte + self.masters
-        transfers = 2 * (before + after)
+        transfers = 2 * (before + after) + self.pushers * weights
         if self.shard == NOT_SHARDED:
             return stepped * (1 + state) + versions + transfers, stashed, None
         # A shard's gradient has the weights' type: only what an update reads of it becomes the optimizer's.

@@ -18,6 +18,7 @@ from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.network import Network
 from pipebench.simulate.steady import simulate_all
 from pipebench.train.job import Job
+from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
 from pipebench.train.request import plan_request
 from tests.modes import WHOLE
@@ -88,6 +89,15 @@ def test_memory_foretold_is_what_a_run_comes_to(reference: str, overrides: list[
         buffers = 2 * sum(sent[cut] for cut in stops if 0 < cut < len(sent) - 1)
         # On a CPU, dropout keeps a number per value, where the profile of a GPU has a byte.
         assert predicted.memory_bytes - buffers == pytest.approx(peaks[index], rel=0.05)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_the_first_worker_has_room_for_the_gradients_that_all_others_push_at_once(servers: int) -> None:
+    given = prepared("quickstart/dp", "parallelism.mode=dp-asp", "parallelism.plan=auto", f"cluster.servers={servers}")
+    planner = Planner(plan_request(given.recipe, given.cluster, given.profile, given.setup.dataset), "dp-asp")
+    (stage,) = planner.best().stages
+    peak = MemoryForecast.over(given).memory.fullest
+    assert peak.num_bytes <= stage.memory_bytes <= peak.num_bytes + peak.by_kind["weights"]
 
 
 def test_memory_decides_depth_and_refusal() -> None:
