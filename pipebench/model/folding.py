@@ -42,7 +42,8 @@ def fold(
     """
     runs = _runs(module.graph, policy)
     found = tuple(_folded(module, nodes, f"pipebench_{policy}_{i}", make, copied) for i, nodes in enumerate(runs))
-    module.recompile()
+    if found:
+        module.recompile()
     return found
 
 

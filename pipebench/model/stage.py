@@ -135,13 +135,13 @@ class _StageLayers:
         receives = {source: values for (source, target), values in self.crossings.items() if target == self.index}
         sends = {target: values for (source, target), values in self.crossings.items() if source == self.index}
         returns = tuple(sorted({value for values in sends.values() for value in values}))
-        inputs, loss, root = self._inputs(), LossHead(), self.graph.root
+        inputs, loss = self._inputs(), LossHead()
         new = self._program(inputs, [value for values in receives.values() for value in values], returns)
-        root.add_module(_SEEDER, seeder)
-        root.add_module(_LOSS, loss)
-        module = copy.deepcopy(fx.GraphModule(root, new), copies)
-        delattr(root, _SEEDER)
-        delattr(root, _LOSS)
+        parts: dict[str, Any] = {_SEEDER: seeder, _LOSS: loss}
+        for name in (str(node.target) for node in new.nodes if node.op in ("get_attr", "call_module")):
+            if name not in parts:
+                parts[name] = copy.deepcopy(attribute(self.graph.root, name), copies)
+        module = fx.GraphModule(parts, new)
         recomputed = fold(module, RECOMPUTE, Recomputed, copied=_written(module))
         for part in (module, *(each.run for each in recomputed)):
             _switch_inplace_off_where_inputs_are_saved(part)
@@ -157,8 +157,8 @@ class _StageLayers:
             self.is_last,
             random=tuple(layer.draws_as for layer in self.layers if layer.draws_as),
             stateful=self._stateful(module),
-            seeder=copies.get(id(seeder), seeder),
-            loss=copies.get(id(loss), loss),
+            seeder=seeder,
+            loss=loss,
             recomputed=recomputed,
             swapped=swapped,
             modes=tuple((part, name in self.graph.training) for name, part in named),
@@ -233,10 +233,13 @@ def _switch_inplace_off_where_inputs_are_saved(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if _is_recomputed(module, node):
             saved.update(*(_handed_on(module, argument) for argument in node.all_input_nodes))
-    for node in list(module.graph.nodes):
+    has_changed = False
+    for node in list(module.graph.nodes):  # one by one: what computes out of place no longer hands on an input
         if is_inplace(module, node) and node.args and saved & _handed_on(module, node.args[0]):
             _out_of_place(module, node)
-    module.recompile()
+            has_changed = True
+    if has_changed:
+        module.recompile()
 
 
 def _written(module: fx.GraphModule) -> set[fx.Node]:
