@@ -25,7 +25,6 @@ from pipebench.tracking.ui import server_address
 from pipebench.train.largest_minibatch import largest_minibatch
 
 INTERRUPTED = 130
-RENDERED = "rendered"  # default output folder, in the working directory
 
 
 @dataclass(frozen=True)
