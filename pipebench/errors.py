@@ -236,4 +236,5 @@ def _folded(name: object) -> str:
 def choice(given: object, allowed: Iterable[str]) -> str:
     """Return the standard end of a sentence about a name that isn't among the allowed ones."""
     names = list(allowed)
-    return f"got {given!r}, allowed are {', '.join(names)}{nearest(given, names)}"
+    allowed_text = f"allowed are {', '.join(names)}" if names else "but there is none"
+    return f"got {given!r}, {allowed_text}{nearest(given, names)}"

@@ -5,6 +5,7 @@ import hashlib
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,22 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> 
         return read_bytes(path, max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FileError(path, f"is not text in UTF-8 (byte {error.start})") from error
+
+
+def folder_problem(folder: Path) -> str | None:
+    """Return why no file can be created in a folder, or in its nearest existing parent, as a sentence's end, or None.
+
+    It is tried: permissions don't show a read-only disk, nor apply to the superuser.
+    """
+    folder = folder.absolute()
+    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    if not os.path.isdir(there):
+        return f"{there} is a file"
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return None
+    except OSError as error:
+        return f"{there} can't be written to: {error.strerror}"
 
 
 def _similar(path: Path) -> str:

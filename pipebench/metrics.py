@@ -156,6 +156,7 @@ METRICS = (
     Metric("comm_transfers_*", COUNT, NEITHER, MEASURED, "transfers of a kind"),
 )  # fmt: skip
 
+_WALL = "wall_"
 # Metrics of every stage: columns of `stages.csv`, and of reports as `stage_<index>_<name>`.
 STAGE_METRICS = (
     Metric("num_layers", COUNT, NEITHER, ALL, "that compute"),
@@ -199,7 +200,16 @@ def ranked(values: Mapping[str, float], clock: str) -> dict[str, float]:
     if clock != "wall":
         return dict(values)
     clocked = tuple(row.name for row in METRICS if CLOCKED in row.shown)
-    return {f"wall_{name}" if name.startswith(clocked) else name: value for name, value in values.items()}
+    return {f"{_WALL}{name}" if name.startswith(clocked) else name: value for name, value in values.items()}
+
+
+def on_its_clock(values: Mapping[str, float], name: str) -> float | None:
+    """Return a metric of a run under its name or that of `ranked`, None without either.
+
+    >>> on_its_clock({"wall_epoch_time_s": 2.0}, "epoch_time_s")
+    2.0
+    """
+    return values.get(name, values.get(f"{_WALL}{name}"))
 
 
 def warn_of_unlisted(logged: Iterable[str]) -> None:

@@ -1,14 +1,16 @@
 """The list of metrics: every number of a run has a row, and rows agree with what the package counts."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from pipebench.metrics import COLUMN, METRICS, RATE, SECONDS, SHARE, STAGE_METRICS, known, warn_of_unlisted
-from pipebench.report.metrics import metric_problem
+from pipebench.report.metrics import metric_problem, value_of
 from pipebench.simulate.timeline import BUFFERS, EVALUATION, TRAINING_KINDS
 from pipebench.tracking.entries import logged_metrics
-from pipebench.train.result import COMPLETED
+from pipebench.train.result import COMPLETED, MISSED, RunResult
+from pipebench.typed_json import read, write
 from tests.results import DP
 
 
@@ -34,6 +36,15 @@ def test_names_end_in_their_units() -> None:
 def test_no_metric_has_two_rows() -> None:
     assert len({row.name for row in METRICS}) == len(METRICS)
     assert len({row.name for row in STAGE_METRICS}) == len(STAGE_METRICS)
+
+
+def test_whether_the_target_was_reached_is_a_metric_of_every_result_also_of_older_ones() -> None:
+    assert json.loads(write(DP))["metrics"]["target_reached"] == 1.0
+    older = json.loads(write(DP))
+    del older["metrics"]["target_reached"]
+    assert value_of(read(RunResult, json.dumps(older).encode()), "target_reached") == 1.0
+    assert value_of(replace(DP, outcome=MISSED), "target_reached") == 0.0
+    assert "target_reached" not in replace(DP, outcome=COMPLETED).metrics
 
 
 def test_a_metric_without_a_row_is_told() -> None:

@@ -8,11 +8,12 @@ import click
 
 from pipebench.cli.group import tracebacks
 from pipebench.cli.parameters import FILE, Parameter, name_of, option
-from pipebench.errors import printable
+from pipebench.errors import UserError, printable
+from pipebench.files import folder_problem
 from pipebench.garbage import without_collector
 from pipebench.interrupts import RaisedBySignals
 from pipebench.recipe.engines import ENGINES
-from pipebench.report.catalog import find_report, require_keepable
+from pipebench.report.catalog import RENDERED, find_report, require_keepable
 from pipebench.report.coverage import write_coverage
 from pipebench.report.load import load_report
 from pipebench.show.progress import preparing
@@ -86,13 +87,17 @@ def _made(
 ) -> int:
     """Make a report, or the page on coverage, and return the exit code; `given` are `fresh` and `keeps`."""
     path = None if name == COVERAGE else find_report(name)
+    folder = out or Path(RENDERED, COVERAGE if path is None else path.stem)
+    problem = folder_problem(folder)
+    if problem is not None:
+        raise UserError(f"{folder}: needed is a folder that can be written to, but {problem}; --out names another")
     with preparing(name, work="loading recipes"):
         loaded = load_report(path, only or (), engine) if path else None
         with without_collector():
-            from pipebench.report.make import RENDERED, Making, made_now, make_report
+            from pipebench.report.make import Making, made_now, make_report
 
     if path is None or loaded is None:
-        click.echo(f"written: {write_coverage(out or Path(RENDERED, COVERAGE), made_now())}")
+        click.echo(f"written: {write_coverage(folder, made_now())}")
         return 0
     if given["keeps"]:
         require_keepable(path)
@@ -101,5 +106,4 @@ def _made(
     options += ["--no-training"] if no_training else []
     command = " ".join(["pipebench report", shlex.quote(name), *options])
     definition, asked = loaded
-    folder = out or Path(RENDERED, definition.name)
     return make_report(definition, asked, Making(command, folder, **given, trains=not no_training))

@@ -7,6 +7,8 @@ import pipebench
 from pipebench.errors import Fault, RecipeError, UserError, nearest
 from pipebench.recipe.catalog import shipped_folder
 
+RENDERED = "rendered"  # the pages' default folder, in the working directory
+
 
 def reports_folder() -> Path:
     """Return the folder of the shipped reports."""

@@ -13,8 +13,8 @@ from pipebench.show.page import Block, Heading, Image, Page, RenderedTable, Text
 PICTURES = "Pictures"  # the heading above them
 
 
-def page_of(evaluated: Evaluated, drawn: Mapping[Picture, Image]) -> Page:
-    """Return the page of a report; `drawn` are its plots."""
+def page_of(evaluated: Evaluated, drawn: Mapping[Picture, Image | Text]) -> Page:
+    """Return the page of a report; `drawn` are its plots, or a word for each."""
     report = evaluated.report
     blocks: list[Block] = [*_head(evaluated), *tables(evaluated)]
     pictures = [block for picture in report.pictures for block in _picture(evaluated, picture, drawn)]
@@ -31,7 +31,7 @@ def _head(evaluated: Evaluated) -> list[Block]:
     return [Text(part) for part in parts if part]
 
 
-def _picture(evaluated: Evaluated, picture: Picture, drawn: Mapping[Picture, Image]) -> list[Block]:
+def _picture(evaluated: Evaluated, picture: Picture, drawn: Mapping[Picture, Image | Text]) -> list[Block]:
     if picture in drawn:
         return [drawn[picture]]
     title = evaluated.report.row(picture.row).title if picture.row else ""

@@ -204,6 +204,7 @@ class Report:
     claims: tuple[PublishedClaim, ...] = ()
     pictures: tuple[Picture, ...] = ()
     calibration: Calibration | None = None  # None if nothing is fitted
+    left_out: tuple[Row, ...] = ()  # of the file, those that weren't asked for
 
     def row(self, name: str) -> Row:
         """Return a row by name."""

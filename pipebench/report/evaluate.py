@@ -8,10 +8,11 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
-from pipebench.formats import UNKNOWN
+from pipebench.formats import UNKNOWN, listed
 from pipebench.report.definition import Measure, PublishedClaim, Quoted, Report, Row
 from pipebench.report.evaluated import (
     EARLIER,
+    LEFT_OUT,
     MISSED,
     NO,
     UNTESTABLE,
@@ -21,7 +22,7 @@ from pipebench.report.evaluated import (
     TableCell,
     Verdict,
 )
-from pipebench.report.expressions import Cells, Look, NoValueError, Value, evaluate, explain
+from pipebench.report.expressions import Cells, Expression, Look, NoValueError, Value, cells_of, evaluate, explain
 from pipebench.report.metrics import value_of
 from pipebench.report.reasons import reason_for_plan, same_plan
 from pipebench.report.recipes import SAME
@@ -31,6 +32,7 @@ from pipebench.simulate.meter import MEMORY
 from pipebench.train.result import RunResult
 
 _NOT_RUN = "no run answers it"
+_MOST_NAMED = 4  # rows in a reason
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,8 @@ def _about_seeds(row: Row, runs: Mapping[str, Sequence[CellOutcome]]) -> Iterato
 
 def _quoted(report: Report, quoted: Quoted, cells: Sequence[TableCell]) -> str:
     """Return a quoted number as text, UNKNOWN if it has no value."""
+    if _left_out(report, quoted.expression):
+        return f"({LEFT_OUT})"
     try:
         value = evaluate(quoted.expression, _look_in(report, cells, quoted.column))
     except NoValueError:
@@ -216,11 +220,27 @@ def _verdicts(report: Report, claim: PublishedClaim, cells: Sequence[TableCell])
     if claim.untestable is not None:
         yield Verdict(claim, "", UNTESTABLE, claim.untestable)
         return
+    expression = claim.holds if claim.number is None else claim.number.value
+    assert expression is not None  # testable
+    left_out = _left_out(report, expression)
+    if left_out:
+        yield Verdict(claim, "", LEFT_OUT, f"it is about {listed(left_out, _MOST_NAMED)}, too")
+        return
     for column in report.columns:
         try:
             yield verdict(claim, column.name, _look_in(report, cells, column.name))
         except NoValueError as error:
             yield Verdict(claim, column.name, UNTESTABLE, str(error))
+
+
+def _left_out(report: Report, expression: Expression) -> list[str]:
+    """Return the rows that an expression is about but the report was asked to leave out."""
+    cells = [({*report.measure(measure).runs}, row) for measure, row in cells_of(expression)]
+    return [
+        row.name
+        for row in report.left_out
+        if any(runs <= row.runs.keys() and fnmatchcase(row.name, asked or "*") for runs, asked in cells)
+    ]
 
 
 def verdict(claim: PublishedClaim, column: str, look: Look) -> Verdict:

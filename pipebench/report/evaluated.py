@@ -11,6 +11,7 @@ ALL, NOT_BY_CONSTRUCTION, NOT_FITTED = "all", "not by construction", "not fitted
 NOT_CHOSEN = "nothing chosen in view of them"
 CONSTANT = "geometric mean of the fitted cells"  # a baseline instead of a column
 YES, NO, UNTESTABLE = "yes", "no", "not testable here"
+LEFT_OUT = "rows left out"  # a report of some rows says nothing of claims about others, too
 MISSED = "missed"  # problem of a cell whose run didn't reach its target
 MLFLOW, KEPT = "MLflow", "kept"
 EARLIER = "an earlier release, which named no tree"  # what trained a result
@@ -81,8 +82,8 @@ class Verdict:
     """Whether a claim holds in a column."""
 
     claim: PublishedClaim
-    column: str  # "" for all, if untestable
-    answer: str  # YES, NO or UNTESTABLE
+    column: str  # "" for all, if untestable or left out
+    answer: str  # YES, NO, UNTESTABLE or LEFT_OUT
     reason: str  # values that decided it, or why it is untestable
     value: float | None = None  # of a claimed number
 

@@ -125,6 +125,11 @@ def evaluate(expression: Expression, look: Look) -> Value:
     return _value(expression.tree, look)
 
 
+def cells_of(expression: Expression) -> Iterator[tuple[str, str]]:
+    """Yield (measure, row or pattern or "") of all cells that a claim reads."""
+    yield from _cells(expression.tree)
+
+
 def explain(expression: Expression, look: Look) -> str:
     """Return what decided a claim: the sides of its comparisons with their values and the rows that differ.
 
@@ -220,6 +225,15 @@ def _leaf(node: ast.expr) -> tuple[str, str] | None:
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and isinstance(node.slice, ast.Constant):
         return (node.value.id, node.slice.value) if isinstance(node.slice.value, str) else None
     return None
+
+
+def _cells(node: ast.expr) -> Iterator[tuple[str, str]]:
+    leaf = _leaf(node)
+    if leaf is not None:
+        yield leaf
+        return
+    for part in node.args if isinstance(node, ast.Call) else _operands(node):
+        yield from _cells(part)
 
 
 def _kind(node: ast.expr, kind_of_leaf: Callable[[str, str], _Kind]) -> _Kind:

@@ -1,5 +1,6 @@
 """Load a report from YAML; all its faults are raised together, before anything runs."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -10,11 +11,13 @@ from pipebench.recipe.catalog import display
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.report.definition import Report
 from pipebench.report.read_claims import read_calibration, read_claims, read_pictures, read_text
-from pipebench.report.read_table import read_table
+from pipebench.report.read_table import check_metrics, read_table
 from pipebench.report.reading import Reading
 from pipebench.report.recipes import Asked, asked_runs
 
 _TOP = ("title", "source", "about", "columns", "measures", "runs", "rows", "claims", "pictures", "calibration")
+
+_HIDES_ROWS = re.compile(r"rows(\.\d+(\.(name|for|at)(\..+)?)?)?|(rows\..+\.)?runs")  # keys whose faults leave rows out
 
 
 def load_report(path: Path, only: Sequence[str] = (), engine: str | None = None) -> tuple[Report, list[Asked]]:
@@ -27,7 +30,10 @@ def load_report(path: Path, only: Sequence[str] = (), engine: str | None = None)
     """
     report, reading = read_report(path)
     report = with_rows(report, only)
-    asked, faults = asked_runs(report, engine, whole=not only)
+    if engine is not None:
+        report = _on_engine(report, engine)
+        check_metrics(report.measures, report.rows, reading)
+    asked, faults = asked_runs(report, whole=not only)
     if reading.faults or faults:
         raise RecipeError(dict.fromkeys([*reading.faults, *faults]))
     return report, asked
@@ -48,7 +54,19 @@ def with_rows(report: Report, only: Sequence[str]) -> Report:
             )
     rows = tuple(row for row in report.rows if not only or any(fnmatchcase(row.name, pattern) for pattern in only))
     known = {"", *(row.name for row in rows)}
-    return replace(report, rows=rows, pictures=tuple(picture for picture in report.pictures if picture.row in known))
+    pictures = tuple(picture for picture in report.pictures if picture.row in known)
+    return replace(
+        report, rows=rows, left_out=tuple(row for row in report.rows if row.name not in known), pictures=pictures
+    )
+
+
+def _on_engine(report: Report, engine: str) -> Report:
+    """Return a report with the runs that columns may change on this engine."""
+    rows = [
+        replace(row, runs={name: run if run.same else replace(run, engine=engine) for name, run in row.runs.items()})
+        for row in report.rows
+    ]
+    return replace(report, rows=tuple(rows))
 
 
 def read_report(path: Path) -> tuple[Report, Reading]:
@@ -63,6 +81,8 @@ def read_report(path: Path) -> tuple[Report, Reading]:
     data = reading.mapping(content, "", _TOP)
     table = read_table(data, reading)
     source = reading.mapping(data.get("source"), "source", ("paper", "where"))
+    # With rows missing, what is said about rows can't be told right from wrong.
+    about_rows = Reading(reading.file) if any(_HIDES_ROWS.fullmatch(each.key) for each in reading.faults) else reading
     report = Report(
         name=path.stem,
         path=path,
@@ -72,9 +92,9 @@ def read_report(path: Path) -> tuple[Report, Reading]:
         rows=tuple(table.rows.values()),
         paper=reading.plain(source, "source", "paper", str, ""),
         where=reading.plain(source, "source", "where", str, ""),
-        about=tuple(read_text(reading.plain(data, "", "about", str, ""), "about", table, reading)),
-        claims=read_claims(data.get("claims"), table, reading),
-        pictures=read_pictures(data.get("pictures"), table, reading),
-        calibration=read_calibration(data.get("calibration"), table, reading),
+        about=tuple(read_text(reading.plain(data, "", "about", str, ""), "about", table, about_rows)),
+        claims=read_claims(data.get("claims"), table, about_rows),
+        pictures=read_pictures(data.get("pictures"), table, about_rows),
+        calibration=read_calibration(data.get("calibration"), table, about_rows),
     )
     return report, reading

@@ -25,7 +25,6 @@ from pipebench.tracking.ui import server_address
 from pipebench.train.largest_minibatch import largest_minibatch
 
 INTERRUPTED = 130
-RENDERED = "rendered"  # default output folder, in the working directory
 
 
 @dataclass(frozen=True)
@@ -141,6 +140,8 @@ def _tell(evaluated: Evaluated, rendered: Rendered, kept: Sequence[Path], parent
         f"{c.row}, {c.measure}, {c.column}: {c.problem}" for c in evaluated.cells if c.problem
     ):
         _say(f"no value: {problem}")
+    for sentence in rendered.undrawn:
+        _say(sentence)
     if kept:
         _say(f"kept: {len(kept)} results of runs that trained, in {kept[0].parent}/")
     if rendered.removed:

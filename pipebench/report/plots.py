@@ -17,7 +17,7 @@ from pipebench.report.plot_lines import lines_figure
 from pipebench.report.plot_phases import phases_figure
 from pipebench.report.plot_scatter import scatter_figure
 from pipebench.report.plot_stages import stages_figure
-from pipebench.show.page import Image
+from pipebench.show.page import Image, Text
 
 _FIGURES: Mapping[str, Callable[[Evaluated, Picture], Figure | None]] = {
     "bars": bars_figure,
@@ -53,6 +53,12 @@ def draw_plots(evaluated: Evaluated, folder: Path) -> dict[Picture, Image]:
         _save(figure, folder / image.name)
         drawn[picture] = image
     return drawn
+
+
+def undrawn(evaluated: Evaluated, drawn: Mapping[Picture, Image]) -> dict[Picture, Text]:
+    """Return a word for every plot that has no value to draw, such as a curve of a metric that no run has."""
+    plots = (picture for picture in evaluated.report.pictures if picture.kind in _FIGURES and picture not in drawn)
+    return {each: Text(f"No picture of {_description(evaluated, each)}: nothing has a value for it.") for each in plots}
 
 
 def _name(picture: Picture, taken: set[str]) -> str:

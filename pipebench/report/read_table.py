@@ -6,7 +6,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -58,6 +58,8 @@ def _generated(data: Mapping[str, Any], key: str, reading: Reading) -> Iterator[
             del fixed[name]
     lists = reading.mapping(data.get("for"), f"{key}.for")
     row = {name: value for name, value in data.items() if name not in ("for", "at")}
+    if not isinstance(data.get("for"), dict | None):
+        return
     if not lists:
         yield _substituted(row, fixed, key, reading), fixed
         return
@@ -124,7 +126,7 @@ def _rows(data: Mapping[str, Any], reading: Reading) -> tuple[Row, ...]:
         key = f"rows.{index}"
         for row, at in _generated(reading.mapping(entry, key, _ROW), key, reading):
             made = _row(row, at, shared, key, reading)
-            if made.name in rows:
+            if made.name in rows and _NAME.fullmatch(made.name):
                 reading.fault(f"{key}.name", f"got {made.name!r}, which an earlier row is named already")
             rows.setdefault(made.name, made)
     if len(rows) > MOST_ROWS:
@@ -138,7 +140,7 @@ def _row(data: Mapping[str, Any], at: Mapping[str, Any], shared: Mapping[str, An
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         given = "is missing" if name is None else f"got {shown(name)}"
         reading.fault(f"{key}.name", f"{given}, needed are letters, digits and . _ -, beginning with one of the first")
-        name = str(name)
+        name = "?" if name is None else str(name)
     else:
         key = f"rows.{name}"
     runs = {
@@ -233,6 +235,7 @@ def read_table(data: Mapping[str, Any], reading: Reading) -> Table:
     columns, rows = _columns(data.get("columns"), reading), _rows(data, reading)
     table = Table(columns, (), {row.name: row for row in rows})
     table = replace(table, measures=tuple(_measures(data.get("measures"), table, reading)))
+    check_metrics(table.measures, rows, reading)
     _check_cells(table, reading)
     return table
 
@@ -299,21 +302,25 @@ def _measures(given: object, table: Table, reading: Reading) -> Iterator[Measure
 
 
 def _check_runs(measure: Measure, table: Table, key: str, reading: Reading) -> None:
-    """Report runs that no row has and metrics that the runs lack."""
+    """Report runs that no row has."""
     known = table.runs
     for run in dict.fromkeys((*measure.runs, *([measure.against] if measure.against else []))):
         if run not in known and not any(fault.key.startswith(("rows", "runs")) for fault in reading.faults):
             reading.fault(
                 key, f"no row has a run {run[:60]!r}, allowed are {', '.join(known)}{nearest(run[:60], known)}"
             )
-    problems: dict[str, None] = {}
-    for run, metric in measure.expression.metrics if measure.expression else ():
-        for row in table.rows.values():
-            problem = metric_problem(metric, row.runs[run].engine) if run in row.runs else None
-            if problem is not None:
-                problems[f"{run}.{metric}: {'run ' + run + ' ' if problem.startswith('has') else ''}{problem}"] = None
-    for problem in problems:
-        reading.fault(f"{key}.value", problem)
+
+
+def check_metrics(measures: Iterable[Measure], rows: Iterable[Row], reading: Reading) -> None:
+    """Report metrics of measures that the runs' engines lack."""
+    engines: dict[str, dict[str, None]] = {}
+    for run, reference in (item for row in rows for item in row.runs.items()):
+        engines.setdefault(run, {})[reference.engine] = None
+    for measure in measures:
+        for run, metric in measure.expression.metrics if measure.expression else ():
+            for problem in filter(None, (metric_problem(metric, engine) for engine in engines.get(run, ()))):
+                whose = f"run {run} " if problem.startswith("has") else ""
+                reading.fault(f"measures.{measure.name}.value", f"{run}.{metric}: {whose}{problem}")
 
 
 def _check_cells(table: Table, reading: Reading) -> None:

@@ -25,18 +25,17 @@ class Asked:
     largest: bool = False  # whether the largest minibatch that fits is still to be found
 
 
-def asked_runs(report: Report, engine: str | None = None, *, whole: bool = True) -> tuple[list[Asked], list[Fault]]:
+def asked_runs(report: Report, *, whole: bool = True) -> tuple[list[Asked], list[Fault]]:
     """Return every run of a report, row by row, and all faults of their recipes.
 
-    `engine` replaces the engine of every run that columns may change. Of a report that isn't `whole`, some rows may be
-    missing, and what columns say of these is no fault.
+    Of a report that isn't `whole`, some rows may be missing, and what columns say of these is no fault.
     """
     loader = _RecipeLoader(report)
     asked: list[Asked] = []
     for row in report.rows:
         for name, run in row.runs.items():
             for column in (Column(SAME, ""),) if run.same else report.columns:
-                asked += loader.runs(row, name, run, column, engine)
+                asked += loader.runs(row, name, run, column)
     return asked, [*loader.column_faults(whole=whole), *loader.faults]
 
 
@@ -55,16 +54,15 @@ class _RecipeLoader:
     def faults(self) -> list[Fault]:
         return [*self._fault_by_text.values()]
 
-    def runs(self, row: Row, name: str, run: RunReference, column: Column, engine: str | None) -> Iterator[Asked]:
+    def runs(self, row: Row, name: str, run: RunReference, column: Column) -> Iterator[Asked]:
         """Yield a run of a row in a column, once per seed."""
-        kind = run.engine if engine is None or run.same else engine
         key = f"rows.{row.name}.runs.{name}"
         try:
             path = find(run.words[0], recipe_names, self._folder) if run.words else None
             if path is None or path.is_dir():
                 raise RecipeError([Fault(display(path or self._folder), "", "is a folder; one recipe is needed")])
             beside = os.path.exists(self._folder / run.words[0])
-            given = (display(path) if beside else run.words[0], *run.words[1:], f"engine.kind={kind}")
+            given = (display(path) if beside else run.words[0], *run.words[1:], f"engine.kind={run.engine}")
             words = self._in_column(path, given, column)
             for seed in run.seeds or (None,):
                 seeded = words if seed is None else (*words, f"train.seed={seed}")

@@ -11,7 +11,7 @@ from pipebench.report import contents
 from pipebench.report.definition import PICTURES
 from pipebench.report.evaluated import Evaluated
 from pipebench.report.markdown import blocks_markdown, markdown
-from pipebench.report.plots import draw_plots
+from pipebench.report.plots import draw_plots, undrawn
 from pipebench.report.tables import tables
 from pipebench.report.values import VALUES, values_of, write_values
 from pipebench.show.html import html
@@ -26,6 +26,7 @@ class Rendered:
     files: tuple[Path, ...]  # all that were written
     pictures: tuple[Path, ...]  # the PNGs among them, in order
     removed: tuple[Path, ...]  # pictures of an earlier rendering that are no longer shown
+    undrawn: tuple[str, ...]  # a sentence per picture that has no value to draw
     summary: str  # Markdown of the tables alone
 
 
@@ -34,7 +35,8 @@ def render(evaluated: Evaluated, folder: Path) -> Rendered:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = draw_plots(evaluated, folder)
     removed = tuple(leftovers(evaluated.report.name, folder / MARKDOWN, {image.name for image in drawn.values()}))
-    page = contents.page_of(evaluated, drawn)
+    missing = undrawn(evaluated, drawn)
+    page = contents.page_of(evaluated, {**drawn, **missing})
     texts = {MARKDOWN: markdown(page).encode(), HTML: html(page, folder, evaluated.server).encode()}
     texts[VALUES] = write_values(values_of(evaluated))
     for name, content in texts.items():
@@ -44,7 +46,8 @@ def render(evaluated: Evaluated, folder: Path) -> Rendered:
     pictures = tuple(folder / f"{image.name}.png" for image in drawn.values())
     vectors = tuple(path.with_suffix(".svg") for path in pictures)
     files = (*(folder / name for name in texts), *pictures, *vectors)
-    return Rendered(files, pictures, removed, blocks_markdown(tables(evaluated)))
+    words = tuple(text.markdown for text in missing.values())
+    return Rendered(files, pictures, removed, words, blocks_markdown(tables(evaluated)))
 
 
 # Pictures of an earlier page are removed, but the folder may hold other files (`--out`): only those count that the

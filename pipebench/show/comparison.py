@@ -81,6 +81,11 @@ class ComparedRun:
         """The runs that reached their target: only they have a time to accuracy."""
         return tuple(run for run in self.runs if run.outcome == REACHED)
 
+    @property
+    def all_reached(self) -> bool:
+        """Whether every run reached its target: only then is the row ranked by its time to accuracy."""
+        return len(self.reached) == len(self.runs)
+
     def has_succeeded(self) -> bool:
         """Return whether every run completed or reached its target."""
         return all(run.outcome in (REACHED, COMPLETED) for run in self.runs)
@@ -91,7 +96,8 @@ def _has_target(results: Iterable[RunResult]) -> bool:
 
 
 def _time_to_target(entry: ComparedRun) -> float:
-    return statistics.median([*_values(entry.reached, "time_to_accuracy_s")] or [math.inf])
+    times = _values(entry.runs, "time_to_accuracy_s") if entry.all_reached else []
+    return statistics.median(times or [math.inf])
 
 
 def _time_per_sample(entry: ComparedRun) -> float:
@@ -295,7 +301,7 @@ def time_to_accuracy_s(result: RunResult) -> float | None:
 
 def speed_up(entry: ComparedRun, base: ComparedRun | None) -> float | None:
     """Return a row's speed-up to the target over the baseline, by medians; None unless all runs reached it."""
-    if base is None or any(len(each.reached) < len(each.runs) for each in (entry, base)):
+    if base is None or not (entry.all_reached and base.all_reached):
         return None
     return _divided(*(_median(_values(each.runs, "time_to_accuracy_s")) for each in (base, entry)))
 

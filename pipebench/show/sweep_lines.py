@@ -1,5 +1,6 @@
 """A sweep over a quantity as lines along it, a line per mode say, and which of them is first where."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -10,6 +11,7 @@ from pipebench.show.comparison import RunGroup, groups
 from pipebench.train.result import RunResult
 from pipebench.units import quantity
 
+_RATE = "throughput_samples_per_s"
 _SAME = 1e-3  # relative: below, the line that was first stays first
 
 
@@ -19,6 +21,7 @@ class SweepPoint(NamedTuple):
     x: float
     text: str
     value: float
+    is_ranked: bool = True  # False of a time to accuracy that not all seeds reached
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,20 @@ class Sweep:
     metric: str  # `time_to_accuracy_s`, or `throughput_samples_per_s` without a target
     lines: dict[str, list[SweepPoint]]  # by the values of all other keys that vary, points in order of the quantity
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether several lines have the same value of the quantity: one list zipped with another leaves no choice."""
+        places = Counter(point.x for line in self.lines.values() for point in line)
+        return max(places.values(), default=0) > 1
+
     def first_places(self) -> Iterator[tuple[str, str, str]]:
         """Yield the lines that are first, in order of the quantity: name, and the first and last value as written."""
         sign = 1 if self.metric == "time_to_accuracy_s" else -1
         points = sorted(
-            (point.x, sign * point.value, name, point.text) for name, line in self.lines.items() for point in line
+            (point.x, sign * point.value, name, point.text)
+            for name, line in self.lines.items()
+            for point in line
+            if point.is_ranked
         )
         name, since, until = "", "", ""
         for _, here in groupby(points, key=itemgetter(0)):
@@ -60,16 +72,19 @@ def sweep_of(group: RunGroup) -> Sweep | None:
     if not swept or not all(swept[0] in entry.varied for entry in entries):
         return None
     key = swept[0]
-    metric = "time_to_accuracy_s" if any(row.num_targeted for row in group.rows) else "throughput_samples_per_s"
+    metric = "time_to_accuracy_s" if any(row.num_targeted for row in group.rows) else _RATE
     recipes = len({entry.recipe_name for entry in entries}) > 1
     others = [other for other in texts if other != key and len(texts[other]) > 1]
+    # A mode's name says what it is, a number doesn't.
+    named_by_key = len(others) > 1 or any(quantity(text) is not None for other in others for text in texts[other])
     lines: dict[str, list[SweepPoint]] = {}
     for row, entry in zip(group.rows, entries, strict=True):
         named = [entry.recipe_name] if recipes or not others else []
-        named += [entry.varied[other] if len(others) == 1 else f"{other}={entry.varied[other]}" for other in others]
+        named += [f"{other}={entry.varied[other]}" if named_by_key else entry.varied[other] for other in others]
         value, x = getattr(row, metric), quantity(entry.varied[key])
         if value is not None and x is not None:
-            lines.setdefault(", ".join(named), []).append(SweepPoint(x, entry.varied[key], value))
+            is_ranked = entry.all_reached or metric == _RATE
+            lines.setdefault(", ".join(named), []).append(SweepPoint(x, entry.varied[key], value, is_ranked))
     return Sweep(key, metric, {name: sorted(line) for name, line in lines.items()})
 
 

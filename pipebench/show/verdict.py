@@ -95,7 +95,7 @@ def verdict(group: RunGroup) -> list[str]:
     if len(group.rows) < 2:
         return []
     sweep = sweep_of(group)
-    if sweep is not None and len(sweep.lines) > 1:
+    if sweep is not None and sweep.has_choice:
         return [*_crossovers(sweep), *_remarks(group.rows)]
     return [*_winner(group), *_limits(group), *_remarks(group.rows)]
 
@@ -115,9 +115,12 @@ def _crossovers(sweep: Sweep) -> Iterator[str]:
 
 def _winner(group: RunGroup) -> Iterator[str]:
     """Yield which row is first in what was asked for, and by how much."""
-    ranked = sorted((row for row in group.rows if row.time_to_accuracy_s is not None), key=_target_s)
+    pairs = zip(group.rows, group.entries, strict=True)
+    ranked = sorted((row for row, entry in pairs if entry.all_reached), key=_target_s)
     recipe = group.entries[0].runs[0].recipe
     goal = f"{recipe.get('train.target.metric', 'the target')} {recipe.get('train.target.value', '')}".rstrip()
+    if any(0 < row.num_reached < row.num_targeted for row in group.rows):
+        goal += " with every seed"
     if len(ranked) > 1:
         (first, second), (one, other) = ranked[:2], map(_target_s, ranked[:2])
         if other < one * (1 + _SEEN):
@@ -130,7 +133,7 @@ def _winner(group: RunGroup) -> Iterator[str]:
     elif ranked:
         yield f"Only {ranked[0].name} reached {goal}: in {seconds(ranked[0].time_to_accuracy_s)}."
     elif any(row.num_targeted for row in group.rows):
-        yield f"No run reached {goal}."
+        yield f"None reached {goal}."
     else:
         rates = sorted(((row.throughput_samples_per_s or 0.0, row.name) for row in group.rows), reverse=True)
         (one, first_name), (other, second_name) = rates[:2]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pipebench.errors import UserError, nearest
 from pipebench.files import FileError
 from pipebench.formats import listed
+from pipebench.metrics import on_its_clock
 from pipebench.tracking.connection import StoreConnection, default_uri, shown_uri
 from pipebench.tracking.identity import RECIPE_TAG, VERSION_TAG
 from pipebench.tracking.record import ENTRIES, RECORD, RESULT_FILE, mlflow_run_id, read_record
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _LISTED, _LONGEST = 5, 80  # runs in a sentence, characters of what was given
 _MLFLOW_ID, _ID_CHARS = re.compile(r"[0-9a-f]{32}"), 8
+_TIMES = ("time_to_accuracy_s", "throughput_samples_per_s")
 _PARENT = "mlflow.parentRunId"  # the tag of MLflow's pages
 _PAGE = 1000  # runs, or experiments, that one question is answered with
 
@@ -131,7 +133,7 @@ class RecordedRuns:
         for run in self._search("tags.kind LIKE '%'"):
             tags, metrics = run.data.tags, run.data.metrics
             outcome = tags.get("outcome", run.info.status.lower())
-            times = (metrics.get("time_to_accuracy_s"), metrics.get("throughput_samples_per_s"))
+            times = [on_its_clock(metrics, name) for name in _TIMES]
             ids = (run.info.run_id, tags.get(_PARENT), tags["kind"])
             recipe = run.data.params.get("name", "")
             found.append(PastRun(*ids, run.info.run_name, recipe, run.info.start_time, outcome, *times))
@@ -219,7 +221,7 @@ def past_runs(folders: Iterable[Path]) -> list[PastRun]:
         recorded = run.load()
         if recorded is not None and not stored.intersection(run.ids):
             result, metrics = recorded.result, recorded.result.metrics
-            times = (metrics.get("time_to_accuracy_s"), metrics.get("throughput_samples_per_s"))
+            times = [on_its_clock(metrics, name) for name in _TIMES]
             names = (run.names[0], result.recipe.get("name", ""))
             found.append(PastRun(run.ids[0], None, "run", *names, recorded.ended_ms, result.outcome, *times))
     return sorted(found, key=lambda run: -run.began_ms)

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipebench.errors import UserError
+from pipebench.files import folder_problem
 from pipebench.tracking.connection import StoreConnection, default_uri, shown_uri, sqlite_path
 from pipebench.tracking.inputs import Inputs
 from pipebench.tracking.limits import ENTRIES_PER_BATCH, MAX_PARAM_CHARS, MAX_TAG_CHARS, METRICS_PER_BATCH, clean_name
@@ -51,7 +52,7 @@ def require_writable() -> None:
         UserError: neither can be written.
     """
     uri = default_uri()
-    if _takes_files(Path(RESULTS_FOLDER)) or _takes_runs(uri):
+    if folder_problem(Path(RESULTS_FOLDER)) is None or _takes_runs(uri):
         return
     raise UserError(
         f"runs would not be recorded: nothing can be written to {shown_uri(uri)}, nor to "
@@ -63,24 +64,10 @@ def _takes_runs(uri: str) -> bool:
     """Return whether a store can be written, as far as this machine can know."""
     database = sqlite_path(uri)
     if database is not None:
-        return _takes_files(database.parent) and (not database.exists() or os.access(database, os.W_OK))
+        return folder_problem(database.parent) is None and (not database.exists() or os.access(database, os.W_OK))
     if "://" in uri and not uri.startswith("file:"):
         return True
-    return _takes_files(Path(uri.removeprefix("file:").removeprefix("//")))
-
-
-def _takes_files(folder: Path) -> bool:
-    """Return whether a file can be created in a folder, or in its nearest existing parent.
-
-    It is tried: permissions don't show a read-only disk, nor apply to the superuser.
-    """
-    folder = folder.absolute()
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            return True
-    except OSError:
-        return False
+    return folder_problem(Path(uri.removeprefix("file:").removeprefix("//"))) is None
 
 
 class Store(StoreConnection):

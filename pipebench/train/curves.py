@@ -1,7 +1,8 @@
 """The curves of a run, their first point that reaches the target, and the training loss between points."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import takewhile
 
 import torch
 
@@ -38,16 +39,27 @@ class Curves:
         return any(point.samples == samples for point in self.points)
 
     def best(self, metric: str) -> float:
-        """Return the best value of a metric; requires an evaluation."""
-        values = [point.metrics[metric] for point in self.points]
+        """Return the best value of a metric, NaN only if no evaluation gave a number; requires an evaluation."""
+        values = [point.metrics[metric] for point in self._with_number(metric)]
         return max(values) if self._metrics[metric] == "max" else min(values)
+
+    def no_numbers(self) -> Iterator[tuple[str, Point]]:
+        """Yield metrics that are NaN at the end, each with the first point from which on it is."""
+        for name in self._metrics:
+            count = len([*takewhile(math.isnan, (point.metrics[name] for point in reversed(self.points)))])
+            if count:
+                yield name, self.points[-count]
 
     @property
     def best_point(self) -> Point | None:
         """The first point that is best by the target's metric, the data set's first one, or else the loss."""
         name = self._target.metric if self._target is not None else next(iter(self._metrics), "eval_loss")
         sign = -1 if self._metrics.get(name) == "max" else 1
-        return min(self.points, key=lambda point: sign * point.metrics[name], default=None)
+        return min(self._with_number(name), key=lambda point: sign * point.metrics[name], default=None)
+
+    def _with_number(self, metric: str) -> list[Point]:
+        """Return the points at which a metric isn't NaN; all if it is everywhere."""
+        return [point for point in self.points if not math.isnan(point.metrics[metric])] or self.points
 
     def final_metrics(self) -> dict[str, float]:
         """Return the last and best value of every metric of the data set."""

@@ -34,7 +34,7 @@ def with_largest_update(workload: PlannedWorkload, memories: tuple[StageMemoryCo
     """
     pipeline, limit = workload.pipeline, workload.cluster.memory_bytes
     assert limit is not None, "validation refuses a cluster without a memory size"
-    most = max(1, workload.sampler.minibatches_per_epoch // pipeline.block)
+    most = most_of_epoch(pipeline, workload.sampler)
     found = most_within(limit, partial(peak_bytes, workload, memories), most)
     if found == 0:
         needed = peak_bytes(workload, memories, 1)
@@ -44,6 +44,11 @@ def with_largest_update(workload: PlannedWorkload, memories: tuple[StageMemoryCo
             "minibatches"
         )
     return replace(pipeline, accumulate=found)
+
+
+def most_of_epoch(pipeline: Pipeline, sampler: Sampler) -> int:
+    """Return the most minibatches of every replica per update that an epoch has, at least 1."""
+    return max(1, sampler.minibatches_per_epoch // pipeline.block)
 
 
 def peak_bytes(workload: PlannedWorkload, memories: tuple[StageMemoryCosts, ...], accumulate: int) -> int:

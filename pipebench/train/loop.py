@@ -102,6 +102,7 @@ class TrainingLoop:
         try:
             self._train_to_target()
             outcome, sentence = self._outcome()
+            sentence += self._no_numbers()
         except DivergedError as diverged:
             outcome, sentence, total_s = DIVERGED, str(diverged), self._end_early()
         except _StoppedError as stopped:
@@ -279,6 +280,11 @@ class TrainingLoop:
             return MISSED, f"missed {goal}: the best in {num_epochs(epochs)} was {target.metric} {best:.4g}"
         value, after = reached.metrics[target.metric], self._epochs(reached.samples)
         return REACHED, f"reached {goal} ({target.metric} {value:.4g}) after {num_epochs(after)}"
+
+    def _no_numbers(self) -> str:
+        """Return since which evaluation metrics are NaN, as the end of a sentence; "" without any."""
+        since = ((name, num_epochs(self._epochs(point.samples))) for name, point in self._curves.no_numbers())
+        return "".join(f"; {name} is not a number from the evaluation after {epochs} on" for name, epochs in since)
 
     def _divergence(self, loss: float) -> str:
         train, first = self._job.recipe.train, self._sampler.size(0)

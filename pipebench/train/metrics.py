@@ -24,6 +24,7 @@ from pipebench.simulate.timeline import BUFFERS, EVALUATION, SWAP_KINDS, TRAININ
 from pipebench.train.clock import RunClock
 from pipebench.train.curves import Curves
 from pipebench.train.job import Job
+from pipebench.train.largest import most_of_epoch
 from pipebench.train.learning_rate import lr_scales
 
 
@@ -57,9 +58,7 @@ def recipe_notes(job: Job) -> dict[str, str]:
     if of_plan:
         notes[PLAN] = "; ".join(of_plan)
     if job.recipe.parallelism.accumulate == LARGEST:
-        assert job.cluster.memory_bytes is not None
-        most = f"{job.setup.pipeline.accumulate} minibatches per update, the most that fit"
-        notes[MEMORY] = f"{most} in {formats.num_bytes(job.cluster.memory_bytes)}"
+        notes[MEMORY] = _largest_note(job)
     rates = "; ".join(filter(None, (_beyond_epoch(job.setup), loading_note(job))))
     return notes | ({THROUGHPUT: rates} if rates else {})
 
@@ -68,6 +67,15 @@ def _beyond_epoch(setup: Setup) -> str:
     """Return a sentence if an update takes more samples than an epoch has, else ""."""
     asked, samples = setup.pipeline.round_size(0) * setup.sampler.minibatch_size, setup.sampler.num_samples
     return f"an epoch has {samples:,} samples, fewer than an update takes" if asked > samples else ""
+
+
+def _largest_note(job: Job) -> str:
+    """Return how many minibatches the largest update has, and whether memory or the epoch is the limit."""
+    assert job.cluster.memory_bytes is not None
+    pipeline, memory = job.setup.pipeline, formats.num_bytes(job.cluster.memory_bytes)
+    is_all = pipeline.accumulate == most_of_epoch(pipeline, job.setup.sampler)
+    limit = "an epoch's, which all fit in" if is_all else "the most that fit in"
+    return f"{pipeline.accumulate} minibatches per update, {limit} {memory}"
 
 
 def _policies_cut_for(job: Job) -> list[str]:

@@ -8,6 +8,7 @@ from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.typed_json import Number
 
 REACHED, MISSED, DIVERGED, COMPLETED, INTERRUPTED = "reached", "missed", "diverged", "completed", "interrupted"
+_TARGET_REACHED = "target_reached"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ class RunResult:
     pushes: tuple[Any, ...] = ()
     search: Any = None
     moves: tuple[RepartitionRecord, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Set the metric `target_reached`, which follows from the outcome; results of older versions lack it."""
+        others = {name: value for name, value in self.metrics.items() if name != _TARGET_REACHED}
+        reached = {_TARGET_REACHED: float(self.outcome == REACHED)} if self.outcome in (REACHED, MISSED) else {}
+        object.__setattr__(self, "metrics", {**reached, **others})
 
     @property
     def exit_code(self) -> int:

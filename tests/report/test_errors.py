@@ -166,6 +166,7 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"pictures__0__measures": None}, "pictures.0.measures: is missing, needed for bars"),
     ({"pictures__0__x": "size"}, "pictures.0.x: unknown key, allowed here are kind, measures"),
     ({"pictures__1__x": "gpus"}, "pictures.1.x: got 'gpus', allowed are size"),
+    ({"rows": changed()["rows"][:1]}, "pictures.1.x: got 'size', but there is none"),
     ({"pictures__1__x": None}, "pictures.1.x: is missing, needed for lines"),
     ({"pictures__0": {"kind": "schedule", "run": "dp", "row": "frist"}}, "pictures.0.row: got 'frist', .*mean 'first'"),
     ({"pictures__0": {"kind": "schedule", "run": "dq", "row": "first"}}, "pictures.0.run: got 'dq', allowed are dp"),
@@ -208,6 +209,27 @@ def test_a_mistake_that_rows_share_is_told_once(write: Write) -> None:
     with pytest.raises(RecipeError) as caught:
         load_report(write(changed(runs={"more": "no-such"})))
     assert len(caught.value.faults) == 1, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rows__1__for__size": [8]},
+        {"rows__1__for": "8"},
+        {"rows__1__name": None},
+        {"rows__0__name": None},
+        {"rows__0__name": "fi rst"},
+        {"rows__0__runs": 3},
+    ],
+    ids=str,
+)
+def test_nothing_is_said_about_rows_that_a_fault_leaves_out(write: Write, keys: dict[str, Any]) -> None:
+    rows = {"claims__0__holds": 'speedup["first"] > speedup["m8"]', "calibration__leave_out": ["size"]}
+    curves = {"kind": "curves", "runs": ["dp"], "metric": "top1", "row": "m8"}
+    with pytest.raises(RecipeError) as caught:
+        load_report(write(changed(**rows, pictures__0=curves, about="{ideal: twice['m16']}", **keys)))
+    (fault,) = caught.value.faults
+    assert re.fullmatch(r"rows\..*(for|name|runs)", fault.key), fault
 
 
 def test_rows_that_are_not_there(write: Write) -> None:

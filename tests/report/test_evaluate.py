@@ -6,8 +6,8 @@ import pytest
 
 from pipebench.report.definition import Report
 from pipebench.report.evaluate import CellOutcome, evaluate_report
-from pipebench.report.evaluated import NO, UNTESTABLE, YES, Evaluated, Origin, TableCell
-from pipebench.report.load import read_report
+from pipebench.report.evaluated import LEFT_OUT, NO, UNTESTABLE, YES, Evaluated, Origin, TableCell
+from pipebench.report.load import read_report, with_rows
 from pipebench.report.reasons import reason_for_plan
 from pipebench.simulate.meter import MEMORY
 from pipebench.train.result import COMPLETED, MISSED, REACHED, RunResult
@@ -169,6 +169,31 @@ def test_a_text_quotes_its_cells(write: Write) -> None:
     same = result(total_time_s=10.0, samples_per_update=32.0)
     found = evaluated(report, {("first", "dp", "ideal"): [same], ("first", "straight", "ideal"): [result(epoch_s=4.0)]})
     assert found.about == "Up to 2.50x, twice that is 5.00x, nobody knows -."
+
+
+def test_what_is_about_rows_that_were_left_out_is_neither_untestable_nor_decided_by_the_others(write: Write) -> None:
+    claims = [
+        {"text": "of all", "holds": "min(speedup) >= 1"},
+        {"text": "of one that is there", "holds": 'speedup["first"] >= 1'},
+        {"text": "of others", "value": 'max(speedup["m*"])', "published": 2.0, "within": 0.1},
+        {"text": "of none", "untestable": "nobody is there"},
+    ]
+    about, only = "It comes to {max(speedup)}, of the first to {speedup['first']}.", {"only": {"recipe": "dp.yaml"}}
+    rows = [*changed()["rows"], {"name": "other", "runs": only}]
+    whole = changed(claims=claims, about=about, rows=rows, columns={"ideal": {}}, calibration=None, pictures=None)
+    report, reading = read_report(write(whole))
+    assert not reading.faults
+    runs: dict[tuple[str, str, str], list[RunResult | str]] = {
+        ("first", run, "ideal"): [result(epoch_s=seconds)] for run, seconds in (("dp", 4.0), ("straight", 2.0))
+    }
+    found = evaluated(with_rows(report, ["first"]), runs)
+    assert [(each.answer, each.reason) for each in found.verdicts] == [
+        (LEFT_OUT, "it is about m8, m16, too"),
+        (YES, "speedup['first'] is 2"),
+        (LEFT_OUT, "it is about m8, m16, too"),
+        (UNTESTABLE, "nobody is there"),
+    ]
+    assert found.about == "It comes to (rows left out), of the first to 2.00x."
 
 
 def test_a_text_quotes_the_column_that_it_names(write: Write) -> None:

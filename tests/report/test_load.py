@@ -87,6 +87,19 @@ def test_rows_by_name_and_pattern(write: Write, only: list[str], rows: list[str]
     assert {each.row for each in asked} == {*rows}
 
 
+def test_an_engine_whose_runs_lack_a_measure_s_metric_is_refused(write: Write) -> None:
+    """As it is in the report: the page would be written anew with empty cells."""
+    trained = {"recipe": "dp.yaml", "engine": "virtual"}
+    path = write(changed(rows__0__runs__own=trained, measures__best={"value": "own.best_top1"}))
+    message = (
+        "measures.best.value: own.best_top1: run own has no best_top1: its engine is simulated, which trains nothing"
+    )
+    with pytest.raises(RecipeError, match=message):
+        load_report(path, engine="simulated")
+    load_report(path, ["m8"], "simulated")
+    load_report(path)
+
+
 def test_a_report_means_the_same_from_anywhere(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     write()
     (tmp_path / "elsewhere").mkdir()

@@ -148,6 +148,14 @@ def test_nothing_is_kept_inside_the_installed_package(make: Make, monkeypatch: p
     assert "--keep: site-packages/pipebench/small.yaml is a part of the installed package" in said
 
 
+@pytest.mark.parametrize("folder", ["small.yaml", "small.yaml/below"])
+def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(make: Make, ran: list[str], folder: str) -> None:
+    code, said = make("small.yaml", "--out", folder)
+    assert (code, ran) == (2, [])
+    there = Path("small.yaml").absolute()
+    assert f"{folder}: needed is a folder that can be written to, but {there} is a file; --out names another" in said
+
+
 @pytest.mark.slow
 def test_a_killed_report_goes_on(make: Make, ran: list[str]) -> None:
     killed = """\

@@ -24,6 +24,7 @@ from pipebench.report.plot_scatter import scatter_figure
 from pipebench.report.plot_stages import stages_figure
 from pipebench.report.plot_style import COLOURS
 from pipebench.report.plots import draw_plots
+from pipebench.report.render import render
 from pipebench.train.result import Point, RunResult
 from tests.report.made import IDEAL, PICTURES, REPORT, SPEEDUP, cells, evaluated
 from tests.results import DP
@@ -245,6 +246,14 @@ def test_what_has_nothing_to_show_is_not_drawn(tmp_path: Path) -> None:
     empty = Evaluated(replace(REPORT, rows=rows), ())
     assert draw_plots(empty, tmp_path) == {}
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_curve_that_no_run_has_is_told_on_the_page(tmp_path: Path) -> None:
+    unknown = replace(PICTURES[3], metric="top5")
+    made = render(replace(evaluated(), report=replace(REPORT, pictures=(unknown,))), tmp_path)
+    told = "No picture of VGG-16, 4x4 (A): top5 as it was trained: nothing has a value for it."
+    assert made.undrawn == (told,)
+    assert f"## Pictures\n\n{told}\n" in (tmp_path / "report.md").read_text()
 
 
 def test_a_bound_stands_across_every_bar_where_its_own_cell_is() -> None:

@@ -161,6 +161,16 @@ def test_a_seed_that_missed_takes_the_speed_up_with_it() -> None:
     assert column(results, "vs dp")["pipedream"] == "-"
 
 
+def test_a_row_that_missed_with_a_seed_is_not_the_first_to_the_target() -> None:
+    """As for the speed-up: its time is that of the seeds that happened to reach it."""
+    partly = [dp(0, 1.0), replace(dp(1), outcome=MISSED)]
+    (group,) = groups([*partly, pipedream(0), pipedream(1)])
+    assert [row.name for row in group.rows] == ["pipedream", "dp"]
+    assert verdict(group)[0] == "Only pipedream reached the target 0.95 with every seed: in 2.00 s."
+    (group,) = groups([*partly, pipedream(0), replace(pipedream(1), outcome=MISSED)])
+    assert verdict(group)[0] == "None reached the target 0.95 with every seed."
+
+
 def test_without_a_target_nothing_is_counted() -> None:
     results = [replace(dp(seed), outcome=COMPLETED) for seed in (0, 1)]
     assert column(results, REACHED_HEADING) == {"dp": "-"}

@@ -9,7 +9,7 @@ from pipebench.show.comparison import groups, headings
 from pipebench.show.sweep_lines import Sweep, SweepPoint, sweep_of
 from pipebench.show.sweep_picture import sweep_figure
 from pipebench.show.verdict import verdict
-from pipebench.train.result import COMPLETED, RunResult
+from pipebench.train.result import COMPLETED, MISSED, REACHED, RunResult
 from pipebench.units import quantity
 from tests.results import DP
 
@@ -56,6 +56,42 @@ def test_a_tie_changes_nothing_and_one_line_is_no_crossover() -> None:
     assert [*times.first_places()] == [("a", "1", "2")]
     alone = [each for each in RESULTS if each.mode == "dp"]
     assert verdict(groups(alone)[0])[0].startswith("bandwidth=100 Gbit/s,dp has the highest throughput")
+
+
+def of_numbers(size: str, servers: str) -> RunResult:
+    varied = {"train.minibatch_size": size, "cluster.servers": servers}
+    metrics = {"throughput_samples_per_s": float(size) * float(servers), "num_workers": 4}
+    name = f"quickstart-minibatch_size={size},servers={servers}"
+    recipe = {"name": "quickstart", **varied}
+    return replace(DP, name=name, outcome=COMPLETED, metrics=metrics, varied=varied, recipe=recipe)
+
+
+def test_lists_of_numbers_name_what_they_vary_and_zipped_ones_leave_no_choice() -> None:
+    zipped = [of_numbers("24", "2"), of_numbers("12", "3")]
+    told = "minibatch_size=24,servers=2 has the highest throughput: 48.0 samples/s, 1.33x as fast as minibatch_size=12,"
+    assert verdict(groups(zipped)[0])[0].startswith(told)
+    crossed = [of_numbers(size, servers) for size in ("24", "12") for servers in ("2", "4")]
+    assert (
+        verdict(groups(crossed)[0])[0]
+        == "cluster.servers=4 is highest in throughput at every train.minibatch_size of the sweep."
+    )
+
+
+def test_a_place_that_not_all_seeds_reached_is_not_the_first() -> None:
+    lines = {"dp": [SweepPoint(1.0, "1", 5.0, is_ranked=False)], "gpipe": [SweepPoint(1.0, "1", 7.0)]}
+    assert [*Sweep("k", "time_to_accuracy_s", lines).first_places()] == [("gpipe", "1", "1")]
+    timed = {**DP.metrics, "time_to_accuracy_s": 5.0}
+    seeds = [
+        replace(each, outcome=outcome, seed=seed, metrics=timed)
+        for each in RESULTS
+        for seed, outcome in enumerate((REACHED, MISSED if each.mode == "dp" else REACHED))
+    ]
+    sweep = sweep_of(groups(seeds)[0])
+    assert sweep is not None
+    assert {name: {point.is_ranked for point in line} for name, line in sweep.lines.items()} == {
+        "dp": {False},
+        "pipedream": {True},
+    }
 
 
 def test_a_sweep_over_names_is_none() -> None:

@@ -66,6 +66,15 @@ def test_a_run_that_diverged_is_found_because_it_would_again(tracking: Tracking)
     assert found.run_id == run.run_id
 
 
+@pytest.mark.parametrize("clock", ["virtual", "wall"])
+def test_the_list_of_runs_has_the_time_and_the_throughput_of_either_clock(tracking: Tracking, clock: str) -> None:
+    """MLflow has them under other names of runs on the wall clock."""
+    metrics = {**RESULT.metrics, "throughput_samples_per_s": 20.0}
+    run = recorded(tracking, f"on-{clock}", replace(RESULT, clock=clock, metrics=metrics), kind="run")
+    (listed,) = (past for past in RecordedRuns().past() if past.run_id == run.run_id)
+    assert (listed.time_to_accuracy_s, listed.throughput_samples_per_s) == (4.5, 20.0)
+
+
 def test_where_nothing_was_recorded_nothing_is_made(tmp_path: Path) -> None:
     assert RecordedRuns(f"sqlite:///{tmp_path}/mlflow.db").newest("two", VERSION) is None
     assert not any(tmp_path.iterdir())

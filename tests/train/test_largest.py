@@ -77,7 +77,10 @@ def test_result_says_how_many_it_is(tmp_path: Path) -> None:
 
 def test_more_than_an_epoch_is_no_update(tmp_path: Path) -> None:
     job = job_of(tmp_path, "largest", plan="straight", recompute="false", memory="16 GB")
-    assert job.setup.pipeline.accumulate == job.setup.sampler.minibatches_per_epoch
+    number = job.setup.pipeline.accumulate
+    assert number == job.setup.sampler.minibatches_per_epoch
+    result, _ = simulate_epoch(job)
+    assert result.notes["memory"] == f"{number} minibatches per update, an epoch's, which all fit in 16.0 GB"
 
 
 def test_not_even_one_is_refused(tmp_path: Path) -> None:

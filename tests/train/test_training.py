@@ -26,6 +26,7 @@ from pipebench.recipe.schema import (
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
+from pipebench.train.curves import Curves
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
 from pipebench.train.learning_rate import learning_rate
@@ -111,6 +112,24 @@ def test_a_run_whose_stages_clip_alone_says_so(clip_norm: float | None) -> None:
     result, _, _ = train(replace(given, setup=replace(given.setup, clip_norm=clip_norm)))
     said = "gradients are clipped by each stage's own norm, not by the global one"
     assert [note for note in result.notes.values() if said in note] == [said] * (clip_norm is not None)
+
+
+def test_a_metric_that_turns_nan_says_since_when_and_its_best_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = iter([0.5, math.nan, math.nan])
+    evaluate = TrainingEngine.evaluate
+    monkeypatch.setattr(TrainingEngine, "evaluate", lambda engine: evaluate(engine) | {"top1": next(scores)})
+    result, _, _ = train(prepared(recipe()))
+    since = "top1 is not a number from the evaluation after 2 epochs on"
+    assert result.sentence == f"missed top1 2: the best in 3 epochs was top1 0.5; {since}"
+    assert result.metrics["best_top1"] == 0.5
+
+
+def test_a_point_without_a_number_is_not_the_best() -> None:
+    curves = Curves(TargetRecipe("top1", 2.0), {"top1": "max"})
+    for samples, top1 in enumerate((math.nan, 0.25, 0.5, 0.25)):
+        curves.add(Point(samples, 0.0, {"top1": top1}), 0.0)
+    assert curves.best_point == curves.points[2]
+    assert not [*curves.no_numbers()], "the last evaluation gave a number"
 
 
 def test_a_reached_target_stops_the_run_with_its_time() -> None:
