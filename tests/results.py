@@ -30,6 +30,8 @@ DP = RunResult(
         "comm_bytes_activation": 1e9,
         "comm_bytes_buffers": 1e3,
         "comm_bytes_per_sample": 3e5,
+        "comm_bytes_per_sample_all_reduce": 2e5,
+        "comm_bytes_per_sample_activation": 1e5,
         "bubble_fraction": 0.141,
         "comm_stall_fraction": 0.12,
         "peak_memory_bytes_max": 3e6,
