@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -45,10 +45,10 @@ from pipebench.recipe.leaves import (
     is_expression,
     recipe_with,
     section_in,
-    types_of,
 )  # fmt: skip
 from pipebench.recipe.named import fill
 from pipebench.recipe.options import option_type
+from pipebench.recipe.plain import flattened, typed
 from pipebench.recipe.plan_file import asked_replicas
 from pipebench.recipe.ranges import TIMINGS
 from pipebench.recipe.schema import Recipe
@@ -143,14 +143,14 @@ def load_file(path: Path, overrides: Sequence[str] = (), *, builds: bool = True)
     return only_one(load_each(path, overrides, builds=builds))
 
 
-def only_one(each: Sequence[LoadedRecipe]) -> LoadedRecipe:
-    """Return the one recipe that was loaded; raises a RecipeError if it is a sweep."""
+_MAKES_RUNS = "`pipebench run` and `pipebench plan` make a run of each element, in Python `pipebench.compare`"
+
+
+def only_one(each: Sequence[LoadedRecipe], why: str = _MAKES_RUNS) -> LoadedRecipe:
+    """Return the one recipe that was loaded; raises a RecipeError, which says `why`, if it is a sweep."""
     loaded = each[0]
     if loaded.varied:
-        problem = (
-            "got a list, one value is needed here: `pipebench run` and `pipebench plan` make a run of each element, in "
-            "Python `pipebench.compare`"
-        )
+        problem = f"got a list, one value is needed here: {why}"
         raise RecipeError(Fault(loaded.origin(key), key, problem) for key in loaded.varied)
     return loaded
 
@@ -283,7 +283,7 @@ def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:
     if ("parallelism", "microbatches") not in leaves.found:
         resolved["parallelism"]["microbatches"] = _default_microbatches(draft)
     fill(resolved)
-    recipe = _build(recipe_with(tuple((name, resolved[name] is not None) for name in with_section())), resolved)
+    recipe = typed(recipe_with(tuple((name, resolved[name] is not None) for name in with_section())), resolved)
     plain = _with_expressions(recipe, given, leaves.found)
     return LoadedRecipe(
         recipe=recipe,
@@ -425,26 +425,3 @@ def _with_expressions(recipe: Recipe, given: dict[str, Any], found: Mapping[Key,
     for key in of_environment(found):
         _section_of(plain, key)[key[-1]] = _section_of(given, key)[key[-1]]
     return plain
-
-
-def flattened(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield full keys with their values as YAML on one line."""
-    for name, value in data.items():
-        if isinstance(value, dict):
-            yield from flattened(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", shown(value) if value is None or isinstance(value, bool) else str(value)
-
-
-def _build(expected: Any, value: Any) -> Any:
-    """Return checked data as values of a type: sections as dataclasses, whole numbers as floats."""
-    parts = (expected, *get_args(expected))
-    if isinstance(value, dict):
-        section = section_in(expected)
-        if section is None:
-            return value
-        return section(**{name: _build(types_of(section)[name], each) for name, each in value.items()})
-    if isinstance(value, list):
-        lists = [get_args(part)[0] for part in parts if get_origin(part) is list]
-        return [_build(lists[0], item) for item in value] if lists else value
-    return float(value) if float in parts and isinstance(value, int) and not isinstance(value, bool) else value
