@@ -164,7 +164,7 @@ def _run(
             )
     suite = Suite(suite_name(loaded), _texts(with_names(keys)[0]), silent=True, on_progress=on_progress)
     with _mistakes():
-        preflight_all(loaded)
+        preflight_all(loaded, seeds=seeds)
         return runner.run_all(loaded, suite, seeds=seeds)
 
 

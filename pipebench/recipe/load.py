@@ -94,8 +94,11 @@ class LoadedRecipe:
 
     def words_with(self, overrides: Iterable[str]) -> list[str]:
         """Return a command's overrides for this run alone: in a sweep its elements in place of their lists."""
-        own = (word.removesuffix(",") for word in self.words)
-        return [*(word for word in overrides if word.partition("=")[0] not in self.varied), *own]
+        return [word.removesuffix(",") if word in self.words else word for word in self.listed_words_with(overrides)]
+
+    def listed_words_with(self, overrides: Iterable[str]) -> list[str]:
+        """Return the same with lists of one element, whose run has its name in the sweep."""
+        return [*(word for word in overrides if word.partition("=")[0] not in self.varied), *self.words]
 
     @property
     def has_targets(self) -> bool:
