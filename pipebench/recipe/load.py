@@ -106,10 +106,12 @@ class LoadedRecipe:
         return any(targets_of(asdict(self.recipe)))
 
     def origin(self, key: str) -> str:
-        """Return the file that gave a key or a key inside it; the recipe's own file for defaults."""
-        inside = (file for name, file in self.origins.items() if name.startswith(f"{key}."))
+        """Return the file that gave a key, a key inside it, or a value that it is in; the recipe's own for defaults."""
         section, _, name = key.rpartition(".")
-        return self.origins.get(key) or self.origins.get(f"{section}.{ARGUMENTS}.{name}") or next(inside, self.source)
+        inside = (each for each in self.origins if each.startswith(f"{key}."))
+        around = (key[:end] for end in reversed(range(len(key))) if key[end] in ".[")
+        names = (key, f"{section}.{ARGUMENTS}.{name}", *inside, *around)
+        return next((self.origins[each] for each in names if each in self.origins), self.source)
 
 
 def fault_of(loaded: LoadedRecipe, error: UserCodeError) -> Fault:

@@ -39,7 +39,7 @@ def _own_seeds(loaded: Sequence[LoadedRecipe], seeds: Sequence[int]) -> Iterator
         file = each.origins.get(_SEED)
         if _SEED in each.varied or (file is not None and not isinstance(file, FileName)):
             given = "a list" if _SEED in each.varied else each.recipe.train.seed
-            problem = f"got {given}, and the command's seeds, {others}, are for every run: leave out one of the two"
+            problem = f"got {given}, and seeds {others} replace it in every run: leave out one of the two"
             yield Fault(file or each.source, _SEED, problem)
 
 

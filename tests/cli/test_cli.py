@@ -180,9 +180,12 @@ def test_preflight_comes_before_running(runner: FakeRunner) -> None:
         ),
         (
             ["run", "quickstart", "train.seed=3", "--seeds", "1,2"],
-            "command line: train.seed: got 3, and the command's seeds, 1, 2, are for every run: leave out one of the",
+            "command line: train.seed: got 3, and seeds 1, 2 replace it in every run: leave out one of the two",
         ),
-        (["run", "quickstart", "train.seed=0,1", "--seeds", "0,1"], "command line: train.seed: got a list, and the co"),
+        (
+            ["run", "quickstart", "train.seed=0,1", "--seeds", "0,1"],
+            "command line: train.seed: got a list, and seeds 0",
+        ),
         (["ls", "models2"], "is not one of 'models'"),
         (["rnu"], "No such command 'rnu'; did you mean 'run'?"),
         (["ui", "--port", "0"], "Invalid value for '--port'"),
