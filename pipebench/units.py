@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from pipebench.errors import UserError, nearest
+from pipebench.errors import UserError
 
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -16,6 +16,9 @@ BYTES_PER_S: Mapping[str, float] = {f"{prefix}B/s": factor for prefix, factor in
 }
 SECONDS: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
+# Other spellings of units: a prefix, bytes or bits, `per second`; a prefix and `seconds`.
+_OF_DATA = re.compile(r"((?:[kmgt]i?)?)(bytes?|bits?|b)(/s|/sec|ps)?", re.IGNORECASE | re.ASCII)
+_OF_TIME = re.compile("([mun\N{MICRO SIGN}\N{GREEK SMALL LETTER MU}]?)s(ecs?|econds?)?", re.IGNORECASE)
 _QUANTITY = re.compile(r"\s*(?P<number>[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?)\s*(?P<unit>\S*)\s*", re.ASCII)
 
 
@@ -64,7 +67,8 @@ def _parse(given: object, units: Mapping[str, float], what: str, base: str, smal
     match = None if isinstance(given, bool) else _QUANTITY.fullmatch(str(given)[:100])
     unit = (match["unit"] or base) if match else ""
     if match is None or unit not in units:
-        hint = nearest(unit, units) if unit else ""
+        meant = _meant(unit, units)
+        hint = f"; did you mean {meant!r}?" if meant else ""
         raise UnitError(
             f"got {str(given)[:40]!r}, allowed is a {what}: a number, then one of {', '.join(units)} "
             f"(without a unit: {base}){hint}"
@@ -75,3 +79,28 @@ def _parse(given: object, units: Mapping[str, float], what: str, base: str, smal
     if not math.isfinite(quantity) or quantity < smallest:
         raise UnitError(f"got {str(given)[:40]!r}, allowed is a {what} of at least {smallest:g} {base}")
     return quantity
+
+
+def _meant(unit: str, units: Mapping[str, float]) -> str:
+    """Return the unit that another spelling stands for; "" where it isn't one of `units`, or unclear.
+
+    >>> _meant("Gbps", BYTES_PER_S), _meant("gb", BYTES), _meant("Gb", BYTES), _meant("usec", SECONDS)
+    ('Gbit/s', 'GB', '', 'us')
+    """
+    if (time := _OF_TIME.fullmatch(unit)) is not None:
+        meant = f"{time[1] if time[1].isascii() else 'u'}s".lower()
+    elif (data := _OF_DATA.fullmatch(unit)) is not None:
+        prefix = next(each for each in _PREFIXES if each.lower() == data[1].lower())
+        meant = f"{prefix}{_word(data, of_rates='B/s' in units)}"
+    else:
+        return ""
+    return meant if meant in units else ""
+
+
+def _word(data: re.Match[str], *, of_rates: bool) -> str:
+    """Return `B`, `bit`, `B/s` or `bit/s`; "?" for `gb/s`, which may be either."""
+    word, all_small = data[2], data[0].islower()
+    if word == "b" and all_small and data[3] != "ps":
+        word = "?" if of_rates else "B"
+    bits = word == "b" or word.lower().startswith("bit")
+    return ("bit" if bits else word[0].upper()) + ("/s" if of_rates else "")

@@ -17,6 +17,7 @@ from pipebench.cli import planning, profiling
 from pipebench.cli.references import load_all
 from pipebench.errors import RecipeError, UserError
 from pipebench.recipe.engines import engine_kind
+from pipebench.recipe.leaves import COMMAND_LINE
 from pipebench.recipe.load import IN_MEMORY, LoadedRecipe, load, load_mapping, only_one
 from pipebench.recipe.objects import with_names
 from pipebench.recipe.preflight import preflight
@@ -164,7 +165,7 @@ def _run(
             )
     suite = Suite(suite_name(loaded), _texts(with_names(keys)[0]), silent=True, on_progress=on_progress)
     with _mistakes():
-        preflight_all(loaded)
+        preflight_all(loaded, seeds=seeds)
         return runner.run_all(loaded, suite, seeds=seeds)
 
 
@@ -187,11 +188,21 @@ def _loaded(
             "several are arguments of `pipebench.compare`, a model is given as model=..., beside a recipe"
         )
     plain, own = with_names(keys)
-    if isinstance(recipe, Mapping):
-        return load_mapping(with_names(recipe)[0], _texts(plain), without=own)
-    if own:
-        return load_mapping({"extends": os.fspath(recipe)}, _texts(plain), without=own)
-    return read([os.fspath(recipe)], _texts(plain))
+    try:
+        if isinstance(recipe, Mapping):
+            loaded = load_mapping(with_names(recipe)[0], _texts(plain), without=own)
+        elif own:
+            loaded = load_mapping({"extends": os.fspath(recipe)}, _texts(plain), without=own)
+        else:
+            loaded = read([os.fspath(recipe)], _texts(plain))
+    except RecipeError as error:
+        raise RecipeError(replace(fault, file=_file(fault.file)) for fault in error.faults) from None
+    return [replace(each, origins={key: _file(file) for key, file in each.origins.items()}) for each in loaded]
+
+
+def _file(given: str) -> str:
+    """Return what gave a key, for messages: the command line of `_texts` is the arguments of a function."""
+    return "arguments" if given == COMMAND_LINE else given
 
 
 def _texts(keys: Mapping[str, Any]) -> tuple[str, ...]:

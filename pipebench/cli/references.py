@@ -9,8 +9,9 @@ import click
 from pipebench.errors import Fault, RecipeError, UserError
 from pipebench.recipe.catalog import cluster_names, find, find_cluster, find_recipes, recipe_names
 from pipebench.recipe.cluster_files import LEVELS
-from pipebench.recipe.leaves import full_keys
+from pipebench.recipe.leaves import COMMAND_LINE, TOGETHER, Key, dotted, full_keys
 from pipebench.recipe.load import LoadedRecipe, load, load_each
+from pipebench.recipe.typecheck import cut
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.run.preflight_all import same_names
 
@@ -27,15 +28,30 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split words into recipes and overrides; `=` makes an override unless the word is an existing path.
 
     Raises:
-        UserError: a word is a key without a value.
+        UserError: a word is a key without a value, or a key is there twice.
     """
     overrides = [word for word in words if "=" in word and not os.path.exists(word)]
+    _refuse_twice(overrides)
     references = [word for word in words if word not in overrides]
     keys = {*full_keys()}
     for word in references:
         if word in keys and not os.path.exists(word):
             raise UserError(f"{word} is a key of recipes, which needs a value: {word}=VALUE")
     return references, overrides
+
+
+def _refuse_twice(overrides: Sequence[str]) -> None:
+    """Raise a RecipeError for keys that are there twice, of which the last would silently win."""
+    given: dict[Key, str] = {}
+    faults = []
+    for key, word in ((tuple(word.partition("=")[0].strip().split(".")), word) for word in overrides):
+        group = next((group for group in TOGETHER if key[: len(group)] == group), key)
+        if group in given:
+            problem = f"the key {group[-1]!r} is there twice: {cut(given[group])} and {cut(word)}"
+            faults.append(Fault(COMMAND_LINE, dotted(group), problem))
+        given.setdefault(group, word)
+    if faults:
+        raise RecipeError(faults)
 
 
 def find_cluster_named(words: Sequence[str]) -> Path | None:

@@ -94,7 +94,7 @@ def _run_all(seeds: Sequence[int] | None, *, as_json: bool, json_lines: bool, **
         loaded, suite = _to_run(**asked)
     lock = nullcontext() if suite.resumed is None else locked(suite.resumed.path)
     with lock, _template(loaded) if is_fresh else nullcontext() as template:
-        preflight_all(loaded)
+        preflight_all(loaded, seeds=seeds)
         try:
             return _run(loaded, replace(suite, template=template), seeds, as_json=as_json, json_lines=json_lines)
         except WorkersFailedError as error:  # its launcher has printed why

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -45,11 +45,11 @@ from pipebench.recipe.leaves import (
     is_expression,
     recipe_with,
     section_in,
-    types_of,
 )  # fmt: skip
 from pipebench.recipe.microbatches import DECIDING, microbatches_by_default
 from pipebench.recipe.named import fill
 from pipebench.recipe.options import option_type
+from pipebench.recipe.plain import flattened, typed
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.sweep import Several, Varied, combinations, problem_with_elements, several
 from pipebench.recipe.targets import targets_of
@@ -90,8 +90,11 @@ class LoadedRecipe:
 
     def words_with(self, overrides: Iterable[str]) -> list[str]:
         """Return a command's overrides for this run alone: in a sweep its elements in place of their lists."""
-        own = (word.removesuffix(",") for word in self.words)
-        return [*(word for word in overrides if word.partition("=")[0] not in self.varied), *own]
+        return [word.removesuffix(",") if word in self.words else word for word in self.listed_words_with(overrides)]
+
+    def listed_words_with(self, overrides: Iterable[str]) -> list[str]:
+        """Return the same with lists of one element, whose run has its name in the sweep."""
+        return [*(word for word in overrides if word.partition("=")[0] not in self.varied), *self.words]
 
     @property
     def has_targets(self) -> bool:
@@ -99,10 +102,12 @@ class LoadedRecipe:
         return any(targets_of(asdict(self.recipe)))
 
     def origin(self, key: str) -> str:
-        """Return the file that gave a key or a key inside it; the recipe's own file for defaults."""
-        inside = (file for name, file in self.origins.items() if name.startswith(f"{key}."))
+        """Return the file that gave a key, a key inside it, or a value that it is in; the recipe's own for defaults."""
         section, _, name = key.rpartition(".")
-        return self.origins.get(key) or self.origins.get(f"{section}.{ARGUMENTS}.{name}") or next(inside, self.source)
+        inside = (each for each in self.origins if each.startswith(f"{key}."))
+        around = (key[:end] for end in reversed(range(len(key))) if key[end] in ".[")
+        names = (key, f"{section}.{ARGUMENTS}.{name}", *inside, *around)
+        return next((self.origins[each] for each in names if each in self.origins), self.source)
 
 
 def fault_of(loaded: LoadedRecipe, error: UserCodeError) -> Fault:
@@ -139,14 +144,14 @@ def load_file(path: Path, overrides: Sequence[str] = (), *, builds: bool = True)
     return only_one(load_each(path, overrides, builds=builds))
 
 
-def only_one(each: Sequence[LoadedRecipe]) -> LoadedRecipe:
-    """Return the one recipe that was loaded; raises a RecipeError if it is a sweep."""
+_MAKES_RUNS = "`pipebench run` and `pipebench plan` make a run of each element, in Python `pipebench.compare`"
+
+
+def only_one(each: Sequence[LoadedRecipe], why: str = _MAKES_RUNS) -> LoadedRecipe:
+    """Return the one recipe that was loaded; raises a RecipeError, which says `why`, if it is a sweep."""
     loaded = each[0]
     if loaded.varied:
-        problem = (
-            "got a list, one value is needed here: `pipebench run` and `pipebench plan` make a run of each element, in "
-            "Python `pipebench.compare`"
-        )
+        problem = f"got a list, one value is needed here: {why}"
         raise RecipeError(Fault(loaded.origin(key), key, problem) for key in loaded.varied)
     return loaded
 
@@ -279,7 +284,7 @@ def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:
     if ("parallelism", "microbatches") not in leaves.found:
         resolved["parallelism"]["microbatches"] = _microbatches(draft)
     fill(resolved)
-    recipe = _build(recipe_with(tuple((name, resolved[name] is not None) for name in with_section())), resolved)
+    recipe = typed(recipe_with(tuple((name, resolved[name] is not None) for name in with_section())), resolved)
     plain = _with_expressions(recipe, given, leaves.found)
     return LoadedRecipe(
         recipe=recipe,
@@ -402,26 +407,3 @@ def _with_expressions(recipe: Recipe, given: dict[str, Any], found: Mapping[Key,
     for key in of_environment(found):
         _section_of(plain, key)[key[-1]] = _section_of(given, key)[key[-1]]
     return plain
-
-
-def flattened(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield full keys with their values as YAML on one line."""
-    for name, value in data.items():
-        if isinstance(value, dict):
-            yield from flattened(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", shown(value) if value is None or isinstance(value, bool) else str(value)
-
-
-def _build(expected: Any, value: Any) -> Any:
-    """Return checked data as values of a type: sections as dataclasses, whole numbers as floats."""
-    parts = (expected, *get_args(expected))
-    if isinstance(value, dict):
-        section = section_in(expected)
-        if section is None:
-            return value
-        return section(**{name: _build(types_of(section)[name], each) for name, each in value.items()})
-    if isinstance(value, list):
-        lists = [get_args(part)[0] for part in parts if get_origin(part) is list]
-        return [_build(lists[0], item) for item in value] if lists else value
-    return float(value) if float in parts and isinstance(value, int) and not isinstance(value, bool) else value

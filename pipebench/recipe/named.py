@@ -62,6 +62,11 @@ class Kind:
         module, _, attribute = self.targets()[name].partition(":")
         return listed(self.classes[module][attribute])
 
+    @property
+    def arguments(self) -> set[str]:
+        """Every argument that the class of some name takes."""
+        return {option for classes in self.classes.values() for options in classes.values() for option in options}
+
     def refusal(self, name: str, given: Mapping[str, Any]) -> str | None:
         """Return why the class of a name can't be used with these arguments, as the end of a sentence, or None."""
         return REFUSED.get(_class(self.targets()[name])) or refusal(self.parameters(name), given)
@@ -114,9 +119,13 @@ def fill(resolved: dict[str, Any]) -> None:
 
 
 def filled(section: Mapping[str, Any], key: Key) -> dict[str, Any]:
-    """Return a section's plain data with all arguments of its class; unchanged if it names none."""
+    """Return a section's plain data with all arguments of its class, and without those that null takes away."""
     made, kind = dict(section), KINDS[key]
     name = kind.find(made["name"]) if is_class(made, kind) else None
+    if made["target"] is None:
+        taken = {} if name is None else kind.parameters(name)
+        given = made["arguments"].items()
+        made["arguments"] = {argument: value for argument, value in given if value is not None or argument in taken}
     if name is None:  # not a class, or known only with the environment
         return made
     made["name"] = name

@@ -1,6 +1,6 @@
 """Rules on optimizer and schedule: each has a name or a target, with arguments that its class takes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -40,7 +40,7 @@ def _section_problems(draft: Draft, section: Key, kind: Kind, given: Mapping[str
     elif is_class(given, kind):
         yield from _argument_problems(draft, section, kind, given)
     elif target is None:
-        _refuse_arguments(draft, section, [])
+        _refuse_arguments(draft, section, str(name), [])
 
 
 def _argument_problems(draft: Draft, section: Key, kind: Kind, given: Mapping[str, Any]) -> Problems:
@@ -51,24 +51,36 @@ def _argument_problems(draft: Draft, section: Key, kind: Kind, given: Mapping[st
     if problem is not None:
         yield f"{key}.name", f"got {name}, {problem}"
         return
-    _refuse_arguments(draft, section, list(parameters))
+    _refuse_arguments(draft, section, name, list(parameters))
     for argument, said in problems_of(parameters, arguments):
         where, is_pending = f"{key}.{argument}", f"{key}.{ARGUMENTS}.{argument}" in draft.pending
         if argument in kind.keys and argument not in parameters:
-            allowed = f"allowed are {', '.join(parameters)}{nearest(argument, parameters)}"
-            yield where, f"got {shown(arguments[argument])}, which {name} doesn't take (null takes it away), {allowed}"
+            yield where, _not_taken(name, argument, arguments[argument], list(parameters))
         elif argument in parameters and draft.get(where) is not UNUSABLE and not is_pending:
             yield where, f"{said} ({name})"
 
 
-def _refuse_arguments(draft: Draft, section: Key, taken: list[str]) -> None:
-    """Report arguments that nothing takes as unknown keys, except keys of the schema, which have their own fault."""
+def _not_taken(name: str, argument: str, value: object, taken: Sequence[str]) -> str:
+    """Return what is wrong with an argument that other classes take."""
+    allowed = f", allowed are {', '.join(taken)}{nearest(argument, taken)}" if taken else ""
+    return f"got {shown(value)}, which {name} doesn't take (null takes it away){allowed}"
+
+
+def _refuse_arguments(draft: Draft, section: Key, name: str, taken: Sequence[str]) -> None:
+    """Report arguments that nothing takes as unknown keys, except keys of the schema, which have their own fault.
+
+    Null is no argument: it takes one away that another class had.
+    """
     recipe = OptimizerRecipe if section == OPTIMIZER else ScheduleRecipe
     keys = [field.name for field in fields(recipe)]
     if taken:
         keys = [key for key in keys if key not in KINDS[section].keys]
     for found, leaf in list(draft.leaves.found.items()):
-        if found[: len(section) + 1] == (*section, ARGUMENTS) and len(found) > 3 and found[3] not in taken:
+        if found[: len(section) + 1] != (*section, ARGUMENTS) or len(found) <= 3 or found[3] in taken:
+            continue
+        if leaf.value is not None and found[3] in KINDS[section].arguments:
+            draft.leaves.fault((*section, *found[3:]), _not_taken(name, found[3], leaf.value, taken), leaf.file)
+        elif leaf.value is not None:
             draft.leaves.unknown((*section, *found[3:]), [*keys, *taken], leaf.file)
 
 

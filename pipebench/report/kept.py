@@ -12,7 +12,8 @@ from pipebench import files
 from pipebench.errors import UserError
 from pipebench.recipe.catalog import display
 from pipebench.recipe.leaves import defaults
-from pipebench.recipe.load import LoadedRecipe, flattened
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.plain import flattened
 from pipebench.tracking.identity import recipe_hash
 from pipebench.train.result import RunResult
 from pipebench.typed_json import JsonError, read, write

@@ -103,7 +103,8 @@ def _command(line: _Line, found: _Found) -> str:
     """Return the command that repeats the runs with all seeds."""
     given = [word for each in found.origins for word in each.words if word.startswith(_SEED)]
     seeds = f" --seeds {','.join(f'{seed}' for seed in found.seeds)}" if given else ""
-    return f"`pipebench run {' '.join(line.words)}{seeds}`"
+    words = {word.partition("=")[0]: word for word in line.words}  # a column's in place of the row's
+    return f"`pipebench run {' '.join(words.values())}{seeds}`"
 
 
 def _numbered(texts: Iterable[str]) -> dict[str, str]:

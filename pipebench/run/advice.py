@@ -13,6 +13,7 @@ from pipebench.schedule.modes import AUTO
 from pipebench.train.result import COMPLETED, DIVERGED, MISSED, REACHED, RunResult
 
 _MUCH_BUBBLE, _MUCH_STALL, _MUCH_EVALUATION = 0.2, 0.1, 0.25  # shares that are worth a try
+_OF_OPTION = {"--seeds": "train.seed"}  # the key that an option replaces
 _Step = tuple[str, list[str]]  # the reason, and words to add to the command
 
 
@@ -24,7 +25,7 @@ def advice(loaded: LoadedRecipe, recipe: Recipe, result: RunResult, overrides: S
     given = loaded.words_with(overrides)
     found = []
     for why, words in _steps(recipe, result):
-        keys = tuple(f"{word.partition('=')[0]}." for word in words)  # of which keys inside are replaced, too
+        keys = tuple(f"{_OF_OPTION.get(word, word.partition('=')[0])}." for word in words)  # with keys inside
         changed = [*(word for word in given if not f"{word.partition('=')[0]}.".startswith(keys)), *words]
         try:
             load_each(loaded.path, [word for word in changed if "=" in word])

@@ -14,18 +14,20 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pipebench.errors import UserError, nearest
+from pipebench.errors import RecipeError, UserError, nearest
 from pipebench.files import read_bytes
 from pipebench.files import replace as replace_file
 from pipebench.formats import listed, num_epochs
-from pipebench.recipe.load import LoadedRecipe, load
+from pipebench.recipe.leaves import Leaves, dotted
+from pipebench.recipe.load import LoadedRecipe, load_each, only_one
+from pipebench.recipe.plain import flattened
 from pipebench.run.ownership import require_own, require_own_code
 from pipebench.tracking.record import RECORD, RESULTS_FOLDER, mlflow_run_id, read_record
 from pipebench.train.result import INTERRUPTED, REACHED, RunResult
@@ -97,7 +99,7 @@ class RunFolder:
     def recipe(self, overrides: Sequence[str] = ()) -> LoadedRecipe:
         """Return the recipe, with the run's code folders; raises a UserError for a missing file or bad override."""
         self.read_bytes(_RECIPE)
-        loaded = load(str(self.recipe_path), overrides)
+        loaded = only_one(load_each(self.recipe_path, overrides), "--resume goes on with one run")
         own = (Path(os.path.normpath(self.path / folder)) for folder in self.read().code_folders)
         folders = dict.fromkeys((*own, *loaded.folders))
         return replace(loaded, folders=tuple(folders))
@@ -238,13 +240,12 @@ def resumed(
     if not folder.checkpoints.steps():
         raise UserError(f"--resume: run {folder.run_id} has no checkpoint; run its recipe anew")
     before = folder.recipe()
-    loaded = folder.recipe(overrides)
-    changed = [key for key in _FIXED if attrgetter(key)(before.recipe) != attrgetter(key)(loaded.recipe)]
-    if changed:
-        raise UserError(
-            f"command line: {changed[0]}: a run that goes on keeps it, because its weights or its clock depend on it; "
-            f"allowed are changes outside {', '.join(_FIXED)}"
-        )
+    try:
+        loaded = folder.recipe(overrides)
+    except RecipeError:  # perhaps what depends on a key that is fixed, such as the options of an optimizer
+        _refuse_changed(_fixed_in(overrides, before.flat))
+        raise
+    _refuse_changed(key for key in _FIXED if attrgetter(key)(before.recipe) != attrgetter(key)(loaded.recipe))
     epochs, trained = loaded.recipe.train.max_epochs, folder.checkpoints.epochs()
     if epochs < trained:
         raise UserError(
@@ -266,3 +267,21 @@ def _is_over(folder: RunFolder, before: LoadedRecipe, loaded: LoadedRecipe, trai
     if result is None or result.outcome == INTERRUPTED or before.recipe.train.target != loaded.recipe.train.target:
         return False
     return result.outcome == REACHED or trained >= loaded.recipe.train.max_epochs
+
+
+def _refuse_changed(keys: Iterable[str]) -> None:
+    """Raise a UserError for the first of these keys, which are fixed."""
+    for key in keys:
+        raise UserError(
+            f"command line: {key}: a run that goes on keeps it, because its weights or its clock depend on it; "
+            f"allowed are changes outside {', '.join(_FIXED)}"
+        )
+
+
+def _fixed_in(overrides: Sequence[str], before: Mapping[str, str]) -> Iterator[str]:
+    """Yield the fixed keys that overrides change; `before` has the recipe's texts by full key."""
+    leaves = Leaves()
+    leaves.add_overrides(overrides)
+    asked = dict(flattened({dotted(key): leaf.value for key, leaf in leaves.found.items()}))
+    changed = [key for key, text in asked.items() if before.get(key) != text]
+    return (fixed for fixed in _FIXED if any(f"{key}.".startswith(f"{fixed}.") for key in changed))

@@ -1,19 +1,22 @@
 """Check all recipes of a command before the first runs: what they use and their targets."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from pipebench.errors import Fault, RecipeError
+from pipebench.errors import Fault, FileName, RecipeError
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.preflight import preflight
 
+_SEED = "train.seed"
 
-def preflight_all(loaded: Sequence[LoadedRecipe], *, tries: bool = True) -> None:
+
+def preflight_all(loaded: Sequence[LoadedRecipe], *, seeds: Sequence[int] | None = None, tries: bool = True) -> None:
     """Check everything that recipes use; raises a RecipeError with all faults.
 
-    `tries` also tries out targets of recipes that train, which takes a model.
+    `seeds` are those that each is to run with, None for its own. `tries` also tries out targets of recipes that train,
+    which takes a model.
     """
-    faults: list[Fault] = []
+    faults = [*_own_seeds(loaded, seeds)] if seeds else []
     cause: RecipeError | None = None
     for each in loaded:
         try:
@@ -27,6 +30,17 @@ def preflight_all(loaded: Sequence[LoadedRecipe], *, tries: bool = True) -> None
             cause = error
     if faults:
         raise RecipeError(dict.fromkeys(faults)) from cause
+
+
+def _own_seeds(loaded: Sequence[LoadedRecipe], seeds: Sequence[int]) -> Iterator[Fault]:
+    """Yield a fault per recipe with seeds that others would replace: a list, or one given with the command."""
+    others = ", ".join(map(str, seeds))
+    for each in loaded:
+        file = each.origins.get(_SEED)
+        if _SEED in each.varied or (file is not None and not isinstance(file, FileName)):
+            given = "a list" if _SEED in each.varied else each.recipe.train.seed
+            problem = f"got {given}, and seeds {others} replace it in every run: leave out one of the two"
+            yield Fault(file or each.source, _SEED, problem)
 
 
 def same_names(loaded: Sequence[LoadedRecipe]) -> list[Fault]:

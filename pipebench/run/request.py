@@ -32,7 +32,7 @@ class RunRequest:
     def words(self) -> Sequence[str]:
         """Command line for another process: recipe and overrides, or only these in a resumed run."""
         reference = () if self.suite.resumed is not None else (str(self.loaded.path),)
-        return (*reference, *self.suite.overrides, *self.loaded.words)
+        return (*reference, *self.loaded.listed_words_with(self.suite.overrides))
 
     def make_folder(self, *, parent_mlflow_run_id: str | None = None) -> RunFolder:
         """Create the folder of a new run; raises a UserError if the working directory isn't writable."""

@@ -10,7 +10,7 @@ from pipebench import formats
 from pipebench.engine.engine import facts_by_extension
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import host_peaks
-from pipebench.formats import seconds
+from pipebench.formats import a_or_an, seconds
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.options import zoo_options
 from pipebench.recipe.plan_file import is_plan_file
@@ -108,7 +108,7 @@ def run_notes(job: Job, facts: Mapping[str, Any], earlier: "EarlierWorkers") -> 
     worker = max(range(len(peaks)), key=peaks.__getitem__)
     if limit is not None and peaks[worker] > limit:
         held = f"worker {worker} ({job.setup.pipeline.worker_names[worker]}) held {formats.num_bytes(peaks[worker])}"
-        said = f"{held}, more than the {formats.num_bytes(limit)} of a {job.cluster.device}"
+        said = f"{held}, more than the {formats.num_bytes(limit)} of {a_or_an(job.cluster.device)}"
         notes[MEMORY] = f"{notes[MEMORY]}; {said}" if MEMORY in notes else said
     return notes
 
@@ -170,15 +170,13 @@ def run_metrics(
     return metrics
 
 
-def curve_metrics(job: Job, clock: RunClock, curves: Curves) -> dict[str, float]:
+def curve_metrics(job: Job, curves: Curves) -> dict[str, float]:
     """Return when the target was reached, if it was, and the curves' best and final values."""
     metrics: dict[str, float] = {}
     if curves.reached is not None:
         metrics["time_to_accuracy_s"] = curves.reached.clock_s
         metrics["time_to_accuracy_without_evaluation_s"] = curves.reached_training_s
-        # All evaluations and restarts came before: reaching the target ends the run.
-        apart_s = curves.reached_training_s + clock.evaluation_s + clock.lost_s
-        metrics["time_to_accuracy_checkpoint_s"] = max(0.0, curves.reached.clock_s - apart_s)
+        metrics["time_to_accuracy_checkpoint_s"] = curves.reached_checkpoint_s
         metrics["epochs_to_target"] = curves.reached.samples / job.setup.sampler.num_samples
     return metrics | curves.final_metrics()
 

@@ -137,16 +137,26 @@ def mistake(function: Any, *given: Any, **keys: Any) -> str:
 
 @pytest.mark.parametrize("words", ["train.max_epoch=1", "parallelism.mode=gpip", "train.minibatch_size=0"])
 def test_mistakes_are_the_command_s_sentences(words: str) -> None:
+    """But for where a key is: 0.2.0 said that it is on a command line."""
     key, _, text = words.partition("=")
     value: object = int(text) if text.isdigit() else text
     told = mistake(pipebench.run, "quickstart", **{key: value})
-    assert invoke("run", "quickstart", words).stderr == f"pipebench: error: {told}\n"
+    assert told.startswith(f"arguments: {key}: ")
+    assert (
+        invoke("run", "quickstart", words).stderr == f"pipebench: error: command line{told.removeprefix('arguments')}\n"
+    )
 
 
 def test_mistakes_with_objects() -> None:
     assert "model: got '3', allowed is a mapping" in mistake(pipebench.run, SMALL, model=3)
     assert "engine.kind: distributed starts processes" in mistake(
         pipebench.run, SMALL, model=net, engine={"kind": "distributed"}
+    )
+    told = mistake(pipebench.run, "quickstart", train={"seed": [0, 1]})
+    assert told.startswith("arguments: train.seed: got a list, one value is needed here")
+    told = mistake(pipebench.compare, SMALL, model=net, seeds=[0], train={"seed": 3})
+    assert told.startswith(
+        "arguments: train.seed: got 3, and seeds 0 replace it in every run: leave out one of the two"
     )
     assert "was an object of a process that has ended" in mistake(getattr, objects, "net_9")
     assert "give load_recipe this key, too" in mistake(pipebench.run, pipebench.load_recipe("quickstart"), name="x")

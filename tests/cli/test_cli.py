@@ -170,6 +170,22 @@ def test_preflight_comes_before_running(runner: FakeRunner) -> None:
             ["show", "cluster-a", "cluster.servers=2", "memory=1GB"],
             "changed in a recipe: pipebench show RECIPE cluster.name=cluster-a cluster.servers=2 cluster.memory=1GB",
         ),
+        (
+            ["run", "quickstart", "parallelism.plan=1-1,2-2", "parallelism.plan=4"],
+            "command line: parallelism.plan: the key 'plan' is there twice: parallelism.plan=1-1,2-2 and parallelism.p",
+        ),
+        (
+            ["plan", "quickstart", "train.evaluate_every.epochs=1", "train.evaluate_every={minibatches: 3}"],
+            "command line: train.evaluate_every: the key 'evaluate_every' is there twice: train.evaluate_every.epochs=",
+        ),
+        (
+            ["run", "quickstart", "train.seed=3", "--seeds", "1,2"],
+            "command line: train.seed: got 3, and seeds 1, 2 replace it in every run: leave out one of the two",
+        ),
+        (
+            ["run", "quickstart", "train.seed=0,1", "--seeds", "0,1"],
+            "command line: train.seed: got a list, and seeds 0",
+        ),
         (["ls", "models2"], "is not one of 'models'"),
         (["rnu"], "No such command 'rnu'; did you mean 'run'?"),
         (["ui", "--port", "0"], "Invalid value for '--port'"),

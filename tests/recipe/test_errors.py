@@ -229,6 +229,11 @@ OVERRIDES = [
     ("train.optimizer.nestrov=true", "train.optimizer.nestrov: unknown key, .*did you mean 'nesterov'"),
     ("train.optimizer.nesterov=1", "train.optimizer.nesterov: got 1, allowed is true or false .sgd."),
     (
+        "train.optimizer.amsgrad=true",
+        "train.optimizer.amsgrad: got true, which sgd doesn't take .null takes it away., allowed are mo",
+    ),
+    ("train.schedule.gamma=3", "train.schedule.gamma: got 3, which constant doesn't take .null takes it away.$"),
+    (
         "train.optimizer={name: nadam, momentum: null, momentum_decay: x}",
         "momentum_decay: got 'x', allowed is a number",
     ),

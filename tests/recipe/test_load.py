@@ -138,6 +138,33 @@ def test_what_a_class_is_not_given_is_written_down(write: Write) -> None:
     assert load(str(write()), adafactor).recipe.train.optimizer.arguments["eps"] == [None, 0.001]
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "given"),
+    [
+        ("optimizer", "adam", {"momentum": "null", "nesterov": "null", "dampening": "null"}),
+        ("schedule", "cosine", {"gamma": "null", "step_size": "null", "step_every": "null"}),
+    ],
+)
+def test_null_takes_away_what_another_class_had(write: Write, section: str, name: str, given: dict[str, str]) -> None:
+    """0.2.0: null was an unknown key where the new class has no such argument."""
+    had = ["train.optimizer.nesterov=true", "train.schedule={name: step_lr, step_size: 3}"]
+    before = write(OmegaConf.to_yaml(load(str(write()), had).config), "before.yaml")
+    away = [f"train.{section}.{key}={value}" for key, value in given.items()]
+    train = load(str(before), [f"train.{section}.name={name}", *away]).recipe.train
+    assert not given.keys() & getattr(train, section).arguments.keys()
+    assert load(str(write()), ["train.optimizer.foreach=null"]).recipe.train.optimizer.arguments["foreach"] is None
+
+
+def test_what_is_wrong_inside_a_value_is_told_where_the_value_is(write: Write) -> None:
+    """0.2.0 named the recipe's file for a metric that can't be imported in a mapping of the command line."""
+    path = write(VALID.replace("{name: mnist5k}", "{target: 'm:data', loss: cross_entropy, metrics: {top1: top1}}"))
+    loaded = load(str(path), ["dataset.metrics={top1: top1, n: {target: 'm:nan', best: min}}"])
+    for key in ("dataset.metrics", "dataset.metrics.n", "dataset.metrics.n.target", "dataset.metrics[0].at"):
+        assert loaded.origin(key) == "command line"
+    assert loaded.origin("dataset.target") == loaded.origin("dataset") == loaded.origin("engine.kind") == "r.yaml"
+    assert loaded.origin("cluster.servers") == loaded.source
+
+
 def test_a_resolved_recipe_is_a_recipe(write: Write) -> None:
     loaded = load(str(write()), ["train.optimizer={name: lamb, momentum: null}", "train.schedule.name=linear_lr"])
     again = load(str(write(OmegaConf.to_yaml(loaded.config), "again.yaml")))

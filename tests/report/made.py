@@ -88,7 +88,12 @@ def origin(name: str, seed: int = 0, run_id: str = "", reused: str | None = None
     """Return how a run was obtained."""
     engine, data = ("virtual", "5,000 digits") if name == "dp_small" else ("simulated", "")
     experiment_id = "7" if run_id else ""
-    words = (f"made/{name}", "x=1|2", *((f"train.seed={seed}",) if name == "dp_small" else ()))
+    words = (
+        f"made/{name}",
+        "x=0",
+        "x=1|2",
+        *((f"train.seed={seed}",) if name == "dp_small" else ()),
+    )  # the column's x wins
     return Origin(
         name, words, engine, "analytic: V100", data, seed, "", reused, run_id, experiment_id, "torch 2", "2026-11-22"
     )

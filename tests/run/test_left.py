@@ -8,6 +8,7 @@ from rich.console import Console
 
 from pipebench.cli.main import cli
 from pipebench.recipe.load import load, load_each
+from pipebench.run.request import RunRequest
 from pipebench.run.suite import Suite, left
 from pipebench.show import console
 
@@ -61,3 +62,5 @@ def test_what_is_left_of_a_sweep_says_every_key_once() -> None:
     assert left(sweep, suite, None, 5) == [f"{both}=32, train.seed=2,"]
     words = left(sweep, suite, None, 5)[0].split()[3:]
     assert [each.run_name for each in load_each(path, words)] == [sweep[5].run_name]
+    others = RunRequest(sweep[5], sweep[5].run_name, suite).words
+    assert others == (str(path), "train.max_epochs=2", "train.minibatch_size=32,", "train.seed=2,"), "of its processes"

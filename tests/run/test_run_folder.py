@@ -1,13 +1,16 @@
 """Folders of distributed runs: made, changed, and found by what people remember of a run."""
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pipebench.errors import UserError
-from pipebench.run.folder import RunFacts, RunFolder, create, find, new_run_id
+from pipebench.run.folder import RunFacts, RunFolder, create, find, new_run_id, resumed
 from pipebench.tracking.record import RecordFolder, Sent
+from tests.recipe.conftest import VALID
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +18,7 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def make(recipe: str = "small", digits: str | None = None) -> RunFolder:
+def make(recipe: str = "small", digits: str | None = None, text: str = "name: small\n") -> RunFolder:
     with pytest.MonkeyPatch.context() as patch:
         if digits is not None:
             patch.setattr("pipebench.run.folder.secrets.token_hex", lambda _: digits)
@@ -23,7 +26,7 @@ def make(recipe: str = "small", digits: str | None = None) -> RunFolder:
             new_run_id(recipe), f"{recipe}-seed3", "study", seed=3, words=("small.yaml", "train.seed=3"),
             parent_mlflow_run_id="p1", verbose=True, started_at_s=None,
         )  # fmt: skip
-        return create(facts, "name: small\n")
+        return create(facts, text)
 
 
 def test_a_folder_says_who_the_run_is() -> None:
@@ -113,3 +116,28 @@ def test_a_recipes_own_name_means_its_run_whatever_others_begin_with_it() -> Non
     make("small", "dd000000")
     with pytest.raises(UserError, match=r"'small', with which 2 runs begin: small-aa000000, small-dd000000$"):
         find("small")
+
+
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        ("train.optimizer.name=adam", "train.optimizer.name: a run that goes on keeps it, .*"),
+        ("train.optimizer={name: adam, lr: 1}", "train.optimizer.name: a run that goes on keeps it, .*"),
+        ("model.width=0.5", "model: a run that goes on keeps it, .*"),
+        (
+            "train.optimizer.lr=1,2",
+            "train.optimizer.lr: got a list, one value is needed here: --resume goes on with .*",
+        ),
+        ("train.optimizer.lr=x", "train.optimizer.lr: got 'x', allowed is a number"),
+        ("train.optimizer={name: sgd, lr: x}", "train.optimizer.lr: got 'x', allowed is a number"),
+    ],
+)
+def test_what_a_run_that_goes_on_can_t_take_is_one_sentence(
+    word: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.2.0: another optimizer was told by the options of the stored one, a list as what `pipebench run` takes."""
+    folder = make(text=VALID.replace("momentum: 0.9", "momentum: 0.9, dampening: 0, nesterov: false"))
+    monkeypatch.setattr(RunFolder, "checkpoints", SimpleNamespace(steps=lambda: [8], epochs=lambda: 1.0))
+    with pytest.raises(UserError) as raised:
+        resumed(folder.run_id, [word])
+    assert re.fullmatch(f"command line: {problem}", str(raised.value))

@@ -141,6 +141,10 @@ def test_a_key_that_is_advised_replaces_the_command_s() -> None:
     lines = [shlex.split(line)[3:] for _, line in advice(loaded, loaded.recipe, result, overrides)]
     assert lines[0] == ["train.evaluate_every={epochs: 1}", "train.max_epochs=6"]
     assert lines[1] == ["train.max_epochs=3", "train.evaluate_every={epochs: 2}"]
+    overrides = ["train.seed=3", "train.max_epochs=3"]
+    reached = advice(load("quickstart/gpipe", overrides), loaded.recipe, RESULT, overrides)
+    assert reached[0][1].endswith("train.max_epochs=3 --seeds 0,1,2")
+    assert "train.seed" not in reached[0][1], "which --seeds would be refused beside"
 
 
 def test_what_a_recipe_refuses_is_not_advised() -> None:
