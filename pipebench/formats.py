@@ -1,10 +1,12 @@
 """Numbers as text: seconds, bytes, shares and speed-ups, in one format everywhere."""
 
 import math
+import re
 from collections.abc import Sequence
 
 UNKNOWN = "-"
 _SMALL_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+_SPELLED_WITH_AN = re.compile(r"[AEFHILMNORSX](?=[A-Z0-9]|$)|[AEIOaeio8]")
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 # Metrics that are fractions from 0 to 1, shown as per cent.
 _SHARES = ("top1", "top5", "accuracy", "fraction", "error")
@@ -53,6 +55,15 @@ def _long_seconds(value: float) -> str:
     if minutes < 48 * 60:
         return "{}{} h {:02d} min".format(sign, *divmod(minutes, 60))
     return "{}{} d {} h".format(sign, *divmod(round(rest / 3600), 24))
+
+
+def a_or_an(device: str) -> str:
+    """Return a device's name after its article, by how its first letter is said.
+
+    >>> a_or_an("A100"), a_or_an("H100"), a_or_an("V100"), a_or_an("2080Ti"), a_or_an("RTX 2080"), a_or_an("Hopper")
+    ('an A100', 'an H100', 'a V100', 'a 2080Ti', 'an RTX 2080', 'a Hopper')
+    """
+    return f"{'an' if _SPELLED_WITH_AN.match(device) else 'a'} {device}"
 
 
 def num_epochs(count: float) -> str:

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from pipebench.formats import num_bytes
+from pipebench.formats import a_or_an, num_bytes
 from pipebench.model.plan import too_few_places
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.flat import SearchStage
@@ -48,7 +48,7 @@ def why_nothing_fits(of: Estimator) -> str:
         alone = f" (weights, gradients and optimizer state alone {num_bytes(weights)})"
     return (
         f"no plan of mode {of.name} fits: the leanest needs {num_bytes(needed)} on a worker{alone}, "
-        f"{num_bytes(needed - limit)} more than the {num_bytes(limit)} of a {request.cluster.device}; "
+        f"{num_bytes(needed - limit)} more than the {num_bytes(limit)} of {a_or_an(request.cluster.device)}; "
         f"what would help: {', or '.join(ways)}"
     )
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from pipebench.errors import PlanError
-from pipebench.formats import num_bytes
+from pipebench.formats import a_or_an, num_bytes
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat
 from pipebench.planner.partition import LayerChain, best_consecutive, repartition, timed_graph
@@ -61,7 +61,7 @@ def virtualised(of: Estimator, stages: Sequence[SearchStage], found_by: str) -> 
     smaller = ", or a smaller minibatch" if weights <= limit else ""
     raise UnfitError(
         f"stage {index} of mode {of.name} doesn't fit whatever its layers do: they take {num_bytes(over[index])} more "
-        f"than the {num_bytes(limit)} of a {of.request.cluster.device}; what would help: more workers, for more "
+        f"than the {num_bytes(limit)} of {a_or_an(of.request.cluster.device)}; what would help: more workers, for more "
         f"stages{smaller}"
     )
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pipebench.errors import UserError, printable
-from pipebench.formats import num_bytes, percent
+from pipebench.formats import a_or_an, num_bytes, percent
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe
@@ -257,7 +257,7 @@ class LargestMinibatch(Shown):
         assert cluster.memory_bytes is not None
         sentence = (
             f"{self.loaded.recipe.name}: {self.found.minibatch_size} samples per minibatch are the most of those tried "
-            f"that fit in the {num_bytes(cluster.memory_bytes)} of a {cluster.device}"
+            f"that fit in the {num_bytes(cluster.memory_bytes)} of {a_or_an(cluster.device)}"
         )
         if all(trial.fits for trial in self.trials):
             sentence += "; the limit is the number of training samples, too few for a larger size, not memory"

@@ -216,7 +216,8 @@ def parts_of_time(metrics: Mapping[str, float], *, to_target: bool = False) -> d
 def _time_to_accuracy(result: RunResult) -> str:
     reached_s = time_to_accuracy_s(result)
     if reached_s is None:
-        return "" if result.outcome == COMPLETED else f"none: {result.outcome}"
+        no_target = result.outcome == COMPLETED or result.recipe.get("train.target") == "null"
+        return "" if no_target else f"none: {result.outcome}"
     return seconds(reached_s) + _parts(parts_of_time(result.metrics, to_target=True))
 
 

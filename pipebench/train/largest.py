@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from pipebench.errors import PlanError
-from pipebench.formats import num_bytes
+from pipebench.formats import a_or_an, num_bytes
 from pipebench.model.sampling import Sampler
 from pipebench.planner.predict import PlannedWorkload
 from pipebench.schedule.pipeline import Pipeline
@@ -40,8 +40,8 @@ def with_largest_update(workload: PlannedWorkload, memories: tuple[StageMemoryCo
         needed = peak_bytes(workload, memories, 1)
         raise PlanError(
             f"parallelism.accumulate: not even one minibatch per update fits: it needs {num_bytes(needed)} on a "
-            f"worker, and a {workload.cluster.device} has {num_bytes(limit)}; what would help: more stages, or smaller "
-            "minibatches"
+            f"worker, and {a_or_an(workload.cluster.device)} has {num_bytes(limit)}; what would help: "
+            "more stages, or smaller minibatches"
         )
     return replace(pipeline, accumulate=found)
 

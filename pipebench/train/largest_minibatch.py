@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from pipebench.errors import PlanError
-from pipebench.formats import num_bytes
+from pipebench.formats import a_or_an, num_bytes
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.schema import Recipe
@@ -95,6 +95,6 @@ def _nothing_fits(smallest: Trial, recipe: Recipe, device: str, limit: int) -> s
         return smallest.problem
     return (
         f"train.minibatch_size: not even {smallest.minibatch_size} fits with parallelism.mode "
-        f"{recipe.parallelism.mode}: it needs {num_bytes(smallest.peak_bytes)} on a worker, and a {device} has "
+        f"{recipe.parallelism.mode}: it needs {num_bytes(smallest.peak_bytes)} on a worker, and {a_or_an(device)} has "
         f"{num_bytes(limit)}; what would help: more stages, other cuts, or recomputation"
     )

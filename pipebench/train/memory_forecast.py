@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipebench.formats import num_bytes, percent, seconds
+from pipebench.formats import a_or_an, num_bytes, percent, seconds
 from pipebench.model.allocator import allocator_of
 from pipebench.model.plan import Plan
 from pipebench.profile.model import Profile
@@ -103,7 +103,7 @@ class MemoryForecast:
         return (
             f"out of memory at {seconds(found.time_s)}, {_cause(found)}: worker {found.worker} "
             f"({self.memory.worker_names[found.worker]}) needs {num_bytes(found.num_bytes)} of the {num_bytes(limit)} "
-            f"of a {self._job.cluster.device} ({named}{more}){later}; what {advice}"
+            f"of {a_or_an(self._job.cluster.device)} ({named}{more}){later}; what {advice}"
         )
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 from pipebench import formats
 from pipebench.engine.engine import facts_by_extension
 from pipebench.engine.worker import host_peaks
-from pipebench.formats import seconds
+from pipebench.formats import a_or_an, seconds
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.options import zoo_options
 from pipebench.recipe.plan_file import is_plan_file
@@ -84,7 +84,7 @@ def run_notes(job: Job, facts: Mapping[str, Any]) -> dict[str, str]:
     worker = max(range(len(peaks)), key=peaks.__getitem__)
     if limit is not None and peaks[worker] > limit:
         held = f"worker {worker} ({job.setup.pipeline.worker_names[worker]}) held {formats.num_bytes(peaks[worker])}"
-        said = f"{held}, more than the {formats.num_bytes(limit)} of a {job.cluster.device}"
+        said = f"{held}, more than the {formats.num_bytes(limit)} of {a_or_an(job.cluster.device)}"
         notes[MEMORY] = f"{notes[MEMORY]}; {said}" if MEMORY in notes else said
     return notes
 

@@ -229,7 +229,8 @@ def _metrics_table(rows: Iterable[Metric]) -> str:
 def cluster_page() -> Iterator[str]:
     """Yield the parts of the page about the keys of a cluster's file."""
     yield (
-        "A cluster is a YAML file, named by `cluster.name` in a recipe. Every number says its source: "
+        "A cluster is a YAML file, named by `cluster.name` in a recipe. Every value but `name` and "
+        "`max_servers` says its source, numbers, words and flags alike: "
         "`{value: 10 GB/s, published: where}`, `assumed: why` or `calibrated: on what`. [Clusters](../clusters.md) "
         "shows one and lists those that come along."
     )

@@ -116,6 +116,9 @@ def test_a_run_without_a_time_says_why(outcome: str) -> None:
     console.print_summary(replace(DP, outcome=outcome), "", "", to)
     assert f"none: {outcome}" in written(to)
     assert "6.00 s" not in written(to)
+    to = plain()
+    console.print_summary(replace(DP, outcome=outcome, recipe={"train.target": "null"}), "", "", to)
+    assert "time to accuracy" not in written(to), "which is of a target"
 
 
 def test_nothing_is_needed_but_the_sentence() -> None:

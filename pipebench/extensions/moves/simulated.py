@@ -15,7 +15,7 @@ from pipebench.extensions.moves.repartitioning import Repartitioning, move_metri
 from pipebench.extensions.moves.settings import MOVES
 from pipebench.extensions.moves.simulated_engine import SimulatedEngine, highest
 from pipebench.extensions.moves.throughput import Mark
-from pipebench.formats import num_bytes
+from pipebench.formats import a_or_an, num_bytes
 from pipebench.model.plan import Plan
 from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.repartitions import RepartitionRecord
@@ -138,7 +138,7 @@ def _with_peaks(job: Job, forecast: MemoryForecast, result: RunResult, moving: S
         notes[MEMORY] = sentence
     elif limit is not None and fullest is not None and fullest.num_bytes > limit:
         what = f"stage {fullest.worker} holds {num_bytes(fullest.num_bytes)} while layers move"
-        notes[MEMORY] = f"out of memory: {what}, more than the {num_bytes(limit)} of a {job.cluster.device}"
+        notes[MEMORY] = f"out of memory: {what}, more than the {num_bytes(limit)} of {a_or_an(job.cluster.device)}"
     return replace(result, stages=stages, metrics=metrics, notes=notes)
 
 
