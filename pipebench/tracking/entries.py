@@ -18,7 +18,9 @@ _METRICS = tuple(row.name for row in METRICS if COLUMN in row.shown)
 # On MLflow's pages of charts this is a section of its own, before the single values.
 CURVES = "curves/"
 VIRTUAL_TIME = f"{CURVES}virtual_time_s"
-_DIGITS = 6  # that single values are shown with: the table of runs has no format of its own
+# That single values are shown with, as MLflow's table has no format of its own. `pipebench runs` rounds them again,
+# to six at most, and with three to spare gets what the result gives.
+_DIGITS = 9
 DESCRIPTION = "mlflow.note.content"  # the tag that MLflow shows as a run's description
 _RUN_ID = "@" * 32  # as long as an id
 _CUT = "(The artifacts hold the rest.)"
