@@ -22,16 +22,17 @@ class Curves:
         self.points: list[Point] = []
         self.training_s_at: list[float] = []  # seconds of training before each point
         self.reached: Point | None = None  # the first at the target
-        self.reached_training_s = 0.0  # seconds of training before it
+        self.reached_training_s = self.reached_checkpoint_s = 0.0  # of training and of checkpoints before it
 
-    def add(self, point: Point, training_s: float) -> None:
-        """Add a point; `training_s` is the time in training before it."""
+    def add(self, point: Point, training_s: float, checkpoint_s: float) -> None:
+        """Add a point; the seconds are those in training and in checkpoints before it."""
         self.points.append(point)
         self.training_s_at.append(training_s)
         if self._target is not None and self.reached is None:
             value, goal = point.metrics[self._target.metric], self._target.value
             if value >= goal if self._metrics[self._target.metric] == "max" else value <= goal:
-                self.reached, self.reached_training_s = point, training_s
+                self.reached = point
+                self.reached_training_s, self.reached_checkpoint_s = training_s, checkpoint_s
 
     def has_point_at(self, samples: int) -> bool:
         """Return whether there was an evaluation after `samples`."""

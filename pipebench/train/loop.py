@@ -139,7 +139,7 @@ class TrainingLoop:
         self._loss = TrainingLoss(saved.loss_sum, saved.weight)
         for data, training_s in zip(saved.points, saved.training_s_at, strict=True):
             point = Point(**data)
-            self._curves.add(point, training_s)
+            self._curves.add(point, training_s, saved.checkpoint_s)  # reached: the checkpoint is of this point
             # Reported again, since the first process may have died before recording it; records ignore duplicates.
             self._on_point(point)
         best, store = self._curves.best_point, self._policy.checkpoints
@@ -195,7 +195,7 @@ class TrainingLoop:
             scores = self._engine.evaluate()
         metrics = {"train_loss": self._loss.take_mean(), **scores}
         point = Point(self._samples, self._clock.drained_s, metrics)
-        self._curves.add(point, self._clock.training_s)
+        self._curves.add(point, self._clock.training_s, self._clock.checkpoint_s)
         self._on_point(point)
         self._progress.evaluation(point, self._epochs(self._samples))
         _LOG.info("t=%.6g s: %s", point.clock_s, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
@@ -294,7 +294,7 @@ class TrainingLoop:
         measured = self._engine.measured(self._clock.training_s - self._earlier.training_s)
         job = replace(self._job, setup=self._engine.setup)
         metrics = run_metrics(job, self._samples, self._clock, facts, measured, self._earlier)
-        metrics |= curve_metrics(job, self._clock, self._curves)
+        metrics |= curve_metrics(job, self._curves)
         for extension in self._extensions:
             metrics |= extension.metrics(self._earlier.num_bytes + facts["num_bytes"])
         if self._policy.checkpoints is not None:

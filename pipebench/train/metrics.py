@@ -131,15 +131,13 @@ def run_metrics(
     return metrics
 
 
-def curve_metrics(job: Job, clock: RunClock, curves: Curves) -> dict[str, float]:
+def curve_metrics(job: Job, curves: Curves) -> dict[str, float]:
     """Return when the target was reached, if it was, and the curves' best and final values."""
     metrics: dict[str, float] = {}
     if curves.reached is not None:
         metrics["time_to_accuracy_s"] = curves.reached.clock_s
         metrics["time_to_accuracy_without_evaluation_s"] = curves.reached_training_s
-        # All evaluations and restarts came before: reaching the target ends the run.
-        apart_s = curves.reached_training_s + clock.evaluation_s + clock.lost_s
-        metrics["time_to_accuracy_checkpoint_s"] = max(0.0, curves.reached.clock_s - apart_s)
+        metrics["time_to_accuracy_checkpoint_s"] = curves.reached_checkpoint_s
         metrics["epochs_to_target"] = curves.reached.samples / job.setup.sampler.num_samples
     return metrics | curves.final_metrics()
 

@@ -104,10 +104,20 @@ def test_a_reached_target_stops_the_run_with_its_time() -> None:
     evaluation_s = metrics["evaluation_time_s"]
     assert metrics["time_to_accuracy_without_evaluation_s"] == pytest.approx(points[0].clock_s - evaluation_s)
     assert evaluation_s > 0
-    assert metrics["time_to_accuracy_checkpoint_s"] == pytest.approx(0.0, abs=1e-12)
+    assert metrics["time_to_accuracy_checkpoint_s"] == 0.0
     assert metrics["training_time_s"] + evaluation_s == pytest.approx(metrics["total_time_s"])
     assert metrics["start_time_s"] > 0
     assert metrics["throughput_samples_per_s"] == pytest.approx(46 / (points[0].clock_s - evaluation_s))
+
+
+def test_checkpoints_that_take_no_time_leave_none_to_the_target() -> None:
+    """0.2.0 took the other parts from the whole, which left 7e-15 s."""
+    every, plan = PeriodRecipe(minibatches=2), ([2, 4, 6], [1, 1, 1, 1])
+    _, _, points = train(prepared(recipe(evaluate_every=every), plan=plan))
+    best = TargetRecipe("top1", max(point.metrics["top1"] for point in points))
+    result, _, points = train(prepared(recipe(target=best, evaluate_every=every), plan=plan))
+    assert len(points) == 2
+    assert result.metrics["time_to_accuracy_checkpoint_s"] == 0.0
 
 
 def test_without_a_target_it_trains_every_epoch() -> None:
