@@ -253,7 +253,7 @@ def resumed(
             f"{num_epochs(trained)} already; allowed is {math.ceil(trained)} or more"
         )
     require_own_code(loaded, trusts=trusts, tells=tells)
-    return folder, loaded
+    return folder, replace(loaded, goes_on=True)
 
 
 def _refuse_changed(keys: Iterable[str]) -> None:

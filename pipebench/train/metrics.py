@@ -59,6 +59,8 @@ def recipe_notes(job: Job) -> dict[str, str]:
         assert job.cluster.memory_bytes is not None
         most = f"{job.setup.pipeline.accumulate} minibatches per update, the most that fit"
         notes[MEMORY] = f"{most} in {formats.num_bytes(job.cluster.memory_bytes)}"
+    for each in job.extensions.values():
+        notes |= each.notes(job.setup)
     loading = loading_note(job)
     return notes | ({THROUGHPUT: loading} if loading else {})
 
