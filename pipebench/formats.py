@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 UNKNOWN = "-"
 _SMALL_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
-_SPELLED_WITH_AN = re.compile(r"[AEFHILMNORSX](?=[A-Z0-9]|$)|[AEIOUaeiou8]")
+_SPELLED_WITH_AN = re.compile(r"[AEFHILMNORSX](?=[A-Z0-9]|$)|[AEIOaeio8]")
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 # Metrics that are fractions from 0 to 1, shown as per cent.
 _SHARES = ("top1", "top5", "accuracy", "fraction", "error")

@@ -74,6 +74,7 @@ class LoadedRecipe:
     cluster: Cluster  # not to be used as long as faults are pending
     # Searched first for modules of targets: folders of the files that name them, working directory, recipe's folder
     folders: tuple[Path, ...] = ()
+    goes_on: bool = False  # whether a run that exists goes on with it
     varied_name: str = ""  # in a sweep, what varies: `depth=4`; else empty
     varied: Mapping[str, str] = field(default_factory=dict)  # in a sweep, full key to the text of this run's element
     words: tuple[str, ...] = ()  # in a sweep, the same as words of a command line

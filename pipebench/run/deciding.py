@@ -24,7 +24,7 @@ from pipebench import errors
 from pipebench.cluster import Cluster
 from pipebench.distributed.launch_child import end_with, python_module
 from pipebench.distributed.launch_failure import signal_name
-from pipebench.errors import ProfileError, RecipeError, UserError, WorkersFailedError
+from pipebench.errors import Fault, ProfileError, RecipeError, UserError, WorkersFailedError
 from pipebench.files import replace as replace_file
 from pipebench.model.plan_layers import form_of
 from pipebench.profile.choose import is_measured
@@ -70,7 +70,12 @@ def prepare_job(
         # This check takes no memory of the GPU: torch counts devices without starting one.
         if apart and is_measured(recipe, cluster) and choose_device(recipe.engine.device).type == "cuda":
             how["decision"] = decided_apart(recipe, cluster, on_progress)
-        return prepare(recipe, cluster, on_progress, **how)
+        job = prepare(recipe, cluster, on_progress, **how)
+    # A run that goes on may end earlier than the one whose recipe asks for them: it has a note.
+    late = () if loaded.goes_on else [found for each in job.extensions.values() for found in each.refused(job.setup)]
+    if late:
+        raise RecipeError(Fault(loaded.origin(key), key, problem) for key, problem in late)
+    return job
 
 
 def _unseen(work: str) -> None:

@@ -258,7 +258,7 @@ def resumed(
             f"with other keys; {_EPOCHS} and train.target say for how long it goes on"
         )
     require_own_code(loaded, trusts=trusts, tells=tells)
-    return folder, loaded
+    return folder, replace(loaded, goes_on=True)
 
 
 def _is_over(folder: RunFolder, before: LoadedRecipe, loaded: LoadedRecipe, trained: float) -> bool:

@@ -15,7 +15,7 @@ from pipebench.show.comparison import groups, has_seeds, headings, notes, rows, 
 from pipebench.show.tables import new_table, print_facts, print_groups, print_table
 from pipebench.show.terminal import print_plain, standard_output
 from pipebench.show.verdict import verdict
-from pipebench.simulate.meter import EPOCHS, MEMORY, PLAN, PREDICTION, THROUGHPUT, WORKERS_IDLE
+from pipebench.simulate.meter import CUT_ANEW, EPOCHS, MEMORY, PLAN, PREDICTION, THROUGHPUT, WORKERS_IDLE
 from pipebench.simulate.timeline import BUFFERS, EVALUATION, TRAINING_KINDS
 from pipebench.train.prediction import prediction_line
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
@@ -195,7 +195,7 @@ def facts(result: RunResult) -> list[tuple[str, str]]:
         ("sent per sample", _bytes_by_kind(metrics)),
         ("staleness", _said(metrics, *_STALENESS)),
         (WORKERS_IDLE, _said(metrics, *_IDLE)),
-        ("cut anew", _said(metrics, *_MOVES)),
+        (CUT_ANEW, _said(metrics, *_MOVES)),
         (MEMORY, _said(metrics, *_MEMORY)),
         ("this took", _took(result)),
     ]

@@ -37,7 +37,7 @@ _WAIT_LABELS[Op.LOAD_INPUT] = OPERATIONS[Op.LOAD_INPUT].label
 
 # Facts of a summary that a note may stand beside.
 PLAN, EPOCHS, PREDICTION, WORKERS_IDLE, MEMORY = "plan", "epochs", "prediction", "workers idle", "memory"
-THROUGHPUT = "throughput"
+THROUGHPUT, CUT_ANEW = "throughput", "cut anew"
 
 
 @dataclass(frozen=True)

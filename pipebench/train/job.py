@@ -34,6 +34,14 @@ class JobExtension(ABC):
         """Return the part under the setup that the run begins with."""
         return self
 
+    def refused(self, setup: Setup) -> Iterable[tuple[str, str]]:
+        """Return key and problem of what a recipe asks for and its run can't come to, under that setup."""
+        return ()
+
+    def notes(self, setup: Setup) -> Mapping[str, str]:
+        """Return notes on a recipe's numbers, by the fact in the summary."""
+        return {}
+
     def variants(self, job: "Job") -> Iterable["Job"]:
         """Return the jobs that a run goes through, if they are known before it: memory must suffice for each."""
         return ()

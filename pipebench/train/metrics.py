@@ -59,6 +59,8 @@ def recipe_notes(job: Job) -> dict[str, str]:
         notes[PLAN] = "; ".join(of_plan)
     if job.recipe.parallelism.accumulate == LARGEST:
         notes[MEMORY] = _largest_note(job)
+    for each in job.extensions.values():
+        notes |= each.notes(job.setup)
     rates = "; ".join(filter(None, (_beyond_epoch(job.setup), loading_note(job))))
     return notes | ({THROUGHPUT: rates} if rates else {})
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,19 @@ import torch
 from click.testing import CliRunner
 
 from pipebench.cli.main import cli
-from pipebench.errors import PlanError, ProfileError, UserCodeError, WorkersFailedError
+from pipebench.errors import PlanError, ProfileError, RecipeError, UserCodeError, WorkersFailedError
+from pipebench.extensions.moves.planned import BEFOREHAND
+from pipebench.extensions.moves.recipe import moves_asked, to_text
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.run import deciding, processes
-from pipebench.run.deciding import decided_apart, decision_of
+from pipebench.run.deciding import decided_apart, decision_of, prepare_job
 from pipebench.run.request import RunRequest
+from pipebench.schedule.repartitions import RepartitionRecord
+from pipebench.simulate.meter import CUT_ANEW
 from pipebench.tracking import Tracking
 from pipebench.train.job import Decision, Job
+from pipebench.train.metrics import recipe_notes
 from pipebench.train.prepare import prepare
 from tests.recipes import uniform_recipe
 
@@ -200,3 +206,18 @@ def test_deciding_leaves_nothing_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "_lazy_init", forbid)
     decided, _ = decide("cluster.name=local", "engine.device=cuda")
     assert decided.profile.source == "measured"
+
+
+def test_a_move_after_the_end_is_refused_unless_a_longer_run_asked_for_it(tmp_path: Path) -> None:
+    """0.2.0 dropped it without a word."""
+    loaded = load("modes/pipedream-moved", ["train.max_epochs=1", "engine.kind=simulated"])
+    told = r"moves\[0\].at: got minibatch 187, and the run ends after 125 \(train.max_epochs 1\): .* 1 to 124$"
+    with pytest.raises(RecipeError, match=rf"^recipes/modes/pipedream-moved.yaml:8: parallelism.vpipe.{told}"):
+        prepare_job(loaded, silent=True)
+    job = prepare_job(replace(loaded, goes_on=True), silent=True)
+    (move,) = moves_asked(loaded.recipe)
+    kept = tmp_path / "moves.json"
+    kept.write_text(to_text([RepartitionRecord(187, move.cuts, None, move.cuts, BEFOREHAND, False, 5984, 1.0, 0.0)]))
+    of_file = [f"parallelism.vpipe={{live: false, moves: {kept}}}", "train.max_epochs=1", "engine.kind=simulated"]
+    for given in (job, prepare_job(load("modes/pipedream-straight", of_file), silent=True)):
+        assert recipe_notes(given)[CUT_ANEW] == "not at minibatch 187, which the run ends before"

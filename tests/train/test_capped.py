@@ -15,7 +15,7 @@ from pipebench.simulate.meter import MEMORY, PLAN
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
-from pipebench.train.metrics import recipe_notes, run_notes
+from pipebench.train.metrics import EarlierWorkers, recipe_notes, run_notes
 from pipebench.train.prepare import prepare
 from tests.support import parameters_of
 
@@ -123,8 +123,8 @@ def test_a_run_that_held_more_than_a_device_has_says_so(tmp_path: Path) -> None:
     pytest.importorskip("mlxtend")
     job = job_of(tmp_path, "3 MB", ["parallelism.plan=straight"])
     said = "worker 1 (stage 1) held 3.30 MB, more than the 3.00 MB of a V100"
-    assert run_notes(job, {"peak_bytes": [700_000, 3_300_000, 3_100_000, 0]}) == {MEMORY: said}
-    assert run_notes(job, {"peak_bytes": [700_000, 3_000_000, 0, 0]}) == {}
+    assert run_notes(job, {"peak_bytes": [700_000, 3_300_000, 3_100_000, 0]}, EarlierWorkers()) == {MEMORY: said}
+    assert run_notes(job, {"peak_bytes": [700_000, 3_000_000, 0, 0]}, EarlierWorkers()) == {}
 
 
 @pytest.mark.parametrize(("servers", "chosen"), [(1, "ordered"), (4, "ring")])

@@ -19,6 +19,7 @@ from pipebench.model.plan_layers import form_of
 from pipebench.recipe.schema import PeriodRecipe
 from pipebench.schedule.modes import RECOMPUTE
 from pipebench.schedule.operations import MIGRATION
+from pipebench.simulate.meter import CUT_ANEW
 from pipebench.train.checkpointing import NO_CHECKPOINTS, CheckpointPolicy, resume_point
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
@@ -230,6 +231,8 @@ def test_moves_after_the_end_are_not_made(live: bool, at: int) -> None:
     assert result.moves == expected.moves
     assert len(result.moves) == 1
     assert same(weights, same_weights)
+    assert result.notes[CUT_ANEW] == f"not at minibatch {at}, which the run ends before"
+    assert CUT_ANEW not in expected.notes
 
 
 def test_moves_of_text_leave_no_stream_behind() -> None:

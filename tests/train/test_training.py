@@ -127,7 +127,7 @@ def test_a_metric_that_turns_nan_says_since_when_and_its_best_is_a_number(monkey
 def test_a_point_without_a_number_is_not_the_best() -> None:
     curves = Curves(TargetRecipe("top1", 2.0), {"top1": "max"})
     for samples, top1 in enumerate((math.nan, 0.25, 0.5, 0.25)):
-        curves.add(Point(samples, 0.0, {"top1": top1}), 0.0)
+        curves.add(Point(samples, 0.0, {"top1": top1}), 0.0, 0.0)
     assert curves.best_point == curves.points[2]
     assert not [*curves.no_numbers()], "the last evaluation gave a number"
 

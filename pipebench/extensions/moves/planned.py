@@ -1,6 +1,6 @@
 """Moves of layers in a run: those a recipe asks for, and those made."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipebench.cluster import Cluster
@@ -9,17 +9,20 @@ from pipebench.errors import PlanError, choice
 from pipebench.extensions.moves.recipe import AskedMove, moves_asked
 from pipebench.extensions.moves.repartition_plan import Repartition, RepartitionPlan, layout_of, shape_problems
 from pipebench.extensions.moves.settings import settings_of
+from pipebench.formats import listed
 from pipebench.model.graph import LayerGraph
 from pipebench.model.plan import Plan, no_layer, recut, starts_of_cuts
 from pipebench.recipe.schema import Recipe
 from pipebench.schedule.modes import KEEP, MEMORY_POLICIES
 from pipebench.schedule.repartitions import RepartitionRecord
+from pipebench.simulate.meter import CUT_ANEW
 from pipebench.train.job import JobExtension
 from pipebench.train.periods import Periods
 from pipebench.train.plan import check_copies
 from pipebench.train.profiled_model import ProfiledModel
 
 _KEY = "parallelism.vpipe.moves"
+_MOST_LISTED = 5  # moves in a note
 BEFOREHAND, BALANCED = "decided beforehand", "to balance the stages"  # reasons for new cuts
 
 
@@ -49,6 +52,27 @@ class MovesPlanned(JobExtension):
         """Return the part with the plans that the recipe asks for."""
         periods = Periods.of(self.recipe.train, setup.sampler.minibatches_per_epoch)
         return replace(self, planned=planned_moves(moves_asked(self.recipe), setup, periods))
+
+    def refused(self, setup: Setup) -> Iterator[tuple[str, str]]:
+        """Yield the moves of a list that come after the run's end; a file is of a run that may have been longer."""
+        vpipe, epochs, streams = self.recipe.parallelism.vpipe, self.recipe.train.max_epochs, setup.sampler.streams or 1
+        total, late = self._late(setup)
+        if vpipe is not None and isinstance(vpipe.moves, list):
+            last = (total - 1) // streams * streams
+            for index in late:
+                given = f"got minibatch {self.planned[index].minibatch}, and the run ends after {total}"
+                yield f"{_KEY}[{index}].at", f"{given} (train.max_epochs {epochs}): allowed is one from 1 to {last}"
+
+    def notes(self, setup: Setup) -> dict[str, str]:
+        """Return which moves come after the run's end."""
+        _, late = self._late(setup)
+        places = listed([f"{self.planned[index].minibatch}" for index in late], _MOST_LISTED)
+        return {CUT_ANEW: f"not at minibatch {places}, which the run ends before"} if late else {}
+
+    def _late(self, setup: Setup) -> tuple[int, list[int]]:
+        """Return the run's minibatches, and the indices of the moves that come after them."""
+        total = Periods.of(self.recipe.train, setup.sampler.minibatches_per_epoch).total
+        return total, [index for index, move in enumerate(self.planned) if move.minibatch >= total]
 
 
 def planned_moves(asked: Sequence[AskedMove], setup: Setup, periods: Periods) -> tuple[PlannedMove, ...]:
