@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import click
@@ -9,7 +10,7 @@ import click
 from pipebench.errors import Fault, RecipeError, UserError
 from pipebench.recipe.catalog import cluster_names, find, find_cluster, find_recipes, recipe_names
 from pipebench.recipe.cluster_files import LEVELS
-from pipebench.recipe.leaves import COMMAND_LINE, TOGETHER, Key, dotted, full_keys
+from pipebench.recipe.leaves import COMMAND_LINE, TOGETHER, Key, full_keys
 from pipebench.recipe.load import LoadedRecipe, load, load_each
 from pipebench.recipe.typecheck import cut
 from pipebench.recipe.yaml_file import read_mapping
@@ -28,10 +29,10 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split words into recipes and overrides; `=` makes an override unless the word is an existing path.
 
     Raises:
-        UserError: a word is a key without a value, or a key is there twice.
+        UserError: a word is a key without a value.
     """
     overrides = [word for word in words if "=" in word and not os.path.exists(word)]
-    _refuse_twice(overrides)
+    _say_twice(overrides)
     references = [word for word in words if word not in overrides]
     keys = {*full_keys()}
     for word in references:
@@ -40,18 +41,19 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return references, overrides
 
 
-def _refuse_twice(overrides: Sequence[str]) -> None:
-    """Raise a RecipeError for keys that are there twice, of which the last would silently win."""
+def _say_twice(overrides: Sequence[str]) -> None:
+    """Say of keys that are there twice that the last one counts, as where a script adds a user's words to its own."""
     given: dict[Key, str] = {}
-    faults = []
     for key, word in ((tuple(word.partition("=")[0].strip().split(".")), word) for word in overrides):
         group = next((group for group in TOGETHER if key[: len(group)] == group), key)
-        if group in given:
-            problem = f"the key {group[-1]!r} is there twice: {cut(given[group])} and {cut(word)}"
-            faults.append(Fault(COMMAND_LINE, dotted(group), problem))
-        given.setdefault(group, word)
-    if faults:
-        raise RecipeError(faults)
+        if given.get(group, word) != word and os.environ.get("RANK", "0") == "0":
+            _say_replaced(given[group], word)
+        given[group] = word
+
+
+@cache
+def _say_replaced(word: str, later: str) -> None:
+    click.echo(f"pipebench: {COMMAND_LINE}: {cut(word)} is replaced by {cut(later)}, which comes later", err=True)
 
 
 def find_cluster_named(words: Sequence[str]) -> Path | None:

@@ -171,14 +171,6 @@ def test_preflight_comes_before_running(runner: FakeRunner) -> None:
             "changed in a recipe: pipebench show RECIPE cluster.name=cluster-a cluster.servers=2 cluster.memory=1GB",
         ),
         (
-            ["run", "quickstart", "parallelism.plan=1-1,2-2", "parallelism.plan=4"],
-            "command line: parallelism.plan: the key 'plan' is there twice: parallelism.plan=1-1,2-2 and parallelism.p",
-        ),
-        (
-            ["plan", "quickstart", "train.evaluate_every.epochs=1", "train.evaluate_every={minibatches: 3}"],
-            "command line: train.evaluate_every: the key 'evaluate_every' is there twice: train.evaluate_every.epochs=",
-        ),
-        (
             ["run", "quickstart", "train.seed=3", "--seeds", "1,2"],
             "command line: train.seed: got 3, and seeds 1, 2 replace it in every run: leave out one of the two",
         ),
@@ -196,6 +188,20 @@ def test_usage_errors(arguments: list[str], message: str) -> None:
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "shown"),
+    [
+        ("train.seed=1,2", "train.seed=3", "seed: 3"),
+        ("train.evaluate_every.epochs=1", "train.evaluate_every={minibatches: 3}", "minibatches: 3"),
+    ],
+)
+def test_of_a_key_that_is_there_twice_the_last_one_counts_which_is_said(first: str, last: str, shown: str) -> None:
+    answer = CliRunner().invoke(cli, ["show", "quickstart", first, last])
+    assert answer.exit_code == 0, answer.output
+    assert f"command line: {first} is replaced by {last}, which comes later\n" in answer.stderr
+    assert shown in answer.stdout
 
 
 def test_show_prints_a_recipe(folder: Path) -> None:
