@@ -26,6 +26,7 @@ import torch
 from pipebench import files
 from pipebench.checkpoint.identity import RunIdentity
 from pipebench.checkpoint.optimizers import updates_of
+from pipebench.checkpoint.progress import SavedProgress
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.typed_json import Count, JsonError, Number, read, shown
 
@@ -194,10 +195,10 @@ class Checkpoints:
         return sorted(step for _, step in self._entries())
 
     def epochs(self) -> float:
-        """Return the epochs trained by the newest checkpoint with a readable manifest; 0 without one."""
+        """Return the epochs trained by the newest checkpoint whose progress can be read; 0 without one."""
         for step in reversed(self.steps()):
             with suppress(CheckpointError):
-                return float(self.at(step, check=False).progress["epoch"])
+                return SavedProgress.from_json(self.at(step, check=False).progress).epoch
         return 0.0
 
     def _folder(self, step: int) -> Path:

@@ -54,6 +54,14 @@ def newest(store: Checkpoints) -> tuple[int | None, list[str]]:
     return checkpoint.step, skipped
 
 
+@pytest.mark.parametrize("epoch", ["two", None, float("inf")])
+def test_epochs_that_cannot_be_read_are_none_that_were_trained(tmp_path: Path, epoch: object) -> None:
+    """0.2.0, on --resume, before a checkpoint is checked: the text of another type ended in an internal error."""
+    store = Checkpoints(tmp_path)
+    store.commit(4, write(store, 4), {"epoch": epoch})
+    assert store.epochs() == 0.0
+
+
 class Saved(NamedTuple):
     """Two checkpoints."""
 
