@@ -16,7 +16,8 @@ _ASKS = _disable_dynamo(lambda: None).__code__  # of all functions that import t
 def without_compiler(functions: Iterable[object]) -> None:
     """Let functions, and those that they wrap, run as they are; what isn't a function is passed over.
 
-    A function that asks the compiler keeps its answer, the function to call instead, and doesn't ask again.
+    A function that asks the compiler keeps its answer, the function to call instead, and doesn't ask again. Where a
+    version of torch does that otherwise, its functions go on asking, which takes time only.
     """
     waiting, seen = [*functions], set[int]()
     while waiting:
@@ -25,8 +26,9 @@ def without_compiler(functions: Iterable[object]) -> None:
             continue
         seen.add(id(function))
         if function.__code__ is _ASKS:
-            plain = inspect.getclosurevars(function).nonlocals["fn"]
-            plain.__dynamo_disable = plain
+            plain = inspect.getclosurevars(function).nonlocals.get("fn")
+            if isinstance(plain, FunctionType):
+                plain.__dynamo_disable = plain  # type: ignore[attr-defined]
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # an empty cell
                 waiting.append(cell.cell_contents)
