@@ -18,7 +18,7 @@ from typing import NoReturn
 from torch.distributed import Store  # type: ignore[attr-defined] # torch lists it nowhere
 
 from pipebench.distributed.launch_worker import fail_stalled
-from pipebench.distributed.stall import ADMIT, BARRIER, EXCHANGE, Activity, describe, stall_report
+from pipebench.distributed.stall import ADMIT, BARRIER, EXCHANGE, NOTHING, Activity, describe, stall_report
 from pipebench.engine.admission import AdmissionControl, Position
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.pipeline import Pipeline
@@ -219,7 +219,7 @@ class Control(AdmissionControl):
             return False
         now_s = time.monotonic()
         recent = [json.loads(beat) for beat, heard_s in self._heard.values() if now_s - heard_s < _SILENT_S]
-        return any(beat["text"] and not beat["waits"] for beat in recent)
+        return any(beat["text"] != NOTHING and not beat["waits"] for beat in recent)
 
     def _activity(self) -> Activity:
         instruction, work, since_s = self._place

@@ -91,6 +91,7 @@ class Template:
         socket.send_fds(self._socket, [request], [*_STANDARD, *passed.values()])
         while answer := self._receive():
             if "started" in answer:
+                self._ended.pop(answer["started"], None)  # of an earlier worker, whose number the kernel gives anew
                 return TemplateWorker(self, answer["started"])
         raise BrokenPipeError("the template has ended")
 

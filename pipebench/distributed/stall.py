@@ -8,6 +8,7 @@ from pipebench.schedule.operations import MOVE, OPERATIONS, RECEIVE, ROUND, WAIT
 from pipebench.schedule.pipeline import Pipeline
 
 ADMIT, EXCHANGE, BARRIER = "admit", "exchange", "barrier"
+NOTHING = "nothing"  # text of work without a name
 
 _OTHER_WORDS = {
     "": "is between two pieces of work",
@@ -39,7 +40,7 @@ def describe(
     """
     if instruction is None:
         waits = work in (ADMIT, EXCHANGE, BARRIER)
-        return Activity(work or "nothing", _OTHER_WORDS.get(work, f"is at {work!r}"), waits, since_s)
+        return Activity(work or NOTHING, _OTHER_WORDS.get(work, f"is at {work!r}"), waits, since_s)
     row = OPERATIONS[instruction.op]
     if row.about != ROUND:
         unit = _unit(pipeline, instruction.number, whole=bool(work) or row.about == MOVE)

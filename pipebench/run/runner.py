@@ -47,7 +47,7 @@ RUNS: Mapping[str, EngineRuns] = {
 }  # by kind of engine
 _MOST_NAMED = 6  # runs in a comparison's name
 _MOST_BLOCKS = 2  # of a picture too wide for a terminal; then columns stand for longer
-_Ids = dict[tuple[str, int | None], str | None]
+_Ids = dict[tuple[str, int | None], str | None]  # MLflow's, by name and seed (None for a group of seeds)
 
 
 def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int] | None) -> int:
@@ -80,12 +80,12 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
     title = comparison_title([each.run_name for each in loaded], datetime.now())
     parent = start_parent(tracking, title, "comparison", loaded) if several else None
     runs: list[Run] = []
-    ids: _Ids = {}  # MLflow's, by name and seed (None for a group of seeds)
+    ids: _Ids = {}
     try:
         with telling_what_is_left(loaded, suite, seeds, ids):
             for each, decision in zip(loaded, decisions, strict=True):
                 request = RunRequest(each, each.run_name, suite, parent, decision)
-                runs += _run_with_seeds(request, seeds, tracking, begin, ids)
+                _run_with_seeds(request, seeds, tracking, begin, (runs, ids))
                 if runs[-1].result.outcome == INTERRUPTED:
                     break
     except KeyboardInterrupt:  # between two runs
@@ -143,20 +143,24 @@ def schedule_csv(loaded: LoadedRecipe) -> str:
 
 
 def _run_with_seeds(
-    given: RunRequest, seeds: Sequence[int] | None, tracking: Tracking, begin: Callable[[str], None], ids: _Ids
-) -> list[Run]:
-    """Run a recipe once per seed, grouped if several; record MLflow's ids in `ids`."""
+    given: RunRequest,
+    seeds: Sequence[int] | None,
+    tracking: Tracking,
+    begin: Callable[[str], None],
+    made: tuple[list[Run], _Ids],
+) -> None:
+    """Run a recipe once per seed, grouped if several; add each to `made` as it ends, lest a later failure lose it."""
     loaded, name = given.loaded, given.name
     run = RUNS[loaded.recipe.engine.kind].run
+    runs, ids = made
     if seeds is None or len(seeds) == 1:
         begin(name)
         seed = loaded.recipe.train.seed if seeds is None else seeds[0]
-        made = run(replace(given, loaded=with_seed(loaded, seed)), tracking)
-        ids[name, seed] = made.mlflow_run_id
-        return [made]
+        runs.append(run(replace(given, loaded=with_seed(loaded, seed)), tracking))
+        ids[name, seed] = runs[-1].mlflow_run_id
+        return
     title = f"{name}, seeds {', '.join(map(str, seeds))}"
-    group = start_parent(tracking, title, "seeds", [loaded], given.parent)
-    runs: list[Run] = []
+    group, first = start_parent(tracking, title, "seeds", [loaded], given.parent), len(runs)
     try:
         for seed in seeds:
             begin(f"{name}-seed{seed}")
@@ -166,12 +170,11 @@ def _run_with_seeds(
             if runs[-1].result.outcome == INTERRUPTED:
                 break
     finally:
-        results = [run.result for run in runs]
+        results = [run.result for run in runs[first:]]
         if results:
             group.metrics(ranked(summarise_seeds(results) | seed_medians(results), results[0].clock))
         ids[name, None] = group.run_id
-        finish_parent(group, runs, complete=len(runs) == len(seeds))
-    return runs
+        finish_parent(group, runs[first:], complete=len(results) == len(seeds))
 
 
 def comparison_title(names: Sequence[str], begun: datetime) -> str:

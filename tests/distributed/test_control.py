@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -113,7 +114,7 @@ def test_waiting_for_one_that_says_it_works_is_no_stall(clock: list[float], busy
     reports: list[str] = []
     control = Control(HashStore(), 0, 2, straight(2), stall_limit_s=2.0, on_stall=reports.append)
     control.at(None, "exchange")
-    said = json.dumps({"text": busy, "words": busy, "waits": False, "since_s": 1.0, "count": 1}).encode()
+    said = json.dumps(asdict(describe(straight(2), 1, None, busy, 4, 1.0)) | {"count": 1}).encode()
     _watch(control, clock, 20, lambda: control._heard.update({1: (said, clock[0])}))
     assert len(reports) == num_reports
 

@@ -12,7 +12,12 @@ from click.testing import CliRunner, Result
 import pipebench
 from pipebench.cli.main import cli
 from pipebench.cli.outputs import is_picture_by
+from pipebench.errors import WorkersFailedError
+from pipebench.run.one_process import SimulatedRuns
+from pipebench.run.request import RunRequest
+from pipebench.run.runner import RUNS
 from pipebench.show import memory_picture, occupancy_picture
+from pipebench.show.answers import Run
 from pipebench.tracking import Tracking
 from tests.modes import WHOLE
 
@@ -199,6 +204,25 @@ def test_seeds_of_several_recipes_are_a_row_per_recipe(folder: Path) -> None:
     rows = {f"pipedream straight, seed {seed}" for seed in (0, 1)} | {"quickstart-pipedream, seeds 0, 1"}
     assert others.keys() == rows
     assert len({*others.values()}) == 1 < others.popitem()[1]
+
+
+def test_seeds_that_ended_before_one_that_failed_are_in_the_comparison(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(request: RunRequest, tracking: Tracking) -> Run:
+        if request.name.endswith("seed1"):
+            raise WorkersFailedError(3)
+        return SimulatedRuns().run(request, tracking)
+
+    monkeypatch.setattr(RUNS["simulated"], "run", run)
+    given = ("quickstart/dp", "quickstart/model", "engine.kind=simulated", "name=failing-${parallelism.mode}")
+    assert invoke("run", *given, "--seeds", "0,1").exit_code == 3
+    with sqlite3.connect(folder / "mlflow.db") as store:
+        parents = "select name, artifact_uri from runs where name like 'dp, model, 20%' or name like 'failing-dp, seeds%'"
+        pages = {name.split(",")[0]: Path(uri.removeprefix("file:")) for name, uri in store.execute(parents)}
+    assert pages.keys() == {"dp", "failing-dp"}
+    for page in pages.values():
+        assert "simulated" in (page / "comparison.md").read_text()
 
 
 def test_a_sweep_is_one_comparison_with_a_child_per_element(folder: Path) -> None:
