@@ -11,7 +11,6 @@ import yaml
 
 import pipebench
 from pipebench import zoo
-from pipebench.recipe.targets import import_target, module_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,11 +53,6 @@ def test_a_source_distribution_takes_the_zoo_from_its_folder() -> None:
     assert targets["sdist"]["exclude"] == ["/pipebench/zoo"]
     assert targets["sdist"]["force-include"] == {"zoo": "pipebench/zoo"}
     assert all((ROOT / path.lstrip("/")).exists() for path in targets["sdist"]["include"] if "*" not in path)
-
-
-def test_targets_of_recipes_from_when_the_zoo_was_a_package_of_its_own_are_found() -> None:
-    assert import_target("zoo.uniform:uniform") is import_target("pipebench.zoo.uniform:uniform")
-    assert module_of("zoo.mine:model") == "zoo.mine"
 
 
 def test_every_session_of_nox_is_in_the_list_for_contributors() -> None:

@@ -34,7 +34,7 @@ from pipebench.profile.walk import LOSS
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.ranges import ANEW, MEASURED, TIMINGS
 from pipebench.recipe.schema import Recipe
-from pipebench.recipe.targets import module_of, targets_of
+from pipebench.recipe.targets import targets_of
 from pipebench.zoo.registry import Dataset
 
 
@@ -270,7 +270,7 @@ def _model_parts(recipe: Recipe, request: ProfileRequest) -> dict[str, object]:
 
 def _source_hash(recipe: Recipe, graph: LayerGraph) -> str:
     """Return a hash of the source files of the model and the data set: edited code is profiled again."""
-    names = {importlib.import_module(module_of(target)).__name__ for _, target in targets_of(asdict(recipe))}
+    names = {importlib.import_module(target.partition(":")[0]).__name__ for _, target in targets_of(asdict(recipe))}
     # A layer's class may come from anywhere; torch's are known by its version.
     classes = (type(module).__module__ for module in graph.root.modules())
     names |= {name for name in classes if not f"{name}.".startswith(("torch.", f"{zoo.__name__}."))}

@@ -14,6 +14,7 @@ from pipebench.errors import Fault, RecipeError, nearest
 from pipebench.recipe.catalog import display, find_cluster, summary
 from pipebench.recipe.cluster_files import KEYS, LEVEL_KEYS, Given, Keys, cluster_files
 from pipebench.recipe.typecheck import problem_with, shown
+from pipebench.recipe.yaml_file import parse
 from pipebench.units import UnitError, parse_bandwidth, parse_bytes, parse_duration
 
 MAX_WORKERS = 4096  # a straight plan lists every worker; the papers' largest cluster has 256
@@ -148,12 +149,22 @@ def _lines(keys: Keys, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         value = keys.at(name).value
         if isinstance(value, dict):
-            plain = value["value"] is None or isinstance(value["value"], bool)
-            given = json.dumps(value["value"]) if plain else value["value"]
             source = next(each for each in SOURCES if each in value)
-            yield f"{name}: {{value: {given}, {source}: {json.dumps(value[source], ensure_ascii=False)}}}"
+            text = json.dumps(value[source], ensure_ascii=False)
+            yield f"{name}: {{value: {_scalar(value['value'])}, {source}: {text}}}"
         elif value is not None:
-            yield f"{name}: {value}"
+            yield f"{name}: {_scalar(value)}"
+
+
+def _scalar(value: object) -> str:
+    """Return a value as YAML, quoted where plain text would be read as something else."""
+    if not isinstance(value, str):
+        return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else json.dumps(value)
+    try:
+        is_plain = parse(f"[{value}]") == [value]
+    except ValueError:
+        is_plain = False
+    return value if is_plain else json.dumps(value, ensure_ascii=False)
 
 
 def sources(path: Path) -> str:

@@ -383,7 +383,7 @@ def _anchor_paths(resolved: dict[str, Any], found: Mapping[Key, Leaf]) -> None:
             inner = section.get(part)
             section = inner if isinstance(inner, dict) else {}  # anything else is a fault already
         given = section.get(key[-1])
-        if leaf is not None and isinstance(given, str) and "." in given:
+        if leaf is not None and isinstance(given, str) and ("." in given or "/" in given):
             beside = os.path.join(leaf.folder, given)
             section[key[-1]] = os.path.abspath(beside) if os.path.isfile(beside) else given
 

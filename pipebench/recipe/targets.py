@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import importlib.util
 import os
 import re
 import sys
@@ -35,7 +34,7 @@ def import_target(target: str, folders: Sequence[Path] = ()) -> Callable[..., An
     Raises:
         UserCodeError: there is no such module or no such function in it, or importing it raises.
     """
-    module_name, function_name = module_of(target), target.partition(":")[2]
+    module_name, _, function_name = target.partition(":")
     with users_code(f"{target} can't be imported"):
         module = _module(module_name, folders)
     function = getattr(module, function_name, None)
@@ -49,18 +48,6 @@ def import_target(target: str, folders: Sequence[Path] = ()) -> Callable[..., An
         raise UserCodeError(f"{target} is a {type(function).__name__}, needed is a function or a class that makes one")
     made: Callable[..., Any] = function
     return made
-
-
-def module_of(target: str) -> str:
-    """Return the name of a target's module; until 0.1.0 the zoo was a package of its own.
-
-    >>> module_of("zoo.vgg:vgg16"), module_of("zoo.own:model")
-    ('pipebench.zoo.vgg', 'zoo.own')
-    """
-    name = target.partition(":")[0]
-    parts = name.split(".")
-    is_ours = parts[0] == "zoo" and len(parts) <= 2 and importlib.util.find_spec(f"pipebench.{name}") is not None
-    return f"pipebench.{name}" if is_ours else name
 
 
 def targets_of(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

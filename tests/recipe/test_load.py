@@ -346,13 +346,14 @@ class TestCatalog:
         assert find("quickstart", list) == Path("quickstart")
 
 
-def test_paths_in_a_recipe_are_seen_from_its_file(write: Write) -> None:
+@pytest.mark.parametrize("profile", ["profile.json", "profiles/v100"])
+def test_paths_in_a_recipe_are_seen_from_its_file(write: Write, profile: str) -> None:
     write(Path(recipes_folder() / "clusters/cluster-b.yaml").read_text(), "far/own.yaml")
-    write("{}", "far/profile.json")
-    text = VALID.replace("cluster-a", "own.yaml") + "engine: {timing: profile.json}"
+    write("{}", f"far/{profile}")
+    text = VALID.replace("cluster-a", "own.yaml") + f"engine: {{timing: {profile}}}"
     recipe = load_file(write(text, "far/r.yaml")).recipe
     assert Path(recipe.cluster.name) == Path("far/own.yaml").resolve()
-    assert Path(recipe.engine.timing) == Path("far/profile.json").resolve()
+    assert Path(recipe.engine.timing) == Path("far", profile).resolve()
 
 
 def test_loaded_recipes_compare(write: Write) -> None:

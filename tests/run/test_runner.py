@@ -218,8 +218,9 @@ def test_seeds_that_ended_before_one_that_failed_are_in_the_comparison(
     given = ("quickstart/dp", "quickstart/model", "engine.kind=simulated", "name=failing-${parallelism.mode}")
     assert invoke("run", *given, "--seeds", "0,1").exit_code == 3
     with sqlite3.connect(folder / "mlflow.db") as store:
-        parents = "select name, artifact_uri from runs where name like 'dp, model, 20%' or name like 'failing-dp, seeds%'"
-        pages = {name.split(",")[0]: Path(uri.removeprefix("file:")) for name, uri in store.execute(parents)}
+        parents = "name like 'dp, model, 20%' or name like 'failing-dp, seeds%'"
+        found = store.execute(f"select name, artifact_uri from runs where {parents}")
+        pages = {name.split(",")[0]: Path(uri.removeprefix("file:")) for name, uri in found}
     assert pages.keys() == {"dp", "failing-dp"}
     for page in pages.values():
         assert "simulated" in (page / "comparison.md").read_text()
