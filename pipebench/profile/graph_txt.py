@@ -55,6 +55,8 @@ def read_graph_txt(text: str, source: str, num_samples: int = 1) -> Profile:
     rows = with_saved_bytes([_row(node, nodes) for node in ordered])
     if all(row.is_input for row in rows):
         raise ProfileError(f"{source} has inputs only, a layer is needed")
+    if not any(row.forward_s or row.backward_s for row in rows if not row.is_input):
+        raise ProfileError(f"{source}: every time of a layer is 0, allowed is at least one above 0")
     loss = _missing_loss(rows)
     return Profile(
         model=PurePath(source).name,

@@ -66,7 +66,7 @@ def lines_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
 
 def _has(evaluated: Evaluated, row: Row, measure: Measure) -> bool:
     cells = (evaluated.cell(row.name, measure.name, column.name) for column in evaluated.report.columns)
-    return measure.name in row.published or any(cell is not None for cell in cells)
+    return measure.published_name in row.published or any(cell is not None for cell in cells)
 
 
 def _places(rows: Sequence[Row], key: str) -> dict[_Place, float]:
@@ -79,7 +79,7 @@ def _places(rows: Sequence[Row], key: str) -> dict[_Place, float]:
 
 def _draw(axes: Axes, evaluated: Evaluated, rows: Sequence[Row], measure: Measure, places: Sequence[float]) -> None:
     for place, row in zip(places, rows, strict=True):
-        published = row.published.get(measure.name)
+        published = row.published.get(measure.published_name)
         if published is not None and not isinstance(published.value, str):
             sign, label = _PUBLISHED[published.bound]
             axes.plot(

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import printable
-from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
+from pipebench.formats import num_bytes, number, percent, ratio, seconds
 from pipebench.model.plan import Plan
 from pipebench.planner.plans import PlanEstimate, StageTime
 from pipebench.planner.searches import MOST_COMPONENTS, searches_levels
@@ -208,7 +208,7 @@ def _mode_table(answer: PlanFindings) -> Table:
         table.add_row(
             found.plan.mode,
             f"{shortened(str(found.plan), _PLAN_WIDTH)}{_stages_text(found)}{update}",
-            number(answer.size / found.minibatch_s) if found.minibatch_s > 0 else UNKNOWN,
+            number(answer.size / found.minibatch_s),
             percent(quotient(fastest_s, found.minibatch_s)),
             num_bytes(found.memory_bytes),
             num_bytes(sum(found.num_bytes.values()) / answer.size),
@@ -299,7 +299,7 @@ def _beside_dp(answer: PlanFindings, best: PlanEstimate, dp: PlanEstimate) -> st
 
 
 def _rate(answer: PlanFindings, found: PlanEstimate) -> str:
-    return f"{number(answer.size / found.minibatch_s)} {answer.units}/s" if found.minibatch_s > 0 else "no time at all"
+    return f"{number(answer.size / found.minibatch_s)} {answer.units}/s"
 
 
 def _bytes_text(answer: PlanFindings, found: PlanEstimate) -> str:

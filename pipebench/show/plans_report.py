@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from pipebench.formats import UNKNOWN, num_bytes, number, ratio, seconds
+from pipebench.formats import num_bytes, number, ratio, seconds
 from pipebench.planner.plans import PlanEstimate
 from pipebench.show.plan_answer import PlanFindings, bottleneck_of
 from pipebench.show.profile_report import shortened
@@ -37,7 +37,7 @@ def _table(answers: Sequence[PlanFindings]) -> Table:
             found.plan.mode,
             f"{len(found.plan.devices):,}",
             f"{found.plan.depth}",
-            number(answer.size / found.minibatch_s) if found.minibatch_s > 0 else UNKNOWN,
+            number(_rate(answer, found)),
             ratio(_rate(answer, found) / _rate(answers[0], first)),
             num_bytes(found.memory_bytes),
             num_bytes(sum(found.num_bytes.values()) / answer.size),

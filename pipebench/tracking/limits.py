@@ -1,8 +1,7 @@
-"""MLflow's limits (its `utils/validation.py`): a batch beyond them is refused as a whole."""
+"""MLflow's limits (its `utils/validation.py`): what is longer is refused, and all that was sent with it."""
 
 import re
 
-METRICS_PER_BATCH, ENTRIES_PER_BATCH = 1000, 100
 MAX_PARAM_CHARS, MAX_TAG_CHARS, _MAX_NAME_CHARS = 6000, 8000, 250
 
 

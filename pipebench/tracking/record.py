@@ -31,6 +31,7 @@ RESULTS_FOLDER = "pipebench-results"  # where records are kept of runs that have
 ENTRIES, _SENT, _HELD = "record.jsonl", "mlflow.json", ".held"
 RESULT_FILE, STAGES_FILE = "result.json", "stages.csv"  # the artifacts that a run's result is, whole and by stage
 
+_MOST_TRIES = 100  # to make a folder beside others that remove theirs
 _MAX_BYTES = 1 << 40  # a long run's entries, or its trace, are as large as they are
 _log = logging.getLogger(__name__)
 
@@ -168,8 +169,8 @@ class RecordFolder:
     def of_name(name: str, parent: Path) -> "RecordFolder":
         """Make the record of a run that has no folder of its own: `<parent>/pipebench-results/<name>-<n>/`."""
         stem = re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "run"
-        number = 1
-        while True:
+        number, tries = 1, 0
+        while tries < _MOST_TRIES:
             path = parent / RESULTS_FOLDER / f"{stem}-{number}"
             try:
                 path.mkdir(parents=True)
@@ -177,12 +178,13 @@ class RecordFolder:
                 if not path.is_dir():  # something else is in the way
                     return RecordFolder(None)
                 number += 1
-            except FileNotFoundError:  # another run has just removed what it made
-                continue
+            except FileNotFoundError:  # another run has just removed what it made, or nothing can be made here
+                tries += 1
             except OSError:
-                return RecordFolder(None)
+                break
             else:
                 return RecordFolder(path)
+        return RecordFolder(None)
 
     def append(self, entry: LogEntry, content: bytes | None = None) -> None:
         """Write an artifact's content, then its entry. Never raises: MLflow may still take it."""

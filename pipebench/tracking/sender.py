@@ -106,9 +106,11 @@ class Sender:
         run_id = self.record.run_id
         found = None if run_id is None else store.resume_run(run_id)
         if run_id is None or found is None:
-            self._queue.extendleft((entry, None) for entry in reversed(self.record.earlier[: self.record.num_sent]))
-            begins_ms = self._queue[0][0].at_ms
+            lost = self.record.earlier[: self.record.num_sent]
+            begins_ms = lost[0].at_ms if lost else self._queue[0][0].at_ms
             run_id = store.create_run(self._start.name, self._parent_tags(), begins_ms)
+            # Not before: what may raise is tried again.
+            self._queue.extendleft((entry, None) for entry in reversed(lost))
             found = StoredRun(begins_ms, {}, {}, {})
             self.record.note(Sent(run_id, 0))
         history = History(store, run_id, found)

@@ -14,7 +14,7 @@ from pipebench.errors import UserError
 from pipebench.files import folder_problem
 from pipebench.tracking.connection import StoreConnection, default_uri, shown_uri, sqlite_path
 from pipebench.tracking.inputs import Inputs
-from pipebench.tracking.limits import ENTRIES_PER_BATCH, MAX_PARAM_CHARS, MAX_TAG_CHARS, METRICS_PER_BATCH, clean_name
+from pipebench.tracking.limits import MAX_PARAM_CHARS, MAX_TAG_CHARS, clean_name
 from pipebench.tracking.record import RESULTS_FOLDER
 from pipebench.tracking.view import experiment_tags
 
@@ -120,22 +120,14 @@ class Store(StoreConnection):
             return max((int(row.step) for row in client.get_metric_history(run_id, metric)), default=-1)
 
     def log(self, run_id: str, rows: Sequence[MetricRow], params: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        """Log values, params and tags, in as few requests as MLflow's limits allow."""
+        """Log values, params and tags, any number of each."""
         from mlflow.entities import Metric, Param, RunTag
 
         metrics = [Metric(clean_name(row.metric), row.value, row.timestamp_ms, row.step) for row in rows]
         entries = [Param(clean_name(name), value[:MAX_PARAM_CHARS]) for name, value in params.items()]
         labels = [RunTag(name, value) for name, value in _limited(tags).items()]
         with self.turn() as client:
-            while metrics or entries or labels:
-                client.log_batch(
-                    run_id,
-                    metrics[:METRICS_PER_BATCH],
-                    entries[:ENTRIES_PER_BATCH],
-                    labels[:ENTRIES_PER_BATCH],
-                    synchronous=True,
-                )
-                del metrics[:METRICS_PER_BATCH], entries[:ENTRIES_PER_BATCH], labels[:ENTRIES_PER_BATCH]
+            client.log_batch(run_id, metrics, entries, labels, synchronous=True)
 
     def forget(self, run_id: str, metrics: Sequence[str]) -> None:
         """Remove all values of metrics, by MLflow's names, from a run in a store that is this process's own database.

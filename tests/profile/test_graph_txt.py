@@ -81,6 +81,7 @@ FAULTS = {
     "\n \r\n": r"^a/g\.txt has no nodes: ",
     "\ta -- b\n": r"^a/g\.txt has no nodes: ",
     node("i", "Input"): r"^a/g\.txt has inputs only, a layer is needed$",
+    node("a").replace("1.0", "0").replace("2.500", "0"): "every time of a layer is 0, allowed",
     "a -- b": r"line 1: got 'a -- b', allowed is `node -- description",
     f"{node('a')}\n\ta b": r"line 2: got 'a b', allowed is an edge, `node -- node`, after a tab$",
     f"{node('a')}\n\ta -- b -- c": r"line 2: got 'a -- b -- c', allowed is an edge",

@@ -17,7 +17,7 @@ from pipebench.errors import UserError
 from pipebench.tracking import Tracking, default_uri, read_record, require_writable
 from pipebench.tracking.record import RecordFolder, Start
 from pipebench.tracking.sender import Sender
-from pipebench.tracking.store import Store
+from pipebench.tracking.store import MetricRow, Store
 from pipebench.train.result import RunResult
 from pipebench.typed_json import read
 from tests.patience import PATIENCE_S, wait_for
@@ -271,3 +271,27 @@ def test_a_run_that_has_not_logged_its_start_yet_is_left_alone(tmp_path: Path) -
     sender = Sender(RecordFolder(tmp_path), start, None, system_metrics=False)
     sender.send(Store(f"sqlite:///{tmp_path}/mlflow.db", "suite"), lambda: None)
     assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_a_backlog_of_any_size_is_taken(tmp_path: Path) -> None:
+    """MLflow limits a request's metrics, params and tags, and how many all of them are."""
+    store = Store(f"sqlite:///{tmp_path}/mlflow.db", "suite")
+    store.connect()
+    run_id = store.create_run("run", {}, 0)
+    rows = [MetricRow("loss", 1.0, 0, step) for step in range(1, 2003)]
+    names = {f"name{index}": "x" for index in range(201)}
+    store.log(run_id, rows, names, names)
+    found = store.resume_run(run_id)
+    assert found is not None
+    assert (names.items() <= found.params.items(), names.items() <= found.tags.items()) == (True, True)
+    assert store.last_step(run_id, "loss") == 2002
+
+
+def test_where_folders_vanish_none_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in /proc, where making one says that there is no such place."""
+
+    def vanish(*_: object, **__: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("pathlib.Path.mkdir", vanish)
+    assert RecordFolder.of_name("run", Path("/proc")).path is None

@@ -123,21 +123,38 @@ def test_what_changed_when_a_run_resumed_is_a_tag(resumed: tuple[RunLog, RunLog]
     assert not {"resumed.seed", "resumed.mode", "resumed.clock", "resumed.extra"} & data.tags.keys()
 
 
-def test_a_run_that_mlflow_lost_has_all_that_was_logged_before(tracking: Tracking, tmp_path: Path) -> None:
+def test_a_run_that_mlflow_lost_has_all_that_was_logged_before(
+    tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, although making it anew fails at first."""
+    create, failed = tracking.store.create_run, list[str]()
+
+    def fail_once(name: str, *more: Any) -> str:
+        if first_ended and not failed:
+            failed.append(name)
+            raise ConnectionError("not yet")
+        return create(name, *more)
+
+    first_ended = False
+    monkeypatch.setattr(tracking.store, "create_run", fail_once)
     first = tracking.start("lost", params={"lr": "0.1"}, tags={}, folder=tmp_path)
     first.text("plan.txt", "straight")
     first.point(RESULT.points[0])
     first.finish(None, status="KILLED")
     RecordFolder(tmp_path).note(Sent("0" * 32, 4))
+    first_ended = True
     run = tracking.start("lost", params={"lr": "0.1"}, tags={}, folder=tmp_path)
     for point in RESULT.points:
         run.point(point)
+    tracking.wake()
+    wait_for(lambda: failed)
     run.finish(RESULT)
     assert run.run_id == mlflow_run_id(tmp_path)
     assert run.run_id not in (first.run_id, "0" * 32)
     assert fetch(run).info.status == "FINISHED"
     assert fetch(run).data.params == {"lr": "0.1"}
     assert [row.step for row in history(run, "curves/top1")] == [1000, 2000, 3000, 4000]
+    assert (failed, fetch(run).data.tags["resumes"]) == (["lost"], "1"), "its first process, and the second"
 
 
 def test_a_deleted_run_that_goes_on_is_restored(tracking: Tracking, tmp_path: Path) -> None:
