@@ -111,7 +111,7 @@ def _layers(layers: Mapping[int, Sequence[LayerProfile]], load_s: Mapping[int, f
 def _rows(rows: Sequence[LayerProfile], where: str) -> None:
     if all(row.is_input for row in rows):
         raise ProfileError(f"has no layer that computes: {where}")
-    if not any(row.forward_s or row.backward_s for row in rows):
+    if not any(row.forward_s or row.backward_s for row in rows if not row.is_input):
         raise ProfileError(f"{where}: every forward_s and backward_s is 0, allowed is at least one layer above 0")
     index_of: dict[str, int] = {}
     for index, row in enumerate(rows):
