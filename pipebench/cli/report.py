@@ -14,11 +14,8 @@ from pipebench.garbage import without_collector
 from pipebench.interrupts import RaisedBySignals
 from pipebench.recipe.engines import ENGINES
 from pipebench.report.catalog import RENDERED, find_report, require_keepable
-from pipebench.report.coverage import write_coverage
 from pipebench.report.load import load_report
 from pipebench.show.progress import preparing
-
-COVERAGE = "coverage"  # of the papers by all reports, instead of a report
 
 
 def parse_rows(text: str) -> tuple[str, ...]:
@@ -52,8 +49,7 @@ def report(name: str | None, lists: bool, out: Path | None, **given: Any) -> int
 
     NAME is a report from `pipebench report --list`, or the path of a YAML file of your own. What MLflow has of a
     recipe, run with this version, isn't run again; an interrupted report goes on. Markdown, a page of HTML and
-    pictures are written to rendered/NAME/ in the working directory, and recorded in MLflow with all runs. The NAME
-    coverage sets everything that the papers print beside the pages that were made.
+    pictures are written to rendered/NAME/ in the working directory, and recorded in MLflow with all runs.
 
     \b
     Examples:
@@ -85,25 +81,21 @@ def report(name: str | None, lists: bool, out: Path | None, **given: Any) -> int
 def _made(
     name: str, out: Path | None, *, only: tuple[str, ...] | None, engine: str | None, no_training: bool, **given: bool
 ) -> int:
-    """Make a report, or the page on coverage, and return the exit code; `given` are `fresh` and `keeps`."""
-    path = None if name == COVERAGE else find_report(name)
-    folder = out or Path(RENDERED, COVERAGE if path is None else path.stem)
+    """Make a report and return the exit code; `given` are `fresh` and `keeps`."""
+    path = find_report(name)
+    folder = out or Path(RENDERED, path.stem)
     problem = folder_problem(folder)
     if problem is not None:
         raise UserError(f"{folder}: needed is a folder that can be written to, but {problem}; --out names another")
     with preparing(name, work="loading recipes"):
-        loaded = load_report(path, only or (), engine) if path else None
+        definition, asked = load_report(path, only or (), engine)
         with without_collector():
-            from pipebench.report.make import Making, made_now, make_report
+            from pipebench.report.make import Making, make_report
 
-    if path is None or loaded is None:
-        click.echo(f"written: {write_coverage(folder, made_now())}")
-        return 0
     if given["keeps"]:
         require_keepable(path)
     options = [f"--only {shlex.quote(','.join(only))}"] if only else []
     options += [f"--engine {engine}"] if engine else []
     options += ["--no-training"] if no_training else []
     command = " ".join(["pipebench report", shlex.quote(name), *options])
-    definition, asked = loaded
     return make_report(definition, asked, Making(command, folder, **given, trains=not no_training))

@@ -9,14 +9,14 @@ from fnmatch import fnmatchcase
 import pytest
 
 from pipebench.report.catalog import find_report, report_names, reports_folder
-from pipebench.report.coverage import entries
 from pipebench.report.definition import PublishedClaim, Report
 from pipebench.report.evaluate import verdict
 from pipebench.report.evaluated import NO, YES
 from pipebench.report.expressions import Cells, Look, NoValueError, Value
 from pipebench.report.load import read_report
-from pipebench.report.study_claims import StudyClaim, cells_of, judged
 from pipebench.report.values import VALUES, ReportValues, read_values
+from reports.studies.coverage import entries
+from reports.studies.study_claims import StudyClaim, cells_of, judged
 
 REPORTS = {name: read_report(find_report(name))[0] for name in report_names()}
 CLAIMS = [(name, claim) for name, report in REPORTS.items() for claim in report.claims if claim.untestable is None]

@@ -11,7 +11,8 @@ import pytest
 
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.report.catalog import reports_folder
-from pipebench.report.coverage import (
+from pipebench.report.definition import Published
+from reports.studies.coverage import (
     DERIVED,
     NAME,
     NONE,
@@ -22,8 +23,7 @@ from pipebench.report.coverage import (
     entries,
     write_coverage,
 )
-from pipebench.report.definition import Published
-from pipebench.report.study_claims import StudyClaim
+from reports.studies.study_claims import StudyClaim
 
 ENTRIES = entries()
 TOLD = [(each, answer) for each in ENTRIES for answer in each.answers if isinstance(answer, str)]

@@ -1,10 +1,13 @@
 """Coverage: every published number and statement with where it is answered, what comes out, and how near it is.
 
-Published values and the index of answers are in `reports/published/`; what comes out is read from the pages that
-`pipebench report` has made, so nothing runs here.
+    python -m reports.studies.coverage [FOLDER]    # reports/rendered/coverage/ by default
+
+Published values and the index of answers are in `reports/published/`; what comes out is read from the pages in
+`reports/rendered/`, so nothing runs here.
 """
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -18,14 +21,16 @@ from pipebench.recipe.yaml_file import read_mapping
 from pipebench.report.catalog import find_report, report_names, reports_folder
 from pipebench.report.definition import Measure, Published, PublishedClaim, Report
 from pipebench.report.load import read_report
+from pipebench.report.make import made_now
 from pipebench.report.markdown import blocks_markdown
 from pipebench.report.scores import geometric_mean_error
-from pipebench.report.study_claims import StudyClaim, cells_of, judge, numbers_in, read_study_claim
 from pipebench.report.values import VALUES, CellValue, ReportValues, read_values
 from pipebench.report.wording import CHOSEN, CONSTRUCTED, FITTED, number_text, published_text
 from pipebench.show.page import Block, Heading, RenderedTable, Text
+from reports.studies.study_claims import StudyClaim, cells_of, judge, numbers_in, read_study_claim
 
 NAME = "coverage"  # of the index and the page
+COMMAND = "python -m reports.studies.coverage"
 NONE, TEST, DERIVED = "none", "test", "derived"
 NEAR = 1.2  # a factor, up or down
 STATED = ("published", "qualitative")  # kinds of entries that say what comes out
@@ -203,11 +208,8 @@ def _read(answer: Any, key: str) -> Any:
     return read_study_claim(answer, key, f"{NAME}.yaml", reports_folder().parent)
 
 
-def write_coverage(folder: Path, made: str = "") -> Path:
-    """Write the page into a folder and return its path; raises an OSError on failure.
-
-    `made` is when and by which code, for its last line.
-    """
+def write_coverage(folder: Path) -> Path:
+    """Write the page into a folder and return its path; raises an OSError on failure."""
     blocks: list[Block] = [Text(_ABOUT)]
     pages, counted = Pages(), dict[tuple[str, ...], tuple[str, EntryAnswer]]()
     every = entries()
@@ -220,10 +222,10 @@ def write_coverage(folder: Path, made: str = "") -> Path:
                     counted.setdefault(answer.place, (source, answer))
         blocks += [Heading(source), RenderedTable(_HEADINGS, rows, left=3)]
     blocks += _scores([*counted.values()])
-    blocks += [Text(f"Made {made}, by `pipebench report {NAME}`.")] if made else []
+    blocks += [Text(f"Made {made_now()}, by `{COMMAND}`.")]
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "report.md"
-    text = f"`pipebench report {NAME}`\n\n# What is published, and what comes out\n\n{blocks_markdown(blocks)}\n"
+    text = f"`{COMMAND}`\n\n# What is published, and what comes out\n\n{blocks_markdown(blocks)}\n"
     replace_file(page, text.encode())
     return page
 
@@ -282,3 +284,13 @@ def _nearness(ratio: float) -> str:
     if 1 / NEAR <= ratio <= NEAR:
         return "within 20%"
     return f"off by {float(f'{max(ratio, 1 / ratio):.2g}'):g}x" if ratio > 0 else "off"
+
+
+def main() -> None:
+    """Write the page and print its path."""
+    folder = Path(sys.argv[1]) if sys.argv[1:] else reports_folder() / "rendered" / NAME
+    print(write_coverage(folder))
+
+
+if __name__ == "__main__":
+    main()

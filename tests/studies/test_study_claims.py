@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipebench.errors import RecipeError
-from pipebench.report.study_claims import cells_of, judge, read_study_claim
+from reports.studies.study_claims import cells_of, judge, read_study_claim
 
 PAGE = """# A study
 
