@@ -20,7 +20,7 @@ def print_past_runs(runs: Sequence[PastRun], word: str, most: int | None, consol
 
     At most so many that are below none.
     """
-    known = {run.run_id for run in runs}
+    known = {run.ids[0] for run in runs}
     below: dict[str, list[PastRun]] = {}
     for run in reversed(runs):  # of a comparison the first to begin stands on top
         if run.parent_id in known:
@@ -33,15 +33,15 @@ def print_past_runs(runs: Sequence[PastRun], word: str, most: int | None, consol
 
     def add(run: PastRun, depth: int) -> None:
         table.add_row(
-            short_id(run.run_id),
+            short_id(run.ids[0]),
             f"{datetime.fromtimestamp(run.began_ms / 1000):%Y-%m-%d %H:%M}",
-            Text(_short("  " * depth + run.name), style="" if depth else "bold"),
+            Text(_short("  " * depth + run.names[0]), style="" if depth else "bold"),
             Text(_short(run.recipe)),
             Text(printable(run.outcome)),
             seconds(run.time_to_accuracy_s),
             UNKNOWN if run.throughput_samples_per_s is None else number(run.throughput_samples_per_s),
         )
-        for child in below.get(run.run_id, ()):
+        for child in below.get(run.ids[0], ()):
             add(child, depth + 1)
 
     for run in tops[:most]:
@@ -52,8 +52,8 @@ def print_past_runs(runs: Sequence[PastRun], word: str, most: int | None, consol
 
 
 def _has(run: PastRun, word: str, below: dict[str, list[PastRun]]) -> bool:
-    named = word in run.name or word in run.recipe
-    return named or any(_has(child, word, below) for child in below.get(run.run_id, ()))
+    named = word in run.names[0] or word in run.recipe
+    return named or any(_has(child, word, below) for child in below.get(run.ids[0], ()))
 
 
 def _short(name: str) -> str:

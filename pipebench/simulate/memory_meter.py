@@ -110,7 +110,7 @@ class MemoryMeter:
     """Adds up what workers allocate and free.
 
     `memories` are of a replica, per stage, and `holdings` per worker, its stages'; without them replicas have
-    `memories`. `costs` has sizes of messages; `limit_bytes` is of a device, None for no limit; `start_s` is the run's
+    `memories`, and the optimizer's state from the start if they are `trained` already. `costs` has sizes of messages; `limit_bytes` is of a device, None for no limit; `start_s` is the run's
     clock at the start.
     """
 
@@ -124,6 +124,7 @@ class MemoryMeter:
         costs: Costs,
         limit_bytes: int | None = None,
         *,
+        trained: bool = False,
         holdings: Sequence[Mapping[int, ReplicaBytes]] | None = None,
         start_s: float = 0.0,
     ) -> None:
@@ -132,7 +133,7 @@ class MemoryMeter:
         extensions = pipeline.hooks("memory").values()
         self._extensions: list[MemoryExtension] = [make(pipeline, memories) for make in extensions]
         self._holdings: Sequence[Mapping[int, ReplicaBytes]] = holdings or [
-            {stage: self._replica(worker, stage, memories[stage]) for stage in pipeline.stages_of(worker)}
+            {stage: self._replica(worker, stage, memories[stage], trained) for stage in pipeline.stages_of(worker)}
             for worker in workers
         ]
         self._size_of: Callable[[int], Size] = lambda unit: 0
@@ -217,9 +218,10 @@ class MemoryMeter:
             names, tuple(self._curves), peaks, tuple(self._host_peaks), self._limit_bytes, self._overflow, float(end_s)
         )
 
-    def _replica(self, worker: int, stage: int, memory: StageMemoryCosts) -> ReplicaBytes:
+    def _replica(self, worker: int, stage: int, memory: StageMemoryCosts, trained: bool) -> ReplicaBytes:
         found = (extension.replica(worker, stage) for extension in self._extensions)
-        return next((each for each in found if each is not None), None) or ReplicaMemory(memory)
+        replica = ReplicaMemory(memory)
+        return next((each for each in found if each is not None), None) or (replica.trained() if trained else replica)
 
     def _sent_bytes(self, it: Instruction) -> int:
         if it.op is Op.SEND_ACTIVATION:

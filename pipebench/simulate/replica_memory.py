@@ -111,6 +111,7 @@ class ReplicaMemory:
         yield Change(WEIGHTS, memory.weights, False)
         yield Change(MASTERS, memory.masters, False)
         yield Change(MOVED, memory.copies * memory.weights, False)
+        yield Change(STATE, memory.state * self._has_state, False)
 
     def changes(self, it: Instruction, size: Size) -> Iterator[Change]:
         """Yield what an instruction of this stage and replica changes, in order; `size` is of its unit."""

@@ -5,10 +5,10 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pipebench.errors import UserError, nearest
 from pipebench.files import FileError
@@ -50,32 +50,38 @@ class Recorded:
     name: str
 
 
-class RecordedRun(NamedTuple):
-    """A run that references can name."""
+@dataclass(frozen=True)
+class PastRun:
+    """A run, or a comparison of runs.
 
-    ids: tuple[str, ...]  # MLflow's, and its folder's name
-    names: tuple[str, ...]  # MLflow's name, and its recipe's
-    load: Callable[[], Recorded | None]  # returns the run with its result, None without one
+    Attributes:
+        ids: MLflow's, and its folder's name; of a run that MLflow hasn't, its folder's name first.
+        parent_id: MLflow's, of its comparison; None without one.
+        kind: `run`, or `comparison`, `seeds` or `report`, which have runs.
+        names: MLflow's name, its recipe's, and in a sweep what it is called on the console: `small-depth=4`.
+        recipe: the recipe's name; "" of a comparison.
+        began_ms: milliseconds since the epoch; of a run that MLflow hasn't, when it last logged something.
+        outcome: `reached`, ...; of a comparison how many of each; without one MLflow's status.
+        time_to_accuracy_s: seconds on the run's clock, None without a target reached.
+        throughput_samples_per_s: None where unknown.
+        load: returns the run with its result, None without one.
+    """
+
+    ids: tuple[str, ...]
+    parent_id: str | None
+    kind: str
+    names: tuple[str, ...]
+    recipe: str
+    began_ms: int
+    outcome: str
+    time_to_accuracy_s: float | None
+    throughput_samples_per_s: float | None
+    load: Callable[[], Recorded | None]
 
     @property
     def text(self) -> str:
         """The run's name in lists."""
         return f"{short_id(self.ids[0])} ({self.names[0]})"
-
-
-@dataclass(frozen=True)
-class PastRun:
-    """A run, or a comparison of runs."""
-
-    run_id: str  # MLflow's; of a run that MLflow hasn't, its folder's name
-    parent_id: str | None  # MLflow's, of its comparison; None without one
-    kind: str  # `run`, or `comparison`, `seeds` or `report`, which have runs
-    name: str  # in MLflow
-    recipe: str  # the recipe's name; "" of a comparison
-    began_ms: int  # milliseconds since the epoch
-    outcome: str  # `reached`, ...; of a comparison how many of each; MLflow's status without one
-    time_to_accuracy_s: float | None  # seconds on the run's clock, None without a target reached
-    throughput_samples_per_s: float | None  # None where unknown
 
 
 class RecordedRuns:
@@ -112,32 +118,26 @@ class RecordedRuns:
         with self._asking() as client:
             return _result(client, run_id)
 
-    def known(self) -> "list[RecordedRun]":
-        """Return every run of a recipe, the newest first.
-
-        Raises:
-            UserError: MLflow can't be read.
-        """
-        return [
-            RecordedRun(
-                (run.info.run_id,),
-                _names(run.info.run_name, run.data.params, run.data.tags),
-                partial(self._recorded, run),
-            )
-            for run in self._search("tags.kind = 'run'")
-        ]
-
     def past(self) -> list[PastRun]:
-        """Return all runs and comparisons, the newest first; raises a UserError if MLflow can't be read."""
+        """Return all runs and comparisons; raises a UserError if MLflow can't be read."""
         found = []
         for run in self._search("tags.kind LIKE '%'"):
-            tags, metrics = run.data.tags, run.data.metrics
-            outcome = tags.get("outcome", run.info.status.lower())
-            times = [on_its_clock(metrics, name) for name in _TIMES]
-            ids = (run.info.run_id, tags.get(_PARENT), tags["kind"])
-            recipe = run.data.params.get("name", "")
-            found.append(PastRun(*ids, run.info.run_name, recipe, run.info.start_time, outcome, *times))
-        return sorted(found, key=lambda run: -run.began_ms)
+            tags, params = run.data.tags, run.data.params
+            time_s, rate = (on_its_clock(run.data.metrics, name) for name in _TIMES)
+            past = PastRun(
+                ids=(run.info.run_id,),
+                parent_id=tags.get(_PARENT),
+                kind=tags["kind"],
+                names=_names(run.info.run_name, params, tags),
+                recipe=params.get("name", ""),
+                began_ms=run.info.start_time,
+                outcome=tags.get("outcome", run.info.status.lower()),
+                time_to_accuracy_s=time_s,
+                throughput_samples_per_s=rate,
+                load=partial(self._recorded, run),
+            )
+            found.append(past)
+        return found
 
     def below(self, run_id: str) -> list[Recorded]:
         """Return a comparison's runs that have results, those of several seeds included, in the order of their start.
@@ -190,7 +190,7 @@ def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Record
     Raises:
         UserError: a reference matches no run or several, or the run has no result; names the nearest, or all.
     """
-    known, found = _known(folders), []
+    known, found = [run for run in past_runs(folders) if run.kind == "run"], []
     for run in [_chosen(reference, known) for reference in references]:
         recorded = run.load()
         if recorded is None:
@@ -199,32 +199,17 @@ def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Record
     return found
 
 
-def _known(folders: Iterable[Path]) -> list[RecordedRun]:
-    """Return MLflow's runs, each also by its folder's name, and those of `folders` that MLflow hasn't."""
-    stored = RecordedRuns().known()
-    local = [run for folder in folders if (run := _known_of(folder)) is not None]
-    aliases = {run_id: run.ids for run in local for run_id in run.ids}
-    known = [run._replace(ids=tuple(dict.fromkeys((*run.ids, *aliases.get(run.ids[0], ()))))) for run in stored]
-    there = {run_id for run in known for run_id in run.ids}
-    return [*known, *(run for run in local if run.ids[0] not in there)]
-
-
 def past_runs(folders: Iterable[Path]) -> list[PastRun]:
     """Return all runs and comparisons, the newest first: MLflow's, and those of `folders` that it hasn't.
 
     Raises:
         UserError: MLflow can't be read.
     """
-    found = RecordedRuns().past()
-    stored = {run.run_id for run in found}
-    for run in filter(None, map(_known_of, folders)):
-        recorded = run.load()
-        if recorded is not None and not stored.intersection(run.ids):
-            result, metrics = recorded.result, recorded.result.metrics
-            times = [on_its_clock(metrics, name) for name in _TIMES]
-            names = (run.names[0], result.recipe.get("name", ""))
-            found.append(PastRun(run.ids[0], None, "run", *names, recorded.ended_ms, result.outcome, *times))
-    return sorted(found, key=lambda run: -run.began_ms)
+    local = [run for folder in folders if (run := _past_of(folder)) is not None]
+    aliases = {run_id: run.ids for run in local for run_id in run.ids}
+    stored = [replace(run, ids=aliases.get(run.ids[0], ())[::-1] or run.ids) for run in RecordedRuns().past()]
+    there = {run_id for run in stored for run_id in run.ids}
+    return sorted([*stored, *(run for run in local if run.ids[0] not in there)], key=lambda run: -run.began_ms)
 
 
 def runs_of(reference: str, folders: Iterable[Path]) -> list[Recorded]:
@@ -234,20 +219,19 @@ def runs_of(reference: str, folders: Iterable[Path]) -> list[Recorded]:
         UserError: no comparison or several go by the reference, or a run, also one of `folders`; or it has no run with
             a result.
     """
-    runs = RecordedRuns()
-    parents = [run for run in runs.past() if run.kind != "run"]
-    known = [RecordedRun((run.run_id,), (run.name,), lambda: None) for run in parents]
-    if not _matching(reference, known) and (found_runs := _matching(reference, _known(folders))):
+    past = past_runs(folders)
+    known = [run for run in past if run.kind != "run"]
+    if not _matching(reference, known) and (found_runs := _matching(reference, past)):
         texts = listed([run.text for run in found_runs], _LISTED)
         raise UserError(f"comparison: got a run, {texts}; allowed are a comparison, or at least two runs")
     chosen = _chosen(reference, known, "comparison")
-    found = runs.below(chosen.ids[0])
+    found = RecordedRuns().below(chosen.ids[0])
     if not found:
         raise UserError(f"comparison: {chosen.text} has no run with a result")
     return found
 
 
-def _chosen(reference: str, known: Sequence[RecordedRun], what: str = "run") -> RecordedRun:
+def _chosen(reference: str, known: Sequence[PastRun], what: str = "run") -> PastRun:
     """Return the run, or `what` these are, that a reference names."""
     found = _matching(reference, known)
     if len(found) == 1:
@@ -261,7 +245,7 @@ def _chosen(reference: str, known: Sequence[RecordedRun], what: str = "run") -> 
     raise UserError(f"{got}, allowed are ids, beginnings of ids and names of recorded {what}s: {names}{close}")
 
 
-def _matching(reference: str, known: Sequence[RecordedRun]) -> list[RecordedRun]:
+def _matching(reference: str, known: Sequence[PastRun]) -> list[PastRun]:
     """Return the runs that have a reference as an id or a name; without any, those whose id begins with it."""
     exact = [run for run in known if reference and reference in (*run.ids, *run.names)]
     return exact or [run for run in known if reference and any(each.startswith(reference) for each in run.ids)]
@@ -272,7 +256,7 @@ def short_id(run_id: str) -> str:
     return run_id[:_ID_CHARS] if _MLFLOW_ID.fullmatch(run_id) else run_id
 
 
-def _known_of(folder: Path) -> RecordedRun | None:
+def _past_of(folder: Path) -> PastRun | None:
     """Return the run recorded in a folder; None if it can't be read."""
     name = folder.parent.name if folder.name == RECORD else folder.name
     try:
@@ -284,12 +268,22 @@ def _known_of(folder: Path) -> RecordedRun | None:
         return None
     result = record.result
     recorded = Recorded(name, "", result, ended_ms, record.name) if result is not None else None
-    ids = tuple(filter(None, (name, mlflow_run_id(folder))))
-    return RecordedRun(ids, _names(record.name, record.params, record.tags), lambda: recorded)
+    time_s, rate = (None if result is None else on_its_clock(result.metrics, each) for each in _TIMES)
+    return PastRun(
+        ids=tuple(filter(None, (name, mlflow_run_id(folder)))),
+        parent_id=None,
+        kind="run",
+        names=_names(record.name, record.params, record.tags),
+        recipe=record.params.get("name", ""),
+        began_ms=ended_ms,
+        outcome=(record.status or "running").lower() if result is None else result.outcome,
+        time_to_accuracy_s=time_s,
+        throughput_samples_per_s=rate,
+        load=lambda: recorded,
+    )
 
 
 def _names(name: str, params: Mapping[str, str], tags: Mapping[str, str]) -> tuple[str, ...]:
-    """Return MLflow's name of a run, its recipe's, and in a sweep what it is called on the console: `small-depth=4`."""
     return tuple(dict.fromkeys((name, params.get("name", ""), tags.get("called", ""))))
 
 

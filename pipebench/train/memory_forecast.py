@@ -1,7 +1,8 @@
 """Predicted memory of a job over time on the simulator's clock, with advice if it is too much.
 
 The clock is the simulator's for every engine; of a segment between two drains only fill, a few periods and drain are
-simulated, which have the peaks of the whole.
+simulated, which have the peaks of the whole. Of a run whose segments are so short that the optimizer's state, which the
+first update makes, meets no full pipeline in the first of them, a later one is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,7 @@ class MemoryForecast:
 
     def __init__(self, job: Job, num_minibatches: int) -> None:
         self._job, self._num_minibatches = job, num_minibatches
-        self._meter = _Variant.of(job).meter(job)
+        self._meter = _Variant.of(job).meter(job, num_minibatches)
         self._occupancy = OccupancyMeter(job.setup.pipeline)
 
     @staticmethod
@@ -150,15 +151,17 @@ class _Variant:
         """Return a job unchanged."""
         return _Variant(job.setup.plan, job.setup.pipeline, job.setup.costs)
 
-    def meter(self, job: Job) -> MemoryMeter:
-        """Return the memory meter."""
+    def meter(self, job: Job, num_minibatches: int) -> MemoryMeter:
+        """Return the memory meter of a segment."""
         inputs = input_bytes(job.setup.graph, job.setup.dataset, job.profile.by_size)
         memories = stage_memories(job.profile, self.plan, self.pipeline, inputs)
-        return MemoryMeter(self.pipeline, memories, self.costs, job.cluster.memory_bytes)
+        total = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
+        trained = num_minibatches < min(total, _until_full_with_state(self.pipeline))
+        return MemoryMeter(self.pipeline, memories, self.costs, job.cluster.memory_bytes, trained=trained)
 
     def memory(self, job: Job, num_minibatches: int) -> MemoryTimeline:
         """Return workers' memory over a simulated segment."""
-        meter = self.meter(job)
+        meter = self.meter(job, num_minibatches)
         changed = replace(job.setup, plan=self.plan, pipeline=self.pipeline, costs=self.costs)
         simulate_segment(changed, num_minibatches, Meter(self.pipeline, meter))
         return meter.timeline()
@@ -178,6 +181,11 @@ class _Variant:
     def at_depth(self, depth: int) -> "_Variant":
         """Return the same with another depth."""
         return replace(self, plan=replace(self.plan, depth=depth), pipeline=replace(self.pipeline, depth=depth))
+
+
+def _until_full_with_state(pipeline: Pipeline) -> int:
+    """Return how many minibatches of a segment surely fill every stage again after its first update."""
+    return 2 * max(map(pipeline.round_size, range(pipeline.num_stages))) + pipeline.depth * pipeline.replicas[0]
 
 
 def what_would_help(job: Job) -> str:

@@ -91,6 +91,21 @@ def test_memory_foretold_is_what_a_run_comes_to(reference: str, overrides: list[
         assert predicted.memory_bytes - buffers == pytest.approx(peaks[index], rel=0.05)
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_short_segments_have_the_optimizer_s_state_beside_their_activations(epochs: int) -> None:
+    """A run of one update per epoch has no state in its first, and all of it while later ones run forward."""
+    words = ("parallelism.recompute=false", "model.width=0.5", "dataset.num_train=32")
+    given = prepared("quickstart/gpipe", *words, f"train.max_epochs={epochs}")
+    engine = make_engine(given.setup)
+    for epoch in range(epochs):
+        engine.train(epoch, epoch + 1)
+    peaks = MemoryForecast.over(given).memory.peaks
+    states = [peak.by_kind.get("optimizer state", 0) for peak in peaks]
+    assert max(peak.num_bytes for peak in peaks) == pytest.approx(max(engine.peak_bytes), rel=0.02)
+    assert [peak.num_bytes for peak in peaks] == pytest.approx(engine.peak_bytes, rel=0.06)
+    assert min(states) > 0 or epochs == 1
+
+
 @pytest.mark.parametrize("servers", [1, 2])
 def test_the_first_worker_has_room_for_the_gradients_that_all_others_push_at_once(servers: int) -> None:
     given = prepared("quickstart/dp", "parallelism.mode=dp-asp", "parallelism.plan=auto", f"cluster.servers={servers}")

@@ -65,7 +65,7 @@ def test_a_run_is_recorded_as_far_as_it_came(
     assert "Traceback" not in done.output
     has_result = moment != "before the run has a result"
     assert statuses() == {"gpipe straight, seed 0": "FINISHED" if has_result else "KILLED"}
-    (recorded,) = RecordedRuns().known()
+    (recorded,) = RecordedRuns().past()
     loaded = recorded.load()
     assert (loaded is not None) == has_result
     assert loaded is None or (loaded.result.name, loaded.result.outcome) == ("small", "completed")

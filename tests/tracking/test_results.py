@@ -71,7 +71,7 @@ def test_the_list_of_runs_has_the_time_and_the_throughput_of_either_clock(tracki
     """MLflow has them under other names of runs on the wall clock."""
     metrics = {**RESULT.metrics, "throughput_samples_per_s": 20.0}
     run = recorded(tracking, f"on-{clock}", replace(RESULT, clock=clock, metrics=metrics), kind="run")
-    (listed,) = (past for past in RecordedRuns().past() if past.run_id == run.run_id)
+    (listed,) = (past for past in RecordedRuns().past() if past.ids == (run.run_id,))
     assert (listed.time_to_accuracy_s, listed.throughput_samples_per_s) == (4.5, 20.0)
 
 

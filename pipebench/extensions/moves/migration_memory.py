@@ -82,7 +82,7 @@ class SegmentBytes:
         self._held = [HeldBytes() for _ in self._holdings]
         self._size_of = size_of
         for held, holding in zip(self._held, self._holdings, strict=True):
-            _all(held.noted([*holding.before(), *(change for change in holding.come() if change.kind == STATE)]))
+            _all(held.noted(holding.before()))
 
     def event(self, event: TimelineEvent) -> int:
         """Process an event; return its worker's peak bytes within it."""
