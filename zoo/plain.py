@@ -30,6 +30,7 @@ _INPUT, _TARGET = "input", "target"
 _SPLITS = ("train", "eval")
 _LABELS = ("label", "labels", "target", "targets", "y")
 _KEPT_TARGETS = 32  # minibatches between the fetch of an input and that of its target, in a process that does both
+_IGNORED = -100  # torch's label for none
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's step, which sets neighbouring samples far apart
 
 Measure = Callable[[Any, Any], Any]
@@ -290,8 +291,15 @@ def _beside_loss(output: Any) -> Any:
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return every sample's cross-entropy; output: [samples, classes, ...], target: class numbers or probabilities."""
-    return _per_sample(nn.functional.cross_entropy(output, target, reduction="none"))
+    """Return every sample's cross-entropy; output: [samples, classes, ...], target: class numbers or probabilities.
+
+    Of several labels it is the mean over those that aren't -100, which torch ignores; 0 of a sample without others.
+    """
+    values = nn.functional.cross_entropy(output, target, reduction="none")
+    if target.is_floating_point():
+        return _per_sample(values)
+    counts = (target != _IGNORED).reshape(target.shape[0], -1).sum(1)
+    return values.reshape(target.shape[0], -1).sum(1) / counts.clamp(min=1)
 
 
 def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ _FREE = (
 )
 # Schedules whose rate depends on when training would end; for the others the number of epochs is only patience.
 _ENDING_SCHEDULES = ("cosine", "polynomial")
-_COUNTING = ("cluster.name", "cluster.servers", "cluster.count", "parallelism.plan")  # keys that say how many workers
+_COUNTING = ("cluster.name", "cluster.servers", "cluster.count", "parallelism.plan")  # keys that say how many devices
 _Format = Callable[[float], str]
 
 
@@ -61,9 +61,10 @@ class ComparedRun:
         return self.runs[0].varied
 
     @property
-    def num_workers(self) -> float | None:
-        """Workers of the row's runs, None if not recorded."""
-        return _median(_values(self.runs, "num_workers"))
+    def num_devices(self) -> float | None:
+        """Devices of the row's runs, None if not recorded: its workers', which may be sliced over several each."""
+        workers = _median(_values(self.runs, "num_workers"))
+        return None if workers is None else workers * int(self.runs[0].recipe.get("parallelism.tensor", 1))
 
     @property
     def setting(self) -> Mapping[str, str]:
@@ -131,7 +132,7 @@ class ComparisonRow:
     comm_bytes_per_sample: float | None
     peak_memory_bytes_max: float | None
     bubble_fraction: float | None
-    num_workers: float | None  # this and the next two in a sweep over the number of workers
+    num_devices: float | None  # this and the next two in a sweep over the number of devices
     speed_up: float | None
     efficiency: float | None
     ranges: Mapping[str, tuple[float, float]]  # smallest and largest value of metrics in which its runs differ
@@ -170,7 +171,7 @@ _COLUMNS: tuple[tuple[str, str, _Format], ...] = (
     ("bytes per sample", "comm_bytes_per_sample", num_bytes),
     ("memory", "peak_memory_bytes_max", num_bytes),
     ("bubble", "bubble_fraction", percent),
-    ("workers", "num_workers", _count),
+    ("devices", "num_devices", _count),
     ("speed-up", "speed_up", ratio),
     ("efficiency", "efficiency", percent),
 )
@@ -211,7 +212,7 @@ def _rows_of(results: Sequence[RunResult], entries: Sequence[ComparedRun]) -> tu
     for entry in entries:
         first, values = entry.runs[0], {metric: _values(_counted(entry, metric), metric) for metric in _METRICS}
         base = baseline(entry, entries)
-        scaled = (entry.num_workers, *scaling(entry, entries)) if scales else (None, None, None)
+        scaled = (entry.num_devices, *scaling(entry, entries)) if scales else (None, None, None)
         found.append(
             ComparisonRow(
                 names[entry.name], first.mode, first.plan, _is_dp(first),
@@ -220,7 +221,7 @@ def _rows_of(results: Sequence[RunResult], entries: Sequence[ComparedRun]) -> tu
                 len(entry.reached), sum(run.outcome != COMPLETED for run in entry.runs),
                 vs_dp=speed_up(entry, base) if has_target else epoch_speed_up(entry, base),
                 **{metric: _median(each) for metric, each in values.items()},
-                **dict(zip(("num_workers", "speed_up", "efficiency"), scaled, strict=True)),
+                **dict(zip(("num_devices", "speed_up", "efficiency"), scaled, strict=True)),
                 ranges={metric: (min(each), max(each)) for metric, each in values.items() if len({*each}) > 1},
             )
         )  # fmt: skip
@@ -230,8 +231,8 @@ def _rows_of(results: Sequence[RunResult], entries: Sequence[ComparedRun]) -> tu
 def headings(results: Sequence[RunResult]) -> tuple[str, ...]:
     """Return the headings of `rows`, without columns of which nothing is known.
 
-    Several seeds add a column of how many reached the target; a sweep over the number of workers adds that number, the
-    speed-up of epochs over the first number, and the efficiency per worker.
+    Several seeds add a column of how many reached the target; a sweep over the number of devices adds that number, the
+    speed-up of epochs over the first number, and the efficiency per device.
     """
     counted = (REACHED_HEADING,) if has_seeds(results) else ()
     return ("run", "plan", *counted, *(heading for heading, _, _ in _columns(results)))
@@ -338,28 +339,29 @@ def _speed_ups(entry: ComparedRun, base: ComparedRun | None) -> dict[str, float]
 
 
 def smallest(entry: ComparedRun, others: Iterable[ComparedRun]) -> ComparedRun:
-    """Return the baseline of a row's scaling: of its sweep, with the first row's number of workers.
+    """Return the baseline of a row's scaling: of its sweep, with the first row's number of devices.
 
     Of several it is the one that agrees with the row in most varied values.
     """
     own = [other for other in others if other.recipe_name == entry.recipe_name]
-    fitting = [other for other in own if other.num_workers == own[0].num_workers]
+    fitting = [other for other in own if other.num_devices == own[0].num_devices]
     return max(fitting, key=lambda other: sum(entry.varied.get(key) == value for key, value in other.varied.items()))
 
 
 def scaling(entry: ComparedRun, others: Iterable[ComparedRun]) -> tuple[float | None, float | None]:
-    """Return a row's speed-up of epochs over `smallest`, and that over the ratio of workers."""
+    """Return a row's speed-up of epochs over `smallest`, and that over the ratio of devices."""
     first = smallest(entry, others)
-    faster, wider = epoch_speed_up(entry, first), _divided(entry.num_workers, first.num_workers)
+    faster, wider = epoch_speed_up(entry, first), _divided(entry.num_devices, first.num_devices)
     return faster, _divided(faster, wider)
 
 
 def _scales(results: Sequence[RunResult]) -> bool:
-    """Return whether a sweep varies the number of workers; one that only leaves some idle doesn't."""
+    """Return whether a sweep varies the number of devices; one that only leaves some idle doesn't."""
     numbers: dict[str, set[float]] = {}
     for result in results:
-        if "num_workers" in result.metrics and any(key in result.varied for key in _COUNTING):
-            numbers.setdefault(result.recipe.get("name", result.name), set()).add(result.metrics["num_workers"])
+        entry = ComparedRun(result.name, (result,))
+        if entry.num_devices is not None and any(key in result.varied for key in _COUNTING):
+            numbers.setdefault(entry.recipe_name, set()).add(entry.num_devices)
     return any(len(each) > 1 for each in numbers.values())
 
 

@@ -142,7 +142,7 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0, *, shard
         backward = {n: sum(at[i].backward_s for i in indices) + again_s[n] for n, at in by_size.items()}
         weight = {n: sum(at[i].weight_s for i in indices) for n, at in by_size.items()}
         load = {n: load_s.get(n, 0.0) * share if index in loading else 0.0 for n in by_size}
-        buckets = _buckets(rows, range(stage.start, stage.stop), again, apart)
+        buckets = _buckets(rows, indices, again, apart)
         tied_bytes = _num_bytes(rows[stage.start : stage.stop], apart)
         num_bytes = sum(bucket.num_bytes for bucket in buckets) + tied_bytes
         stepped = num_bytes / stage.replicas if sharded else num_bytes
@@ -205,9 +205,11 @@ def as_values(sizes: Sequence[int]) -> float:
 
 
 def _buckets(
-    rows: tuple[LayerProfile, ...], indices: range, again: Container[int], apart: Container[str]
+    rows: tuple[LayerProfile, ...], indices: Sequence[int], again: Container[int], apart: Container[str]
 ) -> tuple[SimulatedBucket, ...]:
     """Group a stage's parameters but those `apart`, in the order in which its backward reaches them, last layer first.
+
+    `indices` are of its layers, the loss included.
 
     A run of recomputed layers repeats its forwards before its first backward.
     """

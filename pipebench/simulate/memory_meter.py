@@ -110,8 +110,8 @@ class MemoryMeter:
     """Adds up what workers allocate and free.
 
     `memories` are of a replica, per stage, and `holdings` per worker, its stages'; without them replicas have
-    `memories`, and the optimizer's state from the start if they are `trained` already. `costs` has sizes of messages; `limit_bytes` is of a device, None for no limit; `start_s` is the run's
-    clock at the start.
+    `memories`, and the optimizer's state from the start if they are `trained` already. `costs` has sizes of messages;
+    `limit_bytes` is of a device, None for no limit; `start_s` is the run's clock at the start.
     """
 
     # Kinds of transfers whose bytes are at their sender until they have arrived

@@ -1,5 +1,8 @@
 """The simulated engine's result: an epoch's time, bytes and bubble from durations alone, without accuracy."""
 
+import math
+from collections import Counter
+
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
 from pipebench.planner.planner import Planner
@@ -40,14 +43,17 @@ def shares(job: Job, totals: SegmentTotals) -> list[dict[str, float]]:
     sampler, pipeline, costs = setup.sampler, setup.pipeline, setup.costs
     if sampler.varies:
         return [{} for _ in costs.stages]
-    size = costs.most_samples
-    units = sampler.num_samples / size
+    last = sampler.minibatches_per_epoch - 1  # which may be short
+    units = Counter(sampler.sizes(last, pipeline.microbatches))
+    for size, count in Counter(sampler.sizes(0, pipeline.microbatches)).items():
+        units[size] += last * count
     found = []
     for stage, each in enumerate(costs.stages):
         replicas = pipeline.replicas[stage]
-        updates = sampler.num_samples / (pipeline.round_size(stage) * sampler.minibatch_size)
-        again_s = each.again_s.get(size, 0.0) * units / replicas
-        busy_s = (each.forward_s[size] + each.backward_s[size]) * units / replicas + each.update_s * updates
+        updates = math.ceil((last + 1) / pipeline.round_size(stage))
+        again_s = sum(each.again_s[size] * count for size, count in units.items()) / replicas
+        passes_s = sum((each.forward_s[size] + each.backward_s[size]) * count for size, count in units.items())
+        busy_s = passes_s / replicas + each.update_s * updates
         found.append(
             {"effective_fraction": (busy_s - again_s) / totals.end_s, "recompute_fraction": again_s / totals.end_s}
         )
@@ -101,7 +107,7 @@ def totalled(setup: Setup, samples: int, totals: SegmentTotals) -> dict[str, flo
             totals.busy_s, totals.stall_s, num_workers, totals.end_s,
             again_s=totals.again_s, swap_stall_s=totals.swap_stall_s if setup.pipeline.swaps else None,
         ),
-        **pcie_fractions(setup.cluster, totals.num_bytes, num_workers, totals.end_s),
+        **pcie_fractions(setup.cluster, num_bytes, num_workers * setup.costs.slices, totals.end_s),
     }  # fmt: skip
 
 

@@ -15,21 +15,23 @@ from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
+from pipebench.train.simulated import simulate_epoch
 
 RECIPE = {
     "name": "sliced",
     "model": {"name": "gpt2", "num_layers": 2, "width": 16, "num_heads": 4, "vocabulary": 10_000, "max_tokens": 16},
     "dataset": {"name": "king_james", "bptt": 16, "train_tokens": 20_000, "eval_tokens": 1_000},
-    "cluster": {"name": "cluster-b", "servers": 1},
     "engine": {"kind": "virtual"},
 }
 SGD = {"lr": 0.5, "momentum": 0.9}
 
 
-def ready(tensor: int, parallelism: dict[str, Any], workers: int = 2, **train: Any) -> tuple[Job, VirtualEngine]:
+def ready(
+    tensor: int, parallelism: dict[str, Any], workers: int = 2, on: str = "cluster-b", **train: Any
+) -> tuple[Job, VirtualEngine]:
     """Return a job of so many workers and its engine."""
     trained = {"minibatch_size": 4, "streams": 4, "optimizer": SGD, "max_epochs": 1, **train}
-    cluster = {**RECIPE["cluster"], "count": workers * tensor}  # type: ignore[dict-item]
+    cluster = {"name": on, "servers": 1, "count": workers * tensor}
     given = {**RECIPE, "train": trained, "cluster": cluster, "parallelism": {**parallelism, "tensor": tensor}}
     (loaded,) = load_mapping(given)
     job = prepare(loaded.recipe, loaded.cluster)
@@ -123,6 +125,17 @@ def test_a_segment_takes_what_its_simulation_does() -> None:
     job, engine = ready(4, {"mode": "pipedream", "plan": "1-1"})
     engine.train(0, 12)
     assert engine.clock_s == pytest.approx(simulate_segment(job.setup, 12).end_s)
+
+
+@pytest.mark.parametrize("parallelism", [{"mode": "dp"}, {"mode": "pipedream-flush", "plan": "1-1"}])
+def test_what_slices_send_goes_over_pcie_too(parallelism: dict[str, Any]) -> None:
+    job, engine = ready(2, parallelism, on="cluster-a")
+    engine.train(0, job.setup.sampler.minibatches_per_epoch)
+    sent = sum(count for kind, _, count in engine.facts()["num_bytes"] if kind != "evaluation")
+    could = 2 * 2 * engine.clock_s * 15.76e9
+    simulated, _ = simulate_epoch(job)
+    for found in (engine.measured(engine.clock_s).metrics, simulated.metrics):
+        assert found["pcie_out_fraction"] == pytest.approx(sent / could, rel=1e-4)
 
 
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])

@@ -222,12 +222,22 @@ def test_runs_of_a_sweep_stand_together_whatever_varies() -> None:
 
 def test_a_sweep_over_workers_says_how_it_scales() -> None:
     results = [swept(1, 4, 8.0), swept(2, 8, 5.0), swept(4, 16, 4.0), swept(1, 4, 4.0, "pipedream")]
-    assert headings(results)[-3:] == ("workers", "speed-up", "efficiency")
+    assert headings(results)[-3:] == ("devices", "speed-up", "efficiency")
     assert [row[-3:] for row in rows(results, groups(results)[0])] == [
         ("4", "1.00x", "100.0%"),
         ("8", "1.60x", "80.0%"),
         ("16", "2.00x", "50.0%"),
         ("4", "1.00x", "100.0%"),
+    ]
+
+
+def test_slices_count_as_devices() -> None:
+    """8 workers on a device each, then 4 on four each."""
+    tensor = "parallelism.tensor"
+    results = [swept(1, 8, 8.0, **{tensor: "1"}), swept(2, 4, 10.0, **{tensor: "4"})]
+    assert [row[-3:] for row in rows(results, groups(results)[0])] == [
+        ("8", "1.00x", "100.0%"),
+        ("16", "0.80x", "40.0%"),
     ]
 
 

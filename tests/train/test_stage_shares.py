@@ -12,6 +12,10 @@ CASES = [
     ("uniform/gpipe", ("parallelism.order=1f1b", "parallelism.microbatches=4", "parallelism.recompute=true")),
     ("uniform/pipedream", ("parallelism.plan=2-1-1", "parallelism.recompute=true")),
     ("uniform/pipedream-flush", ("parallelism.recompute=true",)),
+    # Of a short epoch: five minibatches, the last with half of the samples, which are two rounds of four.
+    ("quickstart/dp", ("dataset.num_train=144",)),
+    ("quickstart/gpipe", ("dataset.num_train=144", "parallelism.recompute=true")),
+    ("modes/interleaved", ("dataset.num_train=144",)),
 ]
 
 

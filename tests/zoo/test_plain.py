@@ -119,6 +119,15 @@ def test_losses_are_those_of_torch(name: str) -> None:
     torch.testing.assert_close(other.loss(output, targets), data.loss(output, targets))
 
 
+def test_labels_that_torch_ignores_do_not_count() -> None:
+    output = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor([[0, 1, 2, 3, 4, 0], [1, -100, 2, -100, 3, 3], [-100] * 6, [4, -100, -100, -100, -100, -100]])
+    found = LOSSES["cross_entropy"](output, labels)
+    expected = [nn.functional.cross_entropy(output[i : i + 1], labels[i : i + 1]) for i in (0, 1, 3)]
+    assert found[[0, 1, 3]].tolist() == pytest.approx([float(each) for each in expected])
+    assert found[2] == 0.0
+
+
 def test_metrics_are_means_however_they_are_given() -> None:
     right: list[Callable[..., Any]] = [
         lambda output, target: (output.argmax(1) == target).float().mean(),
