@@ -23,13 +23,18 @@ class Accumulation:
         # Sums in the order of the parameters; None without a gradient
         self.gradients: list[torch.Tensor | None] = [None] * num_parameters
         self._num_parameters = num_parameters
+        self._passed_on_bytes = 0  # of the round, until the sums over the replicas are there
         self.apart: frozenset[int] = frozenset()  # positions of parameters whose sums nobody takes
         self._hooks: WeakKeyDictionary[Version, _GradientHooks] = WeakKeyDictionary()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the sums."""
-        return sum(g.nbytes for g in self.gradients if g is not None)
+        """Bytes of the sums, those included that were passed on to be summed over the replicas."""
+        return self._passed_on_bytes + sum(g.nbytes for g in self.gradients if g is not None)
+
+    def take_sums(self, gradients: list[torch.Tensor | None]) -> None:
+        """Take the sums over the replicas in place of the own ones."""
+        self.gradients, self._passed_on_bytes = gradients, 0
 
     def clear(self) -> None:
         """Drop the sums."""
@@ -48,14 +53,18 @@ class Accumulation:
         hooks = self._hooks.get(version)
         if hooks is None and on_gradient is not None:
             hooks = self._hooks[version] = _GradientHooks(version, self.apart)
-        if hooks is not None:
-            hooks.on_gradient = on_gradient
+        if hooks is not None and on_gradient is not None:
+            hooks.on_gradient = partial(self._pass_on, on_gradient)
         yield
         if hooks is not None:
             hooks.on_gradient = None
         self.gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
+
+    def _pass_on(self, on_gradient: OnGradient, index: int, gradient: torch.Tensor) -> None:
+        self._passed_on_bytes += gradient.nbytes
+        on_gradient(index, gradient)
 
 
 class _GradientHooks:

@@ -304,6 +304,10 @@ class Replica:
     def gradients(self, found: list[torch.Tensor | None]) -> None:
         self._accumulation.gradients = found
 
+    def take_sums(self, gradients: list[torch.Tensor | None]) -> None:
+        """Take the sums over the replicas in place of the accumulated gradients."""
+        self._accumulation.take_sums(gradients)
+
     def keep_apart(self, positions: Iterable[int]) -> None:
         """Leave parameters out of the sums over replicas: those of a tie, summed over the copies of all its stages."""
         self._accumulation.apart |= frozenset(positions)

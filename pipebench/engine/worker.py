@@ -254,7 +254,7 @@ class Worker(WorkerReplicas):
         summed = collectives.wait(it.stage, self.replica_index[it.stage], it.number)
         for position in replica.apart:
             summed[position] = replica.gradients[position]
-        replica.gradients = summed
+        replica.take_sums(summed)
 
     def _wait_scatter(self, it: Instruction, transport: Transport, collectives: Collectives) -> None:
         self._wait_all_reduce(it, transport, collectives)

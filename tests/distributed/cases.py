@@ -185,6 +185,7 @@ class Outcome:
     versions: list[int]
     done: list[int]  # minibatches of every segment
     pushes: list[Pushes] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)  # most bytes held, per worker
 
 
 def distributed(world: World, case: Case) -> Outcome:
@@ -233,9 +234,10 @@ def in_processes(
     replicas = engine.worker.replicas.values()
     tensors = [{name: tensor.detach().cpu().clone() for name, tensor in r.tensors().items()} for r in replicas]
     bytes_sent, versions = dict(engine.num_bytes), [engine.worker.versions_max]
+    peaks = [engine.worker.peak_bytes]
     pushes = [Pushes(**segment) for segment in engine.facts()["pushes"]]
     engine.close()
-    return Outcome(engine.worker.index, tensors, losses, scores, bytes_sent, versions, done, pushes)
+    return Outcome(engine.worker.index, tensors, losses, scores, bytes_sent, versions, done, pushes, peaks)
 
 
 def whole(engine: VirtualEngine | DistributedEngine) -> None:
@@ -287,8 +289,9 @@ def on_virtual_engine(
         {name: tensor.detach().cpu() for name, tensor in replica.tensors().items()} for replica in engine.replicas
     ]
     versions = [worker.versions_max for worker in engine.workers]
+    peaks = engine.peak_bytes
     pushes = [Pushes(**segment) for segment in engine.facts()["pushes"]]
-    return Outcome(0, tensors, losses, scores, dict(engine.num_bytes), versions, list(segments), pushes)
+    return Outcome(0, tensors, losses, scores, dict(engine.num_bytes), versions, list(segments), pushes, peaks)
 
 
 def compare(found: Sequence[Outcome], expected: Outcome, tolerance: float) -> None:
