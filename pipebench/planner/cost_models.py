@@ -11,9 +11,10 @@
 - `overlap`, the default, approximates this package's simulator: a replica's round (one minibatch per replica) takes
   forward, backward, update and the minibatch's transfers to the stage and back, since NOAM leaves no other minibatch
   to compute meanwhile; gradients are summed in a ring during the backward, the last bucket after it; the port shared by
-  activations, gradients and the ring, or loading, may be the bottleneck. Includes latencies, host copies, efficiencies
-  and limits of levels. Differs from the simulator: gradients from the middle of a stage are in time, and transfers do
-  not queue. Plans found with these terms are then judged as a whole by `loops.py`.
+  activations, gradients and the ring, or loading, may be the bottleneck. Where an update takes several rounds, each has
+  a share of its sum and its step. Includes latencies, host copies, efficiencies and limits of levels. Differs from the
+  simulator: gradients from the middle of a stage are in time, and transfers do not queue. Plans found with these terms
+  are then judged as a whole by `loops.py`.
 
 Every time is a maximum of terms (base + sync (m-1)/m) / m + tail (m-1)/m, so the least m for a given time has a closed
 form, and planning for 16,384 workers costs as much as for 16.
@@ -109,6 +110,7 @@ class UnitWork:
     update_s_per_byte: float = 0.0  # optimizer seconds per byte of parameters
     update_floor_s: float = 0.0  # least seconds of an update
     load_s: float = 0.0  # seconds to load one unit's inputs
+    rounds: int = 1  # units of every replica per update, in which gradients are summed once
 
 
 @dataclass(frozen=True)
@@ -332,17 +334,20 @@ class _Overlap(CostModel):
         return (Term(load_s),) if load_s.any() else ()
 
     def _without_sum_s(self, grid: StageGrid) -> Floats:
-        """Return the part of a round before gradients exist."""
-        return grid.sums(grid.work.states.forward_s) + self._update_s(grid)
+        """Return the part of a round in which no gradients are summed: before they exist, or in a later one."""
+        first_s = grid.sums(grid.work.states.forward_s)
+        if grid.work.rounds == 1:
+            return first_s + self._update_s(grid)
+        return (first_s + (grid.work.rounds - 1) * grid.compute_s) / grid.work.rounds + self._update_s(grid)
 
     def _ports(self, grid: StageGrid, level: Level, meanwhile_s: Floats | float) -> tuple[Term, ...]:
         """Return the shared port's time, and the ring's at its own rate.
 
         A single term if the ring may use the whole port.
         """
-        weights = grid.weights
+        weights = grid.weights / grid.work.rounds
         carried = np.maximum(*self._port_bytes(grid)) / level.goodput_bytes_per_s
-        latency_s = np.where(weights > 0, 2 * level.latency_s, 0.0)
+        latency_s = np.where(weights > 0, 2 * level.latency_s / grid.work.rounds, 0.0)
         meanwhile = np.asarray(meanwhile_s, dtype=float)
         if level.sum_bytes_per_s == level.goodput_bytes_per_s:
             return (Term(np.maximum(meanwhile, carried), weights * (2 / level.goodput_bytes_per_s), latency_s),)
@@ -353,22 +358,24 @@ class _Overlap(CostModel):
         states, rate = grid.work.states, level.sum_bytes_per_s
         weights = grid.weights
         late = np.minimum(weights, np.maximum(states.next_bytes[grid.starts, None], LAST_BUCKET_BYTES))
-        compute_s = grid.compute_s + self._update_s(grid)
-        return Term(compute_s, late * (2 / rate), np.where(weights > 0, 2 * level.latency_s, 0.0))
+        compute_s, latency_s = grid.compute_s + self._update_s(grid), 2 * level.latency_s / grid.work.rounds
+        return Term(compute_s, late * (2 / rate / grid.work.rounds), np.where(weights > 0, latency_s, 0.0))
 
     def _update_s(self, grid: StageGrid) -> Floats:
         if not (grid.work.update_s_per_byte or grid.work.update_floor_s):
             return np.zeros((1, 1))
         weights = grid.weights
-        return grid.work.update_floor_s * (weights > 0) + grid.work.update_s_per_byte * weights
+        return (grid.work.update_floor_s * (weights > 0) + grid.work.update_s_per_byte * weights) / grid.work.rounds
 
     def parts(self, work: UnitWork, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
         states = work.states
         weights, copied = states.weights(start, stop), states.copies(start, stop)
-        compute = states.forward_s + states.backward_s + work.update_s_per_byte * states.parameter_bytes
-        update_s = work.update_floor_s * (weights > 0) + work.update_s_per_byte * copied
+        per_byte_s, floor_s = work.update_s_per_byte / work.rounds, work.update_floor_s / work.rounds
+        compute = states.forward_s + states.backward_s + per_byte_s * states.parameter_bytes
+        update_s = floor_s * (weights > 0) + per_byte_s * copied
         compute_s = compute[stop] - compute[start] + update_s
-        sync_s = 2 * (m - 1) / m * weights / level.sum_bytes_per_s + 2 * (m - 1) * level.latency_s * (weights > 0)
+        sum_s = 2 * (m - 1) / m * weights / level.sum_bytes_per_s + 2 * (m - 1) * level.latency_s * (weights > 0)
+        sync_s = sum_s / work.rounds
         sent, received = self._port_bytes(StageGrid(work, np.array([start]), stop))
         return compute_s / m, sync_s / m, max(sent[0, 0], received[0, 0]) / level.goodput_bytes_per_s / m
 
@@ -390,7 +397,7 @@ class _Alone(_Overlap):
 
     def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
         del first, inner
-        around = grid.weights * (2 / level.sum_bytes_per_s)
+        around = grid.weights * (2 / level.sum_bytes_per_s / grid.work.rounds)
         rounds = (Term(grid.compute_s + self._update_s(grid)), Term(self._without_sum_s(grid), around))
         return StageTerms((*self._load(grid), *rounds))
 

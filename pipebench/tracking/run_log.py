@@ -31,7 +31,7 @@ from pipebench.typed_json import write
 __all__ = ["RunLog", "Tracking"]
 
 # How long the end of a run waits for a store that takes nothing. A local file may be in the making.
-_PATIENCE_LOCAL_S, _PATIENCE_SERVER_S, _PATIENCE_LOST_S = 60.0, 5.0, 0.2
+_PATIENCE_LOCAL_S, _PATIENCE_SERVER_S, _PATIENCE_LOST_S = 120.0, 5.0, 0.2
 _RETRY_AFTER_S = 30.0
 
 _log = logging.getLogger(__name__)

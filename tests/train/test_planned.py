@@ -48,6 +48,13 @@ def test_planned_is_what_the_slowest_stage_lets_through(tmp_path: Path, plan: st
     assert not is_all or planned == pytest.approx(32 / slowest_s, rel=1e-3)
 
 
+@pytest.mark.parametrize("count", [1, 4, 10])
+def test_an_update_of_several_rounds_shares_its_sum_and_its_step(tmp_path: Path, count: int) -> None:
+    words = (f"parallelism={{mode: dp, plan: '4', accumulate: {count}}}", "cluster.bandwidth=1 GB/s")
+    metrics = simulate_epoch(job_of(tmp_path, *words))[0].metrics
+    assert metrics[METRIC] == pytest.approx(metrics["throughput_samples_per_s"], rel=0.02)
+
+
 @pytest.mark.parametrize("mode", ["model", "gpipe"])
 def test_nothing_is_planned_of_pipelines_that_flush(tmp_path: Path, mode: str) -> None:
     result, _ = simulate_epoch(job_of(tmp_path, f"parallelism.mode={mode}"))
