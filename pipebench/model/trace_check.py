@@ -23,6 +23,9 @@ _SAMPLES = 2  # one alone would be refused by BatchNorm behind a global pool
 # Of the largest number in a tensor. The same operations in the same order: there mostly is no difference at all.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 _LOW_PRECISION = 5e-2
+# Of the largest gradient of the model: less may be a rounding of 0, as a bias before BatchNorm has it.
+_NOISE = 1e-3
+_GRADIENT = "gradient of "
 
 _Found = dict[str, torch.Tensor]  # by a name that can stand in a sentence
 
@@ -114,22 +117,30 @@ def _left_behind(model: nn.Module, output: Any, loss: Callable[[], torch.Tensor]
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         gradients = torch.autograd.grad(value, list(named.values()), allow_unused=True)
         pairs = zip(named, gradients, strict=True)
-        found |= {f"gradient of {name}": gradient for name, gradient in pairs if gradient is not None}
+        found |= {f"{_GRADIENT}{name}": gradient for name, gradient in pairs if gradient is not None}
     return found
 
 
 def _first_difference(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str | None:
+    gradients = [_largest(tensor) for name, tensor in expected.items() if name.startswith(_GRADIENT)]
+    least = _NOISE * max(gradients, default=0.0)
     for name in {**expected, **found}:
-        if name not in expected or name not in found or not _close(expected[name], found[name]):
+        at_least = least if name.startswith(_GRADIENT) else 0.0
+        if name not in expected or name not in found or not _close(expected[name], found[name], at_least):
             return name
     return None
 
 
-def _close(expected: torch.Tensor, found: torch.Tensor) -> bool:
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.double().abs().nan_to_num().max()) if tensor.numel() else 0.0
+
+
+def _close(expected: torch.Tensor, found: torch.Tensor, at_least: float) -> bool:
+    """Compare tensors up to a share of the largest number in one, or of `at_least`."""
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return False
     if not expected.is_floating_point():
         return torch.equal(expected, found)
     share = _TOLERANCES.get(expected.dtype, _LOW_PRECISION)
-    scale = float(expected.double().abs().nan_to_num().max()) if expected.numel() else 0.0
+    scale = max(at_least, _largest(expected))
     return torch.allclose(found.double(), expected.double(), rtol=share, atol=share * scale, equal_nan=True)

@@ -155,6 +155,27 @@ def test_what_tracing_lost_is_found(middle: Any, says: str) -> None:
         check_traced(graph, Blobs())
 
 
+class Normalised(nn.Module):
+    """The bias of the first layer has no gradient but for rounding, as BatchNorm subtracts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(x)
+        if not isinstance(x, torch.Tensor):  # as it is traced: rounded otherwise
+            hidden = hidden * 3.0 / 3.0
+        output: torch.Tensor = self.head(self.norm(hidden))
+        return output
+
+
+def test_gradients_that_are_only_rounding_may_differ() -> None:
+    for seed in range(8):
+        torch.default_generator.manual_seed(seed)
+        check_traced(trace(Normalised().double()), Blobs(), [4])
+
+
 def test_comparing_leaves_everything_as_it_was() -> None:
     model = Net(honest)
     before = {name: value.clone() for name, value in model.state_dict().items()}
