@@ -132,7 +132,9 @@ def _first_difference(expected: Mapping[str, torch.Tensor], found: Mapping[str, 
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.double().abs().nan_to_num().max()) if tensor.numel() else 0.0
+    """Return the largest finite number of a tensor, without its sign; 0 without any."""
+    finite = tensor[tensor.isfinite()]
+    return float(finite.double().abs().max()) if finite.numel() else 0.0
 
 
 def _close(expected: torch.Tensor, found: torch.Tensor, at_least: float) -> bool:

@@ -89,14 +89,11 @@ class ModeRequest:
             states = replace(states, activations=Activations(rows, self.memory_policies, pcie))
         load_s = profile.load_s.get(self.unit_size, 0.0)
         update_s_per_byte = profile.update_s_per_byte * self.weights.update_cost
-        return UnitWork(states, update_s_per_byte, profile.update_floor_s, load_s, self._rounds)
-
-    @property
-    def _rounds(self) -> int:
-        """Units of every replica per update. Of a pipeline that flushes, which has no steady state, 1."""
+        # Of pipelines that flush 1: they have no steady state. Where depth is open and decides, too.
+        rounds = self._units_per_flush if self.mode.shape == "one-stage" else 1
         if self.weights.accumulates:
-            return self._accumulate or self.mode.accumulate or 1
-        return self._units_per_flush if self.mode.shape == "one-stage" else 1
+            rounds = self._accumulate or self.mode.accumulate or self.request.depth or 1
+        return UnitWork(states, update_s_per_byte, profile.update_floor_s, load_s, rounds)
 
     @property
     def ties(self) -> bool:

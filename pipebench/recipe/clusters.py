@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import yaml
+
 from pipebench.cluster import ALL_REDUCES, CONNECTIONS, LOCAL, Cluster, Level
 from pipebench.errors import Fault, RecipeError, nearest
 from pipebench.recipe.catalog import display, find_cluster, summary
@@ -161,10 +163,11 @@ def _scalar(value: object) -> str:
     if not isinstance(value, str):
         return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else json.dumps(value)
     try:
-        is_plain = parse(f"[{value}]") == [value]
+        is_plain = parse(f"[{value}]") == [value] and parse(f"key: {value}") == {"key": value}
     except ValueError:
         is_plain = False
-    return value if is_plain else json.dumps(value, ensure_ascii=False)
+    quoted: str = yaml.safe_dump(value, default_style='"', allow_unicode=True, width=len(value) + 9)
+    return value if is_plain else quoted.strip()
 
 
 def sources(path: Path) -> str:

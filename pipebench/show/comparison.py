@@ -39,7 +39,8 @@ _FREE = (
 )
 # Schedules whose rate depends on when training would end; for the others the number of epochs is only patience.
 _ENDING_SCHEDULES = ("cosine", "polynomial")
-_COUNTING = ("cluster.name", "cluster.servers", "cluster.count", "parallelism.plan")  # keys that say how many devices
+# Keys that say how many devices.
+_COUNTING = ("cluster.name", "cluster.servers", "cluster.count", "parallelism.plan", "parallelism.tensor")
 _Format = Callable[[float], str]
 
 

@@ -110,8 +110,8 @@ class MemoryMeter:
     """Adds up what workers allocate and free.
 
     `memories` are of a replica, per stage, and `holdings` per worker, its stages'; without them replicas have
-    `memories`, and the optimizer's state from the start if they are `trained` already. `costs` has sizes of messages;
-    `limit_bytes` is of a device, None for no limit; `start_s` is the run's clock at the start.
+    `memories`. `costs` has sizes of messages; `limit_bytes` is of a device, None for no limit; `start_s` is the run's
+    clock at the start.
     """
 
     # Kinds of transfers whose bytes are at their sender until they have arrived
@@ -124,7 +124,6 @@ class MemoryMeter:
         costs: Costs,
         limit_bytes: int | None = None,
         *,
-        trained: bool = False,
         holdings: Sequence[Mapping[int, ReplicaBytes]] | None = None,
         start_s: float = 0.0,
     ) -> None:
@@ -133,7 +132,7 @@ class MemoryMeter:
         extensions = pipeline.hooks("memory").values()
         self._extensions: list[MemoryExtension] = [make(pipeline, memories) for make in extensions]
         self._holdings: Sequence[Mapping[int, ReplicaBytes]] = holdings or [
-            {stage: self._replica(worker, stage, memories[stage], trained) for stage in pipeline.stages_of(worker)}
+            {stage: self._replica(worker, stage, memories[stage]) for stage in pipeline.stages_of(worker)}
             for worker in workers
         ]
         self._size_of: Callable[[int], Size] = lambda unit: 0
@@ -154,6 +153,13 @@ class MemoryMeter:
             self._add(start_s, worker, WEIGHTS, 0, None)  # the only entry of a worker whose layers are all idle
             for holding in own.values():
                 self._note(worker, holding.before(), start_s, start_s, None)
+
+    def have_state(self) -> None:
+        """Have the optimizer's state from the start, as in all segments but a run's first, but in extensions' replicas."""
+        for worker, own in enumerate(self._holdings):
+            for holding in own.values():
+                if isinstance(holding, ReplicaMemory):
+                    self._note(worker, holding.make_state(), self._end_s, self._end_s, None)
 
     def begin(self, size_of: Callable[[int], Size]) -> None:
         """Start a segment, with nothing in flight; `size_of` gives a unit's size."""
@@ -218,10 +224,9 @@ class MemoryMeter:
             names, tuple(self._curves), peaks, tuple(self._host_peaks), self._limit_bytes, self._overflow, float(end_s)
         )
 
-    def _replica(self, worker: int, stage: int, memory: StageMemoryCosts, trained: bool) -> ReplicaBytes:
+    def _replica(self, worker: int, stage: int, memory: StageMemoryCosts) -> ReplicaBytes:
         found = (extension.replica(worker, stage) for extension in self._extensions)
-        replica = ReplicaMemory(memory)
-        return next((each for each in found if each is not None), None) or (replica.trained() if trained else replica)
+        return next((each for each in found if each is not None), None) or ReplicaMemory(memory)
 
     def _sent_bytes(self, it: Instruction) -> int:
         if it.op is Op.SEND_ACTIVATION:

@@ -190,7 +190,7 @@ class ReplicaMemory:
         memory, alive = self._memory, len(self._versions.alive)
         if self._gradients:  # they are turned into the type that the optimizer steps in
             yield self._gradients_are(memory.masters or memory.scattered, at_end=False)
-        yield from self._stepped()
+        yield from self.make_state()
         if memory.shares_moved and it.version <= it.number and self._moved is not None and not self._shared:
             self._shared = True
             yield Change(MOVED, memory.weights, False)
@@ -198,8 +198,8 @@ class ReplicaMemory:
         yield from self._of_versions(alive, at_end=False)
         yield self._gradients_are(0, at_end=True)
 
-    def _stepped(self) -> Iterator[Change]:
-        """The optimizer makes a step; its first makes its state."""
+    def make_state(self) -> Iterator[Change]:
+        """Have the optimizer's state, which its first step makes."""
         if not self._has_state:
             self._has_state = True
             yield Change(STATE, self._memory.state, False)

@@ -58,10 +58,11 @@ class PastRun:
         ids: MLflow's, and its folder's name; of a run that MLflow hasn't, its folder's name first.
         parent_id: MLflow's, of its comparison; None without one.
         kind: `run`, or `comparison`, `seeds` or `report`, which have runs.
-        names: MLflow's name, its recipe's, and in a sweep what it is called on the console: `small-depth=4`.
-        recipe: the recipe's name; "" of a comparison.
+        names: MLflow's name and, of a run, its recipe's, and in a sweep what it is called on the console:
+            `small-depth=4`.
+        recipe: the recipe's name; "" of a comparison of several.
         began_ms: milliseconds since the epoch; of a run that MLflow hasn't, when it last logged something.
-        outcome: `reached`, ...; of a comparison how many of each; without one MLflow's status.
+        outcome: `reached`, ...; of a comparison how many of each; without one the status.
         time_to_accuracy_s: seconds on the run's clock, None without a target reached.
         throughput_samples_per_s: None where unknown.
         load: returns the run with its result, None without one.
@@ -128,7 +129,7 @@ class RecordedRuns:
                 ids=(run.info.run_id,),
                 parent_id=tags.get(_PARENT),
                 kind=tags["kind"],
-                names=_names(run.info.run_name, params, tags),
+                names=_names(run.info.run_name, params, tags) if tags["kind"] == "run" else (run.info.run_name,),
                 recipe=params.get("name", ""),
                 began_ms=run.info.start_time,
                 outcome=tags.get("outcome", run.info.status.lower()),
@@ -207,9 +208,10 @@ def past_runs(folders: Iterable[Path]) -> list[PastRun]:
     """
     local = [run for folder in folders if (run := _past_of(folder)) is not None]
     aliases = {run_id: run.ids for run in local for run_id in run.ids}
-    stored = [replace(run, ids=aliases.get(run.ids[0], ())[::-1] or run.ids) for run in RecordedRuns().past()]
-    there = {run_id for run in stored for run_id in run.ids}
-    return sorted([*stored, *(run for run in local if run.ids[0] not in there)], key=lambda run: -run.began_ms)
+    past = RecordedRuns().past()
+    there = {run.ids[0] for run in past}
+    stored = [replace(run, ids=aliases.get(run.ids[0], ())[::-1] or run.ids) for run in past]
+    return sorted([*stored, *(run for run in local if not there & {*run.ids})], key=lambda run: -run.began_ms)
 
 
 def runs_of(reference: str, folders: Iterable[Path]) -> list[Recorded]:
@@ -272,11 +274,11 @@ def _past_of(folder: Path) -> PastRun | None:
     return PastRun(
         ids=tuple(filter(None, (name, mlflow_run_id(folder)))),
         parent_id=None,
-        kind="run",
+        kind=record.tags.get("kind", "run"),
         names=_names(record.name, record.params, record.tags),
         recipe=record.params.get("name", ""),
         began_ms=ended_ms,
-        outcome=(record.status or "running").lower() if result is None else result.outcome,
+        outcome=(record.status or "unfinished").lower() if result is None else result.outcome,
         time_to_accuracy_s=time_s,
         throughput_samples_per_s=rate,
         load=lambda: recorded,

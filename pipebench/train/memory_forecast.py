@@ -50,7 +50,8 @@ class MemoryForecast:
 
     def __init__(self, job: Job, num_minibatches: int) -> None:
         self._job, self._num_minibatches = job, num_minibatches
-        self._meter = _Variant.of(job).meter(job, num_minibatches)
+        variant = _Variant.of(job)
+        self._meter, self._is_later = variant.meter(job, num_minibatches), variant.is_later(job, num_minibatches)
         self._occupancy = OccupancyMeter(job.setup.pipeline)
 
     @staticmethod
@@ -101,8 +102,9 @@ class MemoryForecast:
         fitting = [*_what_would_fit(self._job, limit, self._num_minibatches)]
         help_ = ", or ".join([*_smaller_minibatches(self._job, self.memory.peaks, limit), "more stages"])
         advice = f"would fit: {', or '.join(fitting)}" if fitting else f"would help: {help_}"
+        when = "after the first update" if self._is_later else f"at {seconds(found.time_s)}"
         return (
-            f"out of memory at {seconds(found.time_s)}, {_cause(found)}: worker {found.worker} "
+            f"out of memory {when}, {_cause(found)}: worker {found.worker} "
             f"({self.memory.worker_names[found.worker]}) needs {num_bytes(found.num_bytes)} of the {num_bytes(limit)} "
             f"of {a_or_an(self._job.cluster.device)} ({named}{more}){later}; what {advice}"
         )
@@ -155,9 +157,15 @@ class _Variant:
         """Return the memory meter of a segment."""
         inputs = input_bytes(job.setup.graph, job.setup.dataset, job.profile.by_size)
         memories = stage_memories(job.profile, self.plan, self.pipeline, inputs)
+        meter = MemoryMeter(self.pipeline, memories, self.costs, job.cluster.memory_bytes)
+        if self.is_later(job, num_minibatches):
+            meter.have_state()
+        return meter
+
+    def is_later(self, job: Job, num_minibatches: int) -> bool:
+        """Return whether a segment stands for one after an update: short, and with another of its length behind it."""
         total = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
-        trained = num_minibatches < min(total, _until_full_with_state(self.pipeline))
-        return MemoryMeter(self.pipeline, memories, self.costs, job.cluster.memory_bytes, trained=trained)
+        return 2 * num_minibatches <= total and num_minibatches < _until_full_with_state(self.pipeline)
 
     def memory(self, job: Job, num_minibatches: int) -> MemoryTimeline:
         """Return workers' memory over a simulated segment."""

@@ -162,7 +162,7 @@ class Normalised(nn.Module):
         super().__init__()
         self.first, self.norm, self.head = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any) -> torch.Tensor:
         hidden: torch.Tensor = self.first(x)
         if not isinstance(x, torch.Tensor):  # as it is traced: rounded otherwise
             hidden = hidden * 3.0 / 3.0

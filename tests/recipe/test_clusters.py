@@ -86,7 +86,7 @@ def test_what_is_shown_of_a_cluster_is_a_file_of_the_same_cluster(write: Write, 
     assert as_text(again) == text
 
 
-@pytest.mark.parametrize("name", ["RTX A6000, 48 GB", "1080", "yes", "a: b", "H100 [SXM]"])
+@pytest.mark.parametrize("name", ["RTX A6000, 48 GB", "1080", "yes", "a: b", "H100 [SXM]", "-", "é"])
 def test_a_device_s_name_is_shown_as_it_is_read(write: Write, name: str) -> None:
     given = TINY.replace("value: V100", f"value: {json.dumps(name)}")
     again = write(as_text(write(given, "own.yaml")), "again.yaml")

@@ -49,7 +49,7 @@ class FirstReplicaMemory(PushingMemory):
     def applied(self, *, own: bool) -> Iterator[Change]:
         """Yield the changes of an update with the replica's own gradient or another's."""
         alive = len(self._versions.alive)
-        yield from self._stepped()
+        yield from self.make_state()
         self._versions.step(self._versions.newest + 1)
         if own:
             self._versions.hold()
