@@ -155,10 +155,10 @@ class MemoryMeter:
                 self._note(worker, holding.before(), start_s, start_s, None)
 
     def have_state(self) -> None:
-        """Have the optimizer's state from the start, as in all segments but a run's first, but in extensions' replicas."""
+        """Have the optimizer's state from the start, as in all segments but a run's first."""
         for worker, own in enumerate(self._holdings):
             for holding in own.values():
-                if isinstance(holding, ReplicaMemory):
+                if type(holding) is ReplicaMemory:  # extensions' own may make no steps
                     self._note(worker, holding.make_state(), self._end_s, self._end_s, None)
 
     def begin(self, size_of: Callable[[int], Size]) -> None:
