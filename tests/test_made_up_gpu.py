@@ -102,6 +102,9 @@ def test_every_kind_of_training_keeps_to_one_device(name: str) -> None:
     compare([found], expected, 1e-12)
 
 
+MOVE = {"at": {"minibatches": 12}, "cuts": ["features_11", "features_23", "features_35"]}
+
+
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_in_every_mode_keeps_to_one_device(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +118,9 @@ def test_a_run_in_every_mode_keeps_to_one_device(mode: str, tmp_path: Path, monk
 
 def run(mode: str, device: str) -> list[dict[str, float]]:
     """Return the metrics of two short epochs, the second from the state that the first left."""
+    moves = {"parallelism": {"vpipe": {"moves": [MOVE]}}} if mode == "pipedream-moved" else {}  # its own is later
     made = pipebench.run(
         f"modes/{mode}", on_progress=lambda _: None, model={"width": 0.0625}, dataset={"num_train": 256},
-        train={"max_epochs": 2, "target": None}, engine={"device": device, "kind": "virtual"},
+        train={"max_epochs": 2, "target": None}, engine={"device": device, "kind": "virtual"}, **moves,
     )  # fmt: skip
     return [dict(point.metrics) for point in made.result.points]

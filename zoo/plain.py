@@ -172,6 +172,7 @@ class DatasetPair(Dataset):
         if not set(fields) <= kept.keys():
             kept = _flat(self._collated(split, indices, draw))
             self._check_alike(split, indices, kept)
+            self._check_labels(split, indices, kept)
             if not set(fields) & set(self._targets):
                 self._kept[key] = {name: kept[name] for name in self._targets}
                 while len(self._kept) > _KEPT_TARGETS:
@@ -249,6 +250,16 @@ class DatasetPair(Dataset):
                     "train: plans and costs are for one size"
                 )
 
+    def _check_labels(self, split: str, indices: Sequence[int], given: Mapping[str, torch.Tensor]) -> None:
+        """Refuse labels that torch leaves out of a mean, where every label counts."""
+        for name in self._targets if self._loss is cross_entropy else ():
+            ignored = (given[name] == _IGNORED).flatten(1).any(1) if given[name].dim() > 1 else given[name] == _IGNORED
+            if ignored.any():
+                raise DataError(
+                    f"sample {indices[int(ignored.nonzero()[0])]} of {split} has a label {_IGNORED}, which torch "
+                    "ignores; loss: cross_entropy counts every label: give a loss of your own, or loss: model"
+                )
+
     def _check_each(self, split: str, indices: Sequence[int]) -> None:
         """Raise a DataError that names the sample whose shape or type isn't that of the first."""
         for index in indices if len(indices) > 1 else ():
@@ -291,15 +302,8 @@ def _beside_loss(output: Any) -> Any:
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return every sample's cross-entropy; output: [samples, classes, ...], target: class numbers or probabilities.
-
-    Of several labels it is the mean over those that aren't -100, which torch ignores; 0 of a sample without others.
-    """
-    values = nn.functional.cross_entropy(output, target, reduction="none")
-    if target.is_floating_point():
-        return _per_sample(values)
-    counts = (target != _IGNORED).reshape(target.shape[0], -1).sum(1)
-    return values.reshape(target.shape[0], -1).sum(1) / counts.clamp(min=1)
+    """Return every sample's cross-entropy; output: [samples, classes, ...], target: class numbers or probabilities."""
+    return _per_sample(nn.functional.cross_entropy(output, target, reduction="none"))
 
 
 def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -119,13 +119,15 @@ def test_losses_are_those_of_torch(name: str) -> None:
     torch.testing.assert_close(other.loss(output, targets), data.loss(output, targets))
 
 
-def test_labels_that_torch_ignores_do_not_count() -> None:
-    output = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(1))
-    labels = torch.tensor([[0, 1, 2, 3, 4, 0], [1, -100, 2, -100, 3, 3], [-100] * 6, [4, -100, -100, -100, -100, -100]])
-    found = LOSSES["cross_entropy"](output, labels)
-    expected = [nn.functional.cross_entropy(output[i : i + 1], labels[i : i + 1]) for i in (0, 1, 3)]
-    assert found[[0, 1, 3]].tolist() == pytest.approx([float(each) for each in expected])
-    assert found[2] == 0.0
+@pytest.mark.parametrize("shape", [(4,), (4, 6)])
+def test_labels_that_torch_ignores_are_refused(shape: tuple[int, ...]) -> None:
+    """It would divide by the others, whose number no minibatch knows before its targets are read."""
+    labels = torch.ones(shape, dtype=torch.long)
+    labels[2] = -100
+    data = TensorDataset(POINTS[:4], labels)
+    with pytest.raises(DataError, match="sample 2 of train has a label -100, which torch ignores; loss: cross_entropy"):
+        DatasetPair(data, data, LOSSES["cross_entropy"], {}).check()
+    DatasetPair(data, data, nn.functional.cross_entropy, {}).check()
 
 
 def test_metrics_are_means_however_they_are_given() -> None:
