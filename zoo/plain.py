@@ -253,7 +253,7 @@ class DatasetPair(Dataset):
     def _check_labels(self, split: str, indices: Sequence[int], given: Mapping[str, torch.Tensor]) -> None:
         """Refuse labels that torch leaves out of a mean, where every label counts."""
         for name in self._targets if self._loss is cross_entropy else ():
-            ignored = (given[name] == _IGNORED).flatten(1).any(1) if given[name].dim() > 1 else given[name] == _IGNORED
+            ignored = (given[name] == _IGNORED).reshape(len(indices), -1).any(1)
             if ignored.any():
                 raise DataError(
                     f"sample {indices[int(ignored.nonzero()[0])]} of {split} has a label {_IGNORED}, which torch "

@@ -129,7 +129,7 @@ class RecordedRuns:
                 ids=(run.info.run_id,),
                 parent_id=tags.get(_PARENT),
                 kind=tags["kind"],
-                names=_names(run.info.run_name, params, tags) if tags["kind"] == "run" else (run.info.run_name,),
+                names=_names(run.info.run_name, params, tags),
                 recipe=params.get("name", ""),
                 began_ms=run.info.start_time,
                 outcome=tags.get("outcome", run.info.status.lower()),
@@ -286,7 +286,9 @@ def _past_of(folder: Path) -> PastRun | None:
 
 
 def _names(name: str, params: Mapping[str, str], tags: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((name, params.get("name", ""), tags.get("called", ""))))
+    """Return what a run is called; a comparison, whose params may have its only recipe's name, by its own alone."""
+    others = (params.get("name"), tags.get("called")) if tags.get("kind", "run") == "run" else ()
+    return tuple(dict.fromkeys((name, *filter(None, others))))
 
 
 def _result(client: "MlflowClient", run_id: str) -> RunResult | None:

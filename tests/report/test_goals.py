@@ -55,6 +55,38 @@ def test_vpipe_s_error_and_that_without_a_cluster_are_those_of_their_tables() ->
     assert cells(RESULTS, "a cluster left out of the fit within 25%")[0] == left_out.replace(" ", "")
 
 
+def rows_under(heading: str) -> dict[str, list[str]]:
+    """Return the rows of Table 1's page under a heading."""
+    (section,) = [each for each in TABLE_1.split("\n## ") if each.startswith(heading)]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:2] == "| "]
+    return {name: rest for name, *rest in lines}
+
+
+def test_rows_of_table_1_are_those_of_the_page() -> None:
+    section = RESULTS.split("\n## Table 1 of PipeDream")[1].split("\n## ")[0]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:2] == "| "]
+    epochs, times = (
+        rows_under("Epoch-time speed-up over data parallelism, stated"),
+        rows_under("Time-to-accuracy speed"),
+    )
+    plans = rows_under("Configuration")
+    assert len(table) > 14
+    for name, plan, *shown in table[2:]:
+        published, ideal, _, here, _ = epochs[name]
+        *_, time, _ = times.get(name, ["-"] * 5)
+        assert (plan, [shown[0], shown[1], shown[2], shown[4]]) == (
+            f"{plans[name][0]}, {plans[name][6]}",
+            [published, ideal, here, time],
+        ), name
+
+
+def test_what_a_rate_is_worth_to_the_planner_s_own_choice_is_on_the_page_of_effects() -> None:
+    page = (ROOT / "reports/effects.md").read_text()
+    without = [cells(page, f"error, {rows}")[1].replace("%", " %") for rows in ("not by construction", "all rows")]
+    assert f"which were {without[0]} and {without[1]} without" in " ".join(CALIBRATION.split())
+    assert without[0].replace(" ", "") in cells(RESULTS, "the planner's own choice within 30%")[0]
+
+
 def whole(share: str) -> str:
     """Return a percentage as texts have it that round."""
     return f"{float(share.rstrip(' %')):.0f}%"
