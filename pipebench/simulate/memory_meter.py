@@ -158,7 +158,7 @@ class MemoryMeter:
         """Have the optimizer's state from the start, as in all segments but a run's first."""
         for worker, own in enumerate(self._holdings):
             for holding in own.values():
-                if type(holding) is ReplicaMemory:  # extensions' own may make no steps
+                if isinstance(holding, ReplicaMemory):
                     self._note(worker, holding.make_state(), self._end_s, self._end_s, None)
 
     def begin(self, size_of: Callable[[int], Size]) -> None:

@@ -106,6 +106,21 @@ def test_short_segments_have_the_optimizer_s_state_beside_their_activations(epoc
     assert min(states) > 0 or epochs == 1
 
 
+def test_short_segments_of_a_server_have_its_optimizer_s_state_on_the_first_worker_alone() -> None:
+    words = ("parallelism.mode=dp-asp", "parallelism.plan=auto", "model.width=0.5", "dataset.num_train=128")
+    measured, predicted = [], []
+    for epochs in (1, 2):
+        given = prepared("quickstart/dp", *words, f"train.max_epochs={epochs}")
+        engine = make_engine(given.setup)
+        for first in range(0, 4 * epochs, 4):
+            engine.train(first, first + 4)
+        measured.append(engine.peak_bytes)
+        predicted.append([peak.num_bytes for peak in MemoryForecast.over(given).memory.peaks])
+    more = [two - one for one, two in zip(*predicted, strict=True)]
+    assert more == [two - one for one, two in zip(*measured, strict=True)]
+    assert more[0] > 0 == more[1]
+
+
 @pytest.mark.parametrize("servers", [1, 2])
 def test_the_first_worker_has_room_for_the_gradients_that_all_others_push_at_once(servers: int) -> None:
     given = prepared("quickstart/dp", "parallelism.mode=dp-asp", "parallelism.plan=auto", f"cluster.servers={servers}")

@@ -29,6 +29,14 @@ class PushingMemory(ReplicaMemory):
             yield from super().changes(it, size)
 
 
+class LaterReplicaMemory(PushingMemory):
+    """A replica without the server beside it."""
+
+    def make_state(self) -> Iterator[Change]:
+        """Yield nothing: the optimizer is the server's."""
+        yield from ()
+
+
 class FirstReplicaMemory(PushingMemory):
     """The first replica, whose weights the server updates."""
 
@@ -65,7 +73,7 @@ class ServerMemory(MemoryExtension):
 
     def replica(self, worker: int, stage: int) -> PushingMemory:
         """Return the memory of a worker's stage."""
-        return PushingMemory(self._memory) if worker > 0 else self._first
+        return LaterReplicaMemory(self._memory) if worker > 0 else self._first
 
     def event(self, event: TimelineEvent) -> Iterator[WorkerChange]:
         """Yield the changes at the end of a push or pull."""
