@@ -17,6 +17,8 @@ nox.options.error_on_missing_interpreters = True
 
 SHARED = Path(".nox") / "shared"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# Tests start hundreds of processes, which compile the package each where the surroundings don't let Python keep that.
+OF_TESTS = {**ONE_THREAD, "PYTHONDONTWRITEBYTECODE": ""}
 # One more than there are cores, since some tests wait; but they wait for processes of their own, which are many even
 # for two: so no more than four at once. A file stays whole, since tests of one file share what is slow to make; files
 # come in order, which has the slowest early.
@@ -28,7 +30,7 @@ ON_ALL_CORES = (f"--numprocesses={NUM_AT_ONCE}", "--dist=loadfile", "--no-loadsc
 def tests(session: nox.Session) -> None:
     """Run the tests; needs no GPU and no network. Arguments go to pytest."""
     command = [python_with_pipebench(session), "-m", "pytest", *ON_ALL_CORES, "--durations=15", *session.posargs]
-    session.run(*command, env=ONE_THREAD, external=True)
+    session.run(*command, env=OF_TESTS, external=True)
 
 
 @nox.session
@@ -39,7 +41,7 @@ def oldest(session: nox.Session) -> None:
     session.run("uv", "pip", "install", "--quiet", *lowest)
     if higher := above_lowest(str(session.run("uv", "pip", "freeze", silent=True))):
         session.error(f"other requirements allow no lowest version of {', '.join(higher)}: raise it in pyproject.toml")
-    session.run("python", "-m", "pytest", *ON_ALL_CORES, "--durations=15", *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "pytest", *ON_ALL_CORES, "--durations=15", *session.posargs, env=OF_TESTS)
 
 
 @nox.session(venv_backend="none")
