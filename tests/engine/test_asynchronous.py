@@ -151,10 +151,13 @@ def test_the_server_applies_one_at_a_time_and_its_port_carries_all() -> None:
     weights = sum(bucket.num_bytes for bucket in setup.costs.stages[0].buckets)
     cluster = Cluster("slow", "unit", None, (Level("server", 4, weights / 100.0, 0.0),))
     ends: dict[tuple[Op, int, int], float] = {}
+    stalls_s: dict[int, float] = {}
 
     def observe(event: TimelineEvent) -> None:
         if event.instruction.op in (Op.PUSH, Op.PULL):
             ends[event.instruction.op, event.instruction.number, event.worker] = event.end_s
+        if event.instruction.op is Op.PULL:
+            stalls_s[event.worker] = event.stall_s
 
     setup = asp(num_workers=4, cluster=cluster, dataset=Blobs(num_train=48))
     engine = make_engine(setup, observe)
@@ -164,6 +167,8 @@ def test_the_server_applies_one_at_a_time_and_its_port_carries_all() -> None:
     assert arrivals == pytest.approx([backward_s, *[backward_s + 300.0] * 3], abs=0.1)
     pulls = sorted(time_s for (op, *_), time_s in ends.items() if op is Op.PULL)
     assert pulls == pytest.approx([arrivals[-1], *[arrivals[-1] + 300.0] * 3], abs=0.1)
+    # Both ways, in which the worker has nothing else to do; the first has the weights beside it.
+    assert stalls_s == pytest.approx({0: 0.0, 1: 600.0, 2: 600.0, 3: 600.0}, abs=0.1)
 
 
 def test_statistics_of_batch_norm_are_averaged_at_the_drain() -> None:

@@ -44,6 +44,7 @@ class Pushing(SimulationExtension):
         order = simulation.pipeline.extensions.get(ASYNCHRONOUS, {})
         self._turns = Turns() if part is None else Turns(order.get(part.first), part.limit)
         self._there: dict[int, tuple[int, Instruction]] = {}  # pushes that have arrived, by minibatch
+        self._arrived_s: dict[int, float] = {}  # when a worker's last push has, by worker
         self._free_s = 0.0  # end of the server's scheduled updates
         self._num_applied = 0
         self._outstanding: set[int] = set()  # workers with a push not yet applied
@@ -83,6 +84,7 @@ class Pushing(SimulationExtension):
 
     def _arrived(self, worker: int, push: Instruction, now_s: float) -> None:
         self._there[push.number] = (worker, push)
+        self._arrived_s[worker] = now_s
         self._apply(now_s)
 
     def _apply(self, now_s: float) -> None:
@@ -103,8 +105,12 @@ class Pushing(SimulationExtension):
                 self._hand_out(puller, pull, since_s, now_s)
 
     def _hand_out(self, worker: int, pull: Instruction, since_s: float, now_s: float) -> None:
-        """Send the newest weights to a worker, which resumes after their arrival and its own part of the message."""
-        wait, wake = (since_s, pull, now_s), self._simulation.wake
+        """Send the newest weights to a worker, which resumes after their arrival and its own part of the message.
+
+        Of its wait its push was on the way until that arrived, and the weights are from now on.
+        """
+        pushing_s = max(0.0, self._arrived_s.get(worker, since_s) - since_s)
+        wait, wake = (since_s, pull, now_s - pushing_s), self._simulation.wake
         if worker == 0:
             wake(now_s, worker, wait)
         else:
