@@ -193,7 +193,8 @@ def kept(session: nox.Session) -> None:
     """Repeat the trainings in `reports/kept/`, quickest first, and say which don't come to the same any longer.
 
     `-- --runs 2` repeats two; `-- train` trains what the reports lack, and goes on where it was interrupted; with
-    names, `-- train asp figure13`, for these reports only.
+    names, `-- train asp figure13`, for these reports only. `-- clocks` gives all the times of today's simulator, which
+    needs no training.
     """
     command = [python_with_pipebench(session), "-m", "reports.studies.kept", *session.posargs]
     session.run(*command, env=ONE_THREAD, external=True)

@@ -6,6 +6,7 @@ processors and releases of torch by a rounding, which late gradients make epochs
     python -m reports.studies.kept                      # repeats what is there, quickest first, and compares
     python -m reports.studies.kept --runs 2             # the two quickest
     python -m reports.studies.kept train asp figure13   # trains what these reports lack, or all if none is named
+    python -m reports.studies.kept clocks               # gives all the times of today's simulator, without training
 
 `train` goes on where it was interrupted. A result without its tree is from a release before they named one and counts
 as missing; as soon as a run has one of its own tree, those that don't are removed: the two are never mixed.
@@ -13,8 +14,10 @@ as missing; as soon as a run has one of its own tree, those that don't are remov
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from pipebench import files
 from pipebench.recipe.catalog import find, recipe_names
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import load_file
@@ -25,8 +28,11 @@ from pipebench.report.load import load_report
 from pipebench.report.recipes import Asked
 from pipebench.tracking import Tracking
 from pipebench.train.result import RunResult
+from pipebench.typed_json import write
+from reports.studies import clocks
 
 WALL = "wall_time_s"
+TOTAL = "total_time_s"
 MEASURED = (WALL, "start_time_s")  # by this host's clock: no two runs have the same
 SEED = "train.seed="
 _UNTIMED_S = 60.0  # guess for results that lack their wall time
@@ -127,15 +133,28 @@ def outdated(made: KeptResult, path: Path) -> Iterator[Path]:
             yield other
 
 
+def set_clocks() -> None:
+    """Give kept results the times of today's simulator; see `clocks`."""
+    for path, kept in kept_results(reports_folder()).items():
+        loaded = load_file(find(kept.words[0], recipe_names), kept.words[1:])
+        if (now := clocks.played_again(loaded, kept.result)) is not None:
+            changed = replace(kept, result=now, made={**kept.made, **clocks.of_today()})
+            files.replace(path, (write(changed) + "\n").encode())
+            print(f"{' '.join(kept.words)}: {now.metrics[TOTAL] / kept.result.metrics[TOTAL] - 1:+.3%}", flush=True)
+
+
 def main() -> int:
-    """Check or train, as the arguments say."""
+    """Check, train or set the clocks, as the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("check", "train"), default="check")
+    parser.add_argument("what", nargs="?", choices=("check", "train", "clocks"), default="check")
     parser.add_argument("reports", nargs="*", metavar="REPORT", help="what to train for; all by default")
     parser.add_argument("--runs", type=int, help="repeat the quickest N only", metavar="N")
     given = parser.parse_args()
     if given.what == "train":
         train(given.reports)
+        return 0
+    if given.what == "clocks":
+        set_clocks()
         return 0
     return min(1, check(given.runs))
 

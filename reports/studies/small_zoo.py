@@ -1,7 +1,8 @@
 """Train the small recipes in every mode and print what came of it: `nox -s zoo`, or this module as a program.
 
 Every run leaves a file in `small_zoo_runs/` beside this one; a run whose file is there, made by the same recipe, is
-not made again, so that a session that was cut short goes on where it ended. What is printed is `small_zoo.md`.
+not made again, so that a session that was cut short goes on where it ended; all have the times of today's simulator,
+which need no training. What is printed is `small_zoo.md`.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from pipebench.typed_json import read
 from pipebench.zoo.captions import Captions
 from pipebench.zoo.language import Text
 from pipebench.zoo.translation import Translation, copy_baseline
-from reports.studies import kept_runs
+from reports.studies import clocks, kept_runs
 from reports.studies.ngram import Trigram
 from reports.studies.planned_models import table
 
@@ -167,6 +168,14 @@ def train_missing(jobs: int, tell: Callable[[str], object]) -> None:
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(make, todo))
+
+
+def set_clocks() -> None:
+    """Give all results the times of today's simulator; see `clocks`."""
+    for run in study():
+        if (now := clocks.played_again(run.loaded, result_of(run))) is not None:
+            made = json.loads(run.path.read_text())
+            keep(run, now, made["environment"] | clocks.of_today(), made["wall_s"])
 
 
 def result_of(run: Run) -> RunResult:
@@ -354,6 +363,7 @@ def main() -> None:
         train(Run(model, mode, int(seed)))
         return
     train_missing(given.jobs, lambda line: print(line, file=sys.stderr, flush=True))
+    set_clocks()
     print(page())
 
 

@@ -1,0 +1,92 @@
+"""The virtual clock of a kept training, played again without its arithmetic, on which it doesn't depend.
+
+Epochs and accuracy need hours of training on one kind of processor; seconds follow from them and the simulator alone.
+So when the simulator changes, kept results get its times, and stay what was trained.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from pipebench.engine.engine import OnLoss, OnUnit
+from pipebench.engine.feed import Feed
+from pipebench.engine.setup import Setup
+from pipebench.engine.virtual import VirtualEngine
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.run.identity import made_on
+from pipebench.show.progress import Silent
+from pipebench.simulate.meter import Meter
+from pipebench.simulate.network import Network
+from pipebench.simulate.simulation import TimelineEvent
+from pipebench.train.loop import TrainingLoop
+from pipebench.train.prepare import prepare
+from pipebench.train.result import Point, RunResult
+
+_BYTES = "comm_bytes_total"
+_ROUNDING = 1e-9
+# Of the arithmetic and this host, which aren't played again.
+_KEPT = ("peak_memory_bytes", "host_peak_bytes", "weight_versions", "wall_time_s", "start_time_s")
+
+
+class ClockEngine(VirtualEngine):
+    """Plays a run's events; nothing is computed, and every evaluation gives what it gave in `points`."""
+
+    def __init__(self, points: Iterator[Point], setup: Setup, on_loss: OnLoss, on_unit: OnUnit) -> None:
+        meter = Meter(setup.pipeline)
+        network = Network(setup.cluster, setup.devices, meter.transfer, copies=setup.copies)
+        super().__init__(setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter)
+        self._points = points
+
+    def train(self, first_minibatch: int, num_minibatches: int) -> int:
+        """Play a segment; its loss is 0."""
+        trained = super().train(first_minibatch, num_minibatches)
+        self._on_loss(torch.zeros(()), 0, 1.0, self.now_s)
+        return trained
+
+    def evaluate(self) -> dict[str, float]:
+        """Play an evaluation; return the metrics of the next point."""
+        before_s, setup = self.clock_s, self.setup
+        self.meter.evaluating = True
+        feed = Feed(setup, "eval", 0, setup.held_out.minibatches_per_epoch, self.loaders)
+        self._run_evaluation(feed)
+        feed.close()
+        self.meter.evaluating = False
+        self._not_training_s += self.clock_s - before_s
+        return dict(next(self._points).metrics)
+
+    def facts(self) -> dict[str, Any]:
+        """See `VirtualEngine`; bytes are the network's."""
+        self.num_bytes = Counter(self.network.num_bytes)
+        return super().facts()
+
+    def _execute(self, event: TimelineEvent) -> None:
+        """Compute nothing."""
+
+
+def played_again(loaded: LoadedRecipe, was: RunResult) -> RunResult | None:
+    """Return the result of a recipe with the times of today's simulator; None if it has them, but for rounding.
+
+    Raises:
+        RuntimeError: the run isn't the same any longer: it ends elsewhere, or sends other bytes.
+    """
+    job = prepare(loaded.recipe, loaded.cluster)
+    now, _ = TrainingLoop(job, partial(ClockEngine, iter(was.points), job.setup), Silent(), lambda point: None).run()
+    if [point.samples for point in now.points] != [point.samples for point in was.points]:
+        raise RuntimeError(f"{was.name}: {now.sentence}, kept is {was.sentence}")
+    if now.metrics[_BYTES] != was.metrics[_BYTES]:
+        raise RuntimeError(f"{was.name}: sends {now.metrics[_BYTES]:,} bytes, kept are {was.metrics[_BYTES]:,}")
+    times = {name: now.metrics[name] for name in was.metrics if name in now.metrics and not name.startswith(_KEPT)}
+    if all(math.isclose(value, was.metrics[name], rel_tol=_ROUNDING) for name, value in times.items()):
+        return None
+    points = [replace(point, clock_s=each.clock_s) for point, each in zip(was.points, now.points, strict=True)]
+    return replace(was, metrics={**was.metrics, **times}, points=tuple(points))
+
+
+def of_today() -> dict[str, str]:
+    """Return what says of which tree a result's times are."""
+    return {"clock": made_on()["tree"]}

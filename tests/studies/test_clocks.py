@@ -1,0 +1,57 @@
+"""Kept trainings' times are today's simulator's: their clocks play again without arithmetic."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipebench.recipe.catalog import find, recipe_names
+from pipebench.recipe.load import load, load_file
+from pipebench.report.kept import KeptResult, kept_results
+from pipebench.train.result import RunResult
+from reports.studies import kept_runs
+from reports.studies.clocks import played_again
+
+REPORTS = Path(__file__).parents[2] / "reports"
+LITTLE = ("dataset.num_train=96", "train.minibatch_size=8", "train.max_epochs=2", "model.width=0.125")
+
+
+def kept_by_recipe() -> dict[str, KeptResult]:
+    """Return the quickest kept result of every recipe, but for text, whose models take seconds to trace."""
+    found: dict[str, KeptResult] = {}
+    for kept in sorted(kept_results(REPORTS).values(), key=lambda each: each.result.metrics["wall_time_s"]):
+        if "vgg16" in kept.words[0] or "alexnet" in kept.words[0]:
+            found.setdefault(" ".join(kept.words[:2]), kept)
+    return found
+
+
+KEPT = kept_by_recipe()
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_results_have_the_times_of_todays_simulator(name: str) -> None:
+    """If they haven't, `nox -s kept -- clocks` gives them these."""
+    kept = KEPT[name]
+    assert played_again(load_file(find(kept.words[0], recipe_names), kept.words[1:]), kept.result) is None
+
+
+@pytest.mark.parametrize("mode", ["dp-asp", "pipedream"])
+def test_a_clock_played_again_is_that_of_training(mode: str) -> None:
+    overrides = [*LITTLE, f"parallelism.mode={mode}", "parallelism.plan=auto", "train.target=null"]
+    loaded = load("quickstart", overrides)
+    result, _, _ = kept_runs.trained(loaded)
+    assert played_again(loaded, result) is None
+    late = [replace(point, clock_s=1.01 * point.clock_s) for point in result.points]
+    wrong = {name: 1.01 * value if name.endswith("_s") else value for name, value in result.metrics.items()}
+    mended = played_again(loaded, replace(result, points=tuple(late), metrics=wrong))
+    assert mended is not None
+    assert times(mended) == pytest.approx(times(result))
+    with pytest.raises(RuntimeError, match="kept is trained 2 epochs"):
+        played_again(loaded, replace(result, points=result.points[:1] * 3))
+
+
+def times(result: RunResult) -> list[float]:
+    """Return a result's times on the virtual clock."""
+    names = ("total_time_s", "epoch_time_s", "evaluation_time_s", "throughput_samples_per_s", "bubble_fraction")
+    return [*(result.metrics[name] for name in names), *(point.clock_s for point in result.points)]
