@@ -8,20 +8,20 @@ TOLERANCE = 0.005
 MADE = "Made 20"
 
 
+def lines_of(page: str) -> list[str]:
+    """Return a page's lines without the last, which says when and by which code it was made."""
+    return [line for line in page.splitlines() if not line.startswith(MADE)]
+
+
 def differences(one: str, other: str) -> list[str]:
     """Return the lines of two texts that differ in words, or in a number by more than half a per cent.
 
     A number that is written with few digits may differ by one in the last.
     """
-    lines = _lines(one), _lines(other)
+    lines = lines_of(one), lines_of(other)
     if len(lines[0]) != len(lines[1]):
         return [f"{len(lines[0])} lines, then {len(lines[1])}"]
     return [f"{a}\n{b}" for a, b in zip(*lines, strict=True) if not _same(a, b)]
-
-
-def _lines(page: str) -> list[str]:
-    """Return a page's lines without the last, which says when and by which code it was made."""
-    return [line for line in page.splitlines() if not line.startswith(MADE)]
 
 
 def _same(one: str, other: str) -> bool:
