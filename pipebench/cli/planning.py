@@ -37,7 +37,7 @@ from pipebench.show.answers import PlanAnswer
 from pipebench.show.plan_answer import PlanFindings, plan_data
 from pipebench.show.plan_report import print_modes, print_plan
 from pipebench.show.plans_report import print_plans
-from pipebench.show.progress import preparing, searching
+from pipebench.show.progress import preparing
 from pipebench.show.terminal import standard_error, standard_output
 from pipebench.train.profile_cache import ToPlan, to_plan
 from pipebench.train.request import plan_request
@@ -266,7 +266,7 @@ def _answer(
     """Return the plan of the requested mode, without other modes."""
     if mode == AUTO and not options.others:
         raise UserError("--no-others goes with one mode: auto plans them all, to find the fastest")
-    with searching(name, _progress(options)) as tell:
+    with preparing(name, _progress(options), work="planning") as tell:
         comparison = compare(request, None if mode == AUTO else mode, others=False, known=known_states, tell=tell)
     best = comparison.best
     spare_s = None
@@ -284,5 +284,5 @@ def _with_others(answer: PlanFindings, options: PlanOptions, known_states: Known
     """Add the other modes to an answer, if requested."""
     if not options.others:
         return answer
-    with searching(answer.name, _progress(options)) as tell:
+    with preparing(answer.name, _progress(options), work="planning") as tell:
         return replace(answer, comparison=with_others(answer.request, answer.comparison, known_states, tell))

@@ -14,8 +14,6 @@ from pipebench.planner.plans import Comparison, PlanEstimate, Request
 from pipebench.planner.states import KnownStates
 from pipebench.schedule.modes import MODES
 
-Tell = Callable[[int, int, str], None]
-
 
 def compare(
     request: Request,
@@ -23,7 +21,7 @@ def compare(
     *,
     others: bool = True,
     known: KnownStates | None = None,
-    tell: Tell = lambda _done, _total, _search: None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
     """Plan a mode, None for the one predicted to be fastest, and the other modes.
 
@@ -32,7 +30,7 @@ def compare(
         mode: the requested mode.
         others: False: plan only `mode` and data parallelism; `with_others` adds the rest.
         known: states by unit size, made before; extended here.
-        tell: called as each search begins: modes done, modes in all, the search.
+        tell: called as each search begins, with `planning mode 2 of 6: gpipe, flat`.
 
     Raises:
         PlanError: no plan of the mode (or of any mode) fits in memory; says by how much, and what would make it fit.
@@ -59,13 +57,12 @@ def compare(
 
 
 def with_others(
-    request: Request, found: Comparison, known: KnownStates, tell: Tell = lambda _done, _total, _search: None
+    request: Request, found: Comparison, known: KnownStates, tell: Callable[[str], None] = lambda _: None
 ) -> Comparison:
     """Add the modes that a comparison lacks; arguments as in `compare`."""
     began_s = time.perf_counter()
     planned = 1 + len(found.others) + len(found.refused)
-    go_on: Tell = lambda done, total, search: tell(planned + done, planned + total, search)  # noqa: E731
-    _, best_of, refused = _planned(request, found.best.plan.mode, found.unplanned, known, go_on)
+    _, best_of, refused = _planned(request, found.best.plan.mode, found.unplanned, known, tell, planned)
     all_refused = {**found.refused, **refused}
     took_s = found.took_s["other modes"] + time.perf_counter() - began_s
     return replace(
@@ -77,22 +74,28 @@ def with_others(
 
 
 def _planned(
-    request: Request, mode: str | None, wanted: Sequence[str], known: KnownStates, tell: Tell
+    request: Request,
+    mode: str | None,
+    wanted: Sequence[str],
+    known: KnownStates,
+    tell: Callable[[str], None],
+    planned: int = 0,
 ) -> tuple[dict[str, Planner], dict[str, PlanEstimate], dict[str, str]]:
     """Return the planners of some modes, their best plans, and the reasons of those without one.
 
-    `request.row` applies to `mode` only; other modes use the table's row.
+    `request.row` applies to `mode` only; other modes use the table's row. `planned` modes have been before.
     """
+    total = planned + len(wanted)
     planners: dict[str, Planner] = {}
     best_of: dict[str, PlanEstimate] = {}
     refused: dict[str, str] = {}
-    for done, name in enumerate(wanted):
+    for number, name in enumerate(wanted, planned + 1):
         if name in request.unsuited and name != mode:
             refused[name] = f"mode {name}: {request.unsuited[name]}"
             continue
         own = request if name == mode or request.row is None else replace(request, row=None)
-        tell_search = partial(lambda done, mode, search: tell(done, len(wanted), f"{mode}, {search}"), done, name)
-        planners[name] = Planner(own, name, known=known, tell=tell_search)
+        say = partial(lambda where, search: tell(f"planning mode {where}, {search}"), f"{number} of {total}: {name}")
+        planners[name] = Planner(own, name, known=known, tell=say)
         try:
             best_of[name] = planners[name].best()
         except PlanError as error:

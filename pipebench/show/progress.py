@@ -232,39 +232,6 @@ def lasting(
         timer.cancel()
 
 
-@contextmanager
-def searching(name: str, console: Console | None = None) -> Iterator[Callable[[int, int, str], None]]:
-    """Show a search once it takes long; yields what takes (parts done, parts in all, what is searched).
-
-    Without a terminal, plain lines go to the standard error.
-    """
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        with lasting(name, "planning") as say:
-            yield lambda done, total, search: say(f"planning mode {done + 1} of {total}: {search}")
-        return
-    bar = Progress(
-        TextColumn("{task.description}", style="bold", markup=False),
-        BarColumn(_BAR_CELLS),
-        TextColumn("{task.fields[part]}", markup=False),
-        console=console,
-        transient=True,
-    )
-    task = bar.add_task(name, total=None, part="planning")
-    timer = Timer(_SHORT_S, bar.start)
-    timer.start()
-
-    def tell(done: int, total: int, search: str) -> None:
-        bar.update(task, completed=done, total=total, part=f"mode {done + 1} of {total}: {search}")
-
-    try:
-        yield tell
-    finally:
-        timer.cancel()
-        timer.join()
-        bar.stop()
-
-
 class _Speed(TextColumn):
     """Samples per second on the wall clock, once known."""
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from pipebench.show import console
 from pipebench.show import progress as shown
-from pipebench.show.progress import RunProgress, preparing, searching
+from pipebench.show.progress import RunProgress, preparing
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.show.verdict import comparison_markdown
 from pipebench.simulate.meter import PREDICTION, WORKERS_IDLE
@@ -284,33 +284,6 @@ def test_preparing_on_a_terminal_takes_its_line_away() -> None:
     with preparing("dp", to) as on_progress:
         on_progress("measuring layer 1 of 2 at 8 samples")
     assert written(to).endswith("\x1b[2K")
-
-
-def test_searching_writes_nothing_without_a_terminal() -> None:
-    to = plain()
-    with searching("dp", to) as tell:
-        tell(1, 6, "gpipe, flat")
-    assert written(to) == ""
-
-
-@pytest.mark.parametrize("is_long", [False, True])
-def test_searching_on_a_terminal_shows_what_takes_long(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Now(threading.Timer):
-        """Begins at once, or never."""
-
-        def start(self) -> None:
-            assert self.interval == 2.0
-            if is_long:
-                self.function()
-
-        def join(self, timeout: float | None = None) -> None:
-            del timeout
-
-    monkeypatch.setattr("pipebench.show.progress.Timer", Now)
-    to = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
-    with searching("vgg16", to) as tell:
-        tell(1, 6, "gpipe, flat, straight")
-    assert ("mode 2 of 6: gpipe, flat, straight" in written(to)) == is_long
 
 
 def test_standard_output_of_a_test_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
