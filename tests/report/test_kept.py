@@ -39,7 +39,8 @@ def test_every_run_of_a_report_has_a_kept_result() -> None:
     assert not sorted(asked - kept)
 
 
-@pytest.mark.parametrize("place", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 1])
 def test_results_that_were_trained_here_come_out_again(place: int) -> None:
     """The two quickest; to the bit where processor and versions are the same, elsewhere nobody can say."""
     here = made_on()
