@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import click
 
 from pipebench.cli.group import tracebacks
-from pipebench.cli.json_output import moved_option
 from pipebench.cli.outputs import PNG, Output, is_picture_by, refuse_to_overwrite
 from pipebench.cli.parameters import FILE, option
 from pipebench.cli.references import complete, load_one
@@ -30,9 +29,6 @@ PICTURES = (MEMORY, "occupancy")
 @option("--out", FILE, "OUT.csv", "Write one update's passes here, in the CSV form of torch.distributed.pipelining.")
 @option("--picture", FILE, "OUT.png", "Draw memory over time here.")
 @click.option("--of", "what", type=click.Choice(PICTURES), help="What --picture draws instead.  [default: memory]")
-@moved_option("--csv", "--out OUT.csv")
-@moved_option("--memory", "--picture OUT.png")
-@moved_option("--occupancy", "--picture OUT.png --of occupancy")
 @tracebacks
 def draw(words: tuple[str, ...], versions: bool, out: Path | None, picture: Path | None, what: str | None) -> None:
     """Draw the start of the pipeline that a recipe makes: workers downwards, time to the right. Trains nothing.

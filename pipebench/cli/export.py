@@ -3,14 +3,12 @@
 import click
 
 from pipebench.cli.group import tracebacks, trust
-from pipebench.cli.json_output import moved_option
 from pipebench.errors import printable
 
 
 @click.command
 @click.argument("run_", metavar="RUN")
 @click.option("--out", metavar="FILE.pt", help="Write the weights here.  [default: RUN's id, in the current folder]")
-@moved_option("--output", "--out FILE.pt")
 @click.option("--step", type=click.IntRange(0), help="Which checkpoint, in minibatches.  [default: the newest]")
 @trust
 @tracebacks

@@ -10,20 +10,8 @@ from typing import Any
 
 import click
 
-from pipebench.errors import UserError
-
 # For commands that have an answer.
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON, numbers unrounded, and nothing else.")
-
-
-def moved_option(old: str, new: str) -> Callable[[Any], Any]:
-    """Return the decorator that refuses an option's old name with a hint; `new` says what to write instead."""
-
-    def refuse(_context: click.Context, _option: click.Parameter, given: Any) -> None:
-        if given is not None:
-            raise UserError(f"{old}: is now {new}")
-
-    return click.option(old, hidden=True, expose_value=False, callback=refuse)
 
 
 def print_json(data: Any) -> None:

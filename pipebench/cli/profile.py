@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from pipebench.cli.group import tracebacks
-from pipebench.cli.json_output import json_flag, moved_option
+from pipebench.cli.json_output import json_flag
 from pipebench.cli.outputs import print_answer
 from pipebench.cli.parameters import FILE, option
 from pipebench.cli.references import complete, load_one, split
@@ -22,7 +22,6 @@ from pipebench.show.terminal import standard_error
 )  # fmt: skip
 @option("--picture", FILE, "OUT.png", "Write the picture here.")
 @json_flag
-@moved_option("--graph-txt", "--out OUT.txt")
 @click.option(
     "--samples", type=click.IntRange(1), help="Which size to show, by default the largest; of a graph.txt, its."
 )
