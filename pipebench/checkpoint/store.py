@@ -31,7 +31,6 @@ from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.typed_json import Count, JsonError, Number, read, shown
 
 MANIFEST = "manifest.json"
-_WRITTEN = "written"  # in a part: what it says of itself
 _FORMAT = "pipebench checkpoint 1"
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 _PART = re.compile(r"[A-Za-z0-9][\w.-]*\.pt", re.ASCII)
@@ -72,8 +71,7 @@ class Checkpoint(Manifest):
         Raises:
             CheckpointError: a part can't be read as one; names it.
         """
-        written = None if self.run is None else _written(self.run, self.step)
-        return ModelState.joined(_load_part(self.path / part.file, written) for part in self.parts)
+        return ModelState.joined(_load_part(self.path / part.file) for part in self.parts)
 
     def check(self) -> None:
         """Read and check all parts.
@@ -122,9 +120,7 @@ class Checkpoints:
             OSError: it can't be written, e.g. as the disk is full; nothing of it is left behind.
             CheckpointError: a module carries a state of a type that can't be read back.
         """
-        plain: dict[str, Any] = state.to_plain()
-        if self.run is not None:
-            plain[_WRITTEN] = _written(self.run, step)
+        plain = state.to_plain()
         target = self._folder(step) / f"{part}.pt"
         if not target.parent.is_dir():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -290,22 +286,15 @@ def _checkpoint(folder: Path, data: dict[str, Any]) -> Checkpoint:
     return Checkpoint(**vars(manifest), path=folder)
 
 
-def _written(run: RunIdentity, step: int) -> dict[str, Any]:
-    """Return a part's own record of its checkpoint: a manifest could name a part of another one."""
-    return {"run_id": run.run_id, "seed": run.seed, "step": step}
-
-
-def _load_part(path: Path, written: dict[str, Any] | None) -> ModelState:
-    """Return a part's content; `written` is the record that it must have."""
+def _load_part(path: Path) -> ModelState:
+    """Return a part's content."""
     try:
         if path.stat().st_size == 0:
             raise CheckpointError("is empty")
         data = _loaded(path)
-        found = data.pop(_WRITTEN, None) if isinstance(data, dict) else None
-        state = ModelState.from_plain(data)
-        if written is not None and found != written:
-            raise CheckpointError(f"is of another checkpoint: found {_listed(found)}, expected is {_listed(written)}")
-        return state
+        if isinstance(data, dict):
+            data.pop("written", None)  # in those of 0.1.0
+        return ModelState.from_plain(data)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path}: refused, it holds more than tensors and plain data") from error
     except CheckpointError as error:
@@ -313,13 +302,6 @@ def _load_part(path: Path, written: dict[str, Any] | None) -> ModelState:
     except Exception as error:  # whatever torch finds wrong with a file of any kind
         reason = str(error).partition("\n")[0][:160] or type(error).__name__
         raise CheckpointError(f"{path}: can't be read as a checkpoint: {reason}") from error
-
-
-def _listed(written: object) -> str:
-    """Return a part's record, for a sentence."""
-    if not isinstance(written, dict) or not written:
-        return "nothing that says so"
-    return ", ".join(f"{name} {shown(value)}" for name, value in written.items())
 
 
 def _loaded(path: Path) -> object:
