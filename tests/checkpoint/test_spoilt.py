@@ -187,7 +187,7 @@ EXPECTED: Mapping[str, tuple[Way, str]] = {
     "part size text": (in_manifest(lambda data: data["parts"][0].update(num_bytes="9")), "parts[0].num_bytes: got '9'"),
     "part size huge": (in_manifest(lambda data: data["parts"][0].update(num_bytes=2**59)), "bytes instead of 576,460"),
     # the run that wrote it
-    "of another seed": (of_run(seed=5), ", seed 0, step 16, expected is run_id 'small-"),
+    "of another seed": (of_run(seed=5), "is of another run: seed: found 5, expected is 0"),
     "of other data": (of_run(dataset="mnist"), "dataset: found mnist, expected is mnist5k, image_size 28"),
     "of other minibatches": (of_run(minibatch_size=20), "minibatch_size: found 20, expected is 500"),
     "in another order": (in_progress("last_samples", [3, 1, 2]), "progress.last_samples: found [3, 1, 2], expected of"),
