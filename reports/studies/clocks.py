@@ -89,4 +89,4 @@ def played_again(loaded: LoadedRecipe, was: RunResult) -> RunResult | None:
 
 def of_today() -> dict[str, str]:
     """Return what says of which tree a result's times are."""
-    return {"clock": made_on()["tree"]}
+    return {"times of tree": made_on()["tree"]}
