@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 from torch.autograd.graph import GradientEdge
+from torch.cuda._utils import _get_device_index
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -221,6 +222,11 @@ class _Event:
         return 1e3 * (later._at_s - self._at_s)
 
 
+def _set_device(device: Any) -> None:
+    """Refuse what torch refuses."""
+    _get_device_index(device)
+
+
 def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
@@ -231,13 +237,13 @@ def made_up_gpu() -> Iterator[None]:
     generator, stream, on_gpu = torch.default_generator, _Stream(), _Storages()
     values = {
         **dict.fromkeys(("is_available", "is_initialized"), True),
-        **dict.fromkeys(("_lazy_init", "init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")),
+        **dict.fromkeys(("_lazy_init", "init", "synchronize", "empty_cache", "reset_peak_memory_stats")),
         **dict.fromkeys(("memory_allocated", "max_memory_allocated", "max_memory_reserved", "current_device"), 0),
         "device_count": 1, "get_device_name": "made up", "get_device_properties": SimpleNamespace(total_memory=1 << 36),
         "current_stream": stream, "stream": nullcontext(), "is_current_stream_capturing": False,
     }  # fmt: skip
     cuda: dict[str, Any] = {name: _always(value) for name, value in values.items()} | {
-        "Stream": _Stream, "Event": _Event, "default_generators": (generator,),
+        "set_device": _set_device, "Stream": _Stream, "Event": _Event, "default_generators": (generator,),
         "get_rng_state": lambda _=None: generator.get_state(),
         "set_rng_state": lambda state, _=None: generator.set_state(state),
     }  # fmt: skip

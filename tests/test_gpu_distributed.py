@@ -19,12 +19,16 @@ from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.instruction_times import DeviceTimer, Pace
 from pipebench.distributed.transport import _pair
 from pipebench.distributed.world import World
+from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.model.device import torch_settings
 from pipebench.recipe.schema import EngineRecipe
 from pipebench.simulate.meter import WORKERS_IDLE
 from tests.distributed.cases import Case, Outcome, compare, distributed, small_setup, virtually
+from tests.distributed.test_asynchronous import CASES as ASYNCHRONOUS
+from tests.distributed.test_asynchronous import ordered, pushes_of
 from tests.distributed.test_equality import THREE, TWO
 from tests.distributed.test_first_use import WAITING
+from tests.model.test_optimizer import named
 from tests.processes import Processes
 from tests.unwatched import unwatched
 
@@ -39,6 +43,8 @@ FOUR = {
     "straight": Case("skip", (2, 4, 6), (1, 1, 1, 1)),
     "2-2, gpipe": Case("conv", (4,), (2, 2), {"weights": "one", "order": "all-forwards", "microbatches": 2}),
 }
+# Its optimizer counts steps on the host
+MOVING = Case("conv", (3,), (1, 1), {}, (17, 5), moves=(Repartition(6, (5,)),), optimizer=named("rmsprop"))
 TIMED = {"pipedream": Case("conv", (4,), (1, 1), {"depth": 3}), "gpipe": TWO["gpipe"]}
 DEVICE = "cuda"
 COMPARED: list[tuple[str, bool]] = []  # every case that agreed: between whom, and whether the CPU agrees as well
@@ -245,6 +251,20 @@ def test_three_ranks_by_nccl(three_by_nccl: Processes, name: str) -> None:
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_by_nccl(four_by_nccl: Processes, name: str) -> None:
     check(FOUR[name], four_by_nccl, "directly")
+
+
+def test_layers_move_by_nccl(two_by_nccl: Processes) -> None:
+    check(MOVING, two_by_nccl, "directly")
+
+
+@pytest.mark.parametrize("name", ["two", "three"])
+def test_pushes_beside_nccl(request: pytest.FixtureRequest, name: str) -> None:
+    """They travel by Gloo; given their order, the virtual engine has the same bits."""
+    processes: Processes = request.getfixturevalue(f"{name}_by_nccl")
+    found = processes.run("tests.test_gpu_distributed:directly", ASYNCHRONOUS[name])
+    with torch_settings(EngineRecipe()):
+        compare(found, virtually(ordered(ASYNCHRONOUS[name], pushes_of(found)), DEVICE), 0.0)
+    COMPARED.append((f"{len(found)} ranks, pushes", False))
 
 
 @pytest.mark.parametrize("num_workers", WAITING)

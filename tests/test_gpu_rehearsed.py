@@ -15,6 +15,7 @@ from tests.processes import Processes
 OF_CUDA = {
     "test_what_is_swapped_leaves_the_device_for_pinned_memory",
     "test_copies_run_beside_passes",
+    "test_minibatches_are_fetched_ahead_into_pinned_memory",
     "test_the_virtual_clock_loads_large_minibatches_as_fast_as_the_wall_s",
 }
 OTHERS = [name for name in vars(test_gpu) if name.startswith("test_") and name not in OF_CUDA]
@@ -37,10 +38,10 @@ def test_cases_of_processes_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(test_gpu_distributed, "DEVICE", "cpu")
     monkeypatch.setattr(test_gpu_distributed, "COMPARED", [])
     with Processes(2, "cpu") as two:
-        for name in ("pipedream", "bf16, dp"):
-            test_gpu_distributed.check(TWO[name], two)
+        for case in (TWO["pipedream"], TWO["bf16, dp"], test_gpu_distributed.MOVING):
+            test_gpu_distributed.check(case, two)
         for case in test_gpu_distributed.TIMED.values():
             for found in two.run("tests.test_gpu_distributed:measured", case):
                 test_gpu_distributed.check_times(found)
         assert [direct for _, direct, _ in two.run("tests.test_gpu_distributed:facts")] == [False, False]
-    assert test_gpu_distributed.COMPARED == [("2 ranks by Gloo", True), ("2 ranks by Gloo", False)]
+    assert [("2 ranks by Gloo", like_the_cpu) for like_the_cpu in (True, False, False)] == test_gpu_distributed.COMPARED

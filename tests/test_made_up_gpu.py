@@ -1,6 +1,8 @@
 """A GPU that isn't there: what it refuses, and that no training mixes its tensors with the host's."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,15 @@ from torch import nn
 from torch.nn import functional
 
 import pipebench
+from pipebench.checkpoint.state import ModelState
 from pipebench.model.device import torch_settings
+from pipebench.model.optimizer import make_optimizer
 from pipebench.recipe.catalog import recipes_folder
-from pipebench.recipe.schema import EngineRecipe
+from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
 from tests.distributed.cases import compare, virtually
 from tests.distributed.test_equality import THREE, THREE_REPLICAS, TWO
 from tests.made_up_gpu import made_up_gpu
+from tests.support import Mlp, make_engine, make_setup
 
 CASES = {**TWO, **THREE, **THREE_REPLICAS}
 # What another engine runs, and what a search of plans leads to
@@ -124,3 +129,29 @@ def run(mode: str, device: str) -> list[dict[str, float]]:
         train={"max_epochs": 2, "target": None}, engine={"device": device, "kind": "virtual"}, **moves,
     )  # fmt: skip
     return [dict(point.metrics) for point in made.result.points]
+
+
+def test_it_is_set_by_its_number() -> None:
+    with made_up_gpu(), pytest.raises(ValueError, match="with a specified index or an integer"):
+        torch.cuda.set_device(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("optimizer", "device"), [("rmsprop", "cpu"), ("adam", "cuda")])
+def test_steps_are_counted_where_the_optimizer_counts_them(optimizer: str, device: str) -> None:
+    """Also if they come from another GPU, with layers: on the GPU every update would wait to read them."""
+    make = partial(make_optimizer, OptimizerRecipe(name=optimizer, lr=0.01))
+    with torch_settings(EngineRecipe()), made_up_gpu():
+        setup = replace(make_setup(Mlp(), ([], [1]), make_optimizer=make), device=torch.device("cuda"))
+        engine = make_engine(setup)
+        engine.train(0, 2)
+        (worker,) = engine.workers
+        state = ModelState.merge(part for _, part in worker.parts())
+        for kept in state.optimizer.values():
+            kept.update({key: value.to("cuda") for key, value in kept.items()})
+        worker.restore(state)
+        (replica,) = engine.replicas
+        assert replica.weights.optimizer is not None
+        states = replica.weights.optimizer.state.values()
+        assert {each["step"].device.type for each in states} == {device}
+        assert {v.device.type for each in states for key, v in each.items() if key != "step"} == {"cuda"}
+        assert engine.train(2, 2) == 2

@@ -192,7 +192,7 @@ class ChannelSender(SendingEnd):
             works = [dist.isend(buffer.data[a:b], self._link.peer, group=lane, tag=tag) for a, b, tag in pieces]
             self._leaving.append((buffer, works))
         if self._direct is not None:
-            self._direct.send(tensors)
+            self._direct.send([tensor.to(self._link.device) for tensor in tensors])  # some optimizers count on the CPU
         return layout.payload_bytes
 
     def taken(self, num_messages: int) -> None:

@@ -21,6 +21,8 @@ from pipebench.distributed.shared_sum import SharedSum, share
 from pipebench.distributed.world import World
 from pipebench.engine.in_situ import InSituTimes, profile_in_situ
 from pipebench.engine.setup import Setup
+from pipebench.errors import OutOfMemoryError
+from pipebench.model.allocator import free_cycles
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts, SharedProcessors
 
 _SMALL_BYTES, _LARGE_BYTES, _RING_BYTES = 1 << 14, 1 << 20, 1 << 22
@@ -83,9 +85,10 @@ def in_situ(
     def mine() -> list[InSituTimes]:
         try:
             return measure(setups, lambda enough: enough)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, OutOfMemoryError):  # while stages are cut, or while they run
             return []
         finally:
+            free_cycles(world.device)
             torch.cuda.empty_cache()  # the others' turn; nothing without a GPU
 
     return in_turns(world, mine)

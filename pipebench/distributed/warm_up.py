@@ -28,6 +28,7 @@ from pipebench.engine.replica import Replica
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
+from pipebench.model.allocator import free_cycles
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import GRADIENT, Op
 from pipebench.schedule.programs import forward_programs, programs
@@ -62,6 +63,8 @@ def warm_up(setup: Setup, world: World, own: Worker) -> None:
             _compile(setup, worker, own, world)
     if on_gpu:
         torch.cuda.synchronize(setup.device)
+    del alone, worker
+    free_cycles(setup.device)
 
 
 def _alone(setup: Setup) -> Setup:

@@ -323,12 +323,14 @@ class Weights:
         order = [p for group in self.optimizer.param_groups for p in group["params"]]  # the optimizer's order
         given = {i: optimizer[names[id(p)]] for i, p in enumerate(order) if names[id(p)] in optimizer}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": given})
-        # The optimizer chooses devices, but would also round its state to the parameter's type.
+        # The optimizer chooses devices, but would also round its state to the parameter's type, and leaves a number of
+        # steps where it is: on the GPU, where a layer comes from another one.
+        on_cpu = not any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))
         for index, state in given.items():
             taken = self.optimizer.state[order[index]]
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    own = value.to(taken[key].device, copy=True)
+                    own = value.to("cpu" if key == "step" and on_cpu else taken[key].device, copy=True)
                     whole = own.shape == order[index].shape
                     (taken[key],) = laid_out_as([own], [order[index]]) if whole else [own]
         self._some_are_fresh = isinstance(self.optimizer, torch.optim.SGD) and 0 < len(given) < len(order)

@@ -3,6 +3,7 @@
 A tensor's bytes are known without it. Workspaces of kernels, what it rounds up and what it reserves are not.
 """
 
+import gc
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,7 +16,7 @@ class Allocator:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before_bytes = 0  # the most until the last `forget`
+        self._before = (0, 0)  # the most allocated and reserved until the last `forget`
 
     @property
     def held_bytes(self) -> int:
@@ -29,18 +30,23 @@ class Allocator:
 
     @property
     def most_bytes(self) -> dict[str, int]:
-        """The most allocated and reserved in this process, as columns of a worker's row."""
-        most = max(self._before_bytes, self.peak_bytes)
-        return {"allocated_peak_bytes": most, "reserved_peak_bytes": torch.cuda.max_memory_reserved(self._device)}
+        """The most allocated and reserved since `begin`, as columns of a worker's row."""
+        allocated, reserved = self._most()
+        return {"allocated_peak_bytes": allocated, "reserved_peak_bytes": reserved}
 
     @property
     def total_bytes(self) -> int:
         """The memory of the GPU."""
         return int(torch.cuda.get_device_properties(self._device).total_memory)
 
+    def begin(self) -> None:
+        """Let everything begin now: training, of whose peaks those of measuring and warm-up are no part."""
+        self._before = (0, 0)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
     def forget(self) -> None:
         """Let the peak begin at what is allocated now."""
-        self._before_bytes = max(self._before_bytes, self.peak_bytes)
+        self._before = self._most()
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def beside(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
@@ -54,8 +60,21 @@ class Allocator:
         beside = max(0, self.peak_bytes - max(before, self.held_bytes))
         return value, lambda: float(beside)
 
+    def _most(self) -> tuple[int, int]:
+        allocated, reserved = self._before
+        return max(allocated, self.peak_bytes), max(reserved, torch.cuda.max_memory_reserved(self._device))
+
 
 @cache
 def allocator_of(device: torch.device) -> Allocator | None:
     """Return a device's allocator, always the same; None of a CPU, whose memory the system counts."""
     return Allocator(device) if device.type == "cuda" else None
+
+
+def free_cycles(device: torch.device) -> None:
+    """Free on a GPU what only cycles of references hold: a worker and its handlers, a module of torch.fx and its graph.
+
+    Python's collector may not come to them for most of a training, because it looks through old objects seldom.
+    """
+    if device.type == "cuda":
+        gc.collect()

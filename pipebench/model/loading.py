@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +54,9 @@ class Source:
 
     def _in_a_thread(self, tasks: Iterator[Task]) -> Iterator[Fields]:
         """Fetch in a thread, which also copies to pinned memory: torch reuses it once the GPU has read it."""
-        pool = ThreadPoolExecutor(1, "fetch-ahead", partial(torch.cuda.set_device, self.device))
+        # A thread begins on the first GPU; `cuda` without a number is the one that this thread is on.
+        gpu = torch.cuda.current_device() if self.device.index is None else self.device.index
+        pool = ThreadPoolExecutor(1, "fetch-ahead", torch.cuda.set_device, (gpu,))
         ahead: deque[Future[Fields]] = deque()
         try:
             for task in tasks:

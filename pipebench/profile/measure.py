@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipebench.model.allocator import allocator_of
+from pipebench.model.allocator import allocator_of, free_cycles
 from pipebench.model.device import torch_settings
 from pipebench.model.graph import LayerGraph
 from pipebench.model.heap import keep_freed_blocks
@@ -65,13 +65,18 @@ def measured_profile(
         ProfileError: a layer fails; names it.
     """
     keep_freed_blocks()  # as training does
+    report = on_progress or _unheard
+
+    def measured() -> Profile:
+        passes = _Passes(request.graph, request.dataset, device, rule, report, whole_steps, engine.channels_last)
+        return _measured(passes, request)
+
     try:
         with torch_settings(engine):
-            report = on_progress or _unheard
-            passes = _Passes(request.graph, request.dataset, device, rule, report, whole_steps, engine.channels_last)
-            return _measured(passes, request)
+            return measured()
     finally:
-        if device.type == "cuda":
+        if device.type == "cuda":  # what the copy of the model held, too
+            free_cycles(device)
             torch.cuda.empty_cache()
 
 

@@ -341,6 +341,24 @@ def test_tensors_come_in_while_the_gpu_computes(wire: Wire, monkeypatch: pytest.
     assert gpu.used_on == ["computing", "computing"]  # the allocator has to know: the memory is the idle stream's
 
 
+def test_what_an_optimizer_keeps_on_the_host_leaves_from_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of torch's count their steps there, and a group of NCCL takes a GPU's tensors only."""
+    sent: list[str] = []
+
+    class Network:
+        @staticmethod
+        def isend(data: torch.Tensor, peer: int, group: Any, tag: int = 0) -> Work:
+            if group == "pair":
+                sent.append(data.device.type)
+            return Work(data, lambda work: None)
+
+    monkeypatch.setattr(channel_module, "dist", Network)
+    there = torch.device("meta")  # for a GPU
+    sender = ChannelSender(ChannelLink(0, [None], _TAG, "pair", there, lambda: 0.0), 0)
+    sender.send(0, {"exp_avg": torch.zeros(3, device=there), "step": torch.tensor(2.0)}, 0.0)
+    assert sent == ["meta", "meta"]
+
+
 def test_headers_alone_need_no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(torch, "empty", lambda size, dtype, pin_memory: asked.append(pin_memory))

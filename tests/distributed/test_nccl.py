@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from pipebench.distributed import nccl
 from pipebench.distributed.launch_join import HostSlot
 from pipebench.distributed.nccl import pair_options, set_environment, shares, sharing_remark, takes
 from pipebench.distributed.world import World
+from pipebench.extensions.asynchronous import processes
 
 needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
 
@@ -77,6 +78,22 @@ def test_the_groups_of_channels_time_their_operations(monkeypatch: pytest.Monkey
     assert timed == ["a pair's"]
     assert hasattr(dist.ProcessGroup, "_enable_collectives_timing")
     assert hasattr(dist.Work, "_get_duration")
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_groups_of_gloo_beside_nccl_are_of_all_ranks(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch lets ranks outside of a new group split their communicator, which waits for those in it: by NCCL only."""
+    made: list[Any] = []
+    world = SimpleNamespace(direct=direct, new_group=lambda backend, ranks, limit_s: made.append((backend, ranks)))
+    collectives = SimpleNamespace(world=world, ranks=[2, 0, 1], groups=[])
+    monkeypatch.setattr(processes, "ServerLink", lambda *given: given)
+    server = object.__new__(processes.ProcessServer)
+    server._collectives, server._own = cast("Any", collectives), 2
+    server._weights = cast("Any", SimpleNamespace(newest=SimpleNamespace(parameters=[])))
+    links: list[Any] = [link for worker in (1, 2) for link in server._links(worker)]
+    ((_, peer, _),) = links
+    assert peer == 2  # the server's rank
+    assert made == [("gloo", None if direct else ranks) for ranks in ([0, 2], [1, 2])]
 
 
 @needs_nccl

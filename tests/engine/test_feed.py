@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.cuda._utils import _get_device_index
 
 from pipebench.engine.feed import Feed
 from pipebench.model import loading
@@ -149,7 +150,8 @@ def _is_gone(process: int) -> bool:
 
 def fetch_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fetch on a CPU as beside a GPU, but for pinned memory."""
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", _get_device_index)  # refuses what torch does
     monkeypatch.setattr(loading, "pinned", lambda value: value)
     monkeypatch.setattr(Source, "minibatches", lambda self, tasks, _=None: self._in_a_thread(tasks))
 
@@ -339,6 +341,7 @@ def test_a_gpu_copies_inputs_and_targets_from_pinned_memory(
     """0.1.0: targets were copied from ordinary memory, for which the host waited until the GPU had done everything."""
     set_to: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", set_to.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     data = Unmoved()
     data.concurrent = concurrent
     setup = make_setup(Mlp(), ([4], [1, 1]))
@@ -347,4 +350,4 @@ def test_a_gpu_copies_inputs_and_targets_from_pinned_memory(
     moved: list[Any] = [*feed.inputs(0, 0, 0, ["x"]), feed.targets(0, 0)["label"]]
     assert moved == ["on cuda, pinned"] * 2
     feed.close()
-    assert set_to == [torch.device("cuda")] * concurrent  # pinned memory belongs to the thread's device
+    assert set_to == [3] * concurrent  # pinned memory belongs to the thread's device

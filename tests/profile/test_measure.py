@@ -197,9 +197,12 @@ def test_on_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_measuring_leaves_no_cached_gpu_memory() -> None:
+    wide = vgg16(num_classes=10, in_channels=1, image_size=32)
+    assert sum(parameter.nbytes for parameter in wide.parameters()) > 128 << 20
+
     def measure_once() -> int:
         measured_profile(
-            ProfileRequest(trace(narrow()), mnist5k(), [16], SGD, ""),
+            ProfileRequest(trace(wide), mnist5k(), [16], SGD, ""),
             torch.device("cuda"),
             rule=StopRule(most=1),
             engine=ENGINE,

@@ -15,6 +15,7 @@ from pipebench.distributed.host import in_situ
 from pipebench.distributed.world import World
 from pipebench.engine.in_situ import profile_in_situ
 from pipebench.engine.setup import Setup
+from pipebench.errors import OutOfMemoryError
 from pipebench.profile.model import Profile
 from pipebench.run import measuring
 from pipebench.run.measuring import Together
@@ -100,11 +101,15 @@ def test_ranks_with_gpus_of_their_own_take_what_their_layers_take(
     assert not world.happened
 
 
-def test_what_is_too_large_for_one_gpu_is_shared_all_the_same(job: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, OutOfMemoryError])
+def test_what_is_too_large_for_one_gpu_is_shared_all_the_same(
+    error: type[Exception], job: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too large while stages are cut, by torch's error, or when their instructions run, by a worker's."""
     world = TwoRanks(monkeypatch, (0, 0), 0)
 
     def fail(*args: Any) -> Any:
-        raise torch.OutOfMemoryError
+        raise error
 
     monkeypatch.setattr(measuring, "in_situ", partial(in_situ, measure=fail))
     setup = in_use(job, world)

@@ -1,5 +1,7 @@
 """A device without memory left, by a stand-in on the CPU: what is said, what would help, what is measured."""
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +12,10 @@ from pipebench.distributed.launch import worth_restart
 from pipebench.distributed.launch_failure import of_exception, report
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import OutOfMemoryError
+from pipebench.garbage import without_collector
 from pipebench.model import allocator
-from pipebench.model.allocator import Allocator
+from pipebench.model.allocator import Allocator, free_cycles
+from pipebench.model.device import torch_settings
 from pipebench.profile import measure
 from pipebench.profile.enough import StopRule
 from pipebench.profile.request import ProfileRequest
@@ -20,6 +24,8 @@ from pipebench.simulate.memory import WORKSPACES, stage_memories
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.memory_forecast import MemoryForecast
+from tests.made_up_gpu import made_up_gpu
+from tests.support import make_engine
 from tests.train.test_training import Silent, prepared, recipe
 
 
@@ -68,7 +74,7 @@ class Standing(Allocator):
         return max(self.most, self.now + 1100)
 
     def forget(self) -> None:
-        self._before_bytes = max(self._before_bytes, self.peak_bytes)
+        self._before = (max(self._before[0], self.peak_bytes), 0)
         self.most = self.now
 
 
@@ -79,6 +85,68 @@ def test_an_allocator_tells_what_work_takes_beside_live_tensors(monkeypatch: pyt
     assert (value, read()) == (7, 1000.0)
     assert stand_in.most_bytes == {"allocated_peak_bytes": 1800, "reserved_peak_bytes": 9000}
     assert allocator.allocator_of(torch.device("cpu")) is None
+
+
+def test_peaks_are_those_since_training_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"max_memory_allocated": 0, "max_memory_reserved": 0}
+    for name in now:
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: now[name])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: now.update(dict.fromkeys(now, 1)))
+    gpu = Allocator(torch.device("cuda", 0))
+
+    def told(allocated: int, reserved: int) -> tuple[int, ...]:
+        now.update(max_memory_allocated=allocated, max_memory_reserved=reserved)
+        return tuple(gpu.most_bytes.values())
+
+    assert told(70, 90) == (70, 90)  # of measuring
+    gpu.begin()
+    assert told(30, 50) == (30, 50)
+    gpu.forget()
+    assert told(20, 40) == (30, 50)
+    assert told(35, 55) == (35, 55)
+
+
+class Cycle:
+    """What refers to itself."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_cycles_are_freed_where_memory_is_a_gpu_s(kind: str) -> None:
+    with without_collector():
+        cycle = weakref.ref(Cycle())
+        free_cycles(torch.device(kind))
+        assert (cycle() is None) == (kind == "cuda")
+
+
+def test_stages_that_are_cut_anew_leave_a_gpu() -> None:
+    """A worker and its handlers refer to each other."""
+    given = prepared(recipe(), plan=([4], [1, 1]))
+    with torch_settings(given.recipe.engine), made_up_gpu(), without_collector():
+        setup = replace(given.setup, device=torch.device("cuda"))
+        engine = make_engine(setup)
+        before = [weakref.ref(worker) for worker in engine.workers]
+        engine.switch_setup(setup.under(setup.plan))
+        assert [worker() for worker in before] == [None, None]
+
+
+def test_the_model_that_was_measured_leaves_a_gpu() -> None:
+    """Modules of torch.fx and their graphs refer to each other."""
+    given = prepared(recipe(), plan=([4], [1, 1]))
+    setup, optimizer = given.setup, given.recipe.train.optimizer
+    request = ProfileRequest(setup.graph, setup.dataset, [*setup.profile.layers], optimizer, "it")
+    gc.collect()
+    with made_up_gpu(), without_collector():
+        before = num_parameters()
+        measure.measured_profile(request, torch.device("cuda"), StopRule(most=1), engine=given.recipe.engine)
+        assert num_parameters() == before
+
+
+def num_parameters() -> int:
+    """Return how many parameters are alive, dropped or not."""
+    return sum(issubclass(type(each), torch.nn.Parameter) for each in gc.get_objects())
 
 
 def test_workspaces_are_measured_kept_and_predicted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,8 +88,10 @@ class ProcessServer(Server):
     def _links(self, worker: int) -> Iterator[ServerLink]:
         """Create the link between the server and another worker; all processes take part, the two receive it."""
         ends = {each: self._collectives.ranks[each] for each in (0, worker)}
+        # Of all ranks by NCCL: who isn't in a group, torch has split the communicator, which waits for those in it.
         # Between two pushes may be an evaluation, however long
-        group = self._collectives.world.new_group("gloo", sorted(ends.values()), limit_s=FOR_EVER_S)
+        world = self._collectives.world
+        group = world.new_group("gloo", None if world.direct else sorted(ends.values()), limit_s=FOR_EVER_S)
         self._collectives.groups.append(group)
         if self._own in ends:
             yield ServerLink(group, ends[worker - self._own], self._weights.newest.parameters)
