@@ -72,25 +72,28 @@ NOTES = """
   assumed. All three cost models keep AWD LM data parallel, or nearly so.
 - **AWD LM.** By the analytic profile one GPU takes 358 ms per minibatch, four take 92 ms in data parallelism and 121 ms
   as a straight pipeline, whose first stage has two of the six LSTM layers. With links at an eighth of the rate, 1.25
-  GB/s per GPU, straight is ours, at a speed-up of 1.26. The source calls 80 the batch size; were it that of all four
+  GB/s per GPU, straight is ours, at a speed-up of 1.33. The source calls 80 the batch size; were it that of all four
   GPUs, 20 each, the same links would make it 2.9.
 - **S2VT.** The classifier with its loss takes 57 ms on one worker, more than four need for a whole minibatch in data
-  parallelism: 50 ms, since half of the ring's 28 are hidden; so it gains nothing to leave the classifier unreplicated.
-  With links at an eighth, 5 of the 40 Gbit/s, 2-1-1 is ours, 2.8 times as fast as data parallelism (published: 3.01).
+  parallelism: 51 ms, since half of the ring's 28 are hidden; so it gains nothing to leave the classifier unreplicated.
+  With links at an eighth, 5 of the 40 Gbit/s, straight is ours, and 2-1-1 is 2.8 times as fast as data parallelism
+  (published: 3.01).
+- **GNMT on one server.** Straight but for GNMT-16 and for GNMT-8's measured profile, where 1-1-2 is 3 and 6 % faster:
+  links at 0.75 of the assumed rate make straight ours.
 - **GNMT on 12 and 16 workers.** The classifier with its loss takes 37 of 137 ms (GNMT-8) and of 222 ms (GNMT-16): no
   straight plan is faster than that, however many workers it has, so shorter ones, which leave workers idle, are as
   fast, and ours replicates stages inside servers instead. Where their links are slower, or minibatches smaller, so that
-  replicas don't pay, straight plans win, but shorter ones than the paper's. The paper's costs 4 to 12 % on 3x4.
+  replicas don't pay, straight plans win, but shorter ones than the paper's, which takes 58 to 63 % more time than ours.
 - **GNMT on 2x8.** `overlap` gives every server a stage, 8-8: between servers its activations take 5 ms per minibatch,
   and the ring of data parallelism 31 ms (GNMT-8) and 44 ms (GNMT-16). The paper has 16 for the one and straight for
   the other. Its speed-up for GNMT-16, 3.14, is nearer to our 8-8's than to our straight plan's; for GNMT-8 only links
-  32 times as fast would make data parallelism ours. Whatever decided in the paper, it wasn't these profiles.
-- **VGG-16.** 15-1 everywhere but on 2x8 with the measured profile, where 16 and 15-1 differ by 1 %: at 128 images a
+  8 to 32 times as fast would make data parallelism ours. Whatever decided in the paper, it wasn't these profiles.
+- **VGG-16.** 15-1 everywhere but on 2x8 with the measured profile, where 16 is 7 % faster than 15-1: at 128 images a
   minibatch computes twice as long for the same gradients as at the paper's 64, and a slower link or 64 images make
   15-1 ours. Speed-ups of the paper are higher: its data parallelism is slower than a ring at the published rate.
 - **AlexNet.** 15-1 on 4x4, as published. On 2x8 `overlap` chooses 14-2: by the analytic profile the fully connected
-  layers keep one worker busy for 9.4 ms per minibatch, two for half of that, and summing their gradients inside a
-  server takes 3.9 ms, while fourteen workers need 7.8 ms for the convolutions.
+  layers keep one worker busy for 9.2 ms per minibatch, two for half of that, and summing their gradients inside a
+  server takes 3.9 ms, while fourteen workers need 7.3 ms for the convolutions.
 - **Backends.** Section 4: pipelines ran on Gloo, data parallelism on NCCL. Two rates for one wire, which no cost model
   here has.
 """
