@@ -251,11 +251,11 @@ def _of_samples(found: Mapping[int, list[int]], expected: Mapping[int, list[int]
 def has_same_bits(recipe: Recipe, replicas: Sequence[int]) -> bool:
     """Return whether DESIGN promises the bits of a plain loop: whole minibatches, and nothing added in another order.
 
-    A value that is read three times is left out, and so is what the plain loop computes otherwise than torch: norms,
-    and the optimizers of our own.
+    A value that is read three times is left out, and a weight that three layers share, whose gradients a stage adds
+    before stages do. So is what the plain loop computes otherwise than torch: norms, and the optimizers of our own.
     """
     asked, optimizer, steps = recipe.parallelism, recipe.train.optimizer, [s.split() for s in recipe.model["steps"]]
-    again = [int(given[0]) for kind, *given in steps if kind in ("add", "branch")]
+    again = [(kind == "tied", int(given[0])) for kind, *given in steps if kind in ("add", "branch", "tied")]
     whole = asked.microbatches == 1 and asked.row.accumulate == 1 and set(replicas) == {1} and asked.row.flush
     ours = optimizer.name in ("lars", "lamb") or optimizer.clip_norm is not None
-    return whole and not ours and all(again.count(index) < 2 for index in again)
+    return whole and not ours and all(again.count(each) < 2 for each in again)
