@@ -29,7 +29,7 @@ from pipebench.engine.protocols import SegmentExtension, UnitLoss
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
 from pipebench.errors import DivergedError
-from pipebench.model.allocator import allocator_of, free_cycles
+from pipebench.model.allocator import allocator_of
 from pipebench.model.first_backward import import_for_backward
 from pipebench.schedule.instructions import BACKWARDS, ENDS, Instruction
 from pipebench.schedule.operations import MIGRATION, Op
@@ -227,8 +227,7 @@ class DistributedEngine(TrainingEngine):
             self.meter.transfer(Transfer(MIGRATION, "layers", (sender,), (own,), level, size, start_s, end_s))
         self.worker.restore(state)
         self.worker.recall(old.peak_bytes, old.versions_max, old.host_peak_bytes)
-        del old, given, state, parcels
-        free_cycles(setup.device)
+        old.close()
         self.set_activity("")
         self.sync_clock()
 

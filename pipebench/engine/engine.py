@@ -235,7 +235,10 @@ class TrainingEngine(Engine):
         resume under, None for the current one.
         """
         if plan is not None:
+            before = self.workers
             self._cut_stages(self.setup.under(plan))
+            for worker in before:
+                worker.close()
         for worker in self.workers:
             worker.restore(state)
         if facts is None:

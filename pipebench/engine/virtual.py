@@ -20,7 +20,6 @@ from pipebench.engine.replica import Replica
 from pipebench.engine.segment import Segment
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
-from pipebench.model.allocator import free_cycles
 from pipebench.schedule.programs import forward_programs
 from pipebench.simulate.meter import Meter, RunMeasurements, fractions, pcie_fractions
 from pipebench.simulate.network import Network
@@ -96,8 +95,8 @@ class VirtualEngine(TrainingEngine):
         before = self.workers
         self._cut_stages(setup)
         self.clock_s = self._drain.hand_over(before)
-        del before
-        free_cycles(setup.device)
+        for worker in before:
+            worker.close()
 
     def facts(self) -> dict[str, Any]:
         """See `TrainingEngine`; with slices, memory is the prediction for one device of every worker."""

@@ -96,6 +96,11 @@ class Worker(WorkerReplicas):
         for extension in self.extensions.values():
             extension.end()
 
+    def close(self) -> None:
+        """End it: its memory is freed with the last reference, since it and its handlers don't hold each other then."""
+        self.handlers.clear()
+        self.extensions.clear()
+
     def begin_evaluation(self, feed: Feed, scores: Scores) -> None:
         """Start an evaluation, with nothing in flight; `scores` sums over the model's outputs."""
         self._stages = {stage: replica.stage.evaluated for stage, replica in self.replicas.items()}

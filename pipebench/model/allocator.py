@@ -40,7 +40,10 @@ class Allocator:
         return int(torch.cuda.get_device_properties(self._device).total_memory)
 
     def begin(self) -> None:
-        """Let everything begin now: training, of whose peaks those of measuring and warm-up are no part."""
+        """Let peaks begin now, with training: what measuring and warm-up allocated is no part of them.
+
+        What torch has reserved by then it keeps.
+        """
         self._before = (0, 0)
         torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -72,9 +75,10 @@ def allocator_of(device: torch.device) -> Allocator | None:
 
 
 def free_cycles(device: torch.device) -> None:
-    """Free on a GPU what only cycles of references hold: a worker and its handlers, a module of torch.fx and its graph.
+    """Free on a GPU what only cycles of references hold, such as a module of torch.fx and its graph.
 
-    Python's collector may not come to them for most of a training, because it looks through old objects seldom.
+    Python's collector may not come to them for most of a training, because it looks through old objects seldom. It
+    takes a tenth of a second, so this is for what comes before training; stages that are cut anew have no cycles.
     """
     if device.type == "cuda":
         gc.collect()

@@ -12,7 +12,6 @@ from pipebench.extensions.moves.migration import MigratingReplica, TransferredUn
 from pipebench.extensions.moves.monitor import StageMonitor
 from pipebench.extensions.moves.segment import MovingSegment
 from pipebench.extensions.moves.settings import MOVES, settings_of
-from pipebench.model.allocator import free_cycles
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, SEND, Op, with_kind
 
@@ -59,7 +58,6 @@ class MovingWorker(WorkerExtension):
         moves, self._moves = self._moves, False
         if moves and self._cuts.announced:
             self._worker.recut(self._cuts.last)
-            free_cycles(self._worker.setup.device)
 
     def passed(self, stage: int) -> None:
         """Let one replica run the stage again, if this was the last backward of another."""
