@@ -1,10 +1,12 @@
 """The virtual clock of a kept training, played again without its arithmetic, on which it doesn't depend.
 
 Epochs and accuracy need hours of training on one kind of processor; seconds follow from them and the simulator alone.
-So when the simulator changes, kept results get its times, and stay what was trained.
+So when the simulator changes, kept results get its times, and stay what was trained. Where the arithmetic depends on
+the clock, which decides the order of asynchronous pushes, a result of another order is refused.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,20 +19,23 @@ from pipebench.engine.engine import OnLoss, OnUnit
 from pipebench.engine.feed import Feed
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
+from pipebench.extensions.asynchronous.server import InProcessServer
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.identity import made_on
+from pipebench.schedule.operations import Op
+from pipebench.schedule.syncs import ASYNCHRONOUS
 from pipebench.show.progress import Silent
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.prepare import prepare
-from pipebench.train.result import Point, RunResult
+from pipebench.train.result import DIVERGED, INTERRUPTED, Point, RunResult
 
-_BYTES = "comm_bytes_total"
 _ROUNDING = 1e-9
-# Of the arithmetic and this host, which aren't played again.
+# Metrics of the arithmetic and of this host, which aren't played again; and those of the clock. All others stay.
 _KEPT = ("peak_memory_bytes", "host_peak_bytes", "weight_versions", "wall_time_s", "start_time_s")
+_OF_CLOCK = re.compile(r".*(_s|_fraction)")
 
 
 class ClockEngine(VirtualEngine):
@@ -41,15 +46,21 @@ class ClockEngine(VirtualEngine):
         network = Network(setup.cluster, setup.devices, meter.transfer, copies=setup.copies)
         super().__init__(setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter)
         self._points = points
+        self._held: dict[int, int] = {}  # with asynchronous pushes: the version that a worker computes with
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
         """Play a segment; its loss is 0."""
+        self._held.clear()
         trained = super().train(first_minibatch, num_minibatches)
         self._on_loss(torch.zeros(()), 0, 1.0, self.now_s)
         return trained
 
     def evaluate(self) -> dict[str, float]:
-        """Play an evaluation; return the metrics of the next point."""
+        """Play an evaluation; return the metrics of the next point.
+
+        Raises:
+            RuntimeError: there is none.
+        """
         before_s, setup = self.clock_s, self.setup
         self.meter.evaluating = True
         feed = Feed(setup, "eval", 0, setup.held_out.minibatches_per_epoch, self.loaders)
@@ -57,7 +68,9 @@ class ClockEngine(VirtualEngine):
         feed.close()
         self.meter.evaluating = False
         self._not_training_s += self.clock_s - before_s
-        return dict(next(self._points).metrics)
+        if (point := next(self._points, None)) is None:
+            raise RuntimeError("evaluates more often than what is kept")
+        return dict(point.metrics)
 
     def facts(self) -> dict[str, Any]:
         """See `VirtualEngine`; bytes are the network's."""
@@ -65,22 +78,33 @@ class ClockEngine(VirtualEngine):
         return super().facts()
 
     def _execute(self, event: TimelineEvent) -> None:
-        """Compute nothing."""
+        """Compute nothing, but note the order of pushes: a worker pulls the weights after its own."""
+        if event.instruction.op is Op.PUSH:
+            server = self.extensions[ASYNCHRONOUS]
+            assert isinstance(server, InProcessServer)
+            pushes = server.here.segments[-1]
+            pushes.add(event.instruction.number, self._held.get(event.worker, 0))
+            self._held[event.worker] = server.here.applied
 
 
 def played_again(loaded: LoadedRecipe, was: RunResult) -> RunResult | None:
     """Return the result of a recipe with the times of today's simulator; None if it has them, but for rounding.
 
     Raises:
-        RuntimeError: the run isn't the same any longer: it ends elsewhere, or sends other bytes.
+        RuntimeError: the run isn't the same any longer: it has another plan or order of pushes, evaluates elsewhere, or
+            sends other bytes; or it diverged or was interrupted.
     """
+    if was.outcome in (DIVERGED, INTERRUPTED):
+        raise RuntimeError(f"{was.name}: {was.outcome}, and a clock ends at the last evaluation")
     job = prepare(loaded.recipe, loaded.cluster)
     now, _ = TrainingLoop(job, partial(ClockEngine, iter(was.points), job.setup), Silent(), lambda point: None).run()
-    if [point.samples for point in now.points] != [point.samples for point in was.points]:
-        raise RuntimeError(f"{was.name}: {now.sentence}, kept is {was.sentence}")
-    if now.metrics[_BYTES] != was.metrics[_BYTES]:
-        raise RuntimeError(f"{was.name}: sends {now.metrics[_BYTES]:,} bytes, kept are {was.metrics[_BYTES]:,}")
-    times = {name: now.metrics[name] for name in was.metrics if name in now.metrics and not name.startswith(_KEPT)}
+    common = {name: now.metrics[name] for name in was.metrics if name in now.metrics and not name.startswith(_KEPT)}
+    found = {"plan": now.plan, "evaluated after samples": [point.samples for point in now.points], **common}
+    kept = {"plan": was.plan, "evaluated after samples": [point.samples for point in was.points], **was.metrics}
+    for name in (name for name in found if not _OF_CLOCK.fullmatch(name)):
+        if found[name] != kept[name]:
+            raise RuntimeError(f"{was.name}: {name} {found[name]}, kept is {kept[name]}")
+    times = {name: value for name, value in common.items() if _OF_CLOCK.fullmatch(name)}
     if all(math.isclose(value, was.metrics[name], rel_tol=_ROUNDING) for name, value in times.items()):
         return None
     points = [replace(point, clock_s=each.clock_s) for point, each in zip(was.points, now.points, strict=True)]

@@ -83,7 +83,8 @@ NOTES = """
 - **GNMT on 12 and 16 workers.** The classifier with its loss takes 37 of 137 ms (GNMT-8) and of 222 ms (GNMT-16): no
   straight plan is faster than that, however many workers it has, so shorter ones, which leave workers idle, are as
   fast, and ours replicates stages inside servers instead. Where their links are slower, or minibatches smaller, so that
-  replicas don't pay, straight plans win, but shorter ones than the paper's, which takes 58 to 63 % more time than ours.
+  replicas don't pay, straight plans win, shorter ones than the paper's but for GNMT-8's measured profile. The paper's
+  takes 58 to 63 % more time than ours.
 - **GNMT on 2x8.** `overlap` gives every server a stage, 8-8: between servers its activations take 5 ms per minibatch,
   and the ring of data parallelism 31 ms (GNMT-8) and 44 ms (GNMT-16). The paper has 16 for the one and straight for
   the other. Its speed-up for GNMT-16, 3.14, is nearer to our 8-8's than to our straight plan's; for GNMT-8 only links

@@ -368,6 +368,7 @@ def forget_identity(left: Left) -> None:
 TAKEN: Mapping[str, tuple[Way, str]] = {
     "part of an older step": (take_older_part, "optimizer's step of head.weight: found 12, expected is 16"),
     "before runs were told": (forget_identity, ""),
+    "parts that say whose they are": (in_part(1, lambda data: data.update(written={"step": 3})), ""),
     "other code": (
         of_run(code={"pipebench": "0.0.9+abc", "tests.checkpoint.spoiling": "0" * 64}),
         f"code has changed since the checkpoint of step {LAST} was written: pipebench, tests, tests.checkpoint, ",

@@ -8,7 +8,7 @@ import pytest
 from pipebench.recipe.catalog import find, recipe_names
 from pipebench.recipe.load import load, load_file
 from pipebench.report.kept import KeptResult, kept_results
-from pipebench.train.result import RunResult
+from pipebench.train.result import DIVERGED, RunResult
 from reports.studies import kept_runs
 from reports.studies.clocks import played_again
 
@@ -17,18 +17,17 @@ LITTLE = ("dataset.num_train=96", "train.minibatch_size=8", "train.max_epochs=2"
 
 
 def kept_by_recipe() -> dict[str, KeptResult]:
-    """Return the quickest kept result of every recipe, but for text, whose models take seconds to trace."""
+    """Return the quickest kept result of every recipe."""
     found: dict[str, KeptResult] = {}
     for kept in sorted(kept_results(REPORTS).values(), key=lambda each: each.result.metrics["wall_time_s"]):
-        if "vgg16" in kept.words[0] or "alexnet" in kept.words[0]:
-            found.setdefault(" ".join(kept.words[:2]), kept)
+        found.setdefault(" ".join(kept.words[:2]), kept)
     return found
 
 
 KEPT = kept_by_recipe()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", KEPT)
 def test_kept_results_have_the_times_of_todays_simulator(name: str) -> None:
     """If they haven't, `nox -s kept -- clocks` gives them these."""
@@ -47,8 +46,23 @@ def test_a_clock_played_again_is_that_of_training(mode: str) -> None:
     mended = played_again(loaded, replace(result, points=tuple(late), metrics=wrong))
     assert mended is not None
     assert times(mended) == pytest.approx(times(result))
-    with pytest.raises(RuntimeError, match="kept is trained 2 epochs"):
+    with pytest.raises(RuntimeError, match="evaluated after samples"):
         played_again(loaded, replace(result, points=result.points[:1] * 3))
+    with pytest.raises(RuntimeError, match="evaluates more often than what is kept"):
+        played_again(loaded, replace(result, points=result.points[:1]))
+    with pytest.raises(RuntimeError, match="comm_bytes_level_server"):
+        played_again(loaded, replace(result, metrics={**result.metrics, "comm_bytes_level_server": 7}))
+    with pytest.raises(RuntimeError, match="diverged, and a clock ends at the last evaluation"):
+        played_again(loaded, replace(result, outcome=DIVERGED))
+
+
+def test_another_order_of_pushes_is_another_training() -> None:
+    """It depends on the clock, and the weights on it."""
+    words = [*LITTLE, "parallelism.mode=dp-asp", "parallelism.plan=auto", "train.target=null", "cluster.servers=2"]
+    result, _, _ = kept_runs.trained(load("quickstart", words))
+    assert result.metrics["staleness_max"] > 0
+    with pytest.raises(RuntimeError, match="staleness_"):
+        played_again(load("quickstart", [*words, "cluster.bandwidth=100 Gbit/s"]), result)
 
 
 def times(result: RunResult) -> list[float]:
