@@ -29,7 +29,7 @@ _LOG = logging.getLogger("pipebench.distributed.control")
 _AGREEING_S = 0.02  # short, since all workers may wait for the agreement
 _SILENT_HEARTBEATS, _SILENT_S = 4, 2.0  # heartbeats until one is overdue; seconds, since a loaded host may be slow
 _WATCHDOG_S = 0.5
-_OWN_WORK = 10  # times the limit, for work other than instructions
+LONGEST_WORK = 10  # times the limit, for work other than instructions
 _FAILED = 3
 
 
@@ -211,7 +211,7 @@ class Control(AdmissionControl):
     def _limit_s(self, place: tuple[Instruction | None, str, float]) -> float:
         """Return the time limit of some work: checkpoints and searches take longer than instructions."""
         is_own_work = place[0] is None and place[1] not in (ADMIT, EXCHANGE, BARRIER)
-        return self._stall_limit_s * (_OWN_WORK if is_own_work else 1)
+        return self._stall_limit_s * (LONGEST_WORK if is_own_work else 1)
 
     def _has_reason(self, place: tuple[Instruction | None, str, float]) -> bool:
         """Return whether this worker waits for another whose own work is watched there."""

@@ -100,6 +100,7 @@ class DistributedEngine(TrainingEngine):
 
     def start_clock(self, clock_s: float = 0.0) -> None:
         """Start the run's clock here, at the same moment on all workers."""
+        self.set_activity("opening data")
         self.worker.open_data()
         self.exchange(None)
         self.world.mark_started()
@@ -256,7 +257,9 @@ class DistributedEngine(TrainingEngine):
 
     def restore(self, *given: Any, **named: Any) -> None:
         """See `TrainingEngine`."""
+        self.set_activity("taking up a checkpoint")
         super().restore(*given, **named)
+        self.set_activity("")
         if self.world.slice_index > 0:  # the worker's first process goes on with what all have counted
             self.num_bytes.clear()
 

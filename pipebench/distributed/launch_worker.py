@@ -12,6 +12,7 @@ from pipebench.distributed import world
 from pipebench.distributed.launch_failure import Failure, of_exception, record, report
 from pipebench.distributed.launch_join import RUN
 
+_ASKING_S = 3.0
 _listeners: list[Callable[[str], None]] = []
 
 
@@ -44,14 +45,28 @@ def fail(failure: Failure, *, verbose: bool = False, asks: bool = True) -> NoRet
     """
     try:
         record(failure)
-        if not launched_by_us() and failure.kind not in ("lost", "interrupted"):
-            joined = world.current()
-            if joined is None or not asks or joined.first("report"):
-                print(report(failure, verbose=verbose), file=sys.stderr)
+        tells = not launched_by_us() and failure.kind not in ("lost", "interrupted")
+        if tells and (not asks or _is_first_to_report(failure)):
+            print(report(failure, verbose=verbose), file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     finally:  # standard error may be closed
         os._exit(failure.exit_code)
+
+
+def _is_first_to_report(failure: Failure) -> bool:
+    """Return whether no other worker has reported, as far as the store says so soon; it may be in use, waiting.
+
+    Before workers have joined, all make the same mistake: one on every host reports it.
+    """
+    joined = world.current()
+    if joined is None:
+        return failure.kind != "user" or os.environ.get("LOCAL_RANK", "0") == "0"
+    answers: list[bool] = []
+    asking = threading.Thread(target=lambda: answers.append(joined.first("report")), daemon=True)
+    asking.start()
+    asking.join(_ASKING_S)
+    return answers != [False]
 
 
 def fail_stalled(text: str) -> NoReturn:
@@ -65,7 +80,7 @@ def fail_silent(text: str, store_answers: bool) -> NoReturn:
 
 
 def on_stop_request(listener: Callable[[str], None]) -> None:
-    """Have Ctrl-C and SIGTERM call `listener` with a reason, once; a second signal ends the process.
+    """Have Ctrl-C, SIGTERM, SIGHUP and SIGQUIT call `listener` with a reason, once; a second ends the process.
 
     Only under a launcher that forwards signals to its workers, as torchrun does; pipebench's own uses the store.
     Without a listener the first signal ends the process.
@@ -89,5 +104,6 @@ def _handle_signals() -> None:
             listener("interrupted")
         _listeners.clear()
 
-    for each in (signal.SIGINT, signal.SIGTERM):
+    # Those that torchrun forwards: SIGHUP when its terminal is gone.
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(each, handle)

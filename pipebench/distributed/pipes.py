@@ -6,7 +6,6 @@ process, so the other notices its end. Linux only.
 
 import fcntl
 import os
-import resource
 import select
 from collections.abc import Sequence
 from contextlib import suppress
@@ -88,7 +87,6 @@ def join_pairs(world: World, pairs: Sequence[tuple[int, int]]) -> dict[int, Pipe
         world.shares_memory and world.place.one_host and world.device.type == "cpu" and hasattr(os, "memfd_create")
     ):
         return None
-    _allow_files()
     own = {index: os.pipe() for index, pair in enumerate(pairs) if world.rank in pair}
     for _, writes in own.values():
         with suppress(OSError):  # a refused size leaves the default
@@ -110,13 +108,6 @@ def join_pairs(world: World, pairs: Sequence[tuple[int, int]]) -> dict[int, Pipe
         index: PipePair(others[index][0], reads, theirs[index], world.operation_limit_s)
         for index, (reads, _) in own.items()
     }
-
-
-def _allow_files() -> None:
-    """Raise this process's limit of open files: Python keeps one open for every mapped slot."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _opened(process: int, file: int, mode: int) -> int:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined] # torch lists them nowhere
 
 from pipebench.distributed import nccl
+from pipebench.distributed.interfaces import address_towards, prepare_sockets
 from pipebench.distributed.launch_join import HostSlot, connect, meet, peers, read_place
 from pipebench.distributed.members import check_members, shared_secret
 from pipebench.errors import UserError
@@ -218,11 +219,13 @@ def join(
     operation_limit_s: float = 1800.0,
     place: HostSlot | None = None,
     shares_memory: bool = True,
+    met: Callable[["World"], None] = lambda world: None,
 ) -> World:
     """Join the other workers of this job, on device `cpu`, `cuda`, or `auto`: `cuda` if torch sees a device.
 
     Workers have `limit_s` seconds to join; after `operation_limit_s` in a message or collective a peer counts as lost.
-    `place` is by default from the environment; see `World` for `shares_memory`.
+    `place` is by default from the environment; see `World` for `shares_memory`. `met` is called once all are there,
+    before groups are made.
 
     Raises:
         UserError: no CUDA device where one is requested, or different kinds of device; a port in use; a worker that
@@ -241,8 +244,8 @@ def join(
     world = World(place, chosen, direct, store, operation_limit_s, connection, remark, shares_memory)
     _joined.append(world)
     check_devices(device, everyone)
-    if place.one_host:
-        _stay_on_loopback()
+    prepare_sockets(os.environ, None if place.one_host else everyone)
+    met(world)
     with peers():
         _init_default_group(world)
     return world
@@ -324,7 +327,8 @@ def shared_folder_check(world: World, folder: Path) -> None:
 
 def _device(device: str, place: HostSlot) -> tuple[torch.device, dict[str, Any]]:
     """Return this worker's device, and facts about it for the others."""
-    facts = {"host": socket.gethostname(), "gpu": None}
+    address = "" if place.one_host else address_towards(place.address)
+    facts: dict[str, Any] = {"host": socket.gethostname(), "address": address, "gpu": None}
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu"), facts
     chosen = torch.device("cuda", place.local_rank % torch.cuda.device_count())
@@ -351,12 +355,3 @@ def check_devices(device: str, everyone: Sequence[dict[str, Any]]) -> None:
 def _who(workers: Sequence[tuple[int, str]]) -> str:
     named = ", ".join(f"rank {rank} on {host}" for rank, host in workers[:4])
     return named + (", ..." if len(workers) > 4 else "")
-
-
-def _stay_on_loopback() -> None:
-    """Have Gloo and NCCL use the loopback interface when all workers are on this host."""
-    names = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if loopback is not None:
-            os.environ.setdefault(variable, loopback)

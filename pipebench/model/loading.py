@@ -4,6 +4,7 @@ Their order is fixed beforehand and each is a function of its samples and its dr
 Profiles time the path that training takes. Loader processes stay between segments: to start one takes 0.1 s.
 """
 
+import os
 from collections import deque
 from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -91,6 +92,7 @@ class LoaderProcesses:
             prefetch_factor=AHEAD,
             pin_memory=device.type == "cuda",
             persistent_workers=True,
+            worker_init_fn=_alone,
         )
 
     def minibatches(self, split: str, fields: Sequence[str], tasks: Iterator[Task]) -> Iterator[Fields]:
@@ -104,6 +106,12 @@ class LoaderProcesses:
     def close(self) -> None:
         """End the processes."""
         self._loader = None
+
+
+def _alone(_: int) -> None:
+    """Leave the group of processes that torchrun sends its signals to: loaders end with their reader, which drains."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        os.setpgid(0, 0)
 
 
 class Loaders:

@@ -146,9 +146,9 @@ class _StageLayers:
         for part in (module, *(each.run for each in recomputed)):
             _switch_inplace_off_where_inputs_are_saved(part)
         swapped = fold(module, SWAP, Swapped)  # last: in-place layers in it stay so
-        for part in module.modules():
-            if isinstance(part, fx.GraphModule):  # or its weights would stay until Python's collector comes
-                part.graph.owning_module = None
+        for each in module.modules():
+            if isinstance(each, fx.GraphModule):  # or its weights would stay until Python's collector comes
+                each.graph.owning_module = None
         named = module.named_modules(remove_duplicate=False)
         return Stage(
             self.index,

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from pipebench.checkpoint.store import Checkpoints
-from pipebench.distributed.control import Control, end_quietly
+from pipebench.distributed.control import LONGEST_WORK, Control, end_quietly
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.heartbeat import Heartbeat, store_text
 from pipebench.distributed.launch import Process, Start, run_workers, spawned
@@ -150,31 +150,37 @@ def work(loaded: LoadedRecipe, suite: Suite) -> None:
         PeerLostError: another process has failed.
     """
     engine = loaded.recipe.engine
-    with lasting(loaded.recipe.name, "waiting for all workers to join", shown=os.environ.get("RANK", "0") == "0"):
-        operation_s = max(1800.0, 2 * engine.stall_limit_s)
-        world = join(engine.device, limit_s=engine.join_limit_s, operation_limit_s=operation_s)
-    _remark(world)
+    # The watchdog ends what hangs, and leaves a worker's own work ten times the limit for instructions.
+    operation_s = max(1800.0, 2 * LONGEST_WORK * engine.stall_limit_s)
     with ExitStack() as held:
-        if not world.place.one_host:  # on one host the system reports failures
-            limit_s = engine.silence_limit_s
-            held.enter_context(Heartbeat(world.store, world.place, limit_s=limit_s, on_silence=fail_silent))
-        folder = _folder(world, RunRequest(loaded, loaded.recipe.name, suite))
-        held.enter_context(_held_by_first(world, folder))
-        _record_and_train(loaded, suite, world, folder)
+
+        def start_heartbeat(world: World) -> None:
+            """Hear from the other hosts, also while groups are being made; on one host the system reports failures."""
+            if not world.place.one_host:
+                limit_s = engine.silence_limit_s
+                held.enter_context(Heartbeat(world.store, world.place, limit_s=limit_s, on_silence=fail_silent))
+
+        with lasting(loaded.recipe.name, "waiting for all workers to join", shown=os.environ.get("RANK", "0") == "0"):
+            world = join(engine.device, limit_s=engine.join_limit_s, operation_limit_s=operation_s, met=start_heartbeat)
+        restarted = _is_restart(world)
+        _remark(world, restarted=restarted)
+        folder = _folder(world, RunRequest(loaded, loaded.recipe.name, suite), restarted=restarted)
+        held.enter_context(_held_by_first(world, folder, restarted=restarted))
+        _record_and_train(loaded, suite, world, folder, restarted=restarted)
     world.close()
 
 
-def _held_by_first(world: World, folder: RunFolder) -> AbstractContextManager[None]:
+def _held_by_first(world: World, folder: RunFolder, *, restarted: bool) -> AbstractContextManager[None]:
     """Hold a run's folder in rank 0 for all processes if there is no launcher of ours.
 
     After a restart the host of the previous rank 0 may be gone: a file server releases its lock only after a while.
     """
     if world.rank > 0 or launched_by_us():
         return nullcontext()
-    return locked(folder.path, patience_s=_LOCK_PATIENCE_S if _is_restart(world) else 0.0)
+    return locked(folder.path, patience_s=_LOCK_PATIENCE_S if restarted else 0.0)
 
 
-def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: RunFolder) -> None:
+def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: RunFolder, *, restarted: bool) -> None:
     """Do one process's part of a run whose folder exists."""
     shared_folder_check(world, folder.path)
     facts = folder.read()
@@ -185,12 +191,13 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
         num_processes = job.setup.pipeline.num_workers * job.setup.costs.slices
         check_world_size(world.size, num_processes, str(job.setup.plan))
         checkpoints = checkpoints_of(folder, loaded, job)
-        policy = _checkpoint_policy(world, folder, checkpoints, job, goes_on=suite.resumed is not None)
+        goes_on = suite.resumed is not None
+        policy = _checkpoint_policy(world, folder, checkpoints, job, restarted=restarted, goes_on=goes_on)
         train = partial(_train, world, job, policy)
         if world.rank > 0:
             train(Silent(), lambda point: None)
         else:
-            if not _is_restart(world):
+            if not restarted:
                 folder.update(started_at_s=time.time())
             tracking = Tracking(request.suite.name, ready_listener())
             recorder = RunRecorder(request, job, tracking, log_text, folder.record_path)
@@ -199,12 +206,12 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
                 folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, tells=True)
 
 
-def _remark(world: World) -> None:
+def _remark(world: World, *, restarted: bool) -> None:
     """Print the world's remark on its connections, if any, on rank 0, and on every other host that it has joined."""
     is_other_host = world.rank > 0 and os.environ.get("LOCAL_RANK") == "0"
     joined = f"rank {world.rank} of {world.size} has joined; rank 0 prints progress and result" if is_other_host else ""
     remark = world.remark if world.rank == 0 else joined
-    if remark and not _is_restart(world):
+    if remark and not restarted:
         print(f"pipebench: {remark}", file=sys.stderr, flush=True)
 
 
@@ -238,17 +245,16 @@ def _train(
     return found
 
 
-def _folder(world: World, request: RunRequest) -> RunFolder:
+def _folder(world: World, request: RunRequest, *, restarted: bool) -> RunFolder:
     """Return the run's folder: the launcher's, or under torchrun one that rank 0 creates and restarts reuse."""
     if launched_by_us():
         return RunFolder(Path(os.environ[RUN]))
     path = ""
     if world.rank == 0:
         store = world.connection
-        restarted = os.environ.get(_RESTARTS, "0") != "0" and store.check([_FOLDER_KEY])
         if request.suite.resumed is not None:
             path = str(request.suite.resumed.path)
-        elif restarted:
+        elif restarted and store.check([_FOLDER_KEY]):
             path = store.get(_FOLDER_KEY).decode()
         else:
             path = str(request.make_folder().path)
@@ -293,10 +299,9 @@ def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) ->
 
 
 def _checkpoint_policy(
-    world: World, folder: RunFolder, checkpoints: Checkpoints, job: Job, *, goes_on: bool
+    world: World, folder: RunFolder, checkpoints: Checkpoints, job: Job, *, restarted: bool, goes_on: bool
 ) -> CheckpointPolicy:
     """Return where checkpoints go and the one to resume from: rank 0's newest whole one that fits."""
-    restarted = _is_restart(world)
     found = None
     if world.rank == 0 and (restarted or goes_on):
         found, remarks = newest(checkpoints, job)
@@ -316,5 +321,12 @@ def _checkpoint_policy(
 
 
 def _is_restart(world: World) -> bool:
-    """Return whether a launcher restarted these processes automatically."""
-    return (world.place.attempt or int(os.environ.get(_RESTARTS, "0"))) > 0
+    """Return, before the run has a folder here, whether a launcher restarted these processes automatically.
+
+    torchrun counts on every host for itself, and on one whose workers were ended for a failure elsewhere not at all;
+    but its store outlives all, and has the folder. Rank 0's answer matters, the others' only for what they print.
+    """
+    if world.place.attempt is not None:
+        return world.place.attempt > 0
+    has_folder = world.rank == 0 and bool(world.connection.check([_FOLDER_KEY]))
+    return has_folder or int(os.environ.get(_RESTARTS, "0")) > 0

@@ -84,16 +84,22 @@ def test_the_groups_of_channels_time_their_operations(monkeypatch: pytest.Monkey
 def test_groups_of_gloo_beside_nccl_are_of_all_ranks(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch lets ranks outside of a new group split their communicator, which waits for those in it: by NCCL only."""
     made: list[Any] = []
-    world = SimpleNamespace(direct=direct, new_group=lambda backend, ranks, limit_s: made.append((backend, ranks)))
+
+    def new_group(*given: Any, limit_s: float) -> Any:
+        made.append(given)
+        return given
+
+    world = SimpleNamespace(direct=direct, new_group=new_group)
     collectives = SimpleNamespace(world=world, ranks=[2, 0, 1], groups=[])
     monkeypatch.setattr(processes, "ServerLink", lambda *given: given)
     server = object.__new__(processes.ProcessServer)
-    server._collectives, server._own = cast("Any", collectives), 2
+    server._collectives, server._own, server._everybody = cast("Any", collectives), 2, None
     server._weights = cast("Any", SimpleNamespace(newest=SimpleNamespace(parameters=[])))
     links: list[Any] = [link for worker in (1, 2) for link in server._links(worker)]
     ((_, peer, _),) = links
     assert peer == 2  # the server's rank
-    assert made == [("gloo", None if direct else ranks) for ranks in ([0, 2], [1, 2])]
+    assert made == ([("gloo", None)] if direct else [("gloo", [0, 2]), ("gloo", [1, 2])])
+    assert len(collectives.groups) == len(made)
 
 
 @needs_nccl

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined] # torch lists it nowhere
 
-from pipebench.distributed import launch_join, nccl, world
+from pipebench.distributed import interfaces, launch_join, nccl, world
 from pipebench.distributed.launch_join import (
     HostSlot,
     PeerLostError,
@@ -137,7 +139,8 @@ def test_what_is_told_is_told_once(
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     where: Any = place(rank, 2, attempt=attempt)
     nothing: Any = None
-    process_run._remark(world.World(where, torch.device("cpu"), False, nothing, 1.0, nothing, "so it is"))
+    here = world.World(where, torch.device("cpu"), False, nothing, 1.0, nothing, "so it is")
+    process_run._remark(here, restarted=process_run._is_restart(here))
     assert capsys.readouterr().err == ("pipebench: so it is\n" if told else "")
 
 
@@ -149,9 +152,53 @@ def test_the_first_process_of_another_host_says_that_it_has_joined(
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     where: Any = place(1, 2)
     nothing: Any = None
-    process_run._remark(world.World(where, torch.device("cpu"), False, nothing, 1.0, nothing))
+    process_run._remark(world.World(where, torch.device("cpu"), False, nothing, 1.0, nothing), restarted=False)
     said = "pipebench: rank 1 of 2 has joined; rank 0 prints progress and result\n"
     assert capsys.readouterr().err == (said if told else "")
+
+
+@pytest.mark.parametrize(
+    ("counted", "has_folder", "is_restart"),
+    [("0", False, False), ("0", True, True), ("1", True, True), ("1", False, True)],
+)
+def test_a_restart_is_one_by_torchrun_s_store_too(
+    counted: str, has_folder: bool, is_restart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a host whose own workers didn't fail torchrun counts no restart, and the run began anew in a new folder."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", counted)
+    store: Any = HashStore()
+    if has_folder:
+        store.set(process_run._FOLDER_KEY, "pipebench-runs/before")
+    for rank in (0, 1):
+        here = world.World(replace(place(rank, 2), attempt=None), torch.device("cpu"), False, store, 1.0, store)
+        assert process_run._is_restart(here) == (is_restart if rank == 0 else counted == "1")
+
+
+def test_gloo_uses_an_interface_that_others_reach_where_the_name_leads_to_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Debian's 127.0.1.1, to which every host would connect."""
+    monkeypatch.setattr(interfaces, "_names_itself", lambda: True)
+    monkeypatch.setattr(interfaces, "address_towards", lambda other: "127.0.0.1" if other == "10.0.0.2" else "")
+    addresses = ("", "10.0.0.3", "10.0.0.2")
+    everyone = [{"host": f"host{rank}", "address": address} for rank, address in enumerate(addresses)]
+    found: dict[str, str] = {}
+    interfaces.choose_interface(found, everyone)  # the address is the loopback's, for want of another here
+    assert found == {"GLOO_SOCKET_IFNAME": interfaces.interface_of("127.0.0.1")}
+    assert found["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    with pytest.raises(UserError, match=r"environment: GLOO_SOCKET_IFNAME: it isn't set, .* leads to the loopback"):
+        interfaces.choose_interface({}, everyone[:2])
+    interfaces.choose_interface({}, everyone[:1])  # one host stands in for several
+    given = {"GLOO_SOCKET_IFNAME": "eth7"}
+    interfaces.choose_interface(given, everyone)
+    monkeypatch.setattr(interfaces, "_names_itself", lambda: False)
+    interfaces.choose_interface({}, everyone[:2])
+    assert given == {"GLOO_SOCKET_IFNAME": "eth7"}
+
+
+def test_the_way_to_a_host_has_an_address_but_for_the_loopback_s() -> None:
+    assert interfaces.address_towards("127.0.0.1") == interfaces.address_towards("nowhere.invalid") == ""
+    assert interfaces.interface_of("192.0.2.1") == ""
 
 
 def test_a_pair_s_options_reach_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:

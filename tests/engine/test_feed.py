@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -351,3 +353,29 @@ def test_a_gpu_copies_inputs_and_targets_from_pinned_memory(
     assert moved == ["on cuda, pinned"] * 2
     feed.close()
     assert set_to == [3] * concurrent  # pinned memory belongs to the thread's device
+
+
+STOPPED = """
+import os, signal, sys
+from pipebench.model.loading import LoaderProcesses
+import torch
+from tests.support import Blobs
+asked = []
+signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+loaders = LoaderProcesses(Blobs(), torch.device("cpu"), 2)
+minibatches = loaders.minibatches("train", ["x"], iter([([k], 0) for k in range(40)]))
+found = [next(minibatches)]
+os.killpg(0, signal.SIGTERM)  # as torchrun
+found += minibatches
+loaders.close()
+print(len(found), len(asked))
+"""
+
+
+def test_loader_processes_go_on_until_a_run_that_torchrun_stops_has_drained() -> None:
+    """They ended with its signal, and the run in an error instead of with a checkpoint."""
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED], env=environment, start_new_session=True, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "40 1\n"), done.stderr[-2000:]

@@ -133,7 +133,9 @@ def test_stages_that_are_cut_anew_leave_their_memory_at_once(when: str) -> None:
         engine.train(0, 4)
         gc.collect()  # the first step of a process has torch import what stays in a traceback
         state = ModelState.merge(ModelState.from_plain(part.to_plain()) for _, part in copy.deepcopy(engine.parts()))
-        held = [StorageWeakRef(value.untyped_storage()) for r in engine.replicas for value in r.tensors().values()]
+        tensors = [value for replica in engine.replicas for value in replica.tensors().values()]
+        held: list[Any] = [StorageWeakRef(value.untyped_storage()) for value in tensors]  # type: ignore[no-untyped-call]
+        del tensors[:]
         plan = recut(setup.graph, setup.plan, [3])
         if when == "layers move":
             engine.switch_setup(setup.under(plan))

@@ -1,6 +1,7 @@
 """The server for workers in separate processes: in the first worker's process, a link to it in the others."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ class ProcessServer(Server):
         self._kind = SYNCS[setup.pipeline.sync].way
         self._order = setup.pipeline.extensions.get(ASYNCHRONOUS, {})
         self._weights = connect(collectives.worker, self)
+        self._everybody: Any = None  # their group, once made
         links = [link for worker in range(1, setup.pipeline.num_workers) for link in self._links(worker)]
         self._serving: Serving | None = None
         if self._own == 0:
@@ -88,13 +90,23 @@ class ProcessServer(Server):
     def _links(self, worker: int) -> Iterator[ServerLink]:
         """Create the link between the server and another worker; all processes take part, the two receive it."""
         ends = {each: self._collectives.ranks[each] for each in (0, worker)}
-        # Of all ranks by NCCL: who isn't in a group, torch has split the communicator, which waits for those in it.
-        # Between two pushes may be an evaluation, however long
-        world = self._collectives.world
-        group = world.new_group("gloo", None if world.direct else sorted(ends.values()), limit_s=FOR_EVER_S)
-        self._collectives.groups.append(group)
+        group = self._group(sorted(ends.values()))
         if self._own in ends:
             yield ServerLink(group, ends[worker - self._own], self._weights.newest.parameters)
+
+    def _group(self, ranks: Sequence[int]) -> Any:
+        """Return the group of the server and another worker, or of all ranks for everybody's links by NCCL.
+
+        Torch has those who aren't in a group split the communicator, which waits for those in it.
+        """
+        collectives, world = self._collectives, self._collectives.world
+        if self._everybody is None:
+            # Between two pushes may be an evaluation, however long
+            group = world.new_group("gloo", None if world.direct else ranks, limit_s=FOR_EVER_S)
+            collectives.groups.append(group)
+            self._everybody = group if world.direct else None
+            return group
+        return self._everybody
 
     def _count(self, kind: str, label: str, start: Moment, *, to_server: bool) -> None:
         """Count a gradient or weights between this worker and the server, for both ends."""

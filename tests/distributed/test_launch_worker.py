@@ -1,0 +1,63 @@
+"""What frames a worker process: signals that its launcher forwards, and who reports a failure."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from pipebench.distributed import launch_worker, world
+from pipebench.distributed.launch_failure import Failure
+
+FORWARDED = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]  # by torchrun
+
+
+@pytest.fixture
+def _handlers_are_put_back() -> Iterator[None]:
+    before = {each: signal.getsignal(each) for each in FORWARDED}
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+@pytest.mark.usefixtures("_handlers_are_put_back")
+@pytest.mark.parametrize("sent", FORWARDED)
+def test_what_torchrun_forwards_asks_for_a_stop(sent: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGHUP, of a terminal that is gone, ended workers without a checkpoint."""
+    asked: list[str] = []
+    monkeypatch.setattr(launch_worker, "_listeners", [asked.append])
+    launch_worker._handle_signals()
+    os.kill(os.getpid(), sent)
+    assert asked == ["interrupted"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "local_rank", "tells"),
+    [("user", "0", True), ("user", "1", False), ("failed", "1", True)],
+)
+def test_a_mistake_that_all_make_is_told_once_per_host(
+    kind: str, local_rank: str, tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "_joined", [])
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert launch_worker._is_first_to_report(Failure(0, kind, "so")) == tells
+
+
+@pytest.mark.parametrize(("answer", "tells"), [(True, True), (False, False), (None, True)])
+def test_a_store_that_is_waiting_holds_nobody_up(
+    answer: bool | None, tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection answers nothing while torch waits on it for another rank, which is half an hour."""
+    over = threading.Event()
+
+    def first(_: str) -> bool:
+        if answer is None:
+            over.wait()
+        return bool(answer)
+
+    monkeypatch.setattr(world, "_joined", [SimpleNamespace(first=first)])
+    monkeypatch.setattr(launch_worker, "_ASKING_S", 0.05 if answer is None else 60.0)
+    assert launch_worker._is_first_to_report(Failure(0, "silent", "so")) == tells
+    over.set()
