@@ -8,7 +8,9 @@ the whole model.
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,7 +37,7 @@ _SAMPLES = 16
 def try_out(loaded: LoadedRecipe) -> None:
     """Try a recipe's targets, and optimizers that don't suit every model; raises a RecipeError in one sentence."""
     recipe = loaded.recipe
-    with faults_of(loaded), seeded(0):
+    with faults_of(loaded), seeded(0), _all_cores():
         _try_schedule(recipe)
         own = [section for section in (recipe.model, recipe.dataset) if section.get("target") is not None]
         tries_optimizer = recipe.train.optimizer.name not in FUSED  # fused ones are tested under every plan
@@ -50,6 +52,18 @@ def try_out(loaded: LoadedRecipe) -> None:
             _try_minibatch(recipe, model, make_dataset(recipe.dataset))
         if tries_optimizer:
             try_optimizer(recipe.train.optimizer, trained)
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Use all cores under torchrun, which lets a process have one thread: the others wait for this one to join."""
+    before = torch.get_num_threads()
+    if "RANK" in os.environ:
+        torch.set_num_threads(max(before, len(os.sched_getaffinity(0))))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _try_schedule(recipe: Recipe) -> None:
