@@ -23,6 +23,7 @@ _BEAT_S = 1.0
 _LONGEST_PERIOD_S = 0.5
 _JOINING_S = 2.0
 _DONE = "done"
+_MANY = 128  # workers
 _LAST_SIGNS = 2
 _SIGNS = 4  # heartbeats of a living worker, or one less, that arrive during a wait for them
 
@@ -51,7 +52,8 @@ class Heartbeat:
         self._store = store.clone()
         # A store that vanished without closing never answers; the watching thread notices that.
         self._store.set_timeout(timedelta(days=365))
-        self._place, self._limit_s, self._beat_s = place, limit_s, beat_s
+        # Everybody reads everybody's: beyond this many workers rarer, or the store would do little else.
+        self._place, self._limit_s, self._beat_s = place, limit_s, beat_s * max(1.0, place.size / _MANY)
         self._on_silence = on_silence
         self._keys = [f"heartbeat/{rank}" for rank in range(place.size)]
         self._heard: dict[int, bytes] = {}

@@ -364,7 +364,7 @@ asked = []
 signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
 loaders = LoaderProcesses(Blobs(), torch.device("cpu"), 2)
 minibatches = loaders.minibatches("train", ["x"], iter([([k], 0) for k in range(40)]))
-found = [next(minibatches)]
+found = [next(minibatches), next(minibatches)]  # one of each, which have started
 os.killpg(0, signal.SIGTERM)  # as torchrun
 found += minibatches
 loaders.close()
