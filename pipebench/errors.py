@@ -144,8 +144,27 @@ class WorkersFailedError(PipebenchError):
         super().__init__(f"the run's processes ended with exit code {exit_code}")
 
 
+# torch's allocators, CUDA's of pinned memory and of contexts, cuBLAS and cuDNN, NCCL
+_NO_MEMORY = re.compile(r"out of memory|ALLOC_FAILED|can't allocate memory", re.IGNORECASE)
+
+
 class OutOfMemoryError(PipebenchError, MemoryError):
     """A device out of memory in training; says where and what was held there, in one sentence."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a device or its host has no memory left; of most libraries' errors the text alone says so."""
+    if isinstance(error, OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+
+
+def memory_text(error: BaseException) -> str:
+    """Return a sentence of an error that `is_out_of_memory`: a worker's own, or the first of another's."""
+    if isinstance(error, OutOfMemoryError):
+        return str(error)
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return f"out of memory before or between a worker's instructions: {first}"
 
 
 def printable(text: str) -> str:

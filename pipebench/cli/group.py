@@ -18,7 +18,7 @@ import click
 
 from pipebench import interrupts
 from pipebench.cli.terminal import first_line, outlive_terminal
-from pipebench.errors import OutOfMemoryError, UserError, nearest, printable, printable_lines
+from pipebench.errors import UserError, is_out_of_memory, memory_text, nearest, printable, printable_lines
 from pipebench.recipe.users_code import as_users, traceback_of
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
@@ -144,8 +144,8 @@ class Commands(click.Group):
             raise error
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # a disk, or the output's
             return self._mistake(UserError(f"what was to be written can't be: {error}"))
-        if isinstance(error, OutOfMemoryError):
-            _say(f"pipebench: error: {printable(str(error))}")
+        if is_out_of_memory(error):
+            _say(f"pipebench: error: {printable(memory_text(error))}")
             return INTERNAL_ERROR
         trace = "".join(traceback.format_exception(error))
         _say(f"pipebench: internal error: {type(error).__name__}: {error}\n{trace}")

@@ -21,7 +21,7 @@ from pipebench.distributed.shared_sum import SharedSum, share
 from pipebench.distributed.world import World
 from pipebench.engine.in_situ import InSituTimes, profile_in_situ
 from pipebench.engine.setup import Setup
-from pipebench.errors import OutOfMemoryError
+from pipebench.errors import is_out_of_memory
 from pipebench.model.allocator import free_cycles
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts, SharedProcessors
 
@@ -85,7 +85,9 @@ def in_situ(
     def mine() -> list[InSituTimes]:
         try:
             return measure(setups, lambda enough: enough)
-        except (torch.OutOfMemoryError, OutOfMemoryError):  # while stages are cut, or while they run
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             return []
         finally:
             free_cycles(world.device)

@@ -16,7 +16,7 @@ from typing import IO
 
 from pipebench import files
 from pipebench.distributed.launch_join import HostLostError, lost
-from pipebench.errors import OutOfMemoryError, UserError, printable_lines
+from pipebench.errors import UserError, is_out_of_memory, memory_text, printable_lines
 from pipebench.recipe.users_code import as_users, traceback_of
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -50,8 +50,8 @@ def of_exception(error: BaseException, rank: int) -> Failure:
         return Failure(rank, "lost", str(error).splitlines()[0] if str(error) else type(error).__name__)
     if isinstance(error, HostLostError):
         return Failure(rank, "silent", str(error).splitlines()[0])
-    if isinstance(error, OutOfMemoryError):
-        return Failure(rank, "memory", str(error))
+    if is_out_of_memory(error):
+        return Failure(rank, "memory", memory_text(error))
     if isinstance(error, UserError):
         return Failure(rank, "user", str(error) or type(error).__name__, traceback_of(error))
     if isinstance(error, KeyboardInterrupt):

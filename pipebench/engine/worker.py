@@ -18,7 +18,7 @@ from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup
 from pipebench.engine.updates import Updates
 from pipebench.engine.worker_replicas import WorkerReplicas
-from pipebench.errors import OutOfMemoryError
+from pipebench.errors import OutOfMemoryError, is_out_of_memory
 from pipebench.formats import num_bytes
 from pipebench.model.allocator import allocator_of
 from pipebench.recipe.users_code import located
@@ -144,9 +144,9 @@ class Worker(WorkerReplicas):
             return None
         try:
             return self.handlers[instruction.op](instruction, transport, collectives)
-        except torch.OutOfMemoryError as error:
-            raise self._out_of_memory(instruction) from error
         except BaseException as error:
+            if is_out_of_memory(error):
+                raise self._out_of_memory(instruction) from error
             if theirs := located(error, self._place(instruction)):
                 raise theirs from error
             raise

@@ -120,6 +120,8 @@ def _compiler(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
     if engine.device != "cpu" and torch.cuda.is_available():
         if find_spec("triton") is None:
             yield "engine.compile", "got true, which needs the package triton on GPUs; allowed is false"
+        elif not any(map(which, (os.environ.get("CC", "gcc"), "clang"))):
+            yield "engine.compile", "got true, which needs a C compiler on GPUs, and gcc isn't here; allowed is false"
         return
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # torch's own choice
     if which(compiler) is None:

@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,9 +44,12 @@ def main() -> None:
     subject = Subject(1.0, options.minibatch_size, image_size=224, device="cuda")
     environment = _SHARED if torch.cuda.device_count() == 1 else {}
     command = " ".join(("nox -s gpu-bench", *(["--", *sys.argv[1:]] if sys.argv[1:] else [])))
-    page = "\n".join(measured(subject, options.pairs, environment, command))
-    options.out.write_text(f"{page}\n")
-    print(page)
+    begun = options.out.with_suffix(".part")  # what there is, should it be ended
+    with begun.open("w", buffering=1) as page:
+        for line in measured(subject, options.pairs, environment, command):
+            print(line, flush=True)
+            print(line, file=page)
+    begun.replace(options.out)
 
 
 def _options() -> argparse.Namespace:
@@ -99,23 +102,21 @@ def _heading(subject: Subject, pairs: int, command: str) -> Iterator[str]:
     yield from (f"Load average of the minute before: {os.getloadavg()[0]:.1f}.", "")
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield f"| {' | '.join(HEAD)} |"
     yield f"|{' --- |' * len(HEAD)}"
     yield from (f"| {' | '.join(row)} |" for row in rows)
 
 
-def _alone(subject: Subject, rows: Sequence[Row], pairs: int, environment: Mapping[str, str]) -> list[list[str]]:
+def _alone(subject: Subject, rows: Sequence[Row], pairs: int, environment: Mapping[str, str]) -> Iterator[list[str]]:
     """Compare in one process; rows with a target are predicted, each from a profile taken with its settings."""
-    cells = []
     known: dict[Subject, machine.Machine] = {}
     for row in rows:
         tuned = subject.with_settings(*settings_of(row.ours)) if row.target else subject
         if tuned not in known:
             known[tuned] = machine.measure(tuned, 1, dict(environment))
         found = known[tuned]
-        cells += rows_of(Given(tuned, 1, found.profile, found.cluster), found, [row], pairs, environment)
-    return cells
+        yield from rows_of(Given(tuned, 1, found.profile, found.cluster), found, [row], pairs, environment)
 
 
 def _two(subject: Subject, rows: Sequence[Row], pairs: int, environment: Mapping[str, str]) -> Iterator[str]:

@@ -109,7 +109,7 @@ def test_what_is_too_large_for_one_gpu_is_shared_all_the_same(
     world = TwoRanks(monkeypatch, (0, 0), 0)
 
     def fail(*args: Any) -> Any:
-        raise error
+        raise error("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(measuring, "in_situ", partial(in_situ, measure=fail))
     setup = in_use(job, world)

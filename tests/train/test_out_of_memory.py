@@ -60,6 +60,26 @@ def test_a_device_without_memory_ends_the_run_in_one_sentence() -> None:
     assert not worth_restart(failure, started=True)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB\nmore",  # while a stage is cut, say, or a checkpoint taken up
+        "CUDA error: out of memory",  # of pinned memory, and of contexts
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory",
+    ],
+)
+def test_no_memory_outside_of_an_instruction_is_one_sentence_too(text: str) -> None:
+    """It was a traceback, and the run was tried again as often as a recipe allows."""
+    failure = of_exception(RuntimeError(text), rank=1)
+    said = report(failure)
+    assert said.startswith("pipebench: error: out of memory before or between a worker's instructions: ")
+    assert said.endswith(text.splitlines()[0])
+    assert (failure.exit_code, len(said.splitlines())) == (3, 1)
+    assert not worth_restart(failure, started=True)
+    assert of_exception(RuntimeError("a memory of summer"), rank=1).kind == "failed"
+
+
 class Standing(Allocator):
     """An allocator whose work takes 1,000 bytes beside live tensors every time."""
 

@@ -176,7 +176,7 @@ def test_cudnn_takes_the_weights_as_they_are(weight_drop: float, recwarn: pytest
     expected = lstm(x)
     lstm = lstm.cuda()
     lstm.reset_state()
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         torch.testing.assert_close(lstm(x.cuda()).cpu(), expected, rtol=1e-4, atol=1e-5)
     lstm.train()
     lstm(x.cuda()).sum().backward()
