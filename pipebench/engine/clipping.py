@@ -13,6 +13,7 @@ from pipebench.model.slice_modules import Divided
 # A CPU widens few numbers at once, which stay in its cache; of many it adds rows in their own type: widened one by one,
 # as torch's norms do it, they take ten times as long.
 _FEW, _ROW = 1 << 14, 512
+_ALIGNMENT = 64  # bytes; vectorised kernels of CUDA need 32 for float64
 
 
 def squared_norms(
@@ -27,7 +28,7 @@ def squared_norms(
         given_sizes = zip(gradients, wholes, strict=True)
         squares = iter([_squared_norm(gradient, size) for gradient, size in given_sizes if gradient is not None])
     else:
-        given = [gradient for gradient in gradients if gradient is not None]
+        given = [_aligned(gradient) for gradient in gradients if gradient is not None]
         squares = iter([norm.square() for norm in torch._foreach_norm(given, 2.0, torch.float64)] if given else [])
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     return [nothing if gradient is None else next(squares) for gradient in gradients]
@@ -53,6 +54,11 @@ def clipped(gradients: Sequence[torch.Tensor | None], norm: torch.Tensor, larges
     """Scale gradients down to a norm, by the factor torch.nn.utils.clip_grad_norm_ uses."""
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)
     return [None if gradient is None else gradient * factor.to(gradient.dtype) for gradient in gradients]
+
+
+def _aligned(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient in memory that begins at a multiple: kernels add in an order that hangs on where a piece is."""
+    return gradient if gradient.data_ptr() % _ALIGNMENT == 0 else gradient.clone()
 
 
 def _squared_norm(gradient: torch.Tensor, size: int) -> torch.Tensor:

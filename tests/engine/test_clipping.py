@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipebench.engine.clipping import gradient_norm
+from pipebench.engine.clipping import gradient_norm, squared_norms
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.recipe.schema import LossScaleRecipe
@@ -159,6 +159,22 @@ def test_the_norm_is_that_of_exact_sums(dtype: torch.dtype, shape: tuple[int, ..
     assert gradient_norm(given[::-1], CPU) == gradient_norm(given, CPU)
     turned = values.t() if values.dim() == 2 else values
     assert float(gradient_norm([turned, others, None], CPU)) == pytest.approx(exact)
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+def test_a_gpu_takes_norms_of_aligned_memory(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels add in another order where a piece of a message begins elsewhere than in the whole."""
+    seen: list[int] = []
+    norms = torch._foreach_norm
+
+    def noting(given: list[torch.Tensor], *how: Any) -> Any:
+        seen.extend(each.data_ptr() % 64 for each in given)
+        return norms(given, *how)
+
+    monkeypatch.setattr(torch, "_foreach_norm", noting)
+    piece = torch.ones(40, dtype=torch.float64)[offset : offset + 36]
+    (square,) = squared_norms([piece], torch.device("meta"))
+    assert (float(square), seen) == (36.0, [0])
 
 
 def test_what_is_not_there_or_not_finite() -> None:
