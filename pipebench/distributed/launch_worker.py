@@ -12,7 +12,7 @@ from pipebench.distributed import world
 from pipebench.distributed.launch_failure import Failure, of_exception, record, report
 from pipebench.distributed.launch_join import RUN
 
-_ASKING_S = 3.0
+_ASKING_S = 10.0  # well beyond what rank 0 waits for the others to ask
 _listeners: list[Callable[[str], None]] = []
 
 

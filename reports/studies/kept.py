@@ -154,6 +154,8 @@ def main() -> int:
         train(given.reports)
         return 0
     if given.what == "clocks":
+        if given.reports or given.runs is not None:
+            parser.error("clocks are set of all results: leave out names and --runs")
         set_clocks()
         return 0
     return min(1, check(given.runs))
