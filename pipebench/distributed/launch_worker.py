@@ -13,6 +13,7 @@ from pipebench.distributed.launch_failure import Failure, of_exception, record, 
 from pipebench.distributed.launch_join import RUN
 
 _ASKING_S = 10.0  # well beyond what rank 0 waits for the others to ask
+_LETTING_S = 4.0
 _listeners: list[Callable[[str], None]] = []
 
 
@@ -45,7 +46,7 @@ def fail(failure: Failure, *, verbose: bool = False, asks: bool = True) -> NoRet
     """
     try:
         record(failure)
-        tells = not launched_by_us() and failure.kind not in ("lost", "interrupted")
+        tells = not launched_by_us() and failure.kind != "interrupted"
         if tells and (not asks or _is_first_to_report(failure)):
             print(report(failure, verbose=verbose), file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
@@ -57,13 +58,18 @@ def fail(failure: Failure, *, verbose: bool = False, asks: bool = True) -> NoRet
 def _is_first_to_report(failure: Failure) -> bool:
     """Return whether no other worker has reported, as far as the store says so soon; it may be in use, waiting.
 
-    Before workers have joined, all make the same mistake: one on every host reports it.
+    Before workers have joined, all make the same mistake: one on every host reports it. A worker that has only lost
+    another lets it, or who knows more, report first; torchrun reports one that was killed.
     """
-    joined = world.current()
+    joined, is_lost = world.current(), failure.kind == "lost"
     if joined is None:
-        return failure.kind != "user" or os.environ.get("LOCAL_RANK", "0") == "0"
+        return not is_lost and (failure.kind != "user" or os.environ.get("LOCAL_RANK", "0") == "0")
+    if is_lost and joined.place.agent_store:
+        return False
     answers: list[bool] = []
-    asking = threading.Thread(target=lambda: answers.append(joined.first("report")), daemon=True)
+    asking = threading.Thread(
+        target=lambda: answers.append(joined.first("report", patience_s=_LETTING_S * is_lost)), daemon=True
+    )
     asking.start()
     asking.join(_ASKING_S)
     return answers != [False]

@@ -187,20 +187,22 @@ class World:
         with peers():
             self.store.set(f"started/{self.place.rank}", "1")
 
-    def first(self, event: str) -> bool:
+    def first(self, event: str, patience_s: float = 0.0) -> bool:
         """Return whether this is the first worker to ask about an event, such as a report to print once.
 
-        Not collective. If the store's server is gone, every worker is first; so a rank 0 that serves the store waits a
-        moment for the others to ask.
+        Not collective. For `patience_s` seconds it lets others ask. If the store's server is gone, every worker is
+        first; so a rank 0 that serves the store waits a moment for the others to ask.
         """
-        key = f"first/{event}"
+        key, patient_until_s = f"first/{event}", time.monotonic() + patience_s
         try:
+            while time.monotonic() < patient_until_s and not self.store.check([key]):
+                time.sleep(_POLL_S)
             is_first = int(self.store.add(key, 1)) == 1
             until_s = time.monotonic() + _ASKING_S
             while self.rank == 0 and not self.place.agent_store and time.monotonic() < until_s:
                 if int(self.store.add(key, 0)) >= self.size:
                     break
-                time.sleep(0.02)
+                time.sleep(_POLL_S)
         except RuntimeError:
             return True
         return is_first

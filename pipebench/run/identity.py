@@ -16,15 +16,19 @@ from pipebench.tracking import Inputs, source_version
 from pipebench.train.job import Job
 
 
-def checkpoints_of(folder: RunFolder, loaded: LoadedRecipe, job: Job) -> Checkpoints:
-    """Return the checkpoints of a run; `loaded` gives the folders of user code, `job` is the prepared recipe."""
-    identity = RunIdentity(
+def identity_of(folder: RunFolder, loaded: LoadedRecipe, job: Job) -> RunIdentity:
+    """Return a run's identity; `loaded` gives the folders of user code, `job` is the prepared recipe."""
+    return RunIdentity(
         run_id=folder.run_id,
         seed=job.setup.seed,
         dataset=_text(Inputs.of(loaded, job.setup.dataset)),
         minibatch_size=job.recipe.train.minibatch_size,
         code={"pipebench": source_version(), **code_hashes(loaded)},
     )
+
+
+def checkpoints_of(folder: RunFolder, job: Job, identity: RunIdentity) -> Checkpoints:
+    """Return the checkpoints of a run."""
     return Checkpoints(folder.checkpoints.folder, max(1, job.recipe.train.checkpoint_keep), identity)
 
 

@@ -15,7 +15,7 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.users_code import during
 from pipebench.run.deciding import prepare_job
 from pipebench.run.folder import RunFolder
-from pipebench.run.identity import checkpoints_of
+from pipebench.run.identity import checkpoints_of, identity_of
 from pipebench.run.lock import locked
 from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest
@@ -144,7 +144,7 @@ class _LateFolder:
         return self.made
 
     def _checkpoints(self, folder: RunFolder, job: Job) -> Checkpoints:
-        return checkpoints_of(folder, self._request.loaded, job)
+        return checkpoints_of(folder, job, identity_of(folder, self._request.loaded, job))
 
     def _make_late(self, job: Job) -> Checkpoints | None:
         """Create the folder of a run; a failure doesn't lose what was trained."""

@@ -33,10 +33,11 @@ from pipebench.profile.choose import is_measured
 from pipebench.profile.model import Profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.users_code import during
+from pipebench.run.agreement import check_agreement
 from pipebench.run.closing import FAILED, close_record, end_record
 from pipebench.run.deciding import decision_of, prepare_job, read_decision, store_decision, stored_decision
 from pipebench.run.folder import RunFolder
-from pipebench.run.identity import checkpoints_of
+from pipebench.run.identity import checkpoints_of, identity_of
 from pipebench.run.lock import locked
 from pipebench.run.measuring import Together
 from pipebench.run.one_process import EngineRuns
@@ -190,7 +191,10 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
         job = _prepared(request, world, folder)
         num_processes = job.setup.pipeline.num_workers * job.setup.costs.slices
         check_world_size(world.size, num_processes, str(job.setup.plan))
-        checkpoints = checkpoints_of(folder, loaded, job)
+        identity = identity_of(folder, loaded, job)
+        if not world.place.one_host:
+            check_agreement(world, loaded, identity)
+        checkpoints = checkpoints_of(folder, job, identity)
         goes_on = suite.resumed is not None
         policy = _checkpoint_policy(world, folder, checkpoints, job, restarted=restarted, goes_on=goes_on)
         train = partial(_train, world, job, policy)

@@ -1,5 +1,6 @@
 """Runs in processes from the command line to the record: killed, stopped, stalled and misused."""
 
+import contextlib
 import json
 import os
 import re
@@ -249,23 +250,63 @@ def test_a_stopped_worker_is_named(tmp_path: Path) -> None:
 
 def test_too_few_processes_are_told_once(tmp_path: Path) -> None:
     """As under torchrun: two processes for a plan of three workers."""
-    others = (word for word in IN_PROCESSES if not word.startswith("parallelism.plan="))
-    words = [sys.executable, "-m", "pipebench", "run", *others, "parallelism.plan=1-1-1"]
-    with reserved_port() as reserved:
-        port = str(reserved.getsockname()[1])
-        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        processes = [
-            subprocess.Popen(
-                words, cwd=tmp_path, env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-        said = "".join(process.communicate(timeout=PATIENCE_S)[0] for process in processes)
-    assert [process.returncode for process in processes] == [2, 2], said
-    said = without_phases(said)
+    others = [word for word in IN_PROCESSES if not word.startswith("parallelism.plan=")]
+    codes, said = started_apart(tmp_path, 2, *([[*others, "parallelism.plan=1-1-1"]] * 2))
+    assert codes == [2, 2], said
     assert said.count("\n") == 1, said
     assert said.startswith("pipebench: error: plan 1-1-1 needs 3 workers, got 2: start torchrun so that"), said
+
+
+def test_hosts_with_different_recipes_are_told_so(tmp_path: Path) -> None:
+    """Each host reads its own recipe; only what comes from the environment may differ."""
+    rates = ("train.optimizer.lr=0.1", "train.optimizer.lr=0.2")
+    codes, said = started_apart(tmp_path, 1, *([*IN_PROCESSES, rate] for rate in rates))
+    assert codes == [2, 2], said
+    rank_1 = "pipebench: error: rank 1 on "
+    (line, *others) = [line for line in said.splitlines() if line.startswith(rank_1)]
+    assert "recipe key train.optimizer.lr: 0.2 there, 0.1 here; give every host" in line
+    assert others in ([], [line]), said  # each host tells its own people
+    assert "Traceback" not in said
+
+
+def test_a_worker_that_lost_another_says_so_where_no_launcher_does(tmp_path: Path) -> None:
+    """As under srun: nobody else saw the other one being killed."""
+    with starting_apart(tmp_path, 2, ENDLESS, ENDLESS) as (first, second):
+        wait_for(lambda: any(tmp_path.glob("pipebench-runs/*/checkpoints/*")), "a checkpoint")
+        second.kill()
+        said = first.communicate(timeout=PATIENCE_S)[0]
+        assert first.returncode == 3, said
+    (line,) = [line for line in said.splitlines() if "error" in line]
+    assert line.startswith("pipebench: error: rank 0: lost a peer: "), said
+
+
+def started_apart(folder: Path, num_per_host: int, *words: Sequence[str]) -> tuple[list[int], str]:
+    """Run `starting_apart` to the end; return exit codes and what all said."""
+    with starting_apart(folder, num_per_host, *words) as processes:
+        said = "".join(process.communicate(timeout=PATIENCE_S)[0] for process in processes)
+    return [process.returncode for process in processes], without_phases(said)
+
+
+@contextlib.contextmanager
+def starting_apart(folder: Path, num_per_host: int, *words: Sequence[str]) -> Iterator[list["subprocess.Popen[str]"]]:
+    """Start a process of a run per list of words, as `srun` does: nobody restarts them or says how they ended."""
+    with reserved_port() as reserved:
+        place = {"WORLD_SIZE": str(len(words)), "LOCAL_WORLD_SIZE": str(num_per_host), "MASTER_ADDR": "127.0.0.1"}
+        place["MASTER_PORT"] = str(reserved.getsockname()[1])
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "pipebench", "run", *own], cwd=folder,
+                env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank % num_per_host)},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for rank, own in enumerate(words)
+        ]  # fmt: skip
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
 
 
 def test_a_run_that_isnt_there_is_a_users_mistake(tmp_path: Path) -> None:

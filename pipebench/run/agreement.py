@@ -1,0 +1,47 @@
+"""What must be the same on all hosts of a run: versions, code, recipe and data, of which each host has its own.
+
+Hosts that differ would still train: each would take its own learning rate, or its own order of minibatches.
+"""
+
+import socket
+from collections.abc import Mapping
+from importlib.metadata import version
+
+from pipebench.checkpoint.identity import RunIdentity
+from pipebench.distributed.world import World
+from pipebench.errors import UserError
+from pipebench.recipe.load import LoadedRecipe
+
+_MOST_NAMED = 4
+_NOTHING = "nothing"
+
+
+def check_agreement(world: World, loaded: LoadedRecipe, identity: RunIdentity) -> None:
+    """Check that all workers' recipe, data, code and versions are rank 0's; collective.
+
+    A value that a recipe takes from the environment, such as a data set's folder, may differ.
+
+    Raises:
+        UserError: on every worker, names what differs on the first that differs.
+    """
+    facts = {
+        **{f"recipe key {key}": value for key, value in loaded.flat.items()},
+        **{f"version of {name}": version(name) for name in ("torch", "torchvision", "numpy")},
+        **{f"version of {name}" if name == "pipebench" else f"module {name}": of for name, of in identity.code.items()},
+        "data set": identity.dataset,
+    }
+    everyone = world.exchange([socket.gethostname(), facts])
+    first_host, expected = everyone[0]
+    for rank, (host, found) in enumerate(everyone):
+        if differing := _differing(found, expected):
+            raise UserError(
+                f"rank {rank} on {host} doesn't run what rank 0 on {first_host} does: {differing}; give every host the "
+                f"same command, files and versions (what each has elsewhere, such as data, by ${{oc.env:NAME}})"
+            )
+
+
+def _differing(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    """Return what differs, in words; "" if nothing does."""
+    names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+    named = [f"{name}: {found.get(name, _NOTHING)} there, {expected.get(name, _NOTHING)} here" for name in names]
+    return "; ".join(named[:_MOST_NAMED]) + (f"; and {more} more" if (more := len(names) - _MOST_NAMED) > 0 else "")
