@@ -12,7 +12,7 @@ class Received:
     values: Any  # as sent, on the receiver's device
     payload_bytes: int  # of all tensors
     sent_s: float  # on the run's clock
-    arrived_s: float  # at the end of the wait or at the request; exact in a receiving thread
+    arrived_s: float  # at the end of the wait or at the request
     note: float  # a number sent with it
     taken: int  # messages of the other direction that the sender has taken
 

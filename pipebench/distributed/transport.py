@@ -9,8 +9,7 @@ to show:
 
 - What a blocked instruction waits for arrives: every channel carries its messages in the order in which both ends list
   them. On one host they are in shared memory before the send returns; between hosts receives are posted before they are
-  waited for, and threads that wait for no worker move the bytes; those of moving layers wait for the kernel to send the
-  pipeline's messages, which needs no worker (`yielding`).
+  waited for, and threads that wait for no worker move the bytes. Only moving layers may leave when they are waited for.
 - An all-reduce and a message can't block each other: they use different process groups with their own connections
   (NCCL: communicators and streams). All replicas of a stage start the buckets of their rounds in one order.
 - In an evaluation, a sender far ahead waits for its oldest message to leave. A unit reads only units of its own number,
@@ -27,7 +26,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,9 +37,7 @@ from pipebench.distributed.instruction_times import HostTimer, Moment
 from pipebench.distributed.launch_join import leave
 from pipebench.distributed.meter import MeasuredMeter
 from pipebench.distributed.shared_memory import connect
-from pipebench.distributed.sockets import open_sockets, opened_since
-from pipebench.distributed.world import FOR_EVER_S, World
-from pipebench.distributed.yielding import YieldingReceiver, YieldingSender, until_gone
+from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, Op, with_kind
@@ -135,11 +131,7 @@ class ChannelTransport:
         """Open channels by process groups: Gloo's for messages, NCCL's for tensors on GPUs."""
         setup = self._setup
         kinds = dict.fromkeys(channel.kind for channel in channels)
-        yields = {kind: kind == MIGRATION and not world.direct for kind in kinds}
-        before = open_sockets()
-        lanes = {kind: [world.new_group("gloo") for _ in range(LANES)] for kind in kinds if not yields[kind]}
-        pipeline_sockets = opened_since(before)
-        lanes |= {kind: [world.new_group("gloo", limit_s=FOR_EVER_S)] for kind in kinds if yields[kind]}
+        lanes = {kind: [world.new_group("gloo") for _ in range(LANES)] for kind in kinds}
         by_gpu = self._timer if self._timer.direct else None
         idle = torch.cuda.Stream(setup.device) if by_gpu else None  # type: ignore[no-untyped-call]
         self._groups = [group for groups in lanes.values() for group in groups]
@@ -158,19 +150,11 @@ class ChannelTransport:
             # Tensors are sent separately: messages only have headers.
             first_bytes = 0 if world.direct else _expected_bytes(setup, channel)
             if is_sender:
-                self._senders[channel] = (
-                    YieldingSender(link, partial(until_gone, pipeline_sockets.queued_bytes))
-                    if yields[channel.kind]
-                    else ChannelSender(link, first_bytes)
-                )
+                self._senders[channel] = ChannelSender(link, first_bytes)
             else:
                 if by_gpu:
                     self._unsettled[channel] = []
-                self._receivers[channel] = (
-                    YieldingReceiver(link, world.operation_limit_s)
-                    if yields[channel.kind]
-                    else Receiver(link, first_bytes)
-                )
+                self._receivers[channel] = Receiver(link, first_bytes)
 
     def switch_setup(self, setup: Setup) -> None:
         """Continue under a plan with other cuts, with nothing in transfer."""
