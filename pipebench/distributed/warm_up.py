@@ -56,15 +56,19 @@ def warm_up(setup: Setup, world: World, own: Worker) -> None:
         torch.cuda.synchronize(setup.device)
     alone = _alone(setup)
     with _same_random_state(setup.device):
-        worker = Worker(alone, setup.pipeline.stages_of(own.index)[0])
-        _train(alone, worker, _Neighbours(setup, world, own.index))
-        _evaluate(alone, worker, _Neighbours(setup, world, own.index))
+        # Copies, with their gradients and optimizer state, and the own weights would take more than training does.
+        with ExitStack() as without_own:
+            for replica in own.replicas.values():
+                without_own.enter_context(replica.weights.on_the_host())
+            worker = Worker(alone, setup.pipeline.stages_of(own.index)[0])
+            _train(alone, worker, _Neighbours(setup, world, own.index))
+            _evaluate(alone, worker, _Neighbours(setup, world, own.index))
+            if on_gpu:
+                torch.cuda.synchronize(setup.device)
+            del worker
+            free_cycles(setup.device)
         if setup.compiled:
-            _compile(setup, worker, own, world)
-    if on_gpu:
-        torch.cuda.synchronize(setup.device)
-    del alone, worker
-    free_cycles(setup.device)
+            _compile(setup, world, own)
 
 
 def _alone(setup: Setup) -> Setup:
@@ -75,8 +79,10 @@ def _alone(setup: Setup) -> Setup:
     return replace(setup, pipeline=pipeline, evaluation=evaluation, compiled=False)
 
 
-def _compile(setup: Setup, worker: Worker, own: Worker, world: World) -> None:
+def _compile(setup: Setup, world: World, own: Worker) -> None:
     """Run a minibatch of every size, but no update, through a worker's own stages, which compiles them."""
+    alone = _alone(setup)
+    worker = Worker(alone, setup.pipeline.stages_of(own.index)[0])
     worker.replicas, worker.running = own.replicas, dict(own.running)
     sampler = setup.sampler
     beginning = (k for k in reversed(range(sampler.minibatches_per_epoch)) if sampler.stream(k).starts)
@@ -85,7 +91,11 @@ def _compile(setup: Setup, worker: Worker, own: Worker, world: World) -> None:
         with ExitStack() as stack:
             for replica in own.replicas.values():
                 stack.enter_context(_without_traces(replica))
-            _train(_alone(setup), worker, _Neighbours(setup, world, own.index), minibatch, updates=False)
+            _train(alone, worker, _Neighbours(setup, world, own.index), minibatch, updates=False)
+    if setup.device.type == "cuda":
+        torch.cuda.synchronize(setup.device)
+    del alone, worker
+    free_cycles(setup.device)
 
 
 @contextmanager

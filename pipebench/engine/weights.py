@@ -13,7 +13,8 @@ types, the masters.
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -146,6 +147,18 @@ class Weights:
             self.is_gathered = False
             for flat in self.newest.flats:
                 flat.untyped_storage().resize_(0)
+
+    @contextmanager
+    def on_the_host(self) -> Iterator[None]:
+        """Keep the newest version in the host's memory, so that a GPU has room for others; nothing may use it."""
+        flats = self.newest.flats if self.is_gathered else []
+        kept = [flat.to("cpu", copy=True) for flat in flats]
+        for flat in flats:
+            flat.untyped_storage().resize_(0)
+        yield
+        for flat, values in zip(flats, kept, strict=True):
+            flat.untyped_storage().resize_(values.nbytes)
+            flat.copy_(values)
 
     def gathered(self, pieces: Sequence[Piece], values: Sequence[torch.Tensor]) -> None:
         """Take pieces of the newest weights from the replica that has stepped on them."""
