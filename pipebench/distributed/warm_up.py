@@ -59,7 +59,7 @@ def warm_up(setup: Setup, world: World, own: Worker) -> None:
         # Copies, with their gradients and optimizer state, and the own weights would take more than training does.
         with ExitStack() as without_own:
             for replica in own.replicas.values():
-                without_own.enter_context(replica.weights.on_the_host())
+                without_own.enter_context(replica.weights.set_aside())
             worker = Worker(alone, setup.pipeline.stages_of(own.index)[0])
             _train(alone, worker, _Neighbours(setup, world, own.index))
             _evaluate(alone, worker, _Neighbours(setup, world, own.index))

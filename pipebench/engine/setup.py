@@ -72,7 +72,7 @@ class Setup:
             )
         memory = [policy for stage in plan.stages for policy in stage.memory]
         plan = recut(self.graph, plan, [stage.start for stage in plan.stages[1:]], memory)
-        rows = next(iter(self.profile.layers.values()))
+        rows = self.profile.rows
         pipeline = pipeline_under(self.pipeline, plan, rows)
         cost = WEIGHT_POLICIES[pipeline.weights].update_cost
         costs = stage_costs(self.profile, plan, cost, sharded=pipeline.is_sharded)

@@ -149,14 +149,14 @@ class Weights:
                 flat.untyped_storage().resize_(0)
 
     @contextmanager
-    def on_the_host(self) -> Iterator[None]:
+    def set_aside(self) -> Iterator[None]:
         """Keep the newest version in the host's memory, so that a GPU has room for others; nothing may use it."""
         flats = self.newest.flats if self.is_gathered else []
-        kept = [flat.to("cpu", copy=True) for flat in flats]
+        on_host = [flat.to("cpu", copy=True) for flat in flats]
         for flat in flats:
             flat.untyped_storage().resize_(0)
         yield
-        for flat, values in zip(flats, kept, strict=True):
+        for flat, values in zip(flats, on_host, strict=True):
             flat.untyped_storage().resize_(values.nbytes)
             flat.copy_(values)
 

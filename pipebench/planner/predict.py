@@ -131,7 +131,7 @@ def planned_workload(
 
     `profile` has the layers in the order of the plan.
     """
-    plan, rows = found.plan, next(iter(profile.layers.values()))
+    plan, rows = found.plan, profile.rows
     cluster = request.cluster.for_stages(len(plan.positions))
     mode = with_sums(mode, cluster, plan)
     pipeline = make_pipeline(plan, rows, mode, microbatches=found.microbatches, accumulate=found.accumulate)

@@ -108,6 +108,11 @@ class Profile:
     slices: Count = 1  # devices that a worker stands for; costs are those of one of them
 
     @property
+    def rows(self) -> tuple[LayerProfile, ...]:
+        """The layers at the largest number of samples: what doesn't depend on it, and shares of whole minibatches."""
+        return self.layers[max(self.layers)]
+
+    @property
     def by_size(self) -> dict[Size, tuple[LayerProfile, ...]]:
         """The layers by size: number of samples, and at every length where it varies."""
         return self._at_all_sizes(self.layers, [each.layers for each in self.lengths])
@@ -135,7 +140,7 @@ class Profile:
     @property
     def has_masters(self) -> bool:
         """Whether the optimizer steps on masters beside the parameters (mixed precision)."""
-        return any(row.master_sizes for row in next(iter(self.layers.values())))
+        return any(row.master_sizes for row in self.rows)
 
     @property
     def sum_over_whole(self) -> dict[int, float]:

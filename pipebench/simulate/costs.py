@@ -122,7 +122,7 @@ class Costs:
 
 def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0, *, sharded: bool = False) -> Costs:
     """Sum a profile over the stages of a plan; an update costs `update_cost` optimizer steps, of a shard if sharded."""
-    rows = next(iter(profile.layers.values()))
+    rows = profile.rows
     loss = len(rows) - 1
     stages = []
     by_size, load_s, loading = profile.by_size, profile.load_s_by_size, loading_stages(plan, rows)
@@ -158,7 +158,7 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0, *, shard
             )
         )
     ties = tuple(SimulatedBucket(_num_bytes(rows, names), 1.0, tuple(names)) for names in tied.values())
-    return _with_crossings(Costs(tuple(stages), {}, {}, ties=ties, slices=profile.slices), plan, by_size)
+    return _with_crossings(Costs(tuple(stages), {}, {}, ties=ties, slices=profile.slices), plan, profile)
 
 
 def loading_stages(plan: Plan, rows: Sequence[LayerProfile]) -> tuple[int, ...]:
@@ -180,10 +180,10 @@ def shared_loaders(loaders: int, readers: int) -> int:
     return min(loaders, max(1, loaders // readers))
 
 
-def _with_crossings(costs: Costs, plan: Plan, by_size: Mapping[Size, Sequence[LayerProfile]]) -> Costs:
+def _with_crossings(costs: Costs, plan: Plan, profile: Profile) -> Costs:
     """Return costs with those of the values that cross a plan's cuts."""
     nothing: dict[Size, int] = {0: 0}
-    rows = next(iter(by_size.values()))
+    rows, by_size = profile.rows, profile.by_size
     activation, gradient, values = {}, {}, {}
     for edge, producers in plan.crossings.items():
         activation[edge] = nothing | {n: sum(at[i].output_bytes for i in producers) for n, at in by_size.items()}

@@ -115,7 +115,7 @@ def layers_memory(
 ) -> StageMemoryCosts:
     """Sum a profile over layers that run as a stage or a part of it, without messages; see `stage_memories`."""
     policy = WEIGHT_POLICIES[pipeline.weights]
-    rows = next(iter(profile.layers.values()))
+    rows = profile.rows
     own = [*range(stage.start, stage.stop)]
     sizes = {name: size for i in own for name, size in rows[i].parameter_sizes.items()}
     masters = {name: size for i in own for name, size in rows[i].master_sizes.items()}

@@ -170,7 +170,7 @@ def _pipeline(recipe: Recipe, cluster: Cluster, profile: Profile, plan: Plan) ->
     mode = with_sums(recipe.parallelism.row, cluster, plan)
     pipeline = make_pipeline(
         plan,
-        next(iter(profile.layers.values())),
+        profile.rows,
         mode,
         microbatches=recipe.parallelism.microbatches,
         accumulate=mode.accumulate,

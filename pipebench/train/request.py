@@ -78,7 +78,7 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
     cuts, accumulate = row is None or row.cuts(), parallelism.accumulate_given
     if cuts and accumulate is None:
         accumulate = 1 if row is None else row.accumulate
-    names = [each.name for each in next(iter(profile.layers.values()))[:-1]]
+    names = [each.name for each in profile.rows[:-1]]
     return Request(
         profile=profile,
         cluster=cluster,

@@ -207,7 +207,7 @@ def test_bytes_of_an_update_are_a_ring_s_around_all_copies(replicas: tuple[int, 
     per_update = sums + 2 * (ends - 1) * words + 2 * (middle - 1) * one
     assert engine.num_bytes[ALL_REDUCE, "server"] == 2 * per_update
     assert engine.network.num_bytes == engine.num_bytes
-    rows = next(iter(setup.profile.layers.values()))
+    rows = setup.profile.rows
     mode = replace(MODES["hybrid"], accumulate=1)
     told = payload(rows, setup.plan, mode, 1, 1)[ALL_REDUCE] * setup.pipeline.period
     assert told == pytest.approx(per_update)

@@ -54,9 +54,7 @@ def test_what_is_known_is_what_is_made(built: list[str]) -> None:
     assert again.graph is None
     graph = to_plan(recipe(), needs_graph=True).graph
     assert graph is not None
-    assert [layer.name for layer in graph.layers] == [
-        row.name for row in next(iter(again.profile.layers.values()))[:-1]
-    ]
+    assert [layer.name for layer in graph.layers] == [row.name for row in again.profile.rows[:-1]]
 
 
 def test_what_a_profile_depends_on_has_it_made_anew(built: list[str]) -> None:

@@ -205,7 +205,7 @@ def make_setup(
     chunks = len(case.replicas) if row.is_sharded else 1
     plan = make_plan(graph, case.starts, case.replicas, mode=case.mode, depth=case.depth or row.depth, chunks=chunks)
     row = with_sums(row, cluster, plan)
-    rows = next(iter(profile.layers.values()))
+    rows = profile.rows
     pipeline = make_pipeline(plan, rows, row, microbatches=case.microbatches, accumulate=case.accumulate)
     return Setup(
         graph=graph,
