@@ -1,6 +1,5 @@
 """Small models, a small data set and setups that need no profile, shared by the tests."""
 
-import copy
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ import pipebench
 from pipebench.cluster import Cluster, Level
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
-from pipebench.model.graph import LayerGraph, attribute, forget_states, run_node, trace
+from pipebench.model.graph import LayerGraph, attribute, copied, forget_states, run_node, trace
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.plan import Plan, make_plan, tied_parameters
 from pipebench.model.precision import in_precision, lower
@@ -103,7 +102,7 @@ class Mlp(nn.Module):
 def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profile:
     """Return a profile in which every forward takes 1 s and every backward 2 s; bytes are those of real tensors."""
     layers = {}
-    root = copy.deepcopy(graph.root).train()  # running the model here must not touch its statistics
+    root = copied(graph.root).train()  # running the model here must not touch its statistics
     lower([root], graph.rounding)
     exact = dict(graph.root.named_parameters()) if graph.rounding else {}
     for size in sizes:

@@ -23,6 +23,9 @@ def squared_norms(
 
     `sizes` are the elements of the whole gradients, if these are pieces: rows are added as in the whole.
     """
+    if any(gradient is not None and gradient.is_complex() for gradient in gradients):
+        sizes = None if sizes is None else [size * _parts(g) for size, g in zip(sizes, gradients, strict=True)]
+        gradients = [torch.view_as_real(g) if g is not None and g.is_complex() else g for g in gradients]
     if device.type == "cpu":
         wholes = [0 if g is None else g.numel() for g in gradients] if sizes is None else sizes
         given_sizes = zip(gradients, wholes, strict=True)
@@ -54,6 +57,11 @@ def clipped(gradients: Sequence[torch.Tensor | None], norm: torch.Tensor, larges
     """Scale gradients down to a norm, by the factor torch.nn.utils.clip_grad_norm_ uses."""
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)
     return [None if gradient is None else gradient * factor.to(gradient.dtype) for gradient in gradients]
+
+
+def _parts(gradient: torch.Tensor | None) -> int:
+    """Return how many real numbers an element is: two of a complex gradient."""
+    return 2 if gradient is not None and gradient.is_complex() else 1
 
 
 def _aligned(gradient: torch.Tensor) -> torch.Tensor:

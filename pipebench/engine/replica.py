@@ -3,7 +3,8 @@
 It knows no schedule, clock, transport or mode: callers choose the version of each minibatch.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,9 @@ from pipebench.engine.shards import Divide
 from pipebench.engine.split import SplitBackward, backward_weight, saved_bytes
 from pipebench.engine.streams import ALONE, StreamSlot, StreamStates
 from pipebench.engine.swap import Swap
+from pipebench.engine.version import Version
 from pipebench.engine.weights import Weights
+from pipebench.errors import GraphError
 from pipebench.model.large_batch import Adapted
 from pipebench.model.memory_format import channels_last, lay_out
 from pipebench.model.optimizer import MakeOptimizer
@@ -135,6 +138,7 @@ class Replica:
         self._fixed = _fixed_storages(self.module) | self._recomputation.storages
         self.states = StreamStates([self.module.get_submodule(path) for path in stage.stateful])
         self._accumulation = Accumulation(len(self.weights.names))
+        self._with_gradient = [i for i, name in enumerate(self.weights.names) if name not in stage.without_gradient]
         stage.seeder.seed, stage.seeder.device = seed, device
         stage.enter()
         self._call: Callable[..., Any] = compiled(stage) if rules.compiled else self.module
@@ -197,7 +201,7 @@ class Replica:
         """
         item = self._in_flight[unit]
         with self._accumulation.add(item.version, on_gradient):
-            backward_weight(item.rests, item.version.parameters)
+            backward_weight(item.rests, self._differentiated(item.version))
         self.let_go(unit)
 
     def stepped(self) -> list[torch.Tensor | None]:
@@ -375,6 +379,10 @@ class Replica:
             for layer, value in item.received.items()
         }
 
+    def _differentiated(self, version: Version) -> list[torch.Tensor]:
+        """Return the parameters with a gradient: behind a cut a later stage's zeros would look like one."""
+        return [version.parameters[place] for place in self._with_gradient]
+
     def _differentiate(
         self,
         item: InFlight,
@@ -387,14 +395,28 @@ class Replica:
         if self.scale is not None:
             of_loss = torch.full((), self.scale.value, dtype=item.loss_type, device=self.device)
         heads = [*given, *[of_loss] * (len(item.results) - len(given))]
-        parameters = item.version.parameters
+        parameters = self._differentiated(item.version)
         if not item.results or not (leaves or parameters):
             return
-        with self._accumulation.add(item.version, on_gradient):
+        with _naming_overwriting(), self._accumulation.add(item.version, on_gradient):
             if self._split is None:
                 torch.autograd.backward(item.results, heads, inputs=[*leaves, *parameters])
             else:
                 item.rests = self._split.backward_input(item.results, heads, [*leaves, *parameters])
+
+
+@contextmanager
+def _naming_overwriting() -> Iterator[None]:
+    """Turn torch's error about a tensor that is no longer what a backward saved into a sentence about the model."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise GraphError(
+            "a layer changes in place what a backward still needs, maybe of another minibatch (a buffer, say): "
+            "let it compute with a copy (x * self.mean.clone())"
+        ) from error
 
 
 def _divided(weights: Weights, slices: Slices | None) -> Divided | None:

@@ -1,6 +1,5 @@
 """Sums of an evaluation over held-out samples, and the whole model for metrics that no single stage can compute."""
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from torch import nn
 
 from pipebench.checkpoint.share import own_names
 from pipebench.engine.setup import Setup
+from pipebench.model.graph import copied
 from pipebench.zoo.registry import Dataset
 
 _LOSS, _WEIGHT = "eval_loss", "weight of all samples"
@@ -52,7 +52,7 @@ class WholeModel:
     """
 
     def __init__(self, setup: Setup) -> None:
-        self._model = copy.deepcopy(setup.graph.model).to(setup.device).eval()
+        self._model = copied(setup.graph.model).to(setup.device).eval()
         self._tensors = dict(self._model.named_buffers()) | dict(self._model.named_parameters(remove_duplicate=False))
         self._own_names = own_names(setup.graph)
 

@@ -72,6 +72,7 @@ class Weights:
         self._places = _places([module, *also], [p for _, p in named])
         self._recurrent = list(recurrent_in(module, [p for _, p in named]))
         self._likes = [Like.of(p) for _, p in named]
+        self._attributes = [dict(vars(p)) for _, p in named]  # a model's own, which its optimizer may read
         self._groups = grouped([order for _, order in self._recurrent], self._likes)
         self.version_bytes = sum(like.nbytes for like in self._likes)  # of one version
         self.sharding = sharding = None if divide is None else divide(dict(named))
@@ -79,9 +80,10 @@ class Weights:
         self.newest = self.new_version()  # with the most updates
         fill(self.newest, [p for _, p in named])
         exact = [(masters or {}).get(name, p) for name, p in named]
-        self._masters = None if masters is None else apart(self._own(exact))
+        self._masters = None if masters is None else self._described(apart(self._own(exact)))
         # Own pieces in the parameters' types, where no replica keeps all; the version is freed after use
-        self._shard = None if sharding is None or sharding.keeps_all else apart(self.newest.stepped)
+        is_sharded = sharding is not None and not sharding.keeps_all
+        self._shard = self._described(apart(self.newest.stepped)) if is_sharded else None
         self._alive = [self.newest]
         self._free: list[Version] = []
         self._averages: Version | None = None
@@ -89,8 +91,6 @@ class Weights:
         self._lock = threading.RLock()
         # Live versions; a single one if nothing is trained
         self.versions = VersionLedger(in_place=overwrite or not named)
-        # Bytes of the masters, or 0
-        self.master_bytes = sum(p.nbytes for p in self._masters.parameters) if self._masters else 0
         self._use(make_optimizer(self._stepped) if self._stepped else None)
         self.bind(self.newest)
         self.is_gathered = True  # whether the newest version has its memory
@@ -114,6 +114,11 @@ class Weights:
         if self._shard is None:
             return self.num_alive * self.version_bytes
         return sum(p.nbytes for p in self._shard.parameters)
+
+    @functools.cached_property
+    def master_bytes(self) -> int:
+        """Bytes of the masters, or 0."""
+        return sum(p.nbytes for p in self._masters.parameters) if self._masters else 0
 
     @property
     def gathered_bytes(self) -> int:
@@ -366,7 +371,14 @@ class Weights:
 
     def new_version(self) -> Version:
         """Return a version's buffers, all zeros."""
-        return Version(self._likes, self._groups, self._pieces)
+        return self._described(Version(self._likes, self._groups, self._pieces))
+
+    def _described(self, version: Version) -> Version:
+        """Give what the optimizer steps on the attributes of its parameters."""
+        places = range(len(version.stepped)) if self._pieces is None else [piece.place for piece in self._pieces]
+        for tensor, place in zip(version.stepped, places, strict=True):
+            vars(tensor).update(self._attributes[place])
+        return version
 
     def _next(self, keep_from: int) -> Version:
         """Return the buffers for an update, holding the newest parameters."""

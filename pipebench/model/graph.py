@@ -4,12 +4,13 @@ torch.fx traces the model twice, as it trains and as it evaluates; a layer is a 
 safe to cut: readers of values overwritten in place read their last writer, and nodes with side effects stay.
 """
 
+import copy
 import difflib
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx, nn
@@ -19,6 +20,12 @@ from pipebench.errors import GraphError, nearest
 from pipebench.model.slice_modules import Slices
 from pipebench.model.tracing import Fed, fed_arguments, record, set_item
 
+# What may hand on (a view of) its first argument: an in-place layer after it overwrites that.
+_VIEWS = {
+    *("flatten", "view", "view_as", "reshape", "transpose", "permute", "squeeze", "unsqueeze", "t", "expand", "chunk"),
+    *("split", "unbind", "narrow", "select", "getitem", "getattr", "contiguous", "detach", "Flatten", "Unflatten"),
+    *("Identity", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"),
+}
 _RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
@@ -38,7 +45,7 @@ class Layer:
     buffers: tuple[str, ...] = ()
     draws_as: str = ""  # the name that seeds its random draws; "" if it draws none
     idle: bool = False  # left out (see `cells.py`): keeps its index, reads nothing, and nothing reads it
-    runs_once: bool = False  # whether it changes a buffer, so that no plan recomputes it
+    runs_once: bool = False  # whether it returns a buffer that layers change, so that no plan recomputes it
 
 
 class Rounding(NamedTuple):
@@ -69,6 +76,18 @@ class LayerGraph:
         """The same model as it evaluates; only of a graph that trains."""
         assert self.evaluation is not None
         return self.evaluation
+
+    @cached_property
+    def without_gradient(self) -> frozenset[str]:
+        """Names of parameters that no gradient reaches, since layers read what they give only detached."""
+        reached, waiting = set[fx.Node](), list(self.graph.find_nodes(op="output"))
+        while waiting:
+            node = waiting.pop()
+            if node not in reached and not _detaches(node):
+                reached.add(node)
+                waiting += node.all_input_nodes
+        names = {name for layer in self.layers for name in layer.parameters}
+        return frozenset(names.difference(*(layer.parameters for layer in self.layers if layer.node in reached)))
 
     def index_of(self, name: str) -> int:
         """Return the index of a layer by its name or module path (`features.0`).
@@ -173,6 +192,30 @@ def inputs_of(node: fx.Node) -> tuple[str, ...]:
     return tuple(read.name for read in node.all_input_nodes if read.op == "placeholder")
 
 
+_Part = TypeVar("_Part")
+
+
+def copied(part: _Part, memo: dict[int, Any] | None = None) -> _Part:
+    """Return a copy of a module or a tensor, with the attributes of its parameters; `memo` is as for `deepcopy`.
+
+    Tensors that a forward has left in a module, as torch's `weight_norm` does, are copied without their autograd graph.
+    """
+    for module in part.modules() if isinstance(part, nn.Module) else ():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                vars(module)[name] = value.detach()
+    made = copy.deepcopy(part, memo)
+    for own, new in zip(_parameters_of(part), _parameters_of(made), strict=True):
+        vars(new).update(vars(own))
+    return made
+
+
+def _parameters_of(part: Any) -> list[nn.Parameter]:
+    if isinstance(part, nn.Module):
+        return list(part.parameters())
+    return [part] if isinstance(part, nn.Parameter) else []
+
+
 def is_torchs_own(module: nn.Module) -> bool:
     """Return whether a module's class is torch's, so that it is known whether it draws."""
     return type(module).__module__.split(".")[0] == "torch"
@@ -187,7 +230,8 @@ def is_inplace(module: nn.Module, node: fx.Node) -> bool:
         iadd = getattr(node.target, "__module__", "") == "_operator" and name.startswith("i") and name != "invert"
         is_or_index = name in ("is_", "is_not", "index", "inv", "indexOf", "itemgetter")
         says_so = bool(node.kwargs.get("inplace", False)) or node.target is set_item
-        return says_so or (iadd and not is_or_index) or _ends_in_underscore(name)
+        is_a_word = getattr(node.target, "__module__", "") == "_operator"  # and_, or_, not_
+        return says_so or (iadd and not is_or_index) or (_ends_in_underscore(name) and not is_a_word)
     return node.op == "call_method" and _ends_in_underscore(str(node.target))
 
 
@@ -261,7 +305,14 @@ def make_cuttable(root: nn.Module, graph: fx.Graph) -> None:
     """Let readers of an overwritten value read its writer, and remove nodes that aren't read and have no side effect.
 
     `root`, the graph's owner, has the modules that it names.
+
+    Raises:
+        GraphError: a layer writes into a tensor given as `out`, which can't be followed.
     """
+    for node in graph.nodes:
+        if isinstance(node.kwargs.get("out"), fx.Node):
+            raise GraphError(f"layer {node.name} writes its result into out=, which can't be followed: assign it")
+    _make_overwritten_constants_anew(root, graph)
     _read_overwritten_values_from_their_writer(root, graph)
     graph.eliminate_dead_code(lambda node: node.is_impure() or _has_effect(root, node))
 
@@ -275,16 +326,52 @@ def _has_effect(module: nn.Module, node: fx.Node) -> bool:
 
 def overwritten_buffer(root: nn.Module, node: fx.Node) -> str | None:
     """Return the qualified name of the buffer that a layer changes in place, maybe after others; None if none."""
-    while is_inplace(root, node) and node.args and isinstance(node.args[0], fx.Node):
+    changed = overwritten(root, node)
+    return str(changed.target) if changed is not None and changed.op == "get_attr" else None
+
+
+def overwritten(root: nn.Module, node: fx.Node) -> fx.Node | None:
+    """Return the node whose value an in-place layer changes, also through views of it; None of other layers."""
+    return _shown(root, node) if is_inplace(root, node) else None
+
+
+def _shown(root: nn.Module, node: fx.Node) -> fx.Node:
+    """Return the node whose memory a node's value shows, itself if that is its own."""
+    while hands_on(root, node) and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-        if node.op == "get_attr":
-            return str(node.target)
-    return None
+    return node
+
+
+def hands_on(root: nn.Module, node: fx.Node) -> bool:
+    """Return whether a node's value may share memory with its first argument's."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    name = getattr(node.target, "__name__", str(node.target))
+    if node.op == "call_module":
+        name = type(root.get_submodule(str(node.target))).__name__
+    return name in _VIEWS or is_inplace(root, node)
+
+
+def _detaches(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", str(node.target))
+    return name in ("detach", "detach_") or (name == "getattr" and node.args[1:2] == ("data",))
 
 
 def _draws(module: nn.Module) -> bool:
     fused = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
     return isinstance(module, _RANDOM_MODULES) or fused or not is_torchs_own(module)
+
+
+def _make_overwritten_constants_anew(root: nn.Module, graph: fx.Graph) -> None:
+    """Let layers change a copy of a tensor that the forward makes: it is a constant here, and new in every forward."""
+    found = {changed for node in graph.nodes if (changed := overwritten(root, node)) is not None}
+    for constant in list(graph.nodes):
+        if constant in found and constant.op == "get_attr" and str(constant.target).startswith(MADE):
+            readers = list(constant.users)
+            with graph.inserting_after(constant):
+                anew = graph.call_method("clone", (constant,))
+            for reader in readers:
+                reader.replace_input_with(constant, anew)
 
 
 def _read_overwritten_values_from_their_writer(module: nn.Module, graph: fx.Graph) -> None:
@@ -324,7 +411,7 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
             parameters=tuple(_parameters(module, node, first_name)),
             buffers=_buffers(module, node, changed),
             draws_as=_draw_name(module, node),
-            runs_once=overwritten_buffer(module, node) is not None,
+            runs_once=(shown := _shown(module, node)).op == "get_attr" and str(shown.target) in changed,
         )
         for i, node in enumerate(computing)
     )

@@ -32,7 +32,8 @@ def make_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) 
     """
     made = KINDS[OPTIMIZER].make(str(recipe.name)) if recipe.target is None else import_target(recipe.target)
     arguments = given_arguments(recipe)
-    if recipe.name in FUSED and not any(name in arguments for name in _HOW):
+    are_real = all(parameter.is_floating_point() for parameter in parameters)
+    if recipe.name in FUSED and are_real and not any(name in arguments for name in _HOW):
         arguments["fused"] = True
     with users_code(f"{called(recipe)} can't make the optimizer", key_of(recipe)):
         optimizer = made(list(parameters), lr=recipe.lr, **arguments)

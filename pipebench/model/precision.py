@@ -62,6 +62,7 @@ def lower(modules: Sequence[nn.Module], rounding: Rounding | None) -> dict[str, 
             before.setdefault(name, tensor.detach())
             if id(tensor) not in rounded:
                 rounded[id(tensor)] = _in_type(tensor, rounding.low_type)
+                vars(rounded[id(tensor)]).update(vars(tensor))
             table[name.rpartition(".")[2]] = rounded[id(tensor)]
         is_low = any(p is not None and p.dtype is rounding.low_type for p in part._parameters.values())
         if is_low and not isinstance(part, fx.GraphModule):  # a graph's own parameters are arguments of its layers

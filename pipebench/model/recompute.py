@@ -11,7 +11,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
@@ -21,6 +22,7 @@ from pipebench.model.folding import FoldedRun
 # Whether layers run once, or the first time or again because they are recomputed.
 ONCE, FIRST, AGAIN = "once", "first", "again"
 running: ContextVar[str] = ContextVar("running", default=ONCE)
+Buffers = list[tuple[torch.Tensor, torch.Tensor]]  # with their values before a forward
 Storages = MutableMapping[int, torch.UntypedStorage]  # by address; as long as they are held no other gets theirs
 
 
@@ -30,8 +32,8 @@ class _SavedInputs:
     torch.utils.checkpoint does so too, and much else: 0.6 ms a call, where a small stage's forward takes 1 ms.
     """
 
-    def __init__(self, layers: "Recomputed", values: Sequence[Any]) -> None:
-        self._layers, self._run, self._values = layers, layers.run, values
+    def __init__(self, layers: "Recomputed", values: Sequence[Any], buffers: Buffers) -> None:
+        self._layers, self._run, self._values, self._buffers = layers, layers.run, values, buffers
         self._num_saved = 0
         self._found: dict[int, torch.Tensor] = {}
 
@@ -48,6 +50,9 @@ class _SavedInputs:
         """Return a tensor that was left out; the backward asks for each once and then holds the only reference."""
         if index not in self._found:
             saved: list[torch.Tensor] = []
+            with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffer for buffer, _ in self._buffers)):
+                for buffer, value in self._buffers:
+                    buffer.copy_(value)
             hooks = saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _refuse)
             with _as(AGAIN), torch.enable_grad(), hooks:
                 self._run(*self._values)
@@ -83,14 +88,28 @@ class Recomputed(FoldedRun):
         super().__init__(run)
         self.saved: Storages | None = None  # if set, collects the storages that it keeps
         self.again: Storages | None = None  # if set, collects the storages that a backward computes again
+        # Buffers that its layers change and may read, as the first forward shows; None before. BatchNorm doesn't read
+        # in training what it changes.
+        self._changing: list[torch.Tensor] | None = None
 
     def forward(self, *values: Any) -> Any:
         """Return the values that later layers read, as a tuple."""
         if not torch.is_grad_enabled():
             return self.run(*values)
+        watched = self._own_buffers() if self._changing is None else self._changing
+        buffers = [(buffer, buffer.clone()) for buffer in watched]
+        saved_inputs = _SavedInputs(self, values, buffers)
+        found = saved_inputs()
+        if self._changing is None:
+            buffers[:] = [(buffer, before) for buffer, before in buffers if not torch.equal(buffer, before)]
+            self._changing = [buffer for buffer, _ in buffers]
         if self.saved is not None:
-            self.saved.update(_storages(values))
-        return _SavedInputs(self, values)()
+            self.saved.update(_storages([*values, *(before for _, before in buffers)]))
+        return found
+
+    def _own_buffers(self) -> list[torch.Tensor]:
+        parts = (part for part in self.run.modules() if not isinstance(part, nn.modules.batchnorm._NormBase))
+        return [buffer for part in parts for buffer in part.buffers(recurse=False)]
 
     def note_again(self, saved: Sequence[torch.Tensor], values: Sequence[Any]) -> None:
         """Note what autograd saved of layers that ran again, except what they read, which was there."""

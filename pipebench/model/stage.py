@@ -1,7 +1,5 @@
 """Stages: consecutive layers of the graph as a module of their own, cut anywhere."""
 
-import copy
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,7 +10,16 @@ from torch import fx, nn
 
 from pipebench.model.evaluation import plan_evaluation
 from pipebench.model.folding import POLICY, Swapped, fold
-from pipebench.model.graph import Layer, LayerGraph, Rounding, attribute, carries_state, is_inplace, overwritten_buffer
+from pipebench.model.graph import (
+    Layer,
+    LayerGraph,
+    Rounding,
+    attribute,
+    carries_state,
+    copied,
+    hands_on,
+    is_inplace,
+)
 from pipebench.model.plan import Plan
 from pipebench.model.recompute import Recomputed
 from pipebench.model.sampling import mix, name_hash, seed_default_generator
@@ -22,13 +29,6 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 LossFunction = Callable[[Any], torch.Tensor]
 
 _SEEDER, _LOSS = "pipebench_seeder", "pipebench_loss"  # names that no model has
-
-# Nodes that hand on (a view of) their input: an in-place layer after them overwrites the stage's own input.
-_VIEWS = {
-    *("flatten", "view", "view_as", "reshape", "transpose", "permute", "squeeze", "unsqueeze", "t", "expand", "chunk"),
-    *("split", "unbind", "narrow", "select", "getitem", "contiguous", "Flatten", "Unflatten", "Identity"),
-    *(module.__name__ for module in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)),
-}
 
 
 class Seeder(nn.Module):
@@ -83,6 +83,7 @@ class Stage:
     rounding: Rounding | None = None  # what to round for the arithmetic, which the caller does
     evaluation: "Stage | None" = None  # the same modules as they evaluate, layers by the evaluation's graph
     idle: Mapping[str, torch.Tensor] = field(default_factory=dict)  # tensors of idle layers, by qualified name
+    without_gradient: frozenset[str] = frozenset()  # names of parameters that no gradient reaches in the whole model
 
     @cached_property
     def reads(self) -> tuple[int, ...]:
@@ -140,7 +141,7 @@ class _StageLayers:
         parts: dict[str, Any] = {_SEEDER: seeder, _LOSS: loss}
         for name in (str(node.target) for node in new.nodes if node.op in ("get_attr", "call_module")):
             if name not in parts:
-                parts[name] = copy.deepcopy(attribute(self.graph.root, name), copies)
+                parts[name] = copied(attribute(self.graph.root, name), copies)
         module = fx.GraphModule(parts, new)
         recomputed = fold(module, RECOMPUTE, Recomputed, copied=_written(module))
         for part in (module, *(each.run for each in recomputed)):
@@ -166,6 +167,7 @@ class _StageLayers:
             swapped=swapped,
             modes=tuple((part, name in self.graph.training) for name, part in named),
             rounding=self.graph.rounding,
+            without_gradient=self.graph.without_gradient,
         )
 
     def _program(self, inputs: Sequence[str], receives: Sequence[int], returns: Sequence[int]) -> fx.Graph:
@@ -186,8 +188,7 @@ class _StageLayers:
 
         mark = {POLICY: KEEP}
         for layer, policy in zip(self.layers, self.memory or [KEEP] * len(self.layers), strict=True):
-            runs_once = policy == RECOMPUTE and overwritten_buffer(graph.root, layer.node)
-            mark = {POLICY: KEEP if runs_once else policy}
+            mark = {POLICY: KEEP if policy == RECOMPUTE and layer.runs_once else policy}
             if layer.draws_as:
                 new.call_module(_SEEDER, (layer.draws_as,)).meta.update(mark)
             env[layer.node] = new.node_copy(layer.node, take)
@@ -195,8 +196,8 @@ class _StageLayers:
         result: list[Any] = []
         for layer in (graph.layers[value] for value in returns):
             value = take(layer.node)
-            is_buffer = overwritten_buffer(graph.root, layer.node)  # it may change again before this is sent
-            result.append(new.call_method("clone", (value,)) if is_buffer else value)
+            # A buffer may change again before this is sent.
+            result.append(new.call_method("clone", (value,)) if layer.runs_once else value)
         if self.is_last:
             result.append(fx.node.map_arg(self._output.args[0], take))
             if self.memory is not None:
@@ -257,12 +258,9 @@ def _handed_on(module: fx.GraphModule, node: Any) -> set[fx.Node]:
     found: set[fx.Node] = set()
     while isinstance(node, fx.Node):
         found.add(node)
-        name = getattr(node.target, "__name__", str(node.target))
-        if node.op == "call_module":
-            name = type(module.get_submodule(str(node.target))).__name__
         if _is_recomputed(module, node):
             return found.union(*(_handed_on(module, argument) for argument in node.all_input_nodes))
-        if node.op in ("placeholder", "get_attr") or not (name in _VIEWS or is_inplace(module, node)) or not node.args:
+        if not hands_on(module, node) or not node.args:
             return found
         node = node.args[0]
     return found
@@ -274,20 +272,13 @@ def _is_recomputed(module: fx.GraphModule, node: fx.Node) -> bool:
 
 def _out_of_place(module: fx.GraphModule, node: fx.Node) -> None:
     """Replace an in-place layer by its out-of-place form, or by one that works on a copy."""
-    name = str(getattr(node.target, "__name__", node.target))
     if node.op == "call_module":
         module.get_submodule(str(node.target)).inplace = False  # type: ignore[assignment]
-    elif node.op == "call_method" and hasattr(torch.Tensor, name.rstrip("_")):
-        node.target = name.rstrip("_")
     elif node.target is set_item:
         node.target = with_item
     elif "inplace" in node.kwargs:
         node.kwargs = {**node.kwargs, "inplace": False}
-    elif hasattr(operator, name):
-        node.target = getattr(operator, name[1:])
-    elif node.op == "call_function" and hasattr(torch, name.rstrip("_")):
-        node.target = getattr(torch, name.rstrip("_"))
-    else:  # random numbers into a tensor that is there, say
+    else:  # its out-of-place form, where there is one, may return another type
         with node.graph.inserting_before(node):
             copied = node.graph.call_method("clone", (node.args[0],))
         node.args = (copied, *node.args[1:])
@@ -298,7 +289,7 @@ def idle_tensors(graph: LayerGraph, start: int, stop: int) -> dict[str, torch.Te
     layers = graph.layers[start:stop]
     there = {id(tensor) for layer in layers if not layer.idle for _, tensor in _tensors(graph.root, layer.node)}
     idle = {name: tensor for layer in layers if layer.idle for name, tensor in _tensors(graph.root, layer.node)}
-    return {name: copy.deepcopy(tensor) for name, tensor in idle.items() if id(tensor) not in there}
+    return {name: copied(tensor) for name, tensor in idle.items() if id(tensor) not in there}
 
 
 def _tensors(root: nn.Module, node: fx.Node) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Compares a traced model with the model itself on a few samples, before anything is trained.
+"""Compares a traced model, whole and in pieces, with the model itself on a few samples, before anything is trained.
 
 torch.fx records operations. Other effects of a forward can get lost silently: the backward of a custom autograd
 function, numbers from a generator of the model's own, a decision that depends on earlier calls.
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from pipebench.errors import GraphError
-from pipebench.model.graph import LayerGraph, forget_states
+from pipebench.model.graph import LayerGraph, forget_states, overwritten
 from pipebench.zoo.plain import plain_output, seeded
 from pipebench.zoo.registry import Dataset
 
@@ -69,21 +69,70 @@ def _compare(graph: LayerGraph, dataset: Dataset, num_samples: int) -> None:
                 return _left_behind(model, output, loss)
 
         expected = run(whole)
+        phase = "training" if training else "evaluation"
         found = run(lambda fields, root=traced.root: root(*fields.values()))  # type: ignore[misc]
-        different = _first_difference(expected, found)
-        if different is None:
-            continue
-        what = f"its {different} in {'training' if training else 'evaluation'}"
-        if _first_difference(expected, run(whole)) is not None:
+        if (different := _first_difference(expected, found)) is not None:
+            is_same = _first_difference(expected, run(whole)) is None
+            raise GraphError(f"model {type(model).__name__} can't be run in layers: {_lost(different, phase, is_same)}")
+        apart = _Apart(traced)
+        found = run(lambda fields, apart=apart: apart.run(*fields.values()))  # type: ignore[misc]
+        if (different := _first_difference(expected, found) or _untrained(traced, expected)) is not None:
+            names = ", ".join(node.name for node in traced.graph.nodes if _overwrites(traced, node))
             raise GraphError(
-                f"model {type(model).__name__} can't be run in layers: {what} differs from call to call, for the same "
-                "samples and the same seed, as if it drew from a generator of its own or counted its calls"
+                f"model {type(model).__name__} can't be cut: its {different} in {phase} is another where layers that "
+                f"write in place ({names}) have copies of what they overwrite, so others read the same memory under "
+                "another name; let them return new tensors, or name their module in model.leaves to make it one layer"
             )
-        raise GraphError(
-            f"model {type(model).__name__} can't be run in layers: {what} is another than the model's own, so "
-            "torch.fx has lost something that its forward does; name the module that does it in model.leaves to make "
-            "it one layer"
+
+
+def _lost(different: str, phase: str, is_same: bool) -> str:
+    """Return what differs from the model, and why, by whether the model itself gives the same again."""
+    what = f"its {different} in {phase}"
+    if not is_same:
+        return (
+            f"{what} differs from call to call, for the same samples and the same seed, as if it drew from a generator "
+            "of its own or counted its calls"
         )
+    return (
+        f"{what} is another than the model's own, so torch.fx has lost something that its forward does; name the "
+        "module that does it in model.leaves to make it one layer"
+    )
+
+
+class _Apart(fx.Interpreter):
+    """Runs a graph as if it were cut everywhere: what a layer overwrites, nobody sees but those that read that layer.
+
+    Buffers stay shared: layers that read what another changes are in its stage.
+    """
+
+    def __init__(self, graph: LayerGraph) -> None:
+        super().__init__(graph.root, graph=graph.graph)
+        self._graph = graph
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node, an in-place one on a copy."""
+        if _overwrites(self._graph, n):
+            first = n.args[0]
+            assert isinstance(first, fx.Node)
+            before = self.env[first]
+            self.env[first] = before.clone()
+            try:
+                return super().run_node(n)
+            finally:
+                self.env[first] = before
+        return super().run_node(n)
+
+
+def _overwrites(graph: LayerGraph, node: fx.Node) -> bool:
+    """Return whether a layer overwrites a value, and no buffer."""
+    changed = overwritten(graph.root, node)
+    return changed is not None and changed.op != "get_attr" and isinstance(node.args[0], fx.Node)
+
+
+def _untrained(graph: LayerGraph, expected: Mapping[str, torch.Tensor]) -> str | None:
+    """Return what has a gradient of those for which the graph says there is none; None if there is nothing."""
+    names = (f"{_GRADIENT}{name}" for name in graph.without_gradient)
+    return next((name for name in names if name in expected), None)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ The pass runs on torch's meta device: nothing is allocated or computed. Where a 
 does depends on it, the pass runs on samples on this machine.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ from functools import partial
 import torch
 
 from pipebench.errors import ProfileError
-from pipebench.model.graph import LayerGraph
+from pipebench.model.graph import LayerGraph, copied
 from pipebench.model.optimizer import state_bytes_per_byte
 from pipebench.model.precision import lower
 from pipebench.profile.devices import DeviceSpec
@@ -102,7 +101,7 @@ class _Walks:
                 raise
             problem = str(without).rstrip(".")
             raise ProfileError(f"{problem}; nor are there data to run it with: {error}") from without
-        root = copy.deepcopy(self._graph.root).train()
+        root = copied(self._graph.root).train()
         lower([root], self._graph.rounding)
         return walk(self._graph, root, dataset, samples, partial(priced, self._device, with_data=True))
 

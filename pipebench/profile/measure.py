@@ -5,7 +5,6 @@ in; each layer gets the median over several passes, each with a minibatch of its
 medians well enough. All sizes take turns, so that the drift of a machine's speed is that of none.
 """
 
-import copy
 import math
 import statistics
 import time
@@ -22,7 +21,7 @@ from torch import nn
 
 from pipebench.model.allocator import allocator_of, free_cycles
 from pipebench.model.device import torch_settings
-from pipebench.model.graph import LayerGraph
+from pipebench.model.graph import LayerGraph, copied
 from pipebench.model.heap import keep_freed_blocks
 from pipebench.model.loading import AHEAD, Source, onto_device
 from pipebench.model.memory_format import channels_last, lay_out
@@ -190,7 +189,7 @@ class _Passes:
     @cached_property
     def root(self) -> nn.Module:
         """The copy, on the device and in the precision of training."""
-        root = copy.deepcopy(self.graph.root).to(self.device).train()
+        root = copied(self.graph.root).to(self.device).train()
         lower([root], self.graph.rounding)
         return lay_out(root) if self.channels_last else root
 

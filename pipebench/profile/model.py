@@ -40,7 +40,7 @@ class LayerProfile:
     puts_out: tuple[tuple[Count, Count], ...] = ()  # likewise, of the storages of its output
     takes: tuple[tuple[Count, Count], ...] = ()  # likewise, of the model inputs that it reads
     reads_samples: bool = False  # of the loss: whether its targets come with whole samples only
-    runs_once: bool = False  # whether it changes a buffer, so that no plan recomputes it
+    runs_once: bool = False  # whether it returns a buffer that layers change, so that no plan recomputes it
     workspace_bytes: Count = 0  # peak of its forward or backward beside live tensors; 0 where it wasn't measured
 
     @property

@@ -1,6 +1,5 @@
 """Runs models without data, on tensors of torch's meta device, which have shapes and types only."""
 
-import copy
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from pipebench.errors import ProfileError
-from pipebench.model.graph import LayerGraph, forget_states, run_node
+from pipebench.model.graph import LayerGraph, copied, forget_states, run_node
 from pipebench.model.precision import lower
 from pipebench.zoo.registry import Dataset
 
@@ -20,7 +19,7 @@ def without_data(root: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     for buffer in root.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(root, memo)
+    return copied(root, memo)
 
 
 def output_bytes(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[int, int]:

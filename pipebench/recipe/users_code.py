@@ -14,14 +14,15 @@ from functools import cache
 from pathlib import Path
 
 import pipebench
-from pipebench.errors import PipebenchError, UserCodeError
+from pipebench.errors import PipebenchError, UserCodeError, is_out_of_memory
 
 _PACKAGE = Path(pipebench.__file__).resolve().parent
 _ZOO = _PACKAGE / "zoo"
 # torch.fx removes the frames of the code it generates from a model's forward from tracebacks; its own line stays last.
 _TRACED = os.path.join("torch", "fx", "graph_module.py")
 # What operations raise on unsuitable data; running out of memory and failing devices raise other classes.
-_OF_DATA = (IndexError, ValueError, TypeError)
+_OF_DATA = (IndexError, ValueError, TypeError, NotImplementedError)
+_OF_DEVICES = ("CUDA", "cuDNN", "CUDNN", "cublas", "CUBLAS", "NCCL")  # in texts of RuntimeErrors
 _INSTALLED = {"site-packages", "dist-packages"}
 _LONGEST = 300  # characters of an exception's message
 
@@ -121,11 +122,19 @@ def _place(error: BaseException) -> str | None:
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_pipebench(frame.filename):
             return None
-        if frame.filename.endswith(_TRACED) and type(error) in _OF_DATA:
+        if frame.filename.endswith(_TRACED) and _is_of_an_operation(error):
             return "the model's forward, as traced"
         if not _is_library(frame.filename):
             return f"{_display(frame.filename)}:{frame.lineno}, in {frame.name}"
     return None
+
+
+def _is_of_an_operation(error: BaseException) -> bool:
+    """Return whether an operation doesn't suit what it got; devices and memory fail otherwise."""
+    if type(error) in _OF_DATA:
+        return True
+    fails = any(word in str(error) for word in _OF_DEVICES) or is_out_of_memory(error)
+    return type(error) is RuntimeError and not fails
 
 
 def _is_pipebench(file: str) -> bool:

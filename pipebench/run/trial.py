@@ -49,6 +49,7 @@ def try_out(loaded: LoadedRecipe) -> None:
             none = f"{recipe.model['target']} has no parameters to train: none, or none with requires_grad"
             raise UserCodeError(none, "model.target")
         if own:
+            _refuse_what_gets_lost(model)
             _try_minibatch(recipe, model, make_dataset(recipe.dataset))
         if tries_optimizer:
             try_optimizer(recipe.train.optimizer, trained)
@@ -99,6 +100,11 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
             given = f"the loss of {count} samples is {initial:g} at the initial weights, needed is a number"
             raise UserCodeError(f"{given}: the data, {model_name} or the loss gives it", loss_key)
         total.backward()  # type: ignore[no-untyped-call]
+    sparse = next((name for name, p in model.named_parameters() if p.grad is not None and p.grad.is_sparse), None)
+    if sparse is not None:
+        raise UserCodeError(
+            f"{model_name} has a sparse gradient of {sparse}, needed are dense ones: sparse=False", model_key
+        )
     with users_code(f"a metric of {data_name} doesn't suit the output of {model_name}", metrics_key):
         detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
         for name, value in dataset.score(detached, targets).items():
@@ -106,6 +112,29 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
             if value.dim() or not math.isfinite(float(value)):
                 raise UserCodeError(f"{name} of {count} samples is {float(value.sum()):g}, needed is a number", key)
             _check_sum(name, lambda o, t, name=name: dataset.score(o, t)[name], detached, targets, value, key)  # type: ignore[misc]
+
+
+def _refuse_what_gets_lost(model: nn.Module) -> None:
+    """Refuse what a model does to its parameters outside of forward, and what needs all replicas in a forward."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UserCodeError(
+                f"{name} has a hook on its gradient, which doesn't run here, as every weight version is another "
+                "tensor; change the gradient in forward, or in an optimizer of your own (train.optimizer.target)",
+                "model.target",
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UserCodeError(
+                f"{name} is a SyncBatchNorm, but statistics are a replica's own: leave BatchNorm as it is",
+                "model.target",
+            )
+        if getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise UserCodeError(
+                f"{name} changes its weights in forward (max_norm), which minibatches in flight use: leave max_norm "
+                "out, and divide by the norm in forward",
+                "model.target",
+            )
 
 
 def _classes_last(output: Any, targets: Mapping[str, torch.Tensor]) -> str:

@@ -1,0 +1,309 @@
+"""What people's models do that a cut, a copy or a second forward could lose: they train as in a plain loop.
+
+The plain loop trains the untraced model; it shares no code with the engine.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import prune
+
+from pipebench.engine.clipping import gradient_norm
+from pipebench.errors import GraphError, UserCodeError
+from pipebench.model.graph import trace
+from pipebench.model.optimizer import make_optimizer
+from pipebench.model.sampling import Sampler
+from pipebench.model.trace_check import check_traced
+from pipebench.recipe.schema import OptimizerRecipe
+from pipebench.recipe.users_code import _is_of_an_operation, as_users
+from pipebench.run.trial import _refuse_what_gets_lost
+from tests.evaluations import mode_setup, trained
+from tests.oracles import sequential
+from tests.support import Blobs, parameters_of
+
+UPDATES = 4
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class Net(nn.Module):
+    """Four linear layers, with something of a test's between them."""
+
+    def __init__(self, middle: Callable[["Net", torch.Tensor], torch.Tensor], part: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(3)
+        self.a, self.b, self.c, self.d = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.part = part
+        self.middle = middle
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [samples, 6] to [samples, 4]."""
+        hidden = self.middle(self, torch.tanh(self.a(x)))
+        output: torch.Tensor = self.d(torch.tanh(self.c(hidden)))
+        return output
+
+
+def doubles(net: Net, h: torch.Tensor) -> torch.Tensor:
+    factor = torch.ones(8, dtype=torch.float64)
+    factor += 1
+    h = torch.tanh(net.b(h))
+    factor[:4] *= 2
+    return h * factor
+
+
+def sums(net: Net, h: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(8, dtype=torch.float64)
+    total += h.mean(0)
+    h = torch.tanh(net.b(h))
+    total += h.mean(0)
+    return h * total
+
+
+def masks(net: Net, h: torch.Tensor) -> torch.Tensor:
+    mask = h > 0
+    k = torch.tanh(net.b(h))
+    mask &= k > 0
+    mask |= h > 0.5
+    return k * mask
+
+
+def compares(net: Net, h: torch.Tensor) -> torch.Tensor:
+    part = h.detach() * 1
+    h = torch.tanh(net.b(h))
+    part.gt_(0.1)
+    return h * (part / 3 - part)
+
+
+def detaches(net: Net, h: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(net.b(h)).detach()
+
+
+def calls(net: Net, h: torch.Tensor) -> torch.Tensor:
+    return net.part(torch.tanh(net.b(h)))  # type: ignore[no-any-return, misc]
+
+
+class MovingMean(nn.Module):
+    """Subtracts a running mean; `data` hides from autograd that it changes."""
+
+    one_layer = True
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x without the mean of what came before, and it."""
+        if self.training:
+            self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean
+
+
+class TracedMean(MovingMean):
+    """The same, traced."""
+
+    one_layer = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x without the mean."""
+        mean: torch.Tensor = self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - mean
+
+
+def weight_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.nn.utils.weight_norm(nn.Linear(8, 8))
+
+
+def pruned() -> nn.Module:
+    return prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def decaying(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 0.1, weight_decay=0.5)
+
+
+def plainly(model: nn.Module, size: int, per_update: int, make: Make = decaying) -> dict[str, torch.Tensor]:
+    """Train the model itself; every update is of some minibatches, one after the other."""
+    data, sampler = Blobs(), Sampler(48, size, 0)
+
+    def minibatch(k: int) -> Any:
+        fields = data.fetch("train", sampler.indices(k), ["x", "label"])
+        return (fields["x"],), fields["label"]
+
+    sequential.train(
+        model,
+        make(list(model.parameters())),
+        [[minibatch(k * per_update + i) for i in range(per_update)] for k in range(UPDATES)],
+        lambda output, target: functional.cross_entropy(output, target, reduction="sum"),
+        lambda target: float(len(target)),
+    )
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def assert_as_expected(setup: Any, expected: dict[str, torch.Tensor]) -> None:
+    found = parameters_of(trained(setup, UPDATES))
+    assert found.keys() == expected.keys()
+    for name, parameter in found.items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(
+    ("middle", "part"),
+    [
+        (doubles, None), (sums, None), (masks, None), (compares, None), (detaches, None),
+        (calls, MovingMean), (calls, TracedMean), (calls, weight_norm), (calls, pruned),
+        (calls, lambda: torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))),
+    ],
+)  # fmt: skip
+def test_a_model_trains_as_in_a_plain_loop_cut_anywhere(middle: Any, part: Any, recomputes: bool) -> None:
+    def model() -> Net:
+        torch.default_generator.manual_seed(5)
+        return Net(middle, None if part is None else part())
+
+    by_minibatch, by_halves = plainly(model(), 4, 1), plainly(model(), 2, 2)
+    graph = trace(model())
+    check_traced(graph, Blobs())
+    options = {"make_optimizer": decaying, "recompute": recomputes}
+    for start in range(1, len(graph.layers)):
+        if all(start not in range(min(same) + 1, max(same) + 1) for same in shared(graph)):
+            assert_as_expected(mode_setup(model(), "model", [start], **options), by_minibatch)
+            assert_as_expected(mode_setup(model(), "gpipe", [start], **options), by_halves)
+    assert_as_expected(mode_setup(model(), "single", [], **options), by_minibatch)
+
+
+def shared(graph: Any) -> list[list[int]]:
+    """Return the layers that share a buffer, which can't be parted."""
+    names = {name for layer in graph.layers for name in layer.buffers}
+    return [[layer.index for layer in graph.layers if name in layer.buffers] for name in names]
+
+
+class Scaling(nn.Module):
+    """Multiplies by a buffer that every forward changes."""
+
+    one_layer = True
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x times the scale."""
+        with torch.no_grad():
+            self.scale.mul_(0.9)
+        return x * self.scale
+
+
+def test_a_buffer_that_minibatches_in_flight_still_need_is_told() -> None:
+    assert trained(mode_setup(Net(calls, Scaling()), "model", [4]))
+    with pytest.raises(GraphError, match="a layer changes in place what a backward still needs"):
+        trained(mode_setup(Net(calls, Scaling()), "pipedream", [6]), 4)
+
+
+def writes_a_view(net: Net, h: torch.Tensor) -> torch.Tensor:
+    h = h * 1.0
+    part = h[:, :4].mul_(2)
+    return torch.tanh(net.b(torch.cat([part, part], 1))) + h
+
+
+def test_memory_under_two_names_is_refused() -> None:
+    """The sum reads what was written through a view; behind a cut it would read what was there before."""
+    with pytest.raises(GraphError, match=r"can't be cut: its output 0 in training .* write in place \(mul_\)"):
+        check_traced(trace(Net(writes_a_view)), Blobs())
+
+
+def test_results_given_as_arguments_are_refused() -> None:
+    def into(net: Net, h: torch.Tensor) -> torch.Tensor:
+        return torch.add(h, 1.0, out=net.part.mean)  # type: ignore[union-attr, arg-type]
+
+    with pytest.raises(GraphError, match="layer add writes its result into out="):
+        trace(Net(into, MovingMean()))
+
+
+class Scaled(torch.optim.SGD):
+    """SGD that reads what a model says of its parameters."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Scale gradients, then step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad *= getattr(parameter, "factor", 1.0)
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"), [("model", {}), ("dp", {"shard": "optimizer"}), ("model", {"precision": "bf16"})]
+)
+def test_attributes_of_parameters_reach_the_optimizer(mode: str, options: Any) -> None:
+    model, data = Net(lambda net, h: torch.tanh(net.b(h))).float(), Blobs()
+    data._x = data._x.float()
+    for parameter in model.b.parameters():
+        parameter.factor = 0.0  # type: ignore[attr-defined]
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    setup = mode_setup(model, mode, [2], make_optimizer=lambda p: Scaled(p, 0.1), dataset=data, **options)
+    found = parameters_of(trained(setup, 2))
+    for name, weights in found.items():
+        moved = not torch.equal(weights, before[name].to(weights.dtype))
+        assert moved == (not name.startswith("b.")), name
+
+
+def hooked(net: Net) -> None:
+    net.b.weight.register_hook(lambda gradient: gradient * 0)  # type: ignore[no-untyped-call]
+
+
+def hooked_after(net: Net) -> None:
+    net.b.weight.register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
+
+
+def synchronised(net: Net) -> None:
+    net.part = nn.SyncBatchNorm(8)
+
+
+def renormalising(net: Net) -> None:
+    net.part = nn.Embedding(4, 8, max_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (hooked, "b.weight has a hook on its gradient"), (hooked_after, "b.weight has a hook on its gradient"),
+        (synchronised, "part is a SyncBatchNorm"), (renormalising, "part changes its weights in forward"),
+    ],
+)  # fmt: skip
+def test_what_would_get_lost_is_refused(change: Any, says: str) -> None:
+    net = Net(calls)
+    _refuse_what_gets_lost(net)
+    change(net)
+    with pytest.raises(UserCodeError, match=says):
+        _refuse_what_gets_lost(net)
+
+
+def test_complex_gradients_count_whole_and_step_by_default() -> None:
+    for size in (5, 200):  # few and many numbers are summed in different ways
+        gradient = torch.randn(size, size, dtype=torch.complex128)
+        assert float(gradient_norm([gradient], torch.device("cpu"))) == pytest.approx(float(gradient.norm()))
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = make_optimizer(OptimizerRecipe(name="sgd", lr=0.5), [parameter])
+    parameter.grad = torch.full((2,), 1j)
+    optimizer.step()
+    assert parameter.tolist() == [1 - 0.5j] * 2
+
+
+def test_operations_that_do_not_suit_a_traced_model_are_the_users() -> None:
+    def view(net: Net, h: torch.Tensor) -> torch.Tensor:
+        return h.t().view(-1, 8)
+
+    with pytest.raises(RuntimeError, match="view") as raised:
+        trace(Net(view)).root(torch.zeros(3, 6, dtype=torch.float64))
+    theirs = as_users(raised.value)
+    assert theirs is not None
+    assert "the model's forward, as traced: RuntimeError: view size is not compatible" in str(theirs)
+    assert not _is_of_an_operation(RuntimeError("CUDA error: an illegal memory access was encountered"))
