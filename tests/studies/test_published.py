@@ -144,7 +144,7 @@ def _answered(entry: PublishedEntry) -> Iterator[float]:
         texts = []
         if isinstance(answer, StudyClaim):
             texts, claims = [answer.claim.text], [answer.claim]
-        elif isinstance(answer, dict):
+        elif not isinstance(answer, str):
             texts, claims = [answer["published"]], []
         else:
             kind = answer.partition(" ")[0]
