@@ -225,6 +225,20 @@ def four_ways() -> tuple[list[str], dict[str, list[str]]]:
     return lines[0], {line[0]: line for line in lines[1:]}
 
 
+def test_what_readme_says_of_the_four_ways_is_their_table_s_and_the_results_page_s() -> None:
+    """It had one processor's epochs at one seed as its reason."""
+    header, rows = four_ways()
+    memory = header.index("memory")
+    one, other = (float(rows[mode][memory].split()[0]) for mode in ("pipedream", "dp"))
+    readme, results = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/results.md"))
+    assert f"pays with {one / other:.1f} times the memory" in readme
+    medians = [int(re.findall(rf"{mode}.*?\(median (\d+) ms\)", results)[0]) for mode in (", pipedream", ", dp")]
+    assert "medians are [{} ms and {} ms]".format(*medians) in readme
+    times = f"{medians[1] / medians[0]:.2f} times as fast"
+    assert times in readme
+    assert f"pipedream was {times} as dp: how a processor rounds" in results
+
+
 def test_the_errors_of_readme_and_the_results_are_the_report_s() -> None:
     page = (ROOT / "reports/rendered/table1/report.md").read_text()
     scores = {
