@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -19,6 +20,8 @@ from pipebench.cli.main import cli
 from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition
 from pipebench.extensions.moves.settings import MOVES
 from pipebench.formats import num_bytes, number, percent, ratio, seconds
+from pipebench.recipe.yaml_file import read_mapping
+from pipebench.report.values import VALUES, read_values
 from pipebench.schedule.modes import KEEP, MODES
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam
@@ -195,8 +198,14 @@ def test_table_1_of_the_results_is_the_report_s() -> None:
         )
     )
     assert [*shown] == [name for name, cells in epochs.items() if cells[1].endswith("x")]
+    published = read_mapping(ROOT / "reports/published/pipedream_sosp19.yaml")["entries"]
+    unlisted = {
+        each["claim"].partition(":")[0].replace(" on ", ", "): f"{each['values']['tta_speedup']:g}x"
+        for each in published
+        if each["id"].startswith("t1-") and isinstance(each["values"].get("tta_speedup"), float)
+    }
     for name, cells in shown.items():
-        time = times.get(name, ["-"] * 5)
+        time = times.get(name, ["-", unlisted.get(name, "-"), "-", "-", "-"])
         assert cells == [epochs[name][1], epochs[name][2], epochs[name][4], time[1], time[4]], name
 
 
@@ -216,6 +225,60 @@ def four_ways() -> tuple[list[str], dict[str, list[str]]]:
     text = (ROOT / "README.md").read_text().split("## Four ways")[1].split("```\n")[1]
     lines = [re.split(r" {2,}", line.strip()) for line in text.partition("\n\n")[0].splitlines()]
     return lines[0], {line[0]: line for line in lines[1:]}
+
+
+def test_what_readme_says_of_the_four_ways_is_their_table_s_and_the_results_page_s() -> None:
+    """It had one processor's epochs at one seed as its reason."""
+    header, rows = four_ways()
+    memory = header.index("memory")
+    one, other = (float(rows[mode][memory].split()[0]) for mode in ("pipedream", "dp"))
+    readme, results = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/results.md"))
+    assert f"pays with {one / other:.1f} times the memory" in readme
+    medians = [int(re.findall(rf"{mode}.*?\(median (\d+) ms\)", results)[0]) for mode in (", pipedream", ", dp")]
+    assert "medians are [{} ms and {} ms]".format(*medians) in readme
+    times = f"{medians[1] / medians[0]:.2f} times as fast"
+    assert times in readme
+    assert f"pipedream was {times} as dp: how a processor rounds" in results
+
+
+@pytest.mark.parametrize(
+    ("report", "measure", "systems", "text"),
+    [
+        ("vpipe_table3", "effective", "gpipe-vpipe pipedream-vpipe", "with vPipe {both} of the published from either"),
+        ("vpipe_table3", "effective", "gpipe", "GPipe {table2}, {planned}"),
+        ("vpipe_table3", "effective", "pipedream", "PipeDream {table2}, {planned}"),
+        (
+            "vpipe_figure9",
+            "improvement",
+            "gpipe-vpipe",
+            "average {planned} from the planner's cuts, {table2} from Table 2's",
+        ),
+        (
+            "vpipe_figure9",
+            "improvement",
+            "pipedream-vpipe",
+            "average {planned} from the planner's cuts, {table2} from Table 2's",
+        ),
+    ],
+)
+def test_what_the_results_say_of_vpipe_s_systems_is_the_pages(
+    report: str, measure: str, systems: str, text: str
+) -> None:
+    """Of both columns: what one of them misses was left out, and what the paper doesn't print was called published."""
+    found: dict[str, list[float]] = {"table2": [], "planned": []}
+    models = ("bert", "transformer", "amoebanet", "gnmt")
+    for cell in read_values(ROOT / "reports/rendered" / report / VALUES).cells:
+        model, _, system = cell.row.partition("-")
+        if (cell.measure, model in models, system in systems.split()) == (measure, True, True):
+            base = cell.published if measure == "effective" else 1
+            found[cell.column].append(float(cell.value) / float(base or math.nan))
+    x = "x" if measure == "improvement" else ""
+    ends = {name: f"{min(each):.2f}{x} to {max(each):.2f}{x}" for name, each in found.items()}
+    if x:
+        ends = {name: f"{sum(each) / len(each):.2f}x ({ends[name]})" for name, each in found.items()}
+    told = text.format(**ends, both=ends["table2"])
+    assert told in (ROOT / "docs/results.md").read_text()
+    assert "either" not in text or ends["table2"] == ends["planned"]
 
 
 def test_the_errors_of_readme_and_the_results_are_the_report_s() -> None:

@@ -82,7 +82,8 @@ def test_a_model_of_one_s_own_as_readme_has_it(tmp_path: Path) -> None:
     (command,) = (command for command, _ in commands(README) if "mine.yaml" in command)
     done = in_a_process(command, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(re.findall(r"^ (dp|gpipe|pipedream) ", done.stdout, re.MULTILINE)) == ["dp", "gpipe", "pipedream"]
+    plans = re.findall(r"^ plan=(\S+) +(\S+(?: = dp)?) ", done.stdout, re.MULTILINE)
+    assert sorted(plans) == [("2-2", "2-2"), ("4", "4 = dp"), ("straight", "straight")]  # no pipeline shown twice
 
 
 def test_losses_of_models_as_the_how_to_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

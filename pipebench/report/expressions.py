@@ -38,7 +38,8 @@ _OF_NUMBERS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "sum": math.fsum,
 }
 _OF_TRUTHS: Mapping[str, Callable[[Sequence[float]], bool]] = {"all": all, "any": any}
-FUNCTIONS = ("min", "max", "abs", "median", "mean", "sum", "count", "all", "any")
+_CORRELATION = "correlation"  # Pearson's, over the rows that have cells of both measures
+FUNCTIONS = ("min", "max", "abs", "median", "mean", "sum", "count", "all", "any", _CORRELATION)
 _ALLOWED = "numbers, names, + - * / ( ), comparisons, and, or, not"
 
 Look = Callable[[str, str], "Value"]
@@ -167,8 +168,8 @@ def _unit(node: ast.expr, units: Mapping[str, str]) -> str | None:
     if leaf is not None:
         return units[leaf[0]]
     if isinstance(node, ast.Call):
-        counts = isinstance(node.func, ast.Name) and node.func.id == "count"
-        return None if counts else _common([_unit(each, units) for each in node.args])
+        is_bare = isinstance(node.func, ast.Name) and node.func.id in ("count", _CORRELATION)
+        return None if is_bare else _common([_unit(each, units) for each in node.args])
     found = [_unit(each, units) for each in _operands(node)]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div) and None not in found:
         return "x" if isinstance(node.op, ast.Div) and found[0] == found[1] else "none"
@@ -278,6 +279,10 @@ def _kind_of_call(node: ast.Call, kind_of_leaf: Callable[[str, str], _Kind]) -> 
     if node.keywords or not node.args or any(isinstance(each, ast.Starred) for each in node.args):
         raise ValueError(f"{_short(node)}: {name} takes values between commas")
     kinds = [_kind(each, kind_of_leaf) for each in node.args]
+    if name == _CORRELATION:
+        if kinds != [_Kind(is_several=True)] * 2:
+            raise ValueError(f"{_short(node)}: {name} takes the cells of two measures")
+        return _Kind()
     if len(kinds) > 1 and (name == "abs" or any(each.is_several for each in kinds)):
         raise ValueError(f"{_short(node)}: {name} takes one value, or several of single rows")
     wants_truth = name in _OF_TRUTHS
@@ -348,10 +353,21 @@ def _called(name: str, values: Sequence[Value]) -> Value:
     first = values[0]
     if name == "abs":
         return _each(abs, first)
+    if name == _CORRELATION:
+        return _correlation(values)
     members = list(first.values()) if isinstance(first, Cells) else [v for v in values if not isinstance(v, Cells)]
     if name == "count":
         return sum(bool(each) if isinstance(each, bool) else 1 for each in members)
     return {**_OF_NUMBERS, **_OF_TRUTHS}[name](members)
+
+
+def _correlation(measures: Sequence[Value]) -> float:
+    one, other = (value if isinstance(value, Cells) else Cells() for value in measures)
+    rows = [row for row in one if row in other]
+    try:
+        return statistics.correlation([one[row] for row in rows], [other[row] for row in rows])
+    except statistics.StatisticsError:
+        raise NoValueError("it takes two rows that differ") from None
 
 
 def _explained(node: ast.expr, look: Look) -> Iterator[str]:

@@ -37,7 +37,8 @@ STATED = ("published", "qualitative")  # kinds of entries that say what comes ou
 _PIPEDREAM, _OTHERS = ("pipedream_sosp19", "pipedream_arxiv18"), "PipeDream's papers but Table 1"
 _ABOUT = """Every number and statement that the papers print (`reports/published/`), and where a report answers it.
 Numbers are those of the pages in `reports/rendered/`; a page's last column counts for the verdict. `=` holds by
-construction, `*` was fitted on this cell, `^` something was chosen in view of it, `?` rests on a hypothesis."""
+construction, `*` was fitted on this cell, `^` something was chosen in view of it, `?` rests on a hypothesis. *Derived*
+are numbers that an item doesn't print, but that follow from it or stand elsewhere: they don't count."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Pages:
             yield from (self._claim(*found) for found in self.claims(answer))
         else:
             cells = (self._cell(*found) for found in self.cells(answer))
-            yield from (replace(cell, place=()) if kind == DERIVED else cell for cell in cells)
+            yield from (_derived(cell) if kind == DERIVED else cell for cell in cells)
 
     def _claim(self, report: Report, claim: PublishedClaim) -> EntryAnswer:
         values = self.values.get(report.name)
@@ -141,6 +142,11 @@ class Pages:
         here = last.value if isinstance(last.value, str) else number_text(last.value, measure.unit)
         place = () if measure.published_as or last.bound != "exact" else (report.name, row, measure.name)
         return EntryAnswer(_link(report), what, text, here, _ratio(last), _verdict(last), last.marks, place)
+
+
+def _derived(cell: EntryAnswer) -> EntryAnswer:
+    """Return a cell whose number the item doesn't print: marked, and not counted."""
+    return replace(cell, published=f"derived: {cell.published}", place=())
 
 
 def _claimed(link: str, claim: PublishedClaim, answer: str, value: float | None, place: tuple[str, ...]) -> EntryAnswer:

@@ -45,16 +45,16 @@ The papers' models are larger, and trained for long to a final accuracy; here is
 NOTES = """## What it says
 
 - **Stashing is as good as BSP here**, as the papers say: fewer epochs than `dp` on vgg16 and about as many on gnmt8,
-  where a seed of `dp` missed. On gnmt8 both take twice as many as one worker: that is what late gradients, and four
-  times the samples per update, cost at one worker's best rate.
-- **Vertical sync is far from negligible here**: one of two seeds missed vgg16's target within 16 epochs, the other took
-  over twice as many as with stashing, and neither met gnmt8's within eight. With it every stage is three updates late,
-  without it only the first is. A smaller rate would leave late gradients more room; nothing here contradicts an effect
-  that is small there.
-- **Not stashing costs little here**: as many epochs as stashing on either model, by three seeds of another processor,
-  on which one worker needs fewer, too; some 40% more on vgg16 by version 0.1.0's three. A backward that meets weights
-  up to three updates newer is wrong, but so few updates change little. The papers' warning is about where training
-  ends, which these runs don't see.
+  where {gnmt8[dp].missed} seeds of `dp` missed. On gnmt8 both take twice as many as one worker: that is what
+  late gradients, and four times the samples per update, cost at one worker's best rate.
+- **Vertical sync is far from negligible here**: {vgg16[vertical-sync].missed} seeds missed vgg16's target within 16
+  epochs and the others took {vgg16[vertical-sync].over_stashing} stashing's; {gnmt8[vertical-sync].missed} missed
+  gnmt8's within eight. With it every stage is three updates late, without it only the first is. A smaller rate would
+  leave late gradients more room; nothing here contradicts an effect that is small there.
+- **Not stashing costs little here**: {vgg16[no-stashing].over_stashing} stashing's epochs on vgg16 and
+  {gnmt8[no-stashing].over_stashing} on gnmt8, but on another processor, on which one worker needs fewer, too; some 40%
+  more on vgg16 by version 0.1.0's three seeds. A backward that meets weights up to three updates newer is wrong, but so
+  few updates change little. The papers' warning is about where training ends, which these runs don't see.
 - **2BW misses both targets**: its rate is scaled like `dp`'s, which reaches them at as many samples per update, but its
   gradients are one such update late, and that is more than the scaled rate bears.
 - **ASP needs one and a half times `dp`'s epochs on vgg16 and misses on gnmt8**, which agrees with "fewer stalls, more

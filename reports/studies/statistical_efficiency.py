@@ -227,16 +227,37 @@ def mode_rows(model: str) -> list[list[str]]:
     for mode in modes_of(model):
         made = _of(model, mode)
         epochs, clock_s = _medians(made)
-        missed = f"{sum(each.epochs is None for each in made)} of {len(made)}"
         best = statistics.median(max(value for _, _, value in each.points) for each in made)
         rows.append(
             [
-                mode, number(made[0].samples_per_update), missed, *_told(made),
+                mode, number(made[0].samples_per_update), _missed(made), *_told(made),
                 ratio(_over(epochs, base["single"][0])), ratio(_over(epochs, base["dp"][0])),
                 ratio(_over(clock_s, base["dp"][1])), number(best), number(statistics.median(_at_least(made))),
             ]
         )  # fmt: skip
     return rows
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the page's sentences say of a mode."""
+
+    missed: str  # seeds that missed the target, of how many
+    over_stashing: str  # median epochs of the others over those of PipeDream
+
+
+def summaries(model: str) -> dict[str, Summary]:
+    """Return what the page's sentences say of each mode of a model."""
+    return {mode: Summary(_missed(_of(model, mode)), _over_stashing(model, mode)) for mode in modes_of(model)}
+
+
+def _missed(made: Sequence[Outcome]) -> str:
+    return f"{sum(each.epochs is None for each in made)} of {len(made)}"
+
+
+def _over_stashing(model: str, mode: str) -> str:
+    own, base = ([each.epochs for each in _of(model, way) if each.epochs is not None] for way in (mode, "pipedream"))
+    return ratio(statistics.median(own) / statistics.median(base) if own and base else None)
 
 
 def _of(model: str, mode: str) -> list[Outcome]:
@@ -318,7 +339,8 @@ def page() -> str:
     machine = json.loads(ELSEWHERE.read_text())[0]["made"]
     elsewhere = OTHER.format(twice=num_twice, equal=num_equal, agrees=AGREES, **machine)
     heads = ["runs", "seeds", "epochs, kept", "by", "epochs elsewhere", "by", "seeds with as many"]
-    return "\n".join([*parts, NOTES, elsewhere, table(heads, elsewhere_rows()), "", *trained_by()])
+    notes = NOTES.format(**{model: summaries(model) for model in METRICS})
+    return "\n".join([*parts, notes, elsewhere, table(heads, elsewhere_rows()), "", *trained_by()])
 
 
 def trained_by() -> list[str]:

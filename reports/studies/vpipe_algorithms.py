@@ -25,6 +25,7 @@ import yaml
 
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
+from pipebench.formats import UNKNOWN
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.partition import LayerChain, TimedGraph, algorithm_3_consecutive, best_consecutive, timed_graph
@@ -67,6 +68,7 @@ REGRET_3 = """
 
 What a pipeline can run is parts of consecutive layers. How much slower is the slowest part than that of the best cuts?
 Random chains of 12 to 300 layers in 2 to 16 parts, times exponential or uniform, and the graphs above in 8 and 16.
+Beyond *95 %* one case in twenty is worse; of fewer than 20 cases none is given.
 """
 REGRET_2 = """
 ## Algorithm 2
@@ -280,14 +282,15 @@ class Regret:
     def row(self) -> tuple[str, ...]:
         """Return a row of a table."""
         ordered = sorted(self.over)
-        ranks = (
-            statistics.mean(ordered),
-            statistics.median(ordered),
-            ordered[int(0.95 * (len(ordered) - 1))],
-            ordered[-1],
-        )
+        ranks = [statistics.mean(ordered), statistics.median(ordered), nearest_rank_95(ordered), ordered[-1]]
+        told = (UNKNOWN if value is None else f"{100 * value:.1f} %" for value in ranks)
         times = (f"{1e3 * seconds:.1f}" for seconds in (self.own_s, self.best_s))
-        return self.kind, f"{len(ordered)}", *(f"{100 * value:.1f} %" for value in ranks), *times
+        return self.kind, f"{len(ordered)}", *told, *times
+
+
+def nearest_rank_95(ordered: Sequence[float]) -> float | None:
+    """Return the smallest of sorted values that 95 % don't exceed; None of fewer than 20, where it is the largest."""
+    return ordered[-(-19 * len(ordered) // 20) - 1] if len(ordered) >= 20 else None
 
 
 def regret_3(subjects: Sequence[Subject], instances: int) -> str:

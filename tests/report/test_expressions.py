@@ -104,6 +104,13 @@ def test_a_claim_is_true_where_python_says_so(text: str) -> None:
         ("sum(abs(speedup - 1)) < 6", True, "sum(abs(speedup - 1)) is 5.2"),
         ("1 < max(speedup) <= 5", True, "max(speedup) is 5 (vgg-a)"),
         ("not all(1 / speedup > 1)", True, "1 of 3 rows, not vgg-a, vgg-b"),
+        ("correlation(speedup, 1 - speedup) < 0", True, "correlation(speedup, 1 - speedup) is -1"),
+        ("correlation(speedup, bytes) > 0", False, "correlation(speedup, bytes) is -1"),  # of the two that have both
+        (
+            "correlation(speedup, speedup * speedup) > 0.98",  # 56.448 / root(9.36 x 348.5664)
+            True,
+            "correlation(speedup, speedup * speedup) is 0.9883",
+        ),
     ],
 )
 def test_claims_over_rows(text: str, wanted: bool, reason: str) -> None:
@@ -143,6 +150,7 @@ VALUES = [
     ("min(*a.x)", "min takes values between commas"),
     ("min(a.x, key=abs)", "min takes values between commas"),
     ("abs(a.x, a.y)", "abs takes one value"),
+    ("correlation(a.x, a.y)", "correlation takes the cells of two measures"),
     ("all(a.x)", "all takes answers"),
     ("min(a.x > 1)", "min takes numbers"),
     ("(" * 300 + "1" + ")" * 300, "is no expression"),
@@ -164,6 +172,9 @@ CLAIMS = [
     ('speedup["vgg"] > 1', "no row is named 'vgg'; did you mean 'vgg-"),
     ("speedup[0] > 1", "isn't taken"),
     ("min(speedup, bytes) > 1", "min takes one value, or several of single rows"),
+    ("correlation(speedup) > 1", "correlation takes the cells of two measures"),
+    ("correlation(speedup, 1) > 1", "correlation takes the cells of two measures"),
+    ("correlation(speedup > 1, bytes) > 1", "correlation takes the cells of two measures"),
     ("1 and min(speedup) > 1", "1 gives a number, allowed in 1 and min"),
     ("not min(speedup)", "gives a number, allowed in not min"),
 ]
@@ -189,6 +200,7 @@ def test_what_no_claim_can_say(text: str, message: str) -> None:
         ("sum(bytes) / count(bytes)", 2.5, "bytes"),
         ("-min(bytes)", -1.0, "bytes"),
         ("count(speedup > 1)", 2.0, "none"),
+        ("correlation(bytes, bytes)", 1.0, "none"),
         ('speedup["gnmt"] + bytes["gnmt"]', 4.8, "none"),
     ],
 )
@@ -196,6 +208,13 @@ def test_what_a_text_quotes_has_its_measures_unit(text: str, wanted: float, unit
     quoted = quoted_expression(text, [*ROWS], [*ROWS["speedup"]])
     assert evaluate(quoted, of_rows) == pytest.approx(wanted)
     assert unit_of(quoted, {"speedup": "x", "bytes": "bytes"}) == unit
+
+
+@pytest.mark.parametrize("cells", [Cells(), Cells({"gnmt": 1.0}), Cells({"vgg-a": 1.0, "gnmt": 1.0})])
+def test_what_does_not_vary_correlates_with_nothing(cells: Cells) -> None:
+    claim = claim_expression("correlation(speedup, bytes) > 0", [*ROWS], [*ROWS["speedup"]])
+    with pytest.raises(NoValueError, match="it takes two rows that differ"):
+        evaluate(claim, lambda measure, row: cells if measure == "bytes" else ROWS["speedup"])
 
 
 def test_a_text_quotes_no_answers() -> None:

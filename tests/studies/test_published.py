@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ TABLES = {
     "effective": "alu_effective", "total": "alu_total", "memory": "memory", "with_constant": "memory", "pcie": "pcie",
     "forward": "fwd", "backward": "bwd", "batch": "batch",
 }  # fmt: skip
+# Numbers of stated entries that say what something was done with, not what came out.
+SETTINGS = (
+    "t1-*.accuracy_threshold.*", "t1-*.servers", "t1-*.gpus_*", "t1-*.stage_replicas", "t3-*.v100s", "t3-*.batch",
+    "s52-lm.lstm_layers", "s52-lm.parameters_gb", "s52-lars.fastest_*", "s52-lars.minibatches_*", "*.machines",
+    "s52-asp.accuracy_percent", "s55-depth.depth_range", "intro-*-transformer.batch", "s61-pd-memory.gpu_gb",
+    "s63-nas-events-*", "t4-*.original_graph.*",
+)  # fmt: skip
 # Whose published values are formulas' or repeat another page's.
 NOT_QUOTED = ("theory", "figure10_11")
 
@@ -90,6 +98,75 @@ def test_a_claim_on_a_study_has_an_answer_and_quotes_its_entry(entry: PublishedE
         known = [each for each in _leaves(entry.values) if isinstance(each, int | float)]
         assert claim.claim.number.published in [*known, *of_hundred, *like_stashing]
         assert found.ratio is not None
+
+
+def test_every_number_of_an_entry_has_a_row_or_a_reason() -> None:
+    """An entry counted as answered by one of its numbers: Table 4's costs and three 1x of Table 1 were nowhere."""
+    left_out = []
+    for source in SOURCES:
+        stated = {each["id"] for each in read_mapping(FOLDER / f"{source}.yaml")["entries"] if each["kind"] in STATED}
+        for entry in (each for each in ENTRIES if each.source == source and each.name in stated):
+            printed = [*_answered(entry)]
+            if entry.answers and not all(_is_whole(each) for each in entry.answers):
+                left_out += [
+                    (entry.name, key, number)
+                    for key, number in _numbers(entry.values)
+                    if not any(fnmatchcase(f"{entry.name}.{key}", pattern) for pattern in SETTINGS)
+                    and not any(_is_among(Published(each), [number]) for each in printed)
+                ]
+    assert left_out == []
+
+
+def test_each_speed_up_of_table_1_has_a_cell_of_its_own_or_a_reason() -> None:
+    """The 1x of an epoch isn't that of the time to accuracy."""
+    for entry in (each for each in ENTRIES if each.name.startswith("t1-")):
+        cells = {measure.name for answer in entry.answers for *_, measure in PAGES.cells(str(answer))}
+        reasons = " ".join(str(each) for each in entry.answers if str(each).startswith(NONE))
+        for measure, words in (("epoch_speedup", "epoch time"), ("tta_speedup", "time to accuracy")):
+            answered = measure in cells or words in reasons
+            assert answered == (entry.values[TABLES[measure]] is not None), (entry.name, measure)
+
+
+def test_what_an_item_does_not_print_is_derived_and_does_not_count() -> None:
+    (found, *_) = PAGES.answers("derived vpipe_figure9 bert-gpipe-vpipe.improvement")
+    assert (found.published, found.place) == ("derived: 1.31x", ())
+
+
+def _is_whole(answer: Any) -> bool:
+    """Return whether an answer stands for all of an entry: a test, or a reason that names no number."""
+    kind, _, rest = str(answer).partition(" ")
+    return isinstance(answer, str) and (kind == TEST or (kind == NONE and not re.search(r"\d", rest)))
+
+
+def _answered(entry: PublishedEntry) -> Iterator[float]:
+    """Yield the numbers that an entry's answers quote, those of claims' texts and of reasons included."""
+    for answer in entry.answers:
+        texts = []
+        if isinstance(answer, StudyClaim):
+            texts, claims = [answer.claim.text], [answer.claim]
+        elif not isinstance(answer, str):
+            texts, claims = [answer["published"]], []
+        else:
+            kind = answer.partition(" ")[0]
+            claims = [claim for _, claim in PAGES.claims(answer)] if kind.endswith(":") else []
+            texts = [answer] if kind == NONE else [claim.text for claim in claims]
+            for report, row, measure in () if kind in (NONE, TEST) or kind.endswith(":") else PAGES.cells(answer):
+                value = report.row(row).published[measure.published_name].value
+                yield from [value] if isinstance(value, int | float) else _told(str(value))
+        yield from (claim.number.published for claim in claims if claim.number is not None)
+        yield from (number for text in texts for number in _told(text))
+
+
+def _told(text: str) -> Iterator[float]:
+    yield from (float(each.replace(",", "")) for each in re.findall(r"\d[\d,]*(?:\.\d+)?", text))
+
+
+def _numbers(values: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(values, dict | list):
+        for name, each in values.items() if isinstance(values, dict) else [("", each) for each in values]:
+            yield from _numbers(each, ".".join(filter(None, (key, str(name)))))
+    elif isinstance(values, int | float) and not isinstance(values, bool):
+        yield key, float(values)
 
 
 def test_every_exact_published_cell_is_some_entry_s() -> None:

@@ -151,3 +151,25 @@ def test_what_the_papers_say_is_what_is_published() -> None:
     assert " and ".join(f"{size:,}" for size in lars["minibatches_missing_target"]) + " miss the target" in text
     assert f"more than {lars['speedup_above']} times as fast" in text
     assert said["s52-stat-eff"]["result"] == "similar"
+
+
+@pytest.mark.parametrize("model", METRICS)
+def test_sentences_count_what_the_tables_count(model: str) -> None:
+    """They spoke of two and three seeds long after there were five, and of a target as missed that one met."""
+    words, section = statistical_efficiency.summaries(model), PAGE.read_text().split(f"## {model}: ")[1]
+    for mode in ("dp", "vertical-sync", "no-stashing"):
+        cells = next(line for line in section.splitlines() if line.startswith(f"| {mode} |")).split(" | ")
+        assert words[mode].missed == cells[2]
+    said = " ".join(PAGE.read_text().split("## What it says")[1].split())
+    vertical, unstashed = words["vertical-sync"], words["no-stashing"]
+    assert re.search(rf"{vertical.missed}( seeds)? missed {model}'s", said)
+    assert re.search(rf"{unstashed.over_stashing}( stashing's epochs)? on {model}", said)
+
+
+def test_a_mode_that_no_seed_finishes_is_not_over_stashing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Run, "outcome", property(lambda run: outcome({"pipedream": 4.0, "no-stashing": 5.0}.get(run.mode)))
+    )
+    told = statistical_efficiency.summaries("gnmt8")
+    assert (told["no-stashing"].over_stashing, told["no-stashing"].missed) == ("1.25x", "0 of 5")
+    assert (told["dp"].over_stashing, told["dp"].missed) == ("-", "5 of 5")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from reports.studies import vpipe_algorithms
-from reports.studies.vpipe_algorithms import SHAPES, drawn
+from reports.studies.vpipe_algorithms import SHAPES, Regret, drawn
 
 PAGE = (Path(vpipe_algorithms.__file__).parents[1] / "vpipe_algorithms.md").read_text()
 
@@ -48,3 +48,13 @@ def test_algorithm_3_cuts_a_graph_as_large_as_amoebanet_about_as_well_and_ten_ti
     by_plain, by_3 = (float(cells[index].split(",")[0]) for index in (4, 6))
     assert by_3 <= 1.03 * by_plain
     assert float(cells[-1].removesuffix("x")) >= 10
+
+
+@pytest.mark.parametrize(
+    ("cases", "shown"), [(2, "-"), (8, "-"), (19, "-"), (20, "19.0 %"), (90, "86.0 %"), (100, "95.0 %")]
+)
+def test_a_95th_percentile_is_no_less_than_most_cases_and_of_few_there_is_none(cases: int, shown: str) -> None:
+    """Of two it was the smaller, less than their median."""
+    row = Regret("made up", [each / 100 for each in range(cases, 0, -1)], 1.0, 1.0).row
+    assert row[4] == shown
+    assert row[5] == f"{cases:.1f} %"

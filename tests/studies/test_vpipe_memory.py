@@ -17,6 +17,13 @@ def test_the_page_is_of_this_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.rstrip() == PAGE.rstrip()
 
 
+def test_what_is_said_of_equation_2_are_its_row_s_numbers() -> None:
+    """It was two thirds and more, beside a row from 0.57 on."""
+    (row,) = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| by equation (2) |")]
+    assert f"keeps PCIe busy for {row[2]} of what is published" in " ".join(PAGE.split())
+    assert f"has {row[-1].removesuffix(' |')} of the throughput" in " ".join(PAGE.split())
+
+
 def test_the_constant_meets_the_two_rows_that_it_is_fitted_on() -> None:
     of = Table()
     found = [with_constant(of.here(row, "memory"), constant_gb(of)) for row in vpipe_memory.FITTED_ON]
