@@ -86,7 +86,7 @@ class VirtualRuns(EngineRuns):
             job = prepare_job(request.loaded, tells=True, silent=suite.is_quiet)
             folder, stop = _LateFolder(request, held), StopRequest()
             policy = folder.policy(job)
-            recorder = RunRecorder(request, job, tracking, log_text, folder.record_path)
+            recorder = RunRecorder(request, job, tracking, log_text, folder.record_path, policy.samples_done)
             folder.log = recorder.log
 
             def train(progress: ProgressSink, on_point: OnPoint) -> tuple[RunResult, Timeline]:
@@ -131,6 +131,7 @@ class _LateFolder:
                 raise nothing_to_go_on_from(self.made.run_id, remarks)
             for sentence in remarks:
                 print(f"pipebench: {printable(sentence)}", file=sys.stderr)
+            self.made.say_from_where(found.step)
             return CheckpointPolicy(checkpoints, found)
         if job.recipe.train.checkpoint_every is None:
             keeps = job.recipe.train.checkpoint_keep > 0 and not self._request.suite.brief

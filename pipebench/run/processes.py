@@ -204,7 +204,7 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
             if not restarted:
                 folder.update(started_at_s=time.time())
             tracking = Tracking(request.suite.name, ready_listener())
-            recorder = RunRecorder(request, job, tracking, log_text, folder.record_path)
+            recorder = RunRecorder(request, job, tracking, log_text, folder.record_path, policy.samples_done)
             result = recorder.record(train).result
             if not launched_by_us():  # else the launcher says it
                 folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, tells=True)
@@ -313,8 +313,7 @@ def _checkpoint_policy(
             raise nothing_to_go_on_from(folder.run_id, remarks)
         for sentence in remarks:
             print(f"pipebench: {printable(sentence)}", file=sys.stderr, flush=True)
-        where = "the beginning" if found is None else f"minibatch {found.step}"
-        print(f"pipebench: {folder.run_id} goes on from {where}", file=sys.stderr, flush=True)
+        folder.say_from_where(None if found is None else found.step)
     chosen = world.exchange(None if found is None else [found.step, list(found.state.optimizer)])[0]
     since_s = folder.read().started_at_s
     if chosen is not None:

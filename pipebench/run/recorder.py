@@ -134,10 +134,17 @@ class RunRecorder:
     """The record of a run, opened with all inputs; `record` does the rest.
 
     `log_text` collects the log; the record's folder is None for a temporary one, removed once MLflow has everything.
+    Training goes on after `samples_done`, with a later process.
     """
 
     def __init__(
-        self, request: RunRequest, job: Job, tracking: Tracking, log_text: io.StringIO, folder: Path | None = None
+        self,
+        request: RunRequest,
+        job: Job,
+        tracking: Tracking,
+        log_text: io.StringIO,
+        folder: Path | None = None,
+        samples_done: int = 0,
     ) -> None:
         self._request, self._job, self._tracking, self._log_text = request, job, tracking, log_text
         self._kind = engine_kind(job.recipe)
@@ -151,6 +158,7 @@ class RunRecorder:
             virtual=not self._kind.measures,
             folder=folder,
             system_metrics=self._kind.measures,
+            goes_on_from=samples_done,
         )
         self._writers = Writers(request.loaded.recipe.tracking, self._described(folder))
         self._began_ms = time.time_ns() // 1_000_000

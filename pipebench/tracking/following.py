@@ -24,7 +24,7 @@ class Follower(Sender):
         super().__init__(record, _NOBODY, None, system_metrics=True)
         self._due_s = 0.0
         self._is_closed = False
-        self._note(record.earlier)
+        self._note(record.earlier("start", "status"))
 
     @property
     def is_done(self) -> bool:

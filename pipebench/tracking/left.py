@@ -48,7 +48,7 @@ def _close(folder: Path, store: Store) -> None:
     record = RecordFolder(folder, alone=True)
     try:
         start, status, at_ms = None, None, 0
-        for entry in record.earlier:
+        for entry in record.earlier():
             start, status = (entry.start, None) if entry.start is not None else (start, entry.status or status)
             at_ms = entry.at_ms
         if record.path is None or start is None:

@@ -78,6 +78,7 @@ class Tracking:
         virtual: bool = True,
         folder: Path | None = None,
         system_metrics: bool = False,
+        goes_on_from: int | None = None,
     ) -> "RunLog":
         """Open the record of one run.
 
@@ -85,10 +86,10 @@ class Tracking:
         Virtual seconds are a metric, and timestamps are the wall's. `system_metrics` samples this host's CPU, memory,
         disk, network and GPU. Without a `folder` the record is removed once MLflow has everything. A run that an
         earlier process recorded in the folder is resumed: points that MLflow has are not logged again, its start stays,
-        params and tags that changed become tags `resumed.<name>`.
+        params and tags that changed become tags `resumed.<name>`. Points after `goes_on_from` samples are void.
         """
         record = RecordFolder.of_name(name, self.folder) if folder is None else RecordFolder(folder)
-        start = Start(name, virtual, parent if isinstance(parent, str) else None)
+        start = Start(name, virtual, parent if isinstance(parent, str) else None, goes_on_from)
         run = self._open(record, start, parent, system_metrics=system_metrics)
         clock = "virtual" if virtual else "wall"
         run.begin(LogEntry(start=start, params=params, tags={"clock": clock, "timestamps": "wall", **tags}))
@@ -97,7 +98,7 @@ class Tracking:
     def reopen(self, folder: Path) -> "RunLog | None":
         """Open another process's record to send the rest of it and its end; None if `folder` has none."""
         record = RecordFolder(folder)
-        start = next((entry.start for entry in record.earlier if entry.start is not None), None)
+        start = next((entry.start for entry in record.earlier("start") if entry.start is not None), None)
         return None if start is None else self._open(record, start, start.parent_id, system_metrics=False)
 
     def _open(
