@@ -29,6 +29,7 @@ from pipebench.typed_json import Count, JsonError, Number, read
 RECORD = "record"  # the record, in the folder of a run that has one
 RESULTS_FOLDER = "pipebench-results"  # where records are kept of runs that have no folder of their own
 ENTRIES, _SENT, _HELD = "record.jsonl", "mlflow.json", ".held"
+LOG_FILE = "run.log"  # the artifact that the processes of a run write while they run
 RESULT_FILE, STAGES_FILE = "result.json", "stages.csv"  # the artifacts that a run's result is, whole and by stage
 
 _MOST_TRIES = 100  # to make a folder beside others that remove theirs

@@ -21,7 +21,7 @@ from pipebench.tracking.following import Followed, Follower
 from pipebench.tracking.inputs import Inputs
 from pipebench.tracking.left import close_left
 from pipebench.tracking.limits import MAX_PARAM_CHARS, clean_name
-from pipebench.tracking.record import RESULT_FILE, STAGES_FILE, LogEntry, RecordFolder, Start, Status
+from pipebench.tracking.record import LOG_FILE, RESULT_FILE, STAGES_FILE, LogEntry, RecordFolder, Start, Status
 from pipebench.tracking.sender import SEND_EVERY_S, Sender
 from pipebench.tracking.store import Store
 from pipebench.tracking.view import run_address
@@ -245,6 +245,11 @@ class RunLog:
     def text(self, artifact: str, text: str) -> None:
         """Store a text as an artifact; the name may include folders."""
         self._sender.add(LogEntry(artifact=artifact), text.encode())
+
+    def log_file(self) -> None:
+        """Store the log that the run's processes have written into its folder as an artifact, if there is one."""
+        if self.folder is not None and (self.folder / LOG_FILE).is_file():
+            self._sender.add(LogEntry(artifact=LOG_FILE))
 
     def file(self, artifact: str, path: str | os.PathLike[str]) -> None:
         """Store a copy of a file as an artifact.
