@@ -124,8 +124,9 @@ class RunRecorder:
         self._kind = engine_kind(job.recipe)
         facts = environment(job.setup.device)
         self._device = facts["device"]
+        title = run_title(request, job)
         self.log = tracking.start(  # what the run logs
-            run_title(request, job),
+            title,
             params=logged_params(request.loaded.flat),
             tags={"called": request.loaded.run_name, **run_tags(job, facts), **identity_tags(request.loaded)},
             parent=request.parent,
@@ -133,17 +134,16 @@ class RunRecorder:
             folder=folder,
             system_metrics=self._kind.measures,
             goes_on_from=samples_done,
+            unique_name=folder.parent.name if folder else f"{title} {datetime.now():%Y-%m-%d %H.%M.%S.%f}",
         )
         collected.move_to(self.log.folder)
-        self._writers = Writers(request.loaded.recipe.tracking, self._described(folder))
+        params = logged_params(request.loaded.flat)
+        unique = self.log.unique_name
+        described = Described(request.suite.name, title, unique, params, not self._kind.measures, samples_done)
+        self._writers = Writers(request.loaded.recipe.tracking, described)
         self._began_ms = time.time_ns() // 1_000_000
         self.log.inputs(Inputs.of(request.loaded, job.setup.dataset))
         record_inputs(self.log, request.loaded, job, facts)
-
-    def _described(self, folder: Path | None) -> Described:
-        unique = folder.parent.name if folder else f"{self.log.name} {datetime.now():%Y-%m-%d %H.%M.%S.%f}"
-        params = logged_params(self._request.loaded.flat)
-        return Described(self._request.suite.name, self.log.name, unique, params, not self._kind.measures)
 
     def record(self, train: Train, forecast: MemoryForecast | None = None) -> Run:
         """Train, record the result and print it.
@@ -242,8 +242,8 @@ class RunRecorder:
             return train(progress, self._point)
 
     def _point(self, point: Point) -> None:
-        self.log.point(point)
-        self._writers.point(point)
+        if self.log.point(point):
+            self._writers.point(point)
 
     def _forecast(self, result: RunResult) -> MemoryForecast | None:
         """Return simulated memory and occupancy over time, if available."""

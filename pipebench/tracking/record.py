@@ -48,6 +48,9 @@ class Start:
     parent_id: str | None = None  # MLflow's id of the run it belongs to, if known
     # Samples at the checkpoint that it goes on from, 0 at the beginning; None in early records: those at the last point
     goes_on_from: Count | None = None
+    unique_name: str | None = (
+        None  # that no other run of the experiment has, by which other writers than MLflow know it
+    )
 
 
 @dataclass(frozen=True)

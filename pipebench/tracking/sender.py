@@ -36,7 +36,8 @@ class Sender:
         self.record = record  # where everything is written first
         self.ended = False  # whether the run's end is in the queue
         self.settled = threading.Event()  # set when MLflow has the run's end, or is given up
-        self._start, self._parent_id = start, parent_id
+        self.start = start  # of the process that logs
+        self._parent_id = parent_id
         self._samples_system = system_metrics
         self._lock = threading.Lock()
         unsent = record.earlier()[record.num_sent :]
@@ -108,7 +109,7 @@ class Sender:
         if run_id is None or found is None:
             lost = self.record.earlier()[: self.record.num_sent]
             begins_ms = lost[0].at_ms if lost else self._queue[0][0].at_ms
-            run_id = store.create_run(self._start.name, self._parent_tags(), begins_ms)
+            run_id = store.create_run(self.start.name, self._parent_tags(), begins_ms)
             # Not before: what may raise is tried again.
             self._queue.extendleft((entry, None) for entry in reversed(lost))
             found = StoredRun(begins_ms, {}, {}, {}, {})
