@@ -1,6 +1,7 @@
 """Training to a target: outcomes, the clock, short last minibatches, learning rates."""
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from pipebench.checkpoint.progress import SavedProgress
 from pipebench.checkpoint.store import Checkpoint, CheckpointFile, Checkpoints
 from pipebench.cluster import Cluster
 from pipebench.engine.admission import StopRequest
@@ -358,6 +360,35 @@ def rarely_saved() -> Job:
     """A run that evaluates thrice per epoch of 12 minibatches, and writes a checkpoint every epoch."""
     given = recipe(evaluate_every=PeriodRecipe(minibatches=4), checkpoint_every=PeriodRecipe(epochs=1))
     return prepared(given, lr=0.9, plan=([4], [2, 1]))
+
+
+def test_the_best_point_is_the_first_of_the_best_that_are_numbers() -> None:
+    nan, draw = float("nan"), random.Random(0)
+    for better in ("min", "max"):
+        curves = Curves(None, {"top1": better})
+        assert curves.best_point is None
+        for index in range(40):
+            curves.add(
+                Point(index, index, {"top1": draw.choice([nan] if index < 3 else [nan, 1.0, 2.0, 3.0])}), 0.0, 0.0
+            )
+            numbers = [point for point in curves.points if point.metrics["top1"] == point.metrics["top1"]]
+            values = [point.metrics["top1"] for point in numbers]
+            extreme = (min if better == "min" else max)(values, default=nan)
+            expected = next((point for point in numbers if point.metrics["top1"] == extreme), curves.points[0])
+            assert curves.best_point is expected
+
+
+def test_what_a_checkpoint_has_of_the_curves_costs_training_little(tmp_path: Path) -> None:
+    """Copying every number of 18,000 points took half a second, and their text of twice the length two seconds more."""
+    store = Checkpoints(tmp_path, keep=99)
+    kept(checkpointed(), store)
+    checkpoint = store.at(36)
+    saved = SavedProgress.from_json(checkpoint.progress)
+    data = saved.to_json()
+    assert data["points"] == saved.points
+    assert data["points"] is not saved.points
+    assert data["points"][0] is saved.points[0]
+    assert "\n" not in (checkpoint.path / "manifest.json").read_text()
 
 
 def test_checkpoints_may_be_rarer_than_evaluations(tmp_path: Path) -> None:
