@@ -1,6 +1,6 @@
 """What a checkpoint stores of the training loop besides the model: counters, clocks, curves and metered totals."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NotRequired
 
 from typing_extensions import TypedDict  # below Python 3.12 pydantic takes no other
@@ -113,8 +113,10 @@ class SavedProgress:
     last_samples: tuple[Count, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON data."""
-        return asdict(self)
+        """Return JSON data, which nothing changes later."""
+        curves = {"points": [*self.points], "training_s_at": [*self.training_s_at]}
+        # A long run's points: copying each to its numbers, while training waits, would take seconds.
+        return asdict(replace(self, points=[], training_s_at=[])) | curves
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "SavedProgress":

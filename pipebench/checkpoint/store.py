@@ -138,9 +138,8 @@ class Checkpoints:
         Raises:
             OSError: the manifest can't be written; earlier checkpoints stay.
         """
-        content = asdict(Manifest(step, tuple(parts), dict(progress), run=self.run))
-        text = json.dumps({**content, "sha256": _hash_of(content)}, indent=1)
-        files.replace(self._folder(step) / MANIFEST, text.encode())
+        content = asdict(Manifest(step, tuple(parts), {}, run=self.run)) | {"progress": progress}
+        files.replace(self._folder(step) / MANIFEST, _sealed(content).encode())
         with suppress(OSError, CheckpointError):
             self._prune(step)
 
@@ -259,7 +258,7 @@ def _read(folder: Path) -> Checkpoint:
     path = folder / MANIFEST
     try:
         data = read(dict[str, Any], files.read_bytes(path))
-        if data.pop("sha256", None) != _hash_of(data):
+        if data.pop("sha256", None) != _hash_of(_text(data)):
             raise JsonError("")
     except files.FileError as error:
         missing = isinstance(error.__cause__, FileNotFoundError)
@@ -313,8 +312,18 @@ def _loaded(path: Path) -> object:
         return torch.load(path, map_location="cpu", weights_only=True)  # a file system without maps
 
 
-def _hash_of(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def _text(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, sort_keys=True)
+
+
+def _sealed(content: Mapping[str, Any]) -> str:
+    """Return a manifest's text with its own SHA-256 at the end."""
+    text = _text(content)
+    return f'{text.removesuffix("}")}, "sha256": "{_hash_of(text)}"}}'
+
+
+def _hash_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _seems_whole(folder: Path) -> bool:

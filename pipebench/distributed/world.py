@@ -85,7 +85,7 @@ class World:
             padded[: len(data)] = data
             dist.all_gather(rows, padded)
         seen = slice(self.slice_index, None, self.slices)
-        return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows[seen], sizes[seen], strict=True)]
+        return [json.loads(row[: int(n)].numpy().tobytes()) for row, n in zip(rows[seen], sizes[seen], strict=True)]
 
     def gather(self, own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """Return all ranks' tensors on rank 0, through the hosts' memory; nothing on the others."""

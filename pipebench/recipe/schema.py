@@ -114,8 +114,9 @@ class TrainRecipe:
     max_epochs: int = MISSING  # the run ends after so many, target reached or not
     # The pipeline drains before every evaluation; there is always one at the end
     evaluate_every: PeriodRecipe = field(default_factory=lambda: PeriodRecipe(epochs=1))
-    # The pipeline drains before every checkpoint, too. Null: processes write one at every drain that there is (after
-    # every evaluation), the virtual engine where an evaluation is the best so far, and at the end
+    # The pipeline drains before every checkpoint, too. There is one where an evaluation is the best so far, and at the
+    # end, anyway. Null: processes write one after every evaluation, the virtual engine where the last is older than
+    # ten minutes
     checkpoint_every: PeriodRecipe | None = None
     # How many checkpoints stay, the newest, beside that of the best evaluation; 0: none once the run has ended, and
     # none at all where no process needs them

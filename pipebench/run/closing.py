@@ -36,6 +36,7 @@ def close_record(folder: RunFolder, code: int, log: RunLog) -> None:
         suite = folder.read().suite
         if code != INTERRUPTED:
             if read_record(folder.record_path) is not None:
+                log.log_file()
                 log.finish(status="FAILED")
             return
         log.stop()
@@ -62,6 +63,7 @@ def main(words: Sequence[str]) -> None:
     with suppress(UserError), locked(folder.path, patience_s=_PATIENCE_S, doing=CLOSES):
         log = Tracking(suite).reopen(folder.record_path)
         if log is not None:
+            log.log_file()
             log.finish(status="KILLED")
 
 

@@ -142,6 +142,11 @@ class RunFolder:
             command = shlex.join(["pipebench", "run", "--resume", self.run_id, *changes])
             print(f"pipebench: its checkpoints are kept: {command}", file=sys.stderr, flush=True)
 
+    def say_from_where(self, step: int | None) -> None:
+        """Tell the user after how many minibatches the run goes on, None for the beginning."""
+        where = "the beginning" if step is None else f"minibatch {step}"
+        print(f"pipebench: {self.run_id} goes on from {where}", file=sys.stderr, flush=True)
+
     def finish(self, result: RunResult, changes: Sequence[str], keep: int, *, tells: bool) -> None:
         """Say how to resume a run that was interrupted, or to export its weights; remove checkpoints to `keep` none."""
         if result.outcome == INTERRUPTED:

@@ -13,11 +13,12 @@ from pipebench.model.device import torch_settings
 from pipebench.model.heap import keep_freed_blocks
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.users_code import during
+from pipebench.run.collected_log import collected_log
 from pipebench.run.deciding import prepare_job
 from pipebench.run.folder import RunFolder
 from pipebench.run.identity import checkpoints_of, identity_of
 from pipebench.run.lock import locked
-from pipebench.run.recorder import RunRecorder, collected_log
+from pipebench.run.recorder import RunRecorder
 from pipebench.run.request import RunRequest
 from pipebench.run.suite import Suite
 from pipebench.show.answers import Run
@@ -60,10 +61,10 @@ class SimulatedRuns(EngineRuns):
     def run(self, request: RunRequest, tracking: Tracking) -> Run:
         """See `EngineRuns`."""
         loaded = request.loaded
-        with collected_log(request.suite.verbose) as log_text, torch_settings(loaded.recipe.engine):
+        with collected_log(request.suite.verbose) as collected, torch_settings(loaded.recipe.engine):
             job = prepare_job(loaded, tells=True, silent=request.suite.is_quiet)
             forecast = MemoryForecast(job, job.setup.sampler.minibatches_per_epoch)
-            recorder = RunRecorder(request, job, tracking, log_text)
+            recorder = RunRecorder(request, job, tracking, collected)
 
             def simulated(_: ProgressSink, on_point: OnPoint) -> tuple[RunResult, Timeline]:
                 result, timeline = simulate(job, forecast)
@@ -82,11 +83,11 @@ class VirtualRuns(EngineRuns):
         suite = request.suite
         keep_freed_blocks()
         settings = torch_settings(request.loaded.recipe.engine)
-        with ExitStack() as held, collected_log(suite.verbose) as log_text, settings, during(request.name):
+        with ExitStack() as held, collected_log(suite.verbose) as collected, settings, during(request.name):
             job = prepare_job(request.loaded, tells=True, silent=suite.is_quiet)
             folder, stop = _LateFolder(request, held), StopRequest()
             policy = folder.policy(job)
-            recorder = RunRecorder(request, job, tracking, log_text, folder.record_path)
+            recorder = RunRecorder(request, job, tracking, collected, folder.record_path, policy.samples_done)
             folder.log = recorder.log
 
             def train(progress: ProgressSink, on_point: OnPoint) -> tuple[RunResult, Timeline]:
@@ -131,6 +132,7 @@ class _LateFolder:
                 raise nothing_to_go_on_from(self.made.run_id, remarks)
             for sentence in remarks:
                 print(f"pipebench: {printable(sentence)}", file=sys.stderr)
+            self.made.say_from_where(found.step)
             return CheckpointPolicy(checkpoints, found)
         if job.recipe.train.checkpoint_every is None:
             keeps = job.recipe.train.checkpoint_keep > 0 and not self._request.suite.brief

@@ -35,13 +35,14 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.users_code import during
 from pipebench.run.agreement import check_agreement
 from pipebench.run.closing import FAILED, close_record, end_record
+from pipebench.run.collected_log import collected_log
 from pipebench.run.deciding import decision_of, prepare_job, read_decision, store_decision, stored_decision
 from pipebench.run.folder import RunFolder
 from pipebench.run.identity import checkpoints_of, identity_of
 from pipebench.run.lock import locked
 from pipebench.run.measuring import Together
 from pipebench.run.one_process import EngineRuns
-from pipebench.run.recorder import RunRecorder, collected_log
+from pipebench.run.recorder import RunRecorder
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
 from pipebench.show.answers import Run
@@ -187,7 +188,7 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
     facts = folder.read()
     suite = replace(suite, name=facts.suite, verbose=facts.verbose, on_progress=progress_sender())
     request = RunRequest(with_seed(loaded, facts.seed), facts.name, suite, facts.parent_mlflow_run_id)
-    with collected_log(facts.verbose) as log_text, torch_settings(loaded.recipe.engine), during(request.name):
+    with collected_log(facts.verbose) as collected, torch_settings(loaded.recipe.engine), during(request.name):
         job = _prepared(request, world, folder)
         num_processes = job.setup.pipeline.num_workers * job.setup.costs.slices
         check_world_size(world.size, num_processes, str(job.setup.plan))
@@ -204,7 +205,7 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
             if not restarted:
                 folder.update(started_at_s=time.time())
             tracking = Tracking(request.suite.name, ready_listener())
-            recorder = RunRecorder(request, job, tracking, log_text, folder.record_path)
+            recorder = RunRecorder(request, job, tracking, collected, folder.record_path, policy.samples_done)
             result = recorder.record(train).result
             if not launched_by_us():  # else the launcher says it
                 folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, tells=True)
@@ -313,8 +314,7 @@ def _checkpoint_policy(
             raise nothing_to_go_on_from(folder.run_id, remarks)
         for sentence in remarks:
             print(f"pipebench: {printable(sentence)}", file=sys.stderr, flush=True)
-        where = "the beginning" if found is None else f"minibatch {found.step}"
-        print(f"pipebench: {folder.run_id} goes on from {where}", file=sys.stderr, flush=True)
+        folder.say_from_where(None if found is None else found.step)
     chosen = world.exchange(None if found is None else [found.step, list(found.state.optimizer)])[0]
     since_s = folder.read().started_at_s
     if chosen is not None:

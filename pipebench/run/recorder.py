@@ -1,13 +1,11 @@
 """Record one run of any engine: inputs to repeat it, curves, result, timeline."""
 
 import contextlib
-import io
 import json
 import logging
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +20,7 @@ from pipebench.planner.plans import Comparison
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
+from pipebench.run.collected_log import CollectedLog
 from pipebench.run.deciding import plan_form
 from pipebench.run.request import RunRequest, recipe_yaml
 from pipebench.schedule.csv_form import is_csv
@@ -105,62 +104,46 @@ def _modes_json(comparison: Comparison) -> str:
     return json.dumps({"compared": compared, "refused": comparison.refused}, indent=1)
 
 
-@contextmanager
-def collected_log(verbose: bool) -> Iterator[io.StringIO]:
-    """Collect pipebench's log and torch's warnings for an artifact; show them too if verbose."""
-    text = io.StringIO()
-    root = logging.getLogger("pipebench")
-    handler = logging.StreamHandler(text)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    handlers: list[logging.Handler] = [handler, *([logging.StreamHandler()] if verbose else [])]
-    level, captured = root.level, logging.getLogger("py.warnings")
-    root.setLevel(logging.DEBUG if verbose else logging.INFO)
-    logging.captureWarnings(True)
-    for each in handlers:
-        root.addHandler(each)
-        captured.addHandler(each)
-    try:
-        with warnings.catch_warnings():
-            yield text
-    finally:
-        logging.captureWarnings(False)
-        for each in handlers:
-            root.removeHandler(each)
-            captured.removeHandler(each)
-        root.setLevel(level)
-
-
 class RunRecorder:
     """The record of a run, opened with all inputs; `record` does the rest.
 
-    `log_text` collects the log; the record's folder is None for a temporary one, removed once MLflow has everything.
+    `collected` is the process's log; `folder` is None for a temporary record, removed once MLflow has everything.
+    Training goes on after `samples_done`, with a later process.
     """
 
     def __init__(
-        self, request: RunRequest, job: Job, tracking: Tracking, log_text: io.StringIO, folder: Path | None = None
+        self,
+        request: RunRequest,
+        job: Job,
+        tracking: Tracking,
+        collected: CollectedLog,
+        folder: Path | None = None,
+        samples_done: int = 0,
     ) -> None:
-        self._request, self._job, self._tracking, self._log_text = request, job, tracking, log_text
+        self._request, self._job, self._tracking, self._collected = request, job, tracking, collected
         self._kind = engine_kind(job.recipe)
         facts = environment(job.setup.device)
         self._device = facts["device"]
+        title = run_title(request, job)
         self.log = tracking.start(  # what the run logs
-            run_title(request, job),
+            title,
             params=logged_params(request.loaded.flat),
             tags={"called": request.loaded.run_name, **run_tags(job, facts), **identity_tags(request.loaded)},
             parent=request.parent,
             virtual=not self._kind.measures,
             folder=folder,
             system_metrics=self._kind.measures,
+            goes_on_from=samples_done,
+            unique_name=folder.parent.name if folder else f"{title} {datetime.now():%Y-%m-%d %H.%M.%S.%f}",
         )
-        self._writers = Writers(request.loaded.recipe.tracking, self._described(folder))
+        collected.move_to(self.log.folder)
+        params = logged_params(request.loaded.flat)
+        unique = self.log.unique_name
+        described = Described(request.suite.name, title, unique, params, not self._kind.measures, samples_done)
+        self._writers = Writers(request.loaded.recipe.tracking, described)
         self._began_ms = time.time_ns() // 1_000_000
         self.log.inputs(Inputs.of(request.loaded, job.setup.dataset))
         record_inputs(self.log, request.loaded, job, facts)
-
-    def _described(self, folder: Path | None) -> Described:
-        unique = folder.parent.name if folder else f"{self.log.name} {datetime.now():%Y-%m-%d %H.%M.%S.%f}"
-        params = logged_params(self._request.loaded.flat)
-        return Described(self._request.suite.name, self.log.name, unique, params, not self._kind.measures)
 
     def record(self, train: Train, forecast: MemoryForecast | None = None) -> Run:
         """Train, record the result and print it.
@@ -193,7 +176,7 @@ class RunRecorder:
         finally:
             with shown_work:
                 self._writers.finish(result)
-                log.text("run.log", self._log_text.getvalue())
+                self._collected.save(log)
                 log.finish(status=status)
         shown = timeline.warmed_up() if measures else timeline
         width = min(_PICTURE_WIDTH, standard_output().width - 2)
@@ -259,8 +242,8 @@ class RunRecorder:
             return train(progress, self._point)
 
     def _point(self, point: Point) -> None:
-        self.log.point(point)
-        self._writers.point(point)
+        if self.log.point(point):
+            self._writers.point(point)
 
     def _forecast(self, result: RunResult) -> MemoryForecast | None:
         """Return simulated memory and occupancy over time, if available."""

@@ -24,7 +24,7 @@ class Follower(Sender):
         super().__init__(record, _NOBODY, None, system_metrics=True)
         self._due_s = 0.0
         self._is_closed = False
-        self._note(record.earlier)
+        self._note(record.earlier("start", "status"))
 
     @property
     def is_done(self) -> bool:
@@ -74,7 +74,7 @@ class Follower(Sender):
         """Note starts and ends."""
         for entry in entries:
             if entry.start is not None:
-                self._start, parent_id = entry.start, entry.start.parent_id
+                self.start, parent_id = entry.start, entry.start.parent_id
                 self._parent_id = None if parent_id is None else lambda parent_id=parent_id: parent_id
                 self.ended = False
             if entry.status is not None:  # a sample of this host may follow

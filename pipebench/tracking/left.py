@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pipebench.tracking.connection import StoreConnection
-from pipebench.tracking.record import LogEntry, RecordFolder, Status, read_sent
+from pipebench.tracking.record import LOG_FILE, LogEntry, RecordFolder, Status, read_sent
 from pipebench.tracking.sender import Sender
 from pipebench.tracking.store import Store
 
@@ -48,13 +48,15 @@ def _close(folder: Path, store: Store) -> None:
     record = RecordFolder(folder, alone=True)
     try:
         start, status, at_ms = None, None, 0
-        for entry in record.earlier:
+        for entry in record.earlier():
             start, status = (entry.start, None) if entry.start is not None else (start, entry.status or status)
             at_ms = entry.at_ms
         if record.path is None or start is None:
             return
         sender = Sender(record, start, None, system_metrics=False)
         ends: Status = status or "KILLED"
+        if status is None and (folder / LOG_FILE).is_file():
+            sender.add(LogEntry(at_ms=at_ms, artifact=LOG_FILE))
         sender.add(LogEntry(at_ms=at_ms, status=ends))
         sender.send(store, lambda: None)
         _log.info("%s was left, and is recorded as %s", folder, ends)

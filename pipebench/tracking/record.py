@@ -29,6 +29,7 @@ from pipebench.typed_json import Count, JsonError, Number, read
 RECORD = "record"  # the record, in the folder of a run that has one
 RESULTS_FOLDER = "pipebench-results"  # where records are kept of runs that have no folder of their own
 ENTRIES, _SENT, _HELD = "record.jsonl", "mlflow.json", ".held"
+LOG_FILE = "run.log"  # the artifact that the processes of a run write while they run
 RESULT_FILE, STAGES_FILE = "result.json", "stages.csv"  # the artifacts that a run's result is, whole and by stage
 
 _MOST_TRIES = 100  # to make a folder beside others that remove theirs
@@ -45,6 +46,11 @@ class Start:
     name: str
     virtual: bool  # whether the run's clock is virtual
     parent_id: str | None = None  # MLflow's id of the run it belongs to, if known
+    # Samples at the checkpoint that it goes on from, 0 at the beginning; None in early records: those at the last point
+    goes_on_from: Count | None = None
+    unique_name: str | None = (
+        None  # that no other run of the experiment has, by which other writers than MLflow know it
+    )
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,10 @@ class Sent:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run's entries combined: later values replace earlier ones, each point is there once."""
+    """A run's entries combined: later values replace earlier ones, each point is there once.
+
+    Points beyond the checkpoint that a later process went on from are of a branch that was left.
+    """
 
     name: str
     params: Mapping[str, str]  # of the recipe
@@ -106,6 +115,8 @@ class RunRecord:
         artifacts: dict[str, None] = {}
         result, status = None, None
         for entry in entries:
+            if entry.start is not None and (back_to := entry.start.goes_on_from) is not None:
+                points = {samples: point for samples, point in points.items() if samples <= back_to}
             params |= entry.params
             tags |= entry.tags
             metrics |= entry.metrics if entry.about is None else {}
@@ -149,10 +160,9 @@ class RecordFolder:
         open none if somebody has it open.
         """
         self.path = path  # None once it can't be written, and then nothing is
-        self.earlier: list[LogEntry] = []  # the entries of earlier processes, and those that were heard of
         self.num_sent = 0  # how many of all entries MLflow has
         self.run_id: str | None = None  # MLflow's, as soon as it has one
-        self._num_bytes = 0  # of the file's entries in `earlier`
+        self._num_bytes = 0  # of the file's entries that are `earlier`
         self._lock = threading.Lock()
         self._holds: int | None = None  # a file descriptor
         with self._writing():
@@ -163,7 +173,22 @@ class RecordFolder:
                     self._mend()
                 sent = read_sent(path)
                 self.run_id, self.num_sent = sent.run_id, sent.num_sent
-        self.hear()
+                self._num_bytes = len(_whole_lines(_read(path / ENTRIES)))
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there are no `earlier` entries."""
+        return self._num_bytes == 0
+
+    def earlier(self, *parts: str) -> list[LogEntry]:
+        """Return the entries of earlier processes, and those that were heard of: all, or those with one of some parts.
+
+        They are read anew: those of a long run, which has a sample of the system every ten seconds, would fill memory.
+        """
+        with self._writing():
+            if self.path is not None:
+                return _entries_in(_read(self.path / ENTRIES)[: self._num_bytes], parts)
+        return []
 
     @staticmethod
     def of_name(name: str, parent: Path) -> "RecordFolder":
@@ -205,11 +230,11 @@ class RecordFolder:
         with self._writing():
             path = None if self.path is None else self.path / ENTRIES
             if path is not None and path.exists() and path.stat().st_size > self._num_bytes:
-                content = _read(path)[self._num_bytes :]
-                whole = content[: content.rfind(b"\n") + 1]
+                with path.open("rb") as file:
+                    file.seek(self._num_bytes)
+                    whole = _whole_lines(file.read())
                 self._num_bytes += len(whole)
                 heard = _entries_in(whole)
-                self.earlier += heard
         return heard
 
     def content(self, artifact: str) -> bytes | None:
@@ -256,7 +281,7 @@ class RecordFolder:
         """Remove a torn last line from the file of entries."""
         assert self.path is not None
         content = _read(self.path / ENTRIES)
-        whole = content[: content.rfind(b"\n") + 1]
+        whole = _whole_lines(content)
         if whole != content:
             (self.path / ENTRIES).write_bytes(whole)
 
@@ -308,12 +333,18 @@ def _read(path: Path) -> bytes:
     return read_bytes(path, _MAX_BYTES) if path.exists() else b""
 
 
-def _entries_in(content: bytes) -> list[LogEntry]:
-    """Return the valid entries; a crash, a full disk or an edit may have spoilt some."""
+def _whole_lines(content: bytes) -> bytes:
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _entries_in(content: bytes, parts: Sequence[str] = ()) -> list[LogEntry]:
+    """Return the valid entries, or those with one of some parts; a crash, a full disk or an edit may spoil one."""
+    marks = [f'"{part}": '.encode() for part in parts]
     entries = []
     for line in content.splitlines():
-        with suppress(JsonError):
-            entries.append(read(LogEntry, line))
+        if not marks or any(mark in line for mark in marks):
+            with suppress(JsonError):
+                entries.append(read(LogEntry, line))
     return entries
 
 

@@ -21,7 +21,16 @@ from pipebench.tracking.following import Followed, Follower
 from pipebench.tracking.inputs import Inputs
 from pipebench.tracking.left import close_left
 from pipebench.tracking.limits import MAX_PARAM_CHARS, clean_name
-from pipebench.tracking.record import RESULT_FILE, STAGES_FILE, LogEntry, RecordFolder, Start, Status
+from pipebench.tracking.record import (
+    LOG_FILE,
+    RESULT_FILE,
+    STAGES_FILE,
+    LogEntry,
+    RecordFolder,
+    RunRecord,
+    Start,
+    Status,
+)
 from pipebench.tracking.sender import SEND_EVERY_S, Sender
 from pipebench.tracking.store import Store
 from pipebench.tracking.view import run_address
@@ -78,6 +87,8 @@ class Tracking:
         virtual: bool = True,
         folder: Path | None = None,
         system_metrics: bool = False,
+        goes_on_from: int | None = None,
+        unique_name: str | None = None,
     ) -> "RunLog":
         """Open the record of one run.
 
@@ -85,19 +96,25 @@ class Tracking:
         Virtual seconds are a metric, and timestamps are the wall's. `system_metrics` samples this host's CPU, memory,
         disk, network and GPU. Without a `folder` the record is removed once MLflow has everything. A run that an
         earlier process recorded in the folder is resumed: points that MLflow has are not logged again, its start stays,
-        params and tags that changed become tags `resumed.<name>`.
+        params and tags that changed become tags `resumed.<name>`. Points after `goes_on_from` samples are void;
+        the first process's `unique_name` stays.
         """
         record = RecordFolder.of_name(name, self.folder) if folder is None else RecordFolder(folder)
-        start = Start(name, virtual, parent if isinstance(parent, str) else None)
+        earlier = record.earlier("start", "point")
+        names = (entry.start.unique_name for entry in earlier if entry.start is not None)
+        unique_name = next(filter(None, names), unique_name)
+        start = Start(name, virtual, parent if isinstance(parent, str) else None, goes_on_from, unique_name)
         run = self._open(record, start, parent, system_metrics=system_metrics)
         clock = "virtual" if virtual else "wall"
-        run.begin(LogEntry(start=start, params=params, tags={"clock": clock, "timestamps": "wall", **tags}))
+        begins = LogEntry(start=start, params=params, tags={"clock": clock, "timestamps": "wall", **tags})
+        known = RunRecord.of([*earlier, begins])
+        run.begin(begins, frozenset(point.samples for point in known.points) if known is not None else frozenset())
         return run
 
     def reopen(self, folder: Path) -> "RunLog | None":
         """Open another process's record to send the rest of it and its end; None if `folder` has none."""
         record = RecordFolder(folder)
-        start = next((entry.start for entry in record.earlier if entry.start is not None), None)
+        start = next((entry.start for entry in record.earlier("start") if entry.start is not None), None)
         return None if start is None else self._open(record, start, start.parent_id, system_metrics=False)
 
     def _open(
@@ -196,11 +213,17 @@ class RunLog:
         self._retry_at_s = 0.0
         self._failed = False
         self._result: RunResult | None = None
+        self._recorded: frozenset[int] = frozenset()
 
     @property
     def run_id(self) -> str | None:
         """MLflow's id of the run, None until MLflow has given one."""
         return self._sender.record.run_id
+
+    @property
+    def unique_name(self) -> str:
+        """A name that no other run of the experiment has, the same in all processes of the run."""
+        return self._sender.start.unique_name or self.name
 
     @property
     def folder(self) -> Path | None:
@@ -212,15 +235,22 @@ class RunLog:
         """Whether the run's result is logged."""
         return self._result is not None
 
-    def begin(self, start: LogEntry) -> None:
-        """Log the start of a process."""
+    def begin(self, start: LogEntry, recorded: frozenset[int] = frozenset()) -> None:
+        """Log the start of a process; the record has points after so many samples."""
+        self._recorded = recorded
         self._sender.add(start)
         if any(len(value) > MAX_PARAM_CHARS or clean_name(name) != name for name, value in start.params.items()):
             self.text("params.json", json.dumps(dict(start.params), indent=1))
 
-    def point(self, point: Point) -> None:
-        """Log one moment of the curves: step = samples, timestamp = that moment on the wall clock."""
-        self._sender.add(LogEntry(point=point))
+    def point(self, point: Point) -> bool:
+        """Log one moment of the curves: step = samples, timestamp = that moment on the wall clock.
+
+        Return whether the record of an earlier process didn't have it.
+        """
+        is_new = point.samples not in self._recorded
+        if is_new:
+            self._sender.add(LogEntry(point=point))
+        return is_new
 
     def metrics(self, values: Mapping[str, float], *, about: str | None = None) -> None:
         """Log single values now, e.g. the spread over seeds on a parent run.
@@ -244,6 +274,11 @@ class RunLog:
     def text(self, artifact: str, text: str) -> None:
         """Store a text as an artifact; the name may include folders."""
         self._sender.add(LogEntry(artifact=artifact), text.encode())
+
+    def log_file(self) -> None:
+        """Store the log that the run's processes have written into its folder as an artifact, if there is one."""
+        if self.folder is not None and (self.folder / LOG_FILE).is_file():
+            self._sender.add(LogEntry(artifact=LOG_FILE))
 
     def file(self, artifact: str, path: str | os.PathLike[str]) -> None:
         """Store a copy of a file as an artifact.

@@ -17,7 +17,7 @@ from pipebench.tracking.system import SYSTEM, SystemMetrics
 
 # One round of sending costs this process 5 to 10 ms (SQLite): every other second is half a per cent of a run at most.
 SEND_EVERY_S = 2.0
-_RESUMES = "resumes"
+_RESUMES, _WENT_BACK = "resumes", "went_back"
 
 
 class Sender:
@@ -36,10 +36,11 @@ class Sender:
         self.record = record  # where everything is written first
         self.ended = False  # whether the run's end is in the queue
         self.settled = threading.Event()  # set when MLflow has the run's end, or is given up
-        self._start, self._parent_id = start, parent_id
+        self.start = start  # of the process that logs
+        self._parent_id = parent_id
         self._samples_system = system_metrics
         self._lock = threading.Lock()
-        unsent = record.earlier[record.num_sent :]
+        unsent = record.earlier()[record.num_sent :]
         self._queue: deque[tuple[LogEntry, bytes | None]] = deque((entry, None) for entry in unsent)
         self._virtual = start.virtual
         self._end_ms = 0  # of the last end in the queue, when it was logged
@@ -83,7 +84,7 @@ class Sender:
 
     def send(self, store: Store, on_progress: Callable[[], None]) -> None:
         """Send the queue to MLflow, calling `on_progress` after each request; may raise whatever MLflow raises."""
-        if self._history is None and not self._queue and not self.record.earlier:
+        if self._history is None and not self._queue and self.record.is_new:
             return  # a run that is about to log its start, with which it begins
         store.connect()
         if self._history is None:
@@ -106,14 +107,14 @@ class Sender:
         run_id = self.record.run_id
         found = None if run_id is None else store.resume_run(run_id)
         if run_id is None or found is None:
-            lost = self.record.earlier[: self.record.num_sent]
+            lost = self.record.earlier()[: self.record.num_sent]
             begins_ms = lost[0].at_ms if lost else self._queue[0][0].at_ms
-            run_id = store.create_run(self._start.name, self._parent_tags(), begins_ms)
+            run_id = store.create_run(self.start.name, self._parent_tags(), begins_ms)
             # Not before: what may raise is tried again.
             self._queue.extendleft((entry, None) for entry in reversed(lost))
-            found = StoredRun(begins_ms, {}, {}, {})
+            found = StoredRun(begins_ms, {}, {}, {}, {})
             self.record.note(Sent(run_id, 0))
-        history = History(store, run_id, found)
+        history = History(found)
         if self._samples_system:
             self._system = SystemMetrics(history.next_system_step())
         return history
@@ -165,6 +166,7 @@ class Sender:
         tags: dict[str, str] = {}
         if entries[0].start is not None:
             self._virtual = entries[0].start.virtual
+            _go_back(store, run_id, history, entries[0].start)
         for entry in entries:
             values, non_finite = self._rows(entry, history)
             if entry.point is not None:
@@ -186,7 +188,7 @@ class Sender:
 
         A run that ended and was resumed has a result each time, and the last one counts.
         """
-        earlier = [each.result for each in self.record.earlier if each.result is not None]
+        earlier = [each.result for each in self.record.earlier("result") if each.result is not None]
         given = {clean_name(name) for result in earlier for name in logged_metrics(result)}
         given |= {clean_name(row.metric) for row in values}
         shown = {clean_name(row.metric) for row in values if history.shows(row)}
@@ -211,25 +213,43 @@ class Sender:
         return rows, tags
 
 
+def _go_back(store: Store, run_id: str, history: "History", start: Start) -> None:
+    """Remove the curves' values beyond where a process goes on: they are of a branch that was left."""
+    samples = start.goes_on_from
+    left = [] if samples is None else history.curves_beyond(samples)
+    if samples is not None and left:
+        if not store.forget(run_id, left, after=samples):
+            text = f"to {samples:,} samples; where a curve has two values at a step beyond, the one logged last counts"
+            store.log(run_id, (), {}, {_WENT_BACK: text})
+        history.go_back(left, samples)
+
+
 def _is_sent_alone(entry: LogEntry) -> bool:
     """Return whether an entry needs a request of its own: anything but values, params or tags of the run."""
     return any(each is not None for each in (entry.status, entry.artifact, entry.inputs, entry.about))
 
 
 class History:
-    """What a run has in MLflow, fetched as needed, so that nothing is logged twice or overwritten."""
+    """What a run has in MLflow, so that nothing is logged twice or overwritten."""
 
-    def __init__(self, store: Store, run_id: str, found: StoredRun) -> None:
+    def __init__(self, found: StoredRun) -> None:
         """Begin with the run as it was found or created."""
         self.began_ms = found.start_ms  # milliseconds since the epoch
-        self._store, self._run_id = store, run_id
         self._params, self._tags = {**found.params}, {**found.tags}
         self._metrics = {**found.metrics}
-        self._last_steps: dict[str, int] = {}
+        self._last_steps = {**found.last_steps}
 
     def has(self, row: MetricRow) -> bool:
         """Return whether a curve's metric has a value at this step or later."""
         return row.step <= self.last_step(row.metric)
+
+    def curves_beyond(self, samples: int) -> list[str]:
+        """Return MLflow's names of the curves with values after `samples`."""
+        return [name for name, step in self._last_steps.items() if name.startswith(CURVES) and step > samples]
+
+    def go_back(self, names: Iterable[str], samples: int) -> None:
+        """Note that metrics have no values after `samples` that count."""
+        self._last_steps |= dict.fromkeys(names, samples)
 
     def shows(self, row: MetricRow) -> bool:
         """Return whether a single metric has this value."""
@@ -250,14 +270,11 @@ class History:
 
     def last_step(self, metric: str) -> int:
         """Return the largest step of a metric, -1 without any."""
-        name = clean_name(metric)
-        if name not in self._last_steps:
-            self._last_steps[name] = self._store.last_step(self._run_id, name) if name in self._metrics else -1
-        return self._last_steps[name]
+        return self._last_steps.get(clean_name(metric), -1)
 
     def next_system_step(self) -> int:
         """Return the step after those of all system metrics."""
-        return 1 + max((self.last_step(name) for name in self._metrics if name.startswith(SYSTEM)), default=-1)
+        return 1 + max((step for name, step in self._last_steps.items() if name.startswith(SYSTEM)), default=-1)
 
     def params(self, params: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
         """Return the new params, and as tags `resumed.<name>` those that changed, which MLflow refuses."""

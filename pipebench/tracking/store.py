@@ -41,6 +41,7 @@ class StoredRun:
     params: Mapping[str, str]  # under MLflow's names, like tags
     tags: Mapping[str, str]
     metrics: Mapping[str, float]  # the last value of every metric that has one
+    last_steps: Mapping[str, int]  # the largest step of each, of which that value is
 
 
 def require_writable() -> None:
@@ -112,12 +113,8 @@ class Store(StoreConnection):
                 client.restore_run(run_id)
             client.update_run(run_id, status="RUNNING")
         data = run.data
-        return StoredRun(int(run.info.start_time), dict(data.params), dict(data.tags), dict(data.metrics))
-
-    def last_step(self, run_id: str, metric: str) -> int:
-        """Return the largest step of a metric's values, -1 without any."""
-        with self.turn() as client:
-            return max((int(row.step) for row in client.get_metric_history(run_id, metric)), default=-1)
+        steps = {each.key: int(each.step) for each in data.to_proto().metrics}
+        return StoredRun(int(run.info.start_time), dict(data.params), dict(data.tags), dict(data.metrics), steps)
 
     def log(self, run_id: str, rows: Sequence[MetricRow], params: Mapping[str, str], tags: Mapping[str, str]) -> None:
         """Log values, params and tags, any number of each."""
@@ -129,25 +126,33 @@ class Store(StoreConnection):
         with self.turn() as client:
             client.log_batch(run_id, metrics, entries, labels, synchronous=True)
 
-    def forget(self, run_id: str, metrics: Sequence[str]) -> None:
-        """Remove all values of metrics, by MLflow's names, from a run in a store that is this process's own database.
+    def forget(self, run_id: str, metrics: Sequence[str], *, after: int = -1) -> bool:
+        """Remove values of metrics, by MLflow's names, at steps after one, from a run in this process's own database.
 
-        MLflow's client, and so every server, only adds values: there the older ones stay in a metric's history, and the
-        newest is shown.
+        MLflow's client, and so every server, only adds values: there the older ones stay in a metric's history, the
+        newest is shown, and the answer is False.
         """
         if not metrics:
-            return
+            return True
         with self.turn() as client:
             sessions: Any = getattr(client._tracking_client.store, "ManagedSessionMaker", None)
             if sessions is None:
-                return
+                return False
             from mlflow.store.tracking.dbmodels.models import SqlLatestMetric, SqlMetric
 
-            tables: tuple[Any, ...] = (SqlMetric, SqlLatestMetric)
+            table: Any = SqlMetric
             with sessions() as session:
-                for table in tables:
-                    rows = session.query(table).filter(table.run_uuid == run_id, table.key.in_(metrics))
-                    rows.delete(synchronize_session=False)
+                for name in metrics:
+                    rows = session.query(table).filter_by(run_uuid=run_id, key=name)
+                    rows.filter(table.step > after).delete(synchronize_session=False)
+                    last = rows.order_by(table.step.desc(), table.timestamp.desc()).first()
+                    shown = session.query(SqlLatestMetric).filter_by(run_uuid=run_id, key=name)
+                    if last is None:
+                        shown.delete(synchronize_session=False)
+                    else:
+                        values = {each: getattr(last, each) for each in ("value", "timestamp", "step", "is_nan")}
+                        shown.update(values, synchronize_session=False)
+        return True
 
     def log_inputs(self, run_id: str, inputs: Inputs) -> None:
         """Log the data set and the model of a run; runs of an experiment share one entry per model."""

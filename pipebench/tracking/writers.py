@@ -4,6 +4,7 @@ Each writes by its own library, into the working directory. One that fails is le
 where results are kept.
 """
 
+import hashlib
 import os
 import re
 import sys
@@ -26,6 +27,7 @@ class Described(NamedTuple):
     folder: str  # a name that no other run of the suite has
     params: Mapping[str, str]
     virtual: bool  # whether the run's clock is virtual
+    samples_done: int = 0  # those after which this process goes on with the run
 
 
 class _Writer(Protocol):
@@ -41,12 +43,15 @@ class _TensorBoard:
 
     def __init__(self, run: Described) -> None:
         folder = Path("tensorboard") / run.suite / re.sub(r"[^\w.+-]+", "-", run.folder)
-        self._writer: Any = import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
+        self._writer: Any = import_module("torch.utils.tensorboard").SummaryWriter(
+            str(folder), purge_step=run.samples_done + 1
+        )
         self._params = dict(run.params)
 
     def values(self, values: Mapping[str, float], samples: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, samples)
+        self._writer.flush()  # a process that goes on with the run writes later points only
 
     def finish(self, result: RunResult | None) -> None:
         if result is not None:
@@ -63,6 +68,8 @@ class _WeightsAndBiases:
         self._run: Any = wandb.init(
             project=re.sub(r"[^\w.-]+", "-", run.suite),
             name=run.title,
+            id=hashlib.sha256(f"{run.suite}/{run.folder}".encode()).hexdigest()[:16],
+            resume="allow",
             config=dict(run.params),
             mode=os.environ.get("WANDB_MODE", "offline"),
             settings=wandb.Settings(silent=True, console="off"),

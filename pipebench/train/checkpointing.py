@@ -154,6 +154,11 @@ class CheckpointPolicy:
     late: Callable[[], Checkpoints | None] = lambda: None
     keeps: bool = False
 
+    @property
+    def samples_done(self) -> int:
+        """Samples that the run was trained on before."""
+        return 0 if self.resume_from is None else self.resume_from.progress.samples
+
 
 NO_CHECKPOINTS = CheckpointPolicy()
 

@@ -22,6 +22,7 @@ class Curves:
         self._target, self._metrics = target, metrics
         self.points: list[Point] = []
         self.training_s_at: list[float] = []  # seconds of training before each point
+        self.best_point: Point | None = None  # by the target's metric, or else the data set's first
         self.reached: Point | None = None  # the first at the target
         self.reached_training_s = self.reached_checkpoint_s = 0.0  # of training and of checkpoints before it
 
@@ -29,6 +30,8 @@ class Curves:
         """Add a point; the seconds are those in training and in checkpoints before it."""
         self.points.append(point)
         self.training_s_at.append(training_s)
+        if self._is_best(point):
+            self.best_point = point
         if self._target is not None and self.reached is None:
             value, goal = point.metrics[self._target.metric], self._target.value
             if value >= goal if self._metrics[self._target.metric] == "max" else value <= goal:
@@ -51,12 +54,14 @@ class Curves:
             if count:
                 yield name, self.points[-count]
 
-    @property
-    def best_point(self) -> Point | None:
-        """The first point that is best by the target's metric, the data set's first one, or else the loss."""
+    def _is_best(self, point: Point) -> bool:
+        """Return whether a point is better than all before; any number is better than NaN."""
         name = self._target.metric if self._target is not None else next(iter(self._metrics), "eval_loss")
-        sign = -1 if self._metrics.get(name) == "max" else 1
-        return min(self._with_number(name), key=lambda point: sign * point.metrics[name], default=None)
+        if self.best_point is None:
+            return True
+        value, best = point.metrics[name], self.best_point.metrics[name]
+        better = value > best if self._metrics.get(name) == "max" else value < best
+        return better or math.isnan(best) > math.isnan(value)
 
     def _with_number(self, metric: str) -> list[Point]:
         """Return the points at which a metric isn't NaN; all if it is everywhere."""

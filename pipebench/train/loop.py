@@ -45,6 +45,8 @@ from pipebench.train.metrics import (
 from pipebench.train.periods import Periods
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 
+# What a kill costs a run in one process at most, beside the evaluation that was next, where its recipe says nothing.
+_MOST_UNSAVED_S = 600.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -80,6 +82,7 @@ class TrainingLoop:
         self._engine = make_engine(self._take_loss, self._take_unit)
         self._clock = RunClock(self._engine)
         self._writer = CheckpointWriter(self._engine, progress)
+        self._saved_s = time.monotonic()  # when the last checkpoint was begun, or this loop
         parts = job.setup.pipeline.hooks("loop").values()
         self._extensions: list[LoopExtension] = [make(job, self._engine, self._clock, progress.note) for make in parts]
 
@@ -209,7 +212,10 @@ class TrainingLoop:
         policy, best = self._policy, self._curves.best_point
         is_best = best is not None and best.samples == self._samples
         is_over = self._done >= self._periods.total or self._curves.reached is not None
-        return policy.late() if policy.keeps and (is_best or is_over) else policy.checkpoints
+        if policy.checkpoints is not None:
+            return policy.checkpoints if is_best or is_over or self._periods.saves_at(self._done) else None
+        is_due = time.monotonic() - self._saved_s > _MOST_UNSAVED_S
+        return policy.late() if policy.keeps and (is_best or is_over or is_due) else None
 
     def _save(self, store: Checkpoints | None) -> None:
         if store is None:
@@ -220,6 +226,7 @@ class TrainingLoop:
             if best is not None and best.samples == self._samples:
                 store.best = self._done
             self._writer.write(store, self._done, self._saved)
+        self._saved_s = time.monotonic()
 
     def _saved(self, facts: list[Facts]) -> dict[str, Any]:
         """Return this loop's part of a checkpoint; `facts` are all processes' counters."""

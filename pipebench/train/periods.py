@@ -37,7 +37,11 @@ class Periods:
 
     def drains_at(self, done: int) -> bool:
         """Return whether the run drains after `done` minibatches, to evaluate or to write a checkpoint."""
-        return done % self.checkpoint == 0 or self.evaluates_at(done)
+        return self.saves_at(done) or self.evaluates_at(done)
+
+    def saves_at(self, done: int) -> bool:
+        """Return whether a checkpoint is due after `done` minibatches."""
+        return done % self.checkpoint == 0
 
     def evaluates_at(self, done: int) -> bool:
         """Return whether the run evaluates after `done` minibatches."""

@@ -82,8 +82,8 @@ class ClockEngine(VirtualEngine):
         if event.instruction.op is Op.PUSH:
             server = self.extensions[ASYNCHRONOUS]
             assert isinstance(server, InProcessServer)
-            pushes = server.here.segments[-1]
-            pushes.add(event.instruction.number, self._held.get(event.worker, 0))
+            assert server.here.current is not None
+            server.here.current.add(event.instruction.number, self._held.get(event.worker, 0))
             self._held[event.worker] = server.here.applied
 
 

@@ -21,7 +21,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from pipebench.checkpoint.store import MANIFEST, Checkpoints, _hash_of
+from pipebench.checkpoint.store import MANIFEST, Checkpoints, _sealed
 from pipebench.cli.main import cli
 from pipebench.show import inline
 from tests.dots import write_dot
@@ -98,7 +98,7 @@ class Left:
         data = json.loads(self.manifest.read_text())
         del data["sha256"]
         change(data)
-        self.manifest.write_text(json.dumps({**data, "sha256": _hash_of(data)}))
+        self.manifest.write_text(_sealed(data))
 
     def reseal(self) -> None:
         """Make sizes and hashes in the manifest fit what the parts are."""

@@ -431,9 +431,10 @@ def test_a_spoilt_run_is_refused_in_one_sentence(said: Said, way: str) -> None:
 def test_a_good_checkpoint_before_the_spoilt_one_is_gone_on_from(said: Said, room: Path, way: str) -> None:
     answer = said["PASSED_OVER"][way]
     assert answer["code"] == 0, answer
-    *executed, line = answer["said"].splitlines()
+    *executed, line, last = answer["said"].splitlines()
     assert len(executed) <= 1  # whose code would run; said where the run's own files are as they should be
     assert all("model.target: executes tests.checkpoint.spoiling:small from" in each for each in executed)
+    assert " goes on from minibatch " in last
     assert line.startswith(f"pipebench: skipped the checkpoint of step {LAST}: ")
     assert EXPECTED[way][1] in line
     (run,) = (room / "source" / "pipebench-runs").iterdir()
@@ -445,7 +446,10 @@ def test_a_checkpoint_is_gone_on_from_and_what_is_strange_told(said: Said, room:
     answer = said["TAKEN_WAYS"][way]
     assert answer["code"] == 0, answer
     assert TAKEN[way][1] in answer["said"]
-    assert len(answer["said"].splitlines()) == (2 if TAKEN[way][1] else 1)  # the first says whose code is executed
+    first, *strange, last = answer["said"].splitlines()
+    assert len(strange) == (1 if TAKEN[way][1] else 0)
+    assert ": executes " in first
+    assert " goes on from minibatch " in last
     (run,) = (room / "source" / "pipebench-runs").iterdir()
     assert answer["weights"] == weights_hash(run)
 

@@ -19,7 +19,7 @@ from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
-from pipebench.extensions.asynchronous.pushes import Pushes
+from pipebench.extensions.asynchronous.pushes import Pushes, unpacked
 from pipebench.extensions.moves.engine import moves_of, moving
 from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.model.graph import trace
@@ -235,7 +235,7 @@ def in_processes(
     tensors = [{name: tensor.detach().cpu().clone() for name, tensor in r.tensors().items()} for r in replicas]
     bytes_sent, versions = dict(engine.num_bytes), [engine.worker.versions_max]
     peaks = [engine.worker.peak_bytes]
-    pushes = [Pushes(**segment) for segment in engine.facts()["pushes"]]
+    pushes = unpacked(engine.facts()["pushes"])
     engine.close()
     return Outcome(engine.worker.index, tensors, losses, scores, bytes_sent, versions, done, pushes, peaks)
 
@@ -290,7 +290,7 @@ def on_virtual_engine(
     ]
     versions = [worker.versions_max for worker in engine.workers]
     peaks = engine.peak_bytes
-    pushes = [Pushes(**segment) for segment in engine.facts()["pushes"]]
+    pushes = unpacked(engine.facts()["pushes"])
     return Outcome(0, tensors, losses, scores, dict(engine.num_bytes), versions, list(segments), pushes, peaks)
 
 

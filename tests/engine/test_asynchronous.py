@@ -11,12 +11,13 @@ import torch
 from torch.nn import functional
 
 from pipebench.checkpoint.progress import Facts
+from pipebench.checkpoint.state import CheckpointError
 from pipebench.cluster import Cluster, Level
 from pipebench.engine.admission import StopRequest
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import RecipeError
-from pipebench.extensions.asynchronous.pushes import Pushes, histogram, to_text
+from pipebench.extensions.asynchronous.pushes import PackedPushes, Pushes, histogram, to_text, unpacked
 from pipebench.extensions.asynchronous.recipe import load_push_order
 from pipebench.planner.predict import payload
 from pipebench.recipe.clusters import load_cluster
@@ -43,7 +44,7 @@ def asp(model: torch.nn.Module | None = None, num_workers: int = 4, **columns: A
 
 
 def pushes_of(engine: VirtualEngine) -> list[Pushes]:
-    return [Pushes(**segment) for segment in engine.facts()["pushes"]]
+    return unpacked(engine.facts()["pushes"])
 
 
 def trained(setup: Setup, segments: Sequence[int]) -> VirtualEngine:
@@ -209,6 +210,26 @@ def test_the_log_goes_on_after_a_checkpoint() -> None:
     again.restore(captured(first), facts, first.clock_s)
     again.train(12, 9)
     assert pushes_of(again) == pushes_of(whole)
+
+
+def test_a_long_order_of_pushes_takes_little_in_a_checkpoint_and_early_ones_are_read() -> None:
+    """It had two numbers per minibatch since the run's begin, copied at every checkpoint: 48 MB after 1.8 million."""
+    turns = [3 * (k // 3) + (1, 0, 2)[k % 3] for k in range(30_000)]
+    pushes = Pushes(12, turns, [max(0, k - 2) for k in range(30_000)])
+    packed = PackedPushes.of(pushes)
+    assert packed.unpacked() == pushes
+    assert packed.packed is not None
+    assert len(packed.packed) < 3000
+    engine = trained(asp(), [12, 9])
+    early = [
+        {"first": each.first, "minibatches": each.minibatches, "versions": each.versions} for each in pushes_of(engine)
+    ]
+    again = trained(asp(), [12])
+    server = again.extensions["asynchronous"]
+    server.restore(early)
+    assert unpacked(server.facts())[:2] == pushes_of(engine)
+    with pytest.raises(CheckpointError, match=r"^progress.facts.pushes: packed pushes can't be read: "):
+        server.restore([{"first": 0, "packed": packed.packed[:100]}])
 
 
 def test_all_workers_evaluate_with_the_averages_of_the_server_s_optimizer() -> None:

@@ -90,8 +90,9 @@ def test_microbatches_that_nobody_gave_keep_no_run_from_another_mode(run_of: Run
     assert run_of.recipe().recipe.parallelism.microbatches == 2
     answer = resume(run_of, "parallelism.mode=dp", "parallelism.plan=2")
     assert answer.exit_code == 0, answer.output
-    (executed,) = without_phases(answer.stderr).splitlines()
+    executed, goes_on = without_phases(answer.stderr).splitlines()
     assert ": executes " in executed
+    assert goes_on == f"pipebench: {run_of.run_id} goes on from minibatch 8"
 
 
 def test_code_that_has_changed_is_told_and_the_run_goes_on(run_of: RunFolder, tmp_path: Path) -> None:
@@ -101,10 +102,13 @@ def test_code_that_has_changed_is_told_and_the_run_goes_on(run_of: RunFolder, tm
     answer = resume(run_of)
     assert answer.exit_code == 0, answer.output
     said = f"pipebench: code has changed since the checkpoint of step 8 was written: {helper.stem}"
-    assert [line for line in without_phases(answer.stderr).splitlines() if ": executes " not in line] == [said]
+    goes_on = f"pipebench: {run_of.run_id} goes on from minibatch "
+    told = [line for line in without_phases(answer.stderr).splitlines() if ": executes " not in line]
+    assert told == [said, f"{goes_on}8"]
     again = CliRunner().invoke(cli, ["run", "--resume", run_of.run_id, "train.max_epochs=3"])
     assert again.exit_code == 0
-    assert all(": executes " in line for line in without_phases(again.stderr).splitlines())
+    told = [line for line in without_phases(again.stderr).splitlines() if ": executes " not in line]
+    assert told == [f"{goes_on}16"]
 
 
 def test_fewer_epochs_than_were_trained_are_refused_and_the_record_stays(run_of: RunFolder) -> None:

@@ -284,7 +284,7 @@ def test_a_backlog_of_any_size_is_taken(tmp_path: Path) -> None:
     found = store.resume_run(run_id)
     assert found is not None
     assert (names.items() <= found.params.items(), names.items() <= found.tags.items()) == (True, True)
-    assert store.last_step(run_id, "loss") == 2002
+    assert found.last_steps["loss"] == 2002
 
 
 def test_where_folders_vanish_none_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

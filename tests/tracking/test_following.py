@@ -156,10 +156,23 @@ def test_an_entry_that_is_being_written_is_heard_of_when_it_is_whole(tmp_path: P
         file.write(line + line[:9])
         file.flush()
         assert [entry.tags for entry in record.hear()] == [{"mode": "dp"}]
-        assert [entry.tags for entry in RecordFolder(tmp_path, mends=False).earlier] == [{"mode": "dp"}]
+        assert [entry.tags for entry in RecordFolder(tmp_path, mends=False).earlier()] == [{"mode": "dp"}]
         file.write(line[9:])
     assert [entry.tags for entry in record.hear()] == [{"mode": "dp"}]
     assert record.hear() == []
+
+
+def test_what_was_heard_of_is_not_read_again(tmp_path: Path) -> None:
+    """The whole record was, for every entry: 0.1 s after ten days, with all its samples in memory."""
+    record = RecordFolder(tmp_path)
+    record.append(LogEntry(tags={"mode": "dp"}))
+    assert len(record.hear()) == 1
+    heard = record.__dict__.copy()
+    entries = tmp_path / ENTRIES
+    entries.write_bytes(b"x" * (entries.stat().st_size - 1) + b"\n")
+    record.append(LogEntry(tags={"mode": "gpipe"}))
+    assert [entry.tags for entry in record.hear()] == [{"mode": "gpipe"}]
+    assert {name for name, value in record.__dict__.items() if value != heard[name]} == {"_num_bytes"}
 
 
 def test_an_end_that_a_full_disk_does_not_take_is_sent(

@@ -49,7 +49,7 @@ def test_a_resumed_run_goes_on_under_its_id_without_duplicates(resumed: tuple[Ru
         assert [row.step for row in rows] == [1000, 2000, 3000, 4000]
         start_ms = fetch(second).info.start_time
         assert [row.timestamp - start_ms for row in rows] == [1500, 3000, 4500, 6250]
-    starts = [entry.at_ms for entry in RecordFolder(tmp_path / "record").earlier if entry.start is not None]
+    starts = [entry.at_ms for entry in RecordFolder(tmp_path / "record").earlier("start") if entry.start is not None]
     assert fetch(second).info.start_time == starts[0] < starts[1]
     assert (fetch(second).info.status, fetch(second).data.tags["outcome"]) == ("FINISHED", REACHED)
 
@@ -253,3 +253,72 @@ def test_an_entry_comes_back_as_it_was() -> None:
         LogEntry(status="FAILED"),
     ]
     assert [read(LogEntry, entry.to_json()) for entry in entries] == entries
+
+
+OTHERWISE = (*RESULT.points[:2], replace(RESULT.points[2], metrics={"train_loss": 7.0, "top1": 0.1}))
+
+
+def went_back(tracking: Tracking, folder: Path) -> RunLog:
+    """A run of four points, of which MLflow has three, whose second process went on after the second one, otherwise."""
+    first = tracking.start("went back", params={}, tags={}, folder=folder)
+    for point in RESULT.points[:3]:
+        first.point(point)
+    sent(first, tracking)
+    first._sender.close()
+    RecordFolder(folder).append(LogEntry(point=RESULT.points[3]))
+    again = tracking.start("went back", params={}, tags={}, folder=folder, goes_on_from=2000)
+    for point in OTHERWISE:
+        again.point(point)
+    again.finish(replace(RESULT, points=OTHERWISE))
+    return again
+
+
+def test_of_a_run_that_was_set_back_the_branch_that_was_left_is_gone(tracking: Tracking, tmp_path: Path) -> None:
+    """It stayed, and what came instead was dropped: the curve mixed both."""
+    run = went_back(tracking, tmp_path)
+    record = read_record(tmp_path)
+    assert record is not None
+    assert record.points == OTHERWISE
+    rows = history(run, "curves/train_loss")
+    assert [(row.step, row.value) for row in rows] == [(1000, 2.0), (2000, 0.5), (3000, 7.0)]
+    assert fetch(run).data.metrics["curves/top1"] == 0.1
+
+
+def test_a_server_that_only_adds_has_both_branches_and_a_tag(
+    tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keep(*_: object, after: int = -1) -> bool:
+        return after < 0
+
+    monkeypatch.setattr(Store, "forget", keep)
+    run = went_back(tracking, tmp_path)
+    rows = sorted((row.step, row.value) for row in history(run, "curves/train_loss"))
+    assert rows == [(1000, 2.0), (2000, 0.5), (3000, 0.25), (3000, 7.0), (4000, 0.75)]
+    assert fetch(run).data.tags["went_back"].startswith("to 2,000 samples")
+
+
+def test_the_last_value_of_a_curve_that_was_set_back_is_the_last_one_left(tracking: Tracking, tmp_path: Path) -> None:
+    run = tracking.start("shortened", params={}, tags={}, folder=tmp_path)
+    for point in RESULT.points:
+        run.point(point)
+    sent(run, tracking)
+    again = tracking.start("shortened", params={}, tags={}, folder=tmp_path, goes_on_from=1000)
+    again.finish(None, status="KILLED")
+    assert fetch(again).data.metrics == {"curves/virtual_time_s": 1.5, "curves/train_loss": 2.0, "curves/top1": 0.5}
+    assert fetch(again).data.tags["resumes"] == "1"
+
+
+def test_samples_of_the_system_go_on_without_a_look_at_all_of_them(tracking: Tracking, tmp_path: Path) -> None:
+    """After ten days reading them took a minute."""
+    from mlflow.tracking import MlflowClient
+
+    first = tracking.start("sampled", params={}, tags={}, folder=tmp_path)
+    for step in (7, 3):
+        first._sender.add(LogEntry(metrics={"system/cpu": 0.5, "loss": 1.0}, step=step + 100))
+    sent(first, tracking)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(MlflowClient, "get_metric_history")
+        again = tracking.start("sampled", params={}, tags={}, folder=tmp_path, system_metrics=True)
+        again.finish(None, status="KILLED")
+    assert again._sender._system is not None
+    assert again._sender._system._step == 108

@@ -63,6 +63,43 @@ def test_tensorboard_gets_the_curves_of_a_run_that_tells_its_progress(
     assert len(accumulators.EventAccumulator(str(folder)).Reload().Scalars("curves/eval_loss")) == 1
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_run_that_goes_on_has_one_folder_and_each_point_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second process had a folder of its own, with the points of the first one again."""
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    Path("small.yaml").write_text(uniform_recipe(4, 200, 50, minibatch_size=50))
+    for words in (["small.yaml", "tracking=[mlflow,tensorboard]"], ["--resume", "small", "train.max_epochs=3"]):
+        done = CliRunner().invoke(cli, ["run", *words])
+        assert done.exit_code == 0, done.output
+    (folder,) = (tmp_path / "tensorboard").glob("*/*")
+    files = sorted(folder.glob("events*"), key=lambda file: file.stat().st_mtime_ns)
+    steps = [
+        [each.step for each in found.Scalars("curves/eval_loss")]
+        for found in (accumulators.EventAccumulator(str(file)).Reload() for file in files)
+        if "curves/eval_loss" in found.Tags()["scalars"]
+    ]
+    assert steps == [[200], [400, 600]]
+    (record,) = tmp_path.glob("pipebench-runs/*/record/record.jsonl")
+    assert record.read_text().count('"point": {') == 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_hides_the_branch_that_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.chdir(tmp_path)
+    first, second = Writers(["tensorboard"], RUN), Writers(["tensorboard"], RUN._replace(samples_done=2000))
+    for point in RESULT.points:
+        first.point(point)  # and is killed
+    second.point(replace(RESULT.points[2], metrics={"top1": 0.25}))
+    (folder,) = (tmp_path / "tensorboard").glob("*/*/*")
+    curve = accumulators.EventAccumulator(str(folder)).Reload().Scalars("curves/top1")
+    assert [(each.step, each.value) for each in curve] == [(1000, 0.5), (2000, pytest.approx(0.8)), (3000, 0.25)]
+    for each in (first, second):
+        each.finish(None)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_wandb_keeps_a_run_on_disk_and_sends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -4,14 +4,18 @@ A worker pulls the weights after its own push, so the order determines every min
 run; a run given the same order computes the same weights.
 """
 
+import base64
 import json
 import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
-from pipebench.typed_json import Within
+import numpy as np
+
+from pipebench.typed_json import Count, Within
 
 FILE_NAME = "push-order.json"
 VERSION = 1
@@ -36,6 +40,39 @@ class Pushes:
         return [made - version for made, version in enumerate(self.versions)]
 
 
+@dataclass(frozen=True)
+class PackedPushes:
+    """Pushes between two drains as checkpoints keep them: less than a byte each, as workers mostly take turns."""
+
+    first: Count
+    # Base64 of zlib of int32: by how much every minibatch's number is above that of the push before, then staleness
+    packed: str | None = None
+    minibatches: list[int] = field(default_factory=list)  # as by `Pushes`, in early checkpoints
+    versions: list[int] = field(default_factory=list)
+
+    @staticmethod
+    def of(pushes: Pushes) -> "PackedPushes":
+        """Pack the pushes of a segment."""
+        rows = np.array([np.diff(pushes.minibatches, prepend=0), pushes.staleness], dtype="<i4")
+        return PackedPushes(pushes.first, base64.b64encode(zlib.compress(rows.tobytes())).decode())
+
+    def unpacked(self) -> Pushes:
+        """Return the pushes; raise a ValueError if they can't be unpacked."""
+        if self.packed is None:
+            return Pushes(self.first, self.minibatches, self.versions)
+        try:
+            steps, staleness = np.frombuffer(zlib.decompress(base64.b64decode(self.packed)), "<i4").reshape(2, -1)
+        except (zlib.error, ValueError) as error:
+            raise ValueError(f"packed pushes can't be read: {error}") from error
+        versions = np.arange(len(staleness)) - staleness
+        return Pushes(self.first, np.cumsum(steps).tolist(), versions.tolist())
+
+
+def unpacked(counted: Iterable[Mapping[str, Any]]) -> list[Pushes]:
+    """Return the pushes of every segment in servers' counters."""
+    return [PackedPushes(**segment).unpacked() for segment in counted]
+
+
 def histogram(segments: Iterable[Pushes]) -> dict[int, int]:
     """Return the number of minibatches by staleness."""
     counts = Counter(updates for pushes in segments for updates in pushes.staleness)
@@ -57,13 +94,13 @@ def to_text(segments: Sequence[Pushes]) -> str:
 
 def metrics(counted: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the staleness metrics of the segments in servers' counters."""
-    staleness = [updates for segment in counted for updates in Pushes(**segment).staleness]
+    staleness = [updates for pushes in unpacked(counted) for updates in pushes.staleness]
     return {"staleness_mean": sum(staleness) / len(staleness), "staleness_max": max(staleness)} if staleness else {}
 
 
 def fields(counted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the result's field that holds them."""
-    return {"pushes": tuple(Pushes(**segment) for segment in counted)}
+    return {"pushes": tuple(unpacked(counted))}
 
 
 class Turns:

@@ -7,7 +7,6 @@ order of calls is the order of updates. The model is one stage.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from pipebench.engine.protocols import Collectives, EngineExtension, Sent, Trans
 from pipebench.engine.setup import Setup
 from pipebench.engine.weights import Weights
 from pipebench.engine.worker import Worker
-from pipebench.extensions.asynchronous.pushes import Pushes
+from pipebench.extensions.asynchronous.pushes import PackedPushes, Pushes
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.syncs import ASYNCHRONOUS, SYNCS
@@ -40,7 +39,8 @@ class ParameterServer:
     """Applies pushes to the weights of the first replica."""
 
     def __init__(self, setup: Setup, weights: Weights) -> None:
-        self.segments: list[Pushes] = []  # pushes from drain to drain
+        self.earlier: list[PackedPushes] = []  # from drain to drain
+        self.current: Pushes | None = None  # since the last drain
         self._setup = setup
         self._weights = weights
         self._drained = 0
@@ -48,14 +48,18 @@ class ParameterServer:
 
     def begin(self, first: int) -> None:
         """Start a segment of training at minibatch `first` of the run."""
-        self.segments.append(Pushes(first))
+        self.earlier, self.current = self.segments(), Pushes(first)
         self._drained = self._weights.newest.number
         self._samples = self._setup.sampler.samples_before(first)
 
     @property
     def applied(self) -> int:
         """Pushes applied in the segment."""
-        return len(self.segments[-1].minibatches)
+        return 0 if self.current is None else len(self.current.minibatches)
+
+    def segments(self) -> list[PackedPushes]:
+        """Return all pushes so far."""
+        return [*self.earlier, *([] if self.current is None else [PackedPushes.of(self.current)])]
 
     def apply(self, minibatch: int, version: int, gradients: Gradients, *, of_first: bool) -> Pulled:
         """Update with a minibatch's gradient of the mean loss; return the new weights, which the replica pulls next.
@@ -63,7 +67,8 @@ class ParameterServer:
         `minibatch` is numbered since the drain; `version` is of the weights that computed the gradient; `of_first`:
         whether the replica is the first. The learning rate depends on the samples of all earlier updates.
         """
-        pushes, weights = self.segments[-1], self._weights
+        pushes, weights = self.current, self._weights
+        assert pushes is not None
         own = self._setup.sampler.size(pushes.first + minibatch)
         lr = self._setup.lr(0, self._samples, own)
         weights.update(weights.as_stepped(gradients), lr, keep_from=weights.newest.number + 1)
@@ -99,7 +104,8 @@ class Server(EngineExtension):
 
     def facts(self) -> list[Any]:
         """Return all pushes so far."""
-        return [] if self.here is None else [asdict(pushes) for pushes in self.here.segments]
+        segments = [] if self.here is None else self.here.segments()
+        return [{"first": each.first, "packed": each.packed} for each in segments]
 
     def restore(self, facts: list[Any]) -> None:
         """Restore the result of `facts`.
@@ -108,11 +114,14 @@ class Server(EngineExtension):
             CheckpointError: it has another form.
         """
         try:
-            segments = read(list[Pushes], json.dumps(facts), "progress.facts.pushes")
+            given = read(list[PackedPushes], json.dumps(facts), "progress.facts.pushes")
+            segments = [PackedPushes.of(each.unpacked()) for each in given]
         except JsonError as error:
             raise CheckpointError(str(error)) from None
+        except ValueError as error:
+            raise CheckpointError(f"progress.facts.pushes: {error}") from None
         if self.here is not None:
-            self.here.segments = segments
+            self.here.earlier = segments
 
 
 class PushAndPull(WorkerExtension):
