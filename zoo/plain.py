@@ -103,6 +103,7 @@ class DatasetPair(Dataset):
     """
 
     targets_apart = False
+    remake: Callable[[], tuple[Any, Any]] | None = None  # makes both anew, as if nothing had been read; None: can't
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class DatasetPair(Dataset):
         loader_processes: int = 0,
         fields: Fields | None = None,
     ) -> None:
-        self._splits = {split: _unloaded(split, data) for split, data in zip(_SPLITS, (train, held_out), strict=True)}
+        self._splits = _by_split(train, held_out)
         self._fields = Fields() if fields is None and loss is loss_of_model else fields
         self.num_train, self.num_eval = (_length(split, data) for split, data in self._splits.items())
         self._loss = loss
@@ -132,6 +133,12 @@ class DatasetPair(Dataset):
         for split, data in self._splits.items():
             length = _length(split, data)
             self.fetch(split, sorted({0, length // 2, length - 1}), [*self._inputs, *self._targets])
+
+    def renew(self) -> None:
+        """See `Dataset`; copies of this data set are renewed with it."""
+        if self.remake is not None:
+            self._splits.clear()  # first: there may be memory for one only
+            self._splits.update(_by_split(*self.remake()))
 
     @property
     def argument_names(self) -> Sequence[str]:
@@ -358,6 +365,10 @@ def seeded(seed: int) -> Iterator[Callable[[int], None]]:
 
 def _per_sample(values: torch.Tensor) -> torch.Tensor:
     return values.reshape(values.shape[0], -1).mean(1)
+
+
+def _by_split(train: Any, held_out: Any) -> dict[str, Any]:
+    return {split: _unloaded(split, data) for split, data in zip(_SPLITS, (train, held_out), strict=True)}
 
 
 def _unloaded(split: str, data: Any) -> Any:

@@ -124,12 +124,20 @@ class Loaders:
 
     def __init__(self, dataset: Dataset, device: torch.device) -> None:
         self._dataset, self._device = dataset, device
+        self._is_prepared = False
         self._found: dict[tuple[Hashable, int], LoaderProcesses] = {}
+
+    def prepare(self) -> None:
+        """Renew the data set if there will be processes, which would share the files that this one has opened in it."""
+        if self._dataset.loader_processes > 0 and not self._is_prepared:
+            self._dataset.renew()
+            self._is_prepared = True
 
     def of(self, reader: Hashable, count: int) -> LoaderProcesses | None:
         """Return a reader's processes; None if it has none."""
         if count == 0:
             return None
+        self.prepare()
         if (reader, count) not in self._found:
             self._found[reader, count] = LoaderProcesses(self._dataset, self._device, count)
         return self._found[reader, count]
