@@ -19,7 +19,7 @@ from pipebench.zoo import metrics
 from pipebench.zoo.late import torch
 from pipebench.zoo.options import at_least
 from pipebench.zoo.places import DATA_VARIABLE, data_folder
-from pipebench.zoo.registry import Dataset
+from pipebench.zoo.registry import DataError, Dataset
 
 _FOLDERS = {"train": "train", "eval": "val"}
 _SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -88,7 +88,7 @@ class ImageNet(Dataset):
         """Return the fields asked for of the samples at `indices`, in that order; labels alone decode no image.
 
         Raises:
-            OSError: an image can't be read; names the file.
+            DataError: an image can't be read; names the file.
         """
         if split not in _FOLDERS:
             raise ValueError(f"imagenet: split is {split!r}, allowed are train, eval")
@@ -244,8 +244,8 @@ def _decoded(path: str) -> Any:
     try:
         with Image.open(path) as picture:
             return picture.convert("RGB")  # some of ImageNet's are grey, CMYK or PNG
-    except OSError as error:
-        raise OSError(f"imagenet: {path} can't be read as an image: {error}") from error
+    except Exception as error:  # of many classes
+        raise DataError(f"imagenet: {path} can't be read as an image") from error
 
 
 def _scan(folder: Path) -> Listing:

@@ -229,7 +229,11 @@ class DatasetPair(Dataset):
             samples = []
             for index in indices:
                 seed((draw + _GOLDEN * (index + 1)) % 2**63)
-                samples.append(data[index] if self._fields is None else self._fields.pair(data[index]))
+                try:
+                    sample = data[index]
+                except Exception as error:  # theirs, or of a library that names neither the sample nor a file
+                    raise DataError(f"sample {index} of {split} can't be read") from error
+                samples.append(sample if self._fields is None else self._fields.pair(sample))
         for index, sample in zip(indices, samples, strict=True):
             if not isinstance(sample, tuple | list) or len(sample) != 2:
                 raise DataError(
