@@ -129,10 +129,22 @@ class DatasetPair(Dataset):
         self._kept: OrderedDict[tuple[str, tuple[int, ...], int], dict[str, torch.Tensor]] = OrderedDict()
 
     def check(self) -> None:
-        """Raise DataError if the first, the middle and the last samples of a split don't go into one minibatch."""
+        """Try the first, the middle and the last samples of each split.
+
+        Raises:
+            DataError: they don't go into one minibatch, or aren't the same when they are read again.
+        """
         for split, data in self._splits.items():
-            length = _length(split, data)
-            self.fetch(split, sorted({0, length // 2, length - 1}), [*self._inputs, *self._targets])
+            length, fields = _length(split, data), [*self._inputs, *self._targets]
+            indices = sorted({0, length // 2, length - 1})
+            once, again = (self.fetch(split, indices, fields) for _ in range(2))
+            for name in fields:
+                if not torch.allclose(once[name], again[name], rtol=0, atol=0, equal_nan=True):
+                    raise DataError(
+                        f"{name} of the samples {', '.join(map(str, indices))} of {split} is another one when they are "
+                        "read again: a generator of its own draws it, or how often it was read; draw as with "
+                        "torch.rand, numpy.random.rand or random.random, which are seeded for every sample"
+                    )
 
     def renew(self) -> None:
         """See `Dataset`; copies of this data set are renewed with it."""
