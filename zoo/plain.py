@@ -401,6 +401,11 @@ def _unloaded(split: str, data: Any) -> Any:
                 f"the loader of {split} has a {what} of its own, and minibatches are made from the run's seed by "
                 "torch's default_collate: give its data set, `loader.dataset`"
             )
+    if data.drop_last:
+        raise DataError(
+            f"the loader of {split} has drop_last=True, and every sample is read once an epoch, in a smaller last "
+            "minibatch too: leave it out, or choose train.minibatch_size so that it divides their number"
+        )
     return data.dataset
 
 
