@@ -384,7 +384,26 @@ def _per_sample(values: torch.Tensor) -> torch.Tensor:
 
 
 def _by_split(train: Any, held_out: Any) -> dict[str, Any]:
-    return {split: _unloaded(split, data) for split, data in zip(_SPLITS, (train, held_out), strict=True)}
+    return {split: _copied(_unloaded(split, data)) for split, data in zip(_SPLITS, (train, held_out), strict=True)}
+
+
+def _copied(data: Any) -> Any:
+    """Return a copy of a data set and of those in it, so that the files that reading opens aren't the given one's.
+
+    A script that hands over its data sets, and a module that keeps them, give the same ones every time.
+    """
+    if not isinstance(data, torch.utils.data.Dataset):
+        return data
+    try:
+        made = copy.copy(data)
+    except Exception:  # a class that can't be copied, as many with a __getattr__
+        return data
+    for name, part in [*vars(made).items()]:
+        if isinstance(part, torch.utils.data.Dataset):
+            vars(made)[name] = _copied(part)
+        elif isinstance(part, list) and part and isinstance(part[0], torch.utils.data.Dataset):
+            vars(made)[name] = [_copied(each) for each in part]
+    return made
 
 
 def _unloaded(split: str, data: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from pipebench.model.loading import Loaders
 from pipebench.recipe.own_data import own_dataset
@@ -50,14 +50,25 @@ class OpeningOfTheZoo(OfTheZoo):
         raise NotImplementedError
 
 
-def pair() -> tuple[Opening, Opening]:
+def pair() -> tuple[Any, ...]:
     return Opening(), Opening()
 
 
-@pytest.mark.parametrize("target", ["pair", "OpeningOfTheZoo"])
+KEPT: tuple[Any, ...] = (ConcatDataset([Subset(Opening(), range(4))]), Opening())
+
+
+def kept() -> tuple[Any, ...]:
+    return KEPT
+
+
+@pytest.mark.parametrize("target", ["pair", "kept", "OpeningOfTheZoo"])
 def test_loader_processes_share_no_file_that_was_opened_before(target: str) -> None:
     """A file's position is one for all processes that have it from one: each would read where another one looks."""
-    given = {"target": f"{__name__}:{target}", "loader_processes": 2, "loss": "mse" if target == "pair" else None}
+    given = {
+        "target": f"{__name__}:{target}",
+        "loader_processes": 2,
+        "loss": None if target == "OpeningOfTheZoo" else "mse",
+    }
     data = own_dataset(given)
     data.check()
     assert int(data.fetch("train", [0], ["input"])["input"][0, 0]) == os.getpid()
