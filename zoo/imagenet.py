@@ -60,7 +60,8 @@ class ImageNet(Dataset):
             ValueError: other sizes than the options say; names the option to set.
         """
         folder = data_folder("imagenet", self.root, "train/<class>/*.JPEG and val/<class>/*.JPEG")
-        listings = {split: _scan(folder / name) for split, name in _FOLDERS.items()}
+        _listings.cache_clear()  # files may have come since a check before
+        listings = _listings(str(folder))
         if listings["train"].classes != listings["eval"].classes:
             odd = sorted(set(listings["train"].classes) ^ set(listings["eval"].classes))
             raise ValueError(
@@ -92,7 +93,7 @@ class ImageNet(Dataset):
         """
         if split not in _FOLDERS:
             raise ValueError(f"imagenet: split is {split!r}, allowed are train, eval")
-        listing = _listing(str(data_folder("imagenet", self.root) / _FOLDERS[split]))
+        listing = _listings(str(data_folder("imagenet", self.root)))[split]
         fetched: dict[str, torch.Tensor] = {}
         for field in fields:
             if field == "label":
@@ -276,6 +277,6 @@ def _images_in(folder: Path) -> Iterator[str]:
 
 
 @lru_cache(maxsize=4)
-def _listing(folder: str) -> Listing:
-    """List a split's images once per process; kept out of the data set, which is sent to loader processes."""
-    return _scan(Path(folder))
+def _listings(folder: str) -> dict[str, Listing]:
+    """List both splits' images once per process, and so before loader processes begin, which have what it has."""
+    return {split: _scan(Path(folder, name)) for split, name in _FOLDERS.items()}

@@ -121,8 +121,31 @@ def test_loader_processes_see_the_same_pixels(tree: Path) -> None:
     here = dataset.fetch("train", range(9), ["image"], draw=1)["image"]
     sent = pickle.dumps(dataset)
     assert len(sent) < 1000
-    module._listing.cache_clear()
+    module._listings.cache_clear()
     assert torch.equal(pickle.loads(sent).fetch("train", range(9), ["image"], draw=1)["image"], here)
+
+
+def test_folders_are_listed_once(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million files take minutes on a network's disk; loader processes have what was listed before they began."""
+    scanned: list[str] = []
+
+    def scan(folder: Path) -> module.Listing:
+        scanned.append(folder.name)
+        return listed(folder)
+
+    listed = module._scan
+    monkeypatch.setattr(module, "_scan", scan)
+    dataset = small(tree)
+    dataset.check()
+    for split in ("train", "eval"):
+        dataset.fetch(split, [0], ["label"])
+    assert scanned == ["train", "val"]
+    module._listings.cache_clear()
+    dataset.fetch("train", [0], ["label"])
+    assert scanned[2:] == ["train", "val"]
+    (tree / "train" / CLASSES[0] / "another.png").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"num_train is 9, but .* holds 10"):
+        dataset.check()
 
 
 def test_crops_have_the_published_areas_and_ratios() -> None:
