@@ -19,7 +19,7 @@ from pipebench.zoo import metrics
 from pipebench.zoo.late import torch
 from pipebench.zoo.options import at_least
 from pipebench.zoo.places import DATA_VARIABLE, data_folder
-from pipebench.zoo.registry import Dataset
+from pipebench.zoo.registry import DataError, Dataset
 
 _FOLDERS = {"train": "train", "eval": "val"}
 _SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -60,7 +60,8 @@ class ImageNet(Dataset):
             ValueError: other sizes than the options say; names the option to set.
         """
         folder = data_folder("imagenet", self.root, "train/<class>/*.JPEG and val/<class>/*.JPEG")
-        listings = {split: _scan(folder / name) for split, name in _FOLDERS.items()}
+        _listings.cache_clear()  # files may have come since a check before
+        listings = _listings(str(folder))
         if listings["train"].classes != listings["eval"].classes:
             odd = sorted(set(listings["train"].classes) ^ set(listings["eval"].classes))
             raise ValueError(
@@ -88,11 +89,11 @@ class ImageNet(Dataset):
         """Return the fields asked for of the samples at `indices`, in that order; labels alone decode no image.
 
         Raises:
-            OSError: an image can't be read; names the file.
+            DataError: an image can't be read; names the file.
         """
         if split not in _FOLDERS:
             raise ValueError(f"imagenet: split is {split!r}, allowed are train, eval")
-        listing = _listing(str(data_folder("imagenet", self.root) / _FOLDERS[split]))
+        listing = _listings(str(data_folder("imagenet", self.root)))[split]
         fetched: dict[str, torch.Tensor] = {}
         for field in fields:
             if field == "label":
@@ -244,8 +245,8 @@ def _decoded(path: str) -> Any:
     try:
         with Image.open(path) as picture:
             return picture.convert("RGB")  # some of ImageNet's are grey, CMYK or PNG
-    except OSError as error:
-        raise OSError(f"imagenet: {path} can't be read as an image: {error}") from error
+    except Exception as error:  # of many classes
+        raise DataError(f"imagenet: {path} can't be read as an image") from error
 
 
 def _scan(folder: Path) -> Listing:
@@ -276,6 +277,6 @@ def _images_in(folder: Path) -> Iterator[str]:
 
 
 @lru_cache(maxsize=4)
-def _listing(folder: str) -> Listing:
-    """List a split's images once per process; kept out of the data set, which is sent to loader processes."""
-    return _scan(Path(folder))
+def _listings(folder: str) -> dict[str, Listing]:
+    """List both splits' images once per process, and so before loader processes begin, which have what it has."""
+    return {split: _scan(Path(folder, name)) for split, name in _FOLDERS.items()}

@@ -6,6 +6,9 @@ import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+
+import numpy
 
 from pipebench.zoo.late import torch
 from pipebench.zoo.options import at_least
@@ -103,7 +106,7 @@ class Text(Dataset):
 
 
 def most_frequent(words: Iterable[str], size: int) -> dict[str, int]:
-    """Return the ids of the `size` most frequent words, `<unk>` and `<eos>` always among them.
+    """Return the ids of the `size` most frequent words, given or counted, `<unk>` and `<eos>` always among them.
 
     Ids go by frequency, then by the alphabet, so that they depend on nothing else.
     """
@@ -116,5 +119,5 @@ def most_frequent(words: Iterable[str], size: int) -> dict[str, int]:
 
 def encode(words: Sequence[str], vocabulary: Mapping[str, int]) -> torch.Tensor:
     """Return the ids of the words, [len(words)] int64; words outside the vocabulary have the id of `<unk>`."""
-    unknown = vocabulary[UNKNOWN]
-    return torch.tensor([vocabulary.get(word, unknown) for word in words], dtype=torch.int64)
+    ids = map(vocabulary.get, words, repeat(vocabulary[UNKNOWN]))
+    return torch.from_numpy(numpy.fromiter(ids, numpy.int64, len(words)))

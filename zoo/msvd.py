@@ -16,6 +16,7 @@ from pipebench.zoo.captions import Captions, Vocabulary
 from pipebench.zoo.late import torch
 from pipebench.zoo.options import at_least, more_than, one_of
 from pipebench.zoo.places import data_folder
+from pipebench.zoo.registry import DataError
 from pipebench.zoo.text import NUM_SPECIAL
 
 HELD_OUT = ("valid", "test")
@@ -149,10 +150,10 @@ class Msvd(Captions):
         path = self._features_of(clip)
         try:
             frames: Any = numpy.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise ValueError(f"msvd: {path} can't be read: expected is an array that numpy.save wrote") from error
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"msvd: {path} can't be read: expected is an array that numpy.save wrote") from error
         if frames.ndim != 2 or frames.shape[1] != self.num_features or not len(frames):
-            raise ValueError(
+            raise DataError(
                 f"msvd: {path} has the shape {list(frames.shape)}: expected is [frames, {self.num_features}]; the "
                 f"option num_features says how many numbers there are per frame"
             )

@@ -103,6 +103,7 @@ class DatasetPair(Dataset):
     """
 
     targets_apart = False
+    remake: Callable[[], tuple[Any, Any]] | None = None  # makes both anew, as if nothing had been read; None: can't
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class DatasetPair(Dataset):
         loader_processes: int = 0,
         fields: Fields | None = None,
     ) -> None:
-        self._splits = {split: _unloaded(split, data) for split, data in zip(_SPLITS, (train, held_out), strict=True)}
+        self._splits = _by_split(train, held_out)
         self._fields = Fields() if fields is None and loss is loss_of_model else fields
         self.num_train, self.num_eval = (_length(split, data) for split, data in self._splits.items())
         self._loss = loss
@@ -128,10 +129,28 @@ class DatasetPair(Dataset):
         self._kept: OrderedDict[tuple[str, tuple[int, ...], int], dict[str, torch.Tensor]] = OrderedDict()
 
     def check(self) -> None:
-        """Raise DataError if the first, the middle and the last samples of a split don't go into one minibatch."""
+        """Try the first, the middle and the last samples of each split.
+
+        Raises:
+            DataError: they don't go into one minibatch, or aren't the same when they are read again.
+        """
         for split, data in self._splits.items():
-            length = _length(split, data)
-            self.fetch(split, sorted({0, length // 2, length - 1}), [*self._inputs, *self._targets])
+            length, fields = _length(split, data), [*self._inputs, *self._targets]
+            indices = sorted({0, length // 2, length - 1})
+            once, again = (self.fetch(split, indices, fields) for _ in range(2))
+            for name in fields:
+                if not torch.allclose(once[name], again[name], rtol=0, atol=0, equal_nan=True):
+                    raise DataError(
+                        f"{name} of the samples {', '.join(map(str, indices))} of {split} is another one when they are "
+                        "read again: a generator of its own draws it, or how often it was read; draw as with "
+                        "torch.rand, numpy.random.rand or random.random, which are seeded for every sample"
+                    )
+
+    def renew(self) -> None:
+        """See `Dataset`; copies of this data set are renewed with it."""
+        if self.remake is not None:
+            self._splits.clear()  # first: there may be memory for one only
+            self._splits.update(_by_split(*self.remake()))
 
     @property
     def argument_names(self) -> Sequence[str]:
@@ -222,7 +241,11 @@ class DatasetPair(Dataset):
             samples = []
             for index in indices:
                 seed((draw + _GOLDEN * (index + 1)) % 2**63)
-                samples.append(data[index] if self._fields is None else self._fields.pair(data[index]))
+                try:
+                    sample = data[index]
+                except Exception as error:  # theirs, or of a library that names neither the sample nor a file
+                    raise DataError(f"sample {index} of {split} can't be read") from error
+                samples.append(sample if self._fields is None else self._fields.pair(sample))
         for index, sample in zip(indices, samples, strict=True):
             if not isinstance(sample, tuple | list) or len(sample) != 2:
                 raise DataError(
@@ -360,6 +383,29 @@ def _per_sample(values: torch.Tensor) -> torch.Tensor:
     return values.reshape(values.shape[0], -1).mean(1)
 
 
+def _by_split(train: Any, held_out: Any) -> dict[str, Any]:
+    return {split: _copied(_unloaded(split, data)) for split, data in zip(_SPLITS, (train, held_out), strict=True)}
+
+
+def _copied(data: Any) -> Any:
+    """Return a copy of a data set and of those in it, so that the files that reading opens aren't the given one's.
+
+    A script that hands over its data sets, and a module that keeps them, give the same ones every time.
+    """
+    if not isinstance(data, torch.utils.data.Dataset):
+        return data
+    try:
+        made = copy.copy(data)
+    except Exception:  # a class that can't be copied, as many with a __getattr__
+        return data
+    for name, part in [*vars(made).items()]:
+        if isinstance(part, torch.utils.data.Dataset):
+            vars(made)[name] = _copied(part)
+        elif isinstance(part, list) and part and isinstance(part[0], torch.utils.data.Dataset):
+            vars(made)[name] = [_copied(each) for each in part]
+    return made
+
+
 def _unloaded(split: str, data: Any) -> Any:
     """Return the data set of a loader, whose minibatches are drawn anew, from the run's seed."""
     if not isinstance(data, DataLoader):
@@ -374,6 +420,11 @@ def _unloaded(split: str, data: Any) -> Any:
                 f"the loader of {split} has a {what} of its own, and minibatches are made from the run's seed by "
                 "torch's default_collate: give its data set, `loader.dataset`"
             )
+    if data.drop_last:
+        raise DataError(
+            f"the loader of {split} has drop_last=True, and every sample is read once an epoch, in a smaller last "
+            "minibatch too: leave it out, or choose train.minibatch_size so that it divides their number"
+        )
     return data.dataset
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
 from pipebench.zoo.language import END, Text, encode, most_frequent
 from pipebench.zoo.late import torch
+from pipebench.zoo.line_index import fingerprint
 from pipebench.zoo.options import at_least
 from pipebench.zoo.places import DATA_VARIABLE, data_folder
 
@@ -14,6 +17,7 @@ from pipebench.zoo.places import DATA_VARIABLE, data_folder
 TRAIN_TOKENS, VALID_TOKENS, TEST_TOKENS = 929_589, 73_760, 82_430
 VOCABULARY = 10_000
 _SPLITS = ("train", "valid", "test")
+_BLOCK_LETTERS = 1 << 20
 
 
 class PennTreebank(Text):
@@ -38,14 +42,15 @@ class PennTreebank(Text):
                 f"ptb: there is no file {missing[0]}; expected are ptb.train.txt, ptb.valid.txt and ptb.test.txt in a "
                 f"folder that dataset.root names, or in the folder ptb of the one that {DATA_VARIABLE} names"
             )
+        counts = {split: _counts(*_place(folder, split)) for split in _SPLITS}
         for split, declared in self.file_tokens.items():
-            found = len(_words(_file(folder, split)))
+            found = counts[split].total()
             if found != declared:
                 raise ValueError(
                     f"ptb: {_file(folder, split)} has {found} tokens with one {END} per line, expected are "
                     f"{declared}; for another text set dataset.{split}_tokens"
                 )
-        words = len(set(_words(_file(folder, "train"))))
+        words = len(counts["train"])
         if words != self.vocabulary:
             raise ValueError(
                 f"ptb: {_file(folder, 'train')} has {words} different words with {END}, expected are "
@@ -93,12 +98,33 @@ def _file(folder: Path, split: str) -> Path:
     return folder / f"ptb.{split}.txt"
 
 
-def _words(path: Path) -> list[str]:
-    """Return the words of a file, `<eos>` for the end of every line."""
-    return path.read_text(encoding="utf-8").replace("\n", f" {END} ").split()
+def _words(path: Path) -> Iterator[list[str]]:
+    """Yield the words of a file, `<eos>` for the end of every line; of some lines at a time, as a text may be large."""
+    with path.open(encoding="utf-8") as file:
+        while lines := file.readlines(_BLOCK_LETTERS):
+            yield "".join(lines).replace("\n", f" {END} ").split()
+
+
+def _place(folder: Path, split: str) -> tuple[str, Path]:
+    path = _file(folder, split)
+    return fingerprint(path), path
+
+
+@lru_cache(maxsize=4)
+def _counts(_: str, path: Path) -> Counter[str]:
+    """Return how often each word is in a file."""
+    counts: Counter[str] = Counter()
+    for words in _words(path):
+        counts.update(words)
+    return counts
+
+
+@lru_cache(maxsize=2)
+def _ids(place: tuple[str, Path], vocabulary: int) -> dict[str, int]:
+    return most_frequent(_counts(*place), vocabulary)
 
 
 @lru_cache(maxsize=4)
 def _text(folder: Path, split: str, vocabulary: int) -> torch.Tensor:
-    ids = most_frequent(_words(_file(folder, "train")), vocabulary)
-    return encode(_words(_file(folder, split)), ids)
+    ids = _ids(_place(folder, "train"), vocabulary)
+    return torch.cat([encode(words, ids) for words in _words(_file(folder, split))])

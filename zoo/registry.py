@@ -83,6 +83,9 @@ class Dataset(ABC):
     def check(self) -> None:  # noqa: B027 (most data is simply there)
         """Raise OSError, ImportError or ValueError, with one readable sentence, if the data can't be read."""
 
+    def renew(self) -> None:  # noqa: B027 (most keeps nothing open)
+        """Give up what fetching keeps open, such as files: processes that start now would share it with this one."""
+
     @abstractmethod
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
         """Return every field with the shapes and dtypes of `num_samples` samples, on the meta device.

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,11 @@ _FRAME = 2  # begin and end, which MLPerf counts as tokens
 _LANGUAGES = {"source": "en", "target": "de"}
 _VOCABULARY_FILE = "vocab.bpe.32000"
 _REFERENCE_FILE = "newstest2014.de"
-_LAYOUT = (
+TOKENS = (
     *(f"{text}.bpe.32000.{lang}" for text in ("train.tok.clean", "newstest2014.tok") for lang in ("en", "de")),
     _VOCABULARY_FILE,
-    _REFERENCE_FILE,
 )
+_LAYOUT = (*TOKENS, _REFERENCE_FILE)
 
 
 class Wmt16(Translation):
@@ -65,17 +65,40 @@ class Wmt16(Translation):
     def check(self) -> None:
         """Raise OSError, ImportError or ValueError unless the files are there and of the declared sizes."""
         super().check()
-        folder = data_folder("wmt16", self.root, ", ".join(_LAYOUT))
+        self.check_tokens(_LAYOUT, {"train": "num_train", "eval": "num_eval"})
+        reference = data_folder("wmt16", self.root) / _REFERENCE_FILE
+        lines = len(_index(line_index.fingerprint(reference), reference).starts)
+        if lines != self.num_eval:
+            raise ValueError(f"wmt16: {reference} has {lines} lines, expected is one for each of {self.num_eval} pairs")
+        _detokenizer("target")
+
+    def check_tokens(self, layout: Sequence[str], options: Mapping[str, str], spare: int = 0) -> None:
+        """Check the files that a training needs which translates nothing; raises as `check`.
+
+        Args:
+            layout: the files that are needed.
+            options: by split, what its declared number of pairs is called where it is to be set.
+            spare: ids that are to be left over by the vocabulary's tokens.
+        """
+        folder = data_folder("wmt16", self.root, ", ".join(layout))
         if not folder.is_dir():
-            raise FileNotFoundError(f"wmt16: {folder} is no folder; expected is one with {', '.join(_LAYOUT)}")
-        missing = [name for name in _LAYOUT if not (folder / name).is_file()]
+            raise FileNotFoundError(f"wmt16: {folder} is no folder; expected is one with {', '.join(layout)}")
+        missing = [name for name in layout if not (folder / name).is_file()]
         if missing:
             raise FileNotFoundError(
                 f"wmt16: {folder} has no {', '.join(missing)}; expected is what MLPerf's GNMT preparation leaves: "
-                f"{', '.join(_LAYOUT)}"
+                f"{', '.join(layout)}"
             )
-        self._check_sizes()
-        _detokenizer("target")
+        for (split, option), declared in zip(options.items(), (self.num_train, self.num_eval), strict=True):
+            pairs = len(self._side("source", split)[1].starts)
+            if pairs != declared:
+                raise ValueError(f"wmt16: {pairs} {split} pairs are there, set {option}, now {declared}, to that")
+        tokens = round_up(len(_words(self._place(_VOCABULARY_FILE))) + spare, _VOCABULARY_MULTIPLE)
+        if tokens != self.options.vocabulary:
+            raise ValueError(
+                f"wmt16: {_VOCABULARY_FILE} makes {tokens} token ids, set vocabulary, now {self.options.vocabulary}, "
+                "to that"
+            )
 
     def tokens(self, side: str, split: str, indices: Sequence[int]) -> list[list[int]]:
         """Return the token ids of sentences, without begin and end."""
@@ -106,25 +129,6 @@ class Wmt16(Translation):
         longer = numpy.maximum(*(self._side(side, "train")[1].counts for side in SIDES)) + _FRAME
         found: list[int] = numpy.minimum(longer // width, NUM_BUCKETS - 1).tolist()
         return found
-
-    def _check_sizes(self) -> None:
-        pairs = {split: len(self._side("source", split)[1].starts) for split in ("train", "eval")}
-        for split, option in (("train", "num_train"), ("eval", "num_eval")):
-            declared = getattr(self, option)
-            if pairs[split] != declared:
-                raise ValueError(
-                    f"wmt16: {pairs[split]} {split} pairs are there, set {option}, now {declared}, to that"
-                )
-        reference = data_folder("wmt16", self.root) / _REFERENCE_FILE
-        lines = len(_index(line_index.fingerprint(reference), reference).starts)
-        if lines != pairs["eval"]:
-            raise ValueError(f"wmt16: {reference} has {lines} lines, expected is one for each of {pairs['eval']} pairs")
-        tokens = round_up(len(_words(self._place(_VOCABULARY_FILE))), _VOCABULARY_MULTIPLE)
-        if tokens != self.options.vocabulary:
-            raise ValueError(
-                f"wmt16: {_VOCABULARY_FILE} makes {tokens} token ids, set vocabulary, now {self.options.vocabulary}, "
-                "to that"
-            )
 
     def _place(self, name: str) -> tuple[Path, str]:
         path = data_folder("wmt16", self.root) / name

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipebench.zoo.segments import SegmentOptions, Segments
-from pipebench.zoo.wmt16 import NUM_EVAL, NUM_TRAIN, VOCABULARY, Wmt16, wmt16
-
-_MASK = VOCABULARY - 1  # MLPerf's 32,317 ids are padded to a multiple of 8: the last one is nobody's
+from pipebench.zoo.wmt16 import (
+    MAX_LENGTH,
+    NUM_EVAL,
+    NUM_TRAIN,
+    TOKENS,
+    TYPICAL_LENGTH,
+    VOCABULARY,
+    Wmt16,
+    wmt16,
+)
 
 
 class Wmt16Segments(Segments):
@@ -19,7 +26,7 @@ class Wmt16Segments(Segments):
 
     def check(self) -> None:
         """Raise OSError, ImportError or ValueError unless the files are there and of the declared sizes."""
-        self._source.check()
+        self._source.check_tokens(TOKENS, {"train": "train_sentences", "eval": "eval_sentences"}, spare=1)
 
     def sentences(self, split: str, indices: Sequence[int]) -> list[list[int]]:
         """Return the token ids of sentences."""
@@ -27,7 +34,15 @@ class Wmt16Segments(Segments):
 
 
 def wmt16_segments(
-    root: str = "", columns: int = 128, sentences: int = 2, num_eval: int = 0, loader_processes: int = 0
+    root: str = "",
+    columns: int = 128,
+    sentences: int = 2,
+    num_eval: int = 0,
+    loader_processes: int = 0,
+    train_sentences: int = NUM_TRAIN,
+    eval_sentences: int = NUM_EVAL,
+    vocabulary: int = VOCABULARY,
+    max_length: int = MAX_LENGTH,
 ) -> Wmt16Segments:
     """Build the data set; reads nothing.
 
@@ -37,10 +52,19 @@ def wmt16_segments(
         sentences: of a segment; two of some 28 byte pairs fill half of 128 columns.
         num_eval: held-out samples, of newstest2014, the first ones; 0: all.
         loader_processes: processes in which an engine reads sentences ahead; 0: in its own.
+        train_sentences: training pairs of `wmt16` within `max_length`.
+        eval_sentences: sentences of newstest2014.
+        vocabulary: token ids, special ones and the mask included, rounded up to a multiple of 8. The mask is the last
+            one: MLPerf's 32,317 ids leave three.
+        max_length: as `wmt16` has it.
 
     Raises:
         ValueError: an option is out of range; the message says which.
     """
-    num_sentences = {"train": NUM_TRAIN, "eval": NUM_EVAL}
-    options = SegmentOptions("wmt16_segments", num_sentences, VOCABULARY, _MASK, columns, sentences, num_eval)
-    return Wmt16Segments(options, wmt16(root, loader_processes=loader_processes))
+    num_sentences = {"train": train_sentences, "eval": eval_sentences}
+    options = SegmentOptions("wmt16_segments", num_sentences, vocabulary, vocabulary - 1, columns, sentences, num_eval)
+    typical_length = min(TYPICAL_LENGTH, max_length)  # of translations: it says nothing here
+    source = wmt16(
+        root, train_sentences, eval_sentences, vocabulary, max_length, typical_length, loader_processes=loader_processes
+    )
+    return Wmt16Segments(options, source)

@@ -102,6 +102,7 @@ class DistributedEngine(TrainingEngine):
         """Start the run's clock here, at the same moment on all workers."""
         self.set_activity("opening data")
         self.worker.open_data()
+        self.loaders.prepare()
         self.exchange(None)
         self.world.mark_started()
         if (allocator := allocator_of(self.setup.device)) is not None:

@@ -5,20 +5,27 @@ Profiles time the path that training takes. Loader processes stay between segmen
 """
 
 import os
+import signal
 from collections import deque
 from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.queues import Queue
 from typing import Any
 
 import torch
 from torch.utils import data
 
 from pipebench.errors import UserCodeError
-from pipebench.recipe.users_code import as_users
+from pipebench.recipe.users_code import as_users, reason
 from pipebench.zoo.registry import Dataset
 
 AHEAD = 2  # minibatches fetched ahead, by a thread or per loader process; the simulator's loader has as many buffers
+
+_NO_ROOM = (
+    "a minibatch doesn't fit in shared memory, /dev/shm: give the container more of it (docker's --shm-size), or make "
+    "dataset.loader_processes or train.minibatch_size smaller"
+)
 
 Task = tuple[list[int], int]  # the samples of a minibatch, and what their augmentation is drawn from
 Fields = dict[str, torch.Tensor]
@@ -92,26 +99,59 @@ class LoaderProcesses:
             prefetch_factor=AHEAD,
             pin_memory=device.type == "cuda",
             persistent_workers=True,
-            worker_init_fn=_alone,
+            worker_init_fn=_begin,
         )
 
     def minibatches(self, split: str, fields: Sequence[str], tasks: Iterator[Task]) -> Iterator[Fields]:
-        """Yield the tasks' minibatches in order; what is still being fetched of an earlier segment is dropped."""
+        """Yield the tasks' minibatches in order; what is still being fetched of an earlier segment is dropped.
+
+        Raises:
+            UserCodeError: reading fails, or a process has ended.
+        """
         self._order.tasks = ((split, fields, *task) for task in tasks)
-        for fetched in self._loader:
-            if isinstance(fetched, _Mistake):
-                raise UserCodeError(f"in a process that fetches ahead, {fetched.sentence}")
-            yield fetched
+        try:
+            for fetched in self._begun():
+                if isinstance(fetched, _Mistake):
+                    raise UserCodeError(f"in a process that fetches ahead, {fetched.sentence}")
+                yield fetched
+        except RuntimeError as error:
+            if (ended := self._ended()) is None:
+                raise
+            raise UserCodeError(f"a process that fetches ahead {ended}") from error
+
+    def _begun(self) -> Any:
+        """Return torch's iterator; without its handler, which raises an error wherever this process is just then."""
+        handler = signal.getsignal(signal.SIGCHLD)
+        fetching = iter(self._loader)
+        if signal.getsignal(signal.SIGCHLD) is not handler:
+            signal.signal(signal.SIGCHLD, handler)
+        return fetching
+
+    def _ended(self) -> str | None:
+        """Return how a process has ended, as the end of a sentence; None if all are there."""
+        code = next((process.exitcode for process in self._loader._iterator._workers if process.exitcode), None)
+        if code is None:
+            return None
+        if code == -signal.SIGBUS:  # no room is left for what was there a moment ago
+            return f"was ended by SIGBUS: {_NO_ROOM}"
+        if code == -signal.SIGKILL:
+            return "was ended by SIGKILL, as memory runs out: make dataset.loader_processes smaller"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
 
     def close(self) -> None:
         """End the processes."""
         self._loader = None
 
 
-def _alone(_: int) -> None:
-    """Leave the group of processes that torchrun sends its signals to: loaders end with their reader, which drains."""
+def _begin(_: int) -> None:
+    """Prepare a loader process.
+
+    It leaves the group of processes that torchrun sends its signals to: loaders end with their reader, which drains.
+    What its queue can't send it reports in its place: the queue would drop it, and the reader wait for ever.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.setpgid(0, 0)
+    Queue._on_queue_feeder_error = _report_unsent  # type: ignore[attr-defined]  # Python's own hook for this
 
 
 class Loaders:
@@ -124,12 +164,20 @@ class Loaders:
 
     def __init__(self, dataset: Dataset, device: torch.device) -> None:
         self._dataset, self._device = dataset, device
+        self._is_prepared = False
         self._found: dict[tuple[Hashable, int], LoaderProcesses] = {}
+
+    def prepare(self) -> None:
+        """Renew the data set if there will be processes, which would share the files that this one has opened in it."""
+        if self._dataset.loader_processes > 0 and not self._is_prepared:
+            self._dataset.renew()
+            self._is_prepared = True
 
     def of(self, reader: Hashable, count: int) -> LoaderProcesses | None:
         """Return a reader's processes; None if it has none."""
         if count == 0:
             return None
+        self.prepare()
         if (reader, count) not in self._found:
             self._found[reader, count] = LoaderProcesses(self._dataset, self._device, count)
         return self._found[reader, count]
@@ -160,6 +208,16 @@ class _Mistake:
     sentence: str
 
 
+def _report_unsent(queue: Any, error: Exception, item: Any) -> None:
+    """Send what went wrong in place of a minibatch; `item` is its number and the minibatch, as torch has them."""
+    queue.put((item[0], _Mistake(_NO_ROOM if _is_no_room(error) else reason(error))))
+
+
+def _is_no_room(error: BaseException | None) -> bool:
+    """Return whether shared memory was too small, in torch's words, be it that another error came of it."""
+    return error is not None and ("unable to allocate shared memory" in str(error) or _is_no_room(error.__cause__))
+
+
 @dataclass
 class _Order:
     """The tasks of the segment at hand, where torch's loader asks for an order of samples."""
@@ -182,6 +240,8 @@ class _Tasks(data.Dataset[Any]):
         try:
             return self._dataset.fetch(split, indices, fields, draw)
         except BaseException as error:  # one that is no Exception would end the process without a word
+            if _is_no_room(error):
+                return _Mistake(_NO_ROOM)
             theirs = as_users(error)
             if theirs is None:
                 raise

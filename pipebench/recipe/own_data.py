@@ -21,10 +21,7 @@ def own_dataset(dataset: Mapping[str, Any]) -> Dataset:
     Raises:
         UserCodeError: the target isn't there, raises, or doesn't match the other keys.
     """
-    target = dataset["target"]
-    make = import_target(target)
-    with users_code(f"{target} can't make the data set", "dataset.target"), seeded(_SEED):
-        made = make(**target_options(dataset))
+    target, made = dataset["target"], _made(dataset)
     if isinstance(made, Dataset):
         return _with_its_own(made, dataset)
     if not isinstance(made, tuple | list) or len(made) != 2:
@@ -42,7 +39,17 @@ def own_dataset(dataset: Mapping[str, Any]) -> Dataset:
         metrics, processes = _metrics(dataset.get("metrics")), dataset.get("loader_processes") or 0
         loss = dataset["loss"]
         measure = LOSSES[loss] if isinstance(loss, str) and loss in LOSSES else _measure(loss)
-        return DatasetPair(made[0], made[1], measure, metrics, processes, _fields(dataset))
+        pair = DatasetPair(made[0], made[1], measure, metrics, processes, _fields(dataset))
+    pair.remake = partial(_made, dataset)
+    return pair
+
+
+def _made(dataset: Mapping[str, Any]) -> Any:
+    """Return what the target returns."""
+    target = dataset["target"]
+    make = import_target(target)
+    with users_code(f"{target} can't make the data set", "dataset.target"), seeded(_SEED):
+        return make(**target_options(dataset))
 
 
 def _fields(dataset: Mapping[str, Any]) -> Fields | None:
@@ -68,7 +75,18 @@ def _with_its_own(made: Dataset, dataset: Mapping[str, Any]) -> Dataset:
         )
     if dataset.get("loader_processes") is not None:
         made.loader_processes = dataset["loader_processes"]
+    if type(made).renew is Dataset.renew:
+        vars(made)["renew"] = partial(_renew, made, dataset)
     return made
+
+
+def _renew(made: Dataset, dataset: Mapping[str, Any]) -> None:
+    """Make a data set as if nothing had been read from it, where whoever has it finds it."""
+    anew = vars(_made(dataset))
+    given = {name: vars(made)[name] for name in ("renew", "loader_processes") if name in vars(made)}
+    if anew is not vars(made):
+        vars(made).clear()
+        vars(made).update(anew | given)
 
 
 def _metrics(given: Any) -> dict[str, Metric]:

@@ -4,8 +4,8 @@ The model is traced to layers and checked against its data set; a profile has th
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipebench.cluster import Cluster
-from pipebench.errors import GraphError, PlanError, TracingError
+from pipebench.errors import GraphError, PlanError, ProfileError, TracingError
 from pipebench.model.graph import LayerGraph, as_one_layer, trace
 from pipebench.model.precision import in_precision
 from pipebench.model.rounded_data import RoundedData
@@ -40,12 +40,13 @@ from pipebench.recipe.rules_zoo import one_line
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.weightless import weightless
 from pipebench.schedule.modes import AUTO
-from pipebench.train.request import sizes_to_plan, travelling_sizes, whole_minibatches
+from pipebench.train.request import sizes_to_plan, source_of_one, travelling_sizes, whole_minibatches
 from pipebench.zoo.plain import seeded
 from pipebench.zoo.registry import Dataset
 
 _LOG = logging.getLogger("pipebench.train.profiled_model")
 _OF_DECISION = "of the kept decision"
+_WITHOUT_ONE = "Expected more than 1 value per channel"  # what torch's BatchNorm says of a single sample
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,25 @@ def profile_model(
     if profile_given is not None:
         profile = fitting(profile_given, _OF_DECISION, graph, sizes)
     else:
-        profile = profile_for(recipe, cluster, profile_request(recipe, graph, dataset, sizes), device, on_progress)
+        with _telling_of_one(recipe, dataset):
+            profile = profile_for(recipe, cluster, profile_request(recipe, graph, dataset, sizes), device, on_progress)
         profile = profile if slices == 1 else with_exchanges(profile, cluster.levels[0], slices)
     if is_users and decides and len(graph.layers) > 1:  # one layer runs unchanged, and the zoo's are tested
         check_traced(*exact, sizes)
     if trains and slices > 1:
         graph = in_precision(trained, recipe.train.precision)
     return ProfiledModel(dataset, graph, device, _noted(profile, left_over), left_over)
+
+
+@contextmanager
+def _telling_of_one(recipe: Recipe, dataset: Dataset) -> Iterator[None]:
+    """Tell which key leaves a layer that needs several samples a single one."""
+    try:
+        yield
+    except ProfileError as error:
+        if _WITHOUT_ONE not in str(error):
+            raise
+        raise ProfileError(f"{error}; {source_of_one(recipe, dataset)}", error.layer) from error
 
 
 def _noted(profile: Profile, left_over: int) -> Profile:

@@ -55,6 +55,15 @@ def sizes_to_plan(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> tuple[i
     return tuple(sorted(sizes | {whole}))
 
 
+def source_of_one(recipe: Recipe, dataset: Dataset) -> str:
+    """Return where units of a single sample come from, and what to change."""
+    for of, sampler in zip(("an epoch", "an evaluation"), samplers(recipe.train, dataset), strict=True):
+        if sampler.size(sampler.minibatches_per_epoch - 1) == 1:
+            size = recipe.train.minibatch_size
+            return f"the last minibatch of {of} has 1 of {size} samples: choose another train.minibatch_size"
+    return "some microbatches have 1 sample: choose a larger train.minibatch_size or fewer parallelism.microbatches"
+
+
 def _minibatch_size(recipe: Recipe, dataset: Dataset) -> int:
     return min(recipe.train.minibatch_size, dataset.num_train)
 

@@ -127,6 +127,9 @@ def test_loaders_say_the_data_and_objects_replace_a_file_s_section() -> None:
     told = mistake(pipebench.plan, SMALL, model=net, dataset={**dataset, "target": (drawn, held_out)})
     assert "the loader of train has a sampler of its own" in told
     assert "give its data set, `loader.dataset`" in told
+    whole = DataLoader(DATA[0], 12, drop_last=True)
+    told = mistake(pipebench.plan, SMALL, model=net, dataset={**dataset, "target": (whole, held_out)})
+    assert "the loader of train has drop_last=True, and every sample is read once an epoch" in told
 
 
 def mistake(function: Any, *given: Any, **keys: Any) -> str:

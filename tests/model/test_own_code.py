@@ -161,6 +161,11 @@ def endless(output, target):
 
 def frozen():
     return nn.Linear(2, 3).requires_grad_(False)
+
+
+def strayed(length: int = 100):
+    points = torch.utils.data.TensorDataset(torch.randn(length, 2), torch.arange(length) % 3)
+    return torch.utils.data.Subset(points, [*range(57), 1000, *range(58, length)]), Points(20, "")
 """
 RECIPE = """\
 name: stranger
@@ -213,7 +218,7 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     ),
     (
         ["dataset.target=OWN:torn"],
-        "training, epoch 1, minibatch 4 of 10: OWN.py:109, in __getitem__: EOFError: cut short",
+        "minibatch 4 of 10: sample 57 of train can't be read: EOFError: cut short (OWN.py:109, in __getitem__)",
     ),
     (
         ["model.target=torch.nn:LazyLinear", "model.out_features=3"],
@@ -232,12 +237,16 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     (["model.target=cut_short:f"], "model.target: cut_short:f can't be imported: SyntaxError: "),
     (
         ["dataset.fails=at once"],
-        "dataset.target: OWN:data makes data that can't be used: OSError: disk is gone (OWN.py:52, in",
+        "OWN:data makes data that can't be used: sample 0 of train can't be read: OSError: disk is gone (OWN.py:52, in",
     ),
-    (["dataset.fails=late"], "minibatch 4 of 10: OWN.py:52, in __getitem__: OSError: disk is gone"),
+    (["dataset.fails=late"], "minibatch 4 of 10: sample 57 of train can't be read: OSError: disk is gone (OWN"),
     (
         ["dataset.fails=late", "dataset.loader_processes=1"],
-        "in a process that fetches ahead, OWN.py:52, in __getitem__: OSE",
+        "in a process that fetches ahead, sample 57 of train can't be read: OSError: disk is gone (OWN.py:52,",
+    ),
+    (
+        ["dataset.target=OWN:strayed"],
+        "stranger: training, epoch 1, minibatch 4 of 10: sample 57 of train can't be read: IndexError: index 1000 is",
     ),
     (
         ["dataset.fails=label"],
@@ -281,7 +290,7 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     ),
     (
         ["dataset.held_out=late"],
-        "error: stranger: evaluation after 1 epoch: minibatch 2 of 2: OWN.py:52, in __getitem__: OSError: disk is gone",
+        "stranger: evaluation after 1 epoch: minibatch 2 of 2: sample 13 of eval can't be read: OSError: disk is",
     ),
     (
         ["dataset.metrics={right: {target: 'OWN:num_right', best: max}}"],

@@ -1,8 +1,9 @@
 """Which samples make up a minibatch: streams of text, buckets, held-out samples."""
 
 import pytest
+import torch
 
-from pipebench.model.sampling import InOrder, Sampler, Streams, UnitShape, Varying
+from pipebench.model.sampling import InOrder, Sampler, Streams, UnitShape, Varying, mix, name_hash
 
 
 class TestStreams:
@@ -41,6 +42,25 @@ class TestBuckets:
         assert [len(indices) for indices in made] == [10] * 10 + [3]
         mixed = [indices for indices in made if len({buckets[i] for i in indices}) > 1]
         assert len(mixed) <= 2
+
+    @pytest.mark.parametrize(("num_samples", "size"), [(103, 10), (100, 10), (7, 10), (5000, 64)])
+    @pytest.mark.parametrize("has_buckets", [True, False])
+    def test_order_is_that_of_lists(self, num_samples: int, size: int, has_buckets: bool) -> None:
+        """An epoch's order takes 8 bytes a sample, and is what sorting and shuffling lists gives."""
+        buckets = [i * i % 5 for i in range(num_samples)] if has_buckets else None
+        sampler = Sampler(num_samples, size, 4, lambda: buckets)
+        for epoch in range(3):
+            generator = torch.Generator().manual_seed(mix(4, name_hash("epoch"), epoch))
+            order = torch.randperm(num_samples, generator=generator).tolist()
+            cut = num_samples // size * size
+            if buckets is not None:
+                order.sort(key=buckets.__getitem__)
+                shuffled = torch.randperm(num_samples // size, generator=generator).tolist()
+                order = [i for k in shuffled for i in order[k * size : (k + 1) * size]] + order[cut:]
+            first = epoch * sampler.minibatches_per_epoch
+            made = [sampler.indices(first + k) for k in range(sampler.minibatches_per_epoch)]
+            assert made == [order[at : at + size] for at in range(0, num_samples, size)]
+            assert sampler._permutation(epoch).nbytes == 8 * num_samples
 
     def test_order_of_buckets_and_samples_changes_with_epoch_and_seed(self) -> None:
         buckets = [i % 3 for i in range(103)]

@@ -41,7 +41,9 @@ parallelism: {mode: single}
 engine: {kind: simulated}
 """
 MODELS = """\
+import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 class Mute(nn.Module):
     def __init__(self, width):
@@ -59,6 +61,21 @@ def few():
     model = Mute(120)
     model.translate = print
     return model
+
+def normed():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+
+def points(num_train: int):
+    data = TensorDataset(torch.randn(num_train, 4), torch.zeros(num_train, dtype=torch.long))
+    return data, TensorDataset(*data[:12])
+"""
+NORMED = """\
+name: normed
+model: {target: "models:normed"}
+dataset: {target: "models:points", num_train: 48, loss: cross_entropy}
+train: {minibatch_size: 12, optimizer: {lr: 1}, max_epochs: 1}
+cluster: {name: cluster-a}
+parallelism: {mode: gpipe, microbatches: 2}
 """
 
 
@@ -68,6 +85,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delitem(sys.modules, "models", raising=False)  # of another test's folder
     (tmp_path / "text.yaml").write_text(TEXT)
     (tmp_path / "pairs.yaml").write_text(PAIRS)
+    (tmp_path / "normed.yaml").write_text(NORMED)
     (tmp_path / "models.py").write_text(MODELS)
     named = "model: {name: gnmt8, hidden_size: 8, source_vocabulary: 128, target_vocabulary: 128}"
     for name in ("mute", "few"):
@@ -141,6 +159,25 @@ class TestModelsThatDoNotFitTheData:
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["dataset.num_train=49"], "the last minibatch of an epoch has 1 of 12 samples: choose another train.mini"),
+        (
+            ["train.minibatch_size=11", "dataset.num_train=44", "parallelism.microbatches=1"],
+            "the last minibatch of an evaluation has 1",
+        ),
+        (["parallelism.microbatches=12"], "some microbatches have 1 sample: choose a larger train.minibatch_size or"),
+    ],
+)
+def test_what_leaves_batch_norm_a_single_sample_is_said(overrides: list[str], said: str) -> None:
+    """Torch says only that it can't be; which key of the recipe makes it so nobody would guess."""
+    prepare_with("normed")
+    with pytest.raises(ProfileError, match=f"Expected more than 1 value per channel .*; {said}"):
+        prepare_with("normed", *overrides)
+
+
 def test_plans_and_simulations_take_no_weights_and_no_data() -> None:
     recipe = load("vgg16/4x4-a-pipedream").recipe
     made = profile_model(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers))

@@ -12,6 +12,7 @@ from torchvision.transforms import RandomResizedCrop, v2
 from pipebench import zoo
 from pipebench.zoo import imagenet as module
 from pipebench.zoo.imagenet import PIXEL_MEAN, PIXEL_STD, ImageNet, generator_of, imagenet, random_crop
+from pipebench.zoo.registry import DataError
 
 CLASSES = ("n01440764", "n01443537", "n02102040")
 
@@ -120,8 +121,31 @@ def test_loader_processes_see_the_same_pixels(tree: Path) -> None:
     here = dataset.fetch("train", range(9), ["image"], draw=1)["image"]
     sent = pickle.dumps(dataset)
     assert len(sent) < 1000
-    module._listing.cache_clear()
+    module._listings.cache_clear()
     assert torch.equal(pickle.loads(sent).fetch("train", range(9), ["image"], draw=1)["image"], here)
+
+
+def test_folders_are_listed_once(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million files take minutes on a network's disk; loader processes have what was listed before they began."""
+    scanned: list[str] = []
+
+    def scan(folder: Path) -> module.Listing:
+        scanned.append(folder.name)
+        return listed(folder)
+
+    listed = module._scan
+    monkeypatch.setattr(module, "_scan", scan)
+    dataset = small(tree)
+    dataset.check()
+    for split in ("train", "eval"):
+        dataset.fetch(split, [0], ["label"])
+    assert scanned == ["train", "val"]
+    module._listings.cache_clear()
+    dataset.fetch("train", [0], ["label"])
+    assert scanned[2:] == ["train", "val"]
+    (tree / "train" / CLASSES[0] / "another.png").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"num_train is 9, but .* holds 10"):
+        dataset.check()
 
 
 def test_crops_have_the_published_areas_and_ratios() -> None:
@@ -162,11 +186,15 @@ def test_grey_and_png_files_are_read(tmp_path: Path) -> None:
     torch.testing.assert_close(grey[0], grey[2])
 
 
-def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_torn", [True, False], ids=["torn", "huge"])
+def test_an_unreadable_image_is_named(is_torn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tree(tmp_path, 1, 1)
     broken = tmp_path / "val" / CLASSES[1] / f"{CLASSES[1]}_0.JPEG"
-    broken.write_bytes(b"not an image")
-    with pytest.raises(OSError, match=rf"^imagenet: .*{CLASSES[1]}_0.JPEG can't be read as an image"):
+    if is_torn:
+        broken.write_bytes(b"not an image")
+    else:
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)  # Pillow refuses two times as many, as a bomb
+    with pytest.raises(DataError, match=rf"^imagenet: .*{CLASSES[1]}_0.JPEG can't be read as an image"):
         small(tmp_path).fetch("eval", [1], ["image"])
 
 

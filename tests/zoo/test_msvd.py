@@ -10,6 +10,7 @@ import torch
 
 from pipebench import zoo
 from pipebench.zoo.msvd import Msvd, msvd
+from pipebench.zoo.registry import DataError
 from pipebench.zoo.text import BOS, EOS, NUM_SPECIAL, PAD, UNK
 
 CAPTIONS = """# id, then a caption
@@ -101,7 +102,7 @@ def test_captions_are_read_without_features(root: Path) -> None:
         path.unlink()
     dataset = make(root)
     assert dataset.fetch("train", [0], ["caption_out"])["caption_out"].shape == (1, 8)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(DataError):
         dataset.fetch("train", [0], ["features"])
 
 
@@ -150,8 +151,8 @@ def save(name: str, array: Any) -> Callable[[Path], Any]:
         (save("clip_2.npy", numpy.zeros((3, 7))), ValueError, r"clip_2.npy has the shape \[3, 7\]: .* \[frames, 5\]"),
         (save("clip_2.npy", numpy.zeros(5)), ValueError, r"clip_2.npy has the shape \[5\]"),
         (save("clip_2.npy", numpy.zeros((0, 5))), ValueError, r"clip_2.npy has the shape \[0, 5\]"),
-        (write("features/clip_2.npy", "text"), ValueError, "clip_2.npy can't be read: expected is an array"),
-        (write("features/clip_2.npy", ""), ValueError, "clip_2.npy can't be read: expected is an array"),
+        (write("features/clip_2.npy", "text"), DataError, "clip_2.npy can't be read: expected is an array"),
+        (write("features/clip_2.npy", ""), DataError, "clip_2.npy can't be read: expected is an array"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_sentence(root: Path, damage: Any, kind: type[Exception], message: str) -> None:

@@ -106,6 +106,16 @@ def test_augmentation_is_a_function_of_the_draw_and_the_sample() -> None:
     assert len({tuple(row) for row in (whole - POINTS[:4]).tolist()}) == 4
 
 
+def test_what_a_generator_of_its_own_draws_is_refused() -> None:
+    """Samples then depend on what a process has read before, and no two runs are alike."""
+    own = numpy.random.default_rng(0)
+    data = plain(lambda i: (POINTS[i] + own.random(), LABELS[i]))
+    said = "input of the samples 0, 4, 7 of train is another one when they are read again: a generator of its own draws"
+    with pytest.raises(DataError, match=said):
+        data.check()
+    plain(lambda i: (POINTS[i] + numpy.random.rand() + float("nan"), LABELS[i])).check()
+
+
 @pytest.mark.parametrize("name", ["cross_entropy", "mse"])
 def test_losses_are_those_of_torch(name: str) -> None:
     function, target = (

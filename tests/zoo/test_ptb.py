@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipebench import zoo
+from pipebench.zoo import ptb as module
 from pipebench.zoo.ptb import PennTreebank, ptb
 
 TRAIN = " the <unk> sat \n the cat N \n"  # Mikolov's files have a space at both ends of a line
@@ -41,6 +42,24 @@ def test_tokens_and_vocabulary(folder: Path) -> None:
     assert data.text("eval").tolist() == [1, 2, 0]  # the dog isn't in the training text
     assert small(folder, evaluate_on="test").text("eval").tolist() == [4, 0, 4, 0]
     assert data.fetch("train", [2], ["next_tokens"])["next_tokens"].tolist() == [[0, -1, -1]]
+
+
+def test_a_text_is_read_some_lines_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its words are counted once: all of them in a list, several times over, took gigabytes and minutes."""
+    monkeypatch.setattr(module, "_BLOCK_LETTERS", 40)
+    text = "".join(f"{'a' * (i % 7 + 1)} b{i % 3}\x0c \r\n" for i in range(200)) + "no <unk>"
+    (folder / "ptb.train.txt").write_bytes(text.encode())
+    opened: list[str] = []
+    read = module._words
+    monkeypatch.setattr(module, "_words", lambda path: opened.append(path.name) or read(path))  # type: ignore[func-returns-value]
+    data = small(folder, train_tokens=602, vocabulary=13)
+    data.check()
+    expected = text.replace("\r\n", " <eos> ").split()
+    ids = {word: i for i, word in enumerate(sorted({*expected}, key=lambda word: (-expected.count(word), word)))}
+    assert data.text("train").tolist() == [ids[word] for word in expected]
+    assert data.text("eval").shape == (3,)
+    assert opened.count("ptb.train.txt") == opened.count("ptb.valid.txt") == 2  # counted, and read
+    assert max(map(len, read(folder / "ptb.train.txt"))) < 40
 
 
 def test_root_from_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from pipebench.zoo import wmt16 as module
 from pipebench.zoo.text import BOS, EOS, PAD, UNK
 from pipebench.zoo.translation import copy_baseline
 from pipebench.zoo.wmt16 import Wmt16, wmt16
+from pipebench.zoo.wmt16_segments import Wmt16Segments, wmt16_segments
 
 FIELDS = ("source", "source_length", "target_in", "target_out")
 WORDS = [f"w{i}" for i in range(20)]
@@ -278,3 +279,35 @@ def test_missing_package_is_one_sentence(root: Path, monkeypatch: pytest.MonkeyP
     wanted = r"^wmt16 needs the package sacremoses: pip install \"pipebench\[data\]\"$"
     with pytest.raises(ImportError, match=wanted):
         small(root).check()
+
+
+def segments(root: Path, **given: int) -> Wmt16Segments:
+    sizes = {"train_sentences": 3, "eval_sentences": 3, "vocabulary": 40, "sentences": 1}
+    return wmt16_segments(root=str(root), **(sizes | given))
+
+
+def test_segments_are_of_any_text(root: Path) -> None:
+    """It named num_train, an option that it hadn't, and wanted the published German sentences."""
+    write(root, "newstest2014.tok.bpe.32000.en", [*HELD_OUT_SOURCES, "w7"])
+    write(root, "newstest2014.tok.bpe.32000.de", [*HELD_OUT_TARGETS, "w7"])
+    (root / "newstest2014.de").unlink()
+    dataset = segments(root)
+    dataset.check()
+    assert (dataset.num_train, dataset.num_eval, dataset.options.mask) == (2, 2, 39)
+    fetched = dataset.fetch("train", [0], ["tokens", "words"])
+    assert fetched["tokens"].max() < 40
+    for option, given, there in (("train_sentences", 9, "3 train"), ("eval_sentences", 9, "3 eval")):
+        with pytest.raises(ValueError, match=f"^wmt16: {there} pairs are there, set {option}, now 9, to that"):
+            segments(root, **{option: given}).check()
+    with pytest.raises(ValueError, match=r"^wmt16: 2 train pairs are there, set train_sentences, now 3, to that"):
+        segments(root, max_length=20).check()
+
+
+def test_the_mask_of_segments_is_no_word(root: Path) -> None:
+    for language in ("en", "de"):
+        write(root, f"newstest2014.tok.bpe.32000.{language}", ["w1", "w2", "w3"])
+    write(root, "newstest2014.de", ["w1", "w2", "w3"])
+    write(root, "vocab.bpe.32000", [f"w{i}" for i in range(36)])
+    small(root, num_eval=3).check()
+    with pytest.raises(ValueError, match="makes 48 token ids, set vocabulary, now 40, to that"):
+        segments(root).check()

@@ -1,0 +1,83 @@
+"""Loader processes that fail: the reader is told in one sentence, and never waits for what doesn't come."""
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from pipebench.errors import UserCodeError
+from pipebench.model.loading import Loaders
+from tests.support import Blobs
+
+NO_ROOM = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
+ROOM = "a minibatch doesn't fit in shared memory, /dev/shm: give the container more of it (docker's --shm-size), or"
+
+
+class Unsendable:
+    """Can't be put into a queue."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError(self.problem)
+
+
+class Failing(Blobs):
+    """Fails as it is told."""
+
+    loader_processes, how = 1, ""
+
+    def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> Any:
+        """Fail."""
+        if self.how.isdigit():
+            os.kill(os.getpid(), int(self.how))
+        if self.how == "collates":
+            try:
+                raise RuntimeError(NO_ROOM)
+            except RuntimeError as error:
+                raise ValueError("doesn't go into a minibatch") from error
+        return {"x": Unsendable(self.how)}
+
+
+@pytest.fixture
+def limit() -> Iterator[None]:
+    """End a test that waits for ever."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("limit")
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (NO_ROOM, f"in a process that fetches ahead, {ROOM}"),
+        ("collates", f"in a process that fetches ahead, {ROOM}"),
+        ("it is torn", "in a process that fetches ahead, RuntimeError: it is torn"),
+        (str(int(signal.SIGKILL)), "a process that fetches ahead was ended by SIGKILL, as memory runs out: make data"),
+    ],
+)
+def test_what_ends_fetching_ahead_is_told_in_one_sentence(how: str, said: str) -> None:
+    """An item that a queue can't send is dropped by it, and a handler of torch's raised an error anywhere."""
+    data = Failing(num_train=8)
+    data.how = how
+    handler = signal.getsignal(signal.SIGCHLD)
+    loaders = Loaders(data, torch.device("cpu"))
+    processes = loaders.of("reader", 1)
+    assert processes is not None
+    tasks: Sequence[tuple[list[int], int]] = [([0], 0), ([1], 0)]
+    with pytest.raises(UserCodeError) as failed:
+        list(processes.minibatches("train", ["x"], iter(tasks)))
+    loaders.close()
+    assert failed.value.problem.startswith(said)
+    assert signal.getsignal(signal.SIGCHLD) is handler

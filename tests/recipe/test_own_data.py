@@ -1,0 +1,83 @@
+"""Data sets of the user's own, and the processes that read them ahead."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from pipebench.model.loading import Loaders
+from pipebench.recipe.own_data import own_dataset
+from pipebench.zoo.registry import Dataset as OfTheZoo
+
+
+class Opening(Dataset[Any]):
+    """Opens a file when the first sample is read, as of a zip file; a sample says which process did."""
+
+    def __init__(self) -> None:
+        self.opened_by: int | None = None
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        if self.opened_by is None:
+            self.opened_by = os.getpid()
+        return torch.tensor([self.opened_by, os.getpid()]), 0
+
+
+class OpeningOfTheZoo(OfTheZoo):
+    """The same as a data set of the zoo; finds out by itself whether it has opened its file."""
+
+    inputs, targets, metrics, num_train, num_eval = ("input",), (), {}, 4, 4
+
+    def example(self, num_samples: int) -> dict[str, torch.Tensor]:
+        """Return the fields without content."""
+        return {"input": torch.empty(num_samples, 2, dtype=torch.int64, device="meta")}
+
+    def fetch(
+        self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Say who opened."""
+        if not hasattr(self, "opened_by"):
+            self.opened_by = os.getpid()
+        return {"input": torch.tensor([[self.opened_by, os.getpid()]])}
+
+    def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Refuse."""
+        raise NotImplementedError
+
+
+def pair() -> tuple[Any, ...]:
+    return Opening(), Opening()
+
+
+KEPT: tuple[Any, ...] = (ConcatDataset([Subset(Opening(), range(4))]), Opening())
+
+
+def kept() -> tuple[Any, ...]:
+    return KEPT
+
+
+@pytest.mark.parametrize("target", ["pair", "kept", "OpeningOfTheZoo"])
+def test_loader_processes_share_no_file_that_was_opened_before(target: str) -> None:
+    """A file's position is one for all processes that have it from one: each would read where another one looks."""
+    given = {
+        "target": f"{__name__}:{target}",
+        "loader_processes": 2,
+        "loss": None if target == "OpeningOfTheZoo" else "mse",
+    }
+    data = own_dataset(given)
+    data.check()
+    assert int(data.fetch("train", [0], ["input"])["input"][0, 0]) == os.getpid()
+    loaders = Loaders(data.feeding(["input"]), torch.device("cpu"))
+    processes = loaders.of("reader", 2)
+    assert processes is not None
+    tasks = (([index], 0) for index in range(4))
+    read = [fields["input"][0].tolist() for fields in processes.minibatches("train", ["input"], tasks)]
+    loaders.close()
+    assert len({reader for _, reader in read}) == 2
+    assert all(opened_by == reader for opened_by, reader in read)
+    assert data.loader_processes == 2
