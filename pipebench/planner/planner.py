@@ -227,12 +227,13 @@ class Planner(Estimator):
         If the best part tied parameters and others don't, the faster in the simulator, which charges the copies' sums.
         """
         devices = places(self.mode.order, replicas, self.mode.chunks)
-        cluster = self.request.cluster.for_stages(len(replicas) // self.mode.chunks)
+        widths = replicas[: len(replicas) // self.mode.chunks]
+        cluster, depth = self.request.cluster.for_stages(len(widths)), self.depth_of(widths)
         cut = partial(plan_fixed, cluster=cluster, replicas=replicas, devices=devices)
-        best = cut(self.work, self.request.model)
+        best = cut(self.work_at(depth), self.request.model)
         if self._together is None:
             return best
-        theirs, place = self._together.work, {members: i for i, members in enumerate(self.work.states.members)}
+        theirs, place = self._together.work_at(depth), {members: i for i, members in enumerate(self.states.members)}
         try:
             stages = cut(theirs, self.request.model)
         except PlanError:  # fewer places

@@ -102,7 +102,8 @@ class Searches:
                 shape = {None: "", 1: ", straight"}.get(width, f", stages of {width}")
                 name = f"flat{shape}{self._where(level)}"
                 limit = rule and self._of.at_width(rule, width)
-                problem = FlatProblem(self._of.work, request.model, level, cluster.num_workers, limit, width)
+                work = self._of.work_at_most(width)
+                problem = FlatProblem(work, request.model, level, cluster.num_workers, limit, width)
                 stages = self._flat(name, problem)
                 if stages is not None:
                     yield self._of.estimate(name, stages)
@@ -195,7 +196,8 @@ class Searches:
                 continue
             for level in cluster.levels:
                 name = "flat, straight, at a depth that fits"
-                problem = FlatProblem(self._of.work, self._of.request.model, level, cluster.num_workers, lowered, 1)
+                work = self._of.work_at(depth)
+                problem = FlatProblem(work, self._of.request.model, level, cluster.num_workers, lowered, 1)
                 stages = self._flat(name, problem)
                 if stages is not None:  # what fits at one level's links fits at every other's
                     yield self._of.estimate(name, stages, depth=depth)
