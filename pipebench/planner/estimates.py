@@ -163,19 +163,34 @@ class Estimator(UnitsInFlight):
         """Return an estimate with the simulator's prediction, given up on as in `predict` if it is slower."""
         if found.is_simulated:
             return found
-        if not self._can_simulate(found.plan):
+        if not self.simulates(found):
             if self.mode.depth == 1:  # one stage after the other
                 return replace(found, minibatch_s=sum(each.stage_s for each in found.stages))
-            return replace(found, minibatch_s=found.bottleneck_s)
+            return replace(found, minibatch_s=self.filled_s(found))
         workload, count = self.workload(found)
         return replace(found, minibatch_s=predict(workload, count, hopeless_s), is_simulated=True)
+
+    def filled_s(self, found: PlanEstimate) -> float:
+        """Return a plan's seconds per minibatch by the cost model, with filling, draining and sums of a flush.
+
+        The first of u units between two flushes passes all stages, the others follow at the slowest worker's pace, and
+        what replicas sum is behind them. With several stages per worker a unit passes a worker as often, at that share
+        of its pace (Megatron-LM, SC'21, section 2.2).
+        """
+        if not self.mode.flush:
+            return found.bottleneck_s
+        share = 1 / (self._units_per_flush * self.mode.chunks)
+        pace_s = max(sum(max(each.compute_s, each.transfer_s) for each in own) for own in found.by_position)
+        sum_s = max(sum(each.sync_s for each in own) for own in found.by_position)
+        fill_s = sum(each.compute_s + each.transfer_s for each in found.stages)
+        return max(pace_s * (1 - share) + fill_s * share + sum_s, found.bottleneck_s)
 
     def simulated_peaks(self, found: PlanEstimate) -> list[int] | None:
         """Return the simulated peak bytes per stage's replica; None if simulating takes long.
 
         Model inputs that a recomputed layer reads count as 0: a profile doesn't know their bytes.
         """
-        if not self._can_simulate(found.plan):
+        if not self.simulates(found):
             return None
         workload, count = self.workload(found)
         memories = stage_memories(arranged(self.sizes, found.order), found.plan, workload.pipeline)
@@ -193,12 +208,12 @@ class Estimator(UnitsInFlight):
         """Return the plan as the simulator runs it, and the number of minibatches to its steady state."""
         return planned_workload(found, self.mode, arranged(self.sizes, found.order), self.request)
 
-    def _can_simulate(self, plan: Plan) -> bool:
+    def simulates(self, found: PlanEstimate) -> bool:
         """Return whether simulating a plan takes moments.
 
         Groups of layers that sum in rings count once: they have no messages between all pairs of workers.
         """
-        mode = with_sums(self.mode, self.request.cluster, plan)
+        plan, mode = found.plan, with_sums(self.mode, self.request.cluster, found.plan)
         rings = mode.is_sharded and mode.sums == RING
         num_replicas = sum(stage.replicas for stage in (plan.positions if rings else plan.stages))
         return num_replicas <= MOST_SIMULATED and math.lcm(*plan.replicas) <= LONGEST_BLOCK

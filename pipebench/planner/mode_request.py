@@ -115,16 +115,20 @@ class UnitsInFlight(ModeRequest):
 
     @cached_property
     def work(self) -> UnitWork:
-        """The model at the size of a unit."""
+        """The model at the size of a unit, as searches for plans of any depth price it.
+
+        Of pipelines that flush with a sum and a step for every unit: nothing hides those behind a flush, so that
+        weights which weigh more are shared out more evenly.
+        """
         profile = self.request.profile
         load_s = profile.load_s.get(self.unit_size, 0.0)
         update_s_per_byte = profile.update_s_per_byte * self.weights.update_cost
-        rounds = self.units * self.accumulated(self.request.depth or 1)
+        rounds = 1 if self.mode.flush else self.units * self.accumulated(self.request.depth or 1)
         return UnitWork(self.states, update_s_per_byte, profile.update_floor_s, load_s, rounds)
 
-    def work_at_most(self, width: int | None) -> UnitWork:
-        """Return the model for as many stages of `width` replicas as there can be; None: for stages of any width."""
-        return self.work if width is None else self.work_at(self.depth_of([width] * self.positions_at(width)))
+    def searched_at(self, widths: Sequence[int]) -> UnitWork:
+        """Return the model as searches for plans with these replicas per position price it."""
+        return self.work if self.mode.flush else self.work_at(self.depth_of(widths))
 
     def work_at(self, depth: int) -> UnitWork:
         """Return the model for plans with `depth` minibatches in flight per input-stage replica."""
