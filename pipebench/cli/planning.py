@@ -269,15 +269,22 @@ def _answer(
     with preparing(name, _progress(options), work="planning") as tell:
         comparison = compare(request, None if mode == AUTO else mode, others=False, known=known_states, tell=tell)
     best = comparison.best
-    spare_s = None
     asked = request if best.plan.mode == mode else replace(request, row=None)
     row = best.chosen(asked.row or MODES[best.plan.mode])
     planner = Planner(replace(asked, row=row) if best.choices else asked, best.plan.mode)
     waits = best.is_simulated and best.minibatch_s > _DIFFERS * best.bottleneck_s
-    if waits and not row.flush and len(best.stages) > 1:
-        deeper = replace(best, plan=replace(best.plan, depth=best.plan.depth + 1), is_simulated=False)
-        spare_s = planner.with_prediction(deeper).minibatch_s
+    spare_s = _one_deeper_s(planner, best) if waits and not row.flush and len(best.stages) > 1 else None
     return PlanFindings(name, request, row, comparison, says_samples, spare_s, planner.times_of(best))
+
+
+def _one_deeper_s(planner: Planner, best: PlanEstimate) -> float | None:
+    """Return a plan's seconds per minibatch with one more in flight; None if its updates are of too few for that."""
+    depth = best.plan.depth + 1
+    accumulate = planner.accumulated(depth)
+    if planner.weights.accumulates and accumulate < depth:
+        return None
+    deeper = replace(best, plan=replace(best.plan, depth=depth), accumulate=accumulate, is_simulated=False)
+    return planner.with_prediction(deeper).minibatch_s
 
 
 def _with_others(answer: PlanFindings, options: PlanOptions, known_states: KnownStates) -> PlanFindings:

@@ -183,8 +183,11 @@ class StraightPlans:
         over, starts = replace(work, states=self._states), range(len(self._states) - 1)
         self._parts = [rule.parts(StageGrid(over, np.array([start]), start + 1)) for start in starts]
 
-    def fits(self, rule: MemoryRule) -> bool:
-        """Return whether any straight plan fits under a rule that differs from the first in limit and depths only."""
+    def fits(self, rule: MemoryRule, num_workers: int | None = None) -> bool:
+        """Return whether any straight plan fits under a rule that differs from the first in limit and depths only.
+
+        `num_workers` are those it may use; None: all.
+        """
         states = self._states
         workers = np.full(len(states), np.inf)  # the fewest from every state to the end of the model
         workers[-1] = 0.0
@@ -193,7 +196,7 @@ class StraightPlans:
             if not states.is_chain:
                 fits &= states.inside[start, start + 1 :]
             workers[start] = np.where(fits, 1.0 + workers[start + 1 :], np.inf).min()
-        return bool(workers[0] <= self._num_workers)
+        return bool(workers[0] <= (num_workers or self._num_workers))
 
 
 @cache

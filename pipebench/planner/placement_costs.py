@@ -108,7 +108,7 @@ def _port_bytes(
     for stage, own in zip(stages, devices, strict=True):
         components = sorted({device // size for device in own})
         weights = states.weights(stage.start, stage.stop)
-        around = 2 * (stage.replicas - 1) / stage.replicas * weights / stage.replicas
+        around = 2 * (stage.replicas - 1) / stage.replicas * weights / (stage.replicas * work.rounds)
         for sender, receiver in zip(components, [*components[1:], components[0]], strict=True):
             add(sender, receiver, around)
     for stage, own, others in zip(stages, devices, devices[1:], strict=False):

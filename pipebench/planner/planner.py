@@ -31,6 +31,9 @@ from pipebench.schedule.notation import streams_problem
 from pipebench.schedule.placement import places
 
 _MOST_PLACED_UNITS = 4000  # simulated to choose a placement, microbatches times stages: a quarter of a second
+_MOST_TRIED_UNITS = 1500  # likewise, per flush, of plans of other lengths
+_GLIMPSED, _INSTRUCTIONS_OF_A_UNIT = 2000, 6  # of one of them without a flush
+_WORTH_SIMULATING = 0.98  # times the best, of what a glimpse says
 _HOPELESS = 1.5  # times the fastest so far: fill and drain may lengthen the first part of a simulation by half
 _ROUNDING = 1e-9  # relative, of bottlenecks
 _CLEARLY_FASTER = 0.99  # required of a placement other than in order: prediction error
@@ -110,10 +113,12 @@ class Planner(Estimator):
             PlanError: none fits in memory.
         """
         started = time.perf_counter()
-        found = list(self._searches.candidates(self._rule))
+        searches = [self._searches]
         if self._together is not None:
-            found += Searches(self._together, self._tell).candidates(self._rule)
-        fitting = [each for each in found if self._fits_beyond_noam(each)]
+            searches.append(Searches(self._together, self._tell))
+        found = [each for search in searches for each in search.candidates(self._rule)]
+        others = [each for search in searches for each in search.of_other_lengths(self._rule)]
+        fitting = [each for each in (*found, *others) if self._fits_beyond_noam(each)]
         keeping = [each for each in fitting if streams_problem(each.plan.replicas, self.request.streams) is None]
         pipelines = self.mode.shape not in ("one", "one-stage") and self.mode.weights_kept != 1
         if not keeping and pipelines and self.request.depth is None and self._rule is not None:
@@ -124,10 +129,14 @@ class Planner(Estimator):
             raise PlanError(f"no plan of mode {self.name} keeps streams of text together: train.streams is {problem}")
         if not keeping:
             raise PlanError(why_nothing_fits(self) if self._explains else "nothing fits")
+        self._tell("simulating")
         if not self.mode.flush and not self.request.model.has_ports:
             keeping = [min(keeping, key=lambda each: each.bottleneck_s)]
-        self._tell("simulating")
-        simulated = [*_simulated(self, keeping)]
+        known = [each.plan for each in found]
+        others = [each for each in others if each in keeping and each.plan not in known]
+        simulated = [*_simulated(self, [each for each in keeping if each not in others])]
+        best_s = min((each.minibatch_s for each in simulated), default=math.inf)
+        simulated += _faster(self, others, best_s)
         self.predict_s = time.perf_counter() - started - self.search_s
         return simulated
 
@@ -227,12 +236,14 @@ class Planner(Estimator):
         If the best part tied parameters and others don't, the faster in the simulator, which charges the copies' sums.
         """
         devices = places(self.mode.order, replicas, self.mode.chunks)
-        cluster = self.request.cluster.for_stages(len(replicas) // self.mode.chunks)
+        widths = replicas[: len(replicas) // self.mode.chunks]
+        cluster = self.request.cluster.for_stages(len(widths))
         cut = partial(plan_fixed, cluster=cluster, replicas=replicas, devices=devices)
-        best = cut(self.work, self.request.model)
+        best = cut(self.searched_at(widths), self.request.model)
         if self._together is None:
             return best
-        theirs, place = self._together.work, {members: i for i, members in enumerate(self.work.states.members)}
+        theirs = self._together.searched_at(widths)
+        place = {members: i for i, members in enumerate(self.states.members)}
         try:
             stages = cut(theirs, self.request.model)
         except PlanError:  # fewer places
@@ -294,4 +305,25 @@ def _simulated(of: Estimator, found: Sequence[PlanEstimate]) -> Iterator[PlanEst
         simulated = of.with_prediction(each, _HOPELESS * best_s)
         if simulated.minibatch_s < math.inf or best_s == math.inf:
             best_s = min(best_s, simulated.minibatch_s)
+            yield simulated
+
+
+def _faster(of: Estimator, found: Sequence[PlanEstimate], best_s: float) -> Iterator[PlanEstimate]:
+    """Yield plans faster than `best_s`, of as many promising ones as are simulated in moments."""
+    left = float(_MOST_TRIED_UNITS)
+    for each in sorted(found, key=of.filled_s):
+        if left <= 0:
+            return
+        hopeless_s, is_large = best_s, not of.simulates(each)
+        if of.mode.flush and not is_large:  # every flush is like the first
+            left -= each.accumulate * math.lcm(*each.plan.replicas) * each.microbatches * len(each.stages)
+        elif not is_large:
+            glimpsed_s, taken = of.estimate_rate(each, _GLIMPSED)
+            left -= taken / _INSTRUCTIONS_OF_A_UNIT
+            if glimpsed_s >= _WORTH_SIMULATING * best_s:
+                continue
+            hopeless_s = _HOPELESS * best_s
+        simulated = of.with_prediction(each, hopeless_s)
+        if simulated.minibatch_s < best_s:
+            best_s = simulated.minibatch_s
             yield simulated

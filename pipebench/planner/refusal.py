@@ -12,6 +12,7 @@ from pipebench.planner.memory import StraightPlans
 from pipebench.planner.searches import Searches
 from pipebench.profile.model import Profile
 from pipebench.schedule.modes import SWAP
+from pipebench.schedule.orders import order_of
 from pipebench.schedule.pipeline import SPLIT
 
 
@@ -47,8 +48,9 @@ def why_nothing_fits(of: Estimator) -> str:
         ways.append("devices with more memory, or fewer parameters")
         alone = f" (weights, gradients and optimizer state alone {num_bytes(weights)})"
     return (
-        f"no plan of mode {of.name} fits: the leanest needs {num_bytes(needed)} on a worker{alone}, "
-        f"{num_bytes(needed - limit)} more than the {num_bytes(limit)} of {a_or_an(request.cluster.device)}; "
+        f"no plan of mode {of.name} fits: the leanest{' found' * (mode.chunks > 1)} needs {num_bytes(needed)} on a "
+        f"worker{alone}, {num_bytes(needed - limit)} more than the {num_bytes(limit)} of "
+        f"{a_or_an(request.cluster.device)}; "
         f"what would help: {', or '.join(ways)}"
     )
 
@@ -97,7 +99,15 @@ def _least_memory(of: Estimator) -> float:
         rule = of.memory(middle)
         if of.mode.weights_kept != 1 and of.request.depth is None:
             rule = replace(rule, depth_at_most=1)
-        if straight.fits(of.at_width(rule, 1)):
+        if order_of(of.mode.order).splits:  # every stage has as many in flight as there are stages
+            lengths = range(of.positions_at(1), 0, -1)
+            fits = any(
+                straight.fits(replace(rule, in_flight=of.in_flight([1] * k, 0, of.depth_of([1] * k))), k)
+                for k in lengths
+            )
+        else:
+            fits = straight.fits(of.at_width(rule, 1))
+        if fits:
             high = middle
         else:
             low = middle

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
 from pipebench.planner.coarsening import is_coarsened
-from pipebench.planner.cost_models import StageGrid
+from pipebench.planner.cost_models import StageGrid, UnitWork
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, flat_bound_s, plan_flat
@@ -28,6 +28,8 @@ from pipebench.schedule.placement import places
 
 # Components of one level: the hierarchical tables grow with their number, flat plans do not. 128 take seconds.
 MOST_COMPONENTS = 128
+_LENGTHS_COST = 5_000_000  # stages times squared places to cut, tried as plans of other lengths: an eighth of a second
+_ESTIMATE_COST = 5_000  # of that, of a stage's estimate
 MOST_CUTS_OF_SHAPES = 500  # beyond, straight plans and given shapes would take longer than the search for any
 
 
@@ -50,7 +52,7 @@ class Searches:
         if mode.shape in ("one", "one-stage"):
             yield from self._one_stage(rule, 1 if mode.shape == "one" else count)
         elif mode.chunks > 1:
-            yield from self._interleaved(rule)
+            yield from self._halved(rule)
         elif mode.shape == "any" and mode.depth == 1:
             yield from self._unpipelined(rule)
         elif mode.shape == "any" and not mode.flush:
@@ -102,7 +104,10 @@ class Searches:
                 shape = {None: "", 1: ", straight"}.get(width, f", stages of {width}")
                 name = f"flat{shape}{self._where(level)}"
                 limit = rule and self._of.at_width(rule, width)
-                problem = FlatProblem(self._of.work, request.model, level, cluster.num_workers, limit, width)
+                work = self._of.work
+                if width is not None:
+                    work = self._of.searched_at([width] * self._of.positions_at(width))
+                problem = FlatProblem(work, request.model, level, cluster.num_workers, limit, width)
                 stages = self._flat(name, problem)
                 if stages is not None:
                     yield self._of.estimate(name, stages)
@@ -119,41 +124,77 @@ class Searches:
             return [1]
         return [width for width in range(1 + (shape == "even"), count + 1, 1 + (shape == "even")) if count % width == 0]
 
-    def _interleaved(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
-        """Yield plans with several stages per worker, cut best for every number of positions.
+    def _halved(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
+        """Yield plans with several stages per worker on all workers, then half of them, and so on.
 
-        Stages are where the order of work has them. P positions use all workers, then half of them, and so on: fewer
-        fill sooner. If the best cuts don't fit in memory, cuts are tried whose
-        every stage takes at most its share of a worker's.
+        Stages are where the order of work has them. Fewer positions fill sooner.
         """
-        mode, chunks, last = self._of.mode, self._of.mode.chunks, len(self._of.work.states) - 1
-        request = self._of.request
         for width in self._equal_widths:
-            positions = min(request.cluster.num_workers // width, last // chunks)
-            while positions > (mode.shape != "even"):  # two ways, one position is enough
-                name = f"{chunks} stages per worker" + (f", stages of {width}" if width > 1 else "")
-                self._tell(name)
-                for share in (None, rule) if rule is not None else (None,):
-                    limit = None if share is None else partial(self._fits_its_share, share, positions)
-                    replicas = [width] * positions * chunks
-                    devices = places(mode.order, replicas, chunks)
-                    try:
-                        stages = plan_fixed(
-                            self._of.work, request.model, self._of.cluster, replicas, devices=devices, fits=limit
-                        )
-                    except PlanError:
-                        continue
-                    found = self._of.estimate(name, stages)
-                    if rule is None or found.memory_bytes <= rule.limit_bytes:
-                        yield found
-                        break
-                positions //= 2
+            most = self._most_positions(width)
+            for positions in (most >> times for times in range(most.bit_length())):
+                yield from self._cut_equally(self._of.work, rule, width, positions)
 
-    def _fits_its_share(self, rule: MemoryRule, positions: int, grid: StageGrid, index: int) -> NDArray[np.bool_]:
+    def of_other_lengths(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
+        """Yield plans of equally wide positions, cut best for every number of them, most first, while that is quick.
+
+        Bottlenecks charge for round trips that a flushing pipeline hides, and don't weigh how soon it fills; fewer
+        stages have less in flight.
+        """
+        of = self._of
+        if of.mode.depth is not None or not (of.mode.flush or of.mode.shape in ("straight", "equal", "even")):
+            return
+        left = float(_LENGTHS_COST)
+        for width in self._equal_widths:
+            for positions in range(self._most_positions(width), 0, -1):
+                left -= positions * of.mode.chunks * ((len(of.states) - 1) ** 2 + _ESTIMATE_COST)
+                if left < 0:
+                    return
+                work = of.work_at(of.depth_of([width] * positions))
+                yield from self._cut_equally(work, rule, width, positions)
+
+    def _most_positions(self, width: int) -> int:
+        return min(self._of.request.cluster.num_workers // width, (len(self._of.states) - 1) // self._of.mode.chunks)
+
+    def _cut_equally(
+        self, work: UnitWork, rule: MemoryRule | None, width: int, positions: int
+    ) -> Iterator[PlanEstimate]:
+        """Yield the best cut plan of equally wide positions, if one is found that fits in memory.
+
+        If the best cuts don't fit where workers have several stages, cuts are tried whose every stage takes at most its
+        share of a worker's.
+        """
+        of, chunks = self._of, self._of.mode.chunks
+        if chunks > 1 and positions < 2 and of.mode.shape != "even":  # two ways: one position is enough
+            return
+        replicas, depth = [width] * positions * chunks, of.depth_of([width] * positions)
+        several = f"{chunks} stages per worker" if chunks > 1 else f"{positions} stages"
+        name = several + (f", stages of {width}" if width > 1 else "")
+        self._tell(name)
+        for share in (False, True) if chunks > 1 and rule is not None else (rule is not None,):
+            fits = partial(self._fits_its_share, replicas, depth) if share else None
+            try:
+                cut = plan_fixed(
+                    work,
+                    of.request.model,
+                    of.cluster,
+                    replicas,
+                    devices=places(of.mode.order, replicas, chunks),
+                    fits=fits,
+                )
+            except PlanError:
+                continue
+            found = of.estimate(name, cut)
+            if rule is None or found.memory_bytes <= rule.limit_bytes:
+                yield found
+                return
+
+    def _fits_its_share(self, replicas: Sequence[int], depth: int, grid: StageGrid, index: int) -> NDArray[np.bool_]:
         """Return whether stages, as stage `index`, take at most a worker's memory over its number of stages."""
-        in_flight = self._of.interleaved_in_flight(positions)[index]
-        shared = replace(rule, limit_bytes=rule.limit_bytes / self._of.mode.chunks, in_flight=in_flight)
-        return shared.fits(grid, 1, 0)
+        of = self._of
+        rule = of.stage_memory(of.memory_limit_bytes, replicas, index, depth)
+        in_flight = of.in_flight(replicas, index, depth)
+        shared = replace(rule, limit_bytes=rule.limit_bytes / of.mode.chunks, in_flight=in_flight)
+        return shared.fits(grid, replicas[index], 0)
 
     def _unpipelined(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
         """Yield plans for one minibatch at a time per input-stage replica; on large clusters, known shapes."""
@@ -195,7 +236,8 @@ class Searches:
                 continue
             for level in cluster.levels:
                 name = "flat, straight, at a depth that fits"
-                problem = FlatProblem(self._of.work, self._of.request.model, level, cluster.num_workers, lowered, 1)
+                work = self._of.work_at(depth)
+                problem = FlatProblem(work, self._of.request.model, level, cluster.num_workers, lowered, 1)
                 stages = self._flat(name, problem)
                 if stages is not None:  # what fits at one level's links fits at every other's
                     yield self._of.estimate(name, stages, depth=depth)

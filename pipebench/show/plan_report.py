@@ -136,7 +136,7 @@ def _reasons(answer: PlanFindings) -> Iterator[tuple[str, str]]:
     yield f"bytes per {answer.unit}", f"{_bytes_text(answer, best)}; data parallel: {_bytes_text(answer, dp)}"
     idle = cluster.num_workers - len(best.plan.devices)
     if idle:
-        yield "workers idle", f"{idle:,} of {cluster.num_workers:,}: no plan that was found to use more is faster"
+        yield "workers idle", f"{idle:,} of {cluster.num_workers:,}: {_why_idle(answer, best)}"
     if depth_is_lowered(answer):
         yield "depth", f"{best.plan.depth}, below NOAM's {best.plan.noam}: more in flight doesn't fit in memory"
     elif answer.request.depth is None and best.plan.depth > best.plan.noam:
@@ -272,6 +272,13 @@ def _why_it_differs(answer: PlanFindings, found: PlanEstimate) -> str:
     if answer.spare_s is not None:
         reason += f"; with parallelism.depth={found.plan.depth + 1} it would be {seconds(answer.spare_s)}"
     return reason
+
+
+def _why_idle(answer: PlanFindings, best: PlanEstimate) -> str:
+    given, used = answer.given, len(best.plan.devices)
+    if given is not None and given.minibatch_s < best.minibatch_s and len(given.plan.devices) > used:
+        return f"the recipe's plan uses {len(given.plan.devices):,} and is faster"
+    return "no plan that was found to use more is faster"
 
 
 def _at_best(answer: PlanFindings, best: PlanEstimate) -> str:

@@ -109,7 +109,7 @@ def test_a_worker_s_memory_is_that_of_all_its_stages_and_decides() -> None:
     assert deep.memory_bytes == max(per_worker)
     tight = planner("interleaved", request([0.1] * 16, memory_bytes=int(deep.memory_bytes)))
     assert tight.best().memory_bytes <= deep.memory_bytes
-    with pytest.raises(PlanError, match=r"no plan of mode interleaved fits: the leanest needs .* on a worker"):
+    with pytest.raises(PlanError, match=r"no plan of mode interleaved fits: the leanest found needs .* on a worker"):
         planner("interleaved", request([0.1] * 16, memory_bytes=MB)).best()
 
 

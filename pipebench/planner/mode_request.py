@@ -1,0 +1,223 @@
+"""A request in one mode: what is sent and updated together, how much is in flight, and what that keeps in memory."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from pipebench.cluster import Cluster
+from pipebench.errors import PlanError
+from pipebench.model.plan import PARAMETER, as_they_run, shared
+from pipebench.planner.activations import Activations
+from pipebench.planner.cost_models import UnitWork
+from pipebench.planner.layer_groups import layer_groups
+from pipebench.planner.memory import MemoryRule, in_flight_interleaved
+from pipebench.planner.plans import Request
+from pipebench.planner.state_graph import antichains, prefixes
+from pipebench.planner.states import KnownStates, States
+from pipebench.profile.model import Profile
+from pipebench.schedule.modes import KEEP, MODES, RECOMPUTE
+from pipebench.schedule.orders import ALL_FORWARDS, order_of
+from pipebench.schedule.pipeline import Pipeline, chain, noam
+from pipebench.schedule.syncs import SYNCS
+from pipebench.schedule.weights import WEIGHT_POLICIES
+
+
+class ModeRequest:
+    """A request in one mode: the size of a unit, places to cut, and what is done with activations.
+
+    `known` has states by unit size, shared among modes, and is extended here.
+    """
+
+    def __init__(self, request: Request, mode: str, known: KnownStates | None = None) -> None:
+        self.request = request
+        self.name = mode
+        self.mode = request.row or MODES[mode]
+        self.weights = WEIGHT_POLICIES[self.mode.weights]
+        self._known = {} if known is None else known
+        if self.mode.shape == "one-stage" and self.mode.chunks > 1 and not request.is_cut:
+            self.mode = replace(self.mode, chunks=len(self.groups))
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster as most of the mode's plans meet it: those of several stages, where it has any."""
+        return self.request.cluster.for_stages(1 if self.mode.shape in ("one", "one-stage") else 2)
+
+    @cached_property
+    def unit_size(self) -> int:
+        """Samples per unit: the largest microbatch."""
+        size = -(-self.request.minibatch_size // self.units)
+        if size not in self.request.profile.layers:
+            raise PlanError(
+                f"mode {self.name} sends {size} samples at a time, and the profile has no times for so many, only for "
+                f"{', '.join(map(str, sorted(self.request.profile.layers)))}"
+            )
+        return size
+
+    @property
+    def units(self) -> int:
+        """Microbatches per minibatch."""
+        return self.request.microbatches if self.mode.cuts() else 1
+
+    @cached_property
+    def states(self) -> States:
+        """The places to cut the model, and what is between them at the size of a unit."""
+        rows = self.request.profile.layers[self.unit_size]
+        by_antichains = self.request.model.antichains and not self.request.runnable
+        key = self.unit_size, self.ties and any(kind == PARAMETER for kind, _ in shared(rows))
+        if key not in self._known:
+            self._known[key] = (antichains if by_antichains else prefixes)(rows, ties=key[1])
+        states = self._known[key]
+        if RECOMPUTE in self.memory_policies:
+            states = states.recomputing(self.memory_policies)
+        if self.request.memory is not None and states.is_chain:
+            pcie = self.request.cluster.pcie_bytes_per_s
+            states = replace(states, activations=Activations(rows, self.memory_policies, pcie))
+        return states
+
+    @property
+    def ties(self) -> bool:
+        """Whether stages may have a copy each of a weight that their layers share."""
+        return self.mode.ties and self.request.ties
+
+    @cached_property
+    def groups(self) -> list[tuple[int, int]]:
+        """The layer groups of a mode that is one stage, as pairs of states."""
+        return layer_groups(self.states, self.mode.chunks)
+
+    @cached_property
+    def memory_policies(self) -> tuple[str, ...]:
+        """Activation policy of every layer of the profile."""
+        rows = self.request.profile.layers[self.unit_size]
+        recomputes = self.mode.recompute and not (self.request.chooses and self.mode.chooses)
+        return as_they_run(rows[:-1], self.request.memory or (RECOMPUTE if recomputes else KEEP,) * (len(rows) - 1))
+
+    @cached_property
+    def sizes(self) -> Profile:
+        """The profile at the sizes in use; of variable lengths the representative one."""
+        layers = self.request.profile.layers
+        wanted = {self.unit_size, self.request.minibatch_size} & {*layers}
+        return replace(self.request.profile, layers={size: layers[size] for size in sorted(wanted)}, lengths=())
+
+    @property
+    def memory_limit_bytes(self) -> float:
+        """Memory of a device; infinite without a limit."""
+        limit = self.request.cluster.memory_bytes
+        return math.inf if limit is None else float(limit)
+
+    def positions_at(self, width: int) -> int:
+        """Return the most positions of `width` replicas each."""
+        return min(self.request.cluster.num_workers // width, len(self.states) - 1)
+
+
+class UnitsInFlight(ModeRequest):
+    """A request in one mode, with what its updates cover and what is in flight meanwhile."""
+
+    @cached_property
+    def work(self) -> UnitWork:
+        """The model at the size of a unit, as searches for plans of any depth price it.
+
+        Of pipelines that flush with a sum and a step for every unit: nothing hides those behind a flush, so that
+        weights which weigh more are shared out more evenly.
+        """
+        profile = self.request.profile
+        load_s = profile.load_s.get(self.unit_size, 0.0)
+        update_s_per_byte = profile.update_s_per_byte * self.weights.update_cost
+        rounds = 1 if self.mode.flush else self.units * self.accumulated(self.request.depth or 1)
+        return UnitWork(self.states, update_s_per_byte, profile.update_floor_s, load_s, rounds)
+
+    def searched_at(self, widths: Sequence[int]) -> UnitWork:
+        """Return the model as searches for plans with these replicas per position price it."""
+        return self.work if self.mode.flush else self.work_at(self.depth_of(widths))
+
+    def work_at(self, depth: int) -> UnitWork:
+        """Return the model for plans with `depth` minibatches in flight per input-stage replica."""
+        return replace(self.work, rounds=self.units * self.accumulated(depth))
+
+    def accumulated(self, depth: int) -> int:
+        """Return the minibatches of each replica per update."""
+        if self.mode.flush:
+            return self._units_per_flush // self.units
+        return (self._accumulate or self.mode.accumulate or depth) if self.weights.accumulates else 1
+
+    @property
+    def _units_per_flush(self) -> int:
+        """Units per replica of a straight pipeline between two updates."""
+        if not self.mode.flush:
+            return 1
+        if not self.mode.cuts():
+            return self.request.accumulate or 1
+        parts = self.request.microbatches
+        # More minibatches than possible stages do not shorten the bubble.
+        return parts * (self.request.accumulate or (1 if parts > 1 else self.positions_at(1)))
+
+    @property
+    def _accumulate(self) -> int | None:
+        """Requested minibatches per update; without a row of its own, the request is about another mode."""
+        return self.request.accumulate if self.request.row is not None else None
+
+    def depth_of(self, widths: Sequence[int], depth: int | None = None) -> int:
+        """Return the minibatches in flight per input-stage replica, given replicas per position in the pipeline.
+
+        Where the mode leaves it open it is `depth`; None for the request's, or NOAM.
+        """
+        usual = noam(widths)
+        if self.weights.accumulates:  # an update must cover all minibatches in flight
+            usual = min(usual, self._accumulate or usual)
+        return self.mode.depth or depth or self.request.depth or usual
+
+    def memory(self, limit_bytes: float) -> MemoryRule:
+        """Return the mode's memory rule for devices of `limit_bytes`, less the largest workspace of any layer."""
+        rows, in_flight = self.request.profile.layers[self.unit_size], None
+        if self.mode.order == ALL_FORWARDS:
+            in_flight = self._units_per_flush
+        elif self.mode.depth is not None:
+            in_flight = self.mode.depth
+        elif order_of(self.mode.order).splits:  # delayed weight parts: every stage has as many as the first
+            in_flight = min(self._units_per_flush, self.request.depth or self.positions_at(1))
+        return MemoryRule(
+            limit_bytes - max(row.workspace_bytes for row in rows),
+            versions=self.mode.weights_kept,
+            state_bytes_per_byte=self.request.profile.state_bytes_per_byte,
+            masters=self.request.profile.has_masters,
+            shard=self.mode.shard,
+            in_place=self.mode.shape == "one-stage",
+            in_flight=in_flight,
+            depth_at_most=self.request.depth,
+            pushers=0 if SYNCS[self.mode.sync].waits else self.request.cluster.num_workers - 1,
+        )
+
+    def stage_memory(self, limit_bytes: float, replicas: Sequence[int], index: int, depth: int) -> MemoryRule:
+        """Return the rule of one stage of a plan, which may keep as many versions as the input stage."""
+        rule = self.memory(limit_bytes)
+        as_input_stage = self.weights.as_input_stage
+        return replace(rule, versions=-(-depth * replicas[0] // replicas[index])) if as_input_stage else rule
+
+    def at_width(self, rule: MemoryRule, width: int | None) -> MemoryRule:
+        """Return the rule for stages of `width` replicas, which a depth beyond NOAM makes keep more.
+
+        None: widths are for the search to find; `_fits_beyond_noam` then checks whole plans.
+        """
+        if width is None or self.request.depth is None:
+            return rule
+        return replace(rule, beyond=max(0, self.request.depth - self.positions_at(width)) * width)
+
+    def in_flight(self, replicas: Sequence[int], index: int, depth: int) -> int:
+        """Return the units in flight on one replica of a stage."""
+        if self.mode.chunks > 1:
+            return self.interleaved_in_flight(len(replicas) // self.mode.chunks)[index]
+        if order_of(self.mode.order).splits:
+            return min(self._units_per_flush, depth)
+        rule = replace(self.memory(math.inf), depth_at_most=depth if set(replicas) == {1} else None)
+        if rule.in_flight is None and depth > noam(replicas):
+            shape = Pipeline(tuple(replicas), chain(len(replicas)), self.mode.order, self.mode.flush, depth)
+            own = shape.block // replicas[index] * self._units_per_flush
+            return min(shape.warmups[index], own) if self.mode.flush else shape.warmups[index]
+        return rule.depth(replicas[index], sum(replicas[index + 1 :]))
+
+    def interleaved_in_flight(self, positions: int) -> list[int]:
+        """Return the most microbatches in flight per stage where workers have several."""
+        units = self._units_per_flush
+        if self.mode.order != ALL_FORWARDS:
+            units = min(units, 3 * positions)  # two groups of `positions` microbatches already reach the peak
+        return in_flight_interleaved(self.mode.order, positions, self.mode.chunks, units)
