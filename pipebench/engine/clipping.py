@@ -25,7 +25,7 @@ def squared_norms(
     """
     if any(gradient is not None and gradient.is_complex() for gradient in gradients):
         sizes = None if sizes is None else [size * _parts(g) for size, g in zip(sizes, gradients, strict=True)]
-        gradients = [torch.view_as_real(g) if g is not None and g.is_complex() else g for g in gradients]
+        gradients = [torch.view_as_real(g.resolve_conj()) if g is not None and g.is_complex() else g for g in gradients]
     if device.type == "cpu":
         wholes = [0 if g is None else g.numel() for g in gradients] if sizes is None else sizes
         given_sizes = zip(gradients, wholes, strict=True)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from pipebench.engine.in_flight import record_again
+from pipebench.model.graph import is_torchs_own
 from pipebench.model.recompute import Recomputed
 
 
@@ -17,7 +18,7 @@ class Recomputation:
     def __init__(self, recomputed: Sequence[Recomputed]) -> None:
         self._recomputed = recomputed
         parts = [part for each in recomputed for part in each.run.modules()]
-        norms = [part for part in parts if isinstance(part, nn.modules.batchnorm._NormBase)]
+        norms = [part for part in parts if isinstance(part, nn.modules.batchnorm._NormBase) and is_torchs_own(part)]
         self._norms = [(norm, {n: b if b is None else b.clone() for n, b in norm._buffers.items()}) for norm in norms]
         others = [part for part in parts if part not in norms]  # whose buffers may change in any way
         self._own_buffers = [buffer for part in others for buffer in part.buffers(recurse=False)]

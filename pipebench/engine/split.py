@@ -79,7 +79,7 @@ class SplitBackward:
 
 def backward_weight(rests: Sequence[Rest], parameters: Sequence[torch.Tensor]) -> None:
     """Run the weight parts, add gradients to the parameters' `grad`, and free the layers' graphs."""
-    if rests:
+    if rests and parameters:
         edges, gradients = [rest.edge for rest in rests], [rest.gradient for rest in rests]
         torch.autograd.backward(edges, gradients, inputs=list(parameters))
 

@@ -12,6 +12,8 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from pipebench.model.graph import cloned
+
 POLICY = "pipebench_policy"  # key of a node's meta data: the memory policy of its layer
 
 M = TypeVar("M", bound=nn.Module)
@@ -78,7 +80,7 @@ def _folded(
     with module.graph.inserting_after(nodes[-1]):
         call = module.graph.call_module(name, tuple(read))
     with module.graph.inserting_before(call):
-        call.args = tuple(module.graph.call_method("clone", (node,)) if node in copied else node for node in read)
+        call.args = tuple(module.graph.call_function(cloned, (node,)) if node in copied else node for node in read)
     last = call
     for index, node in enumerate(left):
         with module.graph.inserting_after(last):

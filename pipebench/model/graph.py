@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
 
 from pipebench.errors import GraphError, nearest
 from pipebench.model.slice_modules import Slices
@@ -23,9 +24,12 @@ from pipebench.model.tracing import Fed, fed_arguments, record, set_item
 # What may hand on (a view of) its first argument: an in-place layer after it overwrites that.
 _VIEWS = {
     *("flatten", "view", "view_as", "reshape", "transpose", "permute", "squeeze", "unsqueeze", "t", "expand", "chunk"),
-    *("split", "unbind", "narrow", "select", "getitem", "getattr", "contiguous", "detach", "Flatten", "Unflatten"),
-    *("Identity", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"),
+    *("split", "unbind", "narrow", "select", "getitem", "contiguous", "detach", "swapaxes", "swapdims", "movedim"),
+    *("moveaxis", "expand_as", "broadcast_to", "diagonal", "unfold", "ravel", "tensor_split", "unflatten", "adjoint"),
+    *("to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda", "dropout", "conj", "resolve_conj"),
+    *("Flatten", "Unflatten", "Identity", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"),
 }
+_VIEWING = ("data", "T", "mT", "H", "mH", "real", "imag")  # attributes that are views
 _RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
@@ -192,6 +196,11 @@ def inputs_of(node: fx.Node) -> tuple[str, ...]:
     return tuple(read.name for read in node.all_input_nodes if read.op == "placeholder")
 
 
+def cloned(value: Any) -> Any:
+    """Return a layer's value with copies of its tensors."""
+    return pytree.tree_map_only(torch.Tensor, torch.clone, value)
+
+
 _Part = TypeVar("_Part")
 
 
@@ -349,6 +358,8 @@ def hands_on(root: nn.Module, node: fx.Node) -> bool:
     name = getattr(node.target, "__name__", str(node.target))
     if node.op == "call_module":
         name = type(root.get_submodule(str(node.target))).__name__
+    if node.target is getattr:
+        return node.args[1] in _VIEWING
     return name in _VIEWS or is_inplace(root, node)
 
 

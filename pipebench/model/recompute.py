@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from pipebench.errors import GraphError
 from pipebench.model.folding import FoldedRun
+from pipebench.model.graph import is_torchs_own
 
 # Whether layers run once, or the first time or again because they are recomputed.
 ONCE, FIRST, AGAIN = "once", "first", "again"
@@ -88,28 +89,42 @@ class Recomputed(FoldedRun):
         super().__init__(run)
         self.saved: Storages | None = None  # if set, collects the storages that it keeps
         self.again: Storages | None = None  # if set, collects the storages that a backward computes again
-        # Buffers that its layers change and may read, as the first forward shows; None before. BatchNorm doesn't read
-        # in training what it changes.
+        # Buffers that its layers may read and change, and those of them that the first forward has changed; None before
+        self._own: list[torch.Tensor] | None = None
         self._changing: list[torch.Tensor] | None = None
 
     def forward(self, *values: Any) -> Any:
         """Return the values that later layers read, as a tuple."""
         if not torch.is_grad_enabled():
             return self.run(*values)
-        watched = self._own_buffers() if self._changing is None else self._changing
-        buffers = [(buffer, buffer.clone()) for buffer in watched]
-        saved_inputs = _SavedInputs(self, values, buffers)
+        if self._own is None:
+            self._own = self._own_buffers()
+        buffers = [(buffer, buffer.clone()) for buffer in (self._own if self._changing is None else self._changing)]
+        saved_inputs, versions = _SavedInputs(self, values, buffers), [buffer._version for buffer in self._own]
         found = saved_inputs()
-        if self._changing is None:
-            buffers[:] = [(buffer, before) for buffer, before in buffers if not torch.equal(buffer, before)]
-            self._changing = [buffer for buffer, _ in buffers]
+        self._note_changes(buffers, versions)
         if self.saved is not None:
             self.saved.update(_storages([*values, *(before for _, before in buffers)]))
         return found
 
     def _own_buffers(self) -> list[torch.Tensor]:
-        parts = (part for part in self.run.modules() if not isinstance(part, nn.modules.batchnorm._NormBase))
-        return [buffer for part in parts for buffer in part.buffers(recurse=False)]
+        """Return the buffers of its layers but torch's BatchNorm, which doesn't read in training what it changes."""
+        parts = self.run.modules()
+        read = (p for p in parts if not (isinstance(p, nn.modules.batchnorm._NormBase) and is_torchs_own(p)))
+        return [buffer for part in read for buffer in part.buffers(recurse=False)]
+
+    def _note_changes(self, buffers: Buffers, versions: Sequence[int]) -> None:
+        """Note which buffers a forward has changed, at first; later ones may change no others."""
+        assert self._own is not None
+        written = {id(b) for b, version in zip(self._own, versions, strict=True) if b._version != version}
+        if self._changing is None:
+            buffers[:] = [(b, before) for b, before in buffers if id(b) in written or not torch.equal(b, before)]
+            self._changing = [buffer for buffer, _ in buffers]
+        elif written.difference(map(id, self._changing)):
+            raise GraphError(
+                "a layer changes a buffer in some forwards only, whose values a recomputation would miss: let it "
+                "change in all, or give parallelism.recompute=false"
+            )
 
     def note_again(self, saved: Sequence[torch.Tensor], values: Sequence[Any]) -> None:
         """Note what autograd saved of layers that ran again, except what they read, which was there."""

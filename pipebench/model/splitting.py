@@ -42,5 +42,9 @@ def unsplit(graph: LayerGraph) -> str:
 
 
 def splits(module: nn.Module) -> bool:
-    """Return whether a module's backward can be split: it is of a splittable class and trains."""
-    return isinstance(module, _SPLIT) and any(parameter.requires_grad for parameter in module.parameters())
+    """Return whether a module's backward can be split: it is of a splittable class and trains.
+
+    Not where a hook computes the weight before the forward, as torch's old `weight_norm` does.
+    """
+    is_plain = isinstance(module, _SPLIT) and "weight" not in vars(module)
+    return is_plain and any(parameter.requires_grad for parameter in module.parameters())

@@ -16,6 +16,7 @@ from pipebench.model.graph import (
     Rounding,
     attribute,
     carries_state,
+    cloned,
     copied,
     hands_on,
     is_inplace,
@@ -197,7 +198,7 @@ class _StageLayers:
         for layer in (graph.layers[value] for value in returns):
             value = take(layer.node)
             # A buffer may change again before this is sent.
-            result.append(new.call_method("clone", (value,)) if layer.runs_once else value)
+            result.append(new.call_function(cloned, (value,)) if layer.runs_once else value)
         if self.is_last:
             result.append(fx.node.map_arg(self._output.args[0], take))
             if self.memory is not None:

@@ -5,7 +5,7 @@ function, numbers from a generator of the model's own, a decision that depends o
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from pipebench.errors import GraphError
-from pipebench.model.graph import LayerGraph, forget_states, overwritten
+from pipebench.model.graph import LayerGraph, attribute, forget_states, overwritten
 from pipebench.zoo.plain import plain_output, seeded
 from pipebench.zoo.registry import Dataset
 
@@ -68,7 +68,9 @@ def _compare(graph: LayerGraph, dataset: Dataset, num_samples: int) -> None:
                 loss = (lambda: dataset.loss(output, targets)) if training else None
                 return _left_behind(model, output, loss)
 
+        before = {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
         expected = run(whole)
+        _check_buffers(traced, {name for name, value in before.items() if _differs(value, expected[name])})
         phase = "training" if training else "evaluation"
         found = run(lambda fields, root=traced.root: root(*fields.values()))  # type: ignore[misc]
         if (different := _first_difference(expected, found)) is not None:
@@ -82,6 +84,17 @@ def _compare(graph: LayerGraph, dataset: Dataset, num_samples: int) -> None:
                 f"model {type(model).__name__} can't be cut: its {different} in {phase} is another where layers that "
                 f"write in place ({names}) have copies of what they overwrite, so others read the same memory under "
                 "another name; let them return new tensors, or name their module in model.leaves to make it one layer"
+            )
+
+
+def _check_buffers(graph: LayerGraph, changed: Collection[str]) -> None:
+    """Refuse buffers that no layer is known to change, as of `F.batch_norm` with a model's own statistics."""
+    known = {id(attribute(graph.root, name)) for layer in graph.layers for name in layer.buffers}
+    for name, buffer in graph.model.named_buffers():
+        if f"buffer {name}" in changed and id(buffer) not in known:
+            raise GraphError(
+                f"model {type(graph.model).__name__} can't be cut: a function changes its buffer {name}, which nobody "
+                "sees; name the module that has it in model.leaves to make it one layer"
             )
 
 
@@ -125,8 +138,8 @@ class _Apart(fx.Interpreter):
 
 def _overwrites(graph: LayerGraph, node: fx.Node) -> bool:
     """Return whether a layer overwrites a value, and no buffer."""
-    changed = overwritten(graph.root, node)
-    return changed is not None and changed.op != "get_attr" and isinstance(node.args[0], fx.Node)
+    changed, is_given = overwritten(graph.root, node), bool(node.args) and isinstance(node.args[0], fx.Node)
+    return is_given and changed is not None and changed.op != "get_attr"
 
 
 def _untrained(graph: LayerGraph, expected: Mapping[str, torch.Tensor]) -> str | None:
@@ -178,6 +191,11 @@ def _first_difference(expected: Mapping[str, torch.Tensor], found: Mapping[str, 
         if name not in expected or name not in found or not _close(expected[name], found[name], at_least):
             return name
     return None
+
+
+def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether tensors differ at all; not a number equals itself."""
+    return bool(((one != other) & ((one == one) | (other == other))).any())
 
 
 def _largest(tensor: torch.Tensor) -> float:

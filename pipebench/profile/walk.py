@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipebench.errors import ProfileError
-from pipebench.model.graph import Layer, LayerGraph, attribute, bind_node, forget_states, is_inplace, run_node
+from pipebench.model.graph import Layer, LayerGraph, attribute, bind_node, cloned, forget_states, is_inplace, run_node
 from pipebench.model.splitting import splittable
 from pipebench.profile.clocks import Clock, Reading
 from pipebench.profile.model import LayerProfile
@@ -159,7 +159,7 @@ def _forwards(
         env[layer.node] = _forward(step, _call_of(layer, root, env, owners, step), clock, storages, layer.index)
         if storages is not None:
             # A stage hands on a copy of a buffer that the next minibatch changes: a storage of its own.
-            copied = [env[layer.node].clone()] if layer.runs_once else [env[layer.node]]
+            copied = [cloned(env[layer.node])] if layer.runs_once else [env[layer.node]]
             step.puts_out = storages.storages(copied)
             step.takes = storages.storages(env[node] for node in layer.node.all_input_nodes if node.op == "placeholder")
         owners[layer.node] = step

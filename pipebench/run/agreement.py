@@ -11,6 +11,7 @@ from pipebench.checkpoint.identity import RunIdentity
 from pipebench.distributed.world import World
 from pipebench.errors import UserError
 from pipebench.recipe.load import LoadedRecipe
+from pipebench.tracking.identity import content_of
 
 _MOST_NAMED = 4
 _NOTHING = "nothing"
@@ -19,13 +20,13 @@ _NOTHING = "nothing"
 def check_agreement(world: World, loaded: LoadedRecipe, identity: RunIdentity) -> None:
     """Check that all workers' recipe, data, code and versions are rank 0's; collective.
 
-    A value that a recipe takes from the environment, such as a data set's folder, may differ.
+    A value that a recipe takes from the environment, such as a data set's folder, may differ, and a file's name.
 
     Raises:
         UserError: on every worker, names what differs on the first that differs.
     """
     facts = {
-        **{f"recipe key {key}": value for key, value in loaded.flat.items()},
+        **{f"recipe key {key}": content_of(value) or value for key, value in loaded.flat.items()},
         **{f"version of {name}": version(name) for name in ("torch", "torchvision", "numpy")},
         **{f"version of {name}" if name == "pipebench" else f"module {name}": of for name, of in identity.code.items()},
         "data set": identity.dataset,

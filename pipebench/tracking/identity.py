@@ -28,7 +28,7 @@ def recipe_hash(loaded: LoadedRecipe) -> str:
     counts that targets lead to (see `code_hashes`).
     """
     asked = {key: value for key, value in loaded.flat.items() if key not in _FREE and _LATER.get(key) != value}
-    contents = {key: digest for key, value in asked.items() if (digest := _content(value))}
+    contents = {key: digest for key, value in asked.items() if (digest := content_of(value))}
     contents |= code_hashes(loaded)
     text = json.dumps([asked, asdict(loaded.cluster), contents], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_RECIPE_DIGITS]
@@ -50,6 +50,6 @@ def source_version() -> str:
     return f"{pipebench.__version__}+{digest.hexdigest()[:_SOURCE_DIGITS]}"
 
 
-def _content(value: str) -> str | None:
+def content_of(value: str) -> str | None:
     """Return the hash of the file that a value names, or None. `4` and `dp` are never files."""
     return files.sha256_of(Path(value)) if Path(value).suffix and os.path.isfile(value) else None

@@ -79,6 +79,13 @@ def compares(net: Net, h: torch.Tensor) -> torch.Tensor:
     return h * (part / 3 - part)
 
 
+def converts(net: Net, h: torch.Tensor) -> torch.Tensor:
+    h = (h * 1.5).to(torch.float64).mul_(2)
+    k = net.b(h).double()
+    k.div_(3)
+    return k  # type: ignore[no-any-return]
+
+
 def detaches(net: Net, h: torch.Tensor) -> torch.Tensor:
     return torch.tanh(net.b(h)).detach()
 
@@ -104,6 +111,29 @@ class MovingMean(nn.Module):
         return x - self.mean
 
 
+class Widest(MovingMean):
+    """Divides by the largest number so far, which seldom changes later."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x over the largest number of each column."""
+        with torch.no_grad():
+            if self.training:
+                self.mean.copy_(torch.maximum(self.mean, x.abs().amax(0)))
+        return torch.tanh(x - self.mean)
+
+
+class Renormalised(nn.BatchNorm1d):
+    """A BatchNorm that reads in training what it changes."""
+
+    one_layer = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x without the running mean."""
+        before = self.running_mean.clone()  # type: ignore[union-attr]
+        super().forward(x)
+        return x - before
+
+
 class TracedMean(MovingMean):
     """The same, traced."""
 
@@ -112,7 +142,7 @@ class TracedMean(MovingMean):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x without the mean."""
         mean: torch.Tensor = self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-        return x - mean
+        return (x - mean).to(self.mean.dtype) / self.mean.shape[0]
 
 
 def weight_norm() -> nn.Module:
@@ -158,8 +188,9 @@ def assert_as_expected(setup: Any, expected: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("middle", "part"),
     [
-        (doubles, None), (sums, None), (masks, None), (compares, None), (detaches, None),
-        (calls, MovingMean), (calls, TracedMean), (calls, weight_norm), (calls, pruned),
+        (doubles, None), (sums, None), (masks, None), (compares, None), (converts, None), (detaches, None),
+        (calls, MovingMean), (calls, Widest), (calls, lambda: Renormalised(8)), (calls, TracedMean),
+        (calls, weight_norm), (calls, pruned),
         (calls, lambda: torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))),
     ],
 )  # fmt: skip
@@ -176,6 +207,7 @@ def test_a_model_trains_as_in_a_plain_loop_cut_anywhere(middle: Any, part: Any, 
         if all(start not in range(min(same) + 1, max(same) + 1) for same in shared(graph)):
             assert_as_expected(mode_setup(model(), "model", [start], **options), by_minibatch)
             assert_as_expected(mode_setup(model(), "gpipe", [start], **options), by_halves)
+            assert_as_expected(mode_setup(model(), "gpipe", [start], backward="split", **options), by_halves)
     assert_as_expected(mode_setup(model(), "single", [], **options), by_minibatch)
 
 
@@ -218,6 +250,37 @@ def test_memory_under_two_names_is_refused() -> None:
     """The sum reads what was written through a view; behind a cut it would read what was there before."""
     with pytest.raises(GraphError, match=r"can't be cut: its output 0 in training .* write in place \(mul_\)"):
         check_traced(trace(Net(writes_a_view)), Blobs())
+
+
+def test_buffers_that_a_function_changes_are_refused() -> None:
+    def normalises(net: Net, h: torch.Tensor) -> torch.Tensor:
+        mean: Any = net.part.mean  # type: ignore[union-attr]
+        return functional.batch_norm(h, mean, torch.ones(8, dtype=torch.float64), training=net.training)
+
+    net = Net(normalises, TracedMean())
+    with pytest.raises(GraphError, match=r"a function changes its buffer part\.mean"):
+        check_traced(trace(net), Blobs())
+
+
+class Seldom(MovingMean):
+    """Changes its buffer in every third forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x without the mean."""
+        self.count += 1
+        if self.count % 3 == 0:
+            self.mean.copy_(x.detach().mean(0))
+        return x - self.mean
+
+
+def test_a_buffer_that_changes_in_some_forwards_only_is_not_recomputed() -> None:
+    with pytest.raises(GraphError, match="a layer changes a buffer in some forwards only"):
+        trained(mode_setup(Net(calls, Seldom()), "gpipe", [6]), 4)
+    assert trained(mode_setup(Net(calls, Seldom()), "gpipe", [6], recompute=False), 4)
 
 
 def test_results_given_as_arguments_are_refused() -> None:
@@ -288,7 +351,7 @@ def test_what_would_get_lost_is_refused(change: Any, says: str) -> None:
 
 def test_complex_gradients_count_whole_and_step_by_default() -> None:
     for size in (5, 200):  # few and many numbers are summed in different ways
-        gradient = torch.randn(size, size, dtype=torch.complex128)
+        gradient = torch.randn(size, size, dtype=torch.complex128).conj()
         assert float(gradient_norm([gradient], torch.device("cpu"))) == pytest.approx(float(gradient.norm()))
     parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     optimizer = make_optimizer(OptimizerRecipe(name="sgd", lr=0.5), [parameter])
