@@ -52,7 +52,8 @@ def test_a_store_that_is_waiting_holds_nobody_up(
     """Its connection answers nothing while torch waits on it for another rank, which is half an hour."""
     over = threading.Event()
 
-    def first(_: str) -> bool:
+    def first(_: str, patience_s: float) -> bool:
+        assert patience_s == 0.0
         if answer is None:
             over.wait()
         return bool(answer)
