@@ -212,6 +212,14 @@ def test_a_model_trains_as_in_a_plain_loop_cut_anywhere(middle: Any, part: Any, 
     assert_as_expected(mode_setup(model(), "single", [], **options), by_minibatch)
 
 
+def test_a_stage_between_others_may_have_no_gradient() -> None:
+    graph = trace(Net(detaches))
+    starts = [graph.index_of("b"), graph.index_of("detach")]
+    for backward in ("whole", "split"):
+        setup = mode_setup(Net(detaches), "gpipe", starts, backward=backward, make_optimizer=decaying)
+        assert_as_expected(setup, plainly(Net(detaches), 2, 2))
+
+
 def shared(graph: Any) -> list[list[int]]:
     """Return the layers that share a buffer, which can't be parted."""
     names = {name for layer in graph.layers for name in layer.buffers}
