@@ -1,7 +1,7 @@
 """The layer graph: a model as layers with every edge between them, ready to be cut anywhere.
 
 torch.fx traces the model twice, as it trains and as it evaluates; a layer is a node that computes. The graphs are made
-safe to cut: readers of values overwritten in place read their last writer, and nodes with side effects stay.
+safe to cut, see `in_place.py`.
 """
 
 import copy
@@ -18,18 +18,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from pipebench.errors import GraphError, nearest
+from pipebench.model.in_place import MADE, make_cuttable, overwritten_buffer, shown
 from pipebench.model.slice_modules import Slices
-from pipebench.model.tracing import Fed, fed_arguments, record, set_item
+from pipebench.model.tracing import Fed, fed_arguments, record
 
-# What may hand on (a view of) its first argument: an in-place layer after it overwrites that.
-_VIEWS = {
-    *("flatten", "view", "view_as", "reshape", "transpose", "permute", "squeeze", "unsqueeze", "t", "expand", "chunk"),
-    *("split", "unbind", "narrow", "select", "getitem", "contiguous", "detach", "swapaxes", "swapdims", "movedim"),
-    *("moveaxis", "expand_as", "broadcast_to", "diagonal", "unfold", "ravel", "tensor_split", "unflatten", "adjoint"),
-    *("to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda", "dropout", "conj", "resolve_conj"),
-    *("Flatten", "Unflatten", "Identity", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"),
-}
-_VIEWING = ("data", "T", "mT", "H", "mH", "real", "imag")  # attributes that are views
 _RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
@@ -230,20 +222,6 @@ def is_torchs_own(module: nn.Module) -> bool:
     return type(module).__module__.split(".")[0] == "torch"
 
 
-def is_inplace(module: nn.Module, node: fx.Node) -> bool:
-    """Return whether the node overwrites its first input."""
-    if node.op == "call_module":
-        return bool(getattr(module.get_submodule(str(node.target)), "inplace", False))
-    if node.op == "call_function":
-        name = getattr(node.target, "__name__", "")
-        iadd = getattr(node.target, "__module__", "") == "_operator" and name.startswith("i") and name != "invert"
-        is_or_index = name in ("is_", "is_not", "index", "inv", "indexOf", "itemgetter")
-        says_so = bool(node.kwargs.get("inplace", False)) or node.target is set_item
-        is_a_word = getattr(node.target, "__module__", "") == "_operator"  # and_, or_, not_
-        return says_so or (iadd and not is_or_index) or (_ends_in_underscore(name) and not is_a_word)
-    return node.op == "call_method" and _ends_in_underscore(str(node.target))
-
-
 def run_node(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
     """Execute one node, but no placeholder; `env` holds the values of the nodes it reads."""
     return bind_node(root, node, env)()
@@ -272,10 +250,6 @@ def bind_node(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Cal
 def attribute(root: nn.Module, path: str) -> Any:
     """Return the attribute at a dotted path."""
     return operator.attrgetter(path)(root)
-
-
-def _ends_in_underscore(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
 
 
 def _check_leaves(model: nn.Module, leaves: Sequence[str]) -> None:
@@ -310,59 +284,6 @@ def _in_both_modes(model: nn.Module, holder: nn.Module, make: Callable[[], fx.Gr
     return _layer_graph(model, trains, training=in_training, evaluation=evaluation)
 
 
-def make_cuttable(root: nn.Module, graph: fx.Graph) -> None:
-    """Let readers of an overwritten value read its writer, and remove nodes that aren't read and have no side effect.
-
-    `root`, the graph's owner, has the modules that it names.
-
-    Raises:
-        GraphError: a layer writes into a tensor given as `out`, which can't be followed.
-    """
-    for node in graph.nodes:
-        if isinstance(node.kwargs.get("out"), fx.Node):
-            raise GraphError(f"layer {node.name} writes its result into out=, which can't be followed: assign it")
-    _make_overwritten_constants_anew(root, graph)
-    _read_overwritten_values_from_their_writer(root, graph)
-    graph.eliminate_dead_code(lambda node: node.is_impure() or _has_effect(root, node))
-
-
-def _has_effect(module: nn.Module, node: fx.Node) -> bool:
-    """Return whether a layer may change a buffer, so that it stays though nothing reads it."""
-    if node.op == "call_module":
-        return any(True for _ in module.get_submodule(str(node.target)).buffers())
-    return overwritten_buffer(module, node) is not None
-
-
-def overwritten_buffer(root: nn.Module, node: fx.Node) -> str | None:
-    """Return the qualified name of the buffer that a layer changes in place, maybe after others; None if none."""
-    changed = overwritten(root, node)
-    return str(changed.target) if changed is not None and changed.op == "get_attr" else None
-
-
-def overwritten(root: nn.Module, node: fx.Node) -> fx.Node | None:
-    """Return the node whose value an in-place layer changes, also through views of it; None of other layers."""
-    return _shown(root, node) if is_inplace(root, node) else None
-
-
-def _shown(root: nn.Module, node: fx.Node) -> fx.Node:
-    """Return the node whose memory a node's value shows, itself if that is its own."""
-    while hands_on(root, node) and node.args and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
-def hands_on(root: nn.Module, node: fx.Node) -> bool:
-    """Return whether a node's value may share memory with its first argument's."""
-    if node.op in ("placeholder", "get_attr", "output"):
-        return False
-    name = getattr(node.target, "__name__", str(node.target))
-    if node.op == "call_module":
-        name = type(root.get_submodule(str(node.target))).__name__
-    if node.target is getattr:
-        return node.args[1] in _VIEWING
-    return name in _VIEWS or is_inplace(root, node)
-
-
 def _detaches(node: fx.Node) -> bool:
     name = getattr(node.target, "__name__", str(node.target))
     return name in ("detach", "detach_") or (name == "getattr" and node.args[1:2] == ("data",))
@@ -371,33 +292,6 @@ def _detaches(node: fx.Node) -> bool:
 def _draws(module: nn.Module) -> bool:
     fused = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
     return isinstance(module, _RANDOM_MODULES) or fused or not is_torchs_own(module)
-
-
-def _make_overwritten_constants_anew(root: nn.Module, graph: fx.Graph) -> None:
-    """Let layers change a copy of a tensor that the forward makes: it is a constant here, and new in every forward."""
-    found = {changed for node in graph.nodes if (changed := overwritten(root, node)) is not None}
-    for constant in list(graph.nodes):
-        if constant in found and constant.op == "get_attr" and str(constant.target).startswith(MADE):
-            readers = list(constant.users)
-            with graph.inserting_after(constant):
-                anew = graph.call_method("clone", (constant,))
-            for reader in readers:
-                reader.replace_input_with(constant, anew)
-
-
-def _read_overwritten_values_from_their_writer(module: nn.Module, graph: fx.Graph) -> None:
-    """Let later readers of a value that is overwritten in place read the writer's output.
-
-    It is the same tensor in the whole model, but not once a cut separates writer and reader.
-    """
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    for writer in graph.nodes:
-        if not is_inplace(module, writer) or not writer.args or not isinstance(writer.args[0], fx.Node):
-            continue
-        overwritten = writer.args[0]
-        for reader in list(overwritten.users):
-            if position[reader] > position[writer]:
-                reader.replace_input_with(overwritten, writer)
 
 
 def _computing(graph: fx.Graph) -> list[fx.Node]:
@@ -422,7 +316,7 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
             parameters=tuple(_parameters(module, node, first_name)),
             buffers=_buffers(module, node, changed),
             draws_as=_draw_name(module, node),
-            runs_once=(shown := _shown(module, node)).op == "get_attr" and str(shown.target) in changed,
+            runs_once=(memory := shown(module, node)).op == "get_attr" and str(memory.target) in changed,
         )
         for i, node in enumerate(computing)
     )
@@ -466,9 +360,6 @@ def _buffers(module: nn.Module, node: fx.Node, changed: Collection[str]) -> tupl
         return tuple(name for name, _ in module.get_submodule(path).named_buffers(prefix=path))
     read = [str(argument.target) for argument in node.all_input_nodes if argument.op == "get_attr"]
     return tuple(dict.fromkeys(n for n in (*read, overwritten_buffer(module, node)) if n is not None and n in changed))
-
-
-MADE = "_tensor_constant"  # how torch.fx names tensors that are made in forward, with a number: each time another one
 
 
 def evaluation_map(training: Sequence[fx.Node], evaluation: Sequence[fx.Node]) -> tuple[int | None, ...]:

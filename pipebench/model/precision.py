@@ -16,7 +16,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from pipebench.model.graph import MADE, LayerGraph, Rounding, overwritten_buffer
+from pipebench.model.graph import LayerGraph, Rounding
+from pipebench.model.in_place import MADE, overwritten_buffer
 
 LOW_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by `train.precision`; with fp32, types are the model's
 

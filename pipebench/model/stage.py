@@ -10,17 +10,8 @@ from torch import fx, nn
 
 from pipebench.model.evaluation import plan_evaluation
 from pipebench.model.folding import POLICY, Swapped, fold
-from pipebench.model.graph import (
-    Layer,
-    LayerGraph,
-    Rounding,
-    attribute,
-    carries_state,
-    cloned,
-    copied,
-    hands_on,
-    is_inplace,
-)
+from pipebench.model.graph import Layer, LayerGraph, Rounding, attribute, carries_state, cloned, copied
+from pipebench.model.in_place import hands_on, is_inplace
 from pipebench.model.plan import Plan
 from pipebench.model.recompute import Recomputed
 from pipebench.model.sampling import mix, name_hash, seed_default_generator

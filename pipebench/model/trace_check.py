@@ -14,7 +14,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from pipebench.errors import GraphError
-from pipebench.model.graph import LayerGraph, attribute, forget_states, overwritten
+from pipebench.model.graph import LayerGraph, attribute, forget_states
+from pipebench.model.in_place import overwritten
 from pipebench.zoo.plain import plain_output, seeded
 from pipebench.zoo.registry import Dataset
 

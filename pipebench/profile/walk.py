@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipebench.errors import ProfileError
-from pipebench.model.graph import Layer, LayerGraph, attribute, bind_node, cloned, forget_states, is_inplace, run_node
+from pipebench.model.graph import Layer, LayerGraph, attribute, bind_node, cloned, forget_states, run_node
+from pipebench.model.in_place import is_inplace
 from pipebench.model.splitting import splittable
 from pipebench.profile.clocks import Clock, Reading
 from pipebench.profile.model import LayerProfile

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from pipebench.errors import GraphError, nearest
-from pipebench.model.graph import LayerGraph, carries_state, inputs_of, make_cuttable, reads_of
+from pipebench.model.graph import LayerGraph, carries_state, inputs_of, reads_of
+from pipebench.model.in_place import make_cuttable
 from pipebench.model.tracing import CALLS
 
 
