@@ -5,6 +5,7 @@ Under torchrun every process is a worker from the start, and rank 0 does what is
 (plan, profile) is in the run's folder.
 """
 
+import logging
 import os
 import sys
 import time
@@ -18,7 +19,7 @@ from pipebench.checkpoint.store import Checkpoints
 from pipebench.distributed.control import LONGEST_WORK, Control, end_quietly
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.heartbeat import Heartbeat, store_text
-from pipebench.distributed.launch import Process, Start, run_workers, spawned
+from pipebench.distributed.launch import INTERRUPTED, Process, Start, run_workers, spawned
 from pipebench.distributed.launch_child import python_module
 from pipebench.distributed.launch_join import RUN
 from pipebench.distributed.launch_pipes import announcing_ready, progress_sender, ready_listener, receiving_progress
@@ -34,7 +35,6 @@ from pipebench.profile.model import Profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.users_code import during
 from pipebench.run.agreement import check_agreement
-from pipebench.run.closing import FAILED, close_record, end_record
 from pipebench.run.collected_log import collected_log
 from pipebench.run.deciding import decision_of, prepare_job, read_decision, store_decision, stored_decision
 from pipebench.run.folder import RunFolder
@@ -48,7 +48,8 @@ from pipebench.run.suite import Suite
 from pipebench.show.answers import Run
 from pipebench.show.progress import Silent, lasting
 from pipebench.simulate.timeline import Timeline
-from pipebench.tracking import RunLog, Tracking
+from pipebench.tracking import RunLog, Tracking, read_record
+from pipebench.tracking.entries import outcome_status
 from pipebench.train.checkpointing import CheckpointPolicy, load_checked, newest, nothing_to_go_on_from
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Decision, Job
@@ -58,7 +59,8 @@ from pipebench.train.result import RunResult
 
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
-_USER_ERROR = 2
+_USER_ERROR, _FAILED = 2, 3
+_LOG = logging.getLogger(__name__)
 _LOCK_PATIENCE_S = 120.0  # NFS releases a dead host's locks after its lease of 90 s
 
 
@@ -115,15 +117,32 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
     if result is None:
         if code == 0:
             print(f"pipebench: error: {folder.record_path} has no result: was the disk full?", file=sys.stderr)
-            close_record(folder, FAILED, log)
         elif code != _USER_ERROR:  # else nothing has run and the earlier record stands
             folder.say_how_to_go_on(suite.changes)
-            close_record(folder, code, log)
-        raise WorkersFailedError(code or FAILED)
+        if code not in (_USER_ERROR, INTERRUPTED):  # a user who interrupts waits for no MLflow: `close_left` ends it
+            close_record(folder, log)
+        raise WorkersFailedError(code or _FAILED)
     end_record(folder, result, log)
     tells = suite.prints and not request.is_one_of_many
     folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, tells=tells)
     return Run(result, folder.mlflow_run_id)
+
+
+def close_record(folder: RunFolder, log: RunLog) -> None:
+    """Send what is unsent of a run whose processes have failed, and its end; MLflow's failure leaves the record."""
+    try:
+        if read_record(folder.record_path) is not None:
+            log.log_file()
+            log.finish(status="FAILED")
+    except Exception as error:  # any disk failure: the launcher's report stands
+        _LOG.debug("the record of %s could not be closed: %s", folder.run_id, error)
+
+
+def end_record(folder: RunFolder, result: RunResult, log: RunLog) -> None:
+    """Close the record of a run that has ended, if its process could not: on a full disk the end is missing."""
+    record = read_record(folder.record_path)
+    if record is None or record.status is None:
+        log.finish(status=outcome_status(result))
 
 
 def _start(suite: Suite, words: Sequence[str], device_type: str) -> Start:

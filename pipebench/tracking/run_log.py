@@ -111,12 +111,6 @@ class Tracking:
         run.begin(begins, frozenset(point.samples for point in known.points) if known is not None else frozenset())
         return run
 
-    def reopen(self, folder: Path) -> "RunLog | None":
-        """Open another process's record to send the rest of it and its end; None if `folder` has none."""
-        record = RecordFolder(folder)
-        start = next((entry.start for entry in record.earlier("start") if entry.start is not None), None)
-        return None if start is None else self._open(record, start, start.parent_id, system_metrics=False)
-
     def _open(
         self, record: RecordFolder, start: Start, parent: "RunLog | str | None", *, system_metrics: bool
     ) -> "RunLog":
@@ -316,10 +310,6 @@ class RunLog:
         except BaseException:  # a second Ctrl-C
             self._tracking.warn_of_unsent(self)
             raise
-
-    def stop(self) -> None:
-        """Send nothing more, so that another process may."""
-        self._sender.close()
 
     def wait_for_id(self) -> str | None:
         """Wait for MLflow's id of the run, for another process to refer to; None if MLflow gives none in time."""

@@ -1,12 +1,11 @@
-"""A run whose user presses Ctrl-C twice is closed in MLflow by a process that nobody waits for."""
+"""The launcher closes the record of a run whose processes have ended without doing so."""
 
 import sqlite3
 from pathlib import Path
 
 import pytest
 
-from pipebench.distributed.launch import INTERRUPTED
-from pipebench.run import closing
+from pipebench.run import processes
 from pipebench.run.folder import RunFacts, RunFolder, create
 from pipebench.tracking import Tracking
 from pipebench.tracking.record import LogEntry, RecordFolder, Start
@@ -32,27 +31,16 @@ def status() -> str | None:
     return None if row is None else row[0]
 
 
-def test_after_two_ctrl_c_another_process_closes_the_record(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def here(suite: str) -> Tracking:
-        raise AssertionError("MLflow is imported while the user waits for the prompt")
-
-    monkeypatch.setattr(closing, "Tracking", here)
-    with Tracking("suite").following(folder.record_path) as log:
-        closing.close_record(folder, INTERRUPTED, log)
-    closing._closing.pop().wait(PATIENCE_S)
-    assert status() == "KILLED"
-
-
 def test_the_record_of_a_failed_run_is_closed_before_the_command_ends(folder: RunFolder) -> None:
     with Tracking("suite").following(folder.record_path) as log:
-        closing.close_record(folder, 3, log)
+        processes.close_record(folder, log)
     assert status() == "FAILED"
 
 
 def test_a_run_that_failed_before_it_began_has_no_record(folder: RunFolder) -> None:
     (folder.record_path / "record.jsonl").unlink()
     with Tracking("suite").following(folder.record_path) as log:
-        closing.close_record(folder, 3, log)
+        processes.close_record(folder, log)
     assert status() is None
 
 
@@ -61,6 +49,6 @@ def test_a_run_that_ended_on_a_full_disk_ends_in_mlflow(ended: bool, folder: Run
     if ended:
         RecordFolder(folder.record_path).append(LogEntry(status="KILLED"))
     with Tracking("suite").following(folder.record_path) as log:
-        closing.end_record(folder, RESULT, log)
+        processes.end_record(folder, RESULT, log)
     assert (folder.record_path / "record.jsonl").read_text().count("status") == 1
     assert ended or status() == "FINISHED"

@@ -11,6 +11,7 @@ import pytest
 from pipebench.files import read_bytes
 from pipebench.tracking import RunLog, Tracking, read_record
 from pipebench.tracking import system as system_metrics
+from pipebench.tracking.left import close_left
 from pipebench.tracking.record import ENTRIES, LogEntry, RecordFolder, mlflow_run_id
 from pipebench.tracking.store import Store
 from tests.patience import wait_for
@@ -96,18 +97,16 @@ def test_the_follower_ends_a_run_whose_process_did_not(follower: RunLog, record:
     assert [row.step for row in history(follower, "curves/top1")] == [1000]
 
 
-def test_what_a_follower_left_another_sends(tracking: Tracking, record: Path) -> None:
+def test_what_a_follower_left_a_later_command_sends(tracking: Tracking, record: Path) -> None:
+    """As after a second Ctrl-C, when the launcher waits neither for its workers nor for MLflow."""
     with tracking.following(record) as log:
         run = begun(record)
         wait_for(lambda: mlflow_run_id(record))
-        log.stop()
-        run.point(RESULT.points[0])
-    again = tracking.reopen(record)
-    assert again is not None
-    again.finish(status="KILLED")
-    assert again.run_id == log.run_id
-    assert fetch(again).info.status == "KILLED"
-    assert [row.step for row in history(again, "curves/top1")] == [1000]
+    run.point(RESULT.points[0])
+    run._sender.record.release()  # as the system does for a process that was killed
+    close_left(tracking.store.uri, [record])
+    assert fetch(log).info.status == "KILLED"
+    assert [row.step for row in history(log, "curves/top1")] == [1000]
 
 
 @pytest.mark.usefixtures("folder")

@@ -213,22 +213,6 @@ def test_what_mlflow_did_not_take_is_sent_when_the_run_goes_on(
     assert fetch(second).data.params == {"lr": "0.1"}
 
 
-def test_what_a_dead_process_could_not_send_another_one_sends(tracking: Tracking, tmp_path: Path) -> None:
-    """As the launcher does for rank 0: all of it, and how the run ended."""
-    assert tracking.reopen(tmp_path) is None
-    start = Start("orphan", virtual=True)
-    left = RecordFolder(tmp_path)
-    left.append(LogEntry(start=start, params={"lr": "0.1"}, tags={"mode": "dp"}))
-    left.append(LogEntry(artifact="a/plan.txt"), b"straight")
-    left.append(LogEntry(point=RESULT.points[0]))
-    log = Tracking("suite").reopen(tmp_path)
-    assert log is not None
-    log.finish(status="KILLED")
-    run = fetch(log)
-    assert (run.info.run_name, run.info.status, run.data.params) == ("orphan", "KILLED", {"lr": "0.1"})
-    assert [row.step for row in history(log, "curves/top1")] == [1000]
-
-
 def test_a_record_moves_with_all_that_is_in_it(tracking: Tracking, folder: Path, tmp_path: Path) -> None:
     run = tracking.start("moves", params={}, tags={})
     run.point(RESULT.points[0])
