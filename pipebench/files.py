@@ -1,6 +1,7 @@
-"""Files: written atomically (beside, flushed to disk, renamed); read only if regular and of limited size."""
+"""Files: written atomically (beside, flushed to disk, renamed); read only if regular and of limited size; locked."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
@@ -191,3 +192,51 @@ def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256", _bufsize=_CHUNK_BYTES).hexdigest()
+
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without locks
+
+
+class FileLock:
+    """A lock on a file, made if missing, until `release` or this process's end; a forked process has none of it.
+
+    `shared` with others who share it: waits for one who doesn't. Not the filelock package: older versions treat a file
+    system without locks as locked, and empty the file.
+
+    Raises:
+        OSError: the file can't be made or locked; EWOULDBLOCK: somebody else has it.
+    """
+
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._descriptor: int | None = os.open(path, flags, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        _locks.add(self)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process has it."""
+        return self._descriptor is not None
+
+    def release(self) -> None:
+        """Let others have it."""
+        descriptor, self._descriptor = self._descriptor, None  # the number may be another file's soon
+        _locks.discard(self)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+_locks: set[FileLock] = set()
+
+
+def _let_go_in_child() -> None:
+    """Close inherited locks in a forked process, which may outlive its parent, as a data loader's does."""
+    for lock in [*_locks]:
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

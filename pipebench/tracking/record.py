@@ -7,10 +7,8 @@
 What a run logged is read back from here, whether MLflow has it or not.
 """
 
-import fcntl
 import json
 import logging
-import os
 import re
 import shutil
 import threading
@@ -21,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from pipebench.files import FileError, read_bytes, read_text
+from pipebench.files import NO_LOCKS, FileError, FileLock, read_bytes, read_text
 from pipebench.tracking.inputs import Inputs
 from pipebench.train.result import Point, RunResult
 from pipebench.typed_json import Count, JsonError, Number, read
@@ -144,9 +142,6 @@ def mlflow_run_id(folder: Path) -> str | None:
     return read_sent(folder).run_id
 
 
-_held: set[int] = set()  # file descriptors
-
-
 class RecordFolder:
     """Writes a record; thread-safe.
 
@@ -164,11 +159,11 @@ class RecordFolder:
         self.run_id: str | None = None  # MLflow's, as soon as it has one
         self._num_bytes = 0  # of the file's entries that are `earlier`
         self._lock = threading.Lock()
-        self._holds: int | None = None  # a file descriptor
+        self._holds: FileLock | None = None  # None where the file system has no locks
         with self._writing():
             if path is not None:
                 path.mkdir(parents=True, exist_ok=True)
-                self._holds = _hold(path / _HELD, alone=alone)
+                self._hold(path / _HELD, alone=alone)
                 if mends:
                     self._mend()
                 sent = read_sent(path)
@@ -271,11 +266,15 @@ class RecordFolder:
 
     def release(self) -> None:
         """Let others have the record alone."""
-        with self._lock:
-            holds, self._holds = self._holds, None  # the number may be another file's soon
-            if holds in _held:
-                _held.remove(holds)
-                os.close(holds)
+        if self._holds is not None:
+            self._holds.release()
+
+    def _hold(self, path: Path, *, alone: bool) -> None:
+        try:
+            self._holds = FileLock(path, shared=not alone)
+        except OSError as error:
+            if alone or error.errno not in NO_LOCKS:
+                raise
 
     def _mend(self) -> None:
         """Remove a torn last line from the file of entries."""
@@ -298,34 +297,6 @@ class RecordFolder:
             except (OSError, FileError) as error:
                 _log.debug("the run can't be kept on disk: %s", error)
                 self.path = None
-
-
-def _hold(path: Path, *, alone: bool) -> int | None:
-    """Lock a file until the returned descriptor is closed; None where the file system has no locks.
-
-    Raises:
-        OSError: somebody else has locked it, if `alone`; otherwise it waits for who has it alone.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
-    except BaseException as error:
-        os.close(descriptor)
-        if alone or not isinstance(error, OSError):
-            raise
-        return None
-    _held.add(descriptor)
-    return descriptor
-
-
-def _let_go_in_child() -> None:
-    """Close inherited locks in a forked process, which may outlive its parent."""
-    for descriptor in _held:
-        os.close(descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _read(path: Path) -> bytes:

@@ -58,16 +58,6 @@ def test_one_that_restarts_waits_for_the_one_before(tmp_path: Path) -> None:
             pass
 
 
-def test_who_closes_a_record_is_waited_for(tmp_path: Path) -> None:
-    closing = HOLDER.replace("Path(sys.argv[1]))", "Path(sys.argv[1]), doing='closes its record')")
-    words = [sys.executable, "-c", closing.replace("sys.stdin.read()", "import time; time.sleep(1)"), str(tmp_path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        with locked(tmp_path):
-            pass
-
-
 def test_a_forked_process_that_stays_behind_holds_nothing(tmp_path: Path) -> None:
     """A loader's processes notice only after seconds that the one they load for is dead."""
     program = HOLDER.replace(
@@ -105,7 +95,7 @@ def test_a_file_system_without_locks_is_told(
 
 def test_a_folder_that_cant_be_written_is_named(tmp_path: Path) -> None:
     with (
-        pytest.raises(UserError, match=r"none/lock: can't be opened to lock the run: No such file"),
+        pytest.raises(UserError, match=r"none/lock: can't be locked: No such file"),
         locked(tmp_path / "none"),
     ):
         pass

@@ -139,10 +139,12 @@ def test_a_comparison_ends_after_a_run_whose_end_was_not_awaited() -> None:
 def test_a_record_that_is_released_twice_lets_go_of_no_other() -> None:
     """The system gives a closed file's number to the next one."""
     first = RecordFolder(Path("first"))
-    held = first._holds
+    assert first._holds is not None
+    number = first._holds._descriptor
     first.release()
     second = RecordFolder(Path("second"))
-    assert second._holds == held
+    assert second._holds is not None
+    assert second._holds._descriptor == number
     first.release()
     assert RecordFolder(Path("second"), alone=True).path is None
     second.release()
