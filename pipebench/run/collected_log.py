@@ -3,86 +3,69 @@
 So a process that is killed leaves its log, and one that goes on with the run adds to it.
 """
 
-import io
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import TextIO
 
 from pipebench.tracking import RunLog
 from pipebench.tracking.record import LOG_FILE
 
-# Instructions, with --verbose, are a kilobyte or two per minibatch: ten thousand minibatches fit.
-_MOST_VERBOSE_CHARS = 16_000_000
+_MOST_INSTRUCTIONS = 150_000  # kept with --verbose: some 16 MB, of ten thousand minibatches
 
 
-class CollectedLog(logging.Handler):
+class _LogFile(logging.FileHandler):
+    """A file that takes what the disk takes."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 # logging's name
+        """Lose a message: it isn't worth a traceback per line."""
+
+
+class CollectedLog(MemoryHandler):
     """Collects the log of one process; of instructions only the first ones, as a long run has any number."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(sys.maxsize, sys.maxsize, flushOnClose=False)
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-        self._text: TextIO | None = io.StringIO()  # None once the disk has failed
-        self._num_verbose_left = _MOST_VERBOSE_CHARS
+        self._num_instructions = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Add a message."""
-        is_verbose = record.levelno <= logging.DEBUG
-        if is_verbose and self._num_verbose_left <= 0:
-            return
-        try:
-            text = self.format(record)
-        except Exception:  # of whoever logs
-            self.handleError(record)
-            return
-        if is_verbose:
-            self._num_verbose_left -= len(text)
-            text += "" if self._num_verbose_left > 0 else "\n(Further instructions are not kept.)"
-        self._write(f"{text}\n")
+        self._num_instructions += record.levelno <= logging.DEBUG
+        if record.levelno > logging.DEBUG or self._num_instructions < _MOST_INSTRUCTIONS:
+            super().emit(record)
+        elif self._num_instructions == _MOST_INSTRUCTIONS:
+            said = {"msg": "(Further instructions are not kept.)", "args": None}
+            super().emit(logging.makeLogRecord(vars(record) | said))
 
     def move_to(self, folder: Path | None) -> None:
         """Go on in a record's folder, behind what earlier processes logged there; None: in memory."""
-        if folder is None:
-            return
-        self.acquire()
-        try:
-            if isinstance(self._text, io.StringIO):
-                file = (folder / LOG_FILE).open("a", encoding="utf-8", errors="backslashreplace")
-                so_far, self._text = self._text.getvalue(), file
-                self._write(so_far)
-        except OSError:  # it stays in memory
-            pass
-        finally:
-            self.release()
+        if folder is not None and self.target is None:
+            with suppress(OSError):  # it stays in memory
+                file = _LogFile(folder / LOG_FILE, encoding="utf-8", errors="backslashreplace")
+                file.setFormatter(self.formatter)
+                self.setTarget(file)
+                self.capacity = 1
+                self.flush()
 
     def save(self, log: RunLog) -> None:
         """Log what was collected as an artifact, and end."""
-        in_memory = self._text.getvalue() if isinstance(self._text, io.StringIO) else None
-        self.close()
-        if in_memory is None:
+        if self.target is not None:
             log.log_file()
         else:
-            log.text(LOG_FILE, in_memory)
+            log.text(LOG_FILE, "".join(f"{self.format(record)}\n" for record in self.buffer))
+        self.close()
 
     def close(self) -> None:
         """Take no more messages."""
+        file = self.target
         super().close()
-        self.acquire()
-        text, self._text = self._text, None
-        self.release()
-        if text is not None:
+        if file is not None:
             with suppress(OSError):
-                text.close()
-
-    def _write(self, text: str) -> None:
-        if self._text is not None:
-            try:
-                self._text.write(text)
-                self._text.flush()
-            except OSError:
-                self.close()
+                file.close()
 
 
 @contextmanager
