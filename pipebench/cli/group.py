@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from pipebench import interrupts
-from pipebench.cli.terminal import first_line, outlive_terminal
+from pipebench.cli.terminal import outlive_terminal
 from pipebench.errors import UserError, is_out_of_memory, memory_text, nearest, printable, printable_lines
 from pipebench.recipe.users_code import as_users, traceback_of
 
@@ -161,13 +161,12 @@ class Commands(click.Group):
 
 @contextmanager
 def _telling(ctx: click.Context) -> Iterator[None]:
-    """Say on the standard error what a command loads for longer than 1 s; on a terminal, until it says something."""
+    """Say on the standard error what a command loads for longer than 1 s."""
     try:
         has_reader = sys.stderr.fileno() >= 0 and "RANK" not in os.environ
     except (OSError, ValueError):  # no file
         has_reader = False
-    tell = first_line.show if first_line.begin() else _say
-    timer = Timer(_SHORT_S, lambda: tell(f"{_named(ctx)}: {_what_is_loading(sys.modules)}"))
+    timer = Timer(_SHORT_S, lambda: _say(f"{_named(ctx)}: {_what_is_loading(sys.modules)}"))
     timer.daemon = True
     if has_reader:
         timer.start()
@@ -175,7 +174,6 @@ def _telling(ctx: click.Context) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        first_line.give_way()
 
 
 def _named(ctx: click.Context) -> str:

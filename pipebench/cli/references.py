@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import click
@@ -10,9 +9,8 @@ import click
 from pipebench.errors import Fault, RecipeError, UserError
 from pipebench.recipe.catalog import cluster_names, find, find_cluster, find_recipes, recipe_names
 from pipebench.recipe.cluster_files import LEVELS
-from pipebench.recipe.leaves import COMMAND_LINE, TOGETHER, Key, full_keys
+from pipebench.recipe.leaves import full_keys
 from pipebench.recipe.load import LoadedRecipe, load, load_each
-from pipebench.recipe.typecheck import cut
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.run.preflight_all import same_names
 
@@ -32,28 +30,12 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
         UserError: a word is a key without a value.
     """
     overrides = [word for word in words if "=" in word and not os.path.exists(word)]
-    _say_twice(overrides)
     references = [word for word in words if word not in overrides]
     keys = {*full_keys()}
     for word in references:
         if word in keys and not os.path.exists(word):
             raise UserError(f"{word} is a key of recipes, which needs a value: {word}=VALUE")
     return references, overrides
-
-
-def _say_twice(overrides: Sequence[str]) -> None:
-    """Say of keys that are there twice that the last one counts, as where a script adds a user's words to its own."""
-    given: dict[Key, str] = {}
-    for key, word in ((tuple(word.partition("=")[0].strip().split(".")), word) for word in overrides):
-        group = next((group for group in TOGETHER if key[: len(group)] == group), key)
-        if given.get(group, word) != word and os.environ.get("RANK", "0") == "0":
-            _say_replaced(given[group], word)
-        given[group] = word
-
-
-@cache
-def _say_replaced(word: str, later: str) -> None:
-    click.echo(f"pipebench: {COMMAND_LINE}: {cut(word)} is replaced by {cut(later)}, which comes later", err=True)
 
 
 def find_cluster_named(words: Sequence[str]) -> Path | None:

@@ -1,6 +1,4 @@
 import os
-import pty
-import re
 import subprocess
 import sys
 import types
@@ -18,7 +16,7 @@ from pipebench.cli.main import cli
 from pipebench.errors import PlanError, ScheduleError, WorkersFailedError
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.suite import Suite
-from tests.patience import PATIENCE_S, within_patience, without_phases
+from tests.patience import PATIENCE_S, without_phases
 from tests.recipe.conftest import VALID
 from tests.support import raise_as_ours
 
@@ -190,20 +188,6 @@ def test_usage_errors(arguments: list[str], message: str) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "shown"),
-    [
-        ("train.seed=1,2", "train.seed=3", "seed: 3"),
-        ("train.evaluate_every.epochs=1", "train.evaluate_every={minibatches: 3}", "minibatches: 3"),
-    ],
-)
-def test_of_a_key_that_is_there_twice_the_last_one_counts_which_is_said(first: str, last: str, shown: str) -> None:
-    answer = CliRunner().invoke(cli, ["show", "quickstart", first, last])
-    assert answer.exit_code == 0, answer.output
-    assert f"command line: {first} is replaced by {last}, which comes later\n" in answer.stderr
-    assert shown in answer.stdout
-
-
 def test_show_prints_a_recipe(folder: Path) -> None:
     shown = invoke("show", "quickstart/gpipe", "train.seed=5")
     (folder / "again.yaml").write_text(shown.stdout)
@@ -298,27 +282,3 @@ def test_a_slow_command_says_what_it_loads(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err.startswith("pipebench ls: ")
     assert group._what_is_loading({"torch", "mlflow"}) == "loading mlflow"
     assert group._what_is_loading(set[str]()) == "starting"
-
-
-def test_on_a_terminal_what_a_slow_command_loads_gives_way_to_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Elapsed:
-        def __init__(self, after_s: float, tell: Callable[[], None]) -> None:
-            self.start = self.cancel = tell  # what is said after the output, too
-
-    monkeypatch.setattr(group, "Timer", Elapsed)
-    ours, theirs = pty.openpty()
-    with open(theirs, "w") as output, open(os.dup(theirs), "w") as errors:
-        monkeypatch.setattr(sys, "stdout", output)
-        monkeypatch.setattr(sys, "stderr", errors)
-        assert cli.main(["ls", "modes", "dp"], standalone_mode=False) == 0
-        print("end", flush=True)
-        monkeypatch.undo()
-        said = b""
-        with within_patience():
-            while not said.endswith(b"end\r\n"):
-                said += os.read(ours, 1 << 16)
-    os.close(ours)
-    found = re.match(rb"(pipebench: [a-z ]+)\r( +)\rdp ", said)
-    assert found, said
-    assert len(found[1]) == len(found[2])
-    assert said.count(b"pipebench") == 1
