@@ -33,7 +33,7 @@ from tests.checkpoint.spoiling import (
 )  # fmt: skip
 from tests.patience import without_phases
 
-HEAD, CONV, COUNT = "head.weight", "conv.weight", "1/norm.num_batches_tracked"
+HEAD, COUNT = "head.weight", "1/norm.num_batches_tracked"
 SHAPE = (10, 144)
 NAN, INFINITE, HUGE = float("nan"), float("inf"), 10**400
 

@@ -21,7 +21,6 @@ from tests.lab.ladder import STEP, crossing, rungs
 from tests.lab.predicting import LabSchedule, Predicted, Predictor, at_bandwidth, read_measured
 from tests.lab.trials import Trials
 
-_FOR_THROUGHPUT = ("train.target=null", "train.max_epochs=2")
 _PREDICTIONS = "predictions.json"
 _POINTS_PER_STEP = 2  # of a predicted curve
 _INTERRUPTED = 130
