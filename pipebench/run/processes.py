@@ -46,6 +46,7 @@ from pipebench.run.recorder import RunRecorder
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
 from pipebench.show.answers import Run
+from pipebench.show.console import print_link
 from pipebench.show.progress import Silent, lasting
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking, read_record
@@ -124,6 +125,8 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
         raise WorkersFailedError(code or _FAILED)
     end_record(folder, result, log)
     tells = suite.prints and not request.is_one_of_many
+    if tells:
+        print_link(log.where())
     folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, tells=tells)
     return Run(result, folder.mlflow_run_id)
 
@@ -139,10 +142,12 @@ def close_record(folder: RunFolder, log: RunLog) -> None:
 
 
 def end_record(folder: RunFolder, result: RunResult, log: RunLog) -> None:
-    """Close the record of a run that has ended, if its process could not: on a full disk the end is missing."""
+    """Wait until MLflow has a run that has ended, whose end is missing in the record if the disk was full."""
     record = read_record(folder.record_path)
     if record is None or record.status is None:
         log.finish(status=outcome_status(result))
+    else:
+        log.settle()
 
 
 def _start(suite: Suite, words: Sequence[str], device_type: str) -> Start:

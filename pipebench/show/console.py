@@ -99,7 +99,7 @@ def print_summary(result: RunResult, picture: str, link: str, console: Console) 
         print_plain(console, Padding(Text(picture, no_wrap=True, overflow="crop"), (0, 0, 0, 2)))
         legend = _LEGEND + (_OF_EVALUATION if "E" in picture else "")
         print_plain(console, Padding(Text(legend, style="dim"), (0, 0, 1, 2)))
-    _print_link(console, link)
+    print_link(link, console)
 
 
 def print_outcome(result: RunResult, console: Console | None = None) -> None:
@@ -122,7 +122,7 @@ def print_comparison(results: Sequence[RunResult], link: str, console: Console) 
     print_groups(console, tables)
     for line in (*verdicts, *notes(results)):
         print_plain(console, Padding(Text(line), (0, 0, 0, 2)))
-    _print_link(console, link)
+    print_link(link, console)
 
 
 def print_differences(results: Sequence[RunResult], differing: Sequence[tuple[str, ...]], console: Console) -> None:
@@ -167,9 +167,10 @@ def print_written(path: str, console: Console | None = None) -> None:
     (console or standard_output()).print(Text.assemble(("  written  ", "dim"), printable(path)), soft_wrap=True)
 
 
-def _print_link(console: Console, link: str) -> None:
+def print_link(link: str, console: Console | None = None) -> None:
+    """Print how to open a record, if it is known."""
     if link:
-        console.print(Text.assemble(("  MLflow  ", "dim"), link), soft_wrap=True)
+        (console or standard_output()).print(Text.assemble(("  MLflow  ", "dim"), link), soft_wrap=True)
 
 
 def _table_of(lines: Sequence[Mapping[str, Any]], columns: _Columns) -> Table:

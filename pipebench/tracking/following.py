@@ -1,13 +1,12 @@
 """A run that one process logs and another sends to MLflow: workers train, and their launcher imports MLflow.
 
-Between them is the run's record: rank 0 appends entries to it, and the launcher follows. When it has dealt with an end,
-it says so in the record, for which rank 0 waits.
+Between them is the run's record: rank 0 appends entries to it, and the launcher follows.
 """
 
 import time
 from collections.abc import Callable
 
-from pipebench.tracking.record import LogEntry, RecordFolder, Sent, Start, read_sent
+from pipebench.tracking.record import LogEntry, RecordFolder, Sent, Start
 from pipebench.tracking.sender import SEND_EVERY_S, Sender
 from pipebench.tracking.store import Store
 
@@ -62,13 +61,13 @@ class Follower(Sender):
             return
         super().send(store, on_progress)
         if self.ended and not self._queue:
-            self._note_end(store.experiment_id, failed=False)
+            self._note_end(failed=False)
             self._history = None  # MLflow's run is over, and resumed if the process is restarted
 
     def give_up(self) -> None:
         """Leave the run's end unsent."""
         super().give_up()
-        self._note_end(None, failed=True)
+        self._note_end(failed=True)
 
     def _note(self, entries: list[LogEntry]) -> None:
         """Note starts and ends."""
@@ -82,61 +81,22 @@ class Follower(Sender):
         if entries:
             self.settled.clear()
 
-    def _note_end(self, experiment_id: str | None, *, failed: bool) -> None:
-        self.record.note(Sent(self.record.run_id, self.record.num_sent, experiment_id, self._end_ms, failed))
-
-
-class _Settled:
-    """Looks into the record whether an end has been dealt with; as `threading.Event`, as far as that is needed."""
-
-    def __init__(self, record: RecordFolder, on_progress: Callable[[], None]) -> None:
-        self.sent = Sent(None, 0)
-        self.end_ms: int | None = None  # of the end waited for
-        self._record, self._on_progress = record, on_progress
-
-    def is_set(self) -> bool:
-        """Return whether the end has been dealt with, or the disk has failed."""
-        if self._record.path is None:
-            return True
-        before, self.sent = self.sent, read_sent(self._record.path)
-        self._record.run_id = self.sent.run_id
-        if self.sent != before:
-            self._on_progress()
-        return self.end_ms is not None and self.sent.end_ms == self.end_ms
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether it is so now or after a while."""
-        if not self.is_set():
-            time.sleep(timeout_s)
-        return self.is_set()
+    def _note_end(self, *, failed: bool) -> None:
+        self.record.note(Sent(self.record.run_id, self.record.num_sent, self._end_ms, failed))
 
 
 class Followed(Sender):
     """The log of a run that another process sends: entries go to the record only."""
 
-    settled: _Settled  # type: ignore[assignment] # it looks into the record
-
-    def __init__(self, record: RecordFolder, start: Start, on_progress: Callable[[], None]) -> None:
-        """Log into a record; `on_progress` is called when the other process has sent something."""
+    def __init__(self, record: RecordFolder, start: Start) -> None:
         super().__init__(record, start, None, system_metrics=False)
         self._queue.clear()
-        self.settled = _Settled(record, on_progress)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether MLflow has everything."""
-        return self.settled.is_set() and self.record.path is not None and not self.settled.sent.failed
-
-    def experiment_id(self, store: Store) -> str | None:
-        """Return MLflow's id of the experiment, as far as is known."""
-        return self.settled.sent.experiment_id
 
     def add(self, entry: LogEntry, content: bytes | None = None) -> None:
         """Append an entry to the record."""
         with self._lock:
+            if not self.ended:
+                self.record.append(entry, content)
+                self.ended = entry.status is not None
             if self.ended:
-                return
-            self.ended = entry.status is not None
-            if self.ended:
-                self.settled.end_ms = entry.at_ms
-            self.record.append(entry, content)
+                self.settled.set()

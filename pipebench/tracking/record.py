@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from pipebench.files import NO_LOCKS, FileError, FileLock, read_bytes, read_text
 from pipebench.tracking.inputs import Inputs
@@ -79,7 +79,6 @@ class Sent:
 
     run_id: str | None  # MLflow's id of the run, None as long as it has none
     num_sent: Count  # how many of the entries it has
-    experiment_id: str | None = None  # MLflow's, of the run
     end_ms: int | None = None  # of the last end that whoever sends the record is done with, when it was logged
     failed: bool = False  # whether that was without MLflow having everything
 
@@ -322,7 +321,9 @@ def _entries_in(content: bytes, parts: Sequence[str] = ()) -> list[LogEntry]:
 def read_sent(folder: Path) -> Sent:
     """Return what MLflow has of the record in a folder."""
     try:
-        return read(Sent, read_text(folder / _SENT))
+        found = read(dict[str, Any], read_text(folder / _SENT))
+        found.pop("experiment_id", None)  # of earlier versions
+        return read(Sent, found)
     except (FileError, JsonError):  # not there, or spoilt: what is sent twice is logged once
         return Sent(None, 0)
 

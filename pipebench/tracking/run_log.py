@@ -66,8 +66,8 @@ class Tracking:
         self._connected = threading.Event()
         self._left: tuple[Path, ...] = ()
         self._ready = ready or self._connected.wait
-        self._sends = ready is None
-        if self._sends:
+        self.sends = ready is None
+        if self.sends:
             threading.Thread(target=self._send_forever, name="pipebench-tracking", daemon=True).start()
 
     @property
@@ -118,8 +118,8 @@ class Tracking:
             return parent.run_id if isinstance(parent, RunLog) else parent
 
         has_parent = parent is not None
-        if not self._sends:
-            return RunLog(self, start.name, Followed(record, start, self.note_progress))
+        if not self.sends:
+            return RunLog(self, start.name, Followed(record, start))
         sender = Sender(record, start, parent_id if has_parent else None, system_metrics=system_metrics)
         run = RunLog(self, start.name, sender)
         self._runs.append(run)
@@ -295,7 +295,7 @@ class RunLog:
         self._sender.record.move(folder)
 
     def finish(self, result: RunResult | None = None, *, status: Status | None = None) -> None:
-        """Log the end, and wait until MLflow has everything, a few seconds at most if it hangs.
+        """Log the end, and `settle`.
 
         A comparison has no result, nor has a run that failed, or one whose result is logged already. The status is by
         default the result's: FAILED if the run diverged, KILLED if it was interrupted.
@@ -303,6 +303,10 @@ class RunLog:
         if result is not None:
             self.result(result)
         self._sender.add(LogEntry(status=status or outcome_status(self._result)))
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until MLflow has the run's end, whoever logged it, a few seconds at most if it hangs."""
         try:
             if not self._wait():
                 self._tracking.lost = True
@@ -320,15 +324,16 @@ class RunLog:
         return self.run_id
 
     def where(self) -> str:
-        """Return the line that tells the user where the run is recorded."""
+        """Return the line that tells the user where the run is recorded; "" where another process sends it."""
+        if not self._tracking.sends:
+            return ""
         if not self._sender.is_empty:
             path = self._sender.record.path
             return f"{_shown(path)}/ (MLflow did not take it)" if path else "not recorded: MLflow and the disk failed"
         store = self.store
         if store.uri.startswith("http"):
-            experiment_id = self._sender.experiment_id(store)
-            return run_address(shown_uri(store.uri).rstrip("/"), str(experiment_id), str(self.run_id))
-        return f"pipebench ui   (experiment {store.suite}, run {self.name})"
+            return run_address(shown_uri(store.uri).rstrip("/"), str(store.experiment_id), str(self.run_id))
+        return f"pipebench ui   (experiment {store.suite}, run {self._sender.start.name})"
 
     def send(self) -> None:
         """Send what is logged to MLflow; what it doesn't take stays. For the sender's thread only."""

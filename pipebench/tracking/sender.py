@@ -53,10 +53,6 @@ class Sender:
         """Whether MLflow has everything."""
         return not self._queue
 
-    def experiment_id(self, store: Store) -> str | None:
-        """Return MLflow's id of the experiment, as far as is known."""
-        return store.experiment_id
-
     @property
     def is_done(self) -> bool:
         """Whether there is nothing left to do, successfully or not."""
@@ -93,12 +89,12 @@ class Sender:
         self._sample_system()
         while self._queue and not self.is_done:
             sent = self._send_some(store, str(self.record.run_id), self._history)
-            self.record.note(Sent(self.record.run_id, self.record.num_sent + sent, store.experiment_id))
+            self.record.note(Sent(self.record.run_id, self.record.num_sent + sent))
             for _ in range(sent):
                 self._queue.popleft()
             on_progress()
         if self.ended:
-            self.record.note(Sent(self.record.run_id, self.record.num_sent, store.experiment_id, self._end_ms))
+            self.record.note(Sent(self.record.run_id, self.record.num_sent, self._end_ms))
             self.record.remove()
             self.settled.set()
 

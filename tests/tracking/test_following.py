@@ -39,18 +39,19 @@ def follower(tracking: Tracking, record: Path) -> Iterator[RunLog]:
         yield log
 
 
-@pytest.mark.usefixtures("follower")
-def test_what_one_process_logs_another_sends(record: Path) -> None:
+def test_what_one_process_logs_another_sends(follower: RunLog, record: Path) -> None:
     run = begun(record, mode="dp")
     for point in RESULT.points:
         run.point(point)
     run.text("note.txt", "an artifact")
     run.finish(RESULT)
-    assert run.run_id == mlflow_run_id(record) is not None
-    stored = fetch(run)
+    follower.settle()
+    assert follower.run_id == mlflow_run_id(record) is not None
+    stored = fetch(follower)
     assert (stored.info.status, stored.data.params, stored.data.tags["mode"]) == ("FINISHED", {"lr": "0.1"}, "dp")
-    assert [row.step for row in history(run, "curves/top1")] == [1000, 2000, 3000, 4000]
-    assert run.where() == "pipebench ui   (experiment suite, run followed)"
+    assert [row.step for row in history(follower, "curves/top1")] == [1000, 2000, 3000, 4000]
+    assert follower.where() == "pipebench ui   (experiment suite, run followed)"
+    assert run.where() == "", "its process doesn't know"
 
 
 @pytest.mark.usefixtures("folder")
@@ -71,22 +72,23 @@ def test_logging_imports_nothing_and_connects_nowhere(record: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.usefixtures("follower")
-def test_a_process_that_is_started_again_goes_on_with_its_run(ends: bool, record: Path) -> None:
+def test_a_process_that_is_started_again_goes_on_with_its_run(ends: bool, follower: RunLog, record: Path) -> None:
     """Whether the first could still say that it failed or not."""
     first = begun(record)
     for point in RESULT.points[:3]:
         first.point(point)
     if ends:
         first.finish(status="FAILED")
-        assert fetch(first).info.status == "FAILED"
+        follower.settle()
+        assert fetch(follower).info.status == "FAILED"
     second = begun(record)
     for point in RESULT.points:
         second.point(point)
     second.finish(RESULT)
-    assert second.run_id == mlflow_run_id(record)
-    assert [row.step for row in history(second, "curves/top1")] == [1000, 2000, 3000, 4000]
-    assert (fetch(second).info.status, fetch(second).data.tags["resumes"]) == ("FINISHED", "1")
+    wait_for(lambda: follower.run_id and fetch(follower).info.status == "FINISHED")
+    follower.settle()
+    assert [row.step for row in history(follower, "curves/top1")] == [1000, 2000, 3000, 4000]
+    assert fetch(follower).data.tags["resumes"] == "1"
 
 
 def test_the_follower_ends_a_run_whose_process_did_not(follower: RunLog, record: Path) -> None:
@@ -118,10 +120,10 @@ def test_a_store_that_fails_is_told_once_and_waited_for_by_nobody(
 
     tracking = Tracking("suite")
     monkeypatch.setattr(tracking.store, "connect", fail)  # not of all stores: another test's thread would warn too
-    with tracking.following(record):
-        run = begun(record)
-        run.finish(RESULT)
-        assert run.where().endswith("record/ (MLflow did not take it)")
+    with tracking.following(record) as log:
+        begun(record).finish(RESULT)
+        log.settle()
+        assert log.where().endswith("record/ (MLflow did not take it)")
     assert capsys.readouterr().err.count("disk I/O error") == 1
     found = read_record(record)
     assert found is not None
@@ -133,19 +135,19 @@ def test_a_sample_of_this_host_may_come_after_the_end(tracking: Tracking, record
     run = begun(record)
     run._sender.add(LogEntry(status="FINISHED"))
     RecordFolder(record, mends=False).append(LogEntry(metrics={"system/cpu": 0.5}))
-    with tracking.following(record):
-        wait_for(run._sender.settled.is_set)
-    stored = fetch(run)
+    with tracking.following(record) as log:
+        log.settle()
+    stored = fetch(log)
     assert (stored.info.status, stored.data.metrics) == ("FINISHED", {"system/cpu": 0.5})
 
 
-@pytest.mark.usefixtures("follower")
-def test_this_host_is_sampled(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_host_is_sampled(follower: RunLog, record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system_metrics, "SAMPLE_EVERY_S", 0.0)
     run = begun(record)
     wait_for(lambda: b"system/" in (record / ENTRIES).read_bytes())
     run.finish(RESULT)
-    assert any(name.startswith("system/") for name in fetch(run).data.metrics)
+    follower.settle()
+    assert any(name.startswith("system/") for name in fetch(follower).data.metrics)
 
 
 def test_an_entry_that_is_being_written_is_heard_of_when_it_is_whole(tmp_path: Path) -> None:
