@@ -177,6 +177,17 @@ def _problem_of_building(entry: object, model: str) -> str:
 
 
 @rule
+def _image_size(model: Mapping[str, Any], dataset: Any) -> Problems:
+    """Compare the images that a model is built for with the data set's; pools would take any, and hide it."""
+    entry = MODELS.get(str(model.get("name")))
+    built_for = entry and {**entry.options, **options(model)}.get("image_size")
+    if isinstance(built_for, int) and dataset.image_size not in (None, built_for):
+        given = f"{'got' if model.get('image_size') else 'is by default'} {built_for}"
+        of_data = f"the data set's images are {dataset.image_size} pixels high and wide"
+        yield "model.image_size", f"{given}, and {of_data}: allowed is {dataset.image_size}"
+
+
+@rule
 def _reachable(target: Mapping[str, Any] | None, metrics: Mapping[str, str]) -> Problems:
     if target is None:
         return

@@ -271,6 +271,7 @@ OVERRIDES = [
     ("model.width='1'", "model.width: got '1', allowed is a number; remove the quotes"),
     ("model.batch_norm=1", "model.batch_norm: got 1, allowed is true or false"),
     ("model.width=-1", "model: vgg16: width is -1"),
+    ("dataset.image_size=64", "model.image_size: got 32, and the data set's images are 64 pixels.*: allowed is 64"),
     ("model.name=null", "model: got neither of name and target"),
     ("model.target=m:f", "model: got both of name and target"),
     ("model={name: null, target: m.f}", "model.target: got 'm.f', allowed is package.module:function"),
@@ -496,6 +497,12 @@ def test_override_is_refused_in_one_sentence(write: Write, override: str, messag
 def test_what_looks_wrong_and_is_not(write: Write, override: str) -> None:
     """An empty mapping, or one with a part of the keys, leaves the others as they were."""
     assert load(str(write()), [override]).recipe.train.target is not None
+
+
+def test_a_model_of_its_default_image_size_on_other_images_is_refused(write: Write) -> None:
+    path = write(VALID.replace(", image_size: 32", ""))
+    with pytest.raises(RecipeError, match=r"^r.yaml:2: model.image_size: is by default 224, .*: allowed is 32$"):
+        load(str(path))
 
 
 def test_all_faults_come_out_together(write: Write) -> None:

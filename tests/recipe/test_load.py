@@ -299,7 +299,8 @@ class TestPreflight:
         ],
     )
     def test_refuses(self, write: Write, override: str, message: str) -> None:
-        bare = VALID.replace(", width: 0.125, batch_norm: true, num_classes: 10, in_channels: 1, image_size: 32", "")
+        options = "vgg16, width: 0.125, batch_norm: true, num_classes: 10, in_channels: 1, image_size: 32"
+        bare = VALID.replace(options, "resnet50")
         with pytest.raises(RecipeError, match=rf"^command line: {message}"):
             preflight(load(str(write(bare)), [override]))
 
