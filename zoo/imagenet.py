@@ -40,6 +40,7 @@ class ImageNet(Dataset):
     inputs: Sequence[str] = ("image",)
     targets: Sequence[str] = ("label",)
     metrics: Mapping[str, str] = {"top1": "max", "top5": "max"}
+    image_size: int
     concurrent = True
 
     def __init__(self, root: str, sizes: Mapping[str, int], image_size: int, resize_size: int, processes: int) -> None:

@@ -12,8 +12,8 @@ from pipebench.zoo.options import at_least, below_one
 _SMALLEST_IMAGE = 75  # leaves a map of 1x1 before the average pool
 _STEPS = 16  # every channel count of the network is a multiple of it
 _AUXILIARY_KERNEL = 5
-# Of the initial weights. Differs: torchvision says 0.01 of the block around its auxiliary head's second convolution, not
-# of the convolution, which so begins with 0.1.
+# Of the initial weights. Differs: torchvision says 0.01 of the block around its auxiliary head's second convolution,
+# and so that convolution begins with 0.1.
 _STD, _AUXILIARY_CONVOLUTION_STD, _AUXILIARY_LINEAR_STD = 0.1, 0.01, 0.001
 _BEFORE_HEAD = (
     *("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "maxpool1", "Conv2d_3b_1x1", "Conv2d_4a_3x3", "maxpool2"),

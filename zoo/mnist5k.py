@@ -30,6 +30,7 @@ class Mnist5k(Dataset):
     num_train: int = NUM_TRAIN
     num_eval: int = NUM_EVAL
     metrics: Mapping[str, str] = {"top1": "max"}
+    image_size: int
 
     def __init__(self, image_size: int, split_seed: int, num_train: int) -> None:
         self.image_size = image_size
