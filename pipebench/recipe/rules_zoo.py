@@ -102,7 +102,7 @@ def _dataset(draft: Draft) -> Problems:
 def _own_dataset(draft: Draft, dataset: Mapping[str, Any]) -> Problems:
     """Check the keys of a data set with a target; its result is checked when the recipe runs."""
     from pipebench.recipe.own_data import directions
-    from pipebench.zoo.plain import LOSSES, METRICS
+    from pipebench.zoo.measures import LOSSES, METRICS
 
     loss, metrics, inputs, targets, processes = (dataset.get(name) for name in OF_PAIRS)
     problems: list[tuple[str, str]] = []

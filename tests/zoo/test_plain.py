@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from pipebench.zoo.plain import LOSSES, METRICS, DatasetPair, Metric
+from pipebench.zoo.measures import LOSSES, METRICS, Metric
+from pipebench.zoo.plain import DatasetPair
 from pipebench.zoo.registry import DataError
 
 POINTS, LABELS = torch.arange(24.0).reshape(8, 3), torch.arange(8) % 3
