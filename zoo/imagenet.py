@@ -40,7 +40,6 @@ class ImageNet(Dataset):
     inputs: Sequence[str] = ("image",)
     targets: Sequence[str] = ("label",)
     metrics: Mapping[str, str] = {"top1": "max", "top5": "max"}
-    image_size: int
     concurrent = True
 
     def __init__(self, root: str, sizes: Mapping[str, int], image_size: int, resize_size: int, processes: int) -> None:
@@ -50,6 +49,7 @@ class ImageNet(Dataset):
         self.num_train = sizes["num_train"]
         self.num_eval = sizes["num_eval"]
         self.image_size = image_size
+        self.image_shape = (3, image_size, image_size)
         self.resize_size = resize_size
         self.loader_processes = processes
 

@@ -30,10 +30,10 @@ class Mnist5k(Dataset):
     num_train: int = NUM_TRAIN
     num_eval: int = NUM_EVAL
     metrics: Mapping[str, str] = {"top1": "max"}
-    image_size: int
 
     def __init__(self, image_size: int, split_seed: int, num_train: int) -> None:
         self.image_size = image_size
+        self.image_shape = (1, image_size, image_size)
         self.num_train = num_train
         self.num_ids = {"label": _NUM_CLASSES}
         self.split_seed = split_seed

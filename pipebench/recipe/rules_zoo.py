@@ -177,14 +177,18 @@ def _problem_of_building(entry: object, model: str) -> str:
 
 
 @rule
-def _image_size(model: Mapping[str, Any], dataset: Any) -> Problems:
-    """Compare the images that a model is built for with the data set's; pools would take any, and hide it."""
+def _images(model: Mapping[str, Any], dataset: Any) -> Problems:
+    """Compare the images that a model is built for with the data set's; pools would take any size, and hide it."""
     entry = MODELS.get(str(model.get("name")))
-    built_for = entry and {**entry.options, **options(model)}.get("image_size")
-    if isinstance(built_for, int) and dataset.image_size not in (None, built_for):
-        given = f"{'got' if model.get('image_size') else 'is by default'} {built_for}"
-        of_data = f"the data set's images are {dataset.image_size} pixels high and wide"
-        yield "model.image_size", f"{given}, and {of_data}: allowed is {dataset.image_size}"
+    if entry is None or dataset.image_shape is None:
+        return
+    built_for = {**entry.options, **options(model)}
+    channels, height, width = dataset.image_shape
+    for option, needed in (("in_channels", channels), ("image_size", height if height == width else None)):
+        if isinstance(built_for.get(option), int) and needed not in (None, built_for[option]):
+            given = f"{'got' if option in model else 'is by default'} {built_for[option]}"
+            images = f"the data set's images are {channels} x {height} x {width} (channels, height, width)"
+            yield f"model.{option}", f"{given}, and {images}: allowed is {needed}"
 
 
 @rule

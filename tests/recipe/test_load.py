@@ -300,7 +300,7 @@ class TestPreflight:
     )
     def test_refuses(self, write: Write, override: str, message: str) -> None:
         options = "vgg16, width: 0.125, batch_norm: true, num_classes: 10, in_channels: 1, image_size: 32"
-        bare = VALID.replace(options, "resnet50")
+        bare = VALID.replace(options, "resnet50, in_channels: 1")
         with pytest.raises(RecipeError, match=rf"^command line: {message}"):
             preflight(load(str(write(bare)), [override]))
 
