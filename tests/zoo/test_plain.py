@@ -194,6 +194,15 @@ def test_losses_that_do_not_suit_are_refused() -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (2,)])
+def test_top1_of_one_output_for_two_classes_is_refused(shape: tuple[int, ...]) -> None:
+    """A single logit, as of torch's BCEWithLogitsLoss: the share of class 0 would be called accuracy."""
+    data = plain(lambda i: (POINTS[i], LABELS[i]), metrics={"top1": METRICS["top1"]})
+    with pytest.raises(DataError, match="the metric top1 fails") as caught:
+        data.score(torch.ones(shape), data.fetch("train", [0, 1], ["target"]))
+    assert str(caught.value.__cause__) == f"top1 needs an output per class, two at least, and is given {[*shape]}"
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
