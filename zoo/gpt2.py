@@ -1,8 +1,8 @@
 """GPT-2: blocks that read only what stands before, trained to tell the next token.
 
 Radford et al. (2019), "Language models are unsupervised multitask learners", its four sizes from 124 M to 1.56 G
-parameters, with the initialisation and the tanh form of GELU of the authors' code. Every operator is a layer, 19 in a
-block.
+parameters, with the tanh form of GELU and the standard deviation of the authors' code. Every operator is a layer, 19 in
+a block.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from pipebench.zoo.multi_head import AddLearntPositions, HideFuture, MultiHeadAt
 from pipebench.zoo.options import at_least, below_one
 
 VOCABULARY = 50_257  # byte pairs
-_INIT_STD = 0.02
+_INIT_STD = 0.02  # Differs: the authors' code draws the positions' vectors with 0.01; later copies of it don't
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ class ImageNet(Dataset):
         self.num_train = sizes["num_train"]
         self.num_eval = sizes["num_eval"]
         self.image_size = image_size
+        self.image_shape = (3, image_size, image_size)
         self.resize_size = resize_size
         self.loader_processes = processes
 

@@ -12,7 +12,9 @@ from pipebench.zoo.options import at_least, below_one
 _SMALLEST_IMAGE = 75  # leaves a map of 1x1 before the average pool
 _STEPS = 16  # every channel count of the network is a multiple of it
 _AUXILIARY_KERNEL = 5
-_STD, _AUXILIARY_CONVOLUTION_STD, _AUXILIARY_LINEAR_STD = 0.1, 0.01, 0.001  # of the initial weights, as torchvision's
+# Of the initial weights. Differs: torchvision says 0.01 of the block around its auxiliary head's second convolution,
+# and so that convolution begins with 0.1.
+_STD, _AUXILIARY_CONVOLUTION_STD, _AUXILIARY_LINEAR_STD = 0.1, 0.01, 0.001
 _BEFORE_HEAD = (
     *("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "maxpool1", "Conv2d_3b_1x1", "Conv2d_4a_3x3", "maxpool2"),
     *("Mixed_5b", "Mixed_5c", "Mixed_5d", "Mixed_6a", "Mixed_6b", "Mixed_6c", "Mixed_6d", "Mixed_6e"),
@@ -73,7 +75,7 @@ def inception_v3(
     in_channels: int = 3,
     image_size: int = 299,
 ) -> InceptionV3:
-    """Build Inception-v3; with the default options it is torchvision's `inception_v3`.
+    """Build Inception-v3; with the default options it is torchvision's, but for one layer's first weights.
 
     Args:
         width: multiplies every hidden channel count; a multiple of 1/16, so that every count stays whole.
@@ -131,7 +133,7 @@ def _map_size(image_size: int) -> int:
 
 
 def _initialise(model: InceptionV3) -> None:
-    """Draw weights from truncated normal distributions, torchvision's standard deviations."""
+    """Draw weights from truncated normal distributions."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             std = _STD

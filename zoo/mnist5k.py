@@ -33,6 +33,7 @@ class Mnist5k(Dataset):
 
     def __init__(self, image_size: int, split_seed: int, num_train: int) -> None:
         self.image_size = image_size
+        self.image_shape = (1, image_size, image_size)
         self.num_train = num_train
         self.num_ids = {"label": _NUM_CLASSES}
         self.split_seed = split_seed

@@ -5,16 +5,12 @@ from the caller's number, a loss and metrics as sums over samples.
 """
 
 import copy
-import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-import numpy
 import torch
-from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,63 +20,15 @@ from torch.utils.data import (
     default_collate,
 )
 
+from pipebench.zoo.measures import Measure, Metric, beside_loss, cross_entropy, loss_of_model
 from pipebench.zoo.registry import DataError, Dataset
+from pipebench.zoo.samples import INPUT, TARGET, Fields, flat, how_to_name, in_words, shaped, tensor_names
+from pipebench.zoo.seeding import seeded
 
-_INPUT, _TARGET = "input", "target"
 _SPLITS = ("train", "eval")
-_LABELS = ("label", "labels", "target", "targets", "y")
 _KEPT_TARGETS = 32  # minibatches between the fetch of an input and that of its target, in a process that does both
 _IGNORED = -100  # torch's label for none
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's step, which sets neighbouring samples far apart
-
-Measure = Callable[[Any, Any], Any]
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric of an output and a target.
-
-    Attributes:
-        function: returns its mean over the samples, or one number per sample.
-        best: `max` or `min`, whichever is better.
-    """
-
-    function: Measure
-    best: str
-
-
-@dataclass(frozen=True)
-class Fields:
-    """What of a sample is whose, where samples aren't pairs (input, target): keys of a dict, or places in a tuple.
-
-    Attributes:
-        inputs: what the model's forward gets, by these names from a dict; None: everything.
-        targets: what the loss and the metrics get; None: the rest, or where nothing is left the last input.
-    """
-
-    inputs: Sequence[str | int] | None = None
-    targets: Sequence[str | int] | None = None
-
-    def pair(self, sample: Any) -> tuple[Any, Any]:
-        """Return a sample's input and target.
-
-        Raises:
-            DataError: it holds nothing by these names.
-        """
-        if not isinstance(sample, Mapping | tuple | list):
-            raise DataError(f"a sample is {_in_words(sample)}, needed is a dict or a tuple")
-        parts: dict[Any, Any] = dict(sample) if isinstance(sample, Mapping) else dict(enumerate(sample))
-        names = [*parts]
-        inputs = names if self.inputs is None else [*self.inputs]
-        rest = [name for name in names if name not in inputs] or inputs[-1:]
-        targets = rest if self.targets is None else [*self.targets]
-        for name in (*inputs, *targets):
-            if name not in names:
-                raise DataError(f"a sample has no {name!r}, it is {_in_words(sample)}")
-        target = {name: parts[name] for name in targets} if len(targets) > 1 else parts[targets[0]]
-        if isinstance(sample, Mapping):
-            return {name: parts[name] for name in inputs}, target
-        return tuple(parts[name] for name in inputs) if len(inputs) > 1 else parts[inputs[0]], target
 
 
 class DatasetPair(Dataset):
@@ -122,10 +70,10 @@ class DatasetPair(Dataset):
         self.metrics = {name: metric.best for name, metric in metrics.items()}
         self.loader_processes = loader_processes
         first = self._collated("train", [0], 0)
-        self._inputs, self._targets = (tuple(_fields(name, first[name])) for name in (_INPUT, _TARGET))
+        self._inputs, self._targets = (tuple(tensor_names(name, first[name])) for name in (INPUT, TARGET))
         self.inputs, self.targets = self._inputs, self._targets
-        self._names_inputs = isinstance(first[_INPUT], Mapping)
-        self._like = {name: value[:0].to("meta") for name, value in _flat(first).items()}
+        self._names_inputs = isinstance(first[INPUT], Mapping)
+        self._like = {name: value[:0].to("meta") for name, value in flat(first).items()}
         self._kept: OrderedDict[tuple[str, tuple[int, ...], int], dict[str, torch.Tensor]] = OrderedDict()
 
     def check(self) -> None:
@@ -155,11 +103,11 @@ class DatasetPair(Dataset):
     @property
     def argument_names(self) -> Sequence[str]:
         """The arguments of a model's forward that the inputs are for: the keys of samples that hold them in a dict."""
-        return [name.removeprefix(f"{_INPUT}.") for name in self._inputs] if self._names_inputs else ()
+        return [name.removeprefix(f"{INPUT}.") for name in self._inputs] if self._names_inputs else ()
 
     def feeding(self, names: Sequence[str]) -> Dataset:
         """Return this data set with its inputs in the order of these arguments, where samples hold them by name."""
-        wanted = [f"{_INPUT}.{name}" for name in names]
+        wanted = [f"{INPUT}.{name}" for name in names]
         if not self._names_inputs or not set(wanted) <= set(self._inputs):
             return self
         ordered = copy.copy(self)
@@ -170,7 +118,7 @@ class DatasetPair(Dataset):
         """Return the inputs among these fields as arguments: named where samples hold them in a dict."""
         if not self._names_inputs:
             return super().arguments(fields)
-        return [], {name.removeprefix(f"{_INPUT}."): fields[name] for name in self._inputs}
+        return [], {name.removeprefix(f"{INPUT}."): fields[name] for name in self._inputs}
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
         """Return every field of `num_samples` samples on the meta device."""
@@ -189,7 +137,7 @@ class DatasetPair(Dataset):
         key = (split, tuple(indices), draw)
         kept = self._kept.pop(key, {})
         if not set(fields) <= kept.keys():
-            kept = _flat(self._collated(split, indices, draw))
+            kept = flat(self._collated(split, indices, draw))
             self._check_alike(split, indices, kept)
             self._check_labels(split, indices, kept)
             if not set(fields) & set(self._targets):
@@ -213,7 +161,7 @@ class DatasetPair(Dataset):
             DataError: a metric fails, or isn't a number or one per sample.
         """
         if self._metrics and self._loss is loss_of_model:
-            output = _beside_loss(output)
+            output = beside_loss(output)
         return {
             name: self._sum(f"metric {name}", metric.function, output, targets).detach()
             for name, metric in self._metrics.items()
@@ -222,16 +170,16 @@ class DatasetPair(Dataset):
     def _sum(self, what: str, measure: Measure, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         num_samples = next(iter(targets.values())).shape[0]
         try:
-            value = measure(output, _shaped(self._targets, targets))
+            value = measure(output, shaped(self._targets, targets))
         except Exception as error:
-            raise DataError(f"the {what} fails on the output, {_in_words(output)}") from error
+            raise DataError(f"the {what} fails on the output, {in_words(output)}") from error
         if not isinstance(value, torch.Tensor | tuple):
             with suppress(TypeError, ValueError, RuntimeError):  # as of None and texts
                 value = torch.as_tensor(value, dtype=torch.float64)
         if isinstance(value, torch.Tensor) and tuple(value.shape) in ((), (num_samples,)):
             return value.sum() if value.dim() else value * num_samples
         raise DataError(
-            f"the {what} gives {_in_words(value)} for {num_samples} samples, needed is a number, their mean, or a "
+            f"the {what} gives {in_words(value)} for {num_samples} samples, needed is a number, their mean, or a "
             "tensor of one number per sample"
         )
 
@@ -249,16 +197,16 @@ class DatasetPair(Dataset):
         for index, sample in zip(indices, samples, strict=True):
             if not isinstance(sample, tuple | list) or len(sample) != 2:
                 raise DataError(
-                    f"sample {index} of {split} is {_in_words(sample)}, needed is a pair (input, target)"
-                    + _fields_to_name(sample)
+                    f"sample {index} of {split} is {in_words(sample)}, needed is a pair (input, target)"
+                    + how_to_name(sample)
                 )
         try:
-            return dict(zip((_INPUT, _TARGET), default_collate([tuple(sample) for sample in samples]), strict=True))
+            return dict(zip((INPUT, TARGET), default_collate([tuple(sample) for sample in samples]), strict=True))
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
             self._check_each(split, indices)
             raise DataError(
                 f"sample {indices[0]} of {split} doesn't go into a minibatch (torch's default_collate): it is "
-                f"{_in_words(samples[0])}"
+                f"{in_words(samples[0])}"
             ) from error
 
     def _check_alike(self, split: str, indices: Sequence[int], given: Mapping[str, torch.Tensor]) -> None:
@@ -266,8 +214,8 @@ class DatasetPair(Dataset):
             found = given.get(name)
             if found is None or found.shape[1:] != like.shape[1:] or found.dtype != like.dtype:
                 self._check_each(split, indices)
-                was = "missing" if found is None else _in_words(found[0])
-                needed = _in_words(like.new_empty((1, *like.shape[1:]))[0])
+                was = "missing" if found is None else in_words(found[0])
+                needed = in_words(like.new_empty((1, *like.shape[1:]))[0])
                 raise DataError(
                     f"{name} of sample {indices[0]} of {split} is {was}, needed is {needed} as in the first sample of "
                     "train: plans and costs are for one size"
@@ -286,101 +234,7 @@ class DatasetPair(Dataset):
     def _check_each(self, split: str, indices: Sequence[int]) -> None:
         """Raise a DataError that names the sample whose shape or type isn't that of the first."""
         for index in indices if len(indices) > 1 else ():
-            self._check_alike(split, [index], _flat(self._collated(split, [index], 0)))
-
-
-def plain_output(output: Any) -> Any:
-    """Return a model's output as a dict where it is another mapping, or an object with a `loss`."""
-    if isinstance(output, Mapping):
-        return dict(output)
-    held = getattr(output, "__dict__", {})
-    return dict(held) if "loss" in held else output
-
-
-def loss_of_model(output: Any, target: Any) -> Any:
-    """Return the loss that a model computes itself: its output, or the output's `loss`, or its first part."""
-    parts = plain_output(output)
-    if isinstance(parts, dict) and "loss" in parts:
-        return parts["loss"]
-    if isinstance(parts, tuple | list) and parts:
-        return parts[0]
-    if isinstance(parts, torch.Tensor) and parts.dim() < 2:
-        return parts
-    raise ValueError(
-        "with loss: model a forward returns its loss, or an object, a dict or a tuple that begins with it; in a "
-        "LightningModule it is training_step that does: `def forward(self, x, y): return self.module.training_step((x, "
-        "y), 0)`, in a module around it"
-    )
-
-
-def _beside_loss(output: Any) -> Any:
-    """Return what a model puts out beside its loss: alone, or in a dict or tuple."""
-    parts = plain_output(output)
-    if isinstance(parts, dict):
-        rest: Any = {name: part for name, part in parts.items() if name != "loss" and part is not None}
-        return next(iter(rest.values())) if len(rest) == 1 else rest
-    if isinstance(parts, tuple | list):
-        return parts[1] if len(parts) == 2 else parts[1:]
-    raise DataError("metrics need more than the loss: let forward return {'loss': loss, 'output': output}")
-
-
-def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return every sample's cross-entropy; output: [samples, classes, ...], target: class numbers or probabilities."""
-    return _per_sample(nn.functional.cross_entropy(output, target, reduction="none"))
-
-
-def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return every sample's mean squared error; output and target have one shape."""
-    if output.shape != target.shape:
-        raise ValueError(f"the output's shape is {list(output.shape)} and the target's {list(target.shape)}")
-    return _per_sample(nn.functional.mse_loss(output, target, reduction="none"))
-
-
-def top(k: int) -> Measure:
-    """Return the metric that says of every sample whether its class is among the k largest outputs."""
-    return _Top(k)
-
-
-@dataclass(frozen=True)
-class _Top:
-    """Whether a sample's class is among its k largest outputs; a class, since a closure can't be sent to processes."""
-
-    k: int
-
-    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        best = output.topk(min(self.k, output.shape[1]), dim=1).indices
-        return (best == target.unsqueeze(1)).any(dim=1)
-
-
-LOSSES: dict[str, Measure] = {"cross_entropy": cross_entropy, "mse": squared_error, "model": loss_of_model}
-METRICS: dict[str, Metric] = {
-    "top1": Metric(top(1), "max"),
-    "top5": Metric(top(5), "max"),
-    "mse": Metric(squared_error, "min"),
-}
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[Callable[[int], None]]:
-    """Seed what torch, NumPy and Python draw from on the CPU; give back what seeds it anew; leave it as it was."""
-    states = (torch.get_rng_state(), numpy.random.get_state(), random.getstate())
-
-    def seed_all(number: int) -> None:
-        torch.default_generator.manual_seed(number)
-        numpy.random.seed(number % 2**32)
-        random.seed(number)
-
-    seed_all(seed)
-    try:
-        yield seed_all
-    finally:
-        torch.set_rng_state(states[0])
-        numpy.random.set_state(states[1])
-        random.setstate(states[2])
-
-
-def _per_sample(values: torch.Tensor) -> torch.Tensor:
-    return values.reshape(values.shape[0], -1).mean(1)
+            self._check_alike(split, [index], flat(self._collated(split, [index], 0)))
 
 
 def _by_split(train: Any, held_out: Any) -> dict[str, Any]:
@@ -428,17 +282,6 @@ def _unloaded(split: str, data: Any) -> Any:
     return data.dataset
 
 
-def _fields_to_name(sample: Any) -> str:
-    """Return the end of a sentence: the line with which samples that aren't pairs are taken."""
-    if not isinstance(sample, Mapping | tuple | list) or len(sample) < 2:
-        return ""
-    names = [*sample] if isinstance(sample, Mapping) else [*range(len(sample))]
-    labels = [name for name in names if str(name) in _LABELS] or names[-1:]
-    inputs = [name for name in names if name not in labels]
-    written = (f"[{', '.join(map(str, each))}]" for each in (inputs, labels))
-    return "; or name what is whose in dataset: `inputs: {}, targets: {}`".format(*written)
-
-
 def _length(split: str, data: Any) -> int:
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         what = f"the data set of {split} is a {type(data).__name__}"
@@ -446,54 +289,3 @@ def _length(split: str, data: Any) -> int:
     if len(data) < 1:
         raise DataError(f"the data set of {split} has no sample")
     return len(data)
-
-
-def _fields(name: str, value: Any) -> Iterator[str]:
-    """Yield the names of the tensors of an input or target.
-
-    Raises:
-        DataError: there is something else in it, or deeper.
-    """
-    parts = _parts(name, value)
-    if not parts:
-        raise DataError(f"the {name} of a sample is empty")
-    for field, part in parts.items():
-        if not isinstance(part, torch.Tensor):
-            raise DataError(
-                f"{field} of the samples is {_in_words(part)}, needed is a tensor or number; a sample's input and "
-                "target are each one, or a tuple or dict of them"
-            )
-        yield field
-
-
-def _parts(name: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return {f"{name}.{key}": part for key, part in value.items()}
-    if isinstance(value, tuple | list):
-        return {f"{name}.{index}": part for index, part in enumerate(value)}
-    return {name: value}
-
-
-def _flat(collated: Mapping[str, Any]) -> dict[str, Any]:
-    return {field: part for name, value in collated.items() for field, part in _parts(name, value).items()}
-
-
-def _shaped(fields: Sequence[str], given: Mapping[str, torch.Tensor]) -> Any:
-    """Return the target as a sample has it: alone, in a tuple or in a dict."""
-    if list(fields) == [_TARGET]:
-        return given[_TARGET]
-    keys = [field.partition(".")[2] for field in fields]
-    if keys == [str(index) for index in range(len(keys))]:
-        return tuple(given[field] for field in fields)
-    return {key: given[field] for key, field in zip(keys, fields, strict=True)}
-
-
-def _in_words(value: Any) -> str:
-    """Return what a value is: a tensor's shape and type, a container's content, anything else's class."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    if isinstance(value, tuple | list) and len(value) <= 4:
-        return f"a {type(value).__name__} of {', '.join(_in_words(part) for part in value) or 'nothing'}"
-    if isinstance(value, Mapping) and len(value) <= 4:
-        return f"a {type(value).__name__} of {', '.join(f'{key}: {_in_words(part)}' for key, part in value.items())}"
-    return "None" if value is None else f"a {type(value).__name__}"

@@ -63,6 +63,7 @@ class Dataset(ABC):
         targets_apart: whether targets are read without the inputs, at almost no cost. Else whoever computes the loss
             fetches whole samples, ahead as whoever feeds the model does.
         concurrent: whether `fetch` may be called by several threads at once: a GPU's worker then fetches ahead in one.
+        image_shape: channels, height and width of every image; None: samples aren't images.
         lengths: the lengths that minibatches have, where that is declared and not left to the data: for simulations;
             empty: `example` stands for all of them.
     """
@@ -78,6 +79,7 @@ class Dataset(ABC):
     loader_processes: int = 0
     targets_apart: bool = True
     concurrent: bool = False
+    image_shape: Sequence[int] | None = None
     lengths: Sequence[LengthClass] = ()
 
     def check(self) -> None:  # noqa: B027 (most data is simply there)

@@ -30,6 +30,7 @@ class Synthetic(Dataset):
 
     def __init__(self, shape: Sequence[int], num_classes: int, num_train: int, num_eval: int) -> None:
         self.shape = tuple(shape)
+        self.image_shape = self.shape if len(self.shape) == 3 else None
         self.num_classes = num_classes
         self.num_ids = {"label": num_classes}
         self.num_train = num_train

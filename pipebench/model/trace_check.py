@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 from pipebench.errors import GraphError
 from pipebench.model.graph import LayerGraph, attribute, forget_states
 from pipebench.model.in_place import overwritten
-from pipebench.zoo.plain import plain_output, seeded
+from pipebench.zoo.measures import plain_output
 from pipebench.zoo.registry import Dataset
+from pipebench.zoo.seeding import seeded
 
 _LOG = logging.getLogger("pipebench.model.trace_check")
 _SAMPLES = 2  # one alone would be refused by BatchNorm behind a global pool

@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from pipebench.errors import TracingError
-from pipebench.zoo.plain import plain_output
+from pipebench.zoo.measures import plain_output
 
 IsLeaf = Callable[[nn.Module, str], bool]
 Fed = int | Collection[str] | None  # how many arguments of a forward are fed with data, or which; None: not known

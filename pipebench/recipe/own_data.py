@@ -8,8 +8,11 @@ from pipebench.errors import UserCodeError
 from pipebench.recipe.options import OF_PAIRS, target_options
 from pipebench.recipe.targets import import_target, target_in
 from pipebench.recipe.users_code import users_code
-from pipebench.zoo.plain import LOSSES, METRICS, DatasetPair, Fields, Measure, Metric, seeded
+from pipebench.zoo.measures import LOSSES, METRICS, Measure, Metric
+from pipebench.zoo.plain import DatasetPair
 from pipebench.zoo.registry import Dataset
+from pipebench.zoo.samples import Fields
+from pipebench.zoo.seeding import seeded
 
 # Randomly made data must be the same in every process and run, whatever the run's seed.
 _SEED = 0

@@ -102,7 +102,7 @@ def _dataset(draft: Draft) -> Problems:
 def _own_dataset(draft: Draft, dataset: Mapping[str, Any]) -> Problems:
     """Check the keys of a data set with a target; its result is checked when the recipe runs."""
     from pipebench.recipe.own_data import directions
-    from pipebench.zoo.plain import LOSSES, METRICS
+    from pipebench.zoo.measures import LOSSES, METRICS
 
     loss, metrics, inputs, targets, processes = (dataset.get(name) for name in OF_PAIRS)
     problems: list[tuple[str, str]] = []
@@ -174,6 +174,21 @@ def _problem_of_building(entry: object, model: str) -> str:
         # A message of torch, not of the model, about a layer that can't be built.
         return f"{options['name']} can't be built with these options: {one_line(error)}"
     return ""
+
+
+@rule
+def _images(model: Mapping[str, Any], dataset: Any) -> Problems:
+    """Compare the images that a model is built for with the data set's; pools would take any size, and hide it."""
+    entry = MODELS.get(str(model.get("name")))
+    if entry is None or dataset.image_shape is None:
+        return
+    built_for = {**entry.options, **options(model)}
+    channels, height, width = dataset.image_shape
+    for option, needed in (("in_channels", channels), ("image_size", height if height == width else None)):
+        if isinstance(built_for.get(option), int) and needed not in (None, built_for[option]):
+            given = f"{'got' if option in model else 'is by default'} {built_for[option]}"
+            images = f"the data set's images are {channels} x {height} x {width} (channels, height, width)"
+            yield f"model.{option}", f"{given}, and {images}: allowed is {needed}"
 
 
 @rule

@@ -28,8 +28,8 @@ from pipebench.recipe.schema import OptimizerRecipe, Recipe
 from pipebench.recipe.users_code import users_code
 from pipebench.train.learning_rate import rate_of_samples
 from pipebench.train.profiled_model import initial_model
-from pipebench.zoo.plain import seeded
 from pipebench.zoo.registry import Dataset
+from pipebench.zoo.seeding import seeded
 
 _SAMPLES = 16
 

@@ -41,8 +41,8 @@ from pipebench.recipe.schema import Recipe
 from pipebench.recipe.weightless import weightless
 from pipebench.schedule.modes import AUTO
 from pipebench.train.request import sizes_to_plan, source_of_one, travelling_sizes, whole_minibatches
-from pipebench.zoo.plain import seeded
 from pipebench.zoo.registry import Dataset
+from pipebench.zoo.seeding import seeded
 
 _LOG = logging.getLogger("pipebench.train.profiled_model")
 _OF_DECISION = "of the kept decision"

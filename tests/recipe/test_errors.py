@@ -271,6 +271,8 @@ OVERRIDES = [
     ("model.width='1'", "model.width: got '1', allowed is a number; remove the quotes"),
     ("model.batch_norm=1", "model.batch_norm: got 1, allowed is true or false"),
     ("model.width=-1", "model: vgg16: width is -1"),
+    ("dataset.image_size=64", "model.image_size: got 32, and the data set's images are 1 x 64 x 64 .*: allowed is 64"),
+    ("model.in_channels=3", "model.in_channels: got 3, and the data set's images are 1 x 32 x 32 .*: allowed is 1"),
     ("model.name=null", "model: got neither of name and target"),
     ("model.target=m:f", "model: got both of name and target"),
     ("model={name: null, target: m.f}", "model.target: got 'm.f', allowed is package.module:function"),
@@ -496,6 +498,15 @@ def test_override_is_refused_in_one_sentence(write: Write, override: str, messag
 def test_what_looks_wrong_and_is_not(write: Write, override: str) -> None:
     """An empty mapping, or one with a part of the keys, leaves the others as they were."""
     assert load(str(write()), [override]).recipe.train.target is not None
+
+
+def test_a_model_by_default_for_other_images_than_the_data_sets_is_refused(write: Write) -> None:
+    path = write(VALID.replace(", in_channels: 1, image_size: 32", ""))
+    with pytest.raises(RecipeError) as caught:
+        load(str(path))
+    channels, size = map(str, caught.value.faults)
+    assert "model.in_channels: is by default 3, and the data set's images are 1 x 32 x 32" in channels
+    assert "model.image_size: is by default 224, and" in size
 
 
 def test_all_faults_come_out_together(write: Write) -> None:

@@ -58,7 +58,11 @@ def test_every_recipe_validates() -> None:
     """At any depth, without data, device or environment; the counts make sure that none hides."""
     assert Counter(name.rpartition("/")[0] for name in recipe_names()) == COUNTS
     for name in recipe_names():
-        assert isinstance(load(name).recipe, Recipe)
+        recipe = load(name).recipe
+        assert isinstance(recipe, Recipe)
+        # A penalty in the gradient, divided by its own size as Adam does, pulls all weights towards 0 equally fast.
+        optimizer = recipe.train.optimizer
+        assert optimizer is None or optimizer.name != "adam" or not optimizer.weight_decay, name
 
 
 def test_every_yaml_file_is_a_recipe_a_base_or_a_cluster() -> None:
@@ -295,7 +299,8 @@ class TestPreflight:
         ],
     )
     def test_refuses(self, write: Write, override: str, message: str) -> None:
-        bare = VALID.replace(", width: 0.125, batch_norm: true, num_classes: 10, in_channels: 1, image_size: 32", "")
+        options = "vgg16, width: 0.125, batch_norm: true, num_classes: 10, in_channels: 1, image_size: 32"
+        bare = VALID.replace(options, "resnet50, in_channels: 1")
         with pytest.raises(RecipeError, match=rf"^command line: {message}"):
             preflight(load(str(write(bare)), [override]))
 

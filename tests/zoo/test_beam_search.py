@@ -57,6 +57,17 @@ class Table:
         penalty = sum(math.log(min(c, 1.0)) for c in coverage if c > 0)
         return log_probability / norm + penalties.coverage * penalty
 
+    def pruned(self, row: int, max_length: int, beam_size: int) -> list[int]:
+        """Search with lists: after every token the likeliest hypotheses stay, ended ones as they are."""
+        likeliest = Penalties(length_power=0.0, coverage=0.0)
+        beam: list[tuple[int, ...]] = [()]
+        for _ in range(max_length):
+            ended = [tokens for tokens in beam if tokens[-1:] == (EOS,)]
+            longer = [(*tokens, word) for tokens in beam if tokens not in ended for word in range(VOCABULARY)]
+            beam = sorted(ended + longer, key=lambda tokens: -self.score(row, tokens, likeliest))[:beam_size]
+        winner = max(beam, key=lambda tokens: self.score(row, tokens, MLPERF))
+        return [token for token in winner if token != EOS]
+
     def best(self, row: int, max_length: int, penalties: Penalties) -> list[int]:
         """Score every hypothesis there is."""
         others = [token for token in range(VOCABULARY) if token != EOS]
@@ -74,6 +85,14 @@ def test_a_beam_that_holds_everything_finds_what_exhaustive_search_finds(penalti
     expected = [table.best(row, max_length, penalties) for row in range(12)]
     assert table.search(max_length, everything + 3, penalties) == expected
     assert max_length == 1 or len({len(tokens) for tokens in expected}) > 1
+
+
+def test_a_narrow_beam_keeps_the_likeliest_and_penalties_choose_among_them() -> None:
+    table = Table(num_sentences=12, max_length=4)
+    found = {beam_size: table.search(4, beam_size) for beam_size in (1, 2, 3, 5)}
+    for beam_size, sentences in found.items():
+        assert sentences == [table.pruned(row, 4, beam_size) for row in range(12)]
+    assert found[1] != found[2] != [table.best(row, 4, MLPERF) for row in range(12)]
 
 
 def test_penalties_change_what_wins() -> None:

@@ -136,6 +136,36 @@ def test_the_first_layer_is_a_bidirectional_lstm_over_packed_sentences() -> None
     torch.testing.assert_close(found[:, :, :6], expected[:, :, :6])  # zeros where padding is
 
 
+def after(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return what torch's own LSTM with a layer's weights puts out for one sentence, [tokens, features]."""
+    theirs = nn.LSTM(x.shape[1], 6).double()
+    theirs.load_state_dict(layer.state_dict())
+    output: torch.Tensor = theirs(x)[0]
+    return output
+
+
+@pytest.mark.parametrize("num_layers", [8, 16])
+def test_it_is_the_artifact_s_network_sentence_by_sentence(num_layers: int) -> None:
+    """MLPerf's and PipeDream's: sums from the third layer on, and one attention, which all later layers read."""
+    model = make(num_layers)
+    source, lengths = torch.tensor([[BOS, 5, 6, 7, EOS], [BOS, 8, EOS, PAD, PAD]]), torch.tensor([5, 3])
+    target = torch.tensor([[BOS, 4, 5], [BOS, 9, 12]])
+    for found, read, length, written in zip(model(source, lengths, target), source, lengths, target, strict=True):
+        words = model.source_embedder.weight[read[:length]]
+        there, back = model.bidirectional.there, model.bidirectional.back
+        memory = after(model.encoder[0], torch.cat((after(there, words), after(back, words.flip(0)).flip(0)), 1))
+        for layer in model.encoder[1:]:
+            memory = memory + after(layer, memory)
+        y = after(model.attention.rnn, model.target_embedder.weight[written])
+        attention = model.attention.attention
+        compared = y.unsqueeze(1) @ attention.linear_q.weight.T + memory @ attention.linear_k.weight.T
+        direction = attention.normalize_scalar * nn.functional.normalize(attention.linear_att, dim=0)
+        attended = ((compared + attention.normalize_bias).tanh() @ direction).softmax(1) @ memory
+        for index, layer in enumerate(model.decoder):
+            y = after(layer, torch.cat((y, attended), 1)) + (y if index else 0)
+        torch.testing.assert_close(found, y @ model.classifier.weight.T + model.classifier.bias)
+
+
 @pytest.mark.parametrize("num_layers", [8, 16])
 def test_padding_of_the_source_influences_nothing(num_layers: int) -> None:
     """Neither other tokens in its place nor more of it change an output or a gradient."""

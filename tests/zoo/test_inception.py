@@ -40,14 +40,14 @@ def test_loaded_weights_give_torchvisions_outputs() -> None:
         assert auxiliary.shape == (2, 1000)
 
 
-def test_initial_weights_are_torchvisions_truncated_normals() -> None:
+def test_initial_weights_are_spread_as_torchvisions() -> None:
+    """But for the auxiliary head's second convolution, for which torchvision's own 0.01 has no effect."""
     torch.manual_seed(0)
     model = inception_v3(width=0.25)
-    expected = {"Mixed_5b.branch1x1.conv": 0.1, "fc": 0.1, "AuxLogits.conv1.conv": 0.01, "AuxLogits.fc": 0.001}
-    for name, std in expected.items():
-        weight = model.get_submodule(name).weight
-        assert isinstance(weight, torch.Tensor)
-        assert weight.std().item() == pytest.approx(std, rel=0.05)
+    reference = torchvision.models.Inception3(init_weights=True)
+    for name in [name for name, theirs in reference.named_parameters() if theirs.dim() > 1]:
+        std = 0.01 if name == "AuxLogits.conv1.conv.weight" else reference.get_parameter(name).std().item()
+        assert model.get_parameter(name).std().item() == pytest.approx(std, rel=0.1), name
     torch.manual_seed(0)
     again = inception_v3(width=0.25).state_dict()
     assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from pipebench.zoo.plain import LOSSES, METRICS, DatasetPair, Metric
+from pipebench.zoo.measures import LOSSES, METRICS, Metric
+from pipebench.zoo.plain import DatasetPair
 from pipebench.zoo.registry import DataError
 
 POINTS, LABELS = torch.arange(24.0).reshape(8, 3), torch.arange(8) % 3
@@ -191,6 +192,15 @@ def test_losses_that_do_not_suit_are_refused() -> None:
     with pytest.raises(DataError, match=r"the loss fails on the output, a tensor \[2, 3\] float32") as caught:
         data.loss(torch.ones(2, 3), targets)
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2,)])
+def test_top1_of_one_output_for_two_classes_is_refused(shape: tuple[int, ...]) -> None:
+    """A single logit, as of torch's BCEWithLogitsLoss: the share of class 0 would be called accuracy."""
+    data = plain(lambda i: (POINTS[i], LABELS[i]), metrics={"top1": METRICS["top1"]})
+    with pytest.raises(DataError, match="the metric top1 fails") as caught:
+        data.score(torch.ones(shape), data.fetch("train", [0, 1], ["target"]))
+    assert str(caught.value.__cause__) == f"top1 needs an output per class, two at least, and is given {[*shape]}"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""Losses and metrics by name, of a model's output and the samples' target, and losses that a model computes itself.
+
+Each returns the mean over the samples, or one number per sample: `DatasetPair` makes sums of them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipebench.zoo.registry import DataError
+
+Measure = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of an output and a target.
+
+    Attributes:
+        function: returns its mean over the samples, or one number per sample.
+        best: `max` or `min`, whichever is better.
+    """
+
+    function: Measure
+    best: str
+
+
+def plain_output(output: Any) -> Any:
+    """Return a model's output as a dict where it is another mapping, or an object with a `loss`."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    held = getattr(output, "__dict__", {})
+    return dict(held) if "loss" in held else output
+
+
+def loss_of_model(output: Any, target: Any) -> Any:
+    """Return the loss that a model computes itself: its output, or the output's `loss`, or its first part."""
+    parts = plain_output(output)
+    if isinstance(parts, dict) and "loss" in parts:
+        return parts["loss"]
+    if isinstance(parts, tuple | list) and parts:
+        return parts[0]
+    if isinstance(parts, torch.Tensor) and parts.dim() < 2:
+        return parts
+    raise ValueError(
+        "with loss: model a forward returns its loss, or an object, a dict or a tuple that begins with it; in a "
+        "LightningModule it is training_step that does: `def forward(self, x, y): return self.module.training_step((x, "
+        "y), 0)`, in a module around it"
+    )
+
+
+def beside_loss(output: Any) -> Any:
+    """Return what a model puts out beside its loss: alone, or in a dict or tuple."""
+    parts = plain_output(output)
+    if isinstance(parts, dict):
+        rest: Any = {name: part for name, part in parts.items() if name != "loss" and part is not None}
+        return next(iter(rest.values())) if len(rest) == 1 else rest
+    if isinstance(parts, tuple | list):
+        return parts[1] if len(parts) == 2 else parts[1:]
+    raise DataError("metrics need more than the loss: let forward return {'loss': loss, 'output': output}")
+
+
+def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return every sample's cross-entropy; output: [samples, classes, ...], target: class numbers or probabilities."""
+    return _per_sample(nn.functional.cross_entropy(output, target, reduction="none"))
+
+
+def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return every sample's mean squared error; output and target have one shape."""
+    if output.shape != target.shape:
+        raise ValueError(f"the output's shape is {list(output.shape)} and the target's {list(target.shape)}")
+    return _per_sample(nn.functional.mse_loss(output, target, reduction="none"))
+
+
+def top(k: int) -> Measure:
+    """Return the metric that says of every sample whether its class is among the k largest outputs."""
+    return _Top(k)
+
+
+@dataclass(frozen=True)
+class _Top:
+    """Whether a sample's class is among its k largest outputs; a class, since a closure can't be sent to processes."""
+
+    k: int
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if output.dim() < 2 or output.shape[1] < 2:  # the largest of one is always it: class 0
+            raise ValueError(f"top{self.k} needs an output per class, two at least, and is given {list(output.shape)}")
+        best = output.topk(min(self.k, output.shape[1]), dim=1).indices
+        return (best == target.unsqueeze(1)).any(dim=1)
+
+
+LOSSES: dict[str, Measure] = {"cross_entropy": cross_entropy, "mse": squared_error, "model": loss_of_model}
+METRICS: dict[str, Metric] = {
+    "top1": Metric(top(1), "max"),
+    "top5": Metric(top(5), "max"),
+    "mse": Metric(squared_error, "min"),
+}
+
+
+def _per_sample(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(values.shape[0], -1).mean(1)
