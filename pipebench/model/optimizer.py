@@ -41,6 +41,8 @@ def make_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) 
         raise UserCodeError(
             f"{called(recipe)} returned {type(optimizer).__name__}, needed is a torch.optim.Optimizer", key_of(recipe)
         )
+    # Schedules scale what the target made of the recipe's rate, in each group; the class's default may be another rate.
+    optimizer.defaults["lr"] = recipe.lr
     _step_without_compiler(optimizer)
     return optimizer
 
