@@ -77,9 +77,7 @@ def prepare(
         whole = replace(whole, profile=measure_again(whole, whole.profile))
         known, extensions = _extended(recipe, cluster, whole, parts)
     setup = _setup(recipe, cluster, known, plan, switches=any(each.switches for each in extensions.values()))
-    _check_scaling(recipe.train, setup.graph, setup.plan, setup.pipeline)
-    _check_slices(recipe, setup)
-    _check_averages(recipe.train.optimizer, setup.pipeline)
+    _check_training(recipe, setup)
     extensions = {name: each.prepared(setup) for name, each in extensions.items()}
     return Job(recipe, cluster, setup, comparison, known.left_over, extensions, whole.profile, began_s, chosen)
 
@@ -198,6 +196,13 @@ def _check_compiled(recipe: Recipe, graph: LayerGraph, plan: Plan) -> None:
 
 def _scales(train: TrainRecipe) -> bool:
     return train.precision == "fp16"
+
+
+def _check_training(recipe: Recipe, setup: Setup) -> None:
+    """Raise an error for what the recipe's optimizer and precision can't do under the plan."""
+    _check_scaling(recipe.train, setup.graph, setup.plan, setup.pipeline)
+    _check_slices(recipe, setup)
+    _check_averages(recipe.train.optimizer, setup.pipeline)
 
 
 def _check_scaling(train: TrainRecipe, graph: LayerGraph, plan: Plan, pipeline: Pipeline) -> None:
