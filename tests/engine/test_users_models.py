@@ -375,7 +375,9 @@ def test_what_would_get_lost_is_refused(change: Any, says: str) -> None:
 def test_neighbours_in_memory_and_one_parameter_at_two_places_are_not_refused() -> None:
     net, matrix = Net(calls), torch.randn(8, 8)
     net.b.weight = net.a.weight
-    net.part = nn.ParameterList([nn.Parameter(part) for part in (*matrix[:4].split(2), *matrix[4:].split(4, dim=1))])
+    net.part = nn.ParameterList(
+        [nn.Parameter(part) for part in (*torch.split(matrix[:4], 2), *torch.split(matrix[4:], 4, 1))]
+    )
     _refuse_what_gets_lost(net)
 
 
