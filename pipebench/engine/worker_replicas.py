@@ -52,7 +52,7 @@ class WorkerReplicas:
 
     def recut(self, setup: Setup) -> None:
         """Cut the stages anew at a drain, of layers whose state is here already."""
-        self.setup = setup
+        self.setup, self._averaged = setup, averaged_buffers(setup.graph)
         for stage, replica in self.replicas.items():
             made = replica_of_stage(self.setup, stage)
             restore(made, held_by(replica, self.shares[stage]), self.shares[stage])
