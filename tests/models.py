@@ -32,6 +32,27 @@ class ConvNet(nn.Module):
         return output
 
 
+class HalfFrozen(ConvNet):
+    """With a constant that a layer reads, and a BatchNorm that trains in evaluation mode."""
+
+    offset: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.linspace(0.1, 0.7, 2 * 8 * 8).view(2, 8, 8))
+        self.features[5].running_mean.uniform_(0.1, 0.7)  # type: ignore[operator]
+
+    def train(self, mode: bool = True) -> "HalfFrozen":
+        """Set the mode of all but one BatchNorm."""
+        super().train(mode)
+        self.features[5].eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map images to scores."""
+        return super().forward(x + self.offset)
+
+
 class SkipNet(nn.Module):
     """Values that skip stages, are read by several, are overwritten in place, or are integers; double precision."""
 

@@ -15,7 +15,7 @@ import pipebench
 from pipebench.cluster import Cluster, Level
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
-from pipebench.model.graph import LayerGraph, attribute, copied, forget_states, run_node, trace
+from pipebench.model.graph import LayerGraph, attribute, averaged_buffers, copied, forget_states, run_node, trace
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.plan import Plan, make_plan, tied_parameters
 from pipebench.model.precision import in_precision, lower
@@ -104,7 +104,7 @@ def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profi
     layers = {}
     root = copied(graph.root).train()  # running the model here must not touch its statistics
     lower([root], graph.rounding)
-    exact = dict(graph.root.named_parameters()) if graph.rounding else {}
+    exact, averaged = dict(graph.root.named_parameters()) if graph.rounding else {}, averaged_buffers(graph)
     for size in sizes:
         forget_states(root)
         env: dict[Any, Any] = {}
@@ -119,8 +119,7 @@ def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profi
             with_gradient = sum(t.nbytes for t in leaves if t.requires_grad)
             parameters = {n: p.nbytes for n, p in root.named_parameters() if n in layer.parameters}
             masters = {name: exact[name].nbytes for name in parameters if name in exact}
-            kept = {name: attribute(graph.root, name) for name in layer.buffers}
-            buffers = {n: b.nbytes if b.is_floating_point() else 0 for n, b in kept.items()}
+            buffers = {n: attribute(graph.root, n).nbytes if n in averaged else 0 for n in layer.buffers}
             rows.append(
                 LayerProfile(
                     layer.name, layer.kind, 1.0, 2.0, num_bytes, with_gradient,

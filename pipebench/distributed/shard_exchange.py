@@ -119,7 +119,7 @@ class _Scatter:
             for count, other in enumerate(others):
                 total = torch.add(total, other, out=other if own == count == 0 else total)
             values = torch.split(total.to(self._device), [piece.stop - piece.start for piece in message])
-            shaped = (value.view(*p.shape(self._like[p.place])) for p, value in zip(message, values, strict=True))
+            shaped = (value.view(p.shape(self._like[p.place])) for p, value in zip(message, values, strict=True))
             found |= zip(message, shaped, strict=True)
         self._given, self._sent, self._work = [], [], []
         self.missing = set(self.indices)
@@ -221,7 +221,7 @@ class WeightGather:
             for message, part in arriving:
                 values = torch.split(part, [piece.stop - piece.start for piece in message])
                 shapes = (piece.shape(weights.newest.parameters[piece.place]) for piece in message)
-                weights.gathered(message, [v.view(*shape) for v, shape in zip(values, shapes, strict=True)])
+                weights.gathered(message, [v.view(shape) for v, shape in zip(values, shapes, strict=True)])
         end = self._timer.ended(lambda: _wait_for(each for work, *_ in self._work for each in work), self.set_out)
         self._work.clear()
         return end

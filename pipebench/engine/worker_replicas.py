@@ -17,7 +17,7 @@ from pipebench.engine.replicas import replica_of_stage
 from pipebench.engine.ring import of_one_type
 from pipebench.engine.setup import Setup, share_of
 from pipebench.engine.tied import positions_of, tied_copies
-from pipebench.model.graph import LayerGraph
+from pipebench.model.graph import LayerGraph, averaged_buffers
 from pipebench.model.slice_modules import Divided
 
 
@@ -33,6 +33,7 @@ class WorkerReplicas:
         self.running: dict[int, StageRunner] = {**self.replicas}  # while layers move, several for a stage
         self._trained = trained_names(setup.graph)
         self._divided = _divided(setup.graph, self._trained)
+        self._averaged = averaged_buffers(setup.graph)
         self.shares = {stage: share_of(setup, stage, own) for stage, own in self.replica_index.items()}
         self.tied = tied_copies(setup, self.replicas, self.shares)  # by group
 
@@ -51,7 +52,7 @@ class WorkerReplicas:
 
     def recut(self, setup: Setup) -> None:
         """Cut the stages anew at a drain, of layers whose state is here already."""
-        self.setup = setup
+        self.setup, self._averaged = setup, averaged_buffers(setup.graph)
         for stage, replica in self.replicas.items():
             made = replica_of_stage(self.setup, stage)
             restore(made, held_by(replica, self.shares[stage]), self.shares[stage])
@@ -97,7 +98,8 @@ class WorkerReplicas:
         """Return a stage's running statistics, which a drain averages over its replicas."""
         if stage not in self.replicas:  # a tie has none
             return []
-        return [buffer for buffer in self.replicas[stage].module.buffers() if buffer.is_floating_point()]
+        named = self.replicas[stage].module.named_buffers(remove_duplicate=False)
+        return [*{id(buffer): buffer for name, buffer in named if name in self._averaged}.values()]
 
     def parts(self) -> list[tuple[str, ModelState]]:
         """Return this worker's parts of a checkpoint, by name."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
@@ -360,6 +361,23 @@ def _buffers(module: nn.Module, node: fx.Node, changed: Collection[str]) -> tupl
         return tuple(name for name, _ in module.get_submodule(path).named_buffers(prefix=path))
     read = [str(argument.target) for argument in node.all_input_nodes if argument.op == "get_attr"]
     return tuple(dict.fromkeys(n for n in (*read, overwritten_buffer(module, node)) if n is not None and n in changed))
+
+
+def averaged_buffers(graph: LayerGraph) -> frozenset[str]:
+    """Return the qualified names of the buffers that replicas of a stage average at drains: running statistics.
+
+    These are the floating-point buffers that layers may change. Constants that layers read, and statistics of
+    normalisation that is in evaluation mode while the model trains, stay as they are: a mean would round them.
+    """
+    parts = dict(graph.root.named_modules(remove_duplicate=False))
+
+    def changes(name: str) -> bool:
+        owner = name.rpartition(".")[0]
+        part = parts[owner]
+        is_fixed = isinstance(part, _NormBase) and is_torchs_own(part) and owner not in graph.training
+        return attribute(graph.root, name).is_floating_point() and not is_fixed
+
+    return frozenset(name for layer in graph.layers for name in layer.buffers if changes(name))
 
 
 def evaluation_map(training: Sequence[fx.Node], evaluation: Sequence[fx.Node]) -> tuple[int | None, ...]:

@@ -41,6 +41,8 @@ def make_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) 
         raise UserCodeError(
             f"{called(recipe)} returned {type(optimizer).__name__}, needed is a torch.optim.Optimizer", key_of(recipe)
         )
+    # Schedules scale what the target made of the recipe's rate, in each group; the class's default may be another rate.
+    optimizer.defaults["lr"] = recipe.lr
     _step_without_compiler(optimizer)
     return optimizer
 
@@ -95,6 +97,12 @@ def average_in(state: Mapping[str, Any]) -> torch.Tensor | None:
     return state.get("ax")
 
 
+def keeps_averages(recipe: OptimizerRecipe) -> bool:
+    """Return whether an optimizer keeps averages for evaluations; errors as of `state_bytes_per_byte`."""
+    _, states = _after_a_step(recipe)
+    return any(average_in(state) is not None for state in states)
+
+
 def state_bytes_per_byte(recipe: OptimizerRecipe) -> int:
     """Return the bytes of optimizer state per byte of parameters: 2 for Adam's averages, 1 for momentum.
 
@@ -103,10 +111,16 @@ def state_bytes_per_byte(recipe: OptimizerRecipe) -> int:
     Raises:
         UserCodeError: the class or target raises, or doesn't return an optimizer.
     """
+    parameter, states = _after_a_step(recipe)
+    tensors = (v for state in states for v in state.values() if isinstance(v, torch.Tensor))
+    return round(sum(tensor.nbytes for tensor in tensors) / parameter.nbytes)
+
+
+def _after_a_step(recipe: OptimizerRecipe) -> tuple[torch.Tensor, list[Mapping[str, Any]]]:
+    """Return a matrix and the optimizer's states after one step on it."""
     parameter = torch.zeros(_SIDE, _SIDE, requires_grad=True)
     optimizer = make_optimizer(recipe, [parameter])
     parameter.grad = torch.ones_like(parameter)
     with users_code(f"{called(recipe)} can't take a step", key_of(recipe)):
         optimizer.step()
-    tensors = (v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
-    return round(sum(tensor.nbytes for tensor in tensors) / parameter.nbytes)
+    return parameter, [*optimizer.state.values()]

@@ -6,7 +6,7 @@ no more memory than training does: with more memory in use the same additions ta
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipebench.errors import ProfileError
-from pipebench.model.graph import Layer, LayerGraph, attribute, bind_node, cloned, forget_states, run_node
+from pipebench.model.graph import (
+    Layer,
+    LayerGraph,
+    attribute,
+    averaged_buffers,
+    bind_node,
+    cloned,
+    forget_states,
+    run_node,
+)
 from pipebench.model.in_place import is_inplace
 from pipebench.model.splitting import splittable
 from pipebench.profile.clocks import Clock, Reading
@@ -180,14 +189,14 @@ def _forwards(
 def _steps(graph: LayerGraph, root: nn.Module) -> list[_Step]:
     parameters = dict(root.named_parameters())
     exact = dict(graph.root.named_parameters()) if graph.rounding else {}
-    can_be_split = {*splittable(root, graph.graph)}
+    can_be_split, averaged = {*splittable(root, graph.graph)}, averaged_buffers(graph)
     steps = []
     for layer in graph.layers:
         if layer.idle:
             steps.append(_Step(layer.name, layer.kind, {}, {}, (), ()))
             continue
         own = {name: parameters[name] for name in layer.parameters}
-        step = _Step(layer.name, layer.kind, own, _buffers(layer, root), layer.reads, layer.inputs)
+        step = _Step(layer.name, layer.kind, own, _buffers(layer, root, averaged), layer.reads, layer.inputs)
         step.splits = layer.node.op == "call_module" and str(layer.node.target) in can_be_split
         step.runs_once = layer.runs_once
         step.masters = {name: exact[name] for name in own if name in exact}
@@ -195,12 +204,12 @@ def _steps(graph: LayerGraph, root: nn.Module) -> list[_Step]:
     return steps
 
 
-def _buffers(layer: Layer, root: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a layer's floating-point buffers by qualified name; of a function's other buffers, empty tensors."""
+def _buffers(layer: Layer, root: nn.Module, averaged: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return a layer's averaged buffers by qualified name; of others empty tensors, of a module's integers nothing."""
     named = {name: attribute(root, name) for name in layer.buffers}
     if layer.node.op == "call_module":
-        return {name: buffer for name, buffer in named.items() if buffer.is_floating_point()}
-    return {name: buffer if buffer.is_floating_point() else buffer.new_empty(0) for name, buffer in named.items()}
+        named = {name: buffer for name, buffer in named.items() if buffer.is_floating_point()}
+    return {name: buffer if name in averaged else buffer.new_empty(0) for name, buffer in named.items()}
 
 
 def _call_of(

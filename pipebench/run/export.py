@@ -94,7 +94,9 @@ def _filled(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def _check_output(path: Path) -> None:
-    """Refuse a file that isn't writable or not an exported one, before any work."""
+    """Refuse a file that isn't writable, not an exported one or named as one of another format, before any work."""
+    if path.suffix == ".safetensors":
+        raise UserError(f"--out: got {path}, but what is written is torch.save's format; use the ending .pt")
     if not os.path.isdir(path.parent):
         raise UserError(f"--out: got {str(path)[:80]}, but there is no folder {str(path.parent)[:80]}")
     if os.path.isdir(path):

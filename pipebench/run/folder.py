@@ -119,7 +119,8 @@ class RunFolder:
         except JsonError as error:
             raise UserError(f"{path}: isn't the description of a run of pipebench: {error}") from None
         if facts.run_id != self.run_id:
-            raise UserError(f"{path}: run_id: got {shown(facts.run_id)}, allowed is the folder's name, {self.run_id}")
+            problem = f"run_id: got {shown(facts.run_id)}, allowed is the folder's name, {self.run_id}"
+            raise UserError(f"{path}: {problem}; if the folder was renamed, give it its name back")
         return facts
 
     def read_bytes(self, name: str) -> bytes:

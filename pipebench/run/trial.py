@@ -7,8 +7,10 @@ the whole model.
 """
 
 import copy
+import itertools
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -116,6 +118,7 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
 
 def _refuse_what_gets_lost(model: nn.Module) -> None:
     """Refuse what a model does to its parameters outside of forward, and what needs all replicas in a forward."""
+    _refuse_shared_memory(model)
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UserCodeError(
@@ -135,6 +138,32 @@ def _refuse_what_gets_lost(model: nn.Module) -> None:
                 "out, and divide by the norm in forward",
                 "model.target",
             )
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Refuse a trained parameter whose memory another tensor of the model has, too: every weight version is a copy."""
+    of_storage = defaultdict[int, list[tuple[str, torch.Tensor]]](list)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout is torch.strided and tensor.numel():
+            of_storage[tensor.untyped_storage().data_ptr()].append((name, tensor))
+    for together in of_storage.values():
+        for (name, tensor), (other, its) in itertools.combinations(together, 2):
+            mine, theirs = _places(tensor), _places(its)
+            overlap = max(mine.start, theirs.start) < min(mine.stop, theirs.stop)
+            is_dense = len(mine) == tensor.nbytes or len(theirs) == its.nbytes  # columns of one matrix lie in between
+            if overlap and is_dense and (tensor.requires_grad or its.requires_grad):
+                raise UserCodeError(
+                    f"{name} and {other} share memory, but are two tensors, which training would keep apart: give both "
+                    "places one parameter (b.weight = a.weight), or compute one from the other in forward",
+                    "model.target",
+                )
+
+
+def _places(tensor: torch.Tensor) -> range:
+    """Return the bytes of a tensor's storage from its first element to its last."""
+    start = tensor.storage_offset() * tensor.itemsize
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return range(start, start + (steps + 1) * tensor.itemsize)
 
 
 def _classes_last(output: Any, targets: Mapping[str, torch.Tensor]) -> str:

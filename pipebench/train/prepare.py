@@ -13,7 +13,7 @@ from pipebench.engine.setup import Setup
 from pipebench.errors import Fault, PlanError, RecipeError, choice
 from pipebench.hooks import hooks
 from pipebench.model.graph import LayerGraph
-from pipebench.model.optimizer import called, is_elementwise, knows_slices, make_optimizer
+from pipebench.model.optimizer import called, is_elementwise, keeps_averages, knows_slices, make_optimizer
 from pipebench.model.plan import Plan
 from pipebench.model.slice_modules import SliceGroup
 from pipebench.planner.compare import compare
@@ -23,10 +23,10 @@ from pipebench.profile.choose import is_measured
 from pipebench.profile.model import Profile
 from pipebench.recipe.draft import turned_on
 from pipebench.recipe.engines import engine_kind
-from pipebench.recipe.schema import LARGEST, LossScaleRecipe, Recipe, TrainRecipe
+from pipebench.recipe.schema import LARGEST, LossScaleRecipe, OptimizerRecipe, Recipe, TrainRecipe
 from pipebench.schedule.modes import AUTO, KEEP, MODES
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
+from pipebench.schedule.syncs import ALL_REDUCE, NOT_SHARDED, SYNCS
 from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES
 from pipebench.simulate.costs import HostCosts, stage_costs
 from pipebench.simulate.evaluation import evaluation_of
@@ -77,8 +77,7 @@ def prepare(
         whole = replace(whole, profile=measure_again(whole, whole.profile))
         known, extensions = _extended(recipe, cluster, whole, parts)
     setup = _setup(recipe, cluster, known, plan, switches=any(each.switches for each in extensions.values()))
-    _check_scaling(recipe.train, setup.graph, setup.plan, setup.pipeline)
-    _check_slices(recipe, setup)
+    _check_training(recipe, setup)
     extensions = {name: each.prepared(setup) for name, each in extensions.items()}
     return Job(recipe, cluster, setup, comparison, known.left_over, extensions, whole.profile, began_s, chosen)
 
@@ -199,6 +198,13 @@ def _scales(train: TrainRecipe) -> bool:
     return train.precision == "fp16"
 
 
+def _check_training(recipe: Recipe, setup: Setup) -> None:
+    """Raise an error for what the recipe's optimizer and precision can't do under the plan."""
+    _check_scaling(recipe.train, setup.graph, setup.plan, setup.pipeline)
+    _check_slices(recipe, setup)
+    _check_averages(recipe.train.optimizer, setup.pipeline)
+
+
 def _check_scaling(train: TrainRecipe, graph: LayerGraph, plan: Plan, pipeline: Pipeline) -> None:
     """Raise an error for a stage that scales alone without parameters, where no overflow would show, or with a tie."""
     if not _scales(train) or pipeline.flushes:
@@ -237,4 +243,13 @@ def _check_slices(recipe: Recipe, setup: Setup) -> None:
         raise PlanError(
             f"{got}{beside}, whose processes have pieces of the tensors that {called(optimizer)} adapts whole steps "
             f"to: allowed is 1, or an optimizer that steps element by element{'' if beside else ', or lars or lamb'}"
+        )
+
+
+def _check_averages(optimizer: OptimizerRecipe, pipeline: Pipeline) -> None:
+    """Raise an error for averages of sharded parameters; rules of recipes know those of optimizers by name."""
+    if pipeline.is_sharded and optimizer.target is not None and keeps_averages(optimizer):
+        raise PlanError(
+            f"train.optimizer.target: got {optimizer.target} with shard {pipeline.shard}, and evaluations need its "
+            f"averages of all parameters: allowed are others, or parallelism.shard: {NOT_SHARDED}"
         )

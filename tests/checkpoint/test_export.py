@@ -177,6 +177,7 @@ def test_mistakes_are_answered_in_a_sentence(tmp_path: Path) -> None:
         ("list.pt", "which exists and is no state_dict"),
         ("folder", "which is a folder"),
         ("nowhere/x.pt", "there is no folder nowhere"),
+        ("x.safetensors", "use the ending .pt"),
     ):
         assert reason in refused(folder.run_id, "--out", output)
     assert Path("notes.txt").read_text() == "mine"

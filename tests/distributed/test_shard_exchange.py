@@ -14,8 +14,8 @@ from pipebench.distributed.shard_exchange import Exchange, ShardReducer, WeightG
 from pipebench.engine.shards import Sharding, divided
 from pipebench.engine.weights import Weights
 
-SIZES = [1200, 2000, 4, 6]
-SHAPES = [(1200,), (2, 1000), (4,), (2, 3)]
+SIZES = [1200, 2000, 4, 6, 1]
+SHAPES = [(1200,), (2, 1000), (4,), (2, 3), ()]
 LARGE_BYTES = 1024
 
 
@@ -54,7 +54,7 @@ class Wire:
 
 
 def sharding(replicas: int, own: int, *, keeps_all: bool = True) -> Sharding:
-    buckets = [[1, 3, 2], [0]]
+    buckets = [[1, 3, 4, 2], [0]]
     return Sharding(
         tuple(tuple(divided(bucket, SIZES, replicas, whole=False)) for bucket in buckets), own, keeps_all=keeps_all
     )
@@ -79,7 +79,7 @@ def test_a_member_takes_the_others_parts_alone_and_adds_its_own(
 ) -> None:
     reducer, wire = reducer_of(monkeypatch, replicas, own)
     given = [torch.randn(shape) for shape in SHAPES]
-    for index in (2, 3, 1, 0):
+    for index in (2, 3, 4, 1, 0):
         reducer.add(index, given[index])
     found = reducer.wait(lambda *_: None)
     pieces = sharding(replicas, own).own
@@ -102,7 +102,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 def test_large_gradients_are_sent_from_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     reducer, wire = reducer_of(monkeypatch, 2, 0)
     given = [torch.randn(shape) for shape in SHAPES]
-    for index in (2, 3, 1, 0):
+    for index in (2, 3, 4, 1, 0):
         reducer.add(index, given[index])
     sent = [each.tensor for batch in wire.batches for each in batch if each.way == wire.isend]
     large = [each for each in sent if each.nbytes >= LARGE_BYTES]

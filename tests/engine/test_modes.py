@@ -18,7 +18,7 @@ from pipebench.model.sampling import Sampler
 from pipebench.schedule.operations import ACTIVATION, GRADIENT
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.timeline import BUFFERS
-from tests.models import ConvNet, RandomNet, SkipNet
+from tests.models import ConvNet, HalfFrozen, RandomNet, SkipNet
 from tests.oracles import sequential
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
 
@@ -229,6 +229,24 @@ def test_running_statistics_are_averaged_over_replicas_at_the_drain() -> None:
     num_bytes = engine.setup.costs.stages[0].buffer_bytes
     assert num_bytes == 2 * (6 + 5) * 4
     assert sum(v for (kind, _), v in engine.num_bytes.items() if kind == BUFFERS) == 2 * (3 - 1) * num_bytes
+
+
+def test_what_no_layer_changes_is_neither_sent_nor_averaged_at_a_drain() -> None:
+    """The mean of three equal numbers may be another number."""
+    setup = make_setup(HalfFrozen(), ([], [3]), weights="one", depth=1, dataset=images(48), minibatch_size=4)
+    engine = make_engine(setup)
+    for first in (0, 3):
+        engine.train(first, 3)
+    assert engine.setup.costs.stages[0].buffer_bytes == 2 * 6 * 4
+    assert engine.num_bytes == engine.network.num_bytes
+    before = dict(HalfFrozen().named_buffers())
+    assert any(
+        not torch.equal((b + b + b) / 3, b) for n, b in before.items() if n in ("offset", "features.5.running_mean")
+    )
+    for replica in engine.replicas:
+        found = dict(replica.module.named_buffers())
+        changed = {name for name, buffer in before.items() if not torch.equal(found[name], buffer)}
+        assert changed == {f"features.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
 
 
 def test_evaluation_sees_every_sample_once_and_leaves_no_trace() -> None:

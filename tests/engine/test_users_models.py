@@ -343,9 +343,23 @@ def renormalising(net: Net) -> None:
     net.part = nn.Embedding(4, 8, max_norm=1.0)
 
 
+def by_data(net: Net) -> None:
+    net.b.weight.data = net.a.weight.data
+
+
+def by_a_parameter_of_a_view(net: Net) -> None:
+    net.part = nn.ParameterList([net.a.weight.t()])
+
+
+def by_a_buffer(net: Net) -> None:
+    net.register_buffer("first_row", net.b.weight.data[0])
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        (by_data, "a.weight and b.weight share memory"), (by_a_buffer, "b.weight and first_row share memory"),
+        (by_a_parameter_of_a_view, "a.weight and part.0 share memory"),
         (hooked, "b.weight has a hook on its gradient"), (hooked_after, "b.weight has a hook on its gradient"),
         (synchronised, "part is a SyncBatchNorm"), (renormalising, "part changes its weights in forward"),
     ],
@@ -356,6 +370,15 @@ def test_what_would_get_lost_is_refused(change: Any, says: str) -> None:
     change(net)
     with pytest.raises(UserCodeError, match=says):
         _refuse_what_gets_lost(net)
+
+
+def test_neighbours_in_memory_and_one_parameter_at_two_places_are_not_refused() -> None:
+    net, matrix = Net(calls), torch.randn(8, 8)
+    net.b.weight = net.a.weight
+    net.part = nn.ParameterList(
+        [nn.Parameter(part) for part in (*torch.split(matrix[:4], 2), *torch.split(matrix[4:], 4, 1))]
+    )
+    _refuse_what_gets_lost(net)
 
 
 def test_complex_gradients_count_whole_and_step_by_default() -> None:

@@ -1,5 +1,6 @@
 """Optimizers by name and by target: the weights of a plain loop, and a trial that finds those that can't give them."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -144,6 +145,19 @@ def grouped(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, weight_decay=0.1)
 
 
+def grouped_apart(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Return an optimizer with the rate of every group, and none for all of them: AdamW's default is 0.001."""
+    flat = [parameter for parameter in parameters if parameter.dim() < 2]
+    others = [parameter for parameter in parameters if parameter.dim() >= 2]
+    groups: list[dict[str, Any]] = [{"params": flat, "lr": lr / 8}, {"params": others, "lr": lr}]
+    return torch.optim.AdamW([group for group in groups if group["params"]])
+
+
+def faster(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Return an optimizer at four times the rate."""
+    return torch.optim.SGD(parameters, lr=4 * lr, momentum=0.9)
+
+
 def twelve(parameters: Any, lr: float) -> int:
     """Return no optimizer."""
     return 12
@@ -162,8 +176,13 @@ def test_optimizers_of_one_s_own_that_cannot_train_stages_are_refused(name: str,
         try_optimizer(own_optimizer(f"tests.model.test_optimizer:{name}"), list(Mlp().parameters()))
 
 
-def test_groups_with_rates_of_their_own_keep_them() -> None:
-    recipe, data, model = own_optimizer("tests.model.test_optimizer:grouped"), Blobs(), Mlp()
+@pytest.mark.parametrize(
+    ("target", "shares"),
+    [(grouped, (2, 1)), (grouped_apart, (0.125, 1)), (faster, (4,))],
+    ids=["default", "no-default", "another-rate"],
+)
+def test_groups_with_rates_of_their_own_keep_them(target: Any, shares: Sequence[float]) -> None:
+    recipe, data, model = own_optimizer(f"tests.model.test_optimizer:{target.__name__}"), Blobs(), Mlp()
     try_optimizer(recipe, list(model.parameters()))
     make = partial(make_optimizer, recipe)
     check_going_on(lambda: make_setup(Mlp(), ([2, 4], [1, 2, 1]), make_optimizer=make))
@@ -173,10 +192,10 @@ def test_groups_with_rates_of_their_own_keep_them() -> None:
     )  # fmt: skip
     engine = make_engine(setup)
     engine.train(0, 5)
-    optimizer = grouped(list(model.parameters()), LR)
+    optimizer = target(list(model.parameters()), LR)
     for k in range(5):
         fields = data.fetch("train", setup.sampler.indices(k), ["x", "label"])
-        for group, share in zip(optimizer.param_groups, (2, 1), strict=True):
+        for group, share in zip(optimizer.param_groups, shares, strict=True):
             group["lr"] = LR / (1 + setup.sampler.samples_before(k)) * share
         sequential.train(model, optimizer, [[((fields["x"],), fields)]], data.loss, lambda t: float(len(t["label"])))
     found = parameters_of(engine)

@@ -20,6 +20,7 @@ from pipebench.profile.roofline import Roofline
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.zoo.mnist5k import mnist5k
 from pipebench.zoo.vgg import vgg16
+from tests.models import HalfFrozen
 from tests.support import Blobs
 
 SGD = OptimizerRecipe("sgd", lr=0.1)
@@ -175,6 +176,15 @@ def test_the_model_keeps_its_weights_and_buffers() -> None:
     analytic_profile(ProfileRequest(trace(model), mnist5k(), [8], SGD, "narrow"), V100)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not model.training
+
+
+def test_buffers_are_what_replicas_average() -> None:
+    request = ProfileRequest(trace(HalfFrozen().double()), Blobs(shape=(2, 8, 8)), [8], SGD, "half frozen")
+    sizes = [row.buffer_sizes for row in analytic_profile(request, V100).layers[8] if row.buffer_sizes]
+    moving, fixed = (
+        {f"features.{i}.running_{name}": size for name in ("mean", "var")} for i, size in ((1, 48), (5, 0))
+    )
+    assert sizes == [moving, fixed]
 
 
 @pytest.mark.parametrize(

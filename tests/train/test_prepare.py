@@ -226,3 +226,11 @@ def test_cuts_name_the_borders_of_all_stages_where_workers_have_several(tmp_path
     )
     with pytest.raises(PlanError, match=problem):
         prepare(replace(loaded.recipe, parallelism=backwards), loaded.cluster)
+
+
+def test_averages_of_a_target_are_not_of_shards() -> None:
+    shards = "parallelism={mode: dp, plan: 4, shard: gradients}"
+    loaded = load("quickstart", [shards, "train.optimizer={name: null, target: 'torch.optim:ASGD', momentum: null}"])
+    problem = "train.optimizer.target: got torch.optim:ASGD with shard gradients, and evaluations need its averages"
+    with pytest.raises(PlanError, match=problem):
+        prepare(loaded.recipe, loaded.cluster)
