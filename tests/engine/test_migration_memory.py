@@ -78,6 +78,13 @@ def test_what_moves_with_other_policies_hold_is_told_before_they_are_made(seed: 
         assert found == held
 
 
+@pytest.mark.parametrize("at", [COUNT - 1, COUNT, COUNT + 9])
+def test_what_a_move_holds_that_the_end_of_its_segment_makes_is_foretold(at: int) -> None:
+    """Where the segment ended first, stages were predicted to hold no more than before and afterwards."""
+    for found, held in compared(setup_of([2, 4], None), [Repartition(at, (1, 5))]):
+        assert found == held
+
+
 def test_copies_that_begin_with_a_move_give_way_to_messages_in_what_is_foretold_too() -> None:
     """The order in which copies out and copies in end decides here how much is held between them."""
     k, r, s = KEEP, RECOMPUTE, SWAP

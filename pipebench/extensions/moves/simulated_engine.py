@@ -10,6 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+import torch
+from torch import nn
+
 from pipebench.checkpoint.handover import Key, StateClaim, requests_of
 from pipebench.engine.engine import Engine
 from pipebench.engine.mailbox import InProcessTransport
@@ -24,7 +27,7 @@ from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.extensions.moves.settings import MOVES, settings_of
 from pipebench.extensions.moves.simulated_segment import SimulatedSegment
 from pipebench.extensions.moves.throughput import Mark, Marks
-from pipebench.model.graph import attribute
+from pipebench.model.graph import tensors_of
 from pipebench.model.plan import Plan
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, SEND, with_kind
 from pipebench.simulate.memory_meter import MemoryPeak
@@ -93,7 +96,7 @@ class SimulatedEngine(Engine):
         if self.setup is not before:
             self._totals_of.clear()
         self.began_s |= segment.began_s
-        if segment.began_s and segment.memory is not None:
+        if segment.announced and segment.memory is not None:
             found = segment.memory.timeline().peaks
             self.peaks = [*highest(self.peaks or found, found)]
             self.held = [*map(max, self.held, segment.memory.held)]
@@ -217,8 +220,7 @@ def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[in
     found: dict[tuple[int, int], int] = {}
     for worker in range(pipeline.num_workers):
         (stage,) = pipeline.stages_of(worker)
-        layers = after.graph.layers[after.plan.stages[stage].start : after.plan.stages[stage].stop]
-        names = frozenset(name for layer in layers for name in (*layer.parameters, *layer.buffers))
+        names = frozenset(_tensors(after, stage))
         claim = StateClaim(names, frozenset(), share_of(after, stage, pipeline.replica_of(worker)))
         has = [key for key in _pieces(before, worker, trained=trained, answers=False) if claim.wants(key)]
         for giver, keys in requests_of(worker, given, has, claim).items():
@@ -229,16 +231,18 @@ def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[in
 def _pieces(setup: Setup, worker: int, *, trained: bool, answers: bool) -> dict[Key, int]:
     """Return the pieces of the model's state that a worker holds or, with `answers`, gives, with their bytes."""
     (stage,), replica = setup.pipeline.stages_of(worker), setup.pipeline.replica_of(worker)
-    layers = setup.graph.layers[setup.plan.stages[stage].start : setup.plan.stages[stage].stop]
-    buffers = {name for layer in layers for name in layer.buffers}
-    names = buffers | {name for layer in layers for name in layer.parameters}
-    tensors = {name: attribute(setup.graph.root, name) for name in names}
+    tensors = _tensors(setup, stage)
     if answers and replica > 0:
-        counters = {name for name in buffers if not tensors[name].is_floating_point()}
+        counters = (name for name, tensor in tensors.items() if not tensor.is_floating_point())
         return {("counters", f"{replica}/{name}"): tensors[name].nbytes for name in counters}
     pieces: dict[Key, int] = {}
     for name, tensor in tensors.items():
-        pieces["buffers" if name in buffers else "parameters", name] = tensor.nbytes
-        if trained and name not in buffers and tensor.requires_grad and setup.profile.state_bytes_per_byte:
+        pieces["parameters" if isinstance(tensor, nn.Parameter) else "buffers", name] = tensor.nbytes
+        if trained and tensor.requires_grad and setup.profile.state_bytes_per_byte:
             pieces["optimizer", name] = tensor.nbytes * setup.profile.state_bytes_per_byte
     return pieces
+
+
+def _tensors(setup: Setup, stage: int) -> dict[str, torch.Tensor]:
+    start, stop = setup.plan.stages[stage].start, setup.plan.stages[stage].stop
+    return tensors_of(setup.graph, setup.graph.layers[start:stop])
