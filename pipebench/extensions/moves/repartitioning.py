@@ -66,8 +66,10 @@ class Repartitioning(LoopExtension):
         A run that was stopped at this drain has been saved before the moves that are due at it.
         """
         self._make_due(done)
-        live = self._live
-        drain = min([drain, *(move.minibatch for move in self._planned if move.minibatch > done and not live)])
+        if not self._live:
+            now = self._engine.setup.plan  # a move to it changes nothing: a drain would, and no file would have it
+            later = (each.minibatch for each in self._planned if each.minibatch > done and each.plan != now)
+            drain = min([drain, *later])
         self._announce(done, drain)
         return drain
 
