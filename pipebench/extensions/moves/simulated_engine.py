@@ -7,7 +7,7 @@ stops once nothing has moved for long enough: the rest of a segment costs what i
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,9 +30,11 @@ from pipebench.extensions.moves.throughput import Mark, Marks
 from pipebench.model.graph import tensors_of
 from pipebench.model.plan import Plan
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, SEND, with_kind
+from pipebench.simulate.memory import stage_memories
 from pipebench.simulate.memory_meter import MemoryPeak
 from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.network import Network
+from pipebench.simulate.replica_memory import ReplicaMemory
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.steady import SegmentTotals, simulate_all, simulate_segment
 from pipebench.simulate.timeline import Timeline
@@ -58,8 +60,8 @@ class SimulatedEngine(Engine):
         self.marks: list[Mark] = []  # progress within the last segment, from its start
         self.began_s: dict[int, float] = {}  # start times of minibatches at which layers moved
         self._inputs = inputs or {}
-        self.peaks: list[MemoryPeak] = []  # per worker, over segments in which layers moved
-        self.held = [0] * pipeline.num_stages  # the same between instructions, without messages
+        self.peaks: list[MemoryPeak] = []  # per worker, over segments in which layers moved, and moves at drains
+        self.held = [0] * pipeline.num_workers  # the same between instructions, without messages
         self.totals = NOTHING  # of all segments
         self._shown = False  # whether the meter has any events
         self._begin_under(setup, {} if known is None else known)
@@ -97,8 +99,7 @@ class SimulatedEngine(Engine):
             self._totals_of.clear()
         self.began_s |= segment.began_s
         if segment.announced and segment.memory is not None:
-            found = segment.memory.timeline().peaks
-            self.peaks = [*highest(self.peaks or found, found)]
+            self._peaked(segment.memory.timeline().peaks)
             self.held = [*map(max, self.held, segment.memory.held)]
         if segment.changed_at:  # without the drain that only the shortened simulation has
             last = done - 2 * before.pipeline.depth if segment.is_quiet else done
@@ -128,7 +129,11 @@ class SimulatedEngine(Engine):
         ]
         network.deliver(sent)
         took_s = max([0.0, *(message.arrival_s - self.clock_s for message in sent)])
+        self._peaked([*_at_once(before, self.setup, self.clock_s)])
         self._took(replace(NOTHING, end_s=took_s, num_bytes=network.num_bytes), 0, 0)
+
+    def _peaked(self, found: Sequence[MemoryPeak]) -> None:
+        self.peaks = [*highest(self.peaks or found, found)]
 
     def timeline(self) -> Timeline:
         """Return the recorded part."""
@@ -207,6 +212,19 @@ def highest(*peaks: Iterable[MemoryPeak]) -> Iterator[MemoryPeak]:
     """Yield, for every worker, the highest of several peaks; of equals, the first."""
     for of_worker in zip(*peaks, strict=True):
         yield max(of_worker, key=lambda peak: peak.num_bytes)
+
+
+def _at_once(before: Setup, after: Setup, clock_s: float) -> Iterator[MemoryPeak]:
+    """Yield what every worker holds at a drain where layers move: its stage as it was, and as it will be."""
+    memories = [stage_memories(each.profile, each.plan, each.pipeline) for each in (before, after)]
+    for worker in range(before.pipeline.num_workers):
+        by_kind = Counter[str]()
+        for of_stages in memories:
+            for stage in before.pipeline.stages_of(worker):
+                holding = ReplicaMemory(of_stages[stage])
+                for change in (holding.trained() if clock_s > 0 else holding).before():
+                    by_kind[change.kind] += change.num_bytes
+        yield MemoryPeak(worker, clock_s, "layers moving at a drain", by_kind)
 
 
 def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[int, int], int]:
