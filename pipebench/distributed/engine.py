@@ -228,7 +228,7 @@ class DistributedEngine(TrainingEngine):
             size = state_bytes(moved)
             self.meter.transfer(Transfer(MIGRATION, "layers", (sender,), (own,), level, size, start_s, end_s))
         self.worker.restore(state)
-        self.worker.recall(old.peak_bytes, old.versions_max, old.host_peak_bytes)
+        self.worker.follow(old)
         old.close()
         self.set_activity("")
         self.sync_clock()

@@ -58,7 +58,7 @@ class DrainExchange:
                 messages.append(self._send(MIGRATION, giver, worker.index, state_bytes(moved), "layers"))
                 state = ModelState.merge([state, moved])
             worker.restore(state)
-            worker.recall(old.peak_bytes, old.versions_max, old.host_peak_bytes)
+            worker.follow(old)
         return self._arrive(messages)
 
     def _send(self, kind: str, sender: int, receiver: int, num_bytes: int, what: str) -> Message:

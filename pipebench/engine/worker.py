@@ -307,6 +307,12 @@ class Worker(WorkerReplicas):
             gradients = self.replicas[it.stage].gradients
             collectives.contribute(it.stage, self.replica_index[it.stage], it.reduce, gradients)
 
+    def follow(self, before: "Worker") -> None:
+        """Take over the counters of the worker before, which was cut otherwise; both hold memory until it ends."""
+        replicas = (*before.replicas.values(), *self.replicas.values())
+        at_once = sum(replica.live_bytes() for replica in replicas)
+        self.recall(max(before.peak_bytes, at_once), before.versions_max, before.host_peak_bytes)
+
     def recall(self, peak_bytes: int, versions_max: int, host_peak_bytes: int) -> None:
         """Restore counters from a checkpoint."""
         self.peak_bytes = max(self.peak_bytes, peak_bytes)

@@ -7,7 +7,7 @@ safe to cut, see `in_place.py`.
 import copy
 import difflib
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
@@ -251,6 +251,22 @@ def bind_node(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Cal
 def attribute(root: nn.Module, path: str) -> Any:
     """Return the attribute at a dotted path."""
     return operator.attrgetter(path)(root)
+
+
+def tensors_of(graph: LayerGraph, layers: Iterable[Layer]) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers that layers read, trained and changed or not, by qualified name, each once."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for layer in layers:
+        node, path = layer.node, str(layer.node.target)
+        paths = [str(each.target) for each in node.all_input_nodes if each.op == "get_attr"]
+        named = [(name, attribute(graph.root, name)) for name in paths]
+        if node.op == "call_module":
+            module = graph.root.get_submodule(path)
+            named += [*module.named_parameters(prefix=path), *module.named_buffers(prefix=path)]
+        for name, value in named:
+            if isinstance(value, torch.Tensor):
+                found.setdefault(id(value), (name, value))
+    return dict(found.values())
 
 
 def _check_leaves(model: nn.Module, leaves: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.periods import Periods
-from pipebench.train.prediction import compare, prediction_markdown
+from pipebench.train.prediction import compare, has_constant_stages, prediction_markdown
 from pipebench.train.result import Point, RunResult
 from pipebench.train.simulated import predicted_metrics
 
@@ -258,10 +258,11 @@ class RunRecorder:
             return None
 
     def _with_prediction(self, result: RunResult) -> RunResult:
-        """Return a result with the simulator's prediction, if that is about the device it ran on."""
+        """Return a result with the simulator's prediction, if that is about the device and the stages it ran on."""
         job, note = self._job, result.notes.get(PREDICTION, "")
         unpredicted = replace(result, notes={fact: text for fact, text in result.notes.items() if fact != PREDICTION})
-        if job.profile.source != "measured" and job.cluster.device not in self._device:
+        is_measured_here = job.profile.source == "measured" or job.cluster.device in self._device
+        if not (is_measured_here and has_constant_stages(result)):
             return unpredicted
         per_epoch = job.setup.sampler.minibatches_per_epoch
         longest = min(per_epoch, Periods.of(job.recipe.train, per_epoch).longest_segment)

@@ -38,8 +38,7 @@ _PEAK, _LARGEST_PEAK = "peak_memory_bytes", "peak_memory_bytes_max"  # of a stag
 class Moved:
     """Workers' memory after the first cuts, in a run whose layers move."""
 
-    # Peaks between the first move and the last; empty for a single move at a drain
-    between: Sequence[MemoryPeak]
+    between: Sequence[MemoryPeak]  # peaks while layers move, and between the first move and the last
     last: MemoryTimeline  # under the last cuts
 
 
@@ -127,13 +126,17 @@ class MemoryForecast:
 
     def with_peaks(self, result: RunResult) -> RunResult:
         """Return the result of an untrained run with the predicted peaks, or its own."""
-        places, peaks = self._job.setup.pipeline.places, self.memory.peaks
-        stages = tuple(
-            {**row, _PEAK: max(row.get(_PEAK, 0), *(peaks[worker].num_bytes for worker in places[row["index"]]))}
-            for row in result.stages
-        )
-        largest = max(result.metrics.get(_LARGEST_PEAK, 0), self.memory.fullest.num_bytes)
-        return replace(result, stages=stages, metrics={**result.metrics, _LARGEST_PEAK: largest})
+        return with_peaks(result, self._job.setup.pipeline, self.memory.peaks)
+
+
+def with_peaks(result: RunResult, pipeline: Pipeline, peaks: Sequence[MemoryPeak]) -> RunResult:
+    """Return a result with the peaks of all workers, or its own where they are higher."""
+    stages = tuple(
+        {**row, _PEAK: max(row.get(_PEAK, 0), *(peaks[worker].num_bytes for worker in pipeline.places[row["index"]]))}
+        for row in result.stages
+    )
+    largest = max(result.metrics.get(_LARGEST_PEAK, 0), *(peak.num_bytes for peak in peaks))
+    return replace(result, stages=stages, metrics={**result.metrics, _LARGEST_PEAK: largest})
 
 
 def _cause(moment: MemoryPeak) -> str:

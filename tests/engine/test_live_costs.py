@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from pipebench.cluster import Cluster, Level
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.extensions.moves.engine import moves_of, moving
 from pipebench.extensions.moves.repartition_plan import Repartition
+from pipebench.extensions.moves.simulated_engine import SimulatedEngine
 from pipebench.extensions.moves.throughput import Finishes, throughput
 from pipebench.model.plan import recut
 from pipebench.schedule.operations import MIGRATION, Op
@@ -88,6 +90,43 @@ def test_buffers_move_too() -> None:
     counted = {key: n for key, n in engine.network.num_bytes.items() if n}
     assert engine.num_bytes == Counter(counted)
     assert engine.num_bytes[MIGRATION, "server"] > 0
+
+
+class HalfTrained(nn.Module):
+    """Seven layers: two of the linear ones aren't trained, and three sums read constants."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(3, 6, dtype=torch.float64))
+        self.linears = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
+        self.head = nn.Linear(6, 4, dtype=torch.float64)
+        self.linears[0].requires_grad_(False)
+        self.linears[1].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 4]."""
+        for linear in self.linears:
+            x = linear(x) + self.table.sum()
+        output: torch.Tensor = self.head(x)
+        return output
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("after", [(1, 3), (3, 6)])
+def test_what_is_not_trained_moves_too(after: Starts, live: bool) -> None:
+    """Links had no time for parameters that aren't trained, nor for constants: only the engine's count had them."""
+    setup = timed((2, 4), [], 0, model=HalfTrained(), dataset=Blobs(num_train=80))[0].setup
+    trained, simulated = VirtualEngine(setup, Network(setup.cluster)), SimulatedEngine(setup)
+    for engine in (trained, simulated):
+        if live:
+            moves_of(engine).announce(Repartition(9, after))
+        engine.train(0, 20)
+        if not live:
+            engine.replan(recut(setup.graph, setup.plan, after))
+    key = MIGRATION, "server"
+    assert trained.num_bytes[key] == trained.network.num_bytes[key] == simulated.totals.num_bytes[key] > 0
 
 
 def test_throughput_before_and_after() -> None:

@@ -16,6 +16,7 @@ from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition, 
 from pipebench.extensions.moves.segment import MovingSegment
 from pipebench.extensions.moves.simulated_engine import SimulatedEngine
 from pipebench.extensions.moves.simulated_segment import SimulatedSegment
+from pipebench.model.plan import recut
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.simulate.memory import ACTIVATIONS, AGAIN, KINDS, RECEIVED, SENT
 from pipebench.simulate.memory_meter import Curve
@@ -76,6 +77,30 @@ def test_what_moves_with_other_policies_hold_is_told_before_they_are_made(seed: 
     setup = setup_of(starts, draw.choice(([KEEP] * 7, draw.choices(words, k=7))), rate=10 ** draw.uniform(0.5, 4))
     for found, held in compared(setup, moves):
         assert found == held
+
+
+@pytest.mark.parametrize("at", [COUNT - 1, COUNT, COUNT + 9])
+def test_what_a_move_holds_that_the_end_of_its_segment_makes_is_foretold(at: int) -> None:
+    """Where the segment ended first, stages were predicted to hold no more than before and afterwards."""
+    for found, held in compared(setup_of([2, 4], None), [Repartition(at, (1, 5))]):
+        assert found == held
+
+
+@pytest.mark.parametrize(("plan", "after"), [(([5, 6], [1, 1, 1]), (1, 2)), (([6], [2, 1]), (1,))])
+def test_a_move_at_a_drain_holds_stages_old_and_new(plan: tuple[list[int], list[int]], after: tuple[int, ...]) -> None:
+    """It was said never to hold more than before and afterwards, which stages with little in flight did."""
+    setup = make_setup(
+        Mlp(), plan, dataset=Blobs(num_train=4 * COUNT), make_optimizer=lambda q: torch.optim.SGD(q, 0.1, 0.9)
+    )  # fmt: skip
+    setup = moving(replace(setup, profile=replace(profile_of(setup), state_bytes_per_byte=1)), live=False)
+    trained, simulated = make_engine(setup), SimulatedEngine(setup)
+    before: list[int] = []
+    for engine in (trained, simulated):
+        engine.train(0, COUNT)
+        before = before or trained.peak_bytes
+        engine.replan(recut(setup.graph, setup.plan, after))
+    wanted = [max(now, peak.num_bytes) for now, peak in zip(before, simulated.peaks, strict=True)]
+    assert trained.peak_bytes == wanted != before
 
 
 def test_copies_that_begin_with_a_move_give_way_to_messages_in_what_is_foretold_too() -> None:

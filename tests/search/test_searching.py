@@ -14,6 +14,7 @@ from pipebench.engine.admission import StopRequest
 from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
+from pipebench.errors import UserError
 from pipebench.extensions.moves.engine import moving as moving_setup
 from pipebench.extensions.search.architectures import Architectures
 from pipebench.extensions.search.recipe import SearchRecipe
@@ -21,7 +22,9 @@ from pipebench.extensions.search.setup import NAME, SearchSetup
 from pipebench.extensions.search.trace import Step
 from pipebench.extensions.search.trace_file import SearchFile
 from pipebench.model.plan import Plan
+from pipebench.recipe.load import load
 from pipebench.recipe.schema import PeriodRecipe, Recipe
+from pipebench.run.deciding import prepare_job
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.interfaces import MakeEngine
@@ -233,3 +236,10 @@ def test_layers_that_move_meanwhile_change_nothing_of_a_search_whose_pipeline_fl
     mine, theirs = ([(each.cells, each.scores) for each in history(result).individuals] for result in (stays, moves))
     assert mine == theirs
     assert bits(captured(engine)) == bits(captured(other))
+
+
+def test_a_first_individual_with_too_few_cells_is_refused() -> None:
+    """It was trained, below the fewest cells that any individual has."""
+    loaded = load("search/single", ["search.first=[]", "search.smallest=2"])
+    with pytest.raises(UserError, match=r"search.first: got 0 of the cells, allowed are at least search.smallest, 2"):
+        prepare_job(loaded, silent=True)

@@ -1,5 +1,6 @@
 """Stages that are cut anew while a run goes on: at the minibatches it asks for, kept, resumed and repeated."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from pipebench.checkpoint.store import Checkpoints
+from pipebench.engine.admission import StopRequest
 from pipebench.errors import PlanError, RecipeError
 from pipebench.extensions.moves.engine import moves_of, moving
 from pipebench.extensions.moves.planned import BALANCED, MovesPlanned, planned_moves, under
@@ -25,6 +27,7 @@ from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.periods import Periods
+from pipebench.train.prediction import has_constant_stages
 from pipebench.train.result import RunResult
 from pipebench.typed_json import JsonError
 from tests.engine.test_streams import text_setup
@@ -54,15 +57,23 @@ def job(
     return Job(asked, setup.cluster, setup, extensions={MOVES: MovesPlanned(asked, planned)})
 
 
-def run(given: Job, policy: CheckpointPolicy = NO_CHECKPOINTS) -> tuple[RunResult, dict[str, torch.Tensor]]:
+def run(
+    given: Job, policy: CheckpointPolicy = NO_CHECKPOINTS, stop_after: float = math.inf
+) -> tuple[RunResult, dict[str, torch.Tensor]]:
+    """Train, up to where a stop is asked for: after so many samples."""
     engines: list[Any] = []
-    make = on_virtual_clock(given)
+    stop = StopRequest()
+    make = on_virtual_clock(given, stop)
+
+    class Stopping(Silent):
+        def update(self, samples: int, clock_s: float, loss: float, busy_fraction: float) -> None:
+            stop.reason = "interrupted" if samples >= stop_after else None
 
     def keep(*told: Any) -> Any:
         engines.append(make(*told))
         return engines[0]
 
-    result, _ = TrainingLoop(given, keep, Silent(), lambda point: None, policy).run()
+    result, _ = TrainingLoop(given, keep, Stopping(), lambda point: None, policy).run()
     return result, {name: tensor.clone() for r in engines[0].replicas for name, tensor in r.tensors().items()}
 
 
@@ -101,11 +112,15 @@ def test_a_run_goes_on_under_the_cuts_it_asks_for() -> None:
         ("body_6", "body_6"),
     ], "the table of stages is the last plan's"
     assert [each.samples for each in result.moves] == [20, 46]
+    assert not has_constant_stages(result), "so that no prediction of its first stages stands beside what it took"
 
 
-def test_cuts_that_are_there_already_cost_nothing() -> None:
-    asked, _ = run(job([{"at": {"minibatches": 7}, "cuts": ["body_2", "body_4"]}]))
-    stayed, _ = run(job(None))
+@pytest.mark.parametrize("at", [5, 7])
+def test_cuts_that_are_there_already_cost_nothing(at: int) -> None:
+    """The pipeline drained for them, which changed the weights: `moves.json` doesn't have them."""
+    asked, weights = run(job([{"at": {"minibatches": at}, "cuts": ["body_2", "body_4"]}]))
+    stayed, expected = run(job(None))
+    assert same(weights, expected)
     assert asked.moves == ()
     assert asked.metrics["total_time_s"] == stayed.metrics["total_time_s"]
     assert stayed.metrics["repartitions"] == stayed.metrics["migration_bytes"] == 0
@@ -124,6 +139,19 @@ def test_a_run_resumed_goes_on_under_the_plan_of_its_checkpoint(tmp_path: Path, 
     assert again.moves == whole.moves
     assert again.metrics["migration_bytes"] == whole.metrics["migration_bytes"]
     assert store.steps() == [7, 14, 21, 24], "a move is no checkpoint"
+
+
+@pytest.mark.parametrize(("live", "moves"), [(False, WRITTEN), (True, WRITTEN[1:])])
+def test_a_run_stopped_at_the_drain_of_a_move_makes_it_when_it_goes_on(tmp_path: Path, live: bool, moves: Any) -> None:
+    """The checkpoint of a stop is written before what is due at its drain; such moves were never made."""
+    given, store = job(moves, every=12, live=live), Checkpoints(tmp_path)
+    at = moves[0]["at"].get("minibatches", PER_EPOCH)
+    whole, weights = run(given)
+    stopped, _ = run(given, CheckpointPolicy(store), stop_after=given.setup.sampler.samples_before(at) - 1)
+    assert (stopped.moves, store.steps()) == ((), [at])
+    again, ended = run(given, CheckpointPolicy(store, resume_point(store.at(at), given)))
+    assert same(ended, weights)
+    assert [(each.minibatch, each.cuts) for each in again.moves] == [(m.minibatch, m.cuts) for m in whole.moves]
 
 
 def test_a_run_resumed_under_another_plan_begins_with_that(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class FeasibilityCheck:
     def excess_on_the_way(self, layouts: Sequence[CutLayout]) -> list[float]:
         """Return each stage's most bytes over its limit from the first layout to the last.
 
-        If layers move at drains nothing is in flight, and a stage never holds more than before or afterwards.
+        If layers move at drains nothing is in flight: old and new stages at once, without activations, aren't checked.
         """
         now = self.after(layouts[0])
         if now is None or math.isinf(self.limit_bytes) or not settings_of(self._setup.pipeline).live:

@@ -61,9 +61,15 @@ class Repartitioning(LoopExtension):
         return ended
 
     def begins(self, done: int, drain: int) -> int:
-        """Announce the moves before the next drain; return the minibatches of the run before that."""
-        live = self._live
-        drain = min([drain, *(move.minibatch for move in self._planned if move.minibatch > done and not live)])
+        """Announce the moves before the next drain; return the minibatches of the run before that.
+
+        A run that was stopped at this drain has been saved before the moves that are due at it.
+        """
+        self._make_due(done)
+        if not self._live:
+            now = self._engine.setup.plan  # a move to it changes nothing: a drain would, and no file would have it
+            later = (each.minibatch for each in self._planned if each.minibatch > done and each.plan != now)
+            drain = min([drain, *later])
         self._announce(done, drain)
         return drain
 
@@ -111,9 +117,7 @@ class Repartitioning(LoopExtension):
         """Switch to the plans due at this drain."""
         for plan in self._decided:
             self._replan(done, plan, BALANCED)
-        for move in self._planned:
-            if move.minibatch == done and move.plan != self._engine.setup.plan:
-                self._replan(done, move.plan, BEFOREHAND)
+        self._make_due(done)
 
     def restore(self, saved: SavedProgress) -> None:
         """Resume after a checkpoint's moves, unless the run goes on under another plan."""
@@ -130,6 +134,12 @@ class Repartitioning(LoopExtension):
     def metrics(self, num_bytes: Mapping[tuple[str, str], int]) -> dict[str, float]:
         """Return the costs of moving layers."""
         return move_metrics(self.made, num_bytes)
+
+    def _make_due(self, done: int) -> None:
+        """Switch to the plan that the recipe asks for at this drain, unless that has been done."""
+        for move in self._planned:
+            if move.minibatch == done and move.plan != self._engine.setup.plan:
+                self._replan(done, move.plan, BEFOREHAND)
 
     def _replan(self, done: int, plan: Plan, why: str) -> None:
         was, before_s = self._engine.setup.plan, self._engine.clock_s

@@ -5,9 +5,9 @@ of cost tables, includes the cuts of its forward and backward here, so the simul
 on demand.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from pipebench.engine.protocols import SegmentCosts, SegmentExtension
@@ -21,7 +21,7 @@ from pipebench.extensions.moves.repartition_plan import (
     RepartitionPlan,
     layout_of,
 )
-from pipebench.model.graph import attribute
+from pipebench.model.graph import tensors_of
 from pipebench.model.plan import make_plan, recut
 from pipebench.model.sampling import Size, UnitShape
 from pipebench.model.stage import Stage, cut_stage
@@ -157,6 +157,7 @@ class PhaseCosts:
         self._plain_size = size_of
         self._minibatch_of = minibatch_of
         self.size_of = lru_cache(maxsize=_SIZES_CACHED)(self._size_of)
+        self._held_bytes = cache(partial(_held_bytes, phases.setup))
 
     @cached_property
     def costs(self) -> Costs:
@@ -191,10 +192,10 @@ class PhaseCosts:
     def num_bytes(self, it: Instruction) -> int:
         """Return the bytes of a transfer: a unit's data for a block, or the block itself."""
         setup, block = self._phases.setup, self._phases.handed(it.stage, it.peer, self._minibatch(it))
-        parameters, buffers = _held_bytes(setup, block)
+        held, trained = self._held_bytes(block)
         if it.op is Op.GIVE:
-            return buffers + parameters * (1 + setup.profile.state_bytes_per_byte)
-        return (buffers + parameters + self.read_bytes(it)) if self._plain_size(it.number) else 0
+            return held + trained * setup.profile.state_bytes_per_byte
+        return (held + self.read_bytes(it)) if self._plain_size(it.number) else 0
 
     def read_bytes(self, it: Instruction) -> int:
         """Return the bytes of a transferred unit's activations and inputs; the rest is weights, buffers and states."""
@@ -237,15 +238,10 @@ class PhaseCosts:
 
 
 def _held_bytes(setup: Setup, block: BlockTransfer) -> tuple[int, int]:
-    """Return the bytes of a block's parameters and of its buffers."""
-    layers = setup.graph.layers[block.start : block.stop]
-    parameters = {name for layer in layers for name in layer.parameters}
-    buffers = {name for layer in layers for name in layer.buffers}
-    return _bytes_of(setup, parameters), _bytes_of(setup, buffers)
-
-
-def _bytes_of(setup: Setup, names: Iterable[str]) -> int:
-    return sum(attribute(setup.graph.root, name).nbytes for name in names)
+    """Return the bytes of a block's parameters and buffers, and of the parameters among them that it trains."""
+    held = tensors_of(setup.graph, setup.graph.layers[block.start : block.stop]).values()
+    trained = (tensor for tensor in held if tensor.requires_grad)
+    return sum(tensor.nbytes for tensor in held), sum(tensor.nbytes for tensor in trained)
 
 
 def _read_bytes(setup: Setup, block: BlockTransfer, size: Size) -> int:

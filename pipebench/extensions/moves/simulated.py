@@ -24,7 +24,7 @@ from pipebench.simulate.meter import MEMORY, Meter, sum_by
 from pipebench.simulate.steady import simulate_segment
 from pipebench.simulate.timeline import TRAINING_KINDS, Timeline
 from pipebench.train.job import Job
-from pipebench.train.memory_forecast import MemoryForecast, Moved
+from pipebench.train.memory_forecast import MemoryForecast, Moved, with_peaks
 from pipebench.train.metrics import describe, describe_stages, recipe_notes
 from pipebench.train.periods import Periods
 from pipebench.train.profiled_model import input_bytes
@@ -120,13 +120,12 @@ def _with_peaks(job: Job, forecast: MemoryForecast, result: RunResult, moving: S
         found.append(MemoryForecast(replace(job, setup=setup), per_epoch))
         simulate_segment(setup, per_epoch, Meter(setup.pipeline, *found[-1].listeners))
     if result.moves:
-        between = [*([moving] if moving else ()), *(each.memory.peaks for each in found[1:-1])]
+        between = [moving, *(each.memory.peaks for each in found[1:-1])]
         forecast.moved = Moved(tuple(highest(*between)), found[-1].memory)
-    peaks = [[row["peak_memory_bytes"] for row in each.with_peaks(result).stages] for each in found]
-    peaks += [[peak.num_bytes for peak in moving]] if moving else []
-    most = [max(of_stage) for of_stage in zip(*peaks, strict=True)]
-    stages = tuple({**row, "peak_memory_bytes": peak} for row, peak in zip(result.stages, most, strict=True))
-    metrics = {**result.metrics, "peak_memory_bytes_max": max(most)}
+    for each in found:
+        result = each.with_peaks(result)
+    if moving:
+        result = with_peaks(result, job.setup.pipeline, moving)
     limit, notes = job.cluster.memory_bytes, {**result.notes}
     sentences = (
         f"after minibatch {move.minibatch}: {each.out_of_memory}"
@@ -137,9 +136,10 @@ def _with_peaks(job: Job, forecast: MemoryForecast, result: RunResult, moving: S
     if sentence := next(sentences, ""):
         notes[MEMORY] = sentence
     elif limit is not None and fullest is not None and fullest.num_bytes > limit:
-        what = f"stage {fullest.worker} holds {num_bytes(fullest.num_bytes)} while layers move"
+        stage = job.setup.pipeline.stages_of(fullest.worker)[0]
+        what = f"stage {stage} holds {num_bytes(fullest.num_bytes)} while layers move"
         notes[MEMORY] = f"out of memory: {what}, more than the {num_bytes(limit)} of {a_or_an(job.cluster.device)}"
-    return replace(result, stages=stages, metrics=metrics, notes=notes)
+    return replace(result, notes=notes)
 
 
 def _setups(setup: Setup, moves: Iterable[RepartitionRecord]) -> Iterable[Setup]:

@@ -7,8 +7,11 @@ stops once nothing has moved for long enough: the rest of a segment costs what i
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+
+import torch
+from torch import nn
 
 from pipebench.checkpoint.handover import Key, StateClaim, requests_of
 from pipebench.engine.engine import Engine
@@ -24,12 +27,14 @@ from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.extensions.moves.settings import MOVES, settings_of
 from pipebench.extensions.moves.simulated_segment import SimulatedSegment
 from pipebench.extensions.moves.throughput import Mark, Marks
-from pipebench.model.graph import attribute
+from pipebench.model.graph import tensors_of
 from pipebench.model.plan import Plan
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, SEND, with_kind
+from pipebench.simulate.memory import stage_memories
 from pipebench.simulate.memory_meter import MemoryPeak
 from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.network import Network
+from pipebench.simulate.replica_memory import ReplicaMemory
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.steady import SegmentTotals, simulate_all, simulate_segment
 from pipebench.simulate.timeline import Timeline
@@ -55,8 +60,8 @@ class SimulatedEngine(Engine):
         self.marks: list[Mark] = []  # progress within the last segment, from its start
         self.began_s: dict[int, float] = {}  # start times of minibatches at which layers moved
         self._inputs = inputs or {}
-        self.peaks: list[MemoryPeak] = []  # per worker, over segments in which layers moved
-        self.held = [0] * pipeline.num_stages  # the same between instructions, without messages
+        self.peaks: list[MemoryPeak] = []  # per worker, over segments in which layers moved, and moves at drains
+        self.held = [0] * pipeline.num_workers  # the same between instructions, without messages
         self.totals = NOTHING  # of all segments
         self._shown = False  # whether the meter has any events
         self._begin_under(setup, {} if known is None else known)
@@ -93,9 +98,8 @@ class SimulatedEngine(Engine):
         if self.setup is not before:
             self._totals_of.clear()
         self.began_s |= segment.began_s
-        if segment.began_s and segment.memory is not None:
-            found = segment.memory.timeline().peaks
-            self.peaks = [*highest(self.peaks or found, found)]
+        if segment.announced and segment.memory is not None:
+            self._peaked(segment.memory.timeline().peaks)
             self.held = [*map(max, self.held, segment.memory.held)]
         if segment.changed_at:  # without the drain that only the shortened simulation has
             last = done - 2 * before.pipeline.depth if segment.is_quiet else done
@@ -125,7 +129,11 @@ class SimulatedEngine(Engine):
         ]
         network.deliver(sent)
         took_s = max([0.0, *(message.arrival_s - self.clock_s for message in sent)])
+        self._peaked([*_at_once(before, self.setup, self.clock_s)])
         self._took(replace(NOTHING, end_s=took_s, num_bytes=network.num_bytes), 0, 0)
+
+    def _peaked(self, found: Sequence[MemoryPeak]) -> None:
+        self.peaks = [*highest(self.peaks or found, found)]
 
     def timeline(self) -> Timeline:
         """Return the recorded part."""
@@ -206,6 +214,19 @@ def highest(*peaks: Iterable[MemoryPeak]) -> Iterator[MemoryPeak]:
         yield max(of_worker, key=lambda peak: peak.num_bytes)
 
 
+def _at_once(before: Setup, after: Setup, clock_s: float) -> Iterator[MemoryPeak]:
+    """Yield what every worker holds at a drain where layers move: its stage as it was, and as it will be."""
+    memories = [stage_memories(each.profile, each.plan, each.pipeline) for each in (before, after)]
+    for worker in range(before.pipeline.num_workers):
+        by_kind = Counter[str]()
+        for of_stages in memories:
+            for stage in before.pipeline.stages_of(worker):
+                holding = ReplicaMemory(of_stages[stage])
+                for change in (holding.trained() if clock_s > 0 else holding).before():
+                    by_kind[change.kind] += change.num_bytes
+        yield MemoryPeak(worker, clock_s, "layers moving at a drain", by_kind)
+
+
 def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[int, int], int]:
     """Return the bytes moved between workers at a drain, by (giver, taker); see `checkpoint.handover`.
 
@@ -217,8 +238,7 @@ def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[in
     found: dict[tuple[int, int], int] = {}
     for worker in range(pipeline.num_workers):
         (stage,) = pipeline.stages_of(worker)
-        layers = after.graph.layers[after.plan.stages[stage].start : after.plan.stages[stage].stop]
-        names = frozenset(name for layer in layers for name in (*layer.parameters, *layer.buffers))
+        names = frozenset(_tensors(after, stage))
         claim = StateClaim(names, frozenset(), share_of(after, stage, pipeline.replica_of(worker)))
         has = [key for key in _pieces(before, worker, trained=trained, answers=False) if claim.wants(key)]
         for giver, keys in requests_of(worker, given, has, claim).items():
@@ -229,16 +249,18 @@ def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[in
 def _pieces(setup: Setup, worker: int, *, trained: bool, answers: bool) -> dict[Key, int]:
     """Return the pieces of the model's state that a worker holds or, with `answers`, gives, with their bytes."""
     (stage,), replica = setup.pipeline.stages_of(worker), setup.pipeline.replica_of(worker)
-    layers = setup.graph.layers[setup.plan.stages[stage].start : setup.plan.stages[stage].stop]
-    buffers = {name for layer in layers for name in layer.buffers}
-    names = buffers | {name for layer in layers for name in layer.parameters}
-    tensors = {name: attribute(setup.graph.root, name) for name in names}
+    tensors = _tensors(setup, stage)
     if answers and replica > 0:
-        counters = {name for name in buffers if not tensors[name].is_floating_point()}
+        counters = (name for name, tensor in tensors.items() if not tensor.is_floating_point())
         return {("counters", f"{replica}/{name}"): tensors[name].nbytes for name in counters}
     pieces: dict[Key, int] = {}
     for name, tensor in tensors.items():
-        pieces["buffers" if name in buffers else "parameters", name] = tensor.nbytes
-        if trained and name not in buffers and tensor.requires_grad and setup.profile.state_bytes_per_byte:
+        pieces["parameters" if isinstance(tensor, nn.Parameter) else "buffers", name] = tensor.nbytes
+        if trained and tensor.requires_grad and setup.profile.state_bytes_per_byte:
             pieces["optimizer", name] = tensor.nbytes * setup.profile.state_bytes_per_byte
     return pieces
+
+
+def _tensors(setup: Setup, stage: int) -> dict[str, torch.Tensor]:
+    start, stop = setup.plan.stages[stage].start, setup.plan.stages[stage].stop
+    return tensors_of(setup.graph, setup.graph.layers[start:stop])

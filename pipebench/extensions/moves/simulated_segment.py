@@ -48,10 +48,11 @@ class SimulatedSegment(Segment):
     @property
     def changed_at(self) -> int:
         """The first minibatch under the last cuts, possibly after the segment; 0: no move."""
-        return self._announced[-1].at if self._announced else self._drains_at
+        return self.announced[-1].at if self.announced else self._drains_at
 
     @property
-    def _announced(self) -> tuple[Repartition, ...]:
+    def announced(self) -> tuple[Repartition, ...]:
+        """The live moves; those that the segment ends before are made at its end."""
         return () if self._phases is None else self._phases.announced
 
     def end_at(self, minibatch: int) -> None:
@@ -107,7 +108,7 @@ class SimulatedSegment(Segment):
     def _begun(self, minibatch: int, start_s: float) -> None:
         """Shorten the segment once `enough` minibatches have run since the last change, after reaching steady state."""
         since = minibatch - self.changed_at
-        if any(move.at == minibatch for move in self._announced):
+        if any(move.at == minibatch for move in self.announced):
             self.began_s.setdefault(self._first + minibatch, start_s)
         if not self._enough or self.is_quiet or self._drains_at or since < self._enough:
             return

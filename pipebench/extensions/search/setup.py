@@ -43,7 +43,7 @@ class SearchSetup(JobExtension):
         """Return a recipe's search without a trace's changes, which depend on the plan.
 
         Raises:
-            GraphError: cells that don't exist or can't be left out, or fewer than `search.smallest`.
+            GraphError: cells that don't exist or can't be left out, or too few for `search.smallest`.
         """
         search: SearchRecipe = getattr(recipe, NAME)
         optimizer = recipe.train.optimizer
@@ -56,6 +56,9 @@ class SearchSetup(JobExtension):
             first = architectures.named(change.cells, f"search.trace: {search.trace}: events[0].cells")
         else:
             first = architectures.all if search.first is None else architectures.named(search.first, "search.first")
+        if search.trace is None and len(first) < search.smallest:
+            given = f"got {len(first)} of the cells"
+            raise GraphError(f"search.first: {given}, allowed are at least search.smallest, {search.smallest}")
         target, metrics = recipe.train.target, known.dataset.metrics
         metric = search.metric or (target.metric if target is not None else next(iter(metrics), "eval_loss"))
         return cls(search, architectures, first, metric, metrics.get(metric, "min") == "max", recipe.train.seed)

@@ -25,7 +25,7 @@ from pipebench.simulate.steady import simulate_segment
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.job import Job
 from pipebench.train.largest import most_within
-from pipebench.train.memory_forecast import MemoryForecast
+from pipebench.train.memory_forecast import MemoryForecast, with_peaks
 from pipebench.train.metrics import describe, describe_stages, recipe_notes
 from pipebench.train.periods import Periods
 from pipebench.train.result import COMPLETED, Point, RunResult
@@ -83,7 +83,10 @@ def simulate_search(job: Job, forecast: MemoryForecast | None = None) -> tuple[R
         notes=recipe_notes(job),
         search=_file(search, phases, before, layers),
     )
-    return _with_peaks(job, forecast, phases, layers, result) if forecast else result, meter.timeline()
+    if forecast:
+        result = _with_peaks(job, forecast, phases, layers, result)
+        result = with_peaks(result, job.setup.pipeline, engine.peaks) if engine.peaks else result
+    return result, meter.timeline()
 
 
 def _phases(
