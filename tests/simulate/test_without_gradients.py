@@ -45,11 +45,11 @@ def test_a_stage_without_gradients_waits_for_its_reader() -> None:
 
 
 def test_a_send_that_was_held_up_occupies_its_worker_from_then() -> None:
-    """Both ends of a message take 0.5 s, so the third is sent from 2.5 s and the fourth from 5.0 s."""
+    """Depth 1, and both ends of a message take 0.5 s: the third, ready at 4.0 s, waits until 4.5 s for the second."""
     pipeline = Pipeline((1, 1), (Edge(0, 1, has_gradient=False),), "1f1b", False, 1)
     events = play(pipeline, 3, (1.0, 1.0), (0.0, 2.0), HostCosts(0.5, 0.0))
     sends = [(event.start_s, event.end_s) for event in events if event.instruction.op is Op.SEND_ACTIVATION]
-    # The first is received from 1.0 s on (0.5 s), computed until 4.5 s; the second is waiting by then.
+    # The reader takes in the first until 1.5 s, computes until 4.5 s, and then begins to take in the second.
     assert sends == [(1.0, 1.5), (2.5, 3.0), (4.5, 5.0)]
 
 
