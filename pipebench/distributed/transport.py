@@ -1,17 +1,19 @@
 """A worker's channels to the others: activations and gradients.
 
-Deadlock freedom, for any plan. An engine process blocks in four instructions only: receiving an activation, receiving a
-gradient, waiting for an all-reduce, waiting for the norm. Everything else returns at once: sends copy, an all-reduce
-starts inside a backward and continues in threads of Gloo or NCCL, or in shared memory once all wait for it
-(`shared_sum`). The simulator blocks in the same four instructions of the same lists and detects cycles; tests run it on
-every kind of plan, and lists that could end in a cycle (short groups) are read off an execution that ended. It remains
-to show:
+Deadlock freedom, for any plan. An engine process blocks in five instructions only: receiving an activation, receiving a
+gradient, waiting for an all-reduce, waiting for the norm, and sending an activation for which no gradient comes back.
+Everything else returns at once: sends copy, an all-reduce starts inside a backward and continues in threads of Gloo or
+NCCL, or in shared memory once all wait for it (`shared_sum`). The simulator blocks in the same five instructions of the
+same lists and detects cycles; tests run it on every kind of plan, and lists that could end in a cycle (short groups)
+are read off an execution that ended. It remains to show:
 
 - What a blocked instruction waits for arrives: every channel carries its messages in the order in which both ends list
   them. On one host they are in shared memory before the send returns; between hosts receives are posted before they are
   waited for, and threads that wait for no worker move the bytes. Only moving layers may leave when they are waited for.
 - An all-reduce and a message can't block each other: they use different process groups with their own connections
   (NCCL: communicators and streams). All replicas of a stage start the buckets of their rounds in one order.
+- A sender whose reader gives no gradient back waits where, with one, it would wait for that: at most as many messages
+  are under way as its stage has units in flight (`most_in_flight`). So what holds with gradients holds without.
 - In an evaluation, a sender far ahead waits for its oldest message to leave. A unit reads only units of its own number,
   so the receiver of the oldest unfinished unit always has its inputs and continues, and then so does the sender.
 
@@ -41,6 +43,7 @@ from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, Op, with_kind
+from pipebench.schedule.programs import most_in_flight
 from pipebench.simulate.timeline import CONTROL, EVALUATION, PCIE, Transfer
 
 # Each tag and the next, for rests of large messages; later edges have later tags. Each kind has its own groups.
@@ -48,7 +51,7 @@ _TAGS = {ACTIVATION: 2, GRADIENT: 4, MIGRATION: 2}
 _TAGS_OF_EDGE = 4
 _RECEIVES = with_kind(RECEIVE)
 _LABELS = {GRADIENT: "B", MIGRATION: "layers, "}
-_MOST_UNANSWERED = 64  # messages under way on an edge without answers; see above, on evaluations
+_MOST_UNANSWERED = 64  # messages of moving layers under way, which nothing answers; see above, on evaluations
 _MOST_LEAVING = 4  # messages of an evaluation that a worker may be ahead of the next one
 
 
@@ -160,7 +163,11 @@ class ChannelTransport:
         """Continue under a plan with other cuts, with nothing in transfer."""
         self._setup = setup
         self._routes.clear()
-        self._returning = {(edge.source, edge.target) for edge in setup.pipeline.edges if edge.has_gradient}
+        edges = setup.pipeline.edges
+        self._returning = {(edge.source, edge.target) for edge in edges if edge.has_gradient}
+        unanswered = [edge for edge in edges if not edge.has_gradient]
+        most = most_in_flight(setup.pipeline) if unanswered else ()
+        self._most_ahead = {(edge.source, edge.target): most[edge.source] for edge in unanswered}
 
     def expect(self, program: Iterable[Instruction], is_empty: Callable[[int], bool]) -> None:
         """Post the first receives of a program; units without samples don't travel."""
@@ -175,12 +182,14 @@ class ChannelTransport:
         """Send a unit's values from one of this worker's stages to another worker's. See `SendingEnd.send`."""
         _, sender, answers, level = self._route(kind, unit, source, target)
         assert sender is not None
-        most_leaving = _MOST_LEAVING if kind == EVALUATION else None
+        most, taken = None, 0
         if answers is None:
-            sent = sender.send(unit, values, self.latest_loss, most_leaving or _MOST_UNANSWERED)
+            most = self._most_ahead.get((source, target), _MOST_UNANSWERED)
         else:
-            sent = sender.send(unit, values, self.latest_loss, most_leaving, answers.num_taken)
-        self._num_bytes[kind, level] += sent
+            taken = answers.num_taken
+        if kind == EVALUATION:
+            most = _MOST_LEAVING
+        self._num_bytes[kind, level] += sender.send(unit, values, self.latest_loss, most, taken)
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
         """Wait for a unit's values from a stage of another worker."""

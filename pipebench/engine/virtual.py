@@ -170,7 +170,7 @@ class VirtualEngine(TrainingEngine):
         evaluation, self._feed, before = self.setup.evaluation, feed, Counter(self.network.num_bytes)
         pipeline, costs = evaluation.pipeline, evaluation.costs(self.setup.costs)
         lists = forward_programs(pipeline, self.setup.held_out.minibatches_per_epoch)
-        self._play(Simulation(pipeline, lists, costs, self.network, feed.size, self.clock_s))
+        self._play(Simulation(pipeline, lists, costs, self.network, feed.size, self.clock_s, evaluates=True))
         self.network.num_bytes = _as_evaluation(before, self.network.num_bytes)
         self._count(0)
 

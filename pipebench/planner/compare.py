@@ -4,13 +4,14 @@ The requested plan comes first: on models of many layers the other modes take mo
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from pipebench.errors import PlanError
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison, PlanEstimate, Request
+from pipebench.planner.refusal import least_memory
 from pipebench.planner.states import KnownStates
 from pipebench.schedule.modes import MODES
 
@@ -40,7 +41,7 @@ def compare(
     wanted = _all(request, known) if mode is None else [name for name in MODES if name in (mode, "dp")]
     planners, best_of, refused = _planned(request, mode, wanted, known, tell)
     if mode in refused or not best_of:
-        raise PlanError(refused[mode or "pipedream"])
+        raise PlanError(refused[mode] if mode else _why_no_mode_fits(planners, refused))
     fastest = _by_time(best_of.values())
     best = best_of[mode] if mode else fastest[0]
     unlimited = replace(request.cluster, memory_bytes=None)
@@ -101,6 +102,12 @@ def _planned(
         except PlanError as error:
             refused[name] = str(error)
     return planners, best_of, refused
+
+
+def _why_no_mode_fits(planners: Mapping[str, Planner], refused: Mapping[str, str]) -> str:
+    """Return the reason of the mode that needs least memory."""
+    nearest = min(planners, key=lambda name: least_memory(planners[name]), default=next(iter(refused)))
+    return f"none of {len(refused)} modes has a plan; the nearest is {nearest}: {refused[nearest]}"
 
 
 def _all(request: Request, known: KnownStates) -> list[str]:

@@ -19,28 +19,28 @@ from pipebench.schedule.pipeline import SPLIT
 def why_nothing_fits(of: Estimator) -> str:
     """Return the sentence."""
     request, mode, limit = of.request, of.mode, float(of.request.cluster.memory_bytes or 0)
-    needed = _least_memory(of)
+    needed = least_memory(of)
     if math.isinf(needed):
         return _too_few_places(of)
     ways = []
     recomputing = Estimator(replace(request, row=replace(mode, recompute=True), memory=None), of.name)
     swapping = Estimator(replace(request, memory=(SWAP,) * len(of.memory_policies)), of.name)
-    if not mode.recompute and mode.shape in ("any", "equal", "even") and _least_memory(recomputing) <= limit:
+    if not mode.recompute and mode.shape in ("any", "equal", "even") and least_memory(recomputing) <= limit:
         ways.append("parallelism.recompute: true")
-    if _may_swap(of) and _least_memory(swapping) <= limit:
+    if _may_swap(of) and least_memory(swapping) <= limit:
         ways.append("parallelism.swap_layers: ['*']")
     if mode.shape in ("one", "one-stage", "straight"):
         others = ("pipedream-flush", "gpipe")
-        ways += [f"mode {name}" for name in others if _least_memory(Estimator(request, name)) <= limit]
-    if request.depth is not None and _least_memory(Estimator(replace(request, depth=None), of.name)) <= limit:
+        ways += [f"mode {name}" for name in others if least_memory(Estimator(request, name)) <= limit]
+    if request.depth is not None and least_memory(Estimator(replace(request, depth=None), of.name)) <= limit:
         ways.append("parallelism.depth: auto")
     levels = request.cluster.levels
     wider = replace(levels[-1], count=2 * levels[-1].count)
     doubled = replace(request, cluster=replace(request.cluster, levels=(*levels[:-1], wider)))
-    if mode.shape not in ("one", "one-stage") and _least_memory(Estimator(doubled, of.name)) <= limit:
+    if mode.shape not in ("one", "one-stage") and least_memory(Estimator(doubled, of.name)) <= limit:
         ways.append(f"twice as many workers, {2 * request.cluster.num_workers}, for more stages")
     size = request.minibatch_size
-    weights = _least_memory(Estimator(replace(request, profile=_without_activations(request.profile)), of.name))
+    weights = least_memory(Estimator(replace(request, profile=_without_activations(request.profile)), of.name))
     if weights <= limit:
         ways.append(f"a minibatch smaller than {size}" if size > 1 else "a smaller minibatch")
         alone = ""
@@ -57,7 +57,7 @@ def why_nothing_fits(of: Estimator) -> str:
 
 def lacks_places(of: Estimator) -> bool:
     """Return whether a mode has no plan whatever the memory: several stages per worker need more workers or places."""
-    return of.mode.chunks > 1 and math.isinf(_least_memory(of))
+    return of.mode.chunks > 1 and math.isinf(least_memory(of))
 
 
 def _too_few_places(of: Estimator) -> str:
@@ -84,12 +84,14 @@ def _may_swap(of: Estimator) -> bool:
     return several and of.request.cluster.pcie_bytes_per_s is not None and {*of.memory_policies} != {SWAP}
 
 
-def _least_memory(of: Estimator) -> float:
+def least_memory(of: Estimator) -> float:
     """Return the bytes per worker of a mode's leanest plan, within 0.1%."""
     if of.mode.chunks > 1:
         every = Searches(of, lambda _search: None).candidates(None)
         return min((found.memory_bytes for found in every), default=math.inf)
-    whole = of.estimate("", (SearchStage(0, len(of.work.states) - 1, 1),)).memory_bytes
+    # Replicas that share out what they hold need less each the more they are.
+    replicas = of.request.cluster.num_workers if of.mode.shape == "one-stage" else 1
+    whole = of.estimate("", (SearchStage(0, len(of.work.states) - 1, replicas),)).memory_bytes
     if of.mode.shape in ("one", "one-stage"):
         return whole
     straight = StraightPlans(of.work, of.request.cluster.num_workers, of.memory(math.inf))

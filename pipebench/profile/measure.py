@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import count, pairwise
 from statistics import fmean
@@ -37,6 +38,7 @@ from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
 from pipebench.zoo.registry import Dataset
 
 # The first passes meet cold caches, CUDA's start-up and cuDNN's search for algorithms.
+_FAR = 2.0  # times larger or smaller than a whole step: a sum over layers that says little
 _WARM_UPS = 2
 _RULE = StopRule()
 _TELL_EVERY_S = 0.1  # so that telling takes no time from small layers
@@ -96,7 +98,9 @@ def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:
         model=model,
         device=local_device_name(device),
         source="measured",
-        note=f"medians of {_counted(found)} after {_WARM_UPS} passes of warm-up, torch {torch.__version__}",
+        # When: the cache gives the same profile again.
+        note=f"medians of {_counted(found)} after {_WARM_UPS} passes of warm-up, torch {torch.__version__}, "
+        f"on {datetime.now(UTC):%Y-%m-%d at %H:%M} UTC",
         layers={size: each.layers(entry_s) for size, each in found.items()},
         update_s_per_byte=update_s_per_byte,
         update_floor_s=update_floor_s,
@@ -105,8 +109,21 @@ def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:
         whole_step_s={size: statistics.median(each.steps_s) for size, each in found.items() if each.steps_s},
         state_bytes_per_byte=state_bytes_per_byte(optimizer),
     )
-    ratios = ", ".join(f"{ratio:.3f} at {size} samples" for size, ratio in profile.sum_over_whole.items())
-    return replace(profile, note=f"{profile.note}; sum over layers / whole step: {ratios}") if ratios else profile
+    compared = note_on_sums(profile.sum_over_whole)
+    return replace(profile, note=f"{profile.note}; {compared}") if compared else profile
+
+
+def note_on_sums(sum_over_whole: Mapping[int, float]) -> str:
+    """Return a profile's sums over layers beside whole steps, by number of samples; which are far from 1, and why.
+
+    >>> note_on_sums({8: 1.02, 64: 1.466})
+    'sum over layers / whole step: 1.020 at 8 samples, 1.466 at 64 samples'
+    """
+    ratios = ", ".join(f"{ratio:.3f} at {size} samples" for size, ratio in sum_over_whole.items())
+    far = ", ".join(str(size) for size, ratio in sum_over_whole.items() if not 1 / _FAR <= ratio <= _FAR)
+    causes = "other work on the machine slowed one of the two down, or layers take microseconds"
+    doubt = f"; not near 1 at {far}: {causes}; engine.timing=anew measures again" if far else ""
+    return f"sum over layers / whole step: {ratios}{doubt}" if ratios else ""
 
 
 def mean_profile(profiles: Sequence[Profile]) -> Profile:

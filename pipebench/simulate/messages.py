@@ -4,6 +4,7 @@ Stages send activations to their readers and gradients back and, if layers move,
 may occupy their workers.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, OPERATIONS, RECEIVE, SEND, Op, with_role
 from pipebench.schedule.pipeline import Pipeline
+from pipebench.schedule.programs import most_in_flight
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.network import Message, Network
 from pipebench.simulate.reductions import Wait, Wake
@@ -20,6 +22,7 @@ SENDS = tuple(op for op in with_role(SEND) if OPERATIONS[op].kind)  # a push goe
 RECEIVES = with_role(RECEIVE)
 
 _Stages = tuple[int, int]  # the stage a message leaves, the one that reads it
+Resume = Callable[[int, Instruction, float], None]  # lets a worker play the instruction that it is held up at, now
 
 
 @dataclass
@@ -33,10 +36,20 @@ class _Edge:
     replicas: int
     values: float = 1.0  # number of equal values per message
     weigh: Callable[[Instruction], int] | None = None  # in place of `num_bytes`
+    pace: "_Pace | None" = None  # None: gradients that come back hold the sender up
     # By unit, messages not yet received, and when they were sent
     arrived: dict[int, tuple[Message, float]] = field(default_factory=dict)
     # By unit, since when its receiver waits, and its instruction
     waiting: dict[int, tuple[float, Instruction]] = field(default_factory=dict)
+
+
+@dataclass
+class _Pace:
+    """Messages of an edge without gradients that aren't received yet, by the workers that send and receive them."""
+
+    most: int  # of a pair of workers
+    under_way: Counter[tuple[int, int]] = field(default_factory=Counter)
+    held: dict[tuple[int, int], tuple[float, Instruction]] = field(default_factory=dict)  # since when, and the send
 
 
 class Messages:
@@ -57,6 +70,7 @@ class Messages:
     ) -> None:
         self._pipeline, self._host, self._network, self._size_of = pipeline, costs.host, network, size_of
         self._copies, self._wake = copies, wake
+        self._resume: Resume | None = None
         activations: dict[_Stages, _Edge] = {}
         gradients: dict[_Stages, _Edge] = {}
         places, replicas = pipeline.places, pipeline.replicas
@@ -73,6 +87,18 @@ class Messages:
             Op.RECEIVE_GRADIENT: gradients,
         }
 
+    def pace(self, resume: Resume) -> None:
+        """Hold up senders that no gradient holds up, which would run through the epoch ahead of their readers.
+
+        At most as many messages of such an edge are under way between two workers as gradients would allow
+        (`most_in_flight`), as in processes. `resume` lets a worker send that was held up.
+        """
+        unanswered = [(edge.source, edge.target) for edge in self._pipeline.edges if not edge.has_gradient]
+        most = most_in_flight(self._pipeline) if unanswered else ()
+        for source, target in unanswered:
+            self._edges[Op.SEND_ACTIVATION][source, target].pace = _Pace(most[source])
+        self._resume = resume if unanswered else None
+
     def connect(
         self, kind: str, letter: str, edges: Iterable[_Stages], weigh: Callable[[Instruction], int], ops: Iterable[Op]
     ) -> None:
@@ -81,11 +107,16 @@ class Messages:
         made = {edge: _Edge(kind, letter, {}, places[edge[1]], replicas[edge[1]], weigh=weigh) for edge in edges}
         self._edges |= dict.fromkeys(ops, made)
 
-    def send(self, worker: int, send: Instruction, now_s: float) -> float:
-        """Send a message; return the seconds that sending occupies the worker."""
+    def send(self, worker: int, send: Instruction, now_s: float) -> float | None:
+        """Send a message; return the seconds that this occupies the worker, None if it is held up and resumed later."""
         op, stage, unit, other, _, _, _ = send
         edge = self._edges[op][stage, other]
         peer = edge.readers[unit % edge.replicas]
+        if edge.pace is not None:
+            if edge.pace.under_way[worker, peer] >= edge.pace.most:
+                edge.pace.held[worker, peer] = now_s, send
+                return None
+            edge.pace.under_way[worker, peer] += 1
         num_bytes = edge.num_bytes[self._size_of(unit)] if edge.weigh is None else edge.weigh(send)
         connection = self._network.connection(edge.kind, worker, peer, edge.values)
         label = (
@@ -125,6 +156,8 @@ class Messages:
             for (_, stage), edge in self._edges.get(op, {}).items():
                 for unit, waiting in sorted(edge.waiting.items()):
                     yield self._pipeline.worker(stage, unit), *waiting
+                for (worker, _), held in sorted(edge.pace.held.items() if edge.pace else ()):
+                    yield worker, *held
 
     def _tell(self, message: Message, worker: int, wait: Wait, now_s: float) -> None:
         """Let a worker continue when a message has arrived and its end of it is done."""
@@ -133,6 +166,8 @@ class Messages:
     def _taken(self, message: Message, worker: int, wait: Wait, now_s: float) -> tuple[int, Wait] | None:
         """Return the worker that continues now; None if its end of the message takes time."""
         self._network.arrived(message)
+        if self._resume is not None:
+            self._let_next(self._resume, worker, wait[1], now_s)
         if self._copies:
             self._network.copy_with_host(message, now_s, out=False)
         end_s = self._end_s(message)
@@ -140,6 +175,18 @@ class Messages:
             return worker, wait
         self._wake(now_s + end_s, worker, wait)
         return None
+
+    def _let_next(self, resume: Resume, worker: int, receive: Instruction, now_s: float) -> None:
+        """Note that a message is received; resume the worker that it came from, if that is held up."""
+        op, stage, unit, other, *_ = receive
+        pace = self._edges[op][other, stage].pace
+        if pace is None:
+            return
+        pair = self._pipeline.worker(other, unit), worker
+        pace.under_way[pair] -= 1
+        held = pace.held.pop(pair, None)
+        if held is not None:
+            self._network.agenda.push(now_s, partial(resume, pair[0], held[1]))  # once the reader has gone on
 
     def _end_s(self, message: Message) -> float:
         """Return the seconds that one end of a message occupies its worker; 0 if nothing is sent."""

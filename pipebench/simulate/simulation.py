@@ -83,6 +83,7 @@ class Simulation:
     start_s: float = 0.0  # when every worker starts
     part: RunPart | None = None  # of a run; None if none is trained
     copies: bool = False  # whether layers may begin to swap meanwhile
+    evaluates: bool = False  # whether all is forwards, which wait for inputs only
 
     def __post_init__(self) -> None:
         pipeline, costs, network, start_s = self.pipeline, self.costs, self.network, self.start_s
@@ -92,6 +93,8 @@ class Simulation:
         swapped = [stage.swap_bytes for stage in costs.stages]
         self._copies = Copies(swapped, network, self.size_of, pipeline.label, self._copied) if self.copies else None
         self.messages = Messages(pipeline, costs, network, self.size_of, self.wake, copies=self.copies)
+        if not self.evaluates:
+            self.messages.pace(self._resume)
         self._durations = {op: [_durations(stage, op) for stage in costs.stages] for op in _COMPUTE}
         self.plays: dict[Op, Play] = self._all_plays()
         self._extensions: list[SimulationExtension] = []
@@ -183,12 +186,12 @@ class Simulation:
         stall_s = 0.0 if copy.waiting is None else now_s - copy.waiting[1]
         self.emit(TimelineEvent(copy.start_s, now_s, copy.worker, copy.instruction, stall_s))
         if copy.waiting is not None:
-            self._let_compute(copy.worker, copy.waiting[0], now_s)
+            self._resume(copy.worker, copy.waiting[0], now_s)
 
-    def _let_compute(self, worker: int, instruction: Instruction, now_s: float) -> None:
-        """Let a worker that has waited run a backward now."""
-        lasts_s = self._compute(worker, instruction, now_s)
-        assert lasts_s is not None  # its copy is there
+    def _resume(self, worker: int, instruction: Instruction, now_s: float) -> None:
+        """Let a worker that was held up play its instruction now."""
+        lasts_s = self.plays[instruction.op](worker, instruction, now_s)
+        assert lasts_s is not None  # what it has waited for is there
         self._made.append(TimelineEvent(now_s, now_s + lasts_s, worker, instruction))
         self.wake(now_s + lasts_s, worker, None)
 

@@ -17,6 +17,7 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.microbatches import microbatches_by_default
 from pipebench.recipe.schema import Recipe
+from pipebench.schedule.modes import MODES
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
 from pipebench.train.request import value_at
@@ -106,8 +107,10 @@ def _with_size(loaded: LoadedRecipe, minibatch_size: int) -> Recipe:
 def _nothing_fits(smallest: Trial, recipe: Recipe, device: str, limit: int) -> str:
     if smallest.peak_bytes is None:
         return smallest.problem
+    whole = MODES[recipe.parallelism.mode].shape in ("one", "one-stage")
+    ways = "a mode of several stages, or fsdp" if whole else "more stages, other cuts, or recomputation"
     return (
         f"train.minibatch_size: not even {smallest.minibatch_size} fits with parallelism.mode "
         f"{recipe.parallelism.mode}: it needs {num_bytes(smallest.peak_bytes)} on a worker, and {a_or_an(device)} has "
-        f"{num_bytes(limit)}; what would help: more stages, other cuts, or recomputation"
+        f"{num_bytes(limit)}; what would help: {ways}"
     )

@@ -71,3 +71,15 @@ def test_data_parallelism_beside_a_plan_is_data_parallelism_where_it_does_not_fi
     found = compare(replace(asked, row=replace(MODES["gpipe"], recompute=True)), "gpipe", others=False)
     assert "dp" in found.refused
     assert (found.dp.plan.mode, found.dp.plan.replicas, len(found.dp.plan.stages)) == ("dp", (2,), 1)
+
+
+def test_the_nearest_of_all_modes_is_named_where_none_fits() -> None:
+    """It was PipeDream's reason. Of one layer with Adam's state ZeRO-1 halves 16 kB of 32 kB, and keeps 10 B beside."""
+    asked = request(8000, 10, 20_000, num_layers=1)
+    with_state = replace(asked, profile=replace(asked.profile, state_bytes_per_byte=2))
+    with pytest.raises(PlanError) as caught:
+        compare(with_state, None)
+    assert str(caught.value).startswith(
+        f"none of {len(MODES)} modes has a plan; the nearest is zero1: no plan of mode zero1 fits: the leanest needs "
+        "24.0 kB on a worker (weights, gradients and optimizer state alone 24.0 kB), 4.01 kB more than the 20.0 kB"
+    )

@@ -1,5 +1,6 @@
 """The measured profile: what it leaves alone, and bounds so loose that only nonsense fails them."""
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from pipebench.model.graph import trace
 from pipebench.profile import measure
 from pipebench.profile.clocks import device_clock
 from pipebench.profile.enough import StopRule
-from pipebench.profile.measure import measured_profile
+from pipebench.profile.measure import measured_profile, note_on_sums
 from pipebench.profile.model import Profile
 from pipebench.profile.request import ProfileRequest
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
@@ -61,7 +62,16 @@ def test_every_layer_and_size_is_there(profile: Profile) -> None:
 def test_sum_over_layers_is_about_a_whole_step(profile: Profile) -> None:
     assert set(profile.sum_over_whole) == {4, 16}
     assert f"; sum over layers / whole step: {profile.sum_over_whole[4]:.3f} at 4 samples, " in profile.note
-    assert ", torch " in profile.note
+    assert re.search(r", torch \S+, on 20\d\d-\d\d-\d\d at \d\d:\d\d UTC;", profile.note)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "far"), [({4: 0.51, 8: 1.9}, ""), ({4: 1.0, 8: 0.49}, "8"), ({4: 2.1, 8: 0.1}, "4, 8")]
+)
+def test_sums_far_from_a_whole_step_are_doubted(ratios: dict[int, float], far: str) -> None:
+    note = note_on_sums(ratios)
+    assert (f"; not near 1 at {far}: " in note) if far else ("not near" not in note)
+    assert note_on_sums({}) == ""
 
 
 class Language(nn.Module):

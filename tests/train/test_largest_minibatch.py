@@ -90,6 +90,7 @@ def test_what_fits_without_a_plan_of_the_recipe_s_own_is_planned_anew(tmp_path: 
 
 REFUSED: Sequence[tuple[str, Sequence[str], str]] = (
     ("10 kB", (), "train.minibatch_size: not even 1 fits with parallelism.mode pipedream: it needs .* and a V100 has"),
+    ("10 kB", ("parallelism.mode=dp", "parallelism.plan=auto"), "mode dp: .* help: a mode of several stages, or fsdp$"),
     ("10 kB", ("parallelism.plan=auto",), "no plan of mode pipedream fits"),
     ("null", (), "cluster.name: got small, whose file gives no memory size; a largest minibatch needs one"),
 )
