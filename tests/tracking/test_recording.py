@@ -1,5 +1,6 @@
 """Runs recorded in a real SQLite store."""
 
+import getpass
 import json
 import math
 import re
@@ -9,6 +10,7 @@ import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -249,6 +251,15 @@ def test_each_stage_has_its_memory_in_a_table(finished: RunLog, folder: Path) ->
     assert not [name for name in fetch(finished).data.metrics if "/stage_" in name]
 
 
+def test_a_run_is_its_user_s(finished: RunLog, tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a team's server the column `User` was empty."""
+    assert fetch(finished).data.tags["mlflow.user"] == getpass.getuser()
+    monkeypatch.setattr(getpass, "getuser", Mock(side_effect=OSError("no name")))
+    nobodys = tracking.start("nobody's", params={}, tags={})
+    nobodys.finish(RESULT)
+    assert "mlflow.user" not in fetch(nobodys).data.tags
+
+
 def test_outcome_status_and_parent(finished: RunLog) -> None:
     run = fetch(finished)
     assert run.info.status == "FINISHED"
@@ -419,6 +430,8 @@ def test_seeds_that_missed_count_but_have_no_time() -> None:
     assert (summary["time_to_accuracy_s_min"], summary["time_to_accuracy_s_max"]) == (1.0, 6.0)
     assert summary["time_to_accuracy_s_std"] == pytest.approx(math.sqrt(7))
     assert summary["epoch_time_s_max"] == 3.0
+    assert seed_medians([*reached, missed]) == {"epoch_time_s": 2.0}, "else the row would rank by its luckier seeds"
+    assert seed_medians(reached)["time_to_accuracy_s"] == 2.0
 
 
 def test_one_seed_has_no_spread_and_none_reached_no_time() -> None:
