@@ -99,6 +99,12 @@ class Store(StoreConnection):
             run = client.create_run(str(self.experiment_id), start_time=start_ms, tags=tags, run_name=name)
         return str(run.info.run_id)
 
+    def run_begun_at(self, name: str, at_ms: int) -> str | None:
+        """Return the id of the experiment's run that began then, milliseconds since the epoch; None without one."""
+        with self.turn() as client:
+            found = client.search_runs([str(self.experiment_id)], f"attributes.start_time = {at_ms}")
+        return next((str(run.info.run_id) for run in found if run.info.run_name == name), None)
+
     def resume_run(self, run_id: str) -> StoredRun | None:
         """Set a run's status to RUNNING again and return it; None if MLflow doesn't know it."""
         from mlflow.exceptions import MlflowException
@@ -126,6 +132,14 @@ class Store(StoreConnection):
         labels = [RunTag(name, value) for name, value in _limited(tags).items()]
         with self.turn() as client:
             client.log_batch(run_id, metrics, entries, labels, synchronous=True)
+
+    def tag(self, run_id: str, name: str, value: str | None) -> None:
+        """Set a tag, or remove it with None."""
+        with self.turn() as client:
+            if value is None:
+                client.delete_tag(run_id, name)
+            else:
+                client.set_tag(run_id, name, value[:MAX_TAG_CHARS])
 
     def forget(self, run_id: str, metrics: Sequence[str], *, after: int = -1) -> bool:
         """Remove values of metrics, by MLflow's names, at steps after one, from a run in this process's own database.

@@ -366,6 +366,20 @@ def test_a_deleted_experiment_is_used_again(tracking: Tracking) -> None:
     assert experiment.lifecycle_stage == "active"
 
 
+def test_an_experiment_that_is_deleted_in_mid_run_is_restored(tracking: Tracking) -> None:
+    """The rest of the run and its end were refused, and it stayed running for ever."""
+    from mlflow.tracking import MlflowClient
+
+    run = tracking.start("deleted meanwhile", params={}, tags={})
+    run.point(RESULT.points[0])
+    tracking.wake()
+    wait_for(lambda: run._sender.is_empty)
+    MlflowClient(default_uri()).delete_experiment(str(tracking.store.experiment_id))
+    run.finish(RESULT)
+    assert fetch(run).info.status == "FINISHED"
+    assert len(history(run, "curves/top1")) == 1
+
+
 def test_mlflow_says_nothing_itself(tracking: Tracking, capfd: pytest.CaptureFixture[str]) -> None:
     run = tracking.start("silent", params={}, tags={})
     run.finish(RESULT)
