@@ -92,8 +92,10 @@ class RecordedRuns:
         """Prepare for an MLflow tracking URI, `default_uri` without one, without importing MLflow."""
         self._connection = StoreConnection(uri or default_uri())
 
-    def newest(self, recipe_hash: str, version: str) -> Recorded | None:
+    def newest(self, recipe_hash: str, version: str, tags: Mapping[str, str] | None = None) -> Recorded | None:
         """Return the latest run with this `recipe_hash` and `source_version` (of `identity`); None without one.
+
+        It has `tags`, too: where durations are measured, those of the machine.
 
         Interrupted runs don't count, nor runs resumed with another recipe or code. Diverged runs do: they would again.
 
@@ -103,9 +105,11 @@ class RecordedRuns:
         asked = {RECIPE_TAG: recipe_hash, VERSION_TAG: version}
         tagged = [f"tags.{tag} = '{value}'" for tag, value in asked.items()]
         ended = [f"tags.outcome != '{INTERRUPTED}'", "attributes.status != 'RUNNING'"]
+        wanted = {**asked, **(tags or {})}
         for run in self._search(" and ".join([*tagged, *ended])):
-            changed = any(f"resumed.{tag}" in run.data.tags for tag in asked)
-            recorded = None if changed else self._recorded(run)
+            known = run.data.tags
+            is_other = any(known.get(tag) != value or f"resumed.{tag}" in known for tag, value in wanted.items())
+            recorded = None if is_other else self._recorded(run)
             if recorded is not None:
                 return recorded
         return None

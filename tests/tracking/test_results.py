@@ -59,6 +59,16 @@ def test_what_has_no_result_of_this_recipe_is_passed_over(tracking: Tracking, fo
     assert RecordedRuns().newest("passed", VERSION) != found
 
 
+def test_a_measured_run_of_another_machine_is_none_of_this_one_s(tracking: Tracking) -> None:
+    """On a team's server a report took durations that a colleague's machine had measured."""
+    mine = recorded(tracking, "measured", RESULT, processor="one", cpus="8")
+    recorded(tracking, "measured", RESULT, processor="another", cpus="8")
+    recorded(tracking, "measured", RESULT, processor="one", **{"resumed.processor": "another"})
+    found = RecordedRuns().newest("measured", VERSION, {"processor": "one"})
+    assert found is not None
+    assert found.run_id == mine.run_id
+
+
 def test_a_run_that_diverged_is_found_because_it_would_again(tracking: Tracking) -> None:
     run = recorded(tracking, "diverged", replace(RESULT, outcome=DIVERGED))
     found = RecordedRuns().newest("diverged", VERSION)
