@@ -52,9 +52,11 @@ def _finish(axes: Axes, sweep: Sweep) -> None:
     if min(places, default=0) > 0 and max(places) > _WIDE * min(places):
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
-    if min(values, default=0) > 0 and max(values) > _WIDE * min(values):
-        axes.set_yscale("log")
-    else:
+    is_wide = min(values, default=0) > 0 and max(values) > _WIDE * min(values)
+    axes.set_yscale("log" if is_wide else "linear")
+    axes.update_datalim([(x, 0.0) for x in places], updatey=not is_wide)  # all places, also those without a value
+    axes.autoscale_view()
+    if not is_wide:
         axes.set_ylim(bottom=0)
     axes.set_xticks(
         list(places), [plain_text(text, 20) for text in places.values()], rotation=30 if len(places) > 6 else 0

@@ -180,3 +180,11 @@ def test_a_picture_of_seeds_shows_spreads_misses_and_gaps() -> None:
     assert spans == [(8.0, 9.0), (2.0, 2.5), (4.0, 4.5)]
     assert [points for line, points in drawn if line.get_markerfacecolor() == "white"] == [[[1.0, 1.0]]]
     assert axes.get_xlabel() == "train.optimizer.lr (hollow: some seeds missed the target)"
+
+
+def test_the_picture_has_room_for_every_place_from_zero_on() -> None:
+    """A marker at the largest value was cut in half, and the last place, which none reached, stood at the edge."""
+    (sweep,) = sweeps_of([run for run in RATES_TRIED if run.varied["train.optimizer.lr"] != "1"])
+    (axes,) = sweep_figure(sweep).axes
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    assert (left < 0.01, right > 0.1, bottom, top > 9.2) == (True, True, 0.0, True)
