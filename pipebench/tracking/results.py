@@ -14,7 +14,7 @@ from pipebench.errors import UserError, nearest
 from pipebench.files import FileError
 from pipebench.formats import listed
 from pipebench.metrics import on_its_clock
-from pipebench.tracking.connection import StoreConnection, default_uri, shown_uri
+from pipebench.tracking.connection import StoreConnection, default_uri, reason_of, shown_uri
 from pipebench.tracking.identity import RECIPE_TAG, VERSION_TAG
 from pipebench.tracking.record import ENTRIES, RECORD, RESULT_FILE, mlflow_run_id, read_record
 from pipebench.train.result import INTERRUPTED, RunResult
@@ -184,7 +184,7 @@ class RecordedRuns:
                 yield client
         except Exception as error:  # whatever MLflow, SQLAlchemy, the disk or the network can think of
             store = shown_uri(self._connection.uri)
-            raise UserError(f"MLflow at {store} can't be read: {' '.join(str(error).split())}") from error
+            raise UserError(f"MLflow at {store} can't be read: {reason_of(error)}") from error
 
 
 def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Recorded]:

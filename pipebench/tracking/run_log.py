@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipebench.errors import printable
-from pipebench.tracking.connection import default_uri, shown_uri
+from pipebench.tracking.connection import default_uri, reason_of, shown_uri
 from pipebench.tracking.entries import DESCRIPTION, description, outcome_status, shown_value, stages_csv
 from pipebench.tracking.following import Followed, Follower
 from pipebench.tracking.inputs import Inputs
@@ -175,7 +175,7 @@ class Tracking:
         if not self._warned:
             self._warned = True
             where = f"; everything is kept in {_shown(folder)}" if folder else ""
-            message = f"MLflow at {shown_uri(self.store.uri)} failed ({_one_line(reason)}){where}. The run goes on."
+            message = f"MLflow at {shown_uri(self.store.uri)} failed ({reason_of(reason)}){where}. The run goes on."
             print(f"pipebench: {printable(message)}", file=sys.stderr, flush=True)  # a run's log may go to a file only
             _log.info(message)
 
@@ -184,7 +184,7 @@ class Tracking:
         if not self._warned_of_artifact:
             self._warned_of_artifact = True
             where = f"; it is kept in {_shown(folder)}" if folder else ""
-            message = f"MLflow at {shown_uri(self.store.uri)} doesn't take {name} ({_one_line(reason)}){where}"
+            message = f"MLflow at {shown_uri(self.store.uri)} doesn't take {name} ({reason_of(reason)}){where}"
             print(f"pipebench: {printable(message)}", file=sys.stderr, flush=True)
             _log.info(message)
 
@@ -397,15 +397,6 @@ class RunLog:
     def _warn(self, reason: BaseException | str) -> None:
         self._failed = True
         self._tracking.warn(reason, self._sender.record.path)
-
-
-def _one_line(reason: BaseException | str) -> str:
-    while isinstance(reason, BaseException) and (deeper := reason.__cause__ or reason.__context__) is not None:
-        if isinstance(deeper, LookupError):  # the key alone, `'foo'`, says nothing: what looked it up does
-            break
-        reason = deeper  # MLflow and urllib3 wrap `Connection refused` in paragraphs
-    text = " ".join(str(reason).split()) or type(reason).__name__
-    return text if len(text) <= 160 else f"{text[:157]}..."
 
 
 def _shown(path: Path) -> Path:
