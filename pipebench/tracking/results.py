@@ -190,13 +190,21 @@ class RecordedRuns:
 def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Recorded]:
     """Return the runs that a user names by id, beginning of an id, or unique name, MLflow's or the recipe's.
 
-    Ids are MLflow's or names of `folders`, records on this disk, some of which MLflow may not have.
+    Ids are MLflow's or names of `folders`, records on this disk, some of which MLflow may not have. What names no run
+    but a comparison stands for all of its runs.
 
     Raises:
         UserError: a reference matches no run or several, or the run has no result; names the nearest, or all.
     """
-    known, found = [run for run in past_runs(folders) if run.kind == "run"], []
-    for run in [_chosen(reference, known) for reference in references]:
+    past = past_runs(folders)
+    known, found = [run for run in past if run.kind == "run"], list[Recorded]()
+    chosen = [
+        _chosen(each, known if _matching(each, known) or not _matching(each, past) else past) for each in references
+    ]
+    for run in chosen:
+        if run.kind != "run":
+            found += _runs_below(run)
+            continue
         recorded = run.load()
         if recorded is None:
             raise UserError(f"run: {run.text} has no result: it is running, or ended without one")
@@ -230,10 +238,13 @@ def runs_of(reference: str, folders: Iterable[Path]) -> list[Recorded]:
     if not _matching(reference, known) and (found_runs := _matching(reference, past)):
         texts = listed([run.text for run in found_runs], _LISTED)
         raise UserError(f"comparison: got a run, {texts}; allowed are a comparison, or at least two runs")
-    chosen = _chosen(reference, known, "comparison")
-    found = RecordedRuns().below(chosen.ids[0])
+    return _runs_below(_chosen(reference, known, "comparison"))
+
+
+def _runs_below(comparison: PastRun) -> list[Recorded]:
+    found = RecordedRuns().below(comparison.ids[0])
     if not found:
-        raise UserError(f"comparison: {chosen.text} has no run with a result")
+        raise UserError(f"comparison: {comparison.text} has no run with a result")
     return found
 
 
