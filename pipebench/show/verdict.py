@@ -98,7 +98,8 @@ def verdict(group: RunGroup) -> list[str]:
     if sweep is not None and sweep.has_choice:
         # A cluster's bandwidth is given, a learning rate is chosen: then one row is the first of all.
         chosen = all(entry.setting == group.entries[0].setting for entry in group.entries)
-        return [*_crossovers(sweep), *(_winner(group) if chosen else ()), *_remarks(group.rows)]
+        along = [*_crossovers(sweep)]
+        return [*along, *(_winner(group) if chosen or not along else ()), *_remarks(group.rows)]
     return [*_winner(group), *_limits(group), *_remarks(group.rows)]
 
 

@@ -10,7 +10,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 from pipebench.tracking.connection import StoreConnection
-from pipebench.tracking.record import LOG_FILE, LogEntry, RecordFolder, Status, read_sent, starts_of
+from pipebench.tracking.record import ENTRIES, LOG_FILE, LogEntry, RecordFolder, Status, read_sent, starts_of
 from pipebench.tracking.sender import Sender
 from pipebench.tracking.store import Store
 
@@ -60,7 +60,9 @@ def _running(store: StoreConnection) -> dict[str, str]:
 
 
 def _close(folder: Path, store: Store, on_progress: Callable[[], None]) -> None:
-    """Close a record, unless somebody holds it."""
+    """Close a record, unless somebody holds it, or has sent and removed it meanwhile."""
+    if not (folder / ENTRIES).exists():
+        return
     record = RecordFolder(folder, alone=True)
     try:
         start, status, at_ms = None, None, 0

@@ -128,6 +128,8 @@ def test_where_nobody_reached_the_target_nobody_is_first() -> None:
     )
     (group,) = groups([run for run in RATES_TRIED if run.varied["train.optimizer.lr"] == "0.1"])
     assert verdict(group)[0] == "None reached top1 0.9."
+    (group,) = groups([replace(run, outcome=MISSED) for run in RESULTS])
+    assert verdict(group)[0] == "None reached the target.", "of a bandwidth, which nobody chooses, too"
 
 
 def test_a_row_of_a_sweep_is_measured_against_the_dp_run_of_its_own_learning_rate() -> None:
