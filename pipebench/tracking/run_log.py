@@ -372,7 +372,7 @@ class RunLog:
             try:
                 self._sender.send(self.store, self._tracking.note_progress)
             except Exception as error:  # whatever MLflow, SQLAlchemy, the disk or the network can think of
-                self.store.experiment_id = None  # it may have been deleted, and is restored
+                self.store.is_connected = False
                 if not is_last:  # there is no later
                     continue
                 self._retry_at_s = time.monotonic() + _RETRY_AFTER_S

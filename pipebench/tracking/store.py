@@ -80,17 +80,18 @@ class Store(StoreConnection):
         super().__init__(uri)
         self.suite = suite
         self.experiment_id: str | None = None
+        self.is_connected = False  # false again after a failure: the experiment may have been deleted
 
     def connect(self) -> None:
-        """Import MLflow, make the database and the experiment if missing. Later calls do nothing."""
-        if self.experiment_id is not None:
+        """Import MLflow, make the database and the experiment if missing. Nothing if `is_connected`."""
+        if self.is_connected:
             return
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         with self.turn() as client:
             experiment_id = self._experiment(client)
             _add_tags(client, experiment_id)
-            self.experiment_id = experiment_id
+            self.experiment_id, self.is_connected = experiment_id, True
 
     def create_run(self, name: str, tags: Mapping[str, str], start_ms: int) -> str:
         """Create a run and return its id."""
