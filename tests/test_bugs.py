@@ -35,7 +35,7 @@ from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.drawing import draw_cells
-from pipebench.tracking.run_log import _one_line
+from pipebench.tracking.connection import reason_of
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
 from pipebench.train.request import plan_request
@@ -155,7 +155,7 @@ def test_a_store_that_does_not_exist_was_told_by_the_key_that_was_looked_up() ->
     """0.1.0: the deepest cause was told; of a scheme that MLflow doesn't know that is the KeyError of a dictionary."""
     error = ValueError("got unsupported URI 'foo://bar'")
     error.__cause__ = KeyError("foo")
-    assert _one_line(error) == "got unsupported URI 'foo://bar'"
+    assert reason_of(error) == "got unsupported URI 'foo://bar'"
 
 
 SETTINGS = ("engine.threads=2", "engine.tf32=true", "engine.deterministic=false")

@@ -17,7 +17,7 @@ from pipebench.show.terminal import standard_error
 
 
 @click.command
-@click.argument("runs", metavar="RUN RUN... | COMPARISON", nargs=-1, required=True)
+@click.argument("runs", metavar="COMPARISON | RUN RUN...", nargs=-1, required=True)
 @option(
     "--out", FILE, "FOLDER",
     "Where comparison.md and curves.png go.  [default: the working directory; with --json, nowhere]",
@@ -27,7 +27,8 @@ from pipebench.show.terminal import standard_error
 def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     """Print the results of recorded runs side by side, and what differs in their recipes; draw all curves in a picture.
 
-    COMPARISON is one that `pipebench runs` lists, by its id, the beginning of it, or its name: all of its runs.
+    COMPARISON is one that `pipebench runs` lists, by its id, the beginning of it, or its name: all of its runs. It may
+    stand for a RUN, too: a sweep that was interrupted and the rest of it are two comparisons.
     RUN is MLflow's id of a run, the name of its folder under pipebench-runs/, the beginning of one of these, or a name
     that no other run has: MLflow's, its recipe's, or the one printed. Runs that MLflow hasn't taken are found, too.
 
@@ -36,6 +37,7 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
       pipebench compare quickstart-dp quickstart-pipedream
       pipebench compare 06a675db 1acc9300 --out figures
       pipebench compare 5b1d0c9e
+      pipebench compare 5b1d0c9e 0c44e1f7
       pipebench compare "dp 4, seed 0" "pipedream straight, seed 0"
     """
     folder = out or (None if as_json else Path())

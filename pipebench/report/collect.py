@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pipebench.cluster import LOCAL
 from pipebench.errors import UserError, WorkersFailedError, printable_lines
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.schema import Recipe
 from pipebench.report.evaluate import CellOutcome
 from pipebench.report.evaluated import EARLIER, KEPT, MLFLOW, Origin
 from pipebench.report.kept import KeptResult, cluster_of, keep, kept_results
 from pipebench.report.recipes import Asked
-from pipebench.run.identity import made_on
+from pipebench.run.identity import hardware, made_on
 from pipebench.run.one_process import EngineRuns
 from pipebench.run.preflight_all import preflight_all
 from pipebench.run.request import RunRequest
@@ -71,12 +73,15 @@ class Collection:
     def look_up(self, kept: Path) -> None:
         """Find outcomes recorded by this version of the code, or stored beside the report in folder `kept`.
 
+        Measured durations are a machine's own: on a server of many machines only those of machines like this one count.
+
         Raises:
             UserError: MLflow can't be queried or a stored file is invalid.
         """
         recorded, version = RecordedRuns(), source_version()
-        for key in self.missing:
-            found = recorded.newest(key, version)
+        for key, each in self.missing.items():
+            recipe, device = each.loaded.recipe, each.loaded.cluster.device
+            found = recorded.newest(key, version, hardware() if _is_measured(recipe, device) else {})
             if found is not None:
                 ended = _moment(found.ended_ms / 1000)
                 self.by_recipe[key] = RecipeOutcome(
@@ -163,6 +168,11 @@ def run_one(asked: Asked, tracking: Tracking, parent: RunLog) -> RecipeOutcome:
 def _without_file(error: UserError, loaded: LoadedRecipe) -> str:
     """Return an error's problem without the recipe's name, which the table shows."""
     return "; ".join(line.removeprefix(f"{loaded.source}: ") for line in printable_lines(str(error)))
+
+
+def _is_measured(recipe: Recipe, device: str) -> bool:
+    """Return whether a recipe's durations are measured where it runs; `device` is its cluster's."""
+    return engine_kind(recipe).measures or device == LOCAL
 
 
 def _origin(asked: Asked, outcome: RecipeOutcome) -> Origin:

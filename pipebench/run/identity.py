@@ -1,5 +1,6 @@
 """The identity that a run's checkpoints carry; known once the run is prepared."""
 
+import os
 import platform
 from importlib.metadata import version
 
@@ -38,6 +39,11 @@ def _text(inputs: Inputs) -> str:
     samples = ", ".join(f"{number:,} samples to {split}" for split, number in inputs.num_samples.items())
     fields = ", ".join(f"{field.name} {field.dtype} {[*field.shape]}" for field in inputs.fields)
     return f"{inputs.dataset}{options} ({samples}; {fields})"
+
+
+def hardware() -> dict[str, str]:
+    """Return the tags that runs on machines like this one have, as far as measured durations depend on it."""
+    return {"processor": processor(), "cpus": str(os.cpu_count())}
 
 
 def code_identity() -> str:

@@ -22,6 +22,7 @@ from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.collected_log import CollectedLog
 from pipebench.run.deciding import plan_form
+from pipebench.run.identity import hardware
 from pipebench.run.request import RunRequest, recipe_yaml
 from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.pipeline import SPLIT
@@ -122,7 +123,7 @@ class RunRecorder:
     ) -> None:
         self._request, self._job, self._tracking, self._collected = request, job, tracking, collected
         self._kind = engine_kind(job.recipe)
-        facts = environment(job.setup.device)
+        facts = {**environment(job.setup.device), **hardware()}
         self._device = facts["device"]
         title = run_title(request, job)
         self.log = tracking.start(  # what the run logs

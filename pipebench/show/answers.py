@@ -1,7 +1,7 @@
 """The answers of `run`, `compare`, `plan`, `profile` and `largest`, each as text, JSON, rows and a figure."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,7 @@ from pipebench.show.shown import Shown
 from pipebench.show.tables import new_table, print_table
 from pipebench.show.verdict import verdict
 from pipebench.tracking import summarise_seeds
-from pipebench.tracking.results import find_runs, runs_of
+from pipebench.tracking.results import Recorded, find_runs, runs_of
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
 
 if TYPE_CHECKING:
@@ -143,18 +143,29 @@ class RunComparison(Shown):
 def recorded(references: Sequence[str], folders: Sequence[Path]) -> RunComparison:
     """Return recorded runs side by side; a single reference names a comparison, all of whose runs these are.
 
+    Of several comparisons, such as a sweep that was interrupted and what was left of it, a run counts once, and one
+    that was interrupted not at all if it was made again.
+
     Raises:
         UserError: no run, several, or the same as another goes by a reference; or the only one is a run.
     """
     found = find_runs(references, folders) if len(references) > 1 else runs_of(references[0], folders)
+    are_runs = len(found) == len(references)
     ids = [run.run_id for run in found]
     for index, run_id in enumerate(ids):
-        if run_id in ids[:index]:
+        if are_runs and run_id in ids[:index]:
             raise UserError(
                 f"run: {references[index]!r} and {references[ids.index(run_id)]!r} are the same run, {run_id}"
             )
+    found = found if are_runs else _without_interrupted({run.run_id: run for run in found}.values())
     runs = tuple(Run(result, each.run_id) for result, each in zip(labelled(found), found, strict=True))
-    return RunComparison(runs, tells_differences=len(references) > 1)
+    return RunComparison(runs, tells_differences=are_runs)
+
+
+def _without_interrupted(runs: Iterable[Recorded]) -> list[Recorded]:
+    """Return the runs without those that were interrupted and whose recipe another one of them has ended."""
+    ended = [run.result.recipe for run in runs if run.result.outcome != INTERRUPTED]
+    return [run for run in runs if run.result.outcome != INTERRUPTED or run.result.recipe not in ended]
 
 
 @dataclass(frozen=True, repr=False)

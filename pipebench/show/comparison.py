@@ -290,10 +290,14 @@ def notes(results: Sequence[RunResult]) -> list[str]:
 
 
 def baseline(entry: ComparedRun, others: Iterable[ComparedRun]) -> ComparedRun | None:
-    """Return a row's dp baseline: of its setting and with the same seeds; None without one."""
+    """Return a row's dp baseline: of its setting and with the same seeds; None without one.
+
+    Of several, such as those of a sweep over learning rates, it is the first of those that agree with the row in most
+    varied values.
+    """
     seeds = {run.seed for run in entry.runs}
     fitting = (other for other in others if other.runs[0].mode == BASELINE_MODE and other.setting == entry.setting)
-    return next((other for other in fitting if {run.seed for run in other.runs} == seeds), None)
+    return _closest(entry, [other for other in fitting if {run.seed for run in other.runs} == seeds])
 
 
 def time_to_accuracy_s(result: RunResult) -> float | None:
@@ -345,8 +349,13 @@ def smallest(entry: ComparedRun, others: Iterable[ComparedRun]) -> ComparedRun:
     Of several it is the one that agrees with the row in most varied values.
     """
     own = [other for other in others if other.recipe_name == entry.recipe_name]
-    fitting = [other for other in own if other.num_devices == own[0].num_devices]
-    return max(fitting, key=lambda other: sum(entry.varied.get(key) == value for key, value in other.varied.items()))
+    return _closest(entry, [other for other in own if other.num_devices == own[0].num_devices]) or entry
+
+
+def _closest(entry: ComparedRun, others: Sequence[ComparedRun]) -> ComparedRun | None:
+    """Return the first of those that agree with a row in most varied values; None without any."""
+    varied = entry.varied.items()
+    return max(others, key=lambda other: len(varied & other.varied.items()), default=None)
 
 
 def scaling(entry: ComparedRun, others: Iterable[ComparedRun]) -> tuple[float | None, float | None]:

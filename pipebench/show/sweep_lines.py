@@ -1,5 +1,6 @@
 """A sweep over a quantity as lines along it, a line per mode say, and which of them is first where."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pipebench.train.result import RunResult
 from pipebench.units import quantity
 
 _RATE = "throughput_samples_per_s"
+NONE = "none"  # stands for a line where none is first
 _SAME = 1e-3  # relative: below, the line that was first stays first
 
 
@@ -20,8 +22,9 @@ class SweepPoint(NamedTuple):
 
     x: float
     text: str
-    value: float
+    value: float | None  # median over seeds; None if none reached the target
     is_ranked: bool = True  # False of a time to accuracy that not all seeds reached
+    span: tuple[float, float] | None = None  # smallest and largest value over seeds, where they differ
 
 
 @dataclass(frozen=True)
@@ -38,21 +41,30 @@ class Sweep:
         places = Counter(point.x for line in self.lines.values() for point in line)
         return max(places.values(), default=0) > 1
 
+    @property
+    def has_value(self) -> bool:
+        """Whether there is anything to draw."""
+        return any(point.value is not None for line in self.lines.values() for point in line)
+
     def first_places(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the lines that are first, in order of the quantity: name, and the first and last value as written."""
+        """Yield the lines that are first, in order of the quantity: name, and the first and last value as written.
+
+        Where no line is, since none reached the target with every seed, the name is `none`.
+        """
         sign = 1 if self.metric == "time_to_accuracy_s" else -1
         points = sorted(
-            (point.x, sign * point.value, name, point.text)
+            (point.x, sign * point.value if point.is_ranked and point.value is not None else math.inf, name, point.text)
             for name, line in self.lines.items()
             for point in line
-            if point.is_ranked
         )
         name, since, until = "", "", ""
         for _, here in groupby(points, key=itemgetter(0)):
             costs = {each: (cost, text) for _, cost, each, text in here}
             best = next(iter(costs))
-            text = costs[best][1]
-            if name in costs and costs[name][0] - costs[best][0] <= _SAME * abs(costs[best][0]):
+            least, text = costs[best]
+            if least == math.inf:
+                best = NONE
+            elif name in costs and costs[name][0] - least <= _SAME * abs(least):
                 best = name
             if best != name and name:
                 yield name, since, until
@@ -82,13 +94,14 @@ def sweep_of(group: RunGroup) -> Sweep | None:
         named = [entry.recipe_name] if recipes or not others else []
         named += [f"{other}={entry.varied[other]}" if named_by_key else entry.varied[other] for other in others]
         value, x = getattr(row, metric), quantity(entry.varied[key])
-        if value is not None and x is not None:
-            is_ranked = entry.all_reached or metric == _RATE
-            lines.setdefault(", ".join(named), []).append(SweepPoint(x, entry.varied[key], value, is_ranked))
+        if x is not None:
+            is_ranked = value is not None and (entry.all_reached or metric == _RATE)
+            point = SweepPoint(x, entry.varied[key], value, is_ranked, row.ranges.get(metric))
+            lines.setdefault(", ".join(named), []).append(point)
     return Sweep(key, metric, {name: sorted(line) for name, line in lines.items()})
 
 
 def sweeps_of(results: Sequence[RunResult]) -> list[Sweep]:
     """Return the sweeps over a quantity that a comparison's groups are, if any."""
     found = map(sweep_of, groups(results))
-    return [sweep for sweep in found if sweep is not None and any(sweep.lines.values())]
+    return [sweep for sweep in found if sweep is not None and sweep.has_value]

@@ -1,5 +1,7 @@
 """A sweep as a picture: throughput, or time to accuracy, along the swept quantity, where modes' lines may cross."""
 
+import math
+
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
@@ -20,32 +22,46 @@ def sweep_figure(sweep: Sweep) -> InlineFigure:
 
 
 def draw_lines(axes: Axes, sweep: Sweep) -> None:
-    """Draw a sweep's lines."""
+    """Draw a sweep's lines: medians, with a bar from the smallest to the largest over seeds.
+
+    A point is hollow where some seeds missed the target, and a line is interrupted where all did.
+    """
     timed = sweep.metric == "time_to_accuracy_s"
-    longest = max((point.value for line in sweep.lines.values() for point in line), default=1.0)
-    scale, unit = axis_unit(longest) if timed else (1.0, "")
+    scale, unit = axis_unit(max(_values(sweep), default=1.0)) if timed else (1.0, "")
     for index, (name, line) in enumerate(sweep.lines.items()):
         colour, marker = CURVE_COLOURS[index % len(CURVE_COLOURS)], _MARKERS[index % len(_MARKERS)]
-        values = [point.value / scale for point in line]
+        values = [math.nan if point.value is None else point.value / scale for point in line]
         axes.plot([point.x for point in line], values, color=colour, marker=marker, label=plain_text(name, 60))
+        for point, value in zip(line, values, strict=True):
+            if point.span is not None:
+                axes.plot([point.x] * 2, [each / scale for each in point.span], color=colour)
+            if point.value is not None and not point.is_ranked:
+                axes.plot(point.x, value, color=colour, marker=marker, markerfacecolor="white")
     _finish(axes, sweep)
     axes.set_ylabel(f"time to accuracy [{unit}]" if timed else "samples/s")
 
 
+def _values(sweep: Sweep) -> list[float]:
+    return [point.value for line in sweep.lines.values() for point in line if point.value is not None]
+
+
 def _finish(axes: Axes, sweep: Sweep) -> None:
     places = {point.x: point.text for line in sweep.lines.values() for point in line}
-    values = [point.value for line in sweep.lines.values() for point in line]
+    partly = any(point.value is not None and not point.is_ranked for line in sweep.lines.values() for point in line)
+    values = _values(sweep)
     if min(places, default=0) > 0 and max(places) > _WIDE * min(places):
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
-    if min(values, default=0) > 0 and max(values) > _WIDE * min(values):
-        axes.set_yscale("log")
-    else:
+    is_wide = min(values, default=0) > 0 and max(values) > _WIDE * min(values)
+    axes.set_yscale("log" if is_wide else "linear")
+    axes.update_datalim([(x, 0.0) for x in places], updatey=not is_wide)  # all places, also those without a value
+    axes.autoscale_view()
+    if not is_wide:
         axes.set_ylim(bottom=0)
     axes.set_xticks(
         list(places), [plain_text(text, 20) for text in places.values()], rotation=30 if len(places) > 6 else 0
     )
-    axes.set_xlabel(plain_text(sweep.key, 60))
+    axes.set_xlabel(f"{plain_text(sweep.key, 60)}{' (hollow: some seeds missed the target)' if partly else ''}")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -15,7 +15,7 @@ from pipebench.show.comparison import (
     notes,
     rows,
 )
-from pipebench.show.sweep_lines import Sweep, sweep_of
+from pipebench.show.sweep_lines import NONE, Sweep, sweep_of
 from pipebench.train.result import RunResult
 
 _MOST_NAMED = 6  # rows whose limits are told
@@ -96,17 +96,24 @@ def verdict(group: RunGroup) -> list[str]:
         return []
     sweep = sweep_of(group)
     if sweep is not None and sweep.has_choice:
-        return [*_crossovers(sweep), *_remarks(group.rows)]
+        # A cluster's bandwidth is given, a learning rate is chosen: then one row is the first of all.
+        chosen = all(entry.setting == group.entries[0].setting for entry in group.entries)
+        along = [*_crossovers(sweep)]
+        return [*along, *(_winner(group) if chosen or not along else ()), *_remarks(group.rows)]
     return [*_winner(group), *_limits(group), *_remarks(group.rows)]
 
 
 def _crossovers(sweep: Sweep) -> Iterator[str]:
     """Yield which line of a sweep is first where."""
     what = "first to the target" if sweep.metric == "time_to_accuracy_s" else "highest in throughput"
+    if any(point.value is not None and not point.is_ranked for line in sweep.lines.values() for point in line):
+        what += " with every seed"
     places = [*sweep.first_places()]
     where = [
         f"{name} {f'from {since} to {until}' if since != until else f'at {since}'}" for name, since, until in places
     ]
+    if [name for name, *_ in places] == [NONE]:
+        return
     if len(places) == 1:
         yield f"{places[0][0]} is {what} at every {sweep.key} of the sweep."
     elif places:
@@ -117,8 +124,9 @@ def _winner(group: RunGroup) -> Iterator[str]:
     """Yield which row is first in what was asked for, and by how much."""
     pairs = zip(group.rows, group.entries, strict=True)
     ranked = sorted((row for row, entry in pairs if entry.all_reached), key=_target_s)
-    recipe = group.entries[0].runs[0].recipe
-    goal = f"{recipe.get('train.target.metric', 'the target')} {recipe.get('train.target.value', '')}".rstrip()
+    recipes = (entry.runs[0].recipe for entry in group.entries)
+    goals = {(each.get("train.target.metric", "the target"), each.get("train.target.value", "")) for each in recipes}
+    goal = " ".join(goals.pop()).rstrip() if len(goals) == 1 else "its own target"
     if any(0 < row.num_reached < row.num_targeted for row in group.rows):
         goal += " with every seed"
     if len(ranked) > 1:

@@ -27,6 +27,7 @@ _SQLITE = "sqlite:///"
 _MISREAD = re.compile(r"\?|%[0-9A-Fa-f]{2}")
 # A turn at the file takes milliseconds, making the database a few seconds (tens on a slow disk).
 _TURN_LIMIT_S = 60.0
+_LONGEST = 160  # characters of a reason
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -63,6 +64,16 @@ def shown_uri(uri: str) -> str:
     'postgresql://host/runs'
     """
     return re.sub(r"//[^/@]*@", "//", uri)
+
+
+def reason_of(error: BaseException | str) -> str:
+    """Return why MLflow failed, on one short line without users and passwords of addresses."""
+    while isinstance(error, BaseException) and (deeper := error.__cause__ or error.__context__) is not None:
+        if isinstance(deeper, LookupError):  # the key alone, `'foo'`, says nothing: what looked it up does
+            break
+        error = deeper  # MLflow and urllib3 wrap `Connection refused` in paragraphs
+    text = shown_uri(" ".join(str(error).split())) or type(error).__name__
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def sqlite_path(uri: str) -> Path | None:

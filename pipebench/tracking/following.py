@@ -65,8 +65,8 @@ class Follower(Sender):
             self._history = None  # MLflow's run is over, and resumed if the process is restarted
 
     def give_up(self) -> None:
-        """Leave the run's end unsent."""
-        super().give_up()
+        """Leave the run's end unsent; whoever logs may have more."""
+        self.settled.set()
         self._note_end(failed=True)
 
     def _note(self, entries: list[LogEntry]) -> None:

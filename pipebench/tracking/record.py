@@ -38,6 +38,14 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 @dataclass(frozen=True)
+class Begun:
+    """Identifies a run of an experiment that MLflow may not have yet."""
+
+    name: str
+    at_ms: int  # when it began, milliseconds since the epoch
+
+
+@dataclass(frozen=True)
 class Start:
     """A process that begins or resumes a run."""
 
@@ -49,6 +57,8 @@ class Start:
     unique_name: str | None = (
         None  # that no other run of the experiment has, by which other writers than MLflow know it
     )
+    suite: str | None = None  # MLflow's experiment; None in early records
+    parent: Begun | None = None  # the run it belongs to, in this process
 
 
 @dataclass(frozen=True)
@@ -134,6 +144,14 @@ def read_record(folder: Path) -> RunRecord | None:
         FileError: it can't be read.
     """
     return RunRecord.of(_entries_in(_read(folder / ENTRIES)))
+
+
+def starts_of(folder: Path) -> list[LogEntry]:
+    """Return the entries in a folder that begin or resume a run; empty if they can't be read."""
+    try:
+        return _entries_in(_read(folder / ENTRIES), ("start",))
+    except FileError:
+        return []
 
 
 def mlflow_run_id(folder: Path) -> str | None:

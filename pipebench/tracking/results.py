@@ -14,7 +14,7 @@ from pipebench.errors import UserError, nearest
 from pipebench.files import FileError
 from pipebench.formats import listed
 from pipebench.metrics import on_its_clock
-from pipebench.tracking.connection import StoreConnection, default_uri, shown_uri
+from pipebench.tracking.connection import StoreConnection, default_uri, reason_of, shown_uri
 from pipebench.tracking.identity import RECIPE_TAG, VERSION_TAG
 from pipebench.tracking.record import ENTRIES, RECORD, RESULT_FILE, mlflow_run_id, read_record
 from pipebench.train.result import INTERRUPTED, RunResult
@@ -92,8 +92,10 @@ class RecordedRuns:
         """Prepare for an MLflow tracking URI, `default_uri` without one, without importing MLflow."""
         self._connection = StoreConnection(uri or default_uri())
 
-    def newest(self, recipe_hash: str, version: str) -> Recorded | None:
+    def newest(self, recipe_hash: str, version: str, tags: Mapping[str, str] | None = None) -> Recorded | None:
         """Return the latest run with this `recipe_hash` and `source_version` (of `identity`); None without one.
+
+        It has `tags`, too: where durations are measured, those of the machine.
 
         Interrupted runs don't count, nor runs resumed with another recipe or code. Diverged runs do: they would again.
 
@@ -103,9 +105,11 @@ class RecordedRuns:
         asked = {RECIPE_TAG: recipe_hash, VERSION_TAG: version}
         tagged = [f"tags.{tag} = '{value}'" for tag, value in asked.items()]
         ended = [f"tags.outcome != '{INTERRUPTED}'", "attributes.status != 'RUNNING'"]
+        wanted = {**asked, **(tags or {})}
         for run in self._search(" and ".join([*tagged, *ended])):
-            changed = any(f"resumed.{tag}" in run.data.tags for tag in asked)
-            recorded = None if changed else self._recorded(run)
+            known = run.data.tags
+            is_other = any(known.get(tag) != value or f"resumed.{tag}" in known for tag, value in wanted.items())
+            recorded = None if is_other else self._recorded(run)
             if recorded is not None:
                 return recorded
         return None
@@ -180,19 +184,27 @@ class RecordedRuns:
                 yield client
         except Exception as error:  # whatever MLflow, SQLAlchemy, the disk or the network can think of
             store = shown_uri(self._connection.uri)
-            raise UserError(f"MLflow at {store} can't be read: {' '.join(str(error).split())}") from error
+            raise UserError(f"MLflow at {store} can't be read: {reason_of(error)}") from error
 
 
 def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Recorded]:
     """Return the runs that a user names by id, beginning of an id, or unique name, MLflow's or the recipe's.
 
-    Ids are MLflow's or names of `folders`, records on this disk, some of which MLflow may not have.
+    Ids are MLflow's or names of `folders`, records on this disk, some of which MLflow may not have. What names no run
+    but a comparison stands for all of its runs.
 
     Raises:
         UserError: a reference matches no run or several, or the run has no result; names the nearest, or all.
     """
-    known, found = [run for run in past_runs(folders) if run.kind == "run"], []
-    for run in [_chosen(reference, known) for reference in references]:
+    past = past_runs(folders)
+    known, found = [run for run in past if run.kind == "run"], list[Recorded]()
+    chosen = [
+        _chosen(each, known if _matching(each, known) or not _matching(each, past) else past) for each in references
+    ]
+    for run in chosen:
+        if run.kind != "run":
+            found += _runs_below(run)
+            continue
         recorded = run.load()
         if recorded is None:
             raise UserError(f"run: {run.text} has no result: it is running, or ended without one")
@@ -226,10 +238,13 @@ def runs_of(reference: str, folders: Iterable[Path]) -> list[Recorded]:
     if not _matching(reference, known) and (found_runs := _matching(reference, past)):
         texts = listed([run.text for run in found_runs], _LISTED)
         raise UserError(f"comparison: got a run, {texts}; allowed are a comparison, or at least two runs")
-    chosen = _chosen(reference, known, "comparison")
-    found = RecordedRuns().below(chosen.ids[0])
+    return _runs_below(_chosen(reference, known, "comparison"))
+
+
+def _runs_below(comparison: PastRun) -> list[Recorded]:
+    found = RecordedRuns().below(comparison.ids[0])
     if not found:
-        raise UserError(f"comparison: {chosen.text} has no run with a result")
+        raise UserError(f"comparison: {comparison.text} has no run with a result")
     return found
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipebench.errors import printable
-from pipebench.tracking.connection import default_uri, shown_uri
+from pipebench.tracking.connection import default_uri, reason_of, shown_uri
 from pipebench.tracking.entries import DESCRIPTION, description, outcome_status, shown_value, stages_csv
 from pipebench.tracking.following import Followed, Follower
 from pipebench.tracking.inputs import Inputs
@@ -25,6 +25,7 @@ from pipebench.tracking.record import (
     LOG_FILE,
     RESULT_FILE,
     STAGES_FILE,
+    Begun,
     LogEntry,
     RecordFolder,
     RunRecord,
@@ -59,7 +60,7 @@ class Tracking:
         self.folder = Path.cwd()
         self.progress = 0  # grows with everything the store has taken
         self.lost = False  # the store hung at the end of a run; later runs don't wait for it again
-        self._warned = False
+        self._warned = self._warned_of_artifact = False
         self._waited_in_vain = False
         self._runs: list[RunLog] = []
         self._awake = threading.Event()
@@ -103,7 +104,8 @@ class Tracking:
         earlier = record.earlier("start", "point")
         names = (entry.start.unique_name for entry in earlier if entry.start is not None)
         unique_name = next(filter(None, names), unique_name)
-        start = Start(name, virtual, parent if isinstance(parent, str) else None, goes_on_from, unique_name)
+        parent_id, above = (None, parent.begun) if isinstance(parent, RunLog) else (parent, None)
+        start = Start(name, virtual, parent_id, goes_on_from, unique_name, self.store.suite, above)
         run = self._open(record, start, parent, system_metrics=system_metrics)
         clock = "virtual" if virtual else "wall"
         begins = LogEntry(start=start, params=params, tags={"clock": clock, "timestamps": "wall", **tags})
@@ -167,8 +169,17 @@ class Tracking:
         if not self._warned:
             self._warned = True
             where = f"; everything is kept in {_shown(folder)}" if folder else ""
-            message = f"MLflow at {shown_uri(self.store.uri)} failed ({_one_line(reason)}){where}. The run goes on."
+            message = f"MLflow at {shown_uri(self.store.uri)} failed ({reason_of(reason)}){where}. The run goes on."
             print(f"pipebench: {printable(message)}", file=sys.stderr, flush=True)  # a run's log may go to a file only
+            _log.info(message)
+
+    def warn_of_artifact(self, name: str, reason: Exception, folder: Path | None) -> None:
+        """Tell the user, once, that MLflow takes all but some artifacts."""
+        if not self._warned_of_artifact:
+            self._warned_of_artifact = True
+            where = f"; it is kept in {_shown(folder)}" if folder else ""
+            message = f"MLflow at {shown_uri(self.store.uri)} doesn't take {name} ({reason_of(reason)}){where}"
+            print(f"pipebench: {printable(message)}", file=sys.stderr, flush=True)
             _log.info(message)
 
     def warn_of_unsent(self, run: "RunLog") -> None:
@@ -187,9 +198,10 @@ class Tracking:
         while True:
             left, self._left = self._left, ()
             if left:
-                close_left(self.store.uri, left)
+                close_left(self.store.uri, left, self.note_progress)
+            presses = any(run.awaits_end for run in self._runs)  # that of a run's comparison may have to begin before
             for run in list(self._runs):
-                run.send()
+                run.send(presses=presses)
                 if run._sender.is_done:
                     self._runs.remove(run)
             self._awake.wait(min((run._sender.every_s for run in self._runs), default=SEND_EVERY_S))
@@ -204,10 +216,12 @@ class RunLog:
         self.name, self.store = name, tracking.store
         self._tracking = tracking
         self._sender = sender
+        sender.on_refused = lambda artifact, reason: tracking.warn_of_artifact(artifact, reason, self.folder)
         self._retry_at_s = 0.0
         self._failed = False
         self._result: RunResult | None = None
         self._recorded: frozenset[int] = frozenset()
+        self.begun: Begun | None = None  # set by `begin`
 
     @property
     def run_id(self) -> str | None:
@@ -231,7 +245,7 @@ class RunLog:
 
     def begin(self, start: LogEntry, recorded: frozenset[int] = frozenset()) -> None:
         """Log the start of a process; the record has points after so many samples."""
-        self._recorded = recorded
+        self._recorded, self.begun = recorded, Begun(self.name, start.at_ms)
         self._sender.add(start)
         if any(len(value) > MAX_PARAM_CHARS or clean_name(name) != name for name, value in start.params.items()):
             self.text("params.json", json.dumps(dict(start.params), indent=1))
@@ -335,19 +349,32 @@ class RunLog:
             return run_address(shown_uri(store.uri).rstrip("/"), str(store.experiment_id), str(self.run_id))
         return f"pipebench ui   (experiment {store.suite}, run {self._sender.start.name})"
 
-    def send(self) -> None:
-        """Send what is logged to MLflow; what it doesn't take stays. For the sender's thread only."""
+    @property
+    def awaits_end(self) -> bool:
+        """Whether the run has ended, and MLflow has neither its end nor been given up."""
+        return self._sender.ended and not self._sender.settled.is_set()
+
+    def send(self, *, presses: bool) -> None:
+        """Send what is logged to MLflow; what it doesn't take stays. For the sender's thread only.
+
+        After a failure it is tried again later, unless it `presses`.
+        """
         self._sender.listen()
         ending = self._sender.ended
-        if not ending and time.monotonic() < self._retry_at_s:
+        if not presses and time.monotonic() < self._retry_at_s:
             return
-        try:
-            self._sender.send(self.store, self._tracking.note_progress)
-        except Exception as error:  # whatever MLflow, SQLAlchemy, the disk or the network can think of
-            self._retry_at_s = time.monotonic() + _RETRY_AFTER_S
-            self._warn(error)
-            if ending:
-                self._sender.give_up()
+        for is_last in (not ending, True):
+            try:
+                self._sender.send(self.store, self._tracking.note_progress)
+            except Exception as error:  # whatever MLflow, SQLAlchemy, the disk or the network can think of
+                self.store.is_connected = False
+                if not is_last:  # there is no later
+                    continue
+                self._retry_at_s = time.monotonic() + _RETRY_AFTER_S
+                self._warn(error)
+                if ending:
+                    self._sender.give_up()
+            return
 
     def _wait(self) -> bool:
         tracking, patience_s = self._tracking, self._tracking.patience_s
@@ -365,15 +392,6 @@ class RunLog:
     def _warn(self, reason: BaseException | str) -> None:
         self._failed = True
         self._tracking.warn(reason, self._sender.record.path)
-
-
-def _one_line(reason: BaseException | str) -> str:
-    while isinstance(reason, BaseException) and (deeper := reason.__cause__ or reason.__context__) is not None:
-        if isinstance(deeper, LookupError):  # the key alone, `'foo'`, says nothing: what looked it up does
-            break
-        reason = deeper  # MLflow and urllib3 wrap `Connection refused` in paragraphs
-    text = " ".join(str(reason).split()) or type(reason).__name__
-    return text if len(text) <= 160 else f"{text[:157]}..."
 
 
 def _shown(path: Path) -> Path:

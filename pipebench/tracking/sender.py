@@ -8,6 +8,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from pipebench.tracking.entries import CURVES, logged_metrics, tags_of, values_of
 from pipebench.tracking.limits import MAX_PARAM_CHARS, MAX_TAG_CHARS, clean_name
@@ -17,7 +18,7 @@ from pipebench.tracking.system import SYSTEM, SystemMetrics
 
 # One round of sending costs this process 5 to 10 ms (SQLite): every other second is half a per cent of a run at most.
 SEND_EVERY_S = 2.0
-_RESUMES, _WENT_BACK = "resumes", "went_back"
+_RESUMES, _WENT_BACK, _REFUSED = "resumes", "went_back", "artifacts_missing"
 
 
 class Sender:
@@ -47,6 +48,8 @@ class Sender:
         self._history: History | None = None
         self._system: SystemMetrics | None = None
         self._non_finite: set[str] = set()
+        self._refused: dict[str, bytes | None] = {}  # artifacts, with their content if the record can't be written
+        self.on_refused: Callable[[str, Exception], None] = lambda *_: None  # gets an artifact that was, and why
 
     @property
     def is_empty(self) -> bool:
@@ -66,8 +69,9 @@ class Sender:
         """Take in what other processes have logged: nothing, but of a follower."""
 
     def give_up(self) -> None:
-        """Leave the run's end unsent."""
+        """Leave the run's end unsent, to whoever sends what is left."""
         self.settled.set()
+        self.record.release()
 
     def add(self, entry: LogEntry, content: bytes | None = None) -> None:
         """Write an entry to the record, and queue it; after the run's end it is ignored."""
@@ -95,7 +99,10 @@ class Sender:
             on_progress()
         if self.ended:
             self.record.note(Sent(self.record.run_id, self.record.num_sent, self._end_ms))
-            self.record.remove()
+            if self._refused:
+                self.record.release()
+            else:
+                self.record.remove()
             self.settled.set()
 
     def _begin(self, store: Store) -> "History":
@@ -111,6 +118,7 @@ class Sender:
             found = StoredRun(begins_ms, {}, {}, {}, {})
             self.record.note(Sent(run_id, 0))
         history = History(found)
+        self._refused |= dict.fromkeys(filter(None, found.tags.get(_REFUSED, "").split(", ")))
         if self._samples_system:
             self._system = SystemMetrics(history.next_system_step())
         return history
@@ -134,11 +142,12 @@ class Sender:
         if entry.status is not None:
             if all(later.start is None for later, _ in self._queue.copy()):  # else a process went on with the run
                 store.end_run(run_id, entry.status, entry.at_ms)
+                self._send_refused(store, run_id)
             return 1
         if entry.artifact is not None:
             content = self.record.content(entry.artifact) if content is None else content
             if content is not None:
-                store.log_artifact(run_id, entry.artifact, content)
+                self._send_artifact(store, run_id, entry.artifact, content)
             return 1
         if entry.inputs is not None:
             store.log_inputs(run_id, entry.inputs)
@@ -153,6 +162,32 @@ class Sender:
             leading.append(following)
         self._log(store, run_id, history, leading)
         return len(leading)
+
+    def _send_artifact(self, store: Store, run_id: str, name: str, content: bytes) -> None:
+        """Send an artifact. One that is refused stays in the record, holds up nothing, and is named by a tag.
+
+        Where artifacts go may fail alone: a proxy finds one too large, boto3 isn't there, a bucket can't be written.
+        """
+        try:
+            store.log_artifact(run_id, name, content)
+        except Exception as error:  # every kind of artifact store has exceptions of its own
+            refused = {**self._refused, name: content if self.record.path is None else None}
+            # If this fails, too, it is an outage, and the artifact is sent again after it.
+            store.log(run_id, (), {}, {_REFUSED: ", ".join(refused)})
+            self._refused = refused
+            self.on_refused(name, error)
+
+    def _send_refused(self, store: Store, run_id: str) -> None:
+        """Send once more, at the end, artifacts that were refused."""
+        refused = {**self._refused}
+        for name, content in refused.items():
+            content = self.record.content(name) if content is None else content
+            if content is not None:
+                with suppress(Exception):  # as before
+                    store.log_artifact(run_id, name, content)
+                    del self._refused[name]
+        if refused:
+            store.tag(run_id, _REFUSED, ", ".join(self._refused) or None)
 
     def _log(self, store: Store, run_id: str, history: "History", entries: Sequence[LogEntry]) -> None:
         """Send values, params and tags of entries, of which only the first may be a start."""

@@ -1,5 +1,6 @@
 """Writes runs to one MLflow store."""
 
+import getpass
 import json
 import logging
 import os
@@ -79,24 +80,31 @@ class Store(StoreConnection):
         super().__init__(uri)
         self.suite = suite
         self.experiment_id: str | None = None
+        self.is_connected = False  # false again after a failure: the experiment may have been deleted
 
     def connect(self) -> None:
-        """Import MLflow, make the database and the experiment if missing. Later calls do nothing."""
-        if self.experiment_id is not None:
+        """Import MLflow, make the database and the experiment if missing. Nothing if `is_connected`."""
+        if self.is_connected:
             return
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         with self.turn() as client:
             experiment_id = self._experiment(client)
             _add_tags(client, experiment_id)
-            self.experiment_id = experiment_id
+            self.experiment_id, self.is_connected = experiment_id, True
 
     def create_run(self, name: str, tags: Mapping[str, str], start_ms: int) -> str:
         """Create a run and return its id."""
-        tags = {"mlflow.source.name": "pipebench", **_limited(tags)}
+        tags = {"mlflow.source.name": "pipebench", **_user(), **_limited(tags)}
         with self.turn() as client:
             run = client.create_run(str(self.experiment_id), start_time=start_ms, tags=tags, run_name=name)
         return str(run.info.run_id)
+
+    def run_begun_at(self, name: str, at_ms: int) -> str | None:
+        """Return the id of the experiment's run that began then, milliseconds since the epoch; None without one."""
+        with self.turn() as client:
+            found = client.search_runs([str(self.experiment_id)], f"attributes.start_time = {at_ms}")
+        return next((str(run.info.run_id) for run in found if run.info.run_name == name), None)
 
     def resume_run(self, run_id: str) -> StoredRun | None:
         """Set a run's status to RUNNING again and return it; None if MLflow doesn't know it."""
@@ -125,6 +133,14 @@ class Store(StoreConnection):
         labels = [RunTag(name, value) for name, value in _limited(tags).items()]
         with self.turn() as client:
             client.log_batch(run_id, metrics, entries, labels, synchronous=True)
+
+    def tag(self, run_id: str, name: str, value: str | None) -> None:
+        """Set a tag, or remove it with None."""
+        with self.turn() as client:
+            if value is None:
+                client.delete_tag(run_id, name)
+            else:
+                client.set_tag(run_id, name, value[:MAX_TAG_CHARS])
 
     def forget(self, run_id: str, metrics: Sequence[str], *, after: int = -1) -> bool:
         """Remove values of metrics, by MLflow's names, at steps after one, from a run in this process's own database.
@@ -224,6 +240,14 @@ def _add_tags(client: "MlflowClient", experiment_id: str) -> None:
                 client.set_experiment_tag(experiment_id, name, value)
     except Exception as error:
         _log.debug("the experiment has no view: %s", error)
+
+
+def _user() -> dict[str, str]:
+    """Return who runs this, as MLflow's own `start_run` tags it: on a team's server the column `User`."""
+    try:
+        return {"mlflow.user": getpass.getuser()}
+    except (OSError, KeyError):  # a container's user may have no name
+        return {}
 
 
 def _limited(tags: Mapping[str, str]) -> dict[str, str]:

@@ -53,9 +53,14 @@ def summarise_seeds(results: Sequence[RunResult]) -> dict[str, float]:
 
 
 def seed_medians(results: Sequence[RunResult]) -> dict[str, float]:
-    """Return the medians over several runs of the metrics listed for it, under the metrics' own names."""
+    """Return the medians over several runs of the metrics listed for it, under the metrics' own names.
+
+    A time to the target that not all runs reached is left out: under that name MLflow ranks it with runs that did.
+    """
     samples = _samples(results)
-    return {metric: statistics.median(samples[metric]) for metric in _MEDIAN if metric in samples}
+    missed = any(result.outcome != REACHED for result in results)
+    names = (metric for metric in _MEDIAN if not (missed and metric in _OF_TARGET))
+    return {metric: statistics.median(samples[metric]) for metric in names if metric in samples}
 
 
 def count_reached(results: Sequence[RunResult]) -> dict[str, float]:

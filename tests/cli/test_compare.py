@@ -16,7 +16,7 @@ from pipebench.show.differences import labelled
 from pipebench.tracking import RunLog, Tracking
 from pipebench.tracking.record import LogEntry, RecordFolder, Start
 from pipebench.tracking.results import Recorded
-from pipebench.train.result import Point, RunResult
+from pipebench.train.result import INTERRUPTED, Point, RunResult
 from tests.results import DP, PIPEDREAM
 
 RECIPE = {"name": "quickstart-dp", "train.seed": "0", "train.optimizer.lr": "0.08", "parallelism.mode": "dp"}
@@ -114,7 +114,7 @@ def test_nothing_else_is_overwritten(folder: Path) -> None:
         (("pipedream", "quickstart-pipedream"), r"'quickstart-pipedream' and 'pipedream' are the same run, "),
         (("pipedream", "goes on"), r"\(goes on\) has no result: it is running, or ended without one"),
         (("pipedream", ""), r"got '', allowed are ids"),
-        (("dp, pipedream", "pipedream"), r"got 'dp, pipedream', allowed are"),
+        (("dp, pipedream", "pipedream"), r"comparison: \w{8} \(dp, pipedream\) has no run with a result"),
         (("pipedream",), r"comparison: got a run, \w{8} \(pipedream\); allowed are a comparison, or at least two runs"),
     ],
 )  # fmt: skip
@@ -143,6 +143,25 @@ def test_seeds_of_a_recipe_are_one_row_and_anything_else_has_a_name_of_its_own()
     slower = result(DP, {"train.optimizer.lr": "0.01"})
     assert named(DP_RUN, slower) == ["quickstart-dp 00000000", "quickstart-dp 00000001"]
     assert named(DP_RUN, DP_RUN) == ["quickstart-dp 00000000", "quickstart-dp 00000001"], "measured twice"
+
+
+def test_a_sweep_and_the_rest_of_it_are_one_table(folder: Path, runs: list[RunLog]) -> None:
+    """An interrupted sweep could be compared by naming each of its runs only."""
+    tracking = Tracking("suite")
+    began, ends = result(DP, {"model.width": "2"}), result(DP, {"model.width": "2"}, seed=1)
+    parents = []
+    for name, made in (("first half", (began, replace(ends, outcome=INTERRUPTED))), ("second half", (ends,))):
+        parent = tracking.start(name, params={}, tags={"kind": "comparison"}, virtual=False)
+        for each in made:
+            log = tracking.start("dp", params={"name": each.name}, tags={"kind": "run"}, parent=parent)
+            log.finish(each)
+        parent.finish(None, status="FINISHED")
+        parents.append(str(parent.run_id))
+    found = pipebench.recorded(*parents)
+    assert [(run.result.name, run.result.seed) for run in found.runs] == [(DP.name, 0), (DP.name, 1)]
+    (row,) = found.rows()
+    assert (row["num_reached"], row["num_targeted"]) == (2, 2)
+    assert len(pipebench.recorded(*parents, str(runs[1].run_id), str(log.run_id)).runs) == 3
 
 
 def test_past_runs_are_listed_and_a_comparison_is_shown_by_its_id(folder: Path, runs: list[RunLog]) -> None:

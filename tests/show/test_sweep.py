@@ -1,12 +1,14 @@
 """Sweeps over a quantity: lines along it, which is first where, and their picture."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from pipebench.show.comparison import groups, headings
-from pipebench.show.sweep_lines import Sweep, SweepPoint, sweep_of
+from pipebench.show.comparison import groups, headings, speed_ups
+from pipebench.show.sweep_lines import Sweep, SweepPoint, sweep_of, sweeps_of
 from pipebench.show.sweep_picture import sweep_figure
 from pipebench.show.verdict import verdict
 from pipebench.train.result import COMPLETED, MISSED, REACHED, RunResult
@@ -94,6 +96,61 @@ def test_a_place_that_not_all_seeds_reached_is_not_the_first() -> None:
     }
 
 
+def tried(mode: str, rate: str, *times_s: float | None) -> list[RunResult]:
+    """Runs at a learning rate, one per seed; None for one that missed the target."""
+    varied = {"train.optimizer.lr": rate, "parallelism.mode": mode}
+    recipe = {"name": "q", "train.target.metric": "top1", "train.target.value": "0.9", **varied}
+    return [
+        replace(
+            DP, name=f"q-lr={rate},{mode}", mode=mode, seed=seed, outcome=MISSED if time_s is None else REACHED,
+            metrics={} if time_s is None else {"time_to_accuracy_s": time_s, "epoch_time_s": 1.0},
+            varied=varied, recipe=recipe,
+        )
+        for seed, time_s in enumerate(times_s)
+    ]  # fmt: skip
+
+
+RATES_TRIED = [
+    *tried("dp", "0.01", 8.0, 9.0), *tried("pipedream", "0.01", 4.0, 4.5),
+    *tried("dp", "0.1", None, None), *tried("pipedream", "0.1", None, None),
+    *tried("dp", "1", 2.0, 2.5), *tried("pipedream", "1", 1.0, None),
+]  # fmt: skip
+
+
+def test_where_nobody_reached_the_target_nobody_is_first() -> None:
+    """Such a place was left out, and what was first on either side was called first there, too."""
+    (group,) = groups(RATES_TRIED)
+    along, first = verdict(group)[:2]
+    told = "pipedream at 0.01, none at 0.1, dp at 1"
+    assert along == f"Along train.optimizer.lr, first to the target with every seed: {told}."
+    assert first.startswith("lr=1,dp is first to top1 0.9 with every seed: in 2.25 s, 1.89x as fast as"), (
+        "a rate is chosen, so the first of all counts"
+    )
+    (group,) = groups([run for run in RATES_TRIED if run.varied["train.optimizer.lr"] == "0.1"])
+    assert verdict(group)[0] == "None reached top1 0.9."
+    (group,) = groups([replace(run, outcome=MISSED) for run in RESULTS])
+    assert verdict(group)[0] == "None reached the target.", "of a bandwidth, which nobody chooses, too"
+
+
+def test_a_row_of_a_sweep_is_measured_against_the_dp_run_of_its_own_learning_rate() -> None:
+    """Rates are free, so every dp row fits: it was the first one for all, and dp itself was 4 times as fast as dp."""
+    (group,) = groups(RATES_TRIED)
+    against = {row.name: row.vs_dp for row in group.rows}
+    assert against["lr=1,dp"] == against["lr=0.01,dp"] == 1.0
+    assert against["lr=0.01,pipedream"] == 2.0
+    assert speed_ups(RATES_TRIED)["q-lr=1,pipedream", 0]["speedup_over_dp"] == 2.0
+
+
+def test_rows_with_targets_of_their_own_are_first_to_their_own() -> None:
+    runs = [
+        replace(
+            run, recipe={**run.recipe, "train.target.value": value}, varied={"train.target.value": value}, name=value
+        )
+        for value, run in zip(("0.8", "0.9"), tried("dp", "1", 1.0, 2.0), strict=True)
+    ]
+    assert verdict(groups(runs)[0])[0].startswith("0.8 is first to its own target: in 1.00 s")
+
+
 def test_a_sweep_over_names_is_none() -> None:
     named = [replace(each, varied={"parallelism.mode": each.mode}) for each in RESULTS[:2]]
     (group,) = groups(named)
@@ -113,3 +170,23 @@ def test_the_picture_has_a_line_per_mode_and_the_values_as_written(tmp_path: Pat
     assert next(label.get_text() for label in axes.get_xticklabels()) == "1 Gbit/s"
     sweep_figure(found_sweep()).write(tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").stat().st_size > 1000
+
+
+def test_a_picture_of_seeds_shows_spreads_misses_and_gaps() -> None:
+    (sweep,) = sweeps_of(RATES_TRIED)
+    (axes,) = sweep_figure(sweep).axes
+    drawn = [(line, np.array(line.get_xydata()).tolist()) for line in axes.lines]
+    (line,) = [points for line, points in drawn if line.get_label() == "pipedream"]
+    assert [math.isnan(time_s) for _, time_s in line] == [False, True, False]
+    spans = [(points[0][1], points[1][1]) for line, points in drawn if len(points) == 2 and line.get_marker() == "None"]
+    assert spans == [(8.0, 9.0), (2.0, 2.5), (4.0, 4.5)]
+    assert [points for line, points in drawn if line.get_markerfacecolor() == "white"] == [[[1.0, 1.0]]]
+    assert axes.get_xlabel() == "train.optimizer.lr (hollow: some seeds missed the target)"
+
+
+def test_the_picture_has_room_for_every_place_from_zero_on() -> None:
+    """A marker at the largest value was cut in half, and the last place, which none reached, stood at the edge."""
+    (sweep,) = sweeps_of([run for run in RATES_TRIED if run.varied["train.optimizer.lr"] != "1"])
+    (axes,) = sweep_figure(sweep).axes
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    assert (left < 0.01, right > 0.1, bottom, top > 9.2) == (True, True, 0.0, True)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import shutil
 import socket
 import sqlite3
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy
+from mlflow.tracking import MlflowClient
 
 from pipebench.errors import UserError
 from pipebench.tracking import Tracking, default_uri, read_record, require_writable
@@ -53,6 +55,67 @@ def test_a_store_that_fails_in_mid_run_loses_nothing(
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1
     assert "(disk I/O error); everything is kept in pipebench-results/broken-1. The run goes on." in warning
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+def test_an_artifact_that_is_refused_holds_up_nothing(
+    tracking: Tracking,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    recovers: bool,
+) -> None:
+    """A proxy's 413 for a trace left the run running for ever, without its result."""
+    monkeypatch.setattr(tracking, "_warned_of_artifact", False)
+    run = tracking.start("refused", params={}, tags={})
+    send, refuses = tracking.store.log_artifact, [True]
+
+    def refuse(run_id: str, name: str, content: bytes) -> None:
+        if run_id == run.run_id and name == "trace.json" and refuses:
+            raise OSError("413 Request Entity Too Large")
+        send(run_id, name, content)
+
+    monkeypatch.setattr(tracking.store, "log_artifact", refuse)
+    run.text("trace.json", "[]")
+    run.text("plan.json", "{}")
+    tracking.wake()
+    wait_for(lambda: run._sender.is_empty)
+    assert fetch(run).data.tags["artifacts_missing"] == "trace.json"
+    if recovers:
+        refuses.clear()
+    run.finish(RESULT)
+    data = fetch(run)
+    assert (data.info.status, data.data.metrics["best_top1"]) == ("FINISHED", 0.96)
+    names = {each.path for each in MlflowClient(default_uri()).list_artifacts(str(run.run_id))}
+    assert names == {"plan.json", "result.json", "stages.csv"} | ({"trace.json"} if recovers else set())
+    assert ("artifacts_missing" in data.data.tags) is not recovers
+    kept = rescued(folder, "refused")
+    assert kept.exists() is not recovers
+    told = capsys.readouterr().err
+    assert "doesn't take trace.json (413 Request Entity Too Large); it is kept in pipebench-results/refused-1" in told
+    if not recovers:
+        assert (kept / "trace.json").read_text() == "[]"
+        shutil.rmtree(kept.parent)
+
+
+def test_a_run_that_ends_has_its_comparison_tried_again(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a moment's outage at its start the next try was half a minute away, and its runs were given up."""
+    create, failed = tracking.store.create_run, list[str]()
+
+    def fail_once(name: str, *more: Any) -> str:
+        if not failed:
+            failed.append(name)
+            raise ConnectionError("refused")
+        return create(name, *more)
+
+    monkeypatch.setattr(tracking.store, "create_run", fail_once)
+    parent = tracking.start("parent", params={}, tags={})
+    tracking.wake()
+    wait_for(lambda: parent._failed)
+    child = tracking.start("child", params={}, tags={}, parent=parent)
+    child.finish(RESULT)
+    assert fetch(child).data.tags["mlflow.parentRunId"] == parent.run_id
+    parent.finish(status="FINISHED")
 
 
 def test_a_store_that_recovers_has_everything(

@@ -14,6 +14,8 @@ from pipebench.cli.main import cli
 from pipebench.tracking import Tracking, default_uri
 from pipebench.tracking.left import close_left
 from pipebench.tracking.record import RecordFolder, read_record
+from pipebench.tracking.results import RecordedRuns
+from pipebench.train.result import Point
 from tests.patience import PATIENCE_S
 from tests.recipes import uniform_recipe
 
@@ -134,6 +136,33 @@ def test_a_comparison_ends_after_a_run_whose_end_was_not_awaited() -> None:
             child.finish(status="KILLED")
     parent.finish(status="KILLED")
     assert statuses() == BOTH
+
+
+def test_runs_that_mlflow_never_got_are_sent_when_it_answers() -> None:
+    """They stayed on disk for good: nothing said of which experiment and comparison they were."""
+    tracking = Tracking("unknown")
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fail(*_: object) -> str:
+            raise ConnectionError("no server")
+
+        patch.setattr(tracking.store, "create_run", fail)
+        parent = tracking.start("seeds 0, 1", params={}, tags={"kind": "seeds"})
+        child = tracking.start("child", params={"name": "small"}, tags={"kind": "run"}, parent=parent)
+        child.point(Point(samples=10, clock_s=1.0, metrics={"top1": 0.5}))
+        child.finish(status="FINISHED")
+        parent.finish(status="FINISHED")
+        assert child.where() == "pipebench-results/child-1/ (MLflow did not take it)"
+    other = tracking.start("seeds 0, 1", params={}, tags={"kind": "seeds"})
+    other.finish(status="FINISHED")
+    close_left(default_uri(), [*Path("pipebench-results").iterdir()])
+    assert not Path("pipebench-results").exists()
+    assert points() == [(10, 0.5)]
+    (run,) = [run for run in RecordedRuns().past() if run.kind == "run"]
+    (above,) = [each for each in RecordedRuns().past() if each.ids[0] == run.parent_id]
+    assert above.names == ("seeds 0, 1",)
+    assert above.ids[0] != other.run_id
+    assert (above.outcome, run.outcome, run.began_ms) == ("finished", "finished", child.begun and child.begun.at_ms)
 
 
 def test_a_record_that_is_released_twice_lets_go_of_no_other() -> None:

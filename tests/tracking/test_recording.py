@@ -1,5 +1,6 @@
 """Runs recorded in a real SQLite store."""
 
+import getpass
 import json
 import math
 import re
@@ -9,6 +10,7 @@ import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -249,6 +251,15 @@ def test_each_stage_has_its_memory_in_a_table(finished: RunLog, folder: Path) ->
     assert not [name for name in fetch(finished).data.metrics if "/stage_" in name]
 
 
+def test_a_run_is_its_user_s(finished: RunLog, tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a team's server the column `User` was empty."""
+    assert fetch(finished).data.tags["mlflow.user"] == getpass.getuser()
+    monkeypatch.setattr(getpass, "getuser", Mock(side_effect=OSError("no name")))
+    nobodys = tracking.start("nobody's", params={}, tags={})
+    nobodys.finish(RESULT)
+    assert "mlflow.user" not in fetch(nobodys).data.tags
+
+
 def test_outcome_status_and_parent(finished: RunLog) -> None:
     run = fetch(finished)
     assert run.info.status == "FINISHED"
@@ -355,6 +366,20 @@ def test_a_deleted_experiment_is_used_again(tracking: Tracking) -> None:
     assert experiment.lifecycle_stage == "active"
 
 
+def test_an_experiment_that_is_deleted_in_mid_run_is_restored(tracking: Tracking) -> None:
+    """The rest of the run and its end were refused, and it stayed running for ever."""
+    from mlflow.tracking import MlflowClient
+
+    run = tracking.start("deleted meanwhile", params={}, tags={})
+    run.point(RESULT.points[0])
+    tracking.wake()
+    wait_for(lambda: run._sender.is_empty)
+    MlflowClient(default_uri()).delete_experiment(str(tracking.store.experiment_id))
+    run.finish(RESULT)
+    assert fetch(run).info.status == "FINISHED"
+    assert len(history(run, "curves/top1")) == 1
+
+
 def test_mlflow_says_nothing_itself(tracking: Tracking, capfd: pytest.CaptureFixture[str]) -> None:
     run = tracking.start("silent", params={}, tags={})
     run.finish(RESULT)
@@ -419,6 +444,8 @@ def test_seeds_that_missed_count_but_have_no_time() -> None:
     assert (summary["time_to_accuracy_s_min"], summary["time_to_accuracy_s_max"]) == (1.0, 6.0)
     assert summary["time_to_accuracy_s_std"] == pytest.approx(math.sqrt(7))
     assert summary["epoch_time_s_max"] == 3.0
+    assert seed_medians([*reached, missed]) == {"epoch_time_s": 2.0}, "else the row would rank by its luckier seeds"
+    assert seed_medians(reached)["time_to_accuracy_s"] == 2.0
 
 
 def test_one_seed_has_no_spread_and_none_reached_no_time() -> None:

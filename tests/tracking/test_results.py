@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pipebench
 from pipebench.errors import UserError
 from pipebench.recipe.load import load
 from pipebench.tracking import RunLog, Tracking, recipe_hash, source_version
+from pipebench.tracking.connection import reason_of
 from pipebench.tracking.results import RecordedRuns
 from pipebench.train.result import DIVERGED, INTERRUPTED, RunResult
 from tests.tracking.records import RESULT
@@ -59,6 +61,16 @@ def test_what_has_no_result_of_this_recipe_is_passed_over(tracking: Tracking, fo
     assert RecordedRuns().newest("passed", VERSION) != found
 
 
+def test_a_measured_run_of_another_machine_is_none_of_this_one_s(tracking: Tracking) -> None:
+    """On a team's server a report took durations that a colleague's machine had measured."""
+    mine = recorded(tracking, "measured", RESULT, processor="one", cpus="8")
+    recorded(tracking, "measured", RESULT, processor="another", cpus="8")
+    recorded(tracking, "measured", RESULT, processor="one", **{"resumed.processor": "another"})
+    found = RecordedRuns().newest("measured", VERSION, {"processor": "one"})
+    assert found is not None
+    assert found.run_id == mine.run_id
+
+
 def test_a_run_that_diverged_is_found_because_it_would_again(tracking: Tracking) -> None:
     run = recorded(tracking, "diverged", replace(RESULT, outcome=DIVERGED))
     found = RecordedRuns().newest("diverged", VERSION)
@@ -85,6 +97,19 @@ def test_a_store_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     path.write_text("no database")
     with pytest.raises(UserError, match=rf"MLflow at sqlite:///{path} can't be read: .*not a database"):
         RecordedRuns(f"sqlite:///{path}").newest("two", VERSION)
+
+
+def test_a_server_s_password_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow's own sentence on a server that is down has it."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        server = f"127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(UserError) as told:
+            RecordedRuns(f"http://me:secret@{server}").past()
+    assert str(told.value).startswith(f"MLflow at http://{server} can't be read: ")
+    assert "Connection refused" in str(told.value)
+    assert "secret" not in reason_of("413 Client Error for url: http://me:secret@host/api")
 
 
 def test_a_recipe_s_hash_is_of_all_but_its_name(tmp_path: Path) -> None:
