@@ -23,8 +23,7 @@ from torch import nn
 
 from pipebench.checkpoint.store import MANIFEST, Checkpoints, _sealed
 from pipebench.cli.main import cli
-from pipebench.show import inline
-from tests.dots import write_dot
+from tests import shortcuts
 
 RECIPE = """\
 name: small
@@ -183,7 +182,7 @@ def spoil_all(table: str, source: Path, room: Path, names: Container[str]) -> No
 
 def main(room: Path, names: Container[str]) -> None:
     """Make the runs in `room`, one of them in processes, and spoil them in the ways named of the module's tables."""
-    inline.InlineFigure.write = write_dot  # type: ignore[method-assign,assignment] # as conftest.py has it
+    shortcuts.take(setattr, room / "tables.db")
     source, alone, in_processes = (room / name for name in ("source", "alone", "in-processes"))
     make_run(source)
     make_run(in_processes, "engine.kind=distributed", apart=True)
