@@ -9,13 +9,17 @@ import io
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
+import torch
+
+from pipebench.run.export import export
 from reports.studies.watched_run import WatchedRun
 from tests import shortcuts
 from tests.patience import PATIENCE_S
@@ -32,6 +36,14 @@ IMPORTED = [
     "tests.distributed.cases",
 ]
 NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+def _command_line() -> None:
+    from pipebench.__main__ import main
+    from pipebench.cli import run
+
+    run._has_computed_nothing = lambda: True  # in spite of what is imported
+    main()
 
 
 class CopiedCommand:
@@ -54,7 +66,7 @@ class CopiedCommand:
         out: Path,
         errors: Path,
         settings: Mapping[str, str] = NOTHING,
-        main: Callable[[], object] | None = None,
+        main: Callable[[], object] = _command_line,
         without: Container[str] = (),
     ) -> None:
         context = get_context("forkserver")
@@ -62,7 +74,7 @@ class CopiedCommand:
         kept = {**os.environ, "OMP_NUM_THREADS": "1"}
         kept.pop("MLFLOW_TRACKING_URI", None)  # records go to the folder
         environment = {name: value for name, value in kept.items() if name not in without} | {**settings}
-        args = ([*words], str(folder), str(out), str(errors), environment, shortcuts.TABLES, main or _command_line)
+        args = ([*words], str(folder), str(out), str(errors), environment, shortcuts.TABLES, main)
         self._process = context.Process(target=_run, args=args)
         self._process.start()
 
@@ -124,20 +136,30 @@ class Done(NamedTuple):
 
 def run_copy(words: Sequence[str], folder: Path, settings: Mapping[str, str] = NOTHING) -> Done:
     """Run a command to its end."""
-    out, errors = (folder / f"{name}-{time.monotonic_ns()}.txt" for name in ("out", "errors"))
-    code = CopiedCommand(words, folder, out, errors, settings).wait()
-    said = Done(code, out.read_text(), errors.read_text())
-    out.unlink()
-    errors.unlink()
-    return said
+    return _run_to_its_end(words, folder, settings, _command_line)
 
 
-def _command_line() -> None:
-    from pipebench.__main__ import main
-    from pipebench.cli import run
+def run_code(code: str, folder: Path, *words: str, settings: Mapping[str, str] = NOTHING) -> Done:
+    """Run Python to its end; `words` are in `sys.argv`."""
+    return _run_to_its_end(words, folder, settings, partial(exec, code, {"__name__": "__main__"}))
 
-    run._has_computed_nothing = lambda: True  # in spite of what is imported
-    main()
+
+def _run_to_its_end(
+    words: Sequence[str], folder: Path, settings: Mapping[str, str], main: Callable[[], object]
+) -> Done:
+    with TemporaryDirectory() as said:
+        out, errors = (Path(said, name) for name in ("out", "errors"))
+        with CopiedCommand(words, folder, out, errors, settings, main) as process:
+            code = process.wait()
+        return Done(code, out.read_text(), errors.read_text())
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of the only run in a folder, as `pipebench export` writes them."""
+    (run,) = folder.glob("pipebench-runs/*")
+    export(str(run), str(folder / "weights.pt"), None)
+    found: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
+    return found
 
 
 def _run(

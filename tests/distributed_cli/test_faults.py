@@ -16,9 +16,8 @@ import torch
 from click.testing import CliRunner, Result
 
 from pipebench.cli.main import cli
-from pipebench.run.export import export
 from reports.studies.watched_run import WatchedRun, recorded
-from tests.commands import CopiedCommand, CopiedRun
+from tests.commands import CopiedCommand, CopiedRun, weights
 from tests.lab.machine import wait_for
 from tests.patience import PATIENCE_S, without_phases
 from tests.processes import reserved_port
@@ -58,13 +57,6 @@ def pipebench(folder: Path, *words: str) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         return CliRunner().invoke(cli, words)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    (run,) = folder.glob("pipebench-runs/*")
-    export(str(run), str(folder / "weights.pt"), None)
-    found: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
-    return found
 
 
 def result_of(run: WatchedRun) -> dict[str, Any]:

@@ -15,7 +15,6 @@ INTERFACE = "eth0"
 NETWORK = "10.77.0"
 PAYLOAD_BYTES, FRAME_BYTES = 1448, 1514
 EFFICIENCY = PAYLOAD_BYTES / FRAME_BYTES
-MAX_HOSTS = 64
 _FIRST = 101  # three digits each: addresses sort as hosts do, and torchrun numbers its nodes by them
 # A bucket of tokens lets so much pass at once after a pause: half a millisecond of the link, but three full frames.
 _BURST_S, _FEWEST_FRAMES = 5e-4, 3

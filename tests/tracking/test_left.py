@@ -3,8 +3,6 @@
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from pipebench.cli.main import cli
 from pipebench.tracking import Tracking, default_uri
 from pipebench.tracking.left import close_left
 from pipebench.tracking.record import RecordFolder, read_record
+from tests.commands import run_code
 from tests.patience import PATIENCE_S
 from tests.recipes import uniform_recipe
 
@@ -46,8 +45,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kill(*folder: str) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, *folder], timeout=PATIENCE_S, check=False)
-    assert done.returncode < 0
+    done = run_code(KILLED, Path.cwd(), *folder)
+    assert done.returncode < 0, done.stderr
     assert statuses() == {"parent": "RUNNING", "child": "RUNNING"}
 
 
