@@ -47,8 +47,8 @@ def _draw(figure: Callable[..., Any], of: Sequence[Any], path: Path) -> None:
     if figure in _composed:
         _dot(path)
     else:
-        _composed.add(figure)
         figure(*of).write(path)
+        _composed.add(figure)
 
 
 def write_dot(figure: Any, path: str | os.PathLike[str]) -> None:
