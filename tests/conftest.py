@@ -1,19 +1,17 @@
 """What holds for all tests."""
 
 import gc
-import shutil
 import signal
 import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from pipebench import errors
-from pipebench.tracking import connection
-from tests.dots import write_dot
+from pipebench.show import inline
+from tests import shortcuts
 
 
 def pytest_configure() -> None:
@@ -72,42 +70,22 @@ def _nothing_is_known_from_other_times(tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _tables_are_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fill new stores with the tables that MLflow made in the first: making them takes a second, in every folder.
-
-    Processes that tests start have them made, as users do.
-    """
-    first = tmp_path_factory.mktemp("store") / "mlflow.db"
-    make_tables = connection._make_tables
-
-    def copy(path: Path) -> None:
-        if not first.exists():
-            make_tables(first)
-        shutil.copyfile(first, path)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connection, "_make_tables", copy)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _pictures_are_composed_but_not_rendered() -> Iterator[None]:
-    """Let a figure that is written leave a picture of one dot: rendering is matplotlib's.
-
-    Tests that look at a picture use `rendered`. Processes that tests start render, as users' do.
-    """
-    from pipebench.show import inline
-
+def _runs_take_shortcuts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests that look at a picture use `rendered`. Processes that tests start draw and make tables, as users' do."""
     render = inline.InlineFigure.write
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inline.InlineFigure, "write", write_dot)
+        shortcuts.take(patch.setattr, tmp_path_factory.mktemp("store") / "mlflow.db")
         patch.setattr(inline.InlineFigure, "render", render, raising=False)
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _figures_of_each_kind_are_composed_in_every_file() -> None:
+    shortcuts.compose_again()
+
+
 @pytest.fixture
 def rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have pictures rendered."""
-    from pipebench.show import inline
-
+    """Have pictures composed and rendered."""
     monkeypatch.setattr(inline.InlineFigure, "write", vars(inline.InlineFigure)["render"])
+    monkeypatch.setattr(inline, "draw", lambda figure, of, path: figure(*of).write(path))

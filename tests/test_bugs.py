@@ -166,7 +166,7 @@ SETTINGS = ("engine.threads=2", "engine.tf32=true", "engine.deterministic=false"
     [
         ("run", "quickstart/dp", "quickstart/model", "engine.kind=simulated"),
         ("draw", "quickstart/model"),
-        ("plan", "quickstart/model"),
+        ("plan", "quickstart/model", "--no-others"),
         ("profile", "quickstart/model"),
     ],
     ids=lambda words: words[0],

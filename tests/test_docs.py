@@ -3,10 +3,7 @@
 import itertools
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +25,7 @@ from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
 from pipebench.tracking.view import view_state
 from pipebench.zoo import DATASETS, MODELS
+from tests.commands import run_copy
 from tests.instruction_text import render
 from tests.pictures import draw
 from tests.schedule.moving import Routes, moving, moving_programs
@@ -309,9 +307,7 @@ def _cells(line: str) -> list[str]:
 
 def test_the_quick_start_prints_what_readme_says(tmp_path: Path) -> None:
     """Trains the quick start whole, in a folder of its own; compares what does not vary between machines."""
-    environment = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"} | {"COLUMNS": "110"}
-    command = [sys.executable, "-m", "pipebench", "run", "quickstart"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = run_copy(["run", "quickstart"], tmp_path, {"COLUMNS": "110"})
     assert done.returncode == 0, done.stderr
     assert "quickstart: reached top1 0.95" in done.stdout
     readme = (ROOT / "README.md").read_text().split("## Four ways")[0]

@@ -58,7 +58,9 @@ def digits(starts: list[int], replicas: list[int], **columns: Any) -> Setup:
     model = vgg16(
         width=0.125, batch_norm=True, dropout=0.2, num_classes=10, in_channels=1, image_size=32, init="kaiming"
     )
-    setup = make_setup(model, (starts, replicas), dataset=mnist5k(), minibatch_size=32, **of_layers(model, columns))
+    setup = make_setup(
+        model, (starts, replicas), dataset=mnist5k(), minibatch_size=32, sizes=(8, 16, 32), **of_layers(model, columns)
+    )
     return replace(setup, device=DEVICE)
 
 
@@ -158,9 +160,9 @@ def test_what_is_swapped_comes_back_with_the_same_bits(columns: dict[str, Any]) 
     found = []
     for memory in (None, SOME):
         engine = make_engine(digits([14, 27, 40], [1, 1, 1, 1], memory=memory, **columns))
-        engine.train(0, 12)
+        engine.train(0, 8)
         engine.evaluate()
-        engine.train(12, 8)
+        engine.train(8, 4)
         found.append(parameters_of(engine))
     assert engine.num_bytes["swap-out", "pcie"] == engine.num_bytes["swap-in", "pcie"] > 0
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())

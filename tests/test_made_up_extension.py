@@ -7,9 +7,8 @@ Beside that, what a run that turns no extension on must not load.
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 
@@ -167,59 +166,81 @@ from pipebench.train.engines import on_virtual_clock
 from pipebench.train.loop import TrainingLoop
 TrainingLoop(job, on_virtual_clock(job), Silent(), print).run()
 """
+VPIPE = ("engine.kind=simulated", "parallelism.plan=straight", "parallelism.vpipe.swap=false")
 SMALL = (*DP, "engine.timing=analytic", "dataset.num_train=64", "train.max_epochs=1")
 
 
-def loaded_by(recipe: str, *words: str, runs: str = SIMULATED) -> set[str]:
-    """Return the modules of extensions that a run has loaded, and of torch's compiler, as slow to import as torch."""
-    script = (
-        "import sys; from pipebench.recipe.load import load; from pipebench.train.prepare import prepare\n"
-        f"loaded = load({recipe!r}, {[*words]!r}); job = prepare(loaded.recipe, loaded.cluster)\n{runs}\n"
-        "print(); print(*(name for name in sys.modules if name.startswith(('pipebench.extensions', 'torch._dynamo'))))"
-    )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return {*found.stdout.splitlines()[-1].split()}
+SIMULATED_DP = (*SMALL, "engine.kind=simulated")
+RUNS: dict[str, tuple[str, Sequence[str], str]] = {  # a recipe, its overrides and what it does
+    "simulated": ("quickstart/dp", SIMULATED_DP, SIMULATED),
+    "resolved": ("resolved.yaml", SIMULATED_DP, SIMULATED),
+    "policies": ("quickstart/pipedream", (*SMALL, *VPIPE, "parallelism.vpipe.repartition=false"), SIMULATED),
+    "trained": ("quickstart/dp", (*SMALL, "engine.kind=virtual"), TRAINED),
+    "asynchronous": ("quickstart/dp", (*DP, "engine.kind=simulated", "parallelism.mode=dp-asp"), SIMULATED),
+    "search": ("search/trace", ("engine.kind=simulated", "engine.timing=analytic"), SIMULATED),
+    "moves": ("quickstart/pipedream", (*SMALL, *VPIPE), SIMULATED),
+}
+IMPORTS = "import os, sys; from pipebench.recipe.load import load; from pipebench.train.prepare import prepare"
+IN_A_COPY = """
+if os.fork() == 0:
+    loaded = load({recipe!r}, {words!r})
+    job = prepare(loaded.recipe, loaded.cluster)
+    {does}
+    found = [each for each in sys.modules if each.startswith(("pipebench.extensions", "torch._dynamo"))]
+    print("\\n: {name}", *found, flush=True)
+    os._exit(0)
+assert os.wait()[1] == 0, {name!r}
+"""
 
 
-@pytest.mark.parametrize("runs", [SIMULATED, TRAINED], ids=["simulated", "trained"])
-def test_a_run_without_an_extension_loads_none_of_its_modules(runs: str) -> None:
-    kind = "simulated" if runs == SIMULATED else "virtual"
-    loaded = load("quickstart/dp", [*SMALL, f"engine.kind={kind}"])
-    prepare(loaded.recipe, loaded.cluster)  # computes the profile if none is cached, for which torch needs its compiler
-    assert loaded_by("quickstart/dp", *SMALL, f"engine.kind={kind}", runs=runs) == set()
+@pytest.fixture(scope="module")
+def loaded_by(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """Return by run the modules of extensions that it has loaded, and of torch's compiler, as slow to import as torch.
 
-
-def test_a_resolved_recipe_whose_sections_are_null_loads_none_either(tmp_path: Path) -> None:
-    path = tmp_path / "resolved.yaml"
+    Each is a copy of one process.
+    """
+    folder = tmp_path_factory.mktemp("loading")
     plain = {key: value for key, value in load("quickstart/dp", [*DP]).plain.items() if key != "clamp"}  # only here
-    path.write_text(f"# as a run records it\n{json.dumps(plain)}")
-    assert '"search": null' in path.read_text()
-    assert loaded_by(str(path), *SMALL, "engine.kind=simulated") == set()
+    (folder / "resolved.yaml").write_text(f"# as a run records it\n{json.dumps(plain)}")
+    assert '"search": null' in (folder / "resolved.yaml").read_text()
+    for name in ("simulated", "policies"):
+        loaded = load(RUNS[name][0], [*RUNS[name][1]])
+        prepare(loaded.recipe, loaded.cluster)  # computes its profile if none is cached, which needs torch._dynamo
+    script = IMPORTS + "".join(
+        IN_A_COPY.format(name=name, recipe=recipe, words=[*words], does=does.strip().replace("\n", "\n    "))
+        for name, (recipe, words, does) in RUNS.items()
+    )
+    found = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    lines = [line.split() for line in found.stdout.splitlines() if line.startswith(": ")]
+    return {name: {*modules} for _, name, *modules in lines}
 
 
-def test_a_run_loads_what_it_needs_of_an_extension_and_a_simulation_no_server() -> None:
-    found = loaded_by("quickstart/dp", *DP, "engine.kind=simulated", "parallelism.mode=dp-asp")
-    names = {name.rpartition(".")[2] for name in found}
-    assert names >= {"asynchronous", "program"}
-    assert not names & {"server", "processes", "record", "search"}
+def names(modules: set[str]) -> set[str]:
+    return {each.rpartition(".")[2] for each in modules}
 
 
-def test_a_search_loads_moves_beside_its_own_and_its_simulation_neither_loop_nor_pictures() -> None:
-    found = loaded_by("search/trace", "engine.kind=simulated", "engine.timing=analytic")
-    names = {name.rpartition(".")[2] for name in found}
-    assert names >= {"search", "setup", "simulated"}
-    assert not names & {"asynchronous", "loop", "record"}
+@pytest.mark.parametrize("run", ["simulated", "resolved", "policies", "trained"])
+def test_a_run_without_an_extension_loads_none_of_its_modules(run: str, loaded_by: dict[str, set[str]]) -> None:
+    """Nor does one of a resolved recipe, whose sections are null, or of vPipe's policies where layers stay."""
+    assert loaded_by[run] == set()
 
 
-VPIPE = ("engine.kind=simulated", "parallelism.plan=straight", "parallelism.vpipe.swap=false")
+def test_a_run_loads_what_it_needs_of_an_extension_and_a_simulation_no_server(loaded_by: dict[str, set[str]]) -> None:
+    found = names(loaded_by["asynchronous"])
+    assert found >= {"asynchronous", "program"}
+    assert not found & {"server", "processes", "record", "search"}
 
 
-def test_a_simulation_of_moves_loads_nothing_that_executes_them() -> None:
-    found = loaded_by("quickstart/pipedream", *SMALL, *VPIPE)
-    names = {name.rpartition(".")[2] for name in found}
-    assert names >= {"moves", "program", "simulated_engine", "balancing"}
-    assert not names & {"asynchronous", "search", "worker", "migration", "in_process", "processes", "record"}
+def test_a_search_loads_moves_beside_its_own_and_its_simulation_neither_loop_nor_pictures(
+    loaded_by: dict[str, set[str]],
+) -> None:
+    found = names(loaded_by["search"])
+    assert found >= {"search", "setup", "simulated"}
+    assert not found & {"asynchronous", "loop", "record"}
 
 
-def test_policies_that_vpipe_chooses_need_no_extension_if_layers_stay() -> None:
-    assert loaded_by("quickstart/pipedream", *SMALL, *VPIPE, "parallelism.vpipe.repartition=false") == set()
+def test_a_simulation_of_moves_loads_nothing_that_executes_them(loaded_by: dict[str, set[str]]) -> None:
+    found = names(loaded_by["moves"])
+    assert found >= {"moves", "program", "simulated_engine", "balancing"}
+    assert not found & {"asynchronous", "search", "worker", "migration", "in_process", "processes", "record"}

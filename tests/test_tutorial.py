@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import pipebench
 from pipebench.cli.main import cli
+from tests.commands import run_copy
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +65,7 @@ def test_the_tutorial_s_commands_print_what_it_says(tmp_path: Path, monkeypatch:
         if command.startswith(ELSEWHERE):
             continue
         if "pipebench run" in command:
-            output = in_a_process(command, tmp_path).stdout
+            output = run_copy(command.split()[1:], tmp_path).stdout
             shown = [
                 line for line in shown if not line.startswith(" run ")
             ]  # a narrow terminal breaks the header otherwise
@@ -80,7 +81,7 @@ def test_the_tutorial_s_commands_print_what_it_says(tmp_path: Path, monkeypatch:
 def test_a_model_of_one_s_own_as_readme_has_it(tmp_path: Path) -> None:
     assert write_files(README, tmp_path) == ["mine.py", "mine.yaml"]
     (command,) = (command for command, _ in commands(README) if "mine.yaml" in command)
-    done = in_a_process(command, tmp_path)
+    done = run_copy(command.split()[1:], tmp_path, {"COLUMNS": "110"})
     assert done.returncode == 0, done.stdout + done.stderr
     plans = re.findall(r"^ plan=(\S+) +(\S+(?: = dp)?) ", done.stdout, re.MULTILINE)
     assert sorted(plans) == [("2-2", "2-2"), ("4", "4 = dp"), ("straight", "straight")]  # no pipeline shown twice

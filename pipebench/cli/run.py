@@ -89,16 +89,21 @@ def run(seeds: tuple[int, ...] | None, as_json: bool, json_lines: bool, **asked:
 
 def _run_all(seeds: Sequence[int] | None, *, as_json: bool, json_lines: bool, **asked: Any) -> int:
     """Check and run what is asked for, as a user's command; return the exit code."""
-    is_fresh = sys.platform == "linux" and "torch" not in sys.modules
+    can_copy = sys.platform == "linux" and _has_computed_nothing()
     with without_collector():
         loaded, suite = _to_run(**asked)
     lock = nullcontext() if suite.resumed is None else locked(suite.resumed.path)
-    with lock, _template(loaded) if is_fresh else nullcontext() as template:
+    with lock, _template(loaded) if can_copy else nullcontext() as template:
         preflight_all(loaded, seeds=seeds)
         try:
             return _run(loaded, replace(suite, template=template), seeds, as_json=as_json, json_lines=json_lines)
         except WorkersFailedError as error:  # its launcher has printed why
             return error.exit_code
+
+
+def _has_computed_nothing() -> bool:
+    """Return whether no thread of torch's can be running in this process: it hasn't been imported."""
+    return "torch" not in sys.modules
 
 
 def _template(loaded: Sequence[LoadedRecipe]) -> AbstractContextManager[Template | None]:

@@ -232,7 +232,10 @@ def _nothing_drawn() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
 
     def states() -> list[Any]:
-        return [random.getstate(), repr(numpy.random.get_state()) if numpy is not None else None]
+        if numpy is None:
+            return [random.getstate(), None]
+        name, keys, *others = numpy.random.get_state()
+        return [random.getstate(), (name, keys.tobytes(), *others)]
 
     before = states()
     with _RefuseDraws():

@@ -57,7 +57,7 @@ def record_run(
 
 def record_page(log: RunLog, request: RunRequest, job: Job, result: RunResult) -> None:
     """Record a run's page, which shows the pictures that are recorded already, its plan and its curves."""
-    record_drawn(log, {"plan.png": lambda path: plan_figure(answer_of(job)).write(path)}, "the plan")
+    record_drawn(log, {"plan.png": lambda path: writes(plan_figure, answer_of(job))(path)}, "the plan")
     if result.points:
         record_drawn(log, {"curves.png": writes(curves_figure, [result])}, "the curves")
     _record_page_of(log, lambda: story(request, job.recipe, result, log.folder))

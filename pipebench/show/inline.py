@@ -2,7 +2,7 @@
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,4 +36,9 @@ class InlineFigure(Figure):
 
 def writes(figure: Callable[..., InlineFigure], *of: Any) -> Callable[[Path], None]:
     """Return what draws a figure and writes it to a path."""
-    return lambda path: figure(*of).write(path)
+    return lambda path: draw(figure, of, path)
+
+
+def draw(figure: Callable[..., InlineFigure], of: Sequence[Any], path: Path) -> None:
+    """Draw a figure of these arguments and write it to a path."""
+    figure(*of).write(path)

@@ -32,13 +32,17 @@ class WatchedRun:
         self.folder = folder
         self._seen: set[int] = set()
         self._before = len(self.all_output())
-        with (folder / _OUTPUT).open("ab") as output:
-            self.process = subprocess.Popen(
+        self.process = self.start(words, settings, folder / _OUTPUT)
+
+    def start(self, words: Sequence[str], settings: Mapping[str, str], output: Path) -> Any:
+        """Start the command and return its process, a `subprocess.Popen` or what is asked alike."""
+        with output.open("ab") as file:
+            return subprocess.Popen(
                 [sys.executable, "-m", "pipebench", "run", *words],
-                cwd=folder,
+                cwd=self.folder,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **settings},
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=file,
                 stderr=subprocess.STDOUT,
             )
 
@@ -108,7 +112,8 @@ class WatchedRun:
             TimeoutError: it goes on for longer than `limit_s` seconds.
         """
         self.wait_until(lambda: False, limit_s, "the end of the command")
-        return self.process.wait()
+        code: int = self.process.wait()
+        return code
 
     def signal(self, number: signal.Signals, pids: Iterable[int]) -> None:
         """Send a signal to processes that may have ended by now."""

@@ -1,9 +1,10 @@
 """Ways to spoil what a run has left on the disk: seals broken, or, as by somebody who knows how, made to fit again.
 
-Run as a program it makes two runs, spoils copies of them one after the other and resumes each, all in one process: a
-crash would be seen.
+`main` makes two runs, spoils copies of them one after the other and resumes each, all in one process: a crash would be
+seen.
 """
 
+import faulthandler
 import functools
 import hashlib
 import importlib
@@ -13,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ from torch import nn
 
 from pipebench.checkpoint.store import MANIFEST, Checkpoints, _sealed
 from pipebench.cli.main import cli
-from pipebench.show import inline
-from tests.dots import write_dot
+from tests import shortcuts
 
 RECIPE = """\
 name: small
@@ -133,37 +133,29 @@ def weights_hash(run: Path) -> str:
     return hashlib.sha256(b"".join(value.numpy().tobytes() for _, value in tensors)).hexdigest()
 
 
-def make_run(folder: Path, *words: str, apart: bool = False) -> Path:
-    """Make a run of two checkpoints in a new folder, and return the run's own.
-
-    `apart`: by a command in a process of its own, which imports torch once for all workers: they are copies of it.
-    """
+def make_run(folder: Path, *words: str) -> None:
+    """Make a run of two checkpoints in a new folder."""
     folder.mkdir()
     os.chdir(folder)
     Path("small.yaml").write_text(RECIPE)
-    command = ["run", "small.yaml", *words]
-    if apart:
-        subprocess.run([sys.executable, "-m", "pipebench", *command], check=True, stdout=subprocess.DEVNULL)
-    else:
-        done = CliRunner().invoke(cli, command)
-        assert done.exit_code == 0, done.stderr
+    done = CliRunner().invoke(cli, ["run", "small.yaml", *words])
+    assert done.exit_code == 0, done.stderr
     (run,) = (folder / "pipebench-runs").iterdir()
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == [BEFORE, f"step-{LAST:08d}"]
-    return run
 
 
-def spoil_all(table: str, source: Path, room: Path, names: Container[str]) -> None:
+def spoil_all(table: str, source: Path, room: Path, names: Sequence[str]) -> None:
     """Spoil a copy of a run's folder in each way, resume it, and print what that said, a JSON object per line.
 
     Args:
         table: of ways by name, in the test module.
         source: the folder with the run's `pipebench-runs`.
         room: where the copies go.
-        names: of the ways that are asked for.
+        names: of the ways that are asked for; none are all.
     """
     ways: Mapping[str, Callable[[Left], object]] = getattr(importlib.import_module(TABLES), table)
     for name, way in ways.items():
-        if name not in names:
+        if names and name not in names:
             continue
         folder = room / name.replace(" ", "-").replace("/", "-")
         shutil.copytree(source, folder, symlinks=True)
@@ -181,12 +173,15 @@ def spoil_all(table: str, source: Path, room: Path, names: Container[str]) -> No
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def main(room: Path, names: Container[str]) -> None:
-    """Make the runs in `room`, one of them in processes, and spoil them in the ways named of the module's tables."""
-    inline.InlineFigure.write = write_dot  # type: ignore[method-assign,assignment] # as conftest.py has it
+def main() -> None:
+    """Make runs in the folder that is named first, and spoil them in the ways that are named then, else in all.
+
+    There is a run in processes already, in `in-processes`.
+    """
+    faulthandler.enable()
+    room, names = Path(sys.argv[1]), sys.argv[2:]
     source, alone, in_processes = (room / name for name in ("source", "alone", "in-processes"))
     make_run(source)
-    make_run(in_processes, "engine.kind=distributed", apart=True)
     make_run(room / "other", "train.seed=1")
     shutil.copytree(source, alone)
     shutil.rmtree(next(alone.glob(f"pipebench-runs/*/checkpoints/{BEFORE}")))
@@ -302,4 +297,10 @@ def nested() -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    of_processes = Path(sys.argv[1], "in-processes")
+    of_processes.mkdir()
+    (of_processes / "small.yaml").write_text(RECIPE)
+    words = [sys.executable, "-m", "pipebench", "run", "small.yaml", "engine.kind=distributed"]
+    subprocess.run(words, cwd=of_processes, check=True, stdout=subprocess.DEVNULL)
+    shortcuts.take(setattr, Path(sys.argv[1], "tables.db"))
+    main()

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from tests.checkpoint.spoiling import (
     BEFORE,
     LAST,
+    RECIPE,
     Bomb,
     Left,
     change_json,
@@ -23,6 +22,7 @@ from tests.checkpoint.spoiling import (
     in_part,
     in_progress,
     instead,
+    main,
     nested,
     quantized,
     replaced,
@@ -31,6 +31,7 @@ from tests.checkpoint.spoiling import (
     with_code,
     with_part,
 )  # fmt: skip
+from tests.commands import CopiedCommand, run_copy
 from tests.patience import without_phases
 
 HEAD, COUNT = "head.weight", "1/norm.num_batches_tracked"
@@ -371,7 +372,7 @@ TAKEN: Mapping[str, tuple[Way, str]] = {
     "parts that say whose they are": (in_part(1, lambda data: data.update(written={"step": 3})), ""),
     "other code": (
         of_run(code={"pipebench": "0.0.9+abc", "tests.checkpoint.spoiling": "0" * 64}),
-        f"code has changed since the checkpoint of step {LAST} was written: pipebench, tests, tests.checkpoint, ",
+        f"code has changed since the checkpoint of step {LAST} was written: pipebench, ",
     ),
 }
 TAKEN_WAYS = {name: way for name, (way, _) in TAKEN.items()}
@@ -381,11 +382,9 @@ FOREIGN = {"another run": take_other_run_s}
 Said = Mapping[str, Mapping[str, dict[str, Any]]]
 
 
-def in_subprocess(room: Path, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    places = {"PIPEBENCH_CACHE": str(room), "MLFLOW_TRACKING_URI": f"sqlite:///{room / 'mlflow.db'}"}
-    return subprocess.run(
-        [sys.executable, *words], cwd=cwd, env={**os.environ, **places}, capture_output=True, text=True, check=False
-    )
+def places(room: Path) -> dict[str, str]:
+    """Return where commands keep profiles and records."""
+    return {"PIPEBENCH_CACHE": str(room), "MLFLOW_TRACKING_URI": f"sqlite:///{room / 'mlflow.db'}"}
 
 
 @pytest.fixture(scope="module")
@@ -399,10 +398,15 @@ def said(request: pytest.FixtureRequest, room: Path) -> Said:
     asked = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
     names: set[str] = {*FOREIGN}
     names.update(*(each.params.values() for each in asked if each is not None))
-    words = ("-X", "faulthandler", "-m", "tests.checkpoint.spoiling", str(room))
-    done = in_subprocess(room, *words, *sorted(names))
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"table"')]
-    assert done.returncode == 0, f"after {found[-1:]}: {done.stderr}"
+    folder, out, errors = (room / name for name in ("in-processes", "out.txt", "errors.txt"))
+    folder.mkdir()
+    (folder / "small.yaml").write_text(RECIPE)
+    ran = run_copy(["run", "small.yaml", "engine.kind=distributed"], folder, places(room))
+    assert ran.returncode == 0, ran.stderr
+    with CopiedCommand([str(room), *sorted(names)], room, out, errors, places(room), main) as process:
+        code = process.wait()
+    found = [json.loads(line) for line in out.read_text().splitlines() if line.startswith('{"table"')]
+    assert code == 0, f"after {found[-1:]}: {errors.read_text()}"
     tables: dict[str, dict[str, dict[str, Any]]] = {}
     for answer in found:
         tables.setdefault(answer["table"], {})[answer["name"]] = {**answer, "said": without_phases(answer["said"])}
@@ -484,8 +488,8 @@ def test_processes_refuse_a_spoilt_checkpoint_or_pass_it_over(room: Path, tmp_pa
     (run,) = (folder / "pipebench-runs").iterdir()
     undisturbed = weights_hash(run)
     WAYS["state shape"](Left(run))
-    resume = ("-m", "pipebench", "run", "--resume", run.name)
-    done = in_subprocess(room, *resume, cwd=folder)
+    resume = ("run", "--resume", run.name)
+    done = run_copy(resume, folder, places(room))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(f"pipebench: skipped the checkpoint of step {LAST}: ") == 1
     assert f"{run.name} goes on from minibatch 12" in done.stderr
@@ -493,7 +497,7 @@ def test_processes_refuse_a_spoilt_checkpoint_or_pass_it_over(room: Path, tmp_pa
 
     shutil.rmtree(run / "checkpoints" / BEFORE)
     WAYS["state expanded"](Left(run))
-    done = in_subprocess(room, *resume, cwd=folder)
+    done = run_copy(resume, folder, places(room))
     line = refusal({"code": done.returncode, "said": without_phases(done.stderr)})
     assert line.startswith(f"pipebench: error: --resume: run {run.name} has no checkpoint to go on from: skipped the")
     assert EXPECTED["state expanded"][1] in line

@@ -2,11 +2,10 @@
 
 import json
 import os
-import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,8 @@ import torch
 from pipebench import files
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import MANIFEST, CheckpointFile, Checkpoints
-from tests.patience import PATIENCE_S, wait_for
+from tests.commands import CopiedCommand, run_code
+from tests.patience import wait_for
 
 FIRST, SECOND = 10, 20
 
@@ -340,22 +340,16 @@ print(newest(store), sorted(path.name for path in store.folder.iterdir()))
 """
 
 
-def run_limited(folder: Path, size: int, **options: Any) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(folder), str(size)],
-        capture_output=True, text=True, timeout=PATIENCE_S, check=False, **options,
-    )  # fmt: skip
+def run_limited(folder: Path, size: int, limit: str = "") -> str:
+    done = run_code(f"{limit}\n{LIMITED}", folder.parent, str(folder), str(size))
     assert done.returncode == 0, done.stderr
-    return str(done.stdout)
+    return done.stdout
 
 
 def test_a_limit_on_files_sizes_leaves_the_process_alive(tmp_path: Path) -> None:
     """The system itself refuses; what it said comes out, not what torch's zip writer makes of it."""
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    told = run_limited(tmp_path, 100_000, preexec_fn=limit)
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
+    told = run_limited(tmp_path / "store", 100_000, limit)
     assert told == "failed: File too large\n(10, []) ['step-00000010']\n"
 
 
@@ -440,22 +434,18 @@ from pathlib import Path
 from pipebench.checkpoint.store import Checkpoints
 from tests.checkpoint.test_store import save
 store = Checkpoints(Path(sys.argv[1]))
-print("begin", flush=True)
 for step in range(30, 10**6, 10):
     save(store, step)
 """
 
 
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(saved: Saved) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(saved.store.folder)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "begin\n"
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(saved: Saved, tmp_path: Path) -> None:
+    out, main = tmp_path / "out.txt", partial(exec, KILLED, {})
+    with CopiedCommand([str(saved.store.folder)], tmp_path, out, out, main=main) as process:
         wait_for(lambda: saved.store.steps()[-1] > SECOND + 10)  # and so the one before is whole
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.1)
+        assert process.poll() is None, out.read_text()
         process.kill()
+        process.wait()
     step, _ = newest(saved.store)
     assert step is not None
     assert step > SECOND

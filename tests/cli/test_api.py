@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 import pipebench
 from pipebench.cli.main import cli
 from pipebench.recipe import objects
+from tests.commands import run_copy
 from tests.recipes import uniform_recipe
 
 SIMULATED: dict[str, Any] = {"engine": {"kind": "simulated"}}
@@ -187,8 +188,7 @@ def test_json_is_all_that_is_printed_on_standard_output() -> None:
     """By processes of the run, too."""
     assert json.loads(invoke("run", "small.yaml", "engine.kind=simulated", "--json").stdout)["outcome"] == "completed"
     keys = ("train.max_epochs=1", "engine.kind=distributed", "cluster.count=2", "parallelism.plan=1-1")
-    command = [sys.executable, "-m", "pipebench", "run", "small.yaml", *keys, "--json-lines"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_copy(["run", "small.yaml", *keys, "--json-lines"], Path.cwd())
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert (told[-1]["event"], told[-1]["engine"]) == ("result", "distributed")

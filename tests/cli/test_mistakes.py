@@ -80,7 +80,7 @@ def test_an_output_that_takes_nothing(shell: str, code: int, told: str, tmp_path
 def test_sources_are_read_in_a_locale_of_ascii(tmp_path: Path) -> None:
     """The profile's key hashes the zoo's sources, one of which has a letter that ASCII lacks."""
     (tmp_path / "small.yaml").write_text(uniform_recipe(8, 2000, 250, minibatch_size=250))
-    line = f"{sys.executable} -m pipebench profile quickstart"
+    line = f"{sys.executable} -m pipebench profile {tmp_path}/small.yaml"
     ascii_only = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     environment = {**os.environ, **ascii_only, "PIPEBENCH_CACHE": str(tmp_path)}
     done = subprocess.run(["bash", "-c", line], capture_output=True, cwd=Path(__file__).parents[2], env=environment)

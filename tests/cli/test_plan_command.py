@@ -15,15 +15,12 @@ from pipebench.cli.outputs import is_picture_by
 from pipebench.cli.parameters import MOST_WORKERS, parse_levels
 from pipebench.planner import coarsening
 from pipebench.planner.cost_models import COST_MODELS
-from pipebench.planner.planner import Planner
-from pipebench.planner.plans import PlanEstimate
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import load
 from pipebench.show.plan_picture import MADE_BY
 from pipebench.train.prepare import prepare
 from tests.modes import WHOLE
 from tests.patience import without_phases
-from tests.recipes import uniform_recipe
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "profiles"
 VGG, GNMT = PUBLISHED / "vgg16_v100_b128.graph.txt", PUBLISHED / "gnmt8_v100.graph.txt"
@@ -68,23 +65,13 @@ def graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "small.graph.txt"
 
 
-@pytest.fixture
-def few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "few.yaml").write_text(uniform_recipe(8, 3072, 8, minibatch_size=32))
-    return "few.yaml"
-
-
 @published
 @pytest.mark.parametrize(
     ("profile", "levels", "bottleneck_s"),
     [
         (VGG, "16@1.25e9", 0.0547949),
-        (VGG, "16@3.125e9", 0.0455248),
         (VGG, "4@1e10", 0.1701791),
-        (GNMT, "16@1.25e9", 0.017125),
         (GNMT, "16@3.125e9", 0.011081),
-        (GNMT, "4@1e10", 0.025868),
     ],
     ids=str,
 )
@@ -103,7 +90,7 @@ def test_the_artifacts_cost_model_gives_the_artifacts_bottlenecks(
         pytest.param(profile, cost_model, id=f"{name}-{cost_model}", marks=pytest.mark.slow if slow else ())
         for name, profile in (("vgg16", VGG), ("gnmt8", GNMT))
         for cost_model in COST_MODELS
-        for slow in [name == "gnmt8" and cost_model != "sosp19"]
+        for slow in [(name, cost_model) not in (("vgg16", "overlap"), ("gnmt8", "sosp19"))]
     ],
 )
 def test_no_stage_is_slower_than_the_bottleneck_on_two_levels(profile: Path, cost_model: str) -> None:
@@ -199,7 +186,9 @@ def test_other_modes_are_planned_as_recipes_of_these_modes_are(few: str, overrid
     found = answer(few, *overrides, others=True)
     seen = ("config", "microbatches", "accumulate", "minibatch_s")
     assert {4, 8} & {plan["microbatches"] for plan in found["others"]}
-    for plan in found["others"]:
+    kinds = {(plan["microbatches"], plan["accumulate"]): plan for plan in found["others"]}
+    assert len(kinds) > 2
+    for plan in kinds.values():
         more = overrides[:1] if plan["microbatches"] > 1 else []
         own = answer(few, *more, f"parallelism.mode={plan['mode']}")
         assert [own[key] for key in seen] == [plan[key] for key in seen]
@@ -216,7 +205,7 @@ def test_the_plan_that_a_recipe_names_stands_beside_the_best(few: str) -> None:
     """With its cuts, if it says where; the best is never slower than it."""
     best = answer(few)
     assert best["recipe_plan"] is None
-    for plan, cuts in (("2-2", None), ("3-1", ["layer6"]), ("1-1-1", ["layer1", "layer5"])):
+    for plan, cuts in (("2-2", None), ("3-1", ["layer4"]), ("1-1-1", ["layer1", "layer3"])):
         overrides = [f"parallelism.plan={plan}", *([f"parallelism.cuts=[{','.join(cuts)}]"] if cuts else [])]
         found = answer(few, *overrides)
         named = found["recipe_plan"]
@@ -230,7 +219,7 @@ def test_the_plan_that_a_recipe_names_stands_beside_the_best(few: str) -> None:
     assert wrong.exit_code == 2
     assert "the model has no layer 'layer1.2'" in wrong.stderr
     unknown = invoke(few, "parallelism.plan=2-2", "parallelism.cuts=[w]").stderr
-    assert re.search(r"no layer 'w'; its layers are layer0, .* and 2 more\n", unknown)
+    assert re.search(r"no layer 'w'; its layers are layer0, .*, layer5\n", unknown)
 
 
 def test_2bw_that_waits_with_as_many_in_flight_as_an_update_covers_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,64 +410,6 @@ def test_a_plan_says_how_much_faster_another_can_be(graph: str) -> None:
     assert "at best no plan is more than" in said
 
 
-def test_lists_are_planned_side_by_side() -> None:
-    words = ("quickstart/pipedream", "parallelism.plan=straight", "parallelism.depth=1,4")
-    result = invoke(*words)
-    assert result.exit_code == 0, result.output
-    found = json.loads(invoke(*words, "--json").stdout)
-    assert [each["name"] for each in found] == ["depth=1", "depth=4"]
-    rates = [each["recipe_plan"]["samples_per_s"] for each in found]
-    assert rates[1] > 2 * rates[0]
-    lines = [line.split() for line in result.stdout.splitlines() if line.strip().startswith("depth=")]
-    assert [line[:5] for line in lines[:2]] == [
-        ["depth=1", "straight", "pipedream", "4", "1"],
-        ["depth=4", "straight", "pipedream", "4", "4"],
-    ]
-    assert lines[0][6] == "1.00x"
-    assert float(lines[1][6].removesuffix("x")) == pytest.approx(rates[1] / rates[0], rel=0.01)
-
-
-def test_servers_and_sizes_go_together_when_zipped(few: str) -> None:
-    words = (few, "model.num_layers=3", "cluster.servers=1,2", "train.minibatch_size=32,16")
-    names = [line.split()[0] for line in invoke(*words).stdout.splitlines() if line.strip().startswith("servers=")]
-    assert {*names} == {f"servers={count},minibatch_size={size}" for count in (1, 2) for size in (32, 16)}
-    zipped = json.loads(invoke(*words, "--zip", "--json").stdout)
-    assert [(each["num_workers"], each["minibatch_size"]) for each in zipped] == [(4, 32), (8, 16)]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["plan", "FEW", "--no-others"], "--zip takes the elements of lists together, and no key has one"),
-        (
-            ["plan", "--profile", "x.json", "--levels", "4@1e9"],
-            "--zip goes with a recipe, whose lists it takes together",
-        ),
-        (["run", "FEW", "train.seed=1"], "--zip takes the elements of lists together, and no key has one"),
-        (["run", "--resume", "small-1f0c9a7e"], "--resume goes on with one run: leave out --zip"),
-    ],
-    ids=str,
-)
-def test_zip_without_a_list_is_refused(few: str, words: list[str], said: str) -> None:
-    result = CliRunner().invoke(cli, [*(few if word == "FEW" else word for word in words), "--zip"])
-    assert result.exit_code == 2
-    assert said in result.output
-
-
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list of the modes that are planned, in order, which grows."""
-    names: list[str] = []
-    best = Planner.best
-
-    def counted(self: Planner) -> PlanEstimate:
-        names.append(self.name)
-        return best(self)
-
-    monkeypatch.setattr(Planner, "best", counted)
-    return names
-
-
 def test_the_plan_asked_for_is_printed_before_other_modes_are_planned(
     graph: str, planned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,26 +441,3 @@ def test_other_modes_can_be_left_out(graph: str, planned: list[str]) -> None:
     assert "data parallel" in printed
     assert "pipedream-2bw" not in printed
     assert "took" in printed
-
-
-def test_a_table_of_a_sweep_plans_what_it_shows(planned: list[str]) -> None:
-    assert invoke("quickstart", "parallelism.depth=1,2").exit_code == 0
-    assert planned == ["dp", "pipedream"] * 2 or planned == ["pipedream", "dp"] * 2
-    planned.clear()
-    both: Any = answer("quickstart", "parallelism.depth=1,2", others=True)
-    assert {row["mode"] for row in both[0]["others"]} == {*WHOLE} - {"pipedream"}
-    assert sorted(planned) == sorted([*WHOLE] * 2)
-
-
-def test_a_run_of_a_sweep_without_a_plan_is_a_sentence_below_the_others(few: str) -> None:
-    words = (few, "parallelism.mode=dp", "dataset.num_train=100000000", "train.minibatch_size=64,100000000")
-    result = invoke(*words)
-    assert result.exit_code == 0, result.output
-    assert "minibatch_size=100000000  no plan of mode dp fits" in " ".join(result.stdout.split("\n"))
-    assert "refused" in json.loads(invoke(*words, "--json").stdout)[-1]
-
-
-def test_files_are_for_one_plan(tmp_path: Path) -> None:
-    result = invoke("quickstart", "parallelism.depth=1,2", "--out", str(tmp_path / "plan.json"))
-    assert result.exit_code == 2
-    assert "--out is for one plan, and the recipe makes 2" in result.output

@@ -360,15 +360,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
     )
 
 
-@pytest.fixture
-def _hears_of_a_hangup() -> Iterator[None]:
-    """As where nohup hasn't started pytest."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("_hears_of_a_hangup")
+@pytest.mark.usefixtures("hears_sighup")
 @pytest.mark.parametrize(
     ("signals", "grace_s"), [([signal.SIGINT, signal.SIGINT], 60.0), ([signal.SIGTERM], 0.2), ([signal.SIGHUP], 0.2)]
 )

@@ -2,57 +2,54 @@
 
 import json
 import os
+import runpy
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped] # it has no types of its own
 import pytest
 
 from pipebench.distributed.cores import usable_cores
+from pipebench.distributed.launch import run_workers
+from pipebench.distributed.launch_template import Template, TemplateWorker
+from tests.commands import CopiedCommand
 from tests.distributed.test_launch import ROOT, alive, script, when
 from tests.patience import PATIENCE_S
 
-# A launcher in a process of its own, as a copy of pytest would be no example: workers run a file in plain Python.
-LAUNCHER = """
-import json, os, runpy, sys
-from pathlib import Path
-from pipebench.distributed.launch import run_workers
-from pipebench.distributed.launch_template import Template
-import torch
-folder, program, size, restarts = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-def start(settings, passed):
-    copy = template.start([program, "a b"], settings, passed)
-    (folder / f"started-{settings['RANK']}").write_text("yes")
-    return copy
 
-with Template(lambda: runpy.run_path(sys.argv[1], run_name="__main__")) as template:
-    said = []
-    (folder / "template").write_text(str(template._pid))
-    code = run_workers(start, size, folder, max_restarts=restarts, grace_s=0.2, say=said.append)
-print(json.dumps([code, said]))
-"""
+def launch() -> None:
+    """Be a launcher whose workers run a file in plain Python, in a process that has computed nothing."""
+    folder, program, size, restarts = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+
+    def start(settings: Mapping[str, str], passed: Mapping[str, int]) -> TemplateWorker:
+        copy = template.start([program, "a b"], settings, passed)
+        (folder / f"started-{settings['RANK']}").write_text("yes")
+        return copy
+
+    with Template(lambda: runpy.run_path(sys.argv[1], run_name="__main__")) as template:
+        said: list[str] = []
+        (folder / "template").write_text(str(template._pid))
+        code = run_workers(start, size, folder, max_restarts=restarts, grace_s=0.2, say=said.append)
+    print(json.dumps([code, said]))
 
 
-def launcher(folder: Path, text: str, size: int = 2, restarts: int = 0) -> "subprocess.Popen[str]":
+def launcher(folder: Path, text: str, size: int = 2, restarts: int = 0) -> CopiedCommand:
     """Start workers that run this text."""
     program = script(folder, text)[-1]
-    words = [sys.executable, "-c", LAUNCHER, str(folder), program, str(size), str(restarts)]
-    # Without a buffer, words of a line that several workers print may mix.
-    others = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")
-    environment = {name: value for name, value in os.environ.items() if name not in others}
-    environment["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # as the command has it: a busy machine draws warnings of sockets
-    return subprocess.Popen(
-        words, env={**environment, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    # As the command has it: a busy machine draws warnings of sockets.
+    settings = {"TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONPATH": str(ROOT)}
+    words, out = [str(folder), program, str(size), str(restarts)], folder / "printed.txt"
+    return CopiedCommand(words, folder, out, out, settings, launch, without=["OMP_NUM_THREADS"])
 
 
 def run(folder: Path, text: str, size: int = 2, restarts: int = 0) -> tuple[int, list[str], list[str]]:
     """Return the launcher's exit code, what it said, and what workers wrote to their output."""
     with launcher(folder, text, size, restarts) as process:
-        printed = process.communicate(timeout=PATIENCE_S)[0].splitlines()
+        process.wait()
+    printed = (folder / "printed.txt").read_text().splitlines()
     assert alive(folder) == []
     assert not psutil.pid_exists(int((folder / "template").read_text()))
     code, said = json.loads(printed[-1])
@@ -120,16 +117,15 @@ while attempt == 0:
 def test_copies_that_do_not_stop_are_ended(tmp_path: Path) -> None:
     process = launcher(tmp_path, f"time.sleep({PATIENCE_S})\n")
     with process, when([tmp_path / "up-0-0", tmp_path / "up-0-1"], process.terminate):
-        printed = process.communicate(timeout=PATIENCE_S)[0]
-    assert json.loads(printed)[0] == 130
+        process.wait()
+    assert json.loads((tmp_path / "printed.txt").read_text())[0] == 130
     assert alive(tmp_path) == []
 
 
 def test_no_copy_and_no_template_outlives_the_launcher(tmp_path: Path) -> None:
     process = launcher(tmp_path, f"time.sleep({2 * PATIENCE_S})\n")
     with process, when([tmp_path / "up-0-0", tmp_path / "up-0-1"], process.kill):
-        process.wait()
-    assert process.returncode == -signal.SIGKILL
+        assert process.wait() == -signal.SIGKILL
     wait_until_gone(tmp_path)
 
 
@@ -139,8 +135,8 @@ def test_a_killed_template_is_a_failure_of_its_workers(tmp_path: Path) -> None:
 
     process = launcher(tmp_path, f"time.sleep({2 * PATIENCE_S})\n")
     with process, when([tmp_path / name for name in ("up-0-0", "up-0-1", "started-0", "started-1")], kill):
-        printed = process.communicate(timeout=PATIENCE_S)[0]
-    code, said = json.loads(printed.splitlines()[-1])
+        process.wait()
+    code, said = json.loads((tmp_path / "printed.txt").read_text().splitlines()[-1])
     assert code == 3
     sentence = "pipebench: error: worker process rank 0 ended by SIGKILL (before training began)"
     assert said[0].splitlines()[0] == sentence

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -17,8 +16,8 @@ import torch
 from click.testing import CliRunner, Result
 
 from pipebench.cli.main import cli
-from pipebench.run.export import export
 from reports.studies.watched_run import WatchedRun, recorded
+from tests.commands import CopiedCommand, CopiedRun, weights
 from tests.lab.machine import wait_for
 from tests.patience import PATIENCE_S, without_phases
 from tests.processes import reserved_port
@@ -60,13 +59,6 @@ def pipebench(folder: Path, *words: str) -> Result:
         return CliRunner().invoke(cli, words)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    (run,) = folder.glob("pipebench-runs/*")
-    export(str(run), str(folder / "weights.pt"), None)
-    found: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
-    return found
-
-
 def result_of(run: WatchedRun) -> dict[str, Any]:
     assert run.run_folder is not None
     found: dict[str, Any] = json.loads((run.run_folder / "record" / "result.json").read_text())
@@ -98,7 +90,7 @@ def assert_same_weights(folder: Path, other: Path) -> None:
 
 def test_a_killed_worker_changes_nothing(virtual: Path, tmp_path: Path) -> None:
     """One worker of two is killed as soon as there is a checkpoint; weights and curves are the virtual engine's."""
-    with WatchedRun(tmp_path, IN_PROCESSES) as run:
+    with CopiedRun(tmp_path, IN_PROCESSES) as run:
         assert run.wait_until(run.steps, PATIENCE_S, "a checkpoint")
         run.signal(signal.SIGKILL, [run.workers(0)[1]])
         assert run.wait(PATIENCE_S) == 0, run.output
@@ -163,7 +155,7 @@ def refused_as_running(folder: Path, run_id: str, pid: int) -> bool:
 @pytest.mark.parametrize("kind", ["virtual", pytest.param("distributed", marks=pytest.mark.slow)])
 def test_a_run_that_is_running_is_exported_but_not_gone_on_with(tmp_path: Path, kind: str) -> None:
     """0.1.0 let it be resumed: both trained, and removed each other's checkpoints."""
-    with WatchedRun(tmp_path, (*SMALL, "train.max_epochs=100000", f"engine.kind={kind}")) as run:
+    with CopiedRun(tmp_path, (*SMALL, "train.max_epochs=100000", f"engine.kind={kind}")) as run:
         assert run.wait_until(run.steps, PATIENCE_S, "a checkpoint")
         assert run.run_folder is not None
         run_id = run.run_folder.name
@@ -280,8 +272,8 @@ def test_a_worker_that_lost_another_says_so_where_no_launcher_does(tmp_path: Pat
     with starting_apart(tmp_path, 2, words, words) as (first, second):
         wait_for(lambda: any(tmp_path.glob("pipebench-runs/*/checkpoints/*")), "a checkpoint")
         second.kill()
-        said = first.communicate(timeout=PATIENCE_S)[0]
-        assert first.returncode == 3, said
+        code, said = first.wait(), said_by(tmp_path, 0)
+        assert code == 3, said
     (line,) = [line for line in said.splitlines() if "error" in line]
     assert line.startswith("pipebench: error: rank 0: lost a peer: "), said
 
@@ -289,30 +281,27 @@ def test_a_worker_that_lost_another_says_so_where_no_launcher_does(tmp_path: Pat
 def started_apart(folder: Path, num_per_host: int, *words: Sequence[str]) -> tuple[list[int], str]:
     """Run `starting_apart` to the end; return exit codes and what all said."""
     with starting_apart(folder, num_per_host, *words) as processes:
-        said = "".join(process.communicate(timeout=PATIENCE_S)[0] for process in processes)
-    return [process.returncode for process in processes], without_phases(said)
+        codes = [process.wait() for process in processes]
+    return codes, without_phases("".join(said_by(folder, rank) for rank in range(len(words))))
+
+
+def said_by(folder: Path, rank: int) -> str:
+    """Return what a process that was started apart has said, both streams."""
+    return (folder / f"said-{rank}.txt").read_text()
 
 
 @contextlib.contextmanager
-def starting_apart(folder: Path, num_per_host: int, *words: Sequence[str]) -> Iterator[list["subprocess.Popen[str]"]]:
+def starting_apart(folder: Path, num_per_host: int, *words: Sequence[str]) -> Iterator[list[CopiedCommand]]:
     """Start a process of a run per list of words, as `srun` does: nobody restarts them or says how they ended."""
-    with reserved_port() as reserved:
+    with reserved_port() as reserved, contextlib.ExitStack() as stack:
         place = {"WORLD_SIZE": str(len(words)), "LOCAL_WORLD_SIZE": str(num_per_host), "MASTER_ADDR": "127.0.0.1"}
         place["MASTER_PORT"] = str(reserved.getsockname()[1])
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "pipebench", "run", *own], cwd=folder,
-                env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank % num_per_host)},
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-            for rank, own in enumerate(words)
-        ]  # fmt: skip
-        try:
-            yield processes
-        finally:
-            for process in processes:
-                process.kill()
-                process.communicate()
+        processes = []
+        for rank, own in enumerate(words):
+            settings = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank % num_per_host)}
+            out = folder / f"said-{rank}.txt"
+            processes.append(stack.enter_context(CopiedCommand(["run", *own], folder, out, out, settings)))
+        yield processes
 
 
 def test_a_run_that_isnt_there_is_a_users_mistake(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ PHASES = {
 }
 
 
-OFTEN = {"importing", "joining", "measuring"}  # the others do more of the same
+OFTEN = {"importing", "measuring"}  # the others do more of the same
 
 
 @pytest.mark.parametrize("phase", [pytest.param(p, marks=() if p in OFTEN else pytest.mark.slow) for p in PHASES])

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from reports.studies.watched_run import WatchedRun
-from tests.distributed_cli.test_faults import pipebench, weights
+from tests.commands import weights
+from tests.distributed_cli.test_faults import pipebench
 from tests.patience import PATIENCE_S
 
 RECIPE = """\

@@ -129,14 +129,14 @@ def test_balanced_stages_stay_and_training_is_what_it_was() -> None:
 
 
 def test_throughput_grows_while_it_goes_on() -> None:
-    balanced, _ = played(balancing([1, 2], live=True), 150)
-    drained, _ = played(balancing([1, 2], live=False), 150)
+    balanced, _ = played(balancing([1, 2], live=True), 80)
+    drained, _ = played(balancing([1, 2], live=False), 80)
     bad = make_engine(moving(balancing([1, 2], live=True), balances=False))
-    bad.train(0, 150)
+    bad.train(0, 80)
     assert balanced.clock_s < drained.clock_s < bad.clock_s
 
 
-@pytest.mark.parametrize(("starts", "live"), [((1, 2), False), ((5, 6), True), ((5, 6), False)])
+@pytest.mark.parametrize(("starts", "live"), [((1, 2), False), ((5, 6), True)])
 def test_stages_are_balanced_within_the_memory_of_their_devices(starts: tuple[int, ...], live: bool) -> None:
     free, limit = with_momentum(balancing([*starts], live=live)), 4000
     capped = replace(free, cluster=replace(free.cluster, memory_bytes=limit))

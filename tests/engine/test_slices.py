@@ -1,6 +1,8 @@
 """Tensor slices in the virtual engine: weights, bytes, time and memory."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
 from pipebench.train.simulated import simulate_epoch
 
-RECIPE = {
+RECIPE: dict[str, Any] = {
     "name": "sliced",
     "model": {"name": "gpt2", "num_layers": 2, "width": 16, "num_heads": 4, "vocabulary": 10_000, "max_tokens": 16},
     "dataset": {"name": "king_james", "bptt": 16, "train_tokens": 20_000, "eval_tokens": 1_000},
@@ -27,12 +29,18 @@ SGD = {"lr": 0.5, "momentum": 0.9}
 
 
 def ready(
-    tensor: int, parallelism: dict[str, Any], workers: int = 2, on: str = "cluster-b", **train: Any
+    tensor: int,
+    parallelism: dict[str, Any],
+    workers: int = 2,
+    on: str = "cluster-b",
+    data: Mapping[str, Any] = MappingProxyType({}),
+    **train: Any,
 ) -> tuple[Job, VirtualEngine]:
     """Return a job of so many workers and its engine."""
     trained = {"minibatch_size": 4, "streams": 4, "optimizer": SGD, "max_epochs": 1, **train}
     cluster = {"name": on, "servers": 1, "count": workers * tensor}
     given = {**RECIPE, "train": trained, "cluster": cluster, "parallelism": {**parallelism, "tensor": tensor}}
+    given["dataset"] = {**RECIPE["dataset"], **data}
     (loaded,) = load_mapping(given)
     job = prepare(loaded.recipe, loaded.cluster)
     engine = on_virtual_clock(job)(lambda *loss: None, lambda *unit: None)
@@ -129,7 +137,7 @@ def test_a_segment_takes_what_its_simulation_does() -> None:
 
 @pytest.mark.parametrize("parallelism", [{"mode": "dp"}, {"mode": "pipedream-flush", "plan": "1-1"}])
 def test_what_slices_send_goes_over_pcie_too(parallelism: dict[str, Any]) -> None:
-    job, engine = ready(2, parallelism, on="cluster-a")
+    job, engine = ready(2, parallelism, on="cluster-a", data={"train_tokens": 2_000})
     engine.train(0, job.setup.sampler.minibatches_per_epoch)
     sent = sum(count for kind, _, count in engine.facts()["num_bytes"] if kind != "evaluation")
     could = 2 * 2 * engine.clock_s * 15.76e9

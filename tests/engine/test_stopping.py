@@ -30,7 +30,7 @@ SETUPS: dict[str, Callable[[], Setup]] = {
 }  # fmt: skip
 
 
-def stopped(setup: Setup, after: int) -> tuple[VirtualEngine, int]:
+def stopped(setup: Setup, after: int, count: int = COUNT) -> tuple[VirtualEngine, int]:
     """Train until a stop is asked for after some events; return the engine and the minibatches trained on."""
     stop, events = StopRequest(), []
 
@@ -42,7 +42,7 @@ def stopped(setup: Setup, after: int) -> tuple[VirtualEngine, int]:
     engine = VirtualEngine(setup, Network(setup.cluster), observe, stop=stop)
     if after == 0:
         stop.reason = "interrupted"
-    done = engine.train(0, COUNT)
+    done = engine.train(0, count)
     assert engine.stop_reason == ("interrupted" if stop.reason else None)
     return engine, done
 
@@ -50,23 +50,23 @@ def stopped(setup: Setup, after: int) -> tuple[VirtualEngine, int]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", SETUPS)
 def test_wherever_it_is_asked_to_stop_it_ends_as_if_a_drain_had_been_planned_there(kind: str) -> None:
-    make = SETUPS[kind]
+    make, count = SETUPS[kind], 8
     size = make().pipeline.period
     ended: dict[int, Any] = {}
     for after in range(0, 400, 7):
-        engine, done = stopped(make(), after)
-        assert done == COUNT or done % size == 0
+        engine, done = stopped(make(), after, count)
+        assert done == count or done % size == 0
         if done not in ended:
             planned = make_engine(make())
             if done:
                 planned.train(0, done)
             ended[done] = bits(captured(planned)), planned.clock_s, planned.num_bytes
         assert (bits(captured(engine)), engine.clock_s, engine.num_bytes) == ended[done]
-        if done == COUNT:
+        if done == count:
             break
     assert len(ended) > 2
     assert 0 in ended
-    assert COUNT in ended
+    assert count in ended
 
 
 def test_after_a_stop_nothing_is_trained_any_more() -> None:

@@ -8,8 +8,9 @@ from click.testing import CliRunner
 
 from pipebench.cli.main import cli
 from pipebench.engine.admission import STOPPING, StopRequest, stopping_on_signals
-from reports.studies.watched_run import WatchedRun, recorded
+from reports.studies.watched_run import recorded
 from tests.checkpoint.spoiling import RECIPE
+from tests.commands import CopiedRun
 from tests.patience import PATIENCE_S
 
 
@@ -37,16 +38,13 @@ def test_a_signal_that_is_to_be_ignored_stays_so() -> None:
     assert stop.reason is None
 
 
-@pytest.mark.usefixtures("hears_sighup")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_stopped_run_keeps_a_checkpoint_and_goes_on(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_keeps_a_checkpoint_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl-C; `cli/test_hang_up.py` closes the terminal."""
     (tmp_path / "small.yaml").write_text(RECIPE)
     words = ("small.yaml", "train.checkpoint_every=null", "train.max_epochs=100000")
-    with WatchedRun(tmp_path, words) as run:
+    with CopiedRun(tmp_path, words) as run:
         assert run.wait_until(lambda: "epoch 1" in run.output, PATIENCE_S, "the first evaluation")
-        run.signal(number, [run.process.pid])
+        run.signal(signal.SIGINT, [run.process.pid])
         assert run.wait(PATIENCE_S) == 130, run.output
         assert run.run_folder is not None
         run_id, step = run.run_folder.name, max(run.steps())

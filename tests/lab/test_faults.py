@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner
 
 from pipebench.cli.main import cli
-from pipebench.run.export import export
+from tests.commands import weights
 from tests.lab import launcher
 from tests.lab.findings import Options
 from tests.lab.hosts import Lab
@@ -46,13 +46,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
         result = CliRunner().invoke(cli, ["run", "quickstart", *TRAINING])
         assert result.exit_code == 0, result.output
         return weights(folder)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    (run,) = folder.glob("pipebench-runs/*")
-    export(str(run), str(folder / "weights.pt"), None)
-    found: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
-    return found
 
 
 def result_of(folder: Path) -> dict[str, Any]:

@@ -1,8 +1,5 @@
 """Code of the user's own: what it does wrong is told in a sentence with file and line, what is right runs anywhere."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,172 +10,11 @@ from click.testing import CliRunner, Result
 
 from pipebench.cli.main import cli
 from pipebench.errors import UserCodeError
-from pipebench.recipe.load import load
-from pipebench.recipe.preflight import preflight
-from pipebench.recipe.targets import import_target
-from pipebench.train.profiled_model import initial_model
+from tests.commands import run_copy, weights
+from tests.model.conftest import OWN
 from tests.patience import without_phases
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example"
-CODE = """\
-import os
-import random
-
-import numpy
-import torch
-from torch import nn
-from torch.utils.data import Dataset
-
-IN_A_WORKER = "RANK" in os.environ
-
-
-class Net(nn.Module):
-    def __init__(self, width: int = 8, fails: str = "", hidden: "Unknown | None" = None):
-        super().__init__()
-        if width < 1:
-            raise ValueError(f"width is {width}")
-        self.a, self.leaf, self.b = nn.Linear(2, width), Leaf(fails), nn.Linear(width, 3)
-        with torch.no_grad():
-            self.a.weight[0, 0] += random.random() + numpy.random.rand()
-
-    def forward(self, x):
-        return self.b(self.leaf(torch.tanh(self.a(x))))
-
-
-class Leaf(nn.Module):
-    one_layer = True
-
-    def __init__(self, fails):
-        super().__init__()
-        self.fails, self.calls = fails, 0
-
-    def forward(self, x):
-        self.calls += 1
-        if self.fails == "at once" or (self.fails == "late" and self.calls > 4 and IN_A_WORKER):
-            raise ArithmeticError("tired")
-        if self.fails == "exits":
-            raise SystemExit(0)
-        return x * 1.0
-
-
-class Points(Dataset):
-    def __init__(self, length, fails, at=57):
-        self.length, self.fails, self.at = length, fails, at
-        self.x = torch.randn(length, 2)
-        self.y = (self.x[:, 0] > 0).long()
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, i):
-        if self.fails == "at once" or (self.fails == "late" and i == self.at):
-            raise OSError("disk is gone")
-        if self.fails == "label" and i == 57:
-            return self.x[i], torch.tensor(12)
-        return self.x[i] if self.fails == "single" else (self.x[i], self.y[i])
-
-
-def data(length: int = 100, fails: str = "", held_out: str = ""):
-    return Points(length, fails), Points(20, held_out, 13)
-
-
-def nothing():
-    return 3
-
-
-def leaves():
-    raise SystemExit(0)
-
-
-def right(output, target):
-    return (output.argmax(1) == target).float().mean()
-
-
-def num_right(output, target):
-    return (output.argmax(1) == target).sum()
-
-
-def broken(output, target):
-    raise RuntimeError("metric broke")
-
-
-def summed(output, target):
-    return nn.functional.cross_entropy(output, target, reduction="sum")
-
-
-def constant(output, target):
-    return torch.tensor(1.0)
-
-
-def falling(fraction, power: float = 1.0):
-    return (1 - fraction) ** power
-
-
-def negative(fraction):
-    return 0.5 - fraction
-
-
-class Beyond(BaseException):
-    pass
-
-
-def beyond():
-    raise Beyond("over")
-
-
-class Torn(Points):
-    def __getitem__(self, i):
-        if i == 57:
-            raise Beyond("over") if self.fails == "beyond" else EOFError("cut short")
-        return self.x[i], self.y[i]
-
-
-def torn(length: int = 100, fails: str = ""):
-    return Torn(length, fails), Points(20, "")
-
-
-class Tiring(nn.Module):
-    one_layer = True
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.calls = nn.Linear(2, 3), 0
-
-    def forward(self, x):
-        self.calls += 1
-        if self.calls > 6 and torch.is_grad_enabled():
-            raise Beyond("over")
-        return self.a(x)
-
-
-def tiring():
-    return nn.Sequential(Tiring())
-
-
-def endless(output, target):
-    return output.sum() * float("nan")
-
-
-def frozen():
-    return nn.Linear(2, 3).requires_grad_(False)
-
-
-def strayed(length: int = 100):
-    points = torch.utils.data.TensorDataset(torch.randn(length, 2), torch.arange(length) % 3)
-    return torch.utils.data.Subset(points, [*range(57), 1000, *range(58, length)]), Points(20, "")
-"""
-RECIPE = """\
-name: stranger
-model: {target: "strangers_things:Net"}
-dataset:
-  target: "strangers_things:data"
-  loss: cross_entropy
-  metrics: {top1: top1, right: {target: "strangers_things:right", best: max}}
-train: {minibatch_size: 10, optimizer: {lr: 0.1}, max_epochs: 2}
-cluster: {name: cluster-a}
-parallelism: {mode: dp}
-"""
-OWN = "strangers_things"
 _OPTIMIZER = ("train.optimizer.name=null", "train.optimizer.target=torch.optim:AdamW")
 _SCHEDULE = ("train.schedule.name=null",)
 
@@ -328,19 +164,6 @@ REFUSED: list[tuple[Sequence[str], str]] = [
 ]
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the recipe in a folder of its own, beside its code."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / f"{OWN}.py").write_text(CODE)
-    (tmp_path / "mine" / "cut_short.py").write_text("def f(:\n")
-    (tmp_path / "mine" / "r.yaml").write_text(RECIPE)
-    monkeypatch.chdir(tmp_path / "mine")
-    monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delitem(sys.modules, OWN, raising=False)  # of another test's folder
-    return tmp_path
-
-
 def run(*words: str) -> Result:
     return CliRunner().invoke(cli, ["run", "r.yaml", *words])
 
@@ -396,76 +219,24 @@ def test_other_commands_refuse_alike(command: str) -> None:
     assert CliRunner().invoke(cli, [command, "r.yaml"]).exit_code == 0
 
 
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("verbose", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_worker_processes_tell_once(capfd: pytest.CaptureFixture[str], verbose: bool) -> None:
+def test_worker_processes_tell_once(here: Path, verbose: bool) -> None:
     """What only fails in a worker: exit code 2, one sentence, no restart; the traceback on request."""
     words = [
         *("model.fails=late", "engine.kind=distributed", "engine.device=cpu"),
         *("parallelism.mode=pipedream", "parallelism.plan=1-1"),
     ]
-    result = run(*words, *(["--verbose"] if verbose else []))
-    assert result.exit_code == 2
-    said = result.stderr + capfd.readouterr().err
+    done = run_copy(["run", "r.yaml", *words, *(["--verbose"] if verbose else [])], here / "mine")
+    assert done.returncode == 2
+    said = done.stderr
     if verbose:
         assert "Traceback" in said
-        assert "restart" not in said
+        assert "restart 1 of" not in said
         return
-    phases = [each for each in said.splitlines() if each.startswith("stranger  ")]  # that took long, on a busy machine
-    (line,) = [each for each in said.splitlines() if each not in phases]
+    (line,) = without_phases(said).splitlines()
     assert "stranger: training, epoch 1, minibatch" in line
     assert "tired" in line
     assert f"{OWN}.py:" in line
-
-
-def test_modules_are_found_beside_the_recipe_and_in_the_working_directory(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(here)
-    preflight(load("mine/r.yaml"))
-    monkeypatch.delitem(sys.modules, OWN)
-    (here / "base.yaml").write_text("extends: mine/r.yaml\nname: other\n")
-    preflight(load("base.yaml"))
-    monkeypatch.delitem(sys.modules, OWN)
-    (here / "elsewhere").mkdir()
-    (here / "elsewhere" / "r.yaml").write_text(RECIPE)
-    monkeypatch.chdir(here / "mine")
-    preflight(load("../elsewhere/r.yaml"))
-
-
-def test_two_modules_of_one_name_are_not_mixed_up(here: Path) -> None:
-    (here / "other").mkdir()
-    (here / "other" / f"{OWN}.py").write_text(CODE)
-    (here / "other" / "r.yaml").write_text(RECIPE.replace("stranger\n", "other\n"))
-    result = run("../other/r.yaml")
-    assert result.exit_code == 2
-    assert f"has the name of another module in use, {here}/mine/{OWN}.py: rename one of them" in result.stderr
-
-
-def test_a_module_beside_the_recipe_comes_before_one_in_the_working_directory(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (here / "elsewhere").mkdir()
-    (here / "elsewhere" / f"{OWN}.py").write_text("raise RuntimeError('not this one')\n")
-    monkeypatch.chdir(here / "elsewhere")
-    monkeypatch.delitem(sys.modules, OWN, raising=False)
-    loaded = load("../mine/r.yaml")
-    preflight(loaded)
-    assert type(initial_model(loaded.recipe)).__name__ == "Net"
-
-
-def test_a_module_finds_its_neighbours_before_what_is_installed(here: Path) -> None:
-    (here / "mine" / "omegaconf_of_mine.py").write_text("import colorsys_of_mine\nvalue = colorsys_of_mine.value\n")
-    (here / "mine" / "colorsys_of_mine.py").write_text("def value():\n    return 7\n")
-    assert import_target("omegaconf_of_mine:value")() == 7
-
-
-@pytest.mark.usefixtures("here")
-def test_a_model_is_the_same_in_every_process_whatever_it_draws_from() -> None:
-    loaded = load("r.yaml")
-    preflight(loaded)
-    first, second = (initial_model(loaded.recipe).state_dict() for _ in range(2))
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 @pytest.mark.usefixtures("here")
@@ -506,39 +277,12 @@ def test_the_example_in_processes_and_resumed_has_the_virtual_engine_s_weights(t
     for kind, epochs in (("virtual", 2), ("distributed", 1)):
         folder = tmp_path / kind
         folder.mkdir()
-        done = pipebench("run", *words, f"engine.kind={kind}", f"train.max_epochs={epochs}", folder=folder)
+        done = run_copy(["run", *words, f"engine.kind={kind}", f"train.max_epochs={epochs}"], folder)
         assert done.returncode == 0, done.stderr
         (run_folder,) = (folder / "pipebench-runs").iterdir()
         if epochs < 2:
-            resumed = pipebench("run", "--resume", run_folder.name, "train.max_epochs=2", folder=folder)
+            resumed = run_copy(["run", "--resume", run_folder.name, "train.max_epochs=2"], folder)
             assert resumed.returncode == 0, resumed.stderr
-        exported = pipebench("export", run_folder.name, "--out", "weights.pt", folder=folder)
-        assert exported.returncode == 0, exported.stderr
-        found[kind] = torch.load(folder / "weights.pt", weights_only=True)
+        found[kind] = weights(folder)
     assert found["virtual"].keys() == found["distributed"].keys()
     assert all(torch.equal(tensor, found["distributed"][name]) for name, tensor in found["virtual"].items())
-
-
-def pipebench(*words: str, folder: Path | None = None) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "pipebench", *words], capture_output=True, text=True, check=False, cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600,
-    )  # fmt: skip
-
-
-def test_code_is_found_while_another_thread_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python goes over its finders unguarded; a run's import of MLflow added one meanwhile, and the command failed."""
-
-    class Disturbed(dict[str, Any]):
-        left = 2
-
-        def items(self) -> Any:
-            Disturbed.left -= 1
-            if Disturbed.left >= 0:
-                raise RuntimeError("dictionary changed size during iteration")
-            return super().items()
-
-    monkeypatch.setattr(sys, "path_importer_cache", Disturbed(sys.path_importer_cache))
-    (tmp_path / "found_meanwhile.py").write_text("def made():\n    return 1\n")
-    assert import_target("found_meanwhile:made", [tmp_path])() == 1
-    assert Disturbed.left < 0

@@ -9,8 +9,8 @@ import yaml
 
 RECIPE = """\
 name: small-dp
-model: {name: vgg16, width: 0.125, batch_norm: true, num_classes: 10, in_channels: 1, image_size: 32}
-dataset: {name: mnist5k}
+model: {name: alexnet, width: 0.125, num_classes: 10, in_channels: 1, image_size: 64}
+dataset: {name: mnist5k, image_size: 64}
 train:
   minibatch_size: 32
   optimizer: {name: sgd, lr: 0.02, momentum: 0.9}

@@ -3,8 +3,6 @@
 import logging
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from click.testing import CliRunner
 from pipebench.cli.main import cli
 from pipebench.run import collected_log as module
 from pipebench.run.collected_log import collected_log
-from tests.patience import PATIENCE_S
+from tests.commands import run_code
 from tests.recipes import uniform_recipe
 
 LOG = logging.getLogger("pipebench.test")
@@ -36,7 +34,7 @@ def messages(folder: Path) -> list[str]:
 
 def test_a_killed_process_leaves_its_log_and_a_later_one_adds_to_it(tmp_path: Path) -> None:
     """It was in memory until the end, and then replaced the log of earlier processes."""
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=PATIENCE_S, check=False)
+    done = run_code(KILLED, tmp_path, str(tmp_path))
     assert done.returncode == -signal.SIGKILL
     assert messages(tmp_path) == ["before the record", "before the kill"]
     with collected_log(False) as collected:

@@ -3,8 +3,6 @@
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from pipebench.tracking.left import close_left
 from pipebench.tracking.record import RecordFolder, read_record
 from pipebench.tracking.results import RecordedRuns
 from pipebench.train.result import Point
+from tests.commands import run_code
 from tests.patience import PATIENCE_S
 from tests.recipes import uniform_recipe
 
@@ -48,8 +47,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kill(*folder: str) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, *folder], timeout=PATIENCE_S, check=False)
-    assert done.returncode < 0
+    done = run_code(KILLED, Path.cwd(), *folder)
+    assert done.returncode < 0, done.stderr
     assert statuses() == {"parent": "RUNNING", "child": "RUNNING"}
 
 

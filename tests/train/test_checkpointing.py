@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,10 @@ from pipebench.engine.engine import TrainingEngine
 from pipebench.train.checkpointing import CheckpointPolicy
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.loop import TrainingLoop
+from tests.commands import run_code
 from tests.patience import PATIENCE_S
-from tests.train.test_training import Silent, checkpointed, kept
+from tests.train.test_going_on import checkpointed, kept
+from tests.train.test_training import Silent
 
 
 class Held(Checkpoints):
@@ -109,9 +109,9 @@ def die_behind_training(folder: Path) -> None:
 
 def test_a_kill_while_one_is_written_leaves_the_one_before(tmp_path: Path) -> None:
     line = f"from pathlib import Path; from {__name__} import *; die_behind_training(Path({str(tmp_path)!r}))"
-    done = subprocess.run([sys.executable, "-c", line], capture_output=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    assert done.stdout.startswith(b"stage-0")
+    done = run_code(line, tmp_path)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert done.stdout.startswith("stage-0")
     store = Checkpoints(tmp_path / "kept")
     found, told = store.latest()
     assert found is not None

@@ -1,6 +1,7 @@
 """Rates of torch's schedulers by samples seen, and by samples per update: against loops that step them."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -136,7 +137,8 @@ def test_a_scheduler_that_ends_too_early_is_told() -> None:
         ("linear", pipeline_of(1, 1, accumulate=2), [2.0, 2.0]),
         ("sqrt", pipeline_of(4, flushes=True), [2.0]),
         ("sqrt", pipeline_of(9, 4), [3.0, 2.0]),
-        ("replicas", pipeline_of(3, 1, accumulate=2), [1.0, 1 / 3]),
+        ("replicas", pipeline_of(3, 1, 2, accumulate=2), [1.0, 1 / 3, 2 / 3]),
+        ("replicas", pipeline_of(3, 1, 2, flushes=True), [1.0, 1.0, 1.0]),  # all average over the same minibatches
         ("none", pipeline_of(3, 1), [1.0, 1.0]),
     ],
 )
@@ -164,3 +166,44 @@ def test_scaled_rates_warm_up_from_zero_to_the_scaled_rate() -> None:
 
 def test_recipes_may_name_the_scalings_there_are() -> None:
     assert CHOICES["train.optimizer.lr_scaling"] == tuple(LR_SCALINGS)
+
+
+def rate_of(schedule: ScheduleRecipe) -> Any:
+    given = TrainRecipe(minibatch_size=10, max_epochs=10, schedule=schedule, optimizer=OptimizerRecipe(lr=1.0))
+    return learning_rate(given, pipeline_of(1), num_train=100)
+
+
+def test_learning_rate_schedules() -> None:
+    step = rate_of(ScheduleRecipe("step", every_epochs=3, factor=0.1))
+    assert [step(0, before, 10) for before in (0, 299, 300, 599, 600)] == pytest.approx([1, 1, 0.1, 0.1, 0.01])
+    cosine = rate_of(ScheduleRecipe("cosine", warmup_epochs=1))
+    assert [cosine(0, before, 10) for before in (0, 10, 90, 100)] == pytest.approx([0.1, 0.2, 1.0, 1.0])
+    assert cosine(0, 550, 10) == pytest.approx(0.5)
+    assert 0 < cosine(0, 990, 10) < 0.001
+    polynomial = rate_of(ScheduleRecipe("polynomial", power=2, warmup_epochs=1))
+    assert [polynomial(0, before, 10) for before in (0, 90, 100, 500, 900)] == pytest.approx([0.1, 1, 0.81, 0.25, 0.01])
+    assert rate_of(ScheduleRecipe())(0, 12345, 10) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "annealing_epochs", "expected"),
+    [
+        (ScheduleRecipe(), 4.0, 4.0),
+        (ScheduleRecipe(), None, 2.5),  # a quarter of ten epochs
+        (ScheduleRecipe("step", every_epochs=4, factor=1.0), None, 1.0),  # of the time until the first drop
+        (ScheduleRecipe(warmup_epochs=1), None, 5.0),  # five warm-ups
+    ],
+)
+def test_pipemare_s_rates_grow_to_the_recipe_s(
+    schedule: ScheduleRecipe, annealing_epochs: float | None, expected: float
+) -> None:
+    """Stage i of 4 has lr / tau_i^p, p = 1 - min(k / K, 1), tau_i = 3 - i, where that is more than 1."""
+    given = TrainRecipe(minibatch_size=10, max_epochs=10, schedule=schedule, optimizer=OptimizerRecipe(lr=1.0))
+    pipeline = Pipeline((1,) * 4, chain(4), "1f1b", False, 4, weights="correct")
+    rate = learning_rate(given, pipeline, 100, annealing_epochs)
+    plain = learning_rate(given, replace(pipeline, weights="stash"), 100, annealing_epochs)
+    for before in (0, 50, 100, 200, 390, 500, 990):
+        p = 1 - min(before / 100 / expected, 1)
+        for stage, tau in enumerate((3, 2, 1, 1)):
+            assert rate(stage, before, 10) == pytest.approx(plain(stage, before, 10) / tau**p)
+    assert learning_rate(given, pipeline, 100, 0.0)(0, 0, 10) == plain(0, 0, 10)

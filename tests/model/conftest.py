@@ -1,0 +1,179 @@
+"""A model and data of the user's own in a folder, which do wrong what they are asked to."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+CODE = """\
+import os
+import random
+
+import numpy
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+IN_A_WORKER = "RANK" in os.environ
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8, fails: str = "", hidden: "Unknown | None" = None):
+        super().__init__()
+        if width < 1:
+            raise ValueError(f"width is {width}")
+        self.a, self.leaf, self.b = nn.Linear(2, width), Leaf(fails), nn.Linear(width, 3)
+        with torch.no_grad():
+            self.a.weight[0, 0] += random.random() + numpy.random.rand()
+
+    def forward(self, x):
+        return self.b(self.leaf(torch.tanh(self.a(x))))
+
+
+class Leaf(nn.Module):
+    one_layer = True
+
+    def __init__(self, fails):
+        super().__init__()
+        self.fails, self.calls = fails, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.fails == "at once" or (self.fails == "late" and self.calls > 4 and IN_A_WORKER):
+            raise ArithmeticError("tired")
+        if self.fails == "exits":
+            raise SystemExit(0)
+        return x * 1.0
+
+
+class Points(Dataset):
+    def __init__(self, length, fails, at=57):
+        self.length, self.fails, self.at = length, fails, at
+        self.x = torch.randn(length, 2)
+        self.y = (self.x[:, 0] > 0).long()
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, i):
+        if self.fails == "at once" or (self.fails == "late" and i == self.at):
+            raise OSError("disk is gone")
+        if self.fails == "label" and i == 57:
+            return self.x[i], torch.tensor(12)
+        return self.x[i] if self.fails == "single" else (self.x[i], self.y[i])
+
+
+def data(length: int = 100, fails: str = "", held_out: str = ""):
+    return Points(length, fails), Points(20, held_out, 13)
+
+
+def nothing():
+    return 3
+
+
+def leaves():
+    raise SystemExit(0)
+
+
+def right(output, target):
+    return (output.argmax(1) == target).float().mean()
+
+
+def num_right(output, target):
+    return (output.argmax(1) == target).sum()
+
+
+def broken(output, target):
+    raise RuntimeError("metric broke")
+
+
+def summed(output, target):
+    return nn.functional.cross_entropy(output, target, reduction="sum")
+
+
+def constant(output, target):
+    return torch.tensor(1.0)
+
+
+def falling(fraction, power: float = 1.0):
+    return (1 - fraction) ** power
+
+
+def negative(fraction):
+    return 0.5 - fraction
+
+
+class Beyond(BaseException):
+    pass
+
+
+def beyond():
+    raise Beyond("over")
+
+
+class Torn(Points):
+    def __getitem__(self, i):
+        if i == 57:
+            raise Beyond("over") if self.fails == "beyond" else EOFError("cut short")
+        return self.x[i], self.y[i]
+
+
+def torn(length: int = 100, fails: str = ""):
+    return Torn(length, fails), Points(20, "")
+
+
+class Tiring(nn.Module):
+    one_layer = True
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.calls = nn.Linear(2, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 6 and torch.is_grad_enabled():
+            raise Beyond("over")
+        return self.a(x)
+
+
+def tiring():
+    return nn.Sequential(Tiring())
+
+
+def endless(output, target):
+    return output.sum() * float("nan")
+
+
+def frozen():
+    return nn.Linear(2, 3).requires_grad_(False)
+
+
+def strayed(length: int = 100):
+    points = torch.utils.data.TensorDataset(torch.randn(length, 2), torch.arange(length) % 3)
+    return torch.utils.data.Subset(points, [*range(57), 1000, *range(58, length)]), Points(20, "")
+"""
+RECIPE = """\
+name: stranger
+model: {target: "strangers_things:Net"}
+dataset:
+  target: "strangers_things:data"
+  loss: cross_entropy
+  metrics: {top1: top1, right: {target: "strangers_things:right", best: max}}
+train: {minibatch_size: 10, optimizer: {lr: 0.1}, max_epochs: 2}
+cluster: {name: cluster-a}
+parallelism: {mode: dp}
+"""
+OWN = "strangers_things"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the recipe in a folder of its own, beside its code."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / f"{OWN}.py").write_text(CODE)
+    (tmp_path / "mine" / "cut_short.py").write_text("def f(:\n")
+    (tmp_path / "mine" / "r.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path / "mine")
+    monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delitem(sys.modules, OWN, raising=False)  # of another test's folder
+    return tmp_path

@@ -1,0 +1,63 @@
+"""What runs of tests leave out: pictures that nobody looks at, and MLflow's tables made anew for every store.
+
+They take more than half of a small run's time.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, PngImagePlugin
+
+from pipebench.show import inline
+from pipebench.tracking import connection
+
+TABLES = Path()  # the first store, which conftest.py names
+
+_composed: set[object] = set()  # the figures that were composed since a test file began
+_make_tables = connection._make_tables
+
+
+def take(replace: Callable[[object, str, object], object], tables: Path) -> None:
+    """Take all shortcuts: `replace` sets an attribute; new stores are copies of the one in `tables`, which is made.
+
+    The first figure of each kind is composed: arguments that its function doesn't take would be noticed.
+    """
+    global TABLES
+    TABLES = tables
+
+    def copy(path: Path) -> None:
+        if not tables.exists():
+            _make_tables(tables)
+        shutil.copyfile(tables, path)
+
+    replace(connection, "_make_tables", copy)
+    replace(inline.InlineFigure, "write", write_dot)
+    replace(inline, "draw", _draw)
+
+
+def compose_again() -> None:
+    """Let the next figure of each kind be composed."""
+    _composed.clear()
+
+
+def _draw(figure: Callable[..., Any], of: Sequence[Any], path: Path) -> None:
+    if figure in _composed:
+        _dot(path)
+    else:
+        figure(*of).write(path)
+        _composed.add(figure)
+
+
+def write_dot(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write a picture of one dot, with what a figure's file says of who made it."""
+    _dot(path, figure.made_by)
+
+
+def _dot(path: str | os.PathLike[str], made_by: str | None = None) -> None:
+    about = PngImagePlugin.PngInfo()
+    if made_by is not None:
+        about.add_text("Software", made_by)
+    Image.new("1", (1, 1)).save(path, format="png", pnginfo=about)

@@ -1,0 +1,303 @@
+"""Runs with checkpoints: going on with them, when they are made, what they cost, and stops that end with one."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from pipebench.checkpoint.progress import SavedProgress
+from pipebench.checkpoint.store import Checkpoint, CheckpointFile, Checkpoints
+from pipebench.engine.admission import StopRequest
+from pipebench.engine.engine import TrainingEngine
+from pipebench.recipe.schema import (
+    PeriodRecipe,
+)
+from pipebench.train.checkpointing import CheckpointPolicy, resume_point
+from pipebench.train.curves import Curves
+from pipebench.train.engines import on_virtual_clock
+from pipebench.train.job import Job
+from pipebench.train.loop import TrainingLoop
+from pipebench.train.result import DIVERGED, INTERRUPTED, MISSED, Point, RunResult
+from tests.train.test_training import Silent, prepared, recipe, train
+
+
+def kept(
+    given: Job,
+    checkpoints: Checkpoints,
+    found: Checkpoint | None = None,
+    on_point: Callable[[Point], None] = lambda point: None,
+) -> tuple[RunResult, Any]:
+    """Train with checkpoints; return the result and the engine."""
+    engines: list[Any] = []
+
+    def make(*told: Any) -> Any:
+        engines.append(on_virtual_clock(given)(*told))
+        return engines[-1]
+
+    goes_on = None if found is None else resume_point(found, given)
+    result, _ = TrainingLoop(given, make, Silent(), on_point, CheckpointPolicy(checkpoints, goes_on)).run()
+    return result, engines[0]
+
+
+def checkpointed(max_epochs: int = 3) -> Job:
+    """A run that drains for checkpoints twice per epoch of 12 minibatches."""
+    every = PeriodRecipe(minibatches=5)
+    return prepared(recipe(max_epochs=max_epochs, checkpoint_every=every), plan=([4], [2, 1]))
+
+
+@pytest.mark.parametrize("step", [5, 12, 15, 30])
+def test_a_run_that_goes_on_ends_like_one_that_never_stopped(tmp_path: Path, step: int) -> None:
+    whole, engine = kept(checkpointed(), Checkpoints(tmp_path / "whole", keep=99))
+    assert Checkpoints(tmp_path / "whole").steps() == [5, 10, 12, 15, 20, 25, 30, 35, 36]  # 12 is best
+    found = Checkpoints(tmp_path / "whole").at(step)
+    told: list[Point] = []
+    resumed, again = kept(checkpointed(), Checkpoints(tmp_path / "again"), found, told.append)
+    for mine, theirs in zip(again.replicas, engine.replicas, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.tensors().values(), theirs.tensors().values(), strict=True))
+    # All are told of, also those before the checkpoint: whoever queued them may have died before they were recorded.
+    assert resumed.points == whole.points == tuple(told)
+    assert resumed.sentence == whole.sentence
+    same = {name: value for name, value in whole.metrics.items() if name not in ("wall_time_s", "start_time_s")}
+    assert {name: resumed.metrics[name] for name in same} == pytest.approx(same)
+
+
+def rarely_saved() -> Job:
+    """A run that evaluates thrice per epoch of 12 minibatches, and writes a checkpoint every epoch."""
+    given = recipe(evaluate_every=PeriodRecipe(minibatches=4), checkpoint_every=PeriodRecipe(epochs=1))
+    return prepared(given, lr=0.9, plan=([4], [2, 1]))
+
+
+def test_the_best_point_is_the_first_of_the_best_that_are_numbers() -> None:
+    nan, draw = float("nan"), random.Random(0)
+    for better in ("min", "max"):
+        curves = Curves(None, {"top1": better})
+        assert curves.best_point is None
+        for index in range(40):
+            curves.add(
+                Point(index, index, {"top1": draw.choice([nan] if index < 3 else [nan, 1.0, 2.0, 3.0])}), 0.0, 0.0
+            )
+            numbers = [point for point in curves.points if point.metrics["top1"] == point.metrics["top1"]]
+            values = [point.metrics["top1"] for point in numbers]
+            extreme = (min if better == "min" else max)(values, default=nan)
+            expected = next((point for point in numbers if point.metrics["top1"] == extreme), curves.points[0])
+            assert curves.best_point is expected
+
+
+def test_what_a_checkpoint_has_of_the_curves_costs_training_little(tmp_path: Path) -> None:
+    """Copying every number of 18,000 points took half a second, and their text of twice the length two seconds more."""
+    store = Checkpoints(tmp_path, keep=99)
+    kept(checkpointed(), store)
+    checkpoint = store.at(36)
+    saved = SavedProgress.from_json(checkpoint.progress)
+    data = saved.to_json()
+    assert data["points"] == saved.points
+    assert data["points"] is not saved.points
+    assert data["points"][0] is saved.points[0]
+    assert "\n" not in (checkpoint.path / "manifest.json").read_text()
+
+
+def test_checkpoints_may_be_rarer_than_evaluations(tmp_path: Path) -> None:
+    """Every evaluation wrote one, whatever the recipe asked for."""
+    store = Checkpoints(tmp_path / "whole", keep=99)
+    whole, engine = kept(rarely_saved(), store)
+    values = [point.metrics["top1"] for point in whole.points]
+    best = {4 * (index + 1) for index, value in enumerate(values) if value > max(values[:index], default=-1.0)}
+    assert len(values) == 9
+    assert {*store.steps()} == {12, 24, 36} | best
+    assert len(store.steps()) < 9
+    for step in store.steps():
+        resumed, again = kept(rarely_saved(), Checkpoints(tmp_path / f"from {step}"), store.at(step))
+        assert resumed.points == whole.points
+        for mine, theirs in zip(again.replicas, engine.replicas, strict=True):
+            pairs = zip(mine.tensors().values(), theirs.tensors().values(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), step
+
+
+def test_checkpoint_drains_are_part_of_the_recipe() -> None:
+    """They are drains like any other: an evaluation there changes nothing, none there changes the weights."""
+    drained, plain = checkpointed(), prepared(recipe())
+    results = [train(given)[0].points[-1].metrics["train_loss"] for given in (drained, plain)]
+    assert results[0] != results[1]
+
+
+class Full(Checkpoints):
+    """A disk that is full from some step on."""
+
+    def write_part(self, step: int, part: str, state: Any) -> CheckpointFile:
+        if step > 10:
+            raise OSError(28, "No space left on device")
+        return super().write_part(step, part, state)
+
+
+class Noted(Silent):
+    """Progress that keeps notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_a_full_disk_costs_checkpoints_but_not_the_run(tmp_path: Path) -> None:
+    progress, given = Noted(), checkpointed()
+    result, _ = TrainingLoop(
+        given, on_virtual_clock(given), progress, lambda point: None, CheckpointPolicy(Full(tmp_path, keep=9))
+    ).run()
+    assert result.outcome == MISSED
+    assert progress.notes[0].startswith("no checkpoint at minibatch 12: [Errno 28] No space left on device; the one")
+    assert Checkpoints(tmp_path).latest()[0] is not None
+    assert Checkpoints(tmp_path).steps() == [5, 10]
+
+
+class Stopped:
+    """An engine that another process has asked to stop after some minibatches."""
+
+    def __init__(self, engine: Any, after: int, reason: str) -> None:
+        self._engine, self._left, self._reason = engine, after, reason
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @property
+    def stop_reason(self) -> str | None:
+        return self._reason if self._left <= 0 else None
+
+    def train(self, first: int, count: int) -> int:
+        done = min(count, max(0, self._left))
+        self._left -= count
+        return int(self._engine.train(first, done))
+
+
+@pytest.mark.parametrize(
+    ("reason", "outcome", "steps"), [("interrupted", INTERRUPTED, [5, 8]), ("diverged: x", DIVERGED, [5])]
+)
+def test_an_agreed_stop_ends_with_a_checkpoint_unless_the_weights_are_lost(
+    tmp_path: Path, reason: str, outcome: str, steps: list[int]
+) -> None:
+    given = checkpointed()
+    result, _ = TrainingLoop(
+        given,
+        lambda *told: cast("TrainingEngine", Stopped(on_virtual_clock(given)(*told), 8, reason)),
+        Silent(),
+        lambda point: None,
+        CheckpointPolicy(Checkpoints(tmp_path)),
+    ).run()
+    assert result.outcome == outcome
+    assert Checkpoints(tmp_path).steps() == steps
+    assert result.sentence == ("interrupted after 32 samples" if outcome == INTERRUPTED else reason)
+
+
+@pytest.mark.parametrize("step", [12, 36])
+def test_a_run_stopped_right_before_an_evaluation_goes_on_with_it(tmp_path: Path, step: int) -> None:
+    whole, _ = kept(checkpointed(), Checkpoints(tmp_path / "whole"))
+    given, checkpoints = checkpointed(), Checkpoints(tmp_path / "stopped")
+    TrainingLoop(
+        given,
+        lambda *told: cast("TrainingEngine", Stopped(on_virtual_clock(given)(*told), step, "interrupted")),
+        Silent(),
+        lambda point: None,
+        CheckpointPolicy(checkpoints),
+    ).run()
+    found, _ = checkpoints.latest()
+    assert found is not None
+    assert (found.step, len(found.progress["points"])) == (step, step // 12 - 1)
+    resumed, _ = kept(checkpointed(), Checkpoints(tmp_path / "again"), found)
+    assert (resumed.points, resumed.sentence) == (whole.points, whole.sentence)
+
+
+def test_totals_add_up_over_plans_and_rates_are_of_the_last(tmp_path: Path) -> None:
+    """An epoch under one plan, one under another, one under the first again."""
+    plans: list[Any] = [([4], [2, 1]), ([2, 4], [1, 1, 1]), ([4], [2, 1])]
+    alone = [train(prepared(recipe(max_epochs=1, target=None), plan=plan))[0].metrics for plan in plans]
+    store, result = Checkpoints(tmp_path), None
+    for index, plan in enumerate(plans):
+        given = prepared(recipe(max_epochs=index + 1, target=None), plan=plan)
+        result, _ = kept(given, store, store.latest()[0])
+        metrics = result.metrics
+        for name in alone[0]:
+            if name.startswith("comm_bytes") and "per_sample" not in name:
+                assert metrics[name] == sum(each.get(name, 0) for each in alone[: index + 1]), name
+        for name in (
+            "epoch_time_s",
+            "throughput_samples_per_s",
+            *(each for each in alone[index] if "per_sample" in each),
+        ):
+            assert metrics[name] == pytest.approx(alone[index][name]), name
+        assert metrics["training_time_s"] == pytest.approx(sum(each["training_time_s"] for each in alone[: index + 1]))
+        assert metrics.get("workers_counted_from_samples", 0) == 46 * index
+        assert [f"since epoch {index}" in note for note in result.notes.values()] == [True] * (index > 0)
+    assert "lost_time_s" not in metrics
+
+
+def test_lost_time_adds_up(tmp_path: Path) -> None:
+    store, given = Checkpoints(tmp_path), checkpointed(1)
+    kept(given, store)
+    for index in range(1, 3):
+        given = checkpointed(index + 1)
+        found = store.latest()[0]
+        assert found is not None
+        keeping = CheckpointPolicy(store, resume_point(found, given), lost_s=7.0)
+        result, _ = TrainingLoop(given, on_virtual_clock(given), Silent(), lambda point: None, keeping).run()
+        assert result.metrics["lost_time_s"] == 7.0 * index
+    assert result.metrics["total_time_s"] > 14
+
+
+def test_a_stop_that_was_asked_for_ends_with_a_checkpoint_where_it_is_to_go(tmp_path: Path) -> None:
+    """The recipe wants no checkpoints: a place is asked for once, when the run is stopped."""
+    given, stop, asked = prepared(recipe(max_epochs=5)), StopRequest(), []
+
+    class Stopping(Silent):
+        def evaluation(self, point: Point, epoch: float) -> None:
+            stop.reason = "interrupted"
+
+    def place() -> Checkpoints:
+        asked.append(1)
+        return Checkpoints(tmp_path)
+
+    result, _ = TrainingLoop(
+        given, on_virtual_clock(given, stop), Stopping(), lambda point: None, CheckpointPolicy(late=place)
+    ).run()
+    assert (result.outcome, result.sentence, asked) == (INTERRUPTED, "interrupted after 46 samples", [1])
+    found = Checkpoints(tmp_path).latest()[0]
+    assert found is not None
+    assert resume_point(found, given).progress.samples == 46
+
+
+def test_a_run_without_checkpoints_has_one_once_the_last_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one of the best evaluation only, a kill cost days."""
+    now = [0.0]
+    monkeypatch.setattr("pipebench.train.loop.time.monotonic", lambda: now[0])
+    given = prepared(recipe(max_epochs=8), lr=0.0)  # no evaluation is better than the first
+    store = Checkpoints(tmp_path, keep=99)
+
+    class Slow(Silent):
+        def evaluation(self, point: Point, epoch: float) -> None:
+            now[0] += 250.0
+
+    policy = CheckpointPolicy(late=lambda: store, keeps=True)
+    TrainingLoop(given, on_virtual_clock(given), Slow(), lambda point: None, policy).run()
+    assert store.steps() == [12 * epoch for epoch in (1, 4, 7, 8)]
+
+
+def test_a_run_without_checkpoints_keeps_those_of_its_best_evaluation_and_its_end(tmp_path: Path) -> None:
+    given = prepared(recipe(max_epochs=4))
+    store = Checkpoints(tmp_path, keep=1)
+    policy = CheckpointPolicy(late=lambda: store, keeps=True)
+    loop = TrainingLoop(given, on_virtual_clock(given, StopRequest()), Silent(), lambda point: None, policy)
+    result, _ = loop.run()
+    metric = next(iter(given.setup.dataset.metrics))
+    best = min if given.setup.dataset.metrics[metric] == "min" else max
+    values = [point.metrics[metric] for point in result.points]
+    per_epoch = given.setup.sampler.minibatches_per_epoch
+    steps = {(values.index(best(values)) + 1) * per_epoch, 4 * per_epoch}  # the best may be the last
+    assert {*store.steps()} == steps
+    assert "checkpoint_time_s" not in result.metrics
+    store.remove()
+    assert not store.steps()
