@@ -32,23 +32,25 @@ def close_left(uri: str, folders: Iterable[Path], on_progress: Callable[[], None
         }
         unknown = [folder for folder, sent in known.items() if not sent.run_id]
         experiments = _running(store) if (unended or unknown) and store.is_there else {}
-        for run_id in unended.keys() & experiments.keys():
-            _close(unended[run_id], Store(uri, experiments[run_id]), on_progress)
-        if store.is_there:
-            _send_unknown(uri, unknown, on_progress)
+        left = [(unended[run_id], experiments[run_id]) for run_id in unended.keys() & experiments.keys()]
+        for folder, experiment in [*left, *_never_sent(unknown)] if store.is_there else []:
+            try:
+                _close(folder, Store(uri, experiment), on_progress)
+            except Exception as error:  # a record that MLflow or the disk doesn't take holds up no other
+                _log.debug("%s can't be sent: %s", folder, error)
+                _running(store)  # raises if MLflow is gone
     except Exception as error:  # whatever MLflow, SQLAlchemy, the disk or the network can think of
         _log.debug("runs that were left can't be closed: %s", error)
 
 
-def _send_unknown(uri: str, folders: Iterable[Path], on_progress: Callable[[], None]) -> None:
-    """Send runs that MLflow never got, in the order in which they began: comparisons before their runs."""
+def _never_sent(folders: Iterable[Path]) -> list[tuple[Path, str]]:
+    """Return the records of runs that MLflow never got, and the names of their experiments: comparisons before runs."""
     begun = []
     for folder in folders:
         for entry in starts_of(folder)[:1]:
             if entry.start is not None and entry.start.suite is not None:  # early records don't say
                 begun.append((entry.at_ms, entry.start.parent is not None, folder, entry.start.suite))
-    for *_, folder, suite in sorted(begun):
-        _close(folder, Store(uri, suite), on_progress)
+    return [(folder, suite) for *_, folder, suite in sorted(begun)]
 
 
 def _running(store: StoreConnection) -> dict[str, str]:

@@ -4,12 +4,13 @@ import os
 import signal
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from pipebench.cli.main import cli
-from pipebench.tracking import Tracking, default_uri
+from pipebench.tracking import Tracking, default_uri, left
 from pipebench.tracking.left import close_left
 from pipebench.tracking.record import RecordFolder, read_record
 from pipebench.tracking.results import RecordedRuns
@@ -83,6 +84,21 @@ def test_the_next_run_closes_what_killed_processes_left() -> None:
     record = read_record(Path("pipebench-runs/child-12345678/record"))
     assert record is not None
     assert record.status == "KILLED"
+
+
+@pytest.mark.parametrize("refused", ["parent", "child"])
+def test_a_run_that_mlflow_refuses_holds_up_no_other(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    kill()
+    close = left._close
+
+    def closes_the_other(folder: Path, *others: Any) -> None:
+        if folder.name.startswith(refused):
+            raise OSError(refused)
+        close(folder, *others)
+
+    monkeypatch.setattr(left, "_close", closes_the_other)
+    close_left(default_uri(), Path("pipebench-results").iterdir())
+    assert statuses() == BOTH | {refused: "RUNNING"}
 
 
 def test_what_somebody_holds_or_has_closed_or_another_store_has_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
