@@ -233,7 +233,7 @@ class Given:
         return next((num_bytes for num_bytes in own if num_bytes), 0)
 
     def num_bytes(self, before: State, after: State, in_flight: int, memory: Memory, m: int = 1) -> Fraction:
-        """Return what one of m replicas keeps: versions, gradient, state, units in flight, transfers, frozen weights."""
+        """Return what one of m replicas keeps: versions, gradient, state, units in flight, transfers, the frozen."""
         w, last = self.weight_bytes(before, after), len(self.rows) - 1
         again = memory.again | ({last} if last - 1 in memory.again else frozenset())
         own = sorted(after - before) + ([last] if after == self.whole else [])
