@@ -253,7 +253,7 @@ class _ComputingLayers:
         held = np.zeros((len(ONCE), len(self.rows)))
         for index in self.working:
             fresh = {name: num_bytes for name, num_bytes in self.rows[index].held.items() if name not in seen}
-            held[:, index] = np.sum([ParameterBytes(), *fresh.values()], axis=0)
+            held[:, index] = [*map(sum, zip(ParameterBytes(), *fresh.values(), strict=True))]
             seen.update(fresh)
         return held
 
