@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torchvision.models import resnet18
 
 import pipebench
 from pipebench.cli.main import cli
@@ -90,7 +92,7 @@ def test_a_model_of_one_s_own_as_readme_has_it(tmp_path: Path) -> None:
 def test_losses_of_models_as_the_how_to_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels in a dict, an object with a loss; a training_step: cut into stages as well as whole."""
     monkeypatch.chdir(tmp_path)
-    assert write_files(HOW_TO, tmp_path) == ["hf.py", "hf.yaml", "lit.py", "lit.yaml"]
+    assert write_files(HOW_TO, tmp_path) == ["hf.py", "hf.yaml", "lit.py", "lit.yaml", "tune.py", "tune.yaml"]
     for name, metric in (("hf", "top1"), ("lit", "eval_loss")):
         cut, whole = (
             pipebench.run(f"{name}.yaml", parallelism=parallelism, on_progress=lambda facts: None)
@@ -101,6 +103,24 @@ def test_losses_of_models_as_the_how_to_has_them(tmp_path: Path, monkeypatch: py
         assert losses == pytest.approx(expected, rel=1e-5)
         assert len(losses) == 2
         assert losses[1][0] < losses[0][0]
+
+
+def test_fine_tuning_as_the_how_to_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen weights stay those of the file, others move; the run's own export is taken in its place."""
+    monkeypatch.chdir(tmp_path)
+    write_files(HOW_TO, tmp_path)
+    given = resnet18().state_dict()
+    torch.save(given, "resnet18.pth")
+    run = pipebench.run("tune.yaml", on_progress=lambda facts: None)
+    assert run.result.plan == "straight"
+    (folder,) = (tmp_path / "pipebench-runs").glob("*tune*")
+    exported = CliRunner().invoke(cli, ["export", str(folder), "--out", "tuned.pt"])
+    assert exported.exit_code == 0, exported.output
+    state = torch.load("tuned.pt", weights_only=True)
+    assert state["fc.weight"].shape == (3, 512)
+    moved = {name for name, tensor in state.items() if name.endswith(("weight", "bias")) and name[:2] != "fc"
+             if not torch.equal(tensor, given[name])}  # fmt: skip
+    assert moved == {name for name in given if name.startswith("layer4") and name.endswith(("weight", "bias"))}
 
 
 @pytest.mark.slow

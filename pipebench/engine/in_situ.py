@@ -26,7 +26,7 @@ from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
 from pipebench.profile.clocks import Reading, device_clock
 from pipebench.profile.enough import StopRule
-from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.model import LayerProfile, ParameterBytes, Profile
 from pipebench.schedule.instructions import BACKWARDS, Instruction
 from pipebench.schedule.modes import KEEP
 from pipebench.schedule.operations import GRADIENT, Op
@@ -132,7 +132,8 @@ def in_use(profile: Profile, setup: Setup, profiled_in_situ: InSituTimes) -> Pro
     loaded = waits if fetches_itself(setup) else {}
     loads = {size: max(s for key, s in loaded.items() if key.num_samples == size) for _, _, size in loaded}
     rows = profile.layers[sizes[0]]
-    stages = [(_trained_bytes(rows, indices), Key(Op.UPDATE, stage, 0)) for stage, indices in enumerate(bounds)]
+    held = [ParameterBytes.of(rows[i] for i in indices).trained for indices in bounds]
+    stages = [(num_bytes, Key(Op.UPDATE, stage, 0)) for stage, num_bytes in enumerate(held)]
     steps = [
         Stepped(num_bytes, profiled_in_situ[key]) for num_bytes, key in stages if num_bytes and key in profiled_in_situ
     ]
@@ -306,10 +307,6 @@ def _scaled(row: LayerProfile, ratios: _Ratios) -> LayerProfile:
 
 def _seconds(row: LayerProfile) -> float:
     return row.forward_s + row.backward_s
-
-
-def _trained_bytes(rows: Sequence[LayerProfile], indices: range) -> int:
-    return sum({name: size for i in indices for name, size in rows[i].parameter_sizes.items()}.values())
 
 
 def _keeping(setup: Setup) -> Setup:

@@ -63,7 +63,7 @@ class UnitInput(NamedTuple):
 class LiveBytes(NamedTuple):
     """Live bytes by kind."""
 
-    weights: int  # all versions, or shards of them
+    weights: int  # all versions, or shards of them, and parameters that aren't trained
     moved: int  # displaced copies of weights
     stepped: int  # masters and the optimizer's state
     gradients: int  # of updates to come
@@ -114,14 +114,14 @@ class Replica:
         self.stage, self._channels_last = stage, rules.channels_last
         self.module = lay_out(stage.module.to(device)) if rules.channels_last else stage.module.to(device)
         self._evaluation = _evaluation_of(stage, device)
-        # In mixed precision, the rounded parameters; the weights hold the masters of trained ones.
-        self.exact = lower([self.module, self._evaluation.module], stage.rounding)
+        exact = lower([self.module, self._evaluation.module], stage.rounding)
         self.weights = Weights(
             self.module, make_optimizer, overwrite=rules.overwrite, also=[self._evaluation.module],
-            divide=rules.divide, masters=self.exact if stage.rounding else None,
+            divide=rules.divide, masters=exact if stage.rounding else None,
         )  # fmt: skip
-        for name in self.weights.names:
-            self.exact.pop(name, None)
+        # In mixed precision, what has been rounded and isn't trained, for checkpoints; the weights hold other masters.
+        self.exact = {name: tensor.to("cpu") for name, tensor in exact.items() if name not in self.weights.names}
+        self._frozen_bytes = sum(p.nbytes for p in self.module.parameters() if not p.requires_grad)
         self.divided = _divided(self.weights, rules.slices)
         moves = rules.moves and self.weights.optimizer is not None
         self.moved = MovedWeights(self.weights, rules.gamma) if moves else None
@@ -282,7 +282,7 @@ class Replica:
         carried = num_bytes(list(self.states.values())) if self.states else 0
         moved = 0 if self.moved is None else self.moved.num_bytes
         once = self.weights.master_bytes + self.weights.state_bytes
-        weights, gradients = self.weights.live_bytes, self._accumulation.num_bytes
+        weights, gradients = self._frozen_bytes + self.weights.live_bytes, self._accumulation.num_bytes
         return LiveBytes(weights, moved, once, gradients, in_flight + carried, self.weights.gathered_bytes)
 
     def host_bytes(self) -> int:

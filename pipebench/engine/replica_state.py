@@ -94,11 +94,11 @@ def restore(replica: Replica, state: ModelState, share: Share) -> None:
             {n: state.mean_change[own[n]] for n in replica.weights.names if own[n] in state.mean_change}
         )
     with torch.no_grad():
-        for name in tensors.keys() - {*replica.weights.names}:
-            tensors[name].copy_(given[own[name]])
-        for name, tensor in replica.exact.items():
-            if name in own:
-                tensor.copy_(given[own[name]])
+        module = replica.module
+        for each in (dict(module.named_parameters()), dict(module.named_buffers()), replica.exact):
+            for name, tensor in each.items():
+                if name in own and name not in replica.weights.names:
+                    tensor.copy_(given[own[name]])
     replica.states.clear()
     for place, values in carried.items():
         if share.holds(place[0]):

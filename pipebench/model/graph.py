@@ -7,7 +7,7 @@ safe to cut, see `in_place.py`.
 import copy
 import difflib
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
@@ -36,13 +36,14 @@ class Layer:
     node: fx.Node
     reads: tuple[int, ...]  # indices of the layers whose output it reads, ascending
     inputs: tuple[str, ...]  # names of the model inputs it reads
-    parameters: tuple[str, ...]  # qualified names of the parameters it uses, in the model's own order
+    parameters: tuple[str, ...]  # qualified names of the parameters it trains, in the model's own order
     # Qualified names of the buffers it changes, or reads where another layer changes them: such layers share a stage,
     # as those that share a parameter do
     buffers: tuple[str, ...] = ()
     draws_as: str = ""  # the name that seeds its random draws; "" if it draws none
     idle: bool = False  # left out (see `cells.py`): keeps its index, reads nothing, and nothing reads it
     runs_once: bool = False  # whether it returns a buffer that layers change, so that no plan recomputes it
+    frozen: tuple[str, ...] = ()  # qualified names of the parameters it uses but doesn't train
 
 
 class Rounding(NamedTuple):
@@ -330,7 +331,8 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
             node=node,
             reads=reads_of(node, index),
             inputs=inputs_of(node),
-            parameters=tuple(_parameters(module, node, first_name)),
+            parameters=_parameters(module, node, first_name, trained=True),
+            frozen=_parameters(module, node, first_name, trained=False),
             buffers=_buffers(module, node, changed),
             draws_as=_draw_name(module, node),
             runs_once=(memory := shown(module, node)).op == "get_attr" and str(memory.target) in changed,
@@ -360,15 +362,15 @@ def _kind(module: nn.Module, node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-def _parameters(module: nn.Module, node: fx.Node, first_name: Mapping[int, str]) -> Iterator[str]:
-    """Yield the qualified names of the parameters the node uses; a tied parameter has one name, its first."""
+def _parameters(module: nn.Module, node: fx.Node, first_name: Mapping[int, str], *, trained: bool) -> tuple[str, ...]:
+    """Return the qualified names of the parameters the node uses; a tied parameter has one name, its first."""
     used: list[nn.Parameter] = []
     if node.op == "call_module":
         used += list(module.get_submodule(str(node.target)).parameters())
     for argument in node.all_input_nodes:
         if argument.op == "get_attr" and isinstance(attribute(module, str(argument.target)), nn.Parameter):
             used.append(attribute(module, str(argument.target)))
-    yield from dict.fromkeys(first_name[id(parameter)] for parameter in used if parameter.requires_grad)
+    return tuple(dict.fromkeys(first_name[id(each)] for each in used if each.requires_grad is trained))
 
 
 def _buffers(module: nn.Module, node: fx.Node, changed: Collection[str]) -> tuple[str, ...]:

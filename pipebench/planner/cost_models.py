@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from pipebench.cluster import Cluster, Level
 from pipebench.planner.activations import Unit
-from pipebench.planner.states import Floats, States
+from pipebench.planner.states import ONCE, Floats, States
 from pipebench.simulate.costs import BUCKET_BYTES, Costs, SimulatedBucket, StageCosts
 from pipebench.simulate.sums import ring_latency_s
 
@@ -143,15 +143,20 @@ class StageGrid:
         return before, after
 
     @property
-    def copies(self) -> tuple[Floats | float, Floats | float]:
-        """Bytes, and updated bytes, of the stages' copies of tied parameters that sums leave out."""
+    def copies(self) -> Sequence[Floats | float]:
+        """Bytes of the stages' copies of shared parameters that sums leave out, by the fields of `ParameterBytes`."""
         tied = self.work.states.tied
-        return (0.0, 0.0) if tied is None else tied.copies(self.starts, self.stop_from)
+        return (0.0, 0.0, 0.0) if tied is None else [*tied.copies(self.starts, self.stop_from)]
 
     @property
     def weights(self) -> Floats:
         """Bytes of the stages' parameters."""
         return self.sums(self.work.states.parameter_bytes) + self.copies[0]
+
+    @property
+    def held(self) -> list[Floats]:
+        """Bytes of the stages' parameters, by the fields of `ParameterBytes`."""
+        return [self.sums(getattr(self.work.states, n)) + copies for n, copies in zip(ONCE, self.copies, strict=True)]
 
     @property
     def unit(self) -> Unit | None:

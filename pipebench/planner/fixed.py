@@ -39,7 +39,7 @@ def plan_fixed(
     states, last = work.states, len(work.states) - 1
     if len(replicas) > last:
         problem = f"{len(replicas)} stages were asked for, but the model can be cut in {last} at most"
-        raise PlanError(too_few_places(states.rows, problem, ties=states.tied is not None))
+        raise PlanError(too_few_places(states.rows, problem, ties=states.parts_ties))
 
     placed = along(replicas) if devices is None else devices
     exactly = partial(_plan_exactly, model=model, cluster=cluster, replicas=replicas, devices=placed, fits=fits)

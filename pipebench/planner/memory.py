@@ -2,8 +2,8 @@
 
 Paper: PipeDream (SOSP'19) section 3.3. With d minibatches in flight a replica keeps d weight versions if the mode
 stashes them (else 1, or 2 in PipeDream-2BW), gradients, optimizer state, activations of d forwards, what one backward
-recomputes, and buffers for two transfers in each direction; in mixed precision also master weights. In 1F1B-RR at NOAM
-d is 1 + ceil(R / m) for m replicas and R workers in later stages.
+recomputes, and buffers for two transfers in each direction; in mixed precision also master weights; and one copy of
+parameters that aren't trained. In 1F1B-RR at NOAM d is 1 + ceil(R / m) for m replicas and R workers in later stages.
 
 So bytes are linear in d or, with swapping, the minimum of two lines (`activations.on_device`). What m replicas share
 out (`parallelism.shard`) adds a term divided by m.
@@ -157,20 +157,19 @@ class MemoryRule:
 
     def _beside(self, grid: StageGrid) -> tuple[Floats, Floats, Shared | None]:
         """Return constant and per-unit bytes without activations, and what replicas share out."""
-        states, weights = grid.work.states, grid.weights
+        states, (weights, stepped, frozen) = grid.work.states, grid.held
         before, after = grid.cuts(states.sent_bytes * (not self.in_place))
         versions = weights * (self.versions or 0)
         stashed = weights if self.versions is None else 0.0 * weights
-        stepped = grid.sums(states.stepped_bytes) + grid.copies[1]
         state = self.state_bytes_per_byte + self.masters
-        transfers = 2 * (before + after) + self.pushers * weights
+        rest = frozen + 2 * (before + after) + self.pushers * weights
         if self.shard == NOT_SHARDED:
-            return stepped * (1 + state) + versions + transfers, stashed, None
+            return stepped * (1 + state) + versions + rest, stashed, None
         # A shard's gradient has the weights' type: only what an update reads of it becomes the optimizer's.
         gradients, gathered = (self.shard in kinds for kinds in ((GRADIENTS, PARAMETERS), (PARAMETERS,)))
         whole = (0.0 if gradients else 1.0) * weights + (0.0 if gathered else 1.0) * versions
         out = stepped * state + (weights if gradients else 0.0) + (versions if gathered else 0.0)
-        return whole + transfers, stashed, Shared(out, stepped * (1 + state) + versions - whole)
+        return whole + rest, stashed, Shared(out, stepped * (1 + state) + versions - whole)
 
 
 class StraightPlans:

@@ -256,7 +256,7 @@ class Planner(Estimator):
     @cached_property
     def _together(self) -> Estimator | None:
         """The same without plans that part tied parameters; None if there are no others."""
-        if self.work.states.tied is None:
+        if not self.work.states.parts_ties:
             return None
         return Estimator(replace(self.request, ties=False), self.name, self._known)
 

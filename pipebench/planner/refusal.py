@@ -67,7 +67,7 @@ def _too_few_places(of: Estimator) -> str:
         f"no plan of mode {of.name}: {of.mode.chunks} stages on each of at least 2 workers are needed; there "
         f"{'is' if workers == 1 else 'are'} {workers:,}, and the model can be cut into {stages:,} stages at most"
     )
-    return too_few_places(of.work.states.rows, problem, ties=of.work.states.tied is not None)
+    return too_few_places(of.work.states.rows, problem, ties=of.work.states.parts_ties)
 
 
 def _without_activations(profile: Profile) -> Profile:

@@ -20,7 +20,7 @@ from pipebench.planner.states import (
     saved_twice,
 )
 from pipebench.planner.tied import TiedBytes, tied_layers
-from pipebench.profile.model import LayerProfile
+from pipebench.profile.model import LayerProfile, ParameterBytes
 
 MAX_STATES = 2000  # a graph with more antichains is cut along its order of execution only
 
@@ -118,7 +118,7 @@ class _ComputingLayers:
 
     def states(self, members: Sequence[int], *, are_prefixes: bool = False) -> States:
         """Sum the layers' costs over every state; unless `ties`, without states that separate tied parameters."""
-        tied = tied_layers(self.rows, self.working)
+        tied = tied_layers(self.rows, self.working, trained=True)
         whole = [state for state in members if self.ties or all(state & group in (0, group) for group in tied.values())]
         if are_prefixes:
             arrays = self._sums_of_prefixes(np.array([state.bit_count() for state in whole]))
@@ -131,7 +131,8 @@ class _ComputingLayers:
         arrays["num_loading"][-1] += loss.reads_samples
         for name in ("sent_bytes", "returned_bytes", "parted_bytes"):
             arrays[name][-1] = 0.0
-        copies = TiedBytes.of(self.rows, tied, whole) if self.ties and tied else None
+        parted = (tied if self.ties else {}) | tied_layers(self.rows, self.working, trained=False)
+        copies = TiedBytes.of(self.rows, parted, whole) if parted else None
         return States(self.rows, tuple(whole), activations=None, tied=copies, **arrays)
 
     def _sums_of_prefixes(self, counts: NDArray[np.intp]) -> dict[str, Floats]:
@@ -163,7 +164,7 @@ class _ComputingLayers:
         twice = [(rank[a], rank[b], size) for a, b, size in self._saved_twice if rank[a] < num_layers]
         return {
             **{name: summed(columns[name]) for name in SUMMED},
-            **dict(zip(ONCE, map(summed, self._own_parameter_bytes), strict=True)),
+            **dict(zip(ONCE, map(summed, self._held), strict=True)),
             "parted_bytes": between(*np.array(twice, dtype=np.intp).reshape(-1, 3).T),
             "recomputed_bytes": np.zeros(len(counts)),
             "resumes": np.zeros(len(counts)),
@@ -183,8 +184,7 @@ class _ComputingLayers:
 
     def _sums(self, bits: NDArray[np.bool_]) -> dict[str, Floats]:
         """Return the arrays of some states, [state, layer] bool, by name, none treated as the last."""
-        own, stepped = self._own_parameter_bytes
-        summed = bits.astype(float) @ np.stack([self._columns[name] for name in SUMMED] + [own, stepped], 1)
+        summed = bits.astype(float) @ np.stack([*(self._columns[name] for name in SUMMED), *self._held], 1)
         sources, targets, first_edge = self._edges
         crosses, is_read = np.zeros((2, *bits.shape), dtype=bool)
         if len(sources):
@@ -247,23 +247,17 @@ class _ComputingLayers:
         return {**columns, "num_loading": np.array([bool(row.inputs) for row in self.rows], dtype=float)}
 
     @cached_property
-    def _own_parameter_bytes(self) -> tuple[Floats, Floats]:
-        """Parameter bytes and updated bytes per layer; a tied parameter counts at its first user."""
+    def _held(self) -> Floats:
+        """[kind, layer] bytes of parameters, by the names of `ONCE`; a shared one counts at its first user."""
         seen: set[str] = set()
-        own, stepped = np.zeros((2, len(self.rows)))
+        held = np.zeros((len(ONCE), len(self.rows)))
         for index in self.working:
-            row = self.rows[index]
-            sizes = {name: size for name, size in row.parameter_sizes.items() if name not in seen}
-            own[index] = sum(sizes.values())
-            stepped[index] = sum(row.master_sizes.get(name, size) for name, size in sizes.items())
-            seen.update(sizes)
-        return own, stepped
+            fresh = {name: num_bytes for name, num_bytes in self.rows[index].held.items() if name not in seen}
+            held[:, index] = [*map(sum, zip(ParameterBytes(), *fresh.values(), strict=True))]
+            seen.update(fresh)
+        return held
 
     @cached_property
     def _gradient_bytes(self) -> Floats:
         """Parameter bytes per layer; a tied parameter counts at its first user, or at all where these may be parted."""
-        return (
-            np.array([row.parameter_bytes for row in self.rows], dtype=float)
-            if self.ties
-            else self._own_parameter_bytes[0]
-        )
+        return np.array([row.parameter_bytes for row in self.rows], dtype=float) if self.ties else self._held[0]

@@ -35,6 +35,7 @@ class States:
     backward_s: Floats
     parameter_bytes: Floats  # trainable parameters, a tied one counted once
     stepped_bytes: Floats  # what the optimizer updates: the same, or master weights in mixed precision
+    frozen_bytes: Floats  # parameters that aren't trained, likewise
     saved_bytes: Floats  # kept for the backward
     parted_bytes: Floats  # kept on both sides of the cut, and counted before it
     recomputed_bytes: Floats  # recomputed by a backward
@@ -45,10 +46,15 @@ class States:
     antichain_bytes: Floats  # the artifact's bytes of a cut: outputs of the state's augmented antichain
     next_bytes: Floats  # parameters of the first layer beyond the cut that has any
     activations: Activations | None = field(kw_only=True)  # bytes under per-layer policies; None: the sums above hold
-    tied: TiedBytes | None = field(default=None, kw_only=True)  # None: no state separates users of a tied parameter
+    tied: TiedBytes | None = field(default=None, kw_only=True)  # None: no state separates users of a shared parameter
 
     def __len__(self) -> int:
         return len(self.members)
+
+    @property
+    def parts_ties(self) -> bool:
+        """Whether states separate layers that share a trained parameter."""
+        return self.tied is not None and self.tied.is_trained
 
     @cached_property
     def is_chain(self) -> bool:
@@ -154,7 +160,7 @@ class States:
 
     def copies(self, start: int, stop: int) -> float:
         """Return those of its copies of tied parameters, which sums leave out."""
-        return 0.0 if self.tied is None else float(self.tied.copies(np.array([start]), stop)[0][0, 0])
+        return 0.0 if self.tied is None else float(self.tied.copies(np.array([start]), stop)[0, 0, 0])
 
     def layers(self, start: int, stop: int) -> list[int]:
         """Return the layers of the stage between two states, in order of execution, without the loss."""
@@ -166,7 +172,8 @@ KnownStates = dict[tuple[int, bool], States]  # by size of a unit, and whether t
 _NO_ARRAYS = ("rows", "members", "activations", "tied")
 ARRAYS = tuple(each.name for each in fields(States) if each.name not in _NO_ARRAYS)
 SUMMED = ("forward_s", "backward_s", "saved_bytes", "num_loading")
-ONCE = ("parameter_bytes", "stepped_bytes")  # summed too, but a tied parameter counts once
+# Summed too, but a shared parameter counts once; in the order of `ParameterBytes`
+ONCE = ("parameter_bytes", "stepped_bytes", "frozen_bytes")
 _GROWING = (*SUMMED, *ONCE, "recomputed_bytes")
 _HALVINGS = 40  # of how much a group may grow
 _BLOCK_ELEMENTS = 1 << 22  # of [state, layer] at a time: a few MB for any number of states

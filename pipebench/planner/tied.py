@@ -1,7 +1,8 @@
 """Copies of tied parameters: what stages have of them beside what a state's sums count, once, at the first user.
 
-A stage that uses a parameter has all of it, with its gradient and optimizer state, though its sums differ by it only
-where the first user is. What summing the copies' gradients takes, once per update, only the simulator charges.
+A stage that uses a parameter has all of it, a trained one with its gradient and optimizer state, though its sums differ
+by it only where the first user is. What summing the copies' gradients takes, once per update, only the simulator
+charges.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +20,7 @@ Floats = NDArray[np.float64]
 class TiedBytes:
     """The tied parameters of a model's states."""
 
-    num_bytes: Floats  # [tie] of one copy
-    stepped_bytes: Floats  # [tie] of what the optimizer updates of it
+    num_bytes: Floats  # [kind, tie] of one copy, by the fields of `ParameterBytes`
     users: NDArray[np.intp]  # [tie, state] number of the state's layers that use it
     counted: NDArray[np.bool_]  # [tie, state] whether its first user is one of them
 
@@ -28,31 +28,34 @@ class TiedBytes:
     def of(cls, rows: Sequence[LayerProfile], tied: Mapping[str, int], members: Sequence[int]) -> "TiedBytes":
         """Return those of `tied_layers` in some states, given as bits of their layers."""
         first = [(rows[(group & -group).bit_length() - 1], name) for name, group in tied.items()]
-        num_bytes = np.array([row.parameter_sizes[name] for row, name in first], dtype=float)
-        stepped = np.array([row.master_sizes.get(name, row.parameter_sizes[name]) for row, name in first], dtype=float)
+        num_bytes = np.array([row.held[name] for row, name in first], dtype=float).T
         users = np.array([[(state & group).bit_count() for state in members] for group in tied.values()], dtype=np.intp)
         counted = np.array([[state & group & -group > 0 for state in members] for group in tied.values()])
-        return cls(num_bytes, stepped, users, counted)
+        return cls(num_bytes, users, counted)
 
     def select(self, chosen: Sequence[int]) -> "TiedBytes":
         """Return those of some of the states."""
         return replace(self, users=self.users[:, list(chosen)], counted=self.counted[:, list(chosen)])
 
-    def copies(self, starts: NDArray[np.intp], stop_from: int) -> tuple[Floats, Floats]:
-        """Return the bytes, and the updated bytes, of copies that sums leave out, of the stages [start, stop].
+    @property
+    def is_trained(self) -> bool:
+        """Whether any of them is trained."""
+        return bool(self.num_bytes[0].any())
+
+    def copies(self, starts: NDArray[np.intp], stop_from: int) -> Floats:
+        """Return the bytes of copies that sums leave out, of the stages [kind, start, stop].
 
         They begin after the states `starts` and end at every state from `stop_from` on.
         """
         used = self.users[:, None, stop_from:] > self.users[:, starts, None]
         is_counted = self.counted[:, None, stop_from:] & ~self.counted[:, starts, None]
-        extra = (used & ~is_counted).astype(float)
-        return np.tensordot(self.num_bytes, extra, 1), np.tensordot(self.stepped_bytes, extra, 1)
+        return np.tensordot(self.num_bytes, (used & ~is_counted).astype(float), 1)
 
 
-def tied_layers(rows: Sequence[LayerProfile], indices: Iterable[int]) -> dict[str, int]:
-    """Return the layers, of those of these indices, that use each tied parameter, as bits."""
+def tied_layers(rows: Sequence[LayerProfile], indices: Iterable[int], *, trained: bool) -> dict[str, int]:
+    """Return the layers, of those of these indices, that use each tied parameter that is trained, or isn't, as bits."""
     users: dict[str, int] = {}
     for index in indices:
-        for name in rows[index].parameters:
+        for name in rows[index].parameter_sizes if trained else rows[index].frozen_sizes:
             users[name] = users.get(name, 0) | 1 << index
     return {name: group for name, group in users.items() if group.bit_count() > 1}

@@ -15,7 +15,7 @@ from pipebench.model.graph import LayerGraph, copied
 from pipebench.model.optimizer import state_bytes_per_byte
 from pipebench.model.precision import lower
 from pipebench.profile.devices import DeviceSpec
-from pipebench.profile.model import LayerProfile, LengthProfile, Profile
+from pipebench.profile.model import LayerProfile, LengthProfile, ParameterBytes, Profile
 from pipebench.profile.request import ProfileRequest
 from pipebench.profile.roofline import priced
 from pipebench.profile.shapes import without_data
@@ -136,10 +136,8 @@ def _update_s_per_byte(optimizer: OptimizerRecipe, rows: Sequence[LayerProfile],
     addition, gradients are read in 16 bits and written in 32, parameters the reverse.
     """
     moved_bytes: float = 3 + 2 * state_bytes_per_byte(optimizer)
-    own = {name: size for row in rows for name, size in row.parameter_sizes.items()}
-    masters = {name: size for row in rows for name, size in row.master_sizes.items()}
-    if masters:
-        stepped, rounded = sum(masters.values()), sum(own.values())
+    if any(row.master_sizes for row in rows):
+        rounded, stepped, _ = ParameterBytes.of(rows)
         moved_bytes = (moved_bytes * stepped + 2 * (stepped + rounded)) / rounded
     return moved_bytes / (device.memory_bytes_per_s * device.efficiencies.memory)
 

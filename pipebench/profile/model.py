@@ -1,14 +1,28 @@
 """The profile: what every layer costs at the profiled sizes, and on which device."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from pipebench.model.sampling import Size, UnitShape
 from pipebench.model.split_kinds import SPLITTABLE, is_kind_of
 from pipebench.typed_json import Count, Ordinal, Samples, Seconds, Share
 
 _T = TypeVar("_T")
+
+
+class ParameterBytes(NamedTuple):
+    """Bytes of parameters."""
+
+    trained: int = 0  # one version of those that are trained
+    stepped: int = 0  # what the optimizer updates of them: the same, or masters in mixed precision
+    frozen: int = 0  # those that aren't trained: held once, whatever the versions, without gradient and state
+
+    @staticmethod
+    def of(rows: "Iterable[LayerProfile]") -> "ParameterBytes":
+        """Return those of some layers, of which each shared parameter counts once."""
+        held = {name: num_bytes for row in rows for name, num_bytes in row.held.items()}
+        return ParameterBytes(*map(sum, zip(*held.values(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -42,6 +56,8 @@ class LayerProfile:
     reads_samples: bool = False  # of the loss: whether its targets come with whole samples only
     runs_once: bool = False  # whether it returns a buffer that layers change, so that no plan recomputes it
     workspace_bytes: Count = 0  # peak of its forward or backward beside live tensors; 0 where it wasn't measured
+    # Likewise of parameters that it uses but doesn't train: one copy of each, without gradient and optimizer state
+    frozen_sizes: Mapping[str, Count] = field(default_factory=dict)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -57,6 +73,12 @@ class LayerProfile:
     def parameter_bytes(self) -> int:
         """Bytes of the parameters it trains."""
         return sum(self.parameter_sizes.values())
+
+    @property
+    def held(self) -> dict[str, ParameterBytes]:
+        """Bytes of each parameter that it uses, by qualified name."""
+        trained = {n: ParameterBytes(size, self.master_sizes.get(n, size)) for n, size in self.parameter_sizes.items()}
+        return trained | {name: ParameterBytes(frozen=size) for name, size in self.frozen_sizes.items()}
 
     def with_usual_part(self) -> "LayerProfile":
         """Return the row with an estimated `weight_s`, for a profile without it.

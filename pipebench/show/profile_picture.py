@@ -10,9 +10,9 @@ from matplotlib.ticker import EngFormatter
 
 from pipebench.errors import printable
 from pipebench.formats import num_bytes, seconds
-from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.model import LayerProfile, ParameterBytes, Profile
 from pipebench.show.inline import InlineFigure
-from pipebench.show.profile_report import shortened, title, trained_bytes
+from pipebench.show.profile_report import shortened, title
 
 _FORWARD, _BACKWARD, _ACTIVATION, _SAVED, _PARAMETER = "#56B4E9", "#E69F00", "#0072B2", "#D55E00", "#009E73"
 MADE_BY = "pipebench profile"
@@ -39,7 +39,7 @@ def profile_figure(profile: Profile, num_samples: int, name: str) -> InlineFigur
         left, right = ([p + side for p in positions] for side in (-0.42, 0.42))
         activation.hlines(saved, left, right, colors=colour, linewidth=width, label=label)
     sizes = [row.parameter_bytes for row in rows]
-    _bars(parameter, sizes, _PARAMETER, f"parameters, {num_bytes(trained_bytes(rows))} together")
+    _bars(parameter, sizes, _PARAMETER, f"parameters, {num_bytes(ParameterBytes.of(rows).trained)} together")
     for axes, what, unit in ((time, "time", "s"), (activation, "activations", "B"), (parameter, "parameters", "B")):
         _finish_panel(axes, what, unit)
     _label_layers(parameter, numbered)

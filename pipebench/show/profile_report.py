@@ -8,7 +8,7 @@ from rich.text import Text
 
 from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, seconds
-from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.model import LayerProfile, ParameterBytes, Profile
 from pipebench.show.tables import new_table, print_facts, print_table
 from pipebench.show.terminal import print_plain
 
@@ -66,7 +66,7 @@ def profile_table(rows: Sequence[LayerProfile], shown: Sequence[int]) -> Table:
         _ms(sum(row.backward_s for row in work)),
         "",
         "",
-        num_bytes(trained_bytes(rows)),
+        num_bytes(ParameterBytes.of(rows).trained),
         num_bytes(sum(row.saved_bytes for row in work)),
     )
     return table
@@ -75,11 +75,6 @@ def profile_table(rows: Sequence[LayerProfile], shown: Sequence[int]) -> Table:
 def title(name: str, profile: Profile) -> str:
     """Return the profile's name, with its model's if that adds anything."""
     return profile.model if profile.model.startswith(name) else f"{name}: {profile.model}"
-
-
-def trained_bytes(rows: Sequence[LayerProfile]) -> int:
-    """Return the bytes of all parameters, each shared one counted once."""
-    return sum({name: size for row in rows for name, size in row.parameter_sizes.items()}.values())
 
 
 def shortened(text: str, width: int) -> str:
@@ -96,7 +91,8 @@ def _facts(profile: Profile, num_samples: int) -> list[tuple[str, str]]:
     ratio, whole_s = profile.sum_over_whole.get(num_samples), profile.whole_step_s.get(num_samples)
     rows = profile.layers[num_samples]
     adds_up = "" if ratio is None else f"{ratio:.3f} of a whole step, which takes {seconds(whole_s)}"
-    update_s = profile.update_floor_s + profile.update_s_per_byte * trained_bytes(rows)
+    trained, _, frozen = ParameterBytes.of(rows)
+    update_s = profile.update_floor_s + profile.update_s_per_byte * trained
     others = ", ".join(str(size) for size in sorted(profile.layers) if size != num_samples)
     return [
         ("times", f"{profile.source}: {profile.note}"),
@@ -104,6 +100,7 @@ def _facts(profile: Profile, num_samples: int) -> list[tuple[str, str]]:
         ("samples", f"{num_samples}" + (f" (also profiled: {others}; --samples shows them)" if others else "")),
         ("layers together", f"{seconds(sum(map(_work_s, rows)))}{', ' if adds_up else ''}{adds_up}"),
         ("loading, update", f"{_known(profile.load_s[num_samples])}, {_known(update_s)}"),
+        *([("not trained", f"{num_bytes(frozen)} of parameters besides")] if frozen else []),
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from pipebench.model.plan import Plan, StagePlan
 from pipebench.model.sampling import Size, UnitShape
-from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.model import LayerProfile, ParameterBytes, Profile
 from pipebench.schedule.modes import RECOMPUTE, SWAP
 from pipebench.schedule.pipeline import SPLIT, Pipeline
 from pipebench.schedule.weights import WEIGHT_POLICIES, delay
@@ -50,6 +50,7 @@ class StageMemoryCosts:
     """
 
     weights: int  # one version of the parameters, or of a replica's shard
+    frozen: int  # parameters that aren't trained: once, whatever the versions, and whole on every replica
     gathered: int  # one version of all parameters, which gradients are as large as
     scattered: int  # gradients once they are summed: all, or a shard of them
     masters: int  # master weights besides the versions; 0 if the optimizer updates the newest version
@@ -75,7 +76,8 @@ class StageMemoryCosts:
         weights held then.
         """
         gathered = self.gathered - self.weights  # while a pass runs
-        once = self.masters + self.state + self.weights * (versions + self.copies) + gathered + self.gathered
+        once = self.frozen + self.masters + self.state + gathered + self.gathered
+        once += self.weights * (versions + self.copies)
         swapped = self.swapped[size]
         return (
             once
@@ -117,10 +119,8 @@ def layers_memory(
     policy = WEIGHT_POLICIES[pipeline.weights]
     rows = profile.rows
     own = [*range(stage.start, stage.stop)]
-    sizes = {name: size for i in own for name, size in rows[i].parameter_sizes.items()}
-    masters = {name: size for i in own for name, size in rows[i].master_sizes.items()}
-    split = {name: size for i in own if rows[i].weight_s > 0 for name, size in rows[i].parameter_sizes.items()}
-    weights, stepped = sum(sizes.values()), sum((sizes | masters).values())
+    weights, stepped, frozen = ParameterBytes.of(rows[i] for i in own)
+    split = ParameterBytes.of(rows[i] for i in own if rows[i].weight_s > 0).trained
     stepped, scattered = (-(-each // pipeline.parts(index)) for each in (stepped, weights))
     moves = policy.moves(pipeline, index) and weights > 0
     unit, swapped, again, rest = _nothing(), _nothing(), _nothing(), _nothing()
@@ -133,6 +133,7 @@ def layers_memory(
         rest[size] = _saved_for_weights(at, own, fed)
     return StageMemoryCosts(
         weights=scattered if pipeline.gathers else weights,
+        frozen=frozen,
         gathered=weights,
         scattered=scattered,
         masters=stepped if profile.has_masters else 0,
@@ -145,7 +146,7 @@ def layers_memory(
         again=again,
         workspace=_workspaces(profile, stage),
         rest=rest,
-        early_gradients=weights - sum(split.values()) if pipeline.backward == SPLIT else 0,
+        early_gradients=weights - split if pipeline.backward == SPLIT else 0,
         received=dict.fromkeys(unit, 0),
         returned=dict.fromkeys(unit, 0),
         relayed=dict.fromkeys(unit, 0),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from pipebench.engine.setup import Setup
 from pipebench.extensions.moves.engine import moves_of, moving
@@ -21,17 +22,23 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.simulate.memory import ACTIVATIONS, AGAIN, KINDS, RECEIVED, SENT
 from pipebench.simulate.memory_meter import Curve
 from tests.simulate.test_memory import profile_of
-from tests.support import Blobs, Mlp, flat_cluster, make_engine, make_setup
+from tests.support import Blobs, HalfTrained, Mlp, flat_cluster, make_engine, make_setup
 
 COUNT = 40
 
 
-def setup_of(starts: Sequence[int], memory: Sequence[str] | None, rate: float = 1e6, **columns: Any) -> Setup:
+def setup_of(
+    starts: Sequence[int],
+    memory: Sequence[str] | None,
+    rate: float = 1e6,
+    model: type[nn.Module] = Mlp,
+    **columns: Any,
+) -> Setup:
     """Return a setup whose profile knows what real layers save; copies to hosts go at a rate in bytes/s."""
     p = len(starts) + 1
     cluster = replace(flat_cluster(p), pcie_bytes_per_s=rate)
     setup = make_setup(
-        Mlp(), (starts, [1] * p), memory=memory, cluster=cluster, dataset=Blobs(num_train=4 * COUNT),
+        model(), (starts, [1] * p), memory=memory, cluster=cluster, dataset=Blobs(num_train=4 * COUNT),
         make_optimizer=lambda q: torch.optim.SGD(q, 0.1, 0.9), **columns,
     )  # fmt: skip
     profile = replace(profile_of(setup), state_bytes_per_byte=1)
@@ -54,15 +61,16 @@ def compared(setup: Setup, moves: Sequence[Repartition]) -> list[tuple[int, int]
     return [*zip(simulated.held, engine.peak_bytes, strict=True)]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("model", [Mlp, HalfTrained])
 @pytest.mark.parametrize("policies", ["k", "r", "s", "krs"])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_a_move_holds_is_foretold(policies: str, seed: int) -> None:
+def test_what_a_move_holds_is_foretold(policies: str, seed: int, model: type[nn.Module]) -> None:
     """To the byte, both ways, in two to four stages, whatever is kept, swapped and computed again."""
     draw = random.Random(f"{policies} {seed}")
     starts, moves = drawn(draw)
     words = {"k": KEEP, "r": RECOMPUTE, "s": SWAP}
-    for found, held in compared(setup_of(starts, [words[draw.choice(policies)] for _ in range(7)]), moves):
+    for found, held in compared(setup_of(starts, [words[draw.choice(policies)] for _ in range(7)], model=model), moves):
         assert found == held
 
 
@@ -86,11 +94,14 @@ def test_what_a_move_holds_that_the_end_of_its_segment_makes_is_foretold(at: int
         assert found == held
 
 
+@pytest.mark.parametrize("model", [Mlp, HalfTrained])
 @pytest.mark.parametrize(("plan", "after"), [(([5, 6], [1, 1, 1]), (1, 2)), (([6], [2, 1]), (1,))])
-def test_a_move_at_a_drain_holds_stages_old_and_new(plan: tuple[list[int], list[int]], after: tuple[int, ...]) -> None:
+def test_a_move_at_a_drain_holds_stages_old_and_new(
+    plan: tuple[list[int], list[int]], after: tuple[int, ...], model: type[nn.Module]
+) -> None:
     """It was said never to hold more than before and afterwards, which stages with little in flight did."""
     setup = make_setup(
-        Mlp(), plan, dataset=Blobs(num_train=4 * COUNT), make_optimizer=lambda q: torch.optim.SGD(q, 0.1, 0.9)
+        model(), plan, dataset=Blobs(num_train=4 * COUNT), make_optimizer=lambda q: torch.optim.SGD(q, 0.1, 0.9)
     )  # fmt: skip
     setup = moving(replace(setup, profile=replace(profile_of(setup), state_bytes_per_byte=1)), live=False)
     trained, simulated = make_engine(setup), SimulatedEngine(setup)

@@ -333,6 +333,20 @@ def test_constants_and_frozen_parameters_are_kept_exactly_for_checkpoints() -> N
     assert torch.equal(again.replicas[0].tensors()["place"], model.place)
 
 
+def test_frozen_parameters_of_a_checkpoint_are_computed_with() -> None:
+    """Only the exact copy was restored: layers went on with the model's own, rounded."""
+    model, other = Normed(), Normed()
+    for each in (model, other):
+        each.first.weight.requires_grad_(False)
+    with torch.no_grad():
+        other.first.weight += 1
+    state = captured(trained(make_setup(other, ([], [1]), dataset=blobs(), precision="bf16"), 1))
+    again = restored(make_setup(model, ([], [1]), dataset=blobs(), precision="bf16"), state)
+    weight = again.replicas[0].module.get_parameter("first.weight")
+    assert weight.dtype is torch.bfloat16
+    assert torch.equal(weight, other.first.weight.bfloat16())
+
+
 def test_tied_parameters_share_one_master() -> None:
     engine = trained(make_setup(Tied().float(), ([], [1]), dataset=blobs(), precision="bf16"), 3)
     (replica,) = engine.replicas

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from torch import nn
 
 from pipebench.cluster import Cluster, Level, coarser
 from pipebench.errors import PlanError, ProfileError, RecipeError
 from pipebench.planner.predict import payload
-from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.model import LayerProfile, ParameterBytes, Profile
 from pipebench.profile.request import ProfileRequest
 from pipebench.profile.tensor import with_exchanges
 from pipebench.recipe.load import load_mapping
@@ -16,11 +17,12 @@ from pipebench.schedule.modes import MODES
 from pipebench.train.job import Job
 from pipebench.train.prepare import prepare
 from pipebench.train.simulated import simulate_epoch
+from pipebench.zoo.gpt2 import gpt2
 
 NVLINK, NETWORK = Level("server", 8, 10e9, 1e-6), Level("cluster", 2, 4e9, 1e-5)
 CLUSTER = Cluster("two", "V100", 16 * 10**9, (NVLINK, NETWORK), host_memory_bytes=800)
 
-RECIPE = {
+RECIPE: dict[str, Any] = {
     "name": "sliced",
     "model": {"name": "gpt2", "num_layers": 4, "width": 64, "num_heads": 4, "vocabulary": 10_000, "max_tokens": 16},
     "dataset": {"name": "king_james", "bptt": 16},
@@ -86,6 +88,29 @@ def test_slices_divide_parameters_and_work() -> None:
     assert sliced.setup.profile.slices == 2
 
 
+def tuned(**options: Any) -> nn.Module:
+    """Return GPT-2 whose blocks aren't trained."""
+    model = gpt2(**options)
+    model.blocks.requires_grad_(False)
+    return model
+
+
+def test_slices_divide_what_is_not_trained() -> None:
+    options = {key: value for key, value in RECIPE["model"].items() if key != "name"}
+    found = []
+    for tensor in (1, 2):
+        parallelism = {"mode": "gpipe", "plan": "4-4" if tensor == 1 else "2-2", "tensor": tensor}
+        model = {"target": "tests.profile.test_tensor:tuned", **options}
+        (loaded,) = load_mapping({**RECIPE, "model": model, "parallelism": parallelism})
+        profile = prepare(loaded.recipe, loaded.cluster, trains=False, whole_only=True).setup.profile
+        found.append(ParameterBytes.of(profile.rows))
+    (_, _, whole), (_, _, sliced) = found
+    matrices, biases, norms = 4 * 12 * 64 * 64, 4 * 9 * 64, 4 * 4 * 64  # of four blocks
+    assert whole == 4 * (matrices + biases + norms)
+    summed = 4 * 2 * 64  # biases of matrices that are divided by rows, whole on every device as the norms are
+    assert sliced == 4 * (matrices // 2 + (biases - summed) // 2 + summed + norms)
+
+
 @pytest.mark.parametrize(
     ("parallelism", "others", "said"),
     [
@@ -124,8 +149,8 @@ def test_slices_are_measured_where_they_compute(timing: str, monkeypatch: pytest
 @pytest.mark.parametrize(("memory", "is_sliced"), [("16 GB", False), ("18 MB", True)])
 def test_auto_chooses_the_fastest_of_data_pipeline_and_slices(memory: str, is_sliced: bool) -> None:
     """Against all numbers of slices, each with the fastest of all modes."""
-    model = {**RECIPE["model"], "width": 256, "num_layers": 1}  # type: ignore[dict-item]
-    train = {**RECIPE["train"], "minibatch_size": 1}  # type: ignore[dict-item]
+    model = {**RECIPE["model"], "width": 256, "num_layers": 1}
+    train = {**RECIPE["train"], "minibatch_size": 1}
     changed = {
         **RECIPE,
         "model": model,

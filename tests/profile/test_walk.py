@@ -110,6 +110,9 @@ def test_a_frozen_beginning_has_no_backward() -> None:
     rows = {row.name: row for row in profiled(model, Blobs(), Blobs().example(3))}
     assert [rows[name].backward_s for name in ("first", "relu", "add")] == [0, 0, 0]
     assert (rows["first"].parameter_bytes, rows["first"].gradient_bytes) == (0, 0)
+    assert [rows[name].frozen_sizes for name in ("first", "relu", "last")] == [
+        {"first.weight": 6 * 6 * 8, "first.bias": 6 * 8}, {}, {},
+    ]  # fmt: skip
     assert rows["last"].backward_s > 0
 
 

@@ -56,7 +56,7 @@ from tests.engine.test_modes import images
 from tests.instruction_text import render
 from tests.models import ConvNet
 from tests.oracles.memory import Sizes, replay
-from tests.support import Blobs, Mlp, make_engine, make_setup
+from tests.support import Blobs, FineTuned, Mlp, make_engine, make_setup
 
 # Every mode on plans that it takes: where later stages begin, replicas; and the columns of the table.
 Plan = tuple[list[int], list[int]]
@@ -145,13 +145,20 @@ def memories_of(setup: Setup) -> tuple[StageMemoryCosts, ...]:
     return stage_memories(profile_of(setup), setup.plan, setup.pipeline, inputs)
 
 
+def frozen_bytes(replica: Replica) -> int:
+    """Return the bytes of a replica's parameters that aren't trained, one copy of each."""
+    own = {parameter for parameter in replica.module.parameters() if not parameter.requires_grad}
+    return sum(parameter.nbytes for parameter in own)
+
+
 def live(replica: Replica) -> dict[str, int]:
     """Return what a replica holds, counted in its tensors."""
     weights = replica.weights
+    older = (weights.num_alive - 1) * weights.version_bytes
     return {
-        WEIGHTS: weights.version_bytes,
+        WEIGHTS: weights.live_bytes - older + frozen_bytes(replica),
         GATHERED: weights.gathered_bytes,
-        VERSIONS: (weights.num_alive - 1) * weights.version_bytes,
+        VERSIONS: older,
         MOVED: 0 if replica.moved is None else replica.moved.num_bytes,
         MASTERS: weights.master_bytes,
         STATE: weights.state_bytes,
@@ -204,14 +211,18 @@ def test_every_mode_is_a_case() -> None:
     assert {*CASES} == {name for name, row in MODES.items() if not row.is_sharded}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("plan", "columns"), PLANS)
-@pytest.mark.parametrize("model", [Mlp, ConvNet])
+@pytest.mark.parametrize("model", [Mlp, ConvNet, FineTuned])
 def test_after_every_instruction_it_is_what_live_tensors_come_to(
     model: type[nn.Module], plan: Plan, columns: Mapping[str, Any]
 ) -> None:
     """By kind, on every worker, over two segments between drains, with a short last minibatch; to the byte."""
-    setup = setup_of(model(), plan, columns)
+    assert compared_until_it_ends(setup_of(model(), plan, columns)) > 90
+
+
+def compared_until_it_ends(setup: Setup) -> int:
+    """Compare after every instruction of two segments; return how often."""
     levels = Levels(setup)
     compared = 0
 
@@ -221,21 +232,47 @@ def test_after_every_instruction_it_is_what_live_tensors_come_to(
         size = engine._feed.size(it.number) if it.op in (Op.FORWARD, *BACKWARDS) else 0
         levels.execute(worker, it, size)
         for each in {worker, setup.pipeline.places[it.stage][0]}:
-            assert levels.held(each, it.stage) == live(engine.workers[each].replicas[it.stage]), (str(it), each)
+            replica = engine.workers[each].replicas[it.stage]
+            assert levels.held(each, it.stage) == live(replica), (str(it), each)
+            assert replica.live_bytes() == sum(live(replica).values()), (str(it), each)
             compared += 1
 
     engine = make_engine(setup, observe)
     for first in (0, 12):
         levels.drain()
         engine.train(first, 12)
-    assert compared > 90
     assert all(now[ACTIVATIONS] == now[GRADIENTS] == now[VERSIONS] == now[AGAIN] == 0 for now in levels.now.values())
+    return compared
+
+
+class Even(nn.Module):
+    """Of its three matrices two replicas share out two, in halves, and don't train the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(3)
+        self.body = nn.Sequential(nn.Linear(6, 512, bias=False), nn.Linear(512, 4, bias=False)).double()
+        self.frozen = nn.Linear(6, 6).double().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [samples, 6] to [samples, 4]."""
+        output: torch.Tensor = self.body(self.frozen(x))
+        return output
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+def test_sharded_replicas_hold_all_that_is_not_trained(shard: str) -> None:
+    """To the byte, too, where shards are equal."""
+    setup = setup_of(Even(), ([], [2]), {"weights": "one", "depth": 1, "sums": "ordered", "shard": shard})
+    compared_until_it_ends(setup)
+    (memory,) = memories_of(setup)
+    assert (memory.frozen, memory.state) == (8 * (6 * 6 + 6), 8 * (6 * 512 + 512 * 4) // 2)
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("plan", "columns"), PLANS)
 def test_it_is_what_a_replay_of_the_printed_schedule_comes_to(plan: Plan, columns: Mapping[str, Any]) -> None:
-    setup = setup_of(Mlp(), plan, columns)
+    setup = setup_of(FineTuned(), plan, columns)
     pipeline, memories = setup.pipeline, memories_of(setup)
     if pipeline.sync == "asynchronous":
         pytest.skip("which version a server has is the clock's to say, and not printed")
@@ -254,7 +291,7 @@ def test_it_is_what_a_replay_of_the_printed_schedule_comes_to(plan: Plan, column
 def sizes_of(memory: StageMemoryCosts) -> Sizes:
     return Sizes(
         memory.weights, lambda unit: memory.unit[4], lambda unit: memory.rest[4], memory.state, memory.early_gradients,
-        stashes=not memory.in_place, copies=memory.copies, shares=memory.shares_moved,
+        stashes=not memory.in_place, copies=memory.copies, frozen=memory.frozen, shares=memory.shares_moved,
     )  # fmt: skip
 
 
@@ -359,13 +396,22 @@ EXACT = ("one", "stash", "none", "double-buffer")  # else not every stage needs 
 LEAST, MOST, MOST_IF_SPLIT = 0.57, 1.0, 1.121
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("plan", "columns"), PLANS)
+# Without what small layers keep besides, see docs/memory.md: inputs of recomputed and of split backwards
+FORMULA = [
+    pytest.param(model, *each.values, id=f"{model.__name__} {each.id}")
+    for model in (Mlp, FineTuned)
+    for each in PLANS
+    if model is Mlp or not {"recompute", "backward"} & {*each.values[1]}  # type: ignore[misc]
+]
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(("model", "plan", "columns"), FORMULA)
 def test_no_worker_ever_holds_more_than_the_planners_formula_has_room_for(
-    plan: Plan, columns: Mapping[str, Any]
+    model: type[nn.Module], plan: Plan, columns: Mapping[str, Any]
 ) -> None:
     """Buffers for messages apart: the formula has room for two each way, and more may wait where a stage is slow."""
-    setup = setup_of(Mlp(), plan, columns)
+    setup = setup_of(model(), plan, columns)
     pipeline = setup.pipeline
     rows = profile_of(setup).layers[4 // pipeline.microbatches]
     states = prefixes(rows)

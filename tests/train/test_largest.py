@@ -1,14 +1,17 @@
 """The largest update that fits in memory: against every number of minibatches tried one by one."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipebench.errors import PlanError
+from pipebench.planner.predict import PlannedWorkload
 from pipebench.recipe.load import load
+from pipebench.simulate.memory import stage_memories
 from pipebench.train.job import Job
-from pipebench.train.largest import most_within
+from pipebench.train.largest import most_within, with_largest_update
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
 from pipebench.train.simulated import simulate_epoch
@@ -73,6 +76,16 @@ def test_result_says_how_many_it_is(tmp_path: Path) -> None:
     number = job.setup.pipeline.accumulate
     assert result.notes == {"memory": f"{number} minibatches per update, the most that fit in 2.00 MB"}
     assert result.metrics["samples_per_update"] == 32 * number
+
+
+def test_what_is_not_trained_is_as_much_less_memory(tmp_path: Path) -> None:
+    setup = job_of(tmp_path, 1, plan="straight", recompute="false", memory="5 MB").setup
+    given = PlannedWorkload(setup.pipeline, setup.costs, setup.cluster, setup.plan.devices, setup.sampler)
+    memories = stage_memories(setup.profile, setup.plan, setup.pipeline)
+    beside = tuple(replace(each, frozen=10**6) for each in memories)
+    smaller = replace(given, cluster=replace(given.cluster, memory_bytes=4 * 10**6))
+    found = with_largest_update(given, beside)
+    assert found == with_largest_update(smaller, memories) != with_largest_update(given, memories)
 
 
 def test_more_than_an_epoch_is_no_update(tmp_path: Path) -> None:

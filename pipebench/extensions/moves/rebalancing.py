@@ -22,7 +22,7 @@ from pipebench.extensions.moves.repartition_plan import CutLayout, Starts
 from pipebench.planner.partition import TOLERANCE, Fits, LayerChain, repartition, timed_graph
 from pipebench.planner.stage_problem import StageOutcome, StageProblem, input_bytes_of
 from pipebench.planner.swap_recompute import best_policies
-from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.model import LayerProfile, ParameterBytes, Profile
 from pipebench.schedule.modes import KEEP, RECOMPUTE
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import most_in_flight
@@ -304,12 +304,9 @@ def problems_of(
 
     @cache
     def problem_of(stage: int, start: int, stop: int) -> StageProblem:
-        own = rows[start:stop]
-        sizes = {name: size for row in own for name, size in row.parameter_sizes.items()}
-        masters = {name: size for row in own for name, size in row.master_sizes.items()}
-        weights, stepped = sum(sizes.values()), sum((sizes | masters).values())
+        weights, stepped, frozen = ParameterBytes.of(rows[start:stop])
         copies = policy.moves(pipeline, stage) * (1 + (policy.corrects and delay(pipeline, stage) > 0))
-        constant = stepped * (profile.has_masters + profile.state_bytes_per_byte)
+        constant = frozen + stepped * (profile.has_masters + profile.state_bytes_per_byte)
         constant += weights * (1 + copies + (versions or 0))  # 1: gradients
         return StageProblem(
             rows, start, stop, in_flight[stage], limit_bytes, constant, 0 if versions else weights, pcie_bytes_per_s,
