@@ -16,7 +16,7 @@ from pipebench.tracking import connection
 
 TABLES = Path()  # the first store, which conftest.py names
 
-_composed: set[object] = set()  # the figures that were composed since a test file began
+_composed: dict[object, str | None] = {}  # who made them, of the figures composed since a test file began
 _make_tables = connection._make_tables
 
 
@@ -45,10 +45,11 @@ def compose_again() -> None:
 
 def _draw(figure: Callable[..., Any], of: Sequence[Any], path: Path) -> None:
     if figure in _composed:
-        _dot(path)
+        _dot(path, _composed[figure])
     else:
-        figure(*of).write(path)
-        _composed.add(figure)
+        made = figure(*of)
+        made.write(path)
+        _composed[figure] = made.made_by
 
 
 def write_dot(figure: Any, path: str | os.PathLike[str]) -> None:

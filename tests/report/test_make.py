@@ -263,7 +263,7 @@ def test_a_run_that_does_not_fit_is_a_problem_of_its_cells(make: Make, write: Wr
 
 def test_what_a_run_uses_is_checked_before_anything_runs(make: Make, write: Write, ran: list[str]) -> None:
     rows = [changed()["rows"][0]]
-    data = "dataset='{name: imagenet, root: nowhere}' model.in_channels=3 model.image_size=224 model.num_classes=1000"
+    data = "dataset='{name: imagenet, root: nowhere}' model.in_channels=3 model.num_classes=1000"
     rows[0]["runs"]["dp"] = {"recipe": f"dp.yaml {data}", "engine": "virtual"}
     write(changed(rows=rows, pictures=None))
     code, said = make("small.yaml")
