@@ -7,6 +7,7 @@ it is traced, and would be frozen or lost: where that would change the result, t
 import dis
 import inspect
 import linecache
+import pickle
 import random
 import sys
 import traceback
@@ -232,10 +233,8 @@ def _nothing_drawn() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
 
     def states() -> list[Any]:
-        if numpy is None:
-            return [random.getstate(), None]
-        name, keys, *others = numpy.random.get_state()
-        return [random.getstate(), (name, keys.tobytes(), *others)]
+        of_numpy = None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
+        return [random.getstate(), of_numpy]
 
     before = states()
     with _RefuseDraws():

@@ -109,6 +109,17 @@ def test_what_would_be_frozen_is_refused(middle: Any, says: str) -> None:
         trace(Net(middle))
 
 
+def test_numpy_s_numbers_are_refused_whatever_draws_them() -> None:
+    usual = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
+    try:
+        trace(Net(lambda net, x: net.b(x)))
+        with pytest.raises(TracingError, match="random numbers of NumPy would be drawn once"):
+            trace(Net(numpy_noise))
+    finally:
+        np.random.set_bit_generator(usual)  # type: ignore[attr-defined]
+
+
 def hooked(net: Net, x: Any) -> torch.Tensor:
     x = x * 1.0
     if not isinstance(x, torch.fx.Proxy) and x.requires_grad:  # code may forget something where it is traced
