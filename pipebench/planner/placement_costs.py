@@ -87,33 +87,37 @@ def placed_s(
         size = 1
         for below, level in zip(cluster.levels, cluster.levels[1:], strict=False):
             size *= below.count
-            ports.append(
-                max(_port_bytes(work, stages, devices, size).values(), default=0.0) / level.goodput_bytes_per_s
-            )
+            carried = _port_bytes(work, stages, devices, (size, size * level.count))
+            ports.append(max(carried.values(), default=0.0) / level.goodput_bytes_per_s)
     return seconds, max(ports)
 
 
 def _port_bytes(
-    work: UnitWork, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], size: int
+    work: UnitWork, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], sizes: tuple[int, int]
 ) -> dict[tuple[int, bool], float]:
-    """Return the payload per minibatch by (component of `size` devices, whether it leaves)."""
+    """Return the payload per minibatch by (component, whether it leaves) of a level.
+
+    `sizes` are the devices of a component of the level below and of one of the level, inside which it joins them: what
+    leaves the latter crosses an outer level only.
+    """
     states = work.states
     load: dict[tuple[int, bool], float] = {}
+    size, around_size = sizes
 
     def add(sender: int, receiver: int, num_bytes: float) -> None:
-        if sender != receiver:
-            for key in ((sender, True), (receiver, False)):
+        if sender // size != receiver // size and sender // around_size == receiver // around_size:
+            for key in ((sender // size, True), (receiver // size, False)):
                 load[key] = load.get(key, 0.0) + num_bytes
 
     for stage, own in zip(stages, devices, strict=True):
-        components = sorted({device // size for device in own})
+        members = sorted({device // size: device for device in own}.values())  # of every component, one
         weights = states.weights(stage.start, stage.stop)
         around = 2 * (stage.replicas - 1) / stage.replicas * weights / (stage.replicas * work.rounds)
-        for sender, receiver in zip(components, [*components[1:], components[0]], strict=True):
+        for sender, receiver in zip(members, [*members[1:], members[0]], strict=True):
             add(sender, receiver, around)
     for stage, own, others in zip(stages, devices, devices[1:], strict=False):
         pairs = cycle_pairs(own, others)
         for one, other in pairs:
-            add(one // size, other // size, states.sent_bytes[stage.stop] / len(pairs))
-            add(other // size, one // size, states.returned_bytes[stage.stop] / len(pairs))
+            add(one, other, states.sent_bytes[stage.stop] / len(pairs))
+            add(other, one, states.returned_bytes[stage.stop] / len(pairs))
     return load

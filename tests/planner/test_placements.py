@@ -8,7 +8,7 @@ import pytest
 
 from pipebench.cluster import Cluster, Level
 from pipebench.planner.cost_models import COST_MODELS
-from pipebench.planner.placement_costs import along
+from pipebench.planner.placement_costs import along, placed_s
 from pipebench.planner.placements import placements
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
@@ -141,6 +141,20 @@ def test_a_cut_with_little_to_send_is_where_the_server_ends() -> None:
     assert plan.plan.devices[1] // 2 == plan.plan.devices[2] // 2
     flushed = given(cluster(2, 2), (1, 1, 1, 1), [(0, MB), (0, 90 * MB), (0, MB), (0, 0)], "pipedream-flush")
     assert flushed.plan.devices[1] // 2 == flushed.plan.devices[2] // 2
+
+
+@pytest.mark.parametrize(("switch", "network", "port_s"), [(1e7, 1e9, 1.5), (1e9, 1e7, 2.1)])
+def test_a_port_carries_what_its_own_level_joins(switch: float, network: float, port_s: float) -> None:
+    """Two servers of two switches of two: what goes to another server crosses the servers' ports only.
+
+    A stage of 40 MB on 0, 1, 2 and 4 sums in a ring, 15 MB per minibatch over each hop: 1 to 2 joins switches, 2 to 4
+    and 4 to 0 servers. It sends 8 MB to device 6, three quarters from the other server: 15 + 6 MB leave that. 0.2.0
+    took 19 MB through the first switch's port, with what leaves its server.
+    """
+    levels = [Level(str(rate), 2, rate, 0.0) for rate in (1e10, switch, network)]
+    made = planner(Cluster("three levels", "unit", None, tuple(levels)), [(40 * MB, 8 * MB), (0, 0)])
+    stages, devices = made._given_stages((4, 1), [1]), [(0, 1, 2, 4), (6,)]
+    assert placed_s(made.work, made.request.model, made.request.cluster, stages, devices)[1] == pytest.approx(port_s)
 
 
 def test_a_little_faster_is_not_worth_another_order() -> None:
