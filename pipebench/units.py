@@ -1,8 +1,12 @@
-"""Quantities with units in recipes: `10 Gbit/s`, `16 GB`, `5 us`; plain numbers are in the base unit."""
+"""Quantities with units in recipes: `10 Gbit/s`, `16 GB`, `5 us`.
+
+A plain number is in the base unit, and refused where another one was likely meant: `10` for a bandwidth.
+"""
 
 import math
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from pipebench.errors import UserError
 
@@ -22,6 +26,22 @@ _OF_TIME = re.compile("([mun\N{MICRO SIGN}\N{GREEK SMALL LETTER MU}]?)s(ecs?|eco
 _QUANTITY = re.compile(r"\s*(?P<number>[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?)\s*(?P<unit>\S*)\s*", re.ASCII)
 
 
+class _Quantity(NamedTuple):
+    """What can be read of one kind of quantity."""
+
+    what: str
+    units: Mapping[str, float]
+    base: str
+    smallest: float
+    plain: tuple[float, float]  # from where, and up to where, a number without a unit is likely in the base unit
+    example: str
+
+
+_SIZE = _Quantity("size", BYTES, "B", 1.0, (1e3, math.inf), "16 GB")
+_BANDWIDTH = _Quantity("bandwidth", BYTES_PER_S, "B/s", 1.0, (1e3, math.inf), "10 Gbit/s")
+_DURATION = _Quantity("duration", SECONDS, "s", 0.0, (0.0, 0.1), "5 us")
+
+
 class UnitError(UserError, ValueError):
     """A quantity that can't be read; the message has what was given and the allowed units."""
 
@@ -30,27 +50,27 @@ def parse_bytes(given: object) -> int:
     """Return a positive number of bytes, e.g. 16_000_000_000 for `16 GB`.
 
     Raises:
-        UnitError: not a number with one of the units of `BYTES`.
+        UnitError: not a number with one of the units of `BYTES`, or a plain one that is hardly in the base unit.
     """
-    return round(_parse(given, BYTES, "size", "B", smallest=1.0))
+    return round(_parse(given, _SIZE))
 
 
 def parse_bandwidth(given: object) -> float:
     """Return a positive bandwidth [bytes/s], e.g. 1.25e9 for `10 Gbit/s`.
 
     Raises:
-        UnitError: not a number with one of the units of `BYTES_PER_S`.
+        UnitError: not a number with one of the units of `BYTES_PER_S`, or a plain one that is hardly in the base unit.
     """
-    return _parse(given, BYTES_PER_S, "bandwidth", "B/s", smallest=1.0)
+    return _parse(given, _BANDWIDTH)
 
 
 def parse_duration(given: object) -> float:
     """Return a duration of 0 or more [s], e.g. 5e-6 for `5 us`.
 
     Raises:
-        UnitError: not a number with one of the units of `SECONDS`.
+        UnitError: not a number with one of the units of `SECONDS`, or a plain one that is hardly in the base unit.
     """
-    return _parse(given, SECONDS, "duration", "s", smallest=0.0)
+    return _parse(given, _DURATION)
 
 
 def quantity(text: str) -> float | None:
@@ -63,21 +83,24 @@ def quantity(text: str) -> float | None:
     return float(match["number"]) * units[match["unit"]] if match and match["unit"] in units else None
 
 
-def _parse(given: object, units: Mapping[str, float], what: str, base: str, smallest: float) -> float:
+def _parse(given: object, kind: _Quantity) -> float:
     match = None if isinstance(given, bool) else _QUANTITY.fullmatch(str(given)[:100])
-    unit = (match["unit"] or base) if match else ""
-    if match is None or unit not in units:
-        meant = _meant(unit, units)
+    unit = (match["unit"] or kind.base) if match else ""
+    shown = repr(str(given)[:40])
+    if match is None or unit not in kind.units:
+        meant = _meant(unit, kind.units)
         hint = f"; did you mean {meant!r}?" if meant else ""
         raise UnitError(
-            f"got {str(given)[:40]!r}, allowed is a {what}: a number, then one of {', '.join(units)} "
-            f"(without a unit: {base}){hint}"
+            f"got {shown}, allowed is a {kind.what}: a number, then one of {', '.join(kind.units)} "
+            f"(without a unit: {kind.base}){hint}"
         )
-    number, factor = float(match["number"]), units[unit]
+    number, factor = float(match["number"]), kind.units[unit]
     # 1e6 is an exact float, 1e-6 is not: dividing gives the float nearest to the text.
     quantity = number * factor if factor >= 1 else number / round(1 / factor)
-    if not math.isfinite(quantity) or quantity < smallest:
-        raise UnitError(f"got {str(given)[:40]!r}, allowed is a {what} of at least {smallest:g} {base}")
+    if not math.isfinite(quantity) or quantity < kind.smallest:
+        raise UnitError(f"got {shown}, allowed is a {kind.what} of at least {kind.smallest:g} {kind.base}")
+    if not match["unit"] and not kind.plain[0] <= quantity < kind.plain[1]:
+        raise UnitError(f"got {shown}, which is {quantity:g} {kind.base}: write its unit, such as {kind.example}")
     return quantity
 
 

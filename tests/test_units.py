@@ -10,7 +10,7 @@ from pipebench.units import UnitError, parse_bandwidth, parse_bytes, parse_durat
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("16 GB", 16_000_000_000), ("12 GiB", 12 * 2**30), ("1.5kB", 1500), (4096, 4096), ("7", 7), ("2e3 B", 2000)],
+    [("16 GB", 16_000_000_000), ("12 GiB", 12 * 2**30), ("1.5kB", 1500), (4096, 4096), ("7 B", 7), ("2e3 B", 2000)],
 )
 def test_bytes(text: object, expected: int) -> None:
     assert parse_bytes(text) == expected
@@ -78,6 +78,26 @@ def test_a_unit_spelt_otherwise_is_told_as_the_same_quantity(
     with pytest.raises(UnitError) as raised:
         parse(text)
     assert str(raised.value).partition("; ")[2] == (f"did you mean {meant!r}?" if meant else "")
+
+
+@pytest.mark.parametrize(
+    ("parse", "given", "problem"),
+    [
+        (parse_bandwidth, 10, "got '10', which is 10 B/s: write its unit, such as 10 Gbit/s"),
+        (parse_bandwidth, "999.5", "got '999.5', which is 999.5 B/s: write its unit, such as 10 Gbit/s"),
+        (parse_bytes, 16, "got '16', which is 16 B: write its unit, such as 16 GB"),
+        (parse_duration, "10", "got '10', which is 10 s: write its unit, such as 5 us"),
+        (parse_duration, 0.5, "got '0.5', which is 0.5 s: write its unit, such as 5 us"),
+    ],
+)
+def test_a_plain_number_that_was_hardly_meant_in_the_base_unit(
+    parse: Callable[[object], float], given: object, problem: str
+) -> None:
+    """0.2.0: `--levels 8@10`, and a bandwidth of 10 in a cluster's file, were 10 bytes/s without a word."""
+    with pytest.raises(UnitError) as raised:
+        parse(given)
+    assert str(raised.value) == problem
+    assert parse(f"{given} {'B' if parse is parse_bytes else 'kB/s' if parse is parse_bandwidth else 'us'}") > 0
 
 
 @given(st.text(max_size=30))

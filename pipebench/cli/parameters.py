@@ -12,7 +12,7 @@ import click
 
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import UserError, choice
-from pipebench.units import UnitError, parse_bandwidth, parse_duration
+from pipebench.units import UnitError, parse_bandwidth
 
 FILE = click.Path(path_type=Path)
 MOST_WORKERS = 1 << 20  # on --levels: where planning still takes seconds
@@ -105,18 +105,6 @@ def parse_levels(text: str) -> Cluster:
                 f"got {_short(text)}, allowed are at most {MOST_WORKERS:,} workers on {_MOST_LEVELS} levels"
             )
     return Cluster(text, "device", None, tuple(levels))
-
-
-def parse_latency(text: str) -> float:
-    """Return a duration [s], which needs a unit unless it is 0: `10` was meant as microseconds.
-
-    Raises:
-        ValueError: other texts.
-    """
-    latency_s = parse_duration(text)
-    if latency_s and not text.rstrip().endswith("s"):
-        raise ValueError(f"got {_short(text)}, allowed is a duration with its unit, such as 10us or 0.5ms")
-    return latency_s
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from pipebench.cli.parameters import (
     count,
     name_of,
     option,
-    parse_latency,
     parse_levels,
     zip_flag,
 )
@@ -23,7 +22,7 @@ from pipebench.cli.references import complete, load_to_plan, split
 from pipebench.errors import UserError, printable
 from pipebench.recipe.preflight import preflight
 from pipebench.recipe.ranges import CHOICES
-from pipebench.units import parse_bytes
+from pipebench.units import parse_bytes, parse_duration
 
 _COST_MODEL, _MODE = (name_of(CHOICES[f"parallelism.{key}"]) for key in ("cost_model", "mode"))
 
@@ -42,7 +41,7 @@ _COST_MODEL, _MODE = (name_of(CHOICES[f"parallelism.{key}"]) for key in ("cost_m
     "With --levels: memory per device, such as 16GB.  [default: no limit]",
 )  # fmt: skip
 @option(
-    "--latency", Parameter(parse_latency), "DURATION",
+    "--latency", Parameter(parse_duration), "DURATION",
     "With --levels: latency of every link, with a unit, such as 10us.  [default: 0]",
 )  # fmt: skip
 @option("--cost-model", _COST_MODEL, "NAME", "How times add up, from `pipebench ls cost-models`.")

@@ -71,12 +71,6 @@ _LEVEL: Mapping[str, tuple[str, _Parse]] = {
     "connections": ("connections", _one_of(CONNECTIONS)),
     "over_pcie": ("over_pcie", _typed(bool, "true or false")),
 }
-# Numbers without a unit that are likely in the base unit; others were meant in another one. The unit, and an example.
-_BARE: Mapping[str, tuple[Callable[[float], bool], str, str]] = {
-    "bandwidth": (lambda number: number >= 1e3, "B/s", "10 Gbit/s"),
-    "memory": (lambda number: number >= 1e3, "B", "16 GB"),
-    "latency": (lambda number: number < 1.0, "s", "5 us"),
-}
 _NEEDED = {"device", "memory", "count", "bandwidth", "latency"}
 
 
@@ -120,11 +114,6 @@ def load_cluster(
 
 def _parsed(key: str, value: Any, faults: list[Fault]) -> Any:
     """Return the value of a recipe's key in place of the file's."""
-    likely, base, written = _BARE.get(key, (lambda number: True, "", ""))
-    if isinstance(value, int | float) and value is not True and value > 0 and not likely(value):
-        problem = f"got {value}, which is {value} {base}: write its unit, such as {written}"
-        faults.append(Fault("", f"{CHANGED}{key}", problem))
-        return None
     try:
         return {**_LEVEL, **_CLUSTER}[key][1](value)
     except UnitError as error:

@@ -273,40 +273,44 @@ def test_picture(graph: str) -> None:
         (["--profile", "P", "--levels", "-4@1e9"], "--levels: got '-4@1e9', allowed is"),
         (["--profile", "P", "--levels", "4@1e9,"], "--levels: got '' in '4@1e9,', allowed is"),
         (["--profile", "P", "--levels", "4@-1"], "level 1: got '-1', allowed is a bandwidth of at least 1 B/s"),
+        (["--profile", "P", "--levels", "8@10"], "level 1: got '10', which is 10 B/s: write its unit"),
         (["--profile", "P", "--levels", "4@inf"], "level 1: got 'inf', allowed is a bandwidth"),
         (["--profile", "P", "--levels", "4@1e9,2@nan"], "level 2: got 'nan', allowed is a bandwidth"),
         (["--profile", "P", "--levels", "1025@1e9,1024@1e9"], "at most 1,048,576 workers on 8 levels"),
-        (["--profile", "P", "--levels", ",".join(["1@1"] * 9)], "at most 1,048,576 workers on 8 levels"),
-        (["--profile", "P", "--levels", "4@1", "--cluster", "local"], "--cluster and --levels both say"),
-        (["--profile", "P", "--levels", "4@1", "--servers", "2"], "--servers needs --cluster"),
+        (["--profile", "P", "--levels", ",".join(["1@1e9"] * 9)], "at most 1,048,576 workers on 8 levels"),
+        (["--profile", "P", "--levels", "4@1e9", "--cluster", "local"], "--cluster and --levels both say"),
+        (["--profile", "P", "--levels", "4@1e9", "--servers", "2"], "--servers needs --cluster"),
         (["--profile", "P", "--cluster", "cluster-a", "--servers", "0"], "--servers: got '0', allowed is a whole"),
         (["--profile", "P", "--cluster", "clustera"], "did you mean 'cluster-a'?"),
-        (["--profile", "nix.txt", "--levels", "4@1"], "profile nix.txt can't be read: No such file"),
-        (["--profile", "P", "--levels", "4@1", "--cost-model", "overlapp"], "did you mean 'overlap'?"),
-        (["--profile", "P", "--levels", "4@1", "--mode", "pipedrem"], "did you mean 'pipedream'?"),
-        (["--profile", "P", "--levels", "4@1", "--minibatch-size", "-3"], "--minibatch-size: got '-3', allowed is"),
+        (["--profile", "nix.txt", "--levels", "4@1e9"], "profile nix.txt can't be read: No such file"),
+        (["--profile", "P", "--levels", "4@1e9", "--cost-model", "overlapp"], "did you mean 'overlap'?"),
+        (["--profile", "P", "--levels", "4@1e9", "--mode", "pipedrem"], "did you mean 'pipedream'?"),
+        (["--profile", "P", "--levels", "4@1e9", "--minibatch-size", "-3"], "--minibatch-size: got '-3', allowed is"),
         (
-            ["--profile", "P", "--levels", "4@1", "--mode", "auto", "--no-others"],
+            ["--profile", "P", "--levels", "4@1e9", "--mode", "auto", "--no-others"],
             "--no-others goes with one mode",
         ),
-        (["--profile", "P", "--levels", "4@1", "--memory", "lots"], "--memory: got 'lots', allowed is a size"),
+        (["--profile", "P", "--levels", "4@1e9", "--memory", "lots"], "--memory: got 'lots', allowed is a size"),
         (
-            ["--profile", "P", "--levels", "4@1", "--latency", "10"],
-            "--latency: got '10', allowed is a duration with its",
+            ["--profile", "P", "--levels", "4@1e9", "--latency", "10"],
+            "--latency: got '10', which is 10 s: write its unit, such as 5 us",
         ),
-        (["quickstart", "--levels", "4@1", "cluster.servers=2"], "recipe's cluster: leave out cluster.servers=2"),
+        (["quickstart", "--levels", "4@1e9", "cluster.servers=2"], "recipe's cluster: leave out cluster.servers=2"),
         (
-            ["quickstart", "--levels", "4@1", "cluster={name: local}"],
+            ["quickstart", "--levels", "4@1e9", "cluster={name: local}"],
             "recipe's cluster: leave out cluster={name: local}",
         ),
-        (["--profile", "P", "--levels", "4@1", "--latency", "-1us"], "--latency: got '-1us', allowed is a duration"),
+        (["--profile", "P", "--levels", "4@1e9", "--latency", "-1us"], "--latency: got '-1us', allowed is a duration"),
         (["--profile", "P", "--cluster", "cluster-a", "--memory", "1GB"], "--memory goes with --levels"),
         (["quickstart", "--minibatch-size", "8"], "a recipe says train.minibatch_size=N"),
         (["quickstrt"], "did you mean 'quickstart'?"),
-        (["P", "--levels", "4@1"], "looks like a profile and not like a recipe: write --profile small.graph.txt"),
+        (["P", "--levels", "4@1e9"], "looks like a profile and not like a recipe: write --profile small.graph.txt"),
         (["quickstart", "--profile", "P"], "has no times for 8 samples, only for 32"),
-        (["--profile", "P", "--levels", "4@1", "--picture", "nix/a.png"], "--picture: got nix/a.png, but there is no"),
-        (["--profile", "P", "--levels", "4@1", "--picture", "P"], "isn't a picture of a plan, so it is left alone"),
+        (
+            ["--profile", "P", "--levels", "4@1e9", "--picture", "nix/a.png"],
+            "--picture: got nix/a.png, but there is no",
+        ),
+        (["--profile", "P", "--levels", "4@1e9", "--picture", "P"], "isn't a picture of a plan, so it is left alone"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -359,7 +363,7 @@ def test_levels_of_any_text_are_levels_or_one_sentence() -> None:
             assert all(level.count >= 1 and level.bandwidth_bytes_per_s >= 1 for level in levels)
     assert len(sentences) > 1000
     assert all(len(sentence) < 400 and "\n" not in sentence for sentence in sentences)
-    assert parse_levels(f"{MOST_WORKERS}@1").levels[0].count == MOST_WORKERS
+    assert parse_levels(f"{MOST_WORKERS}@1e9").levels[0].count == MOST_WORKERS
 
 
 def test_cost_models_are_listed() -> None:
