@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined] # torch lists it nowhere
 
+from pipebench.distributed.heartbeat import beat_period_s
 from pipebench.distributed.launch_worker import fail_stalled
 from pipebench.distributed.stall import ADMIT, BARRIER, EXCHANGE, NOTHING, Activity, describe, stall_report
 from pipebench.engine.admission import AdmissionControl, Position
@@ -56,7 +57,8 @@ class Control(AdmissionControl):
         slices: processes of a worker.
         on_stall: called in a control thread with the report; ends the process.
         on_orphan: ends the process when the store is gone, i.e. the launcher was killed.
-        heartbeat_s: seconds between workers' reports of their current work.
+        heartbeat_s: seconds between workers' reports of their current work, which many workers send more rarely, and
+            between two looks for a request to stop.
     """
 
     def __init__(
@@ -78,7 +80,11 @@ class Control(AdmissionControl):
         # A suspended launcher (Ctrl-Z) is not gone: only a broken connection means that.
         self._store.set_timeout(timedelta(days=365))
         self._own, self._slices, self._pipeline = process, slices, pipeline
-        self._stall_limit_s, self._heartbeat_s = stall_limit_s, heartbeat_s
+        self._stall_limit_s, self._look_s, self._beat_s = (
+            stall_limit_s,
+            heartbeat_s,
+            beat_period_s(heartbeat_s, num_processes),
+        )
         self._on_stall, self._on_orphan = on_stall, on_orphan
         self._place: tuple[Instruction | None, str, float] = (None, "", time.monotonic())
         self._heard: dict[int, tuple[bytes, float]] = {}  # each worker's last heartbeat, and when it arrived here
@@ -149,12 +155,12 @@ class Control(AdmissionControl):
             while not self._closed.is_set():
                 self._wake.clear()
                 if time.monotonic() >= beat_s:
-                    beat_s = time.monotonic() + self._heartbeat_s
+                    beat_s = time.monotonic() + self._beat_s
                     self._tell()
                     self._listen()
                 self._agree()
                 agreeing = self._answered and self.stop_reason is None
-                self._wake.wait(min(_AGREEING_S, self._heartbeat_s) if agreeing else self._heartbeat_s)
+                self._wake.wait(min(_AGREEING_S, self._look_s) if agreeing else self._look_s)
         except RuntimeError as error:
             if not self._closed.is_set():
                 _LOG.debug("the store is gone: %s", error)
@@ -218,7 +224,8 @@ class Control(AdmissionControl):
         if place[0] is not None or place[1] not in (EXCHANGE, BARRIER):
             return False
         now_s = time.monotonic()
-        recent = [json.loads(beat) for beat, heard_s in self._heard.values() if now_s - heard_s < _SILENT_S]
+        recent_s = max(_SILENT_S, _SILENT_HEARTBEATS * self._beat_s)
+        recent = [json.loads(beat) for beat, heard_s in self._heard.values() if now_s - heard_s < recent_s]
         return any(beat["text"] != NOTHING and not beat["waits"] for beat in recent)
 
     def _activity(self) -> Activity:
@@ -229,7 +236,7 @@ class Control(AdmissionControl):
     def _report(self) -> str:
         """Return the stall report. Ages end when this worker last heard from the store."""
         now_s, listened_s = time.monotonic(), self._listened_s
-        overdue_s = max(_SILENT_HEARTBEATS * self._heartbeat_s, min(_SILENT_S, self._stall_limit_s / 2))
+        overdue_s = max(_SILENT_HEARTBEATS * self._beat_s, min(_SILENT_S, self._stall_limit_s / 2))
         own = self._own // self._slices
         activities, silent_s = {own: self._activity()}, dict[int, float]()
         heard = dict(self._heard)

@@ -23,9 +23,14 @@ _BEAT_S = 1.0
 _LONGEST_PERIOD_S = 0.5
 _JOINING_S = 2.0
 _DONE = "done"
-_MANY = 128  # workers
+_MANY = 128  # processes, whose heartbeats twice a second, read by all of them, take a tenth of a core of the store's
 _LAST_SIGNS = 2
 _SIGNS = 4  # heartbeats of a living worker, or one less, that arrive during a wait for them
+
+
+def beat_period_s(shortest_s: float, num_processes: int) -> float:
+    """Return the seconds between a process's heartbeats: every process reads all, so those of many are rarer."""
+    return shortest_s * max(1.0, num_processes / _MANY)
 
 
 class Heartbeat:
@@ -52,8 +57,7 @@ class Heartbeat:
         self._store = store.clone()
         # A store that vanished without closing never answers; the watching thread notices that.
         self._store.set_timeout(timedelta(days=365))
-        # Everybody reads everybody's: beyond this many workers rarer, or the store would do little else.
-        self._place, self._limit_s, self._beat_s = place, limit_s, beat_s * max(1.0, place.size / _MANY)
+        self._place, self._limit_s, self._beat_s = place, limit_s, beat_period_s(beat_s, place.size)
         self._on_silence = on_silence
         self._keys = [f"heartbeat/{rank}" for rank in range(place.size)]
         self._heard: dict[int, bytes] = {}

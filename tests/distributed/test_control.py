@@ -94,6 +94,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now_s
 
 
+@pytest.mark.parametrize(("num_processes", "num_heartbeats"), [(2, 120), (128, 120), (1024, 15)])
+def test_many_processes_send_and_read_heartbeats_more_rarely(
+    clock: list[float], num_processes: int, num_heartbeats: int
+) -> None:
+    """0.2.0: 512 processes asked the store for half a million values a second, more than it can answer."""
+    control = Control(HashStore(), 0, num_processes, straight(), stall_limit_s=300.0)
+    looks = iter(range(120))
+
+    def wait(period_s: float) -> None:
+        assert period_s == 0.5, "a request to stop is seen as soon as ever"
+        clock[0] += period_s
+        if next(looks, None) == 119:
+            control._closed.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control._wake, "wait", wait)
+        control._talk()
+    assert control._heartbeats == num_heartbeats, "in a minute"
+
+
 def test_progress_and_work_without_a_name_are_no_stall(clock: list[float]) -> None:
     reports: list[str] = []
     control = Control(HashStore(), 0, 1, straight(1), stall_limit_s=2.0, on_stall=reports.append)
