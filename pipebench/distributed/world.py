@@ -296,27 +296,22 @@ def check_world_size(size: int, needed: int, plan: str, slices: int = 1) -> None
 
 
 def shared_folder_check(world: World, folder: Path) -> None:
-    """Check that all workers see the same folder, by a file that rank 0 writes into it.
+    """Check that all workers see the same folder, by a file that rank 0 writes into it, and can write there.
 
     Raises:
-        UserError: names the ranks and hosts that don't see it, or why the folder isn't writable.
+        UserError: names the ranks and hosts that don't see it or can't write, and why.
     """
-    word, problem = uuid.uuid4().hex, ""
-    token = folder / f".shared-{word}"
-    if world.rank == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            token.write_text(word)
-        except OSError as error:  # a full or read-only disk; reported to the others, too
-            problem = f"{folder}: can't be written: {error.strerror}"
-    name, problem = world.exchange([token.name, problem])[0]
+    token = folder / f".shared-{uuid.uuid4().hex}"
+    name, problem = world.exchange([token.name, _writing_problem(token) if world.rank == 0 else ""])[0]
     if problem:
-        with suppress(OSError):
-            token.unlink(missing_ok=True)
-        raise UserError(problem)
+        raise UserError(f"{folder}: can't be written: {problem}")
     # Listing the folder refreshes a network file system's cache of missing files.
     sees = folder.is_dir() and name in os.listdir(folder)
-    answers = world.exchange({"sees": sees, "host": socket.gethostname()})
+    own = folder / f"{name}-{world.rank}"
+    problem = _writing_problem(own) if sees else ""
+    if sees and not problem:
+        own.unlink()
+    answers = world.exchange({"sees": sees, "problem": problem, "host": socket.gethostname()})
     if world.rank == 0:
         token.unlink()
     blind = [(rank, answer["host"]) for rank, answer in enumerate(answers) if not answer["sees"]]
@@ -325,6 +320,24 @@ def shared_folder_check(world: World, folder: Path) -> None:
             f"{folder}: {len(blind)} of {world.size} workers don't see what rank 0 writes there ({_who(blind)}); "
             "start on every host in one working directory that all hosts share"
         )
+    barred = [(rank, f"{each['host']}: {each['problem']}") for rank, each in enumerate(answers) if each["problem"]]
+    if barred:
+        raise UserError(
+            f"{folder}: {len(barred)} of {world.size} workers can't write there ({_who(barred)}); all write their "
+            "parts of checkpoints"
+        )
+
+
+def _writing_problem(path: Path) -> str:
+    """Write a file, in a folder that may be new; return why it can't be, "" if it could: a full or read-only disk."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name)
+    except OSError as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        return error.strerror or str(error)
+    return ""
 
 
 def _device(device: str, place: HostSlot) -> tuple[torch.device, dict[str, Any]]:

@@ -252,4 +252,4 @@ def _committed(store: Checkpoints, step: int, shares: Sequence[_Share], progress
     if problem is None:
         return ""
     store.abandon(step)
-    return f"no checkpoint at minibatch {step}: {problem}; the one before stays, training goes on"
+    return f"no checkpoint at minibatch {step}: {problem}; those before stay, training goes on"

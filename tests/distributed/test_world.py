@@ -1,6 +1,8 @@
 """Joining the other workers: places, the store, the handshake, and what workers share."""
 
 import contextlib
+import errno
+import os
 import re
 import socket
 import threading
@@ -9,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -321,6 +323,26 @@ def test_a_missing_rank_0_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = meeting(store.port, [1], 2, 0.1)[1]
     assert isinstance(outcome, PeerLostError)
     assert "rank 0 doesn't answer" in str(outcome)
+
+
+def test_a_folder_that_one_host_has_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.2.0: the run trained to its end and kept no checkpoint, nor its weights."""
+    told: Iterator[Any] = iter([["token", ""], {"sees": True, "problem": "", "host": "host0"}])
+    second = SimpleNamespace(rank=1, size=2, exchange=lambda own: [next(told), own])
+    (tmp_path / "token").touch()
+
+    def refuse(path: Path, text: str) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr("socket.gethostname", lambda: "host1")
+    with pytest.raises(UserError) as raised:
+        world.shared_folder_check(cast(World, second), tmp_path)
+    assert str(raised.value) == (
+        f"{tmp_path}: 1 of 2 workers can't write there (rank 1 on host1: Read-only file system); "
+        "all write their parts of checkpoints"
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["token"]
 
 
 def test_a_world_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

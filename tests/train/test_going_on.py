@@ -149,7 +149,7 @@ def test_a_full_disk_costs_checkpoints_but_not_the_run(tmp_path: Path) -> None:
         given, on_virtual_clock(given), progress, lambda point: None, CheckpointPolicy(Full(tmp_path, keep=9))
     ).run()
     assert result.outcome == MISSED
-    assert progress.notes[0].startswith("no checkpoint at minibatch 12: [Errno 28] No space left on device; the one")
+    assert progress.notes[0].startswith("no checkpoint at minibatch 12: [Errno 28] No space left on device; those")
     assert Checkpoints(tmp_path).latest()[0] is not None
     assert Checkpoints(tmp_path).steps() == [5, 10]
 
