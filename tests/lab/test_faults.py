@@ -6,6 +6,7 @@ Real processes across real sockets: they need root, and minutes. `nox -s lab` ru
 import json
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -140,6 +141,13 @@ def retransmitted(pid: int) -> int:
     return int(values[names.index("RetransSegs")])
 
 
+def worker_of(agent: "subprocess.Popen[str]") -> int:
+    """Return the process that a host's torchrun has started."""
+    children = [pid for file in Path(f"/proc/{agent.pid}/task").glob("*/children") for pid in file.read_text().split()]
+    (worker,) = (pid for pid in children if b"pipebench" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return int(worker)
+
+
 def told(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("pipebench: error: ")]
 
@@ -197,6 +205,17 @@ def test_a_host_whose_processes_are_killed_is_told_of_at_once(tmp_path: Path) ->
         lab.kill(1)
         assert run.wait(0) == 1
     assert any("rank 1 on host1 is gone: lost a peer" in line for line in told(run.said(0))), run.said(0)
+
+
+def test_both_hosts_restart_when_a_worker_of_one_is_killed(
+    undisturbed: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_MAX_RESTARTS", "1")  # torchrun's --max-restarts
+    with training(tmp_path) as (_, run):
+        os.kill(worker_of(run.agents[1]), signal.SIGKILL)
+        assert [run.wait(host) for host in range(2)] == [0, 0], run.said(0)
+    assert len(re.findall(r"quickstart-\w{8} goes on from minibatch \d+", run.said(0))) == 1, run.said(0)
+    assert_same(weights(tmp_path), undisturbed)
 
 
 def test_a_wire_that_slows_down_is_seen_in_the_prediction(tmp_path: Path) -> None:

@@ -80,6 +80,15 @@ def test_a_ring_goes_at_the_pace_of_its_slowest_link() -> None:
     assert network.num_bytes == {("all-reduce", "server"): 48, ("all-reduce", "cluster"): 48}
 
 
+def test_devices_behind_a_switch_share_its_port_to_others_of_their_server_alone() -> None:
+    """Two servers of two switches of two: everything crosses one level, and shares its ports with nothing else."""
+    levels = (Level("switch", 2, 10.0, 0.0), Level("server", 2, 4.0, 0.0), Level("cluster", 2, 1.0, 0.0))
+    network = Network(Cluster("switches", "unit", None, levels))
+    messages = [send(network, *ends) for ends in ((0, 2, 8), (1, 3, 8), (0, 1, 20), (0, 4, 3))]
+    network.agenda.play()
+    assert [message.arrival_s for message in messages] == [4.0, 4.0, 2.0, 3.0]
+
+
 def test_servers_share_their_ports_connection_by_connection() -> None:
     """Of a port that carries three pushes, an activation gets a fourth; a ring's one connection would leave it half."""
     network, ends = flat(4), list[float]()
