@@ -8,9 +8,8 @@ from pipebench.engine.setup import Setup
 from pipebench.errors import GraphError
 from pipebench.extensions.moves.planned import cuts_of
 from pipebench.extensions.search.architectures import Architectures, Cells
-from pipebench.extensions.search.evolution import Evolution
 from pipebench.extensions.search.recipe import SearchRecipe
-from pipebench.extensions.search.strategy import SearchStrategy
+from pipebench.extensions.search.strategy import Evolution, SearchStrategy
 from pipebench.extensions.search.trace import Following, Step, steps_of
 from pipebench.extensions.search.trace_file import load_trace
 from pipebench.recipe.schema import Recipe

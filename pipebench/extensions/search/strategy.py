@@ -1,8 +1,11 @@
-"""Search strategies: individuals in the order of training."""
+"""Search strategies: individuals in the order of training, each given the fitness of those before."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+
+from pipebench.extensions.search.recipe import OLDEST, SearchRecipe
+from pipebench.model.sampling import mix, name_hash
 
 
 @dataclass(frozen=True)
@@ -55,3 +58,112 @@ class SearchStrategy(ABC):
     def _fittest(self, among: Iterable[Individual]) -> Individual | None:
         """Return the fittest of individuals with scores; of equals, the first."""
         return max(among, key=lambda each: (self._sign * each.fitness, -each.number), default=None)
+
+
+class Evolution(SearchStrategy):
+    """A search that continues with every score, among `num_cells` cells; `seed` is of all draws.
+
+    Draws are functions of the seed and the individual's number, so a search depends on fitness alone: the same scores,
+    on any engine and after any restart, give the same individuals in the same order.
+
+    Papers: Real et al., Regularized Evolution for Image Classifier Architecture Search (AAAI'19), algorithm 1: the
+    oldest of the population dies. So et al., The Evolved Transformer (ICML'19), sections 3.1 and 3.2: the worst of a
+    tournament dies, and hurdles decide which individuals train on. Differs: individuals share one set of weights and
+    continue from its current state, as in Pham et al. (ENAS, ICML'18), so cells common to two of them are trained by
+    both.
+    """
+
+    def __init__(
+        self, rules: SearchRecipe, num_cells: int, first: frozenset[int], *, larger_is_better: bool, seed: int
+    ) -> None:
+        super().__init__(first, larger_is_better=larger_is_better)
+        self._rules, self._cells, self._seed = rules, range(num_cells), seed
+        self.population: list[int] = []  # numbers of the living, in order of birth
+
+    def _go_on(self, num_minibatches: int) -> None:
+        scored = self.current
+        if self._passes_hurdle(scored):
+            return
+        self.population.append(scored.number)
+        if len(self.population) > self._rules.population:
+            self.population.remove(self._replaced())
+        self._raise_hurdle()
+        number = scored.number + 1
+        self.individuals.append(self._drawn(number) if number < self._rules.population else self._child(number))
+
+    def _passes_hurdle(self, scored: Individual) -> bool:
+        """Return whether an individual is trained for another period."""
+        num_periods = len(scored.scores)
+        if num_periods > len(self.hurdles):
+            return False
+        return self._sign * scored.fitness > self._sign * self.hurdles[num_periods - 1]
+
+    def _raise_hurdle(self) -> None:
+        """Add a hurdle after each population's worth of individuals: the mean fitness of those trained longest."""
+        num_periods = len(self.hurdles) + 1
+        if len(self.individuals) % self._rules.population or num_periods > self._rules.hurdles:
+            return
+        living = [self.individuals[number] for number in self.population]
+        reached = [each.fitness for each in living if len(each.scores) == num_periods]
+        if reached:
+            self.hurdles.append(sum(reached) / len(reached))
+
+    def _replaced(self) -> int:
+        """Return which individual a child replaces."""
+        if self._rules.removes == OLDEST:
+            return self.population[0]
+        drawn = self._tournament("death", len(self.individuals))
+        return min(drawn, key=lambda each: (self._sign * each.fitness, each.number)).number
+
+    def _drawn(self, number: int) -> Individual:
+        """Return an individual of the first population: each cell with probability 1/2, more if these are too few."""
+        draws = self._draws("cells", number)
+        cells = {cell for cell in self._cells if draws.below(2)}
+        while len(cells) < self._rules.smallest:
+            cells.add(draws.one_of([cell for cell in self._cells if cell not in cells]))
+        return Individual(number, None, frozenset(cells))
+
+    def _child(self, number: int) -> Individual:
+        """Return a mutation of a tournament's fittest."""
+        parent = self._fittest(self._tournament("parent", number))
+        assert parent is not None  # all of the population have a score
+        changed = self._mutated(parent.cells, self._draws("cells", number))
+        return Individual(number, parent.number, parent.cells ^ changed, changed)
+
+    def _mutated(self, parent: frozenset[int], draws: "_RandomSequence") -> frozenset[int]:
+        """Return the cells by which a child differs from its parent."""
+        cells, changed = set(parent), set[int]()
+        for _ in range(self._rules.mutations):
+            can_go = len(cells) > self._rules.smallest
+            free = [cell for cell in self._cells if cell not in changed and (can_go or cell not in cells)]
+            if not free:
+                break
+            cell = draws.one_of(free)
+            changed.add(cell)
+            cells ^= {cell}
+        return frozenset(changed)
+
+    def _tournament(self, what: str, number: int) -> list[Individual]:
+        """Return individuals drawn from the population for a purpose, with repetition."""
+        draws = self._draws(what, number)
+        return [self.individuals[draws.one_of(self.population)] for _ in range(self._rules.tournament)]
+
+    def _draws(self, what: str, number: int) -> "_RandomSequence":
+        return _RandomSequence(self._seed, what, number)
+
+
+class _RandomSequence:
+    """A sequence of draws for one purpose of one individual."""
+
+    def __init__(self, seed: int, what: str, number: int) -> None:
+        self._key = (seed, name_hash(f"search {what}"), number)
+        self._count = 0
+
+    def below(self, bound: int) -> int:
+        """Return a number in [0, bound)."""
+        self._count += 1
+        return mix(*self._key, self._count) % bound  # of 63 bits: the bias is below bound / 2^63
+
+    def one_of(self, choices: Sequence[int]) -> int:
+        """Return one of the choices."""
+        return choices[self.below(len(choices))]
