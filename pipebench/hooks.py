@@ -58,7 +58,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "paths": f"{_SEARCH}.recipe:PATHS",
         "rules": f"{_SEARCH}.recipe:RULES",
         "prepare": f"{_SEARCH}.setup:SearchSetup",
-        "loop": f"{_SEARCH}.loop:SearchLoop",
+        "loop": f"{_SEARCH}.setup:SearchLoop",
         "simulate": f"{_SEARCH}.simulated:simulate_search",
         "record": f"{_SEARCH}.record:record",
     },
