@@ -16,8 +16,7 @@ from pipebench.errors import GraphError
 from pipebench.extensions.moves.planned import cuts_of
 from pipebench.extensions.search.architectures import Architectures, Cells
 from pipebench.extensions.search.recipe import SearchRecipe
-from pipebench.extensions.search.strategy import Evolution, SearchStrategy
-from pipebench.extensions.search.trace import Following, Step, steps_of
+from pipebench.extensions.search.strategy import Evolution, Following, SearchStrategy, Step, steps_of
 from pipebench.extensions.search.trace_file import VERSION, SearchFile, Trained, load_trace
 from pipebench.recipe.schema import Recipe
 from pipebench.schedule.notation import STRAIGHT
