@@ -16,6 +16,7 @@ from pipebench.engine.accumulation import Accumulation, OnGradient
 from pipebench.engine.compiled import compiled
 from pipebench.engine.in_flight import (
     InFlight,
+    Recomputation,
     detached,
     differentiable,
     num_bytes,
@@ -24,7 +25,6 @@ from pipebench.engine.in_flight import (
 )
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement, MovedWeights
-from pipebench.engine.recomputation import Recomputation
 from pipebench.engine.shards import Divide
 from pipebench.engine.split import SplitBackward, backward_weight, saved_bytes
 from pipebench.engine.streams import ALONE, StreamSlot, StreamStates
