@@ -15,7 +15,7 @@ it. A recipe enables an extension by the section of its name, by one of its `key
 | `program` | `schedule/programs.py` | `ProgramHook`: returns a worker's list, given the core's |
 | `play` | `simulate/simulation.py` | a subclass of `SimulationExtension`: how instructions begin, and their times |
 | `memory` | `simulate/memory_meter.py` | a subclass of `MemoryExtension`: memory of workers |
-| `replica` | `engine/replicas.py` | a subclass of `Replica`, which runs stages in its place |
+| `replica` | `engine/worker_replicas.py` | a subclass of `Replica`, which runs stages in its place |
 | `worker` | `engine/worker.py` | a subclass of `WorkerExtension`: how instructions are executed |
 | `in_process`, `processes` | the engines' collectives | a subclass of `EngineExtension`: segments, drains, counts |
 | `channels` | `distributed/transport.py` | returns kinds of messages and the stages they are between, of a setup |
@@ -58,7 +58,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "paths": f"{_SEARCH}.recipe:PATHS",
         "rules": f"{_SEARCH}.recipe:RULES",
         "prepare": f"{_SEARCH}.setup:SearchSetup",
-        "loop": f"{_SEARCH}.loop:SearchLoop",
+        "loop": f"{_SEARCH}.setup:SearchLoop",
         "simulate": f"{_SEARCH}.simulated:simulate_search",
         "record": f"{_SEARCH}.record:record",
     },

@@ -40,8 +40,7 @@ from pipebench.show.plans_report import print_plans
 from pipebench.show.progress import preparing
 from pipebench.show.terminal import standard_error, standard_output
 from pipebench.train.profile_cache import ToPlan, to_plan
-from pipebench.train.request import plan_request
-from pipebench.train.slices import choose_slices
+from pipebench.train.request import choose_slices, plan_request
 from pipebench.zoo.registry import Dataset
 
 _DIFFERS = 1.1  # predictions above this many times the bottleneck are explained

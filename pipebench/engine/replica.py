@@ -16,6 +16,7 @@ from pipebench.engine.accumulation import Accumulation, OnGradient
 from pipebench.engine.compiled import compiled
 from pipebench.engine.in_flight import (
     InFlight,
+    Recomputation,
     detached,
     differentiable,
     num_bytes,
@@ -24,7 +25,6 @@ from pipebench.engine.in_flight import (
 )
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement, MovedWeights
-from pipebench.engine.recomputation import Recomputation
 from pipebench.engine.shards import Divide
 from pipebench.engine.split import SplitBackward, backward_weight, saved_bytes
 from pipebench.engine.streams import ALONE, StreamSlot, StreamStates
@@ -113,7 +113,7 @@ class Replica:
     ) -> None:
         self.stage, self._channels_last = stage, rules.channels_last
         self.module = lay_out(stage.module.to(device)) if rules.channels_last else stage.module.to(device)
-        self._evaluation = _evaluation_of(stage, device)
+        self._evaluation = stage.evaluation_on(device)
         exact = lower([self.module, self._evaluation.module], stage.rounding)
         self.weights = Weights(
             self.module, make_optimizer, overwrite=rules.overwrite, also=[self._evaluation.module],
@@ -429,26 +429,7 @@ def _divided(weights: Weights, slices: Slices | None) -> Divided | None:
     return found
 
 
-def _evaluation_of(stage: Stage, device: torch.device) -> Stage:
-    """Return the stage in evaluation mode, sharing its training parameters and buffers."""
-    evaluation = stage.evaluation
-    assert evaluation is not None
-    evaluation.module.to(device)
-    held = {**dict(stage.module.named_parameters(remove_duplicate=False)), **_buffers(stage.module)}
-    for name in (*dict(evaluation.module.named_parameters(remove_duplicate=False)), *_buffers(evaluation.module)):
-        if name in held:
-            path, _, key = name.rpartition(".")
-            part = evaluation.module.get_submodule(path)
-            table: dict[str, Any] = part._parameters if key in part._parameters else part._buffers
-            table[key] = held[name]
-    return evaluation
-
-
 def _fixed_storages(module: nn.Module) -> set[int]:
     """Return the addresses of parameters that aren't trained, and of buffers."""
     frozen = (parameter for parameter in module.parameters() if not parameter.requires_grad)
     return {tensor.untyped_storage().data_ptr() for tensor in (*frozen, *module.buffers())}
-
-
-def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(module.named_buffers(remove_duplicate=False))

@@ -6,7 +6,7 @@ norms then add and round the same runs of numbers as they would in the whole. Ot
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,13 @@ class Piece(NamedTuple):
         """Return a view of the piece: [elements] or, of a whole tensor, its own shape."""
         whole = tensor.detach()
         return whole if self.stop - self.start == whole.numel() else whole.view(-1)[self.start : self.stop]
+
+    def of_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the piece's optimizer state, given the whole parameter's."""
+        return {
+            key: self.of(value) if isinstance(value, torch.Tensor) and value.shape == parameter.shape else value
+            for key, value in state.items()
+        }
 
 
 class Sharding(NamedTuple):

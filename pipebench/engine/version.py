@@ -5,7 +5,7 @@ look like overwriting all. Each dtype has a buffer of its own. So has each recur
 otherwise cuDNN would copy the weights at every call.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -120,3 +120,17 @@ def grouped(recurrent: Sequence[Sequence[int]], likes: Sequence[Like]) -> list[P
             by_type.setdefault((like.dtype, like.device), []).append(index)
     rest = [ParameterGroup(indices, packed=False) for indices in by_type.values()]
     return [*rest, *(ParameterGroup(order, packed=True) for order in recurrent)]
+
+
+def places_in(
+    modules: Iterable[nn.Module], parameters: Iterable[torch.Tensor]
+) -> list[tuple[dict[str, nn.Parameter | None], str, int]]:
+    """Return every place of a parameter in module trees; a tied one has several."""
+    index = {id(parameter): i for i, parameter in enumerate(parameters)}
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    return [
+        (part._parameters, key, index[id(parameter)])
+        for part in parts
+        for key, parameter in part._parameters.items()
+        if id(parameter) in index
+    ]

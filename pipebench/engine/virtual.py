@@ -1,32 +1,130 @@
 """The virtual engine: N logical workers, real arithmetic, one process, one device, a virtual clock.
 
 It executes the simulator's events in order. Weight versions, stale gradients and replicas are exactly those of N
-processes; only time is simulated.
+processes; only time is simulated. What crosses between stages is stored until requested; at a drain, with an empty
+pipeline, workers exchange averages and layers that move.
 """
 
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
+from pipebench.checkpoint.handover import keys_of, pieces, requests_of, retained, state_bytes
+from pipebench.checkpoint.state import ModelState
 from pipebench.engine.admission import StopRequest
 from pipebench.engine.collectives import InProcessCollectives
-from pipebench.engine.drain import DrainExchange
 from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.feed import Feed, training_feed
-from pipebench.engine.mailbox import InProcessTransport
 from pipebench.engine.replica import Replica
 from pipebench.engine.segment import Segment
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
+from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.programs import forward_programs
 from pipebench.simulate.meter import Meter, RunMeasurements, fractions, pcie_fractions
-from pipebench.simulate.network import Network
+from pipebench.simulate.network import Message, Network
 from pipebench.simulate.simulation import Simulation, TimelineEvent
-from pipebench.simulate.timeline import EVALUATION
+from pipebench.simulate.timeline import BUFFERS, EVALUATION, PCIE
 
 _LOG = logging.getLogger("pipebench.engine")
+
+
+class InProcessTransport:
+    """Transfers values between stages and counts bytes; `num_bytes` counts them by kind and level."""
+
+    def __init__(self, setup: Setup, num_bytes: Counter[tuple[str, str]]) -> None:
+        self._setup = setup
+        self._num_bytes = num_bytes
+        self._mail: dict[tuple[str, int, int, int], Any] = {}
+
+    def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
+        """Store a unit's values until requested."""
+        pipeline = self._setup.pipeline
+        level = self._setup.level_between(pipeline.worker(source, unit), pipeline.worker(target, unit)).name
+        self._num_bytes[kind, level] += sum(map(_bytes_of, values.values()))
+        self._mail[kind, unit, source, target] = values
+
+    def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
+        """Return the sent values; the virtual clock guarantees that they have arrived."""
+        return self._mail.pop((kind, unit, source, target))
+
+    def copied(self, kind: str, num_bytes: int) -> None:
+        """Count bytes copied between a device and its host."""
+        self._num_bytes[kind, PCIE] += num_bytes
+
+
+def _bytes_of(value: Any) -> int:
+    """Return the bytes of a value's tensors; a fast path serves single tensors and lists of them."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, list):
+        return sum(map(_bytes_of, value))
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+@dataclass(frozen=True)
+class DrainExchange:
+    """A drain's exchange: starts when the pipeline is empty; the run resumes when all messages have arrived."""
+
+    setup: Setup
+    workers: Sequence[Worker]  # all
+    rings: InProcessCollectives  # the collectives, which count sent bytes
+    network: Network
+    clock_s: float  # when the pipeline is empty
+
+    def average(self) -> float:
+        """Average running statistics over the replicas of every stage; return the end time.
+
+        Extensions' exchanges start at the same time.
+        """
+        pipeline, network = self.setup.pipeline, self.network
+        ends = [self.clock_s]
+        for stage, r in enumerate(pipeline.replicas):
+            num_bytes = self.setup.costs.stages[stage].buffer_bytes
+            if r == 1 or num_bytes == 0:
+                continue
+            ring = self.rings.of_stage(stage)
+            for column in zip(*(self.workers[worker].buffers(stage) for worker in ring), strict=True):
+                flats = [buffer.reshape(-1) for buffer in column]
+                mean = self.rings.sum_buffers(ring, flats) / r
+                for buffer in column:
+                    buffer.copy_(mean.view(buffer.shape))
+            workers = pipeline.places[stage]
+            network.sum_up(pipeline.buffer_way, BUFFERS, "buffers", workers, num_bytes, self.clock_s, ends.append)
+        sent = [self._send(*each) for extension in self.rings.extensions.values() for each in extension.drained()]
+        return max([*ends, self._arrive(sent)])
+
+    def hand_over(self, before: Sequence[Worker]) -> float:
+        """Transfer state from the workers `before` to those cut anew; return the end time."""
+        given = [ModelState.merge(part for _, part in worker.parts()) for worker in before]
+        offers = [keys_of(state) for state in given]
+        messages = []
+        for worker, old in zip(self.workers, before, strict=True):
+            claim = worker.claim()
+            state = retained(old.held(), claim)
+            for giver, keys in requests_of(worker.index, offers, keys_of(state), claim).items():
+                moved = pieces(given[giver], keys)
+                messages.append(self._send(MIGRATION, giver, worker.index, state_bytes(moved), "layers"))
+                state = ModelState.merge([state, moved])
+            worker.restore(state)
+            worker.follow(old)
+        return self._arrive(messages)
+
+    def _send(self, kind: str, sender: int, receiver: int, num_bytes: int, what: str) -> Message:
+        self.rings.count(kind, sender, receiver, num_bytes)
+        connection = self.network.connection(kind, sender, receiver)
+        return self.network.send(connection, num_bytes, self.clock_s, what)
+
+    def _arrive(self, messages: Sequence[Message]) -> float:
+        """Complete the transfers before anything else runs; return the end time."""
+        self.network.deliver(messages)
+        return max([self.clock_s, *(message.arrival_s for message in messages)])
 
 
 class VirtualEngine(TrainingEngine):

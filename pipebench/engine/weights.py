@@ -13,7 +13,7 @@ types, the masters.
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from pipebench.engine.shards import Divide, Piece
-from pipebench.engine.version import Like, Version, apart, fill, grouped, recurrent_in
+from pipebench.engine.version import Like, Version, apart, fill, grouped, places_in, recurrent_in
 from pipebench.model.memory_format import laid_out_as
 from pipebench.model.optimizer import MakeOptimizer, average_in
 from pipebench.schedule.version_ledger import VersionLedger
@@ -69,7 +69,7 @@ class Weights:
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.names = tuple(name for name, _ in named)
         self._overwrite = overwrite
-        self._places = _places([module, *also], [p for _, p in named])
+        self._places = places_in([module, *also], [p for _, p in named])
         self._recurrent = list(recurrent_in(module, [p for _, p in named]))
         self._likes = [Like.of(p) for _, p in named]
         self._attributes = [dict(vars(p)) for _, p in named]  # a model's own, which its optimizer may read
@@ -334,7 +334,7 @@ class Weights:
             return
         if self._pieces is not None:
             optimizer = {
-                self.names[p.place]: _state_of(p, parameters[self.names[p.place]], optimizer[self.names[p.place]])
+                self.names[p.place]: p.of_state(parameters[self.names[p.place]], optimizer[self.names[p.place]])
                 for p in self._pieces if self.names[p.place] in optimizer
             }  # fmt: skip
         names = {id(p): name for name, p in self.trained().items()}
@@ -423,29 +423,7 @@ class Weights:
         self._free = [] if is_retired else [*self._free, *gone]  # none follow a retirement
 
 
-def _state_of(piece: Piece, parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a piece's optimizer state, given the whole parameter's."""
-    return {
-        key: piece.of(value) if isinstance(value, torch.Tensor) and value.shape == parameter.shape else value
-        for key, value in state.items()
-    }
-
-
 def _share(lr: Any, optimizer: torch.optim.Optimizer | None) -> float:
     """Return a group's rate as a multiple of the optimizer's."""
     whole = optimizer.defaults.get("lr") if optimizer is not None else None
     return float(lr) / float(whole) if lr is not None and whole else 1.0
-
-
-def _places(
-    modules: Iterable[nn.Module], parameters: Iterable[torch.Tensor]
-) -> list[tuple[dict[str, nn.Parameter | None], str, int]]:
-    """Return every place of a parameter in module trees; a tied one has several."""
-    index = {id(parameter): i for i, parameter in enumerate(parameters)}
-    parts = dict.fromkeys(part for module in modules for part in module.modules())
-    return [
-        (part._parameters, key, index[id(parameter)])
-        for part in parts
-        for key, parameter in part._parameters.items()
-        if id(parameter) in index
-    ]

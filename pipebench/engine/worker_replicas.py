@@ -1,24 +1,125 @@
-"""The replicas of one worker, one of every stage it has: their state between segments.
+"""The replicas of one worker, one of every stage it has: how they are made, and their state between segments.
 
 Checkpoints, drains and sums over replicas read it. What executes instructions on them is `engine/worker.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial, reduce
 
 import torch
 
 from pipebench.checkpoint.handover import StateClaim
-from pipebench.checkpoint.share import own_cuts, trained_names
+from pipebench.checkpoint.share import Share, own_cuts, trained_names
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.clipping import squared_norms
 from pipebench.engine.protocols import StageRunner
+from pipebench.engine.replica import Replica, ReplicaRules
 from pipebench.engine.replica_state import held_by, names_in, restore, state_of
-from pipebench.engine.replicas import replica_of_stage
 from pipebench.engine.ring import of_one_type
 from pipebench.engine.setup import Setup, share_of
-from pipebench.engine.tied import positions_of, tied_copies
+from pipebench.engine.shards import Sharding, divided
 from pipebench.model.graph import LayerGraph, averaged_buffers
 from pipebench.model.slice_modules import Divided
+from pipebench.model.stage import Stage, cut_stage
+from pipebench.schedule.pipeline import SPLIT
+from pipebench.schedule.weights import WEIGHT_POLICIES
+
+
+def replica_of_stage(setup: Setup, stage: int, replica: int = 0) -> Replica:
+    """Return a replica of a stage of the plan, with its initial weights; `replica` is its index."""
+    return make_replica(setup, stage, cut_stage(setup.graph, setup.plan, stage), replica)
+
+
+def make_replica(setup: Setup, stage: int, cut: Stage, replica: int = 0) -> Replica:
+    """Return a replica of a stage's layers, with their initial weights."""
+    policy = WEIGHT_POLICIES[setup.pipeline.weights]
+    rules = ReplicaRules(
+        split=setup.pipeline.backward == SPLIT,
+        overwrite=not policy.stashed,
+        moves=policy.moves(setup.pipeline, stage),
+        gamma=setup.gamma(stage),
+        loss_scale=setup.loss_scale,
+        compiled=setup.compiled,
+        channels_last=setup.channels_last,
+        slices=setup.graph.slices,
+    )
+    kind: type[Replica] = next(iter(setup.pipeline.hooks("replica").values()), Replica)
+    own = partial(_sharding, setup, stage, replica) if setup.pipeline.shards(stage) else None
+    return kind(cut, setup.make_optimizer, device=setup.device, seed=setup.seed, rules=rules._replace(divide=own))
+
+
+def _sharding(setup: Setup, stage: int, replica: int, named: Mapping[str, torch.Tensor]) -> Sharding:
+    """Return how the replicas of a stage divide its parameters, bucket by bucket."""
+    names, like, count = [*named], [*named.values()], setup.pipeline.replicas[stage]
+    sizes = [parameter.numel() for parameter in like]
+    buckets = (
+        tuple(divided(indices, sizes, count, whole=setup.steps_on_whole))
+        for bucket in setup.costs.stages[stage].buckets
+        for indices in of_one_type([names.index(name) for name in bucket.parameters], like)
+    )
+    return Sharding(tuple(buckets), replica, keeps_all=not setup.pipeline.gathers)
+
+
+class TiedCopies:
+    """The copies of one tie on one worker: usually one of every weight, two where it has both ends of the pipeline.
+
+    Every stage steps its own copy. Copies begin equal and get the same gradient, the sum over all of them, so they stay
+    equal to the bit, as Megatron-LM's two embeddings do.
+
+    `replicas` are the worker's, by stage, and `shares` their shares of the model's state.
+    """
+
+    def __init__(self, setup: Setup, group: int, replicas: Mapping[int, Replica], shares: Mapping[int, Share]) -> None:
+        tie = group - setup.pipeline.num_stages
+        names = setup.costs.ties[tie].parameters
+        self._copies = [
+            (replicas[stage], positions_of(names, replicas[stage], shares[stage]))
+            for stage in setup.pipeline.ties[tie]
+            if stage in replicas
+        ]
+        for replica, positions in self._copies:
+            replica.keep_apart(positions)
+
+    @property
+    def like(self) -> list[torch.Tensor]:
+        """The weights, in the tie's order."""
+        replica, positions = self._copies[0]
+        return [replica.weights.newest.parameters[position] for position in positions]
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return the sum of the worker's own gradients of every weight, added from the first stage on."""
+        return [_sum(column) for column in zip(*self._own(), strict=True)]
+
+    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Replace the gradients of all its copies by those of all workers."""
+        for index, (replica, positions) in enumerate(self._copies):
+            own = list(replica.gradients)
+            for position, gradient in zip(positions, gradients, strict=True):
+                # An optimizer may change the gradients that it is given.
+                own[position] = gradient.clone() if index and gradient is not None else gradient
+            replica.gradients = own
+
+    def _own(self) -> Iterator[list[torch.Tensor | None]]:
+        for replica, positions in self._copies:
+            yield [replica.gradients[position] for position in positions]
+
+
+def tied_copies(setup: Setup, replicas: Mapping[int, Replica], shares: Mapping[int, Share]) -> dict[int, TiedCopies]:
+    """Return a worker's copies of every tie that has some there, by the tie's group."""
+    ties = enumerate(setup.pipeline.ties, setup.pipeline.num_stages)
+    mine = (group for group, stages in ties if not replicas.keys().isdisjoint(stages))
+    return {group: TiedCopies(setup, group, replicas, shares) for group in mine}
+
+
+def positions_of(names: Sequence[str], replica: Replica, share: Share) -> list[int]:
+    """Return where a replica's parameters have some of the graph's names: of a shared one a stage may know another."""
+    place = {share.names[name]: index for index, name in enumerate(replica.weights.names)}
+    return [place[share.names[name]] for name in names]
+
+
+def _sum(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    there = [gradient for gradient in gradients if gradient is not None]
+    return reduce(torch.add, there) if there else None
 
 
 class WorkerReplicas:

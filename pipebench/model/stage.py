@@ -87,6 +87,19 @@ class Stage:
         """The same stage as it evaluates."""
         return self if self.evaluation is None else self.evaluation
 
+    def evaluation_on(self, device: torch.device) -> "Stage":
+        """Return the stage as it evaluates, on a device, with the parameters and buffers of its training."""
+        evaluation = self.evaluated
+        evaluation.module.to(device)
+        held = {**dict(self.module.named_parameters(remove_duplicate=False)), **_buffers(self.module)}
+        for name in (*dict(evaluation.module.named_parameters(remove_duplicate=False)), *_buffers(evaluation.module)):
+            if name in held:
+                path, _, key = name.rpartition(".")
+                part = evaluation.module.get_submodule(path)
+                table: dict[str, Any] = part._parameters if key in part._parameters else part._buffers
+                table[key] = held[name]
+        return evaluation
+
     def enter(self) -> None:
         """Put the modules into the mode in which they train, or evaluate."""
         for module, training in self.modes:
@@ -293,3 +306,7 @@ def _tensors(root: nn.Module, node: fx.Node) -> Iterator[tuple[str, torch.Tensor
     for read in node.all_input_nodes:
         if read.op == "get_attr" and isinstance(value := attribute(root, str(read.target)), torch.Tensor):
             yield str(read.target), value
+
+
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_buffers(remove_duplicate=False))

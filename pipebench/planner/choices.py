@@ -1,19 +1,131 @@
 """What a mode's plans may do where memory binds: share out optimizer state, run layers again, or both.
 
+Where no plan fits at all: by how much, and what would help.
+
 Weights in training stay those of a plan that does neither, so the planner may choose, by predicted time among what
 fits. Memory binds where the plan that would be best without a limit doesn't fit; elsewhere nothing is chosen, though
 replicas with shards step faster.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from pipebench.errors import PlanError
+from pipebench.formats import a_or_an, num_bytes
+from pipebench.model.plan import too_few_places
 from pipebench.planner.estimates import Estimator
+from pipebench.planner.flat import SearchStage
+from pipebench.planner.memory import StraightPlans
 from pipebench.planner.plans import MemoryChoice, PlanEstimate, Request
-from pipebench.planner.refusal import lacks_places
-from pipebench.schedule.modes import Mode
+from pipebench.planner.searches import Searches
+from pipebench.profile.model import Profile
+from pipebench.schedule.modes import SWAP, Mode
+from pipebench.schedule.orders import order_of
+from pipebench.schedule.pipeline import SPLIT
 from pipebench.schedule.syncs import OPTIMIZER
+
+
+def why_nothing_fits(of: Estimator) -> str:
+    """Return the sentence."""
+    request, mode, limit = of.request, of.mode, float(of.request.cluster.memory_bytes or 0)
+    needed = least_memory(of)
+    if math.isinf(needed):
+        return _too_few_places(of)
+    ways = []
+    recomputing = Estimator(replace(request, row=replace(mode, recompute=True), memory=None), of.name)
+    swapping = Estimator(replace(request, memory=(SWAP,) * len(of.memory_policies)), of.name)
+    if not mode.recompute and mode.shape in ("any", "equal", "even") and least_memory(recomputing) <= limit:
+        ways.append("parallelism.recompute: true")
+    if _may_swap(of) and least_memory(swapping) <= limit:
+        ways.append("parallelism.swap_layers: ['*']")
+    if mode.shape in ("one", "one-stage", "straight"):
+        others = ("pipedream-flush", "gpipe")
+        ways += [f"mode {name}" for name in others if least_memory(Estimator(request, name)) <= limit]
+    if request.depth is not None and least_memory(Estimator(replace(request, depth=None), of.name)) <= limit:
+        ways.append("parallelism.depth: auto")
+    levels = request.cluster.levels
+    wider = replace(levels[-1], count=2 * levels[-1].count)
+    doubled = replace(request, cluster=replace(request.cluster, levels=(*levels[:-1], wider)))
+    if mode.shape not in ("one", "one-stage") and least_memory(Estimator(doubled, of.name)) <= limit:
+        ways.append(f"twice as many workers, {2 * request.cluster.num_workers}, for more stages")
+    size = request.minibatch_size
+    weights = least_memory(Estimator(replace(request, profile=_without_activations(request.profile)), of.name))
+    if weights <= limit:
+        ways.append(f"a minibatch smaller than {size}" if size > 1 else "a smaller minibatch")
+        alone = ""
+    else:
+        ways.append("devices with more memory, or fewer parameters")
+        alone = f" (weights, gradients and optimizer state alone {num_bytes(weights)})"
+    return (
+        f"no plan of mode {of.name} fits: the leanest{' found' * (mode.chunks > 1)} needs {num_bytes(needed)} on a "
+        f"worker{alone}, {num_bytes(needed - limit)} more than the {num_bytes(limit)} of "
+        f"{a_or_an(request.cluster.device)}; "
+        f"what would help: {', or '.join(ways)}"
+    )
+
+
+def lacks_places(of: Estimator) -> bool:
+    """Return whether a mode has no plan whatever the memory: several stages per worker need more workers or places."""
+    return of.mode.chunks > 1 and math.isinf(least_memory(of))
+
+
+def _too_few_places(of: Estimator) -> str:
+    """Say that there are too few workers, or places to cut, for several stages per worker."""
+    workers, stages = of.request.cluster.num_workers, len(of.work.states) - 1
+    problem = (
+        f"no plan of mode {of.name}: {of.mode.chunks} stages on each of at least 2 workers are needed; there "
+        f"{'is' if workers == 1 else 'are'} {workers:,}, and the model can be cut into {stages:,} stages at most"
+    )
+    return too_few_places(of.work.states.rows, problem, ties=of.work.states.parts_ties)
+
+
+def _without_activations(profile: Profile) -> Profile:
+    """Return a profile whose layers keep and send nothing: what does not depend on the minibatch."""
+    nothing: dict[str, Any] = dict.fromkeys(("saved_with", "keeps", "puts_out", "takes", "output_parts"), ())
+    nothing |= dict.fromkeys(("saved_bytes", "output_bytes", "gradient_bytes"), 0)
+    layers = {size: tuple(replace(row, **nothing) for row in rows) for size, rows in profile.layers.items()}
+    return replace(profile, layers=layers, lengths=())
+
+
+def _may_swap(of: Estimator) -> bool:
+    """Return whether layers that don't swap could."""
+    several = of.mode.shape not in ("one", "one-stage") and of.mode.backward != SPLIT
+    return several and of.request.cluster.pcie_bytes_per_s is not None and {*of.memory_policies} != {SWAP}
+
+
+def least_memory(of: Estimator) -> float:
+    """Return the bytes per worker of a mode's leanest plan, within 0.1%."""
+    if of.mode.chunks > 1:
+        every = Searches(of, lambda _search: None).candidates(None)
+        return min((found.memory_bytes for found in every), default=math.inf)
+    # Replicas that share out what they hold need less each the more they are.
+    replicas = of.request.cluster.num_workers if of.mode.shape == "one-stage" else 1
+    whole = of.estimate("", (SearchStage(0, len(of.work.states) - 1, replicas),)).memory_bytes
+    if of.mode.shape in ("one", "one-stage"):
+        return whole
+    straight = StraightPlans(of.work, of.request.cluster.num_workers, of.memory(math.inf))
+    low, high = 0.0, 64 * whole + 1
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        rule = of.memory(middle)
+        if of.mode.weights_kept != 1 and of.request.depth is None:
+            rule = replace(rule, depth_at_most=1)
+        if order_of(of.mode.order).splits:  # every stage has as many in flight as there are stages
+            lengths = range(of.positions_at(1), 0, -1)
+            fits = any(
+                straight.fits(replace(rule, in_flight=of.in_flight([1] * k, 0, of.depth_of([1] * k))), k)
+                for k in lengths
+            )
+        else:
+            fits = straight.fits(of.at_width(rule, 1))
+        if fits:
+            high = middle
+        else:
+            low = middle
+    return high
+
 
 Best = Callable[[Request], PlanEstimate]  # of a request in one mode; raises a PlanError if nothing fits
 

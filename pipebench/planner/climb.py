@@ -29,8 +29,7 @@ from pipebench.planner.estimates import MOST_SIMULATED, Estimator
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.flat import FlatProblem, SearchStage, flat_bound_s
 from pipebench.planner.floor import Floors
-from pipebench.planner.neighbours import along_devices, neighbours
-from pipebench.planner.outlines import Outlines
+from pipebench.planner.neighbours import Outlines, along_devices, neighbours
 from pipebench.planner.placement_costs import Sketch
 from pipebench.planner.placements import placements
 from pipebench.planner.plans import PlanEstimate

@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import partial
 
 from pipebench.errors import PlanError
+from pipebench.planner.choices import least_memory
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison, PlanEstimate, Request
-from pipebench.planner.refusal import least_memory
 from pipebench.planner.states import KnownStates
 from pipebench.schedule.modes import MODES
 

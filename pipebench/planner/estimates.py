@@ -8,10 +8,9 @@ from pipebench.cluster import Cluster
 from pipebench.model.plan import Plan, make_plan
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.layer_groups import transient_bytes
-from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.mode_request import UnitsInFlight
-from pipebench.planner.placement_costs import Sketch, cut_levels, placed_s, spanned
+from pipebench.planner.placement_costs import Sketch, cut_levels, loops_s, placed_s, spanned
 from pipebench.planner.plans import PlanEstimate, StageEstimate
 from pipebench.planner.predict import PlannedWorkload, arrange, arranged, payload, planned_workload, predict, with_sums
 from pipebench.planner.stage_problem import StageProblem, input_bytes_of

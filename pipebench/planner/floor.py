@@ -28,8 +28,7 @@ from pipebench.model.plan import Plan, StagePlan
 from pipebench.planner.cost_models import ring_s
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.flat import SearchStage
-from pipebench.planner.loops import round_trips_s, warmups
-from pipebench.planner.placement_costs import Sketch, cycle_pairs
+from pipebench.planner.placement_costs import Sketch, cycle_pairs, round_trips_s, warmups
 from pipebench.planner.predict import arranged
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.costs import StageCosts, stage_costs

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 
 from pipebench.errors import PlanError
 from pipebench.model.plan import Plan, check_bounds
-from pipebench.planner.choices import best_choice
+from pipebench.planner.choices import best_choice, why_nothing_fits
 from pipebench.planner.climb import climb, climbs
 from pipebench.planner.estimates import LONGEST_BLOCK, MOST_SIMULATED, Estimator
 from pipebench.planner.fixed import plan_fixed
@@ -23,7 +23,6 @@ from pipebench.planner.memory import MemoryRule
 from pipebench.planner.placements import placements
 from pipebench.planner.plans import PlanEstimate, Request, StageTime
 from pipebench.planner.predict import arrange, stage_times
-from pipebench.planner.refusal import why_nothing_fits
 from pipebench.planner.searches import Searches
 from pipebench.planner.states import KnownStates
 from pipebench.planner.virtualised import best_virtualised, predicted, virtualised

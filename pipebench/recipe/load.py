@@ -21,12 +21,9 @@ from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeE
 from pipebench.hooks import hooks, with_section
 from pipebench.recipe import (  # noqa: F401 # for the rules that they register
     rules_cluster,  # first: it makes @cluster
-    rules_engine,
     rules_named,
-    rules_order,
-    rules_sharding,
+    rules_parallelism,
     rules_training,
-    rules_vpipe,
     rules_zoo,
 )
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names

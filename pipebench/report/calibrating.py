@@ -7,8 +7,7 @@ from rich.text import Text
 
 from pipebench.formats import seconds
 from pipebench.recipe.catalog import display
-from pipebench.report.calibrate import Calibrated, calibrate, published_of
-from pipebench.report.constants import write_value
+from pipebench.report.calibrate import Calibrated, calibrate, published_of, write_value
 from pipebench.report.definition import Report
 from pipebench.report.fitting import Cell
 from pipebench.report.recipes import Asked

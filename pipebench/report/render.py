@@ -1,7 +1,7 @@
-"""Render a report: Markdown and PNG to keep, an HTML page and SVG to view."""
+"""Render a report: Markdown and PNG to keep, of what is reproducible; an HTML page and SVG to view."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +10,11 @@ from pipebench.files import replace as replace_file
 from pipebench.report import contents
 from pipebench.report.definition import PICTURES
 from pipebench.report.evaluated import Evaluated
-from pipebench.report.markdown import blocks_markdown, markdown
 from pipebench.report.plots import draw_plots, undrawn
 from pipebench.report.tables import tables
 from pipebench.report.values import VALUES, values_of, write_values
 from pipebench.show.html import html
+from pipebench.show.page import Block, Cell, Heading, Image, LinkedText, Page, RenderedTable, Text, Verbatim
 
 MARKDOWN, HTML = "report.md", "report.html"
 
@@ -74,3 +74,39 @@ def leftovers(name: str, page: Path, shown: Collection[str]) -> Iterator[Path]:
         if picture not in shown:
             files = (page.with_name(f"{picture}.{kind}") for kind in ("png", "svg"))
             yield from (path for path in files if path.is_file())
+
+
+def markdown(page: Page) -> str:
+    """Return a page as Markdown, starting with its command."""
+    parts = [f"`{page.command}`", f"# {page.title}", blocks_markdown(page.blocks)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def blocks_markdown(blocks: Iterable[Block]) -> str:
+    """Return blocks as Markdown, without a final newline."""
+    return "\n\n".join(_block(block) for block in blocks)
+
+
+def _block(block: Block) -> str:
+    match block:
+        case Heading(text):
+            return f"## {text}"
+        case Text(text):
+            return text
+        case Image(name, description):
+            return f"![{description}]({name}.png)"
+        case Verbatim(text):
+            return f"```\n{text}\n```"
+        case RenderedTable():
+            return _table(block)
+
+
+def _table(table: RenderedTable) -> str:
+    sides = ("---" if index < table.left else "--:" for index in range(len(table.headings)))
+    lines = [table.headings, sides, *table.rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(cell: Cell) -> str:
+    text = cell.text if isinstance(cell, LinkedText) else cell
+    return " ".join(text.split()).replace("|", "\\|")

@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from pipebench.recipe.engines import engine_kind
-from pipebench.run.comparison_story import comparison_story
 from pipebench.run.request import RunRequest
-from pipebench.run.story import PAGE, answer_of, story
+from pipebench.run.story import PAGE, answer_of, comparison_story, story
 from pipebench.show.answers import Run
 from pipebench.show.figures import curves_figure
 from pipebench.show.inline import writes

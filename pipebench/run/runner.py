@@ -20,7 +20,7 @@ from pipebench.run.one_process import EngineRuns, SimulatedRuns, VirtualRuns
 from pipebench.run.processes import DistributedRuns
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite, telling_what_is_left
-from pipebench.schedule.as_csv import as_csv
+from pipebench.schedule.orders import as_csv
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.show import console
 from pipebench.show.answers import Run, RunComparison

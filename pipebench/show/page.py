@@ -1,4 +1,4 @@
-"""A page as data: reports and runs make them, `html` and `pipebench.report.markdown` render them.
+"""A page as data: reports and runs make them, `html` and `pipebench.report.render` render them.
 
 All texts are Markdown: one line in tables and headings, paragraphs in `Text`.
 """

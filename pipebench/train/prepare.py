@@ -36,8 +36,7 @@ from pipebench.train.largest import with_largest_update
 from pipebench.train.learning_rate import learning_rate
 from pipebench.train.plan import ANEW, as_planned, check_copies, choose_plan, recorded_plan, with_shard
 from pipebench.train.profiled_model import ProfiledModel, Wanted, input_bytes, profile_model
-from pipebench.train.request import may_tie, plan_request, samplers, value_at
-from pipebench.train.slices import choose_slices, sliced
+from pipebench.train.request import choose_slices, may_tie, plan_request, samplers, sliced, value_at
 from pipebench.zoo.registry import Dataset
 
 

@@ -19,8 +19,7 @@ from pipebench.model.precision import in_precision
 from pipebench.model.rounded_data import RoundedData
 from pipebench.model.sampling import Size, UnitShape, mix, name_hash, seed_default_generator
 from pipebench.model.slice_modules import Alone, EmbeddingSlices, SliceGroup, Slices
-from pipebench.model.sliced import ProcessSlicer, Slicer
-from pipebench.model.slices_in_turn import SlicerInTurn
+from pipebench.model.sliced import ProcessSlicer, Slicer, SlicerInTurn
 from pipebench.model.trace_check import check_traced
 from pipebench.profile.as_graph import InputsOf, graph_of, work_of
 from pipebench.profile.choose import (

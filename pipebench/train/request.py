@@ -1,13 +1,16 @@
-"""A recipe's request to the planner and its sizes of units, without its model and without torch."""
+"""A recipe's request to the planner, its sizes of units, and a worker's slices, without its model and without torch."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pipebench.cluster import Cluster
+from pipebench.cluster import Cluster, coarser
+from pipebench.errors import GraphError, PlanError
 from pipebench.model.plan import memory_of
 from pipebench.model.sampling import InOrder, Sampler, Streams, Varying, microbatch_sizes
+from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.plans import Request
 from pipebench.profile.devices import is_computed
@@ -159,3 +162,39 @@ def _memory(parallelism: ParallelismRecipe, names: Sequence[str]) -> tuple[str, 
     if recompute is None and swap is None:
         return None
     return memory_of(names, recompute or (), swap or (), others=RECOMPUTE if parallelism.row.recompute else KEEP)
+
+
+Profiled = Callable[[Recipe, Cluster], tuple[Profile, Dataset]]
+
+
+def choose_slices(recipe: Recipe, cluster: Cluster, profiled: Profiled, mode: str = AUTO) -> tuple[Recipe, Cluster]:
+    """Return a recipe with a resolved `parallelism.tensor`, and the cluster of its workers.
+
+    Of all divisors of the innermost level's devices that with the fastest plan of a mode, or of any; if equal, the
+    smallest.
+
+    Raises:
+        PlanError: with none a plan fits.
+    """
+    if recipe.parallelism.tensor != AUTO:
+        return recipe, cluster
+    count = cluster.levels[0].count
+    found: dict[int, float] = {}
+    refused: list[str] = []
+    for num_slices in (each for each in range(1, count + 1) if count % each == 0):
+        own, workers = sliced(recipe, cluster, num_slices)
+        try:
+            request = plan_request(own, workers, *profiled(own, workers))
+            best = compare(request, None if mode == AUTO else mode, others=False).best
+            found[num_slices] = best.minibatch_s
+        except (GraphError, PlanError) as error:
+            refused.append(str(error))
+    if not found:
+        raise PlanError(refused[0])
+    return sliced(recipe, cluster, min(found, key=found.__getitem__))
+
+
+def sliced(recipe: Recipe, cluster: Cluster, num_slices: int) -> tuple[Recipe, Cluster]:
+    """Return a recipe and a cluster with so many slices."""
+    parallelism = replace(recipe.parallelism, tensor=num_slices)
+    return replace(recipe, parallelism=parallelism), coarser(cluster, num_slices)

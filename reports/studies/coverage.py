@@ -22,7 +22,7 @@ from pipebench.report.catalog import find_report, report_names, reports_folder
 from pipebench.report.definition import Measure, Published, PublishedClaim, Report
 from pipebench.report.load import read_report
 from pipebench.report.make import made_now
-from pipebench.report.markdown import blocks_markdown
+from pipebench.report.render import blocks_markdown
 from pipebench.report.scores import geometric_mean_error
 from pipebench.report.values import VALUES, CellValue, ReportValues, read_values
 from pipebench.report.wording import CHOSEN, CONSTRUCTED, FITTED, number_text, published_text

@@ -11,7 +11,7 @@ import torch
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
-from pipebench.extensions.search.cells import find_cells, without
+from pipebench.extensions.search.architectures import find_cells, without
 from pipebench.model.graph import trace
 from pipebench.model.plan import recut
 from pipebench.profile.shapes import output_forms

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pipebench.errors import GraphError
-from pipebench.extensions.search.cells import SkippableCell, find_cells, without
+from pipebench.extensions.search.architectures import SkippableCell, find_cells, without
 from pipebench.model.graph import LayerGraph, run_node, trace
 from pipebench.model.plan import make_plan
 from pipebench.model.stage import cut_stage

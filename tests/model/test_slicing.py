@@ -12,8 +12,7 @@ from torch import nn
 from pipebench.errors import GraphError
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.model.slice_modules import Alone, piece
-from pipebench.model.sliced import Slicer
-from pipebench.model.slices_in_turn import SlicerInTurn
+from pipebench.model.sliced import Slicer, SlicerInTurn
 from pipebench.profile.model import LayerProfile
 from pipebench.profile.tensor import unit_bytes
 from pipebench.zoo.bert import bert_base

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from pipebench.planner.flat import SearchStage
-from pipebench.planner.outlines import Outlines
+from pipebench.planner.neighbours import Outlines
 
 
 def every(last: int, num_workers: int) -> list[tuple[SearchStage, ...]]:

@@ -10,9 +10,8 @@ from pipebench.cli.main import cli
 from pipebench.errors import PipebenchError, RecipeError
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
-from pipebench.report.calibrate import Calibrated, calibrate
+from pipebench.report.calibrate import Calibrated, calibrate, find_place, with_values, write_value
 from pipebench.report.calibrating import calibration_text
-from pipebench.report.constants import find_place, with_values, write_value
 from pipebench.report.definition import Constant
 from pipebench.report.load import load_report
 from pipebench.train.prepare import prepare

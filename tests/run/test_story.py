@@ -13,10 +13,9 @@ from matplotlib.figure import Figure
 from pipebench.planner.plans import StageTime
 from pipebench.recipe.load import load, load_each
 from pipebench.run.advice import advice
-from pipebench.run.comparison_story import comparison_story
 from pipebench.run.deciding import prepare_job
 from pipebench.run.request import RunRequest
-from pipebench.run.story import PAGE, answer_of, story
+from pipebench.run.story import PAGE, answer_of, comparison_story, story
 from pipebench.run.suite import Suite
 from pipebench.show.answers import Run
 from pipebench.show.plan_picture import plan_figure

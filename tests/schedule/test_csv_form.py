@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from pipebench.errors import UserError
-from pipebench.schedule.as_csv import as_csv
 from pipebench.schedule.csv_form import CsvError, read_csv
-from pipebench.schedule.orders import order_of
+from pipebench.schedule.orders import as_csv, order_of
 from pipebench.schedule.pipeline import SPLIT, WHOLE, Pipeline, chain
 from pipebench.schedule.programs import programs
 from pipebench.simulate.drawing import draw_cells

@@ -9,7 +9,7 @@ from torch import nn
 
 from pipebench.errors import GraphError
 from pipebench.extensions.search.architectures import Architectures
-from pipebench.extensions.search.trace import steps_of
+from pipebench.extensions.search.strategy import steps_of
 from pipebench.extensions.search.trace_file import ArchitectureChange
 from pipebench.model.graph import trace
 from pipebench.model.plan import make_plan

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from pipebench.extensions.search.evolution import Evolution
 from pipebench.extensions.search.recipe import OLDEST, WORST, SearchRecipe
+from pipebench.extensions.search.strategy import Evolution
 from tests.oracles.evolution import evolve
 
 RULES = SearchRecipe(population=5, tournament=3, mutations=1, smallest=1, removes=OLDEST, hurdles=0)

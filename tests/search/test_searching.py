@@ -19,7 +19,7 @@ from pipebench.extensions.moves.engine import moving as moving_setup
 from pipebench.extensions.search.architectures import Architectures
 from pipebench.extensions.search.recipe import SearchRecipe
 from pipebench.extensions.search.setup import NAME, SearchSetup
-from pipebench.extensions.search.trace import Step
+from pipebench.extensions.search.strategy import Step
 from pipebench.extensions.search.trace_file import SearchFile
 from pipebench.model.plan import Plan
 from pipebench.recipe.load import load

@@ -15,10 +15,10 @@ from torch import nn
 
 from pipebench.checkpoint.handover import Key, StateClaim, requests_of
 from pipebench.engine.engine import Engine
-from pipebench.engine.mailbox import InProcessTransport
 from pipebench.engine.protocols import EngineExtension
 from pipebench.engine.segment import SizeOf
 from pipebench.engine.setup import Setup, share_of
+from pipebench.engine.virtual import InProcessTransport
 from pipebench.extensions.moves.balancing import ENOUGH, Known
 from pipebench.extensions.moves.engine import EngineMoves
 from pipebench.extensions.moves.migration_memory import Inputs

@@ -6,8 +6,8 @@ from typing import Final
 
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.protocols import Collectives, Handler, Transport, UnitLoss, WorkerExtension
-from pipebench.engine.replicas import make_replica
 from pipebench.engine.worker import Worker
+from pipebench.engine.worker_replicas import make_replica
 from pipebench.extensions.moves.migration import MigratingReplica, TransferredUnit
 from pipebench.extensions.moves.monitor import StageMonitor
 from pipebench.extensions.moves.segment import MovingSegment

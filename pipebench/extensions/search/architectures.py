@@ -1,20 +1,24 @@
 """Architectures: a model with some of its cells, its costs and its setup.
 
-Cuts stay, since left-out layers keep their places; graph, costs, and what stages compute, keep and send follow from the
-cells.
+Cells are modules that a search leaves out of a traced model and puts back. One that is left out passes on one of its
+inputs of its output's shape. Its layers become idle but keep their places, so a plan's cuts hold whichever cells are
+left out; graph, costs, and what stages compute, keep and send follow from the cells.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+import fnmatch
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 import torch
+from torch import fx
 
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
 from pipebench.errors import GraphError, nearest
-from pipebench.extensions.search.cells import find_cells, named, without
-from pipebench.model.graph import LayerGraph
+from pipebench.model.graph import LayerGraph, carries_state, inputs_of, reads_of
+from pipebench.model.in_place import make_cuttable
+from pipebench.model.tracing import CALLS
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.cache import cached, own_hash
 from pipebench.profile.devices import DEVICES, device_of
@@ -24,6 +28,121 @@ from pipebench.profile.shapes import output_forms
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.zoo.registry import Dataset
+
+
+@dataclass(frozen=True)
+class SkippableCell:
+    """A module that can be left out."""
+
+    name: str  # its qualified name
+    layers: tuple[int, ...]  # indices of its layers, ascending
+    passes: str  # name of the node whose value replaces its output
+
+
+def find_cells(
+    graph: LayerGraph, patterns: Sequence[str], forms: Mapping[str, Sequence[str]]
+) -> tuple[SkippableCell, ...]:
+    """Return the modules that patterns of qualified names match, in order of execution.
+
+    A star in a pattern, such as `cells.*`, matches one name between dots or part of it. `forms` has the types and
+    shapes of the tensors of every model input and layer, by the node's name.
+
+    Raises:
+        GraphError: no module matches a pattern, or a module can't be left out; says why.
+    """
+    exits = _exits(graph.graph)
+    found: dict[str, SkippableCell] = {}
+    for pattern in patterns:
+        names = [name for name in exits if named(name, pattern)]
+        if not names:
+            raise GraphError(
+                f"search.cells: no module of the model that is given a value and puts one out is called {pattern!r}"
+                f"{nearest(pattern, list(exits))}"
+            )
+        found |= {name: _cell(graph, name, exits[name], forms) for name in names}
+    return tuple(sorted(found.values(), key=lambda cell: (cell.layers[0], cell.name)))
+
+
+def without(graph: LayerGraph, cells: Collection[SkippableCell]) -> LayerGraph:
+    """Return the model without `cells`, as it trains and as it evaluates; it shares modules with the whole model."""
+    passes = {cell.name: cell.passes for cell in cells}
+    if not passes:
+        return graph
+    evaluation = None if graph.evaluation is None else _without(graph.evaluation, passes)
+    return replace(_without(graph, passes), evaluation=evaluation)
+
+
+def named(name: str, pattern: str) -> bool:
+    """Return whether a pattern matches a qualified name, part by part between dots."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def _cell(graph: LayerGraph, name: str, exits: Sequence[fx.Node], forms: Mapping[str, Sequence[str]]) -> SkippableCell:
+    """Return a module as a cell after checking that it can be left out."""
+    why = f"search.cells: {name} of the model can't be left out: "
+    if len(exits) > 1:
+        raise GraphError(f"{why}it is called {len(exits)} times")
+    (last,) = exits
+    for form in (graph, graph.evaluated):
+        inside = {node for node in form.graph.nodes if name in _modules_around(node)}
+        for node in inside - {n for n in inside if n.meta.get(CALLS, {}).get(name)}:
+            reader = next((user for user in node.users if user not in inside), None)
+            if reader is not None:
+                raise GraphError(f"{why}{node.name} inside it is read by {reader.name} outside it")
+    if any(carries_state(part) for part in graph.root.get_submodule(name).modules()):
+        raise GraphError(f"{why}it carries a state from minibatch to minibatch, which would be lost meanwhile")
+    passes = next((given for given in last.meta[CALLS][name] if forms.get(given) == forms[last.name]), None)
+    if passes is None:
+        shape = ", ".join(forms[last.name])
+        raise GraphError(f"{why}nothing that it is given has the shape of what it puts out, {shape}")
+    layers = tuple(layer.index for layer in graph.layers if name in _modules_around(layer.node))
+    return SkippableCell(name, layers, passes)
+
+
+def _exits(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+    """Return the nodes that compute modules' outputs, by the modules' names."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for name in node.meta.get(CALLS, {}):
+            found.setdefault(name, []).append(node)
+    return found
+
+
+def _modules_around(node: fx.Node) -> set[str]:
+    """Return the qualified names of the modules whose forward a node is part of."""
+    return {path for path, _ in node.meta.get("nn_module_stack", {}).values()}
+
+
+def _without(graph: LayerGraph, passes: Mapping[str, str]) -> LayerGraph:
+    """Return one form of a model without these cells, whose readers read the value that each passes on."""
+    by_name = {node.name: node for node in graph.graph.nodes}
+    made = fx.Graph(owning_module=graph.root)  # type: ignore[arg-type] # it asks it for its modules only
+    env: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        around = passes.keys() & _modules_around(node)
+        if not around:
+            env[node] = copies[node] = made.node_copy(node, env.__getitem__)
+            continue
+        # A cell inside another one hands on nothing where both are left out.
+        handed_on = (by_name[passes[name]] for name in sorted(around, key=len) if name in node.meta.get(CALLS, {}))
+        known = next((value for value in handed_on if value in env), None)
+        if known is not None:
+            env[node] = env[known]
+    make_cuttable(graph.root, made)
+    there = {*made.nodes}
+    nodes = {layer.index: copies[layer.node] for layer in graph.layers if copies.get(layer.node) in there}
+    index = {node: position for position, node in nodes.items()}
+    layers = tuple(
+        replace(layer, node=own, reads=reads_of(own, index), inputs=inputs_of(own))
+        if (own := nodes.get(layer.index)) is not None
+        else replace(layer, reads=(), inputs=(), idle=True)
+        for layer in graph.layers
+    )
+    (output,) = made.find_nodes(op="output")
+    return replace(graph, graph=made, layers=layers, outputs=reads_of(output, index))
+
 
 Cells = frozenset[int]  # positions among the cells that can be left out
 _CACHED = 64  # architectures: a child's parent returns now and then

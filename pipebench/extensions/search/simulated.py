@@ -17,7 +17,7 @@ from pipebench.extensions.moves.simulated_engine import SimulatedEngine
 from pipebench.extensions.moves.throughput import Finishes, throughput
 from pipebench.extensions.search.architectures import Cells
 from pipebench.extensions.search.setup import SearchSetup, chosen, search_of
-from pipebench.extensions.search.trace import Step
+from pipebench.extensions.search.strategy import Step
 from pipebench.extensions.search.trace_file import VERSION, SearchFile, Trained
 from pipebench.formats import seconds
 from pipebench.simulate.meter import MEMORY, Meter

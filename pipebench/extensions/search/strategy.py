@@ -1,8 +1,16 @@
-"""Search strategies: individuals in the order of training."""
+"""Search strategies: individuals in the order of training, from a trace or by the fitness of those before."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pipebench.errors import GraphError
+from pipebench.extensions.search.architectures import Architectures, Cells
+from pipebench.extensions.search.recipe import OLDEST, SearchRecipe
+from pipebench.extensions.search.trace_file import ArchitectureChange
+from pipebench.model.plan import Plan
+from pipebench.model.sampling import mix, name_hash
 
 
 @dataclass(frozen=True)
@@ -55,3 +63,180 @@ class SearchStrategy(ABC):
     def _fittest(self, among: Iterable[Individual]) -> Individual | None:
         """Return the fittest of individuals with scores; of equals, the first."""
         return max(among, key=lambda each: (self._sign * each.fitness, -each.number), default=None)
+
+
+class Evolution(SearchStrategy):
+    """A search that continues with every score, among `num_cells` cells; `seed` is of all draws.
+
+    Draws are functions of the seed and the individual's number, so a search depends on fitness alone: the same scores,
+    on any engine and after any restart, give the same individuals in the same order.
+
+    Papers: Real et al., Regularized Evolution for Image Classifier Architecture Search (AAAI'19), algorithm 1: the
+    oldest of the population dies. So et al., The Evolved Transformer (ICML'19), sections 3.1 and 3.2: the worst of a
+    tournament dies, and hurdles decide which individuals train on. Differs: individuals share one set of weights and
+    continue from its current state, as in Pham et al. (ENAS, ICML'18), so cells common to two of them are trained by
+    both.
+    """
+
+    def __init__(
+        self, rules: SearchRecipe, num_cells: int, first: frozenset[int], *, larger_is_better: bool, seed: int
+    ) -> None:
+        super().__init__(first, larger_is_better=larger_is_better)
+        self._rules, self._cells, self._seed = rules, range(num_cells), seed
+        self.population: list[int] = []  # numbers of the living, in order of birth
+
+    def _go_on(self, num_minibatches: int) -> None:
+        scored = self.current
+        if self._passes_hurdle(scored):
+            return
+        self.population.append(scored.number)
+        if len(self.population) > self._rules.population:
+            self.population.remove(self._replaced())
+        self._raise_hurdle()
+        number = scored.number + 1
+        self.individuals.append(self._drawn(number) if number < self._rules.population else self._child(number))
+
+    def _passes_hurdle(self, scored: Individual) -> bool:
+        """Return whether an individual is trained for another period."""
+        num_periods = len(scored.scores)
+        if num_periods > len(self.hurdles):
+            return False
+        return self._sign * scored.fitness > self._sign * self.hurdles[num_periods - 1]
+
+    def _raise_hurdle(self) -> None:
+        """Add a hurdle after each population's worth of individuals: the mean fitness of those trained longest."""
+        num_periods = len(self.hurdles) + 1
+        if len(self.individuals) % self._rules.population or num_periods > self._rules.hurdles:
+            return
+        living = [self.individuals[number] for number in self.population]
+        reached = [each.fitness for each in living if len(each.scores) == num_periods]
+        if reached:
+            self.hurdles.append(sum(reached) / len(reached))
+
+    def _replaced(self) -> int:
+        """Return which individual a child replaces."""
+        if self._rules.removes == OLDEST:
+            return self.population[0]
+        drawn = self._tournament("death", len(self.individuals))
+        return min(drawn, key=lambda each: (self._sign * each.fitness, each.number)).number
+
+    def _drawn(self, number: int) -> Individual:
+        """Return an individual of the first population: each cell with probability 1/2, more if these are too few."""
+        draws = self._draws("cells", number)
+        cells = {cell for cell in self._cells if draws.below(2)}
+        while len(cells) < self._rules.smallest:
+            cells.add(draws.one_of([cell for cell in self._cells if cell not in cells]))
+        return Individual(number, None, frozenset(cells))
+
+    def _child(self, number: int) -> Individual:
+        """Return a mutation of a tournament's fittest."""
+        parent = self._fittest(self._tournament("parent", number))
+        assert parent is not None  # all of the population have a score
+        changed = self._mutated(parent.cells, self._draws("cells", number))
+        return Individual(number, parent.number, parent.cells ^ changed, changed)
+
+    def _mutated(self, parent: frozenset[int], draws: "_RandomSequence") -> frozenset[int]:
+        """Return the cells by which a child differs from its parent."""
+        cells, changed = set(parent), set[int]()
+        for _ in range(self._rules.mutations):
+            can_go = len(cells) > self._rules.smallest
+            free = [cell for cell in self._cells if cell not in changed and (can_go or cell not in cells)]
+            if not free:
+                break
+            cell = draws.one_of(free)
+            changed.add(cell)
+            cells ^= {cell}
+        return frozenset(changed)
+
+    def _tournament(self, what: str, number: int) -> list[Individual]:
+        """Return individuals drawn from the population for a purpose, with repetition."""
+        draws = self._draws(what, number)
+        return [self.individuals[draws.one_of(self.population)] for _ in range(self._rules.tournament)]
+
+    def _draws(self, what: str, number: int) -> "_RandomSequence":
+        return _RandomSequence(self._seed, what, number)
+
+
+class _RandomSequence:
+    """A sequence of draws for one purpose of one individual."""
+
+    def __init__(self, seed: int, what: str, number: int) -> None:
+        self._key = (seed, name_hash(f"search {what}"), number)
+        self._count = 0
+
+    def below(self, bound: int) -> int:
+        """Return a number in [0, bound)."""
+        self._count += 1
+        return mix(*self._key, self._count) % bound  # of 63 bits: the bias is below bound / 2^63
+
+    def one_of(self, choices: Sequence[int]) -> int:
+        """Return one of the choices."""
+        return choices[self.below(len(choices))]
+
+
+class Step(NamedTuple):
+    """An architecture, and its start: a minibatch of the run, or a second of its clock."""
+
+    minibatch: int | None
+    second: float | None
+    cells: Cells
+
+
+def steps_of(
+    events: Sequence[ArchitectureChange], architectures: Architectures, first: Cells, plan: Plan, path: str
+) -> tuple[Step, ...]:
+    """Return the architectures of a trace's changes, beginning with `first`; `plan` maps layers to stages.
+
+    Raises:
+        GraphError: unknown cell or stage, or too few layers to add or to delete; names `path`.
+    """
+    cells, found = first, []
+    for index, event in enumerate(events):
+        where = f"search.trace: {path}: events[{index}]"
+        if event.cells is not None:
+            cells = architectures.named(event.cells, f"{where}.cells")
+        else:
+            cells = _changed(event, architectures, cells, plan, where)
+        found.append(Step(event.minibatch, event.second, cells))
+    return tuple(found)
+
+
+def _changed(event: ArchitectureChange, architectures: Architectures, cells: Cells, plan: Plan, where: str) -> Cells:
+    """Return an architecture with more or fewer layers in a stage, changed by whole cells."""
+    assert event.stage is not None
+    if event.stage >= len(plan.stages):
+        raise GraphError(f"{where}.stage: got {event.stage}, allowed are 0 to {len(plan.stages) - 1}")
+    stage, wanted = plan.stages[event.stage], event.add or event.delete
+    changed, num_changed = set(), 0
+    for index, cell in enumerate(architectures.cells):
+        is_own = stage.start <= cell.layers[0] and cell.layers[-1] < stage.stop
+        if num_changed < wanted and is_own and (index in cells) is not (event.add > 0):
+            changed.add(index)
+            num_changed += len(cell.layers)
+    if num_changed < wanted:
+        what = "left out" if event.add else "there"
+        raise GraphError(
+            f"{where}: got {wanted} layers to {'add' if event.add else 'delete'}, and the cells of stage {event.stage} "
+            f"that are {what} have {num_changed}"
+        )
+    return cells ^ changed
+
+
+class Following(SearchStrategy):
+    """Follows a trace, whose steps begin at minibatches: seconds are not known in advance where scores are."""
+
+    def __init__(self, first: Cells, steps: Sequence[Step], *, larger_is_better: bool) -> None:
+        super().__init__(first, larger_is_better=larger_is_better)
+        self._steps = [*steps]
+        self._go_on(0)
+
+    def _go_on(self, num_minibatches: int) -> None:
+        for cells in self._due(num_minibatches):
+            before = self.current
+            if not before.scores:  # it was never trained
+                self.individuals.pop()
+            self.individuals.append(Individual(len(self.individuals), None, cells, cells ^ before.cells))
+
+    def _due(self, num_minibatches: int) -> Iterator[Cells]:
+        while self._steps and self._steps[0].minibatch is not None and self._steps[0].minibatch <= num_minibatches:
+            yield self._steps.pop(0).cells

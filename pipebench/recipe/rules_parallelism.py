@@ -1,12 +1,22 @@
-"""Rules on sharded replicas and sliced layers: the columns, optimizers, engines and extensions that they go with."""
+"""Rules on parallelism beyond the mode's row.
+
+Sharded replicas and sliced layers: the columns, optimizers, engines and extensions that they go with; what travels
+between two flushes, and a schedule's file; vPipe's modes.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
+from pipebench.errors import PlanError
 from pipebench.recipe.draft import Draft, Problems, rule
+from pipebench.recipe.plan_file import asked_replicas, is_plan_file
 from pipebench.recipe.ranges import TIMINGS
+from pipebench.recipe.schema import LARGEST, VpipeRecipe
 from pipebench.recipe.typecheck import shown
+from pipebench.schedule.csv_form import is_csv, read_csv
 from pipebench.schedule.modes import AUTO, MODES, Mode
+from pipebench.schedule.orders import ORDERS, order_of
+from pipebench.schedule.pipeline import WHOLE
 from pipebench.schedule.syncs import ALL_REDUCE, NOT_SHARDED, OPTIMIZER, ORDERED, PARAMETERS, SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
@@ -91,3 +101,90 @@ def _tensor(tensor: Any, mode: str, model__profile: str | None, timing: str, sea
             yield "parallelism.tensor", f"{why}: allowed is 1, or engine.timing: auto"
         if search is not None:
             yield "parallelism.tensor", f"got {tensor} with a search, whose layers come and go: allowed is 1"
+
+
+@rule
+def _largest(cluster: Any, row: Mode, accumulate: Any) -> Problems:
+    """`accumulate: largest` needs minibatches that each take memory, and a memory limit."""
+    if accumulate != LARGEST:
+        return
+    if not order_of(row.order).keeps_all:
+        orders = " or ".join(name for name, each in ORDERS.items() if each.keeps_all)
+        why = f"got {LARGEST} with order {row.order}, in which more minibatches take no more memory"
+        yield "parallelism.accumulate", f"{why}: allowed is a whole number, or order: {orders}"
+    elif cluster.memory_bytes is None:
+        why = f"got {LARGEST} on cluster {cluster.name}, whose file gives no memory size"
+        yield "parallelism.accumulate", f"{why}: allowed is a whole number"
+
+
+@rule
+def _rows_of_order(cluster: Any, row: Mode, plan: Any) -> Problems:
+    """An order file needs a row per position in the pipeline, with the stages of its workers."""
+    if not is_csv(row.order):
+        return
+    schedule = read_csv(row.order)
+    try:
+        replicas = asked_replicas(plan, row, cluster.num_workers)
+    except PlanError:  # another rule's fault
+        return
+    rows = len(schedule.rows)
+    if replicas is None or len(replicas) != rows or len({*replicas}) != 1:
+        allowed = f"as many workers for each row, such as {'-'.join('1' * rows)}"
+        yield "parallelism.plan", f"got {shown(plan)} with an order of {rows} rows: allowed are {allowed}"
+    elif row.chunks != schedule.chunks:
+        given = f"got {row.chunks} with an order whose rows have {schedule.chunks} stages each"
+        yield "parallelism.chunks", f"{given}: allowed is {schedule.chunks}"
+
+
+@rule
+def _units_of_order(
+    draft: Draft, row: Mode, microbatches: int, accumulate: int | None, minibatch_size: int
+) -> Problems:
+    """An order file fixes the number of microbatches between two flushes: of one minibatch, or of several."""
+    if not is_csv(row.order):
+        return
+    needed, whole = read_csv(row.order).num_microbatches, accumulate or 1
+    cuts = row.microbatches and whole == 1 and ("parallelism", "microbatches") not in draft.leaves.found
+    units = whole * (needed if cuts else microbatches)
+    if units != needed:
+        given = f"got {units} microbatches per update with an order of {needed}"
+        yield "parallelism.microbatches", f"{given}: allowed is {needed}, or accumulate with a product of {needed}"
+    elif cuts and minibatch_size % needed:
+        given = f"got {needed}, of the order's file, which doesn't divide minibatch_size {minibatch_size}"
+        yield (
+            "parallelism.microbatches",
+            f"{given}: allowed is a minibatch_size that it divides, or accumulate: {needed}",
+        )
+
+
+@rule
+def _choosing(cluster: Any, vpipe: Mapping[str, Any] | None, mode: str, row: Mode, plan: Any) -> Problems:
+    """Stages that choose memory policies have one worker each, whole backwards and, to swap, a copy rate."""
+    given = VpipeRecipe(**vpipe or {})
+    if vpipe is None or given.moves or is_plan_file(plan):  # checked by another rule or the file
+        return
+    chosen = [name for name in ("swap", "recompute") if getattr(given, name)]
+    if chosen and not row.chooses:
+        names = [name for name, each in MODES.items() if each.chooses]
+        allowed = f"chunks: 1 and backward: {WHOLE}" if MODES[mode].chooses else f"mode {' or '.join(names)}"
+        why = f"got true in mode {mode}, and is for stages that have a worker each and run backwards whole"
+        yield f"parallelism.vpipe.{chosen[0]}", f"{why}: allowed is false, or {allowed}"
+    elif given.swap and cluster.pcie_bytes_per_s is None:
+        why = f"got true on cluster {cluster.name}, whose file doesn't say how fast devices copy to their hosts"
+        yield "parallelism.vpipe.swap", f"{why}: allowed is false, or pcie in the cluster's file"
+
+
+@rule
+def _vpipe_auto(vpipe: Mapping[str, Any] | None, mode: str) -> Problems:
+    if vpipe is not None and mode == AUTO and not vpipe.get("moves") and VpipeRecipe(**vpipe).policies:
+        yield "parallelism.vpipe", "got a mapping with mode auto, which takes rows as they are: allowed is null"
+
+
+@rule
+def _chosen_by_vpipe(draft: Draft, vpipe: Mapping[str, Any] | None) -> Problems:
+    """Memory policies are chosen by vPipe or by the recipe, not both."""
+    if vpipe is None or not VpipeRecipe(**vpipe).policies:
+        return
+    for name, value in draft.given("parallelism", "recompute", "recompute_layers", "swap_layers").items():
+        why = f"got {shown(value)} beside vpipe, which chooses layer by layer"
+        yield f"parallelism.{name}", f"{why}: allowed is null, or vpipe with swap: false and recompute: false"
