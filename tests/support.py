@@ -111,6 +111,8 @@ class HalfTrained(Mlp):
 class FineTuned(HalfTrained):
     """Besides, layers far apart share a factor that isn't trained, and a constant."""
 
+    constant: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.full((3, 1), 0.9, dtype=torch.float64), requires_grad=False)

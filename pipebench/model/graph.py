@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from pipebench.errors import GraphError, nearest
 from pipebench.model.in_place import MADE, make_cuttable, overwritten_buffer, shown
 from pipebench.model.slice_modules import Slices
-from pipebench.model.tracing import Fed, fed_arguments, record
+from pipebench.model.tracing import Fed, TracedModule, fed_arguments, record
 
 _RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
@@ -148,7 +148,7 @@ def as_one_layer(model: nn.Module, fed: Fed = None) -> LayerGraph:
         values = [made.placeholder(name) for name in (*positional, *by_keyword)]
         named: dict[str, Any] = dict(zip(by_keyword, values[len(positional) :], strict=True))
         made.output(made.call_module("model", tuple(values[: len(positional)]), named))
-        return fx.GraphModule(holder, made)
+        return TracedModule(holder, made)
 
     return _in_both_modes(model, holder, graph)
 
