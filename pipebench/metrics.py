@@ -62,8 +62,7 @@ METRICS = (
     Metric("allocated_peak_bytes_max", BYTES, LOWER, MEASURED,
            "the most that a worker's allocator held on its GPU: live tensors and workspaces of kernels"),
     Metric("reserved_peak_bytes_max", BYTES, LOWER, MEASURED, "the most that it had reserved there"),
-    Metric("host_peak_bytes_max", BYTES, LOWER, TRAINED,
-           "the most that was on a worker's host, where layers swap", COLUMN),
+    Metric("host_peak_bytes_max", BYTES, LOWER, SWAPPED, "the most that was on a worker's host", COLUMN),
     Metric("bubble_fraction", SHARE, LOWER, ALL,
            "of the workers' time in training in which they computed nothing", COLUMN | MEDIAN | PREDICTED),
     Metric("epochs_to_target", COUNT, LOWER, TARGET, "epochs trained when the target was reached", COLUMN | SPREAD),
@@ -173,7 +172,7 @@ STAGE_METRICS = (
     Metric("parameter_bytes", BYTES, LOWER, ALL, "of one version of its weights"),
     Metric("weight_versions_max", COUNT, LOWER, TRAINED, "the most versions of its weights that a replica kept"),
     Metric("peak_memory_bytes", BYTES, LOWER, ALL, "the most that a replica held at once"),
-    Metric("host_peak_bytes", BYTES, LOWER, TRAINED, "the most that was on a replica's host, where layers swap"),
+    Metric("host_peak_bytes", BYTES, LOWER, SWAPPED, "the most that was on a replica's host"),
 )  # fmt: skip
 
 # Metrics summarised over a recipe's seeds, beside the best scores.

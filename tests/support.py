@@ -109,16 +109,19 @@ class HalfTrained(Mlp):
 
 
 class FineTuned(HalfTrained):
-    """Besides, layers far apart share a factor that isn't trained."""
+    """Besides, layers far apart share a factor that isn't trained, and a constant."""
+
+    constant: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.full((3, 1), 0.9, dtype=torch.float64), requires_grad=False)
+        self.register_buffer("constant", torch.full((5,), 1.1, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [samples, 6] to [samples, 4]."""
         for index, layer in enumerate(self.body):
-            x = layer(x) * self.factor.mean() if index in (0, 5) else layer(x)
+            x = layer(x) * self.factor.mean() * self.constant.mean() if index in (0, 5) else layer(x)
         return x
 
 
@@ -141,14 +144,14 @@ def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profi
             num_bytes = sum(t.nbytes for t in leaves)
             with_gradient = sum(t.nbytes for t in leaves if t.requires_grad)
             parameters = {n: p.nbytes for n, p in root.named_parameters() if n in layer.parameters}
-            frozen = {n: p.nbytes for n, p in root.named_parameters() if n in layer.frozen}
+            untrained = {name: attribute(root, name).nbytes for name in layer.untrained}
             masters = {name: exact[name].nbytes for name in parameters if name in exact}
             buffers = {n: attribute(graph.root, n).nbytes if n in averaged else 0 for n in layer.buffers}
             rows.append(
                 LayerProfile(
                     layer.name, layer.kind, 1.0, 2.0, num_bytes, with_gradient,
                     layer.reads, layer.inputs, parameters, buffers, master_sizes=masters,
-                    frozen_sizes=frozen,
+                    untrained_sizes=untrained,
                 )
             )  # fmt: skip
         rows.append(LayerProfile("loss", "loss", 0.0, 0.0, 8, 8, graph.outputs))

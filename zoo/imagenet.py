@@ -39,13 +39,14 @@ class ImageNet(Dataset):
 
     inputs: Sequence[str] = ("image",)
     targets: Sequence[str] = ("label",)
-    metrics: Mapping[str, str] = {"top1": "max", "top5": "max"}
     concurrent = True
 
     def __init__(self, root: str, sizes: Mapping[str, int], image_size: int, resize_size: int, processes: int) -> None:
         self.root = root
         self.num_classes = sizes["num_classes"]
         self.num_ids = {"label": sizes["num_classes"]}
+        self._best = [k for k in (1, 5) if k == 1 or k < sizes["num_classes"]]  # of five classes all are among the best
+        self.metrics: Mapping[str, str] = {f"top{k}": "max" for k in self._best}
         self.num_train = sizes["num_train"]
         self.num_eval = sizes["num_eval"]
         self.image_size = image_size
@@ -109,9 +110,12 @@ class ImageNet(Dataset):
         return metrics.classification_loss(output, targets["label"])
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the numbers of samples whose label has the largest logit, `top1`, or one of five, `top5`."""
+        """Return the numbers of samples whose label has the largest logit, `top1`, or one of five, `top5`.
+
+        With at most five classes there is no `top5`.
+        """
         logits = metrics.main_logits(output)
-        return {f"top{k}": metrics.num_correct(logits, targets["label"], k) for k in (1, 5)}
+        return {f"top{k}": metrics.num_correct(logits, targets["label"], k) for k in self._best}
 
     def _images(self, split: str, listing: Listing, indices: Sequence[int], draw: int) -> torch.Tensor:
         images = torch.empty(len(indices), 3, self.image_size, self.image_size)

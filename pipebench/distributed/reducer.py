@@ -173,6 +173,7 @@ class BucketsInOrder(Generic[B]):
         self._bucket_of = {index: bucket for bucket in buckets for index in bucket.indices}
         self._next = 0  # the first bucket not started
         self._absent: set[int] = set()  # parameters without a gradient on this replica in the round
+        self._lacking: set[int] | None = None  # likewise in the last round in which it had a unit
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Add a parameter's complete gradient of the round."""
@@ -189,6 +190,17 @@ class BucketsInOrder(Generic[B]):
                     self._absent.add(index)
                 bucket.put(index, gradients[index])
         self._set_out()
+
+    def _may_lack(self) -> set[int]:
+        """Return the parameters of which no replica may have a gradient in the round.
+
+        Which get one is the graph's to say, the same on all replicas and in all rounds: one without a unit in a short
+        round takes what it had before. Otherwise it would skip parameters whose gradient happens to be all zeros, such
+        as of a branch that a zero weight shuts, where the others decay them.
+        """
+        if len(self._absent) < len(self._bucket_of):
+            self._lacking = {*self._absent}
+        return self._absent if self._lacking is None else self._lacking
 
     def _set_out(self) -> None:
         """Start the sums of all buckets that are next and complete."""
@@ -242,6 +254,7 @@ class Reducer(BucketsInOrder[_Bucket]):
     def wait(self, on_bucket: OnBucket) -> list[torch.Tensor | None]:
         """Wait for all buckets; return the summed gradients, views of the buckets until the next round."""
         result: list[torch.Tensor | None] = [None] * self._num_parameters
+        may_lack = self._may_lack()
         for bucket in self._buckets:
             with peers():
                 bucket.sum.go_on()
@@ -253,7 +266,7 @@ class Reducer(BucketsInOrder[_Bucket]):
             on_bucket(bucket.data.nbytes, bucket.set_out, self._timer.ended(bucket.sum.wait, bucket.set_out))
             for index, place in bucket.places.items():
                 # Zeros of all replicas mean no gradient, so that the optimizer skips the parameter.
-                result[index] = None if index in self._absent and not place.any() else place
+                result[index] = None if index in may_lack and not place.any() else place
             bucket.missing = set(bucket.indices)
             bucket.is_free = False
         self._begin_anew()

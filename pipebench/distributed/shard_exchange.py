@@ -82,10 +82,10 @@ class _Scatter:
         self._work: list[Any] = []
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Keep a gradient; None as negative zeros, which change no sum and show if all are None."""
+        """Keep a gradient; None as zeros."""
         if gradient is None:
             like = self._like[index]
-            gradient = torch.full(like.shape, -0.0, dtype=like.dtype, device=like.device)
+            gradient = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
         self._gradients[index] = gradient.contiguous()
         self.missing.discard(index)
 
@@ -152,13 +152,13 @@ class ShardReducer(BucketsInOrder[_Scatter]):
     def wait(self, on_bucket: OnBucket) -> list[torch.Tensor | None]:
         """Wait for all buckets; return the own pieces of the sum, in the stage's order."""
         found: list[tuple[Piece, torch.Tensor | None]] = []
+        may_lack = self._may_lack()
         for bucket in self._buckets:
             with peers():
                 bucket.wait()
             on_bucket(bucket.num_bytes, bucket.set_out, self._timer.ended(bucket.wait, bucket.set_out))
             for piece, value in zip(bucket.pieces, bucket.added(), strict=True):
-                is_none = piece.place in self._absent and not value.any() and bool(value.signbit().all())
-                found.append((piece, None if is_none else value))
+                found.append((piece, None if piece.place in may_lack and not value.any() else value))
         self._begin_anew()
         return [value for _, value in sorted(found, key=lambda each: each[0])]
 

@@ -63,7 +63,7 @@ class UnitInput(NamedTuple):
 class LiveBytes(NamedTuple):
     """Live bytes by kind."""
 
-    weights: int  # all versions, or shards of them, and parameters that aren't trained
+    weights: int  # all versions, or shards of them, parameters that aren't trained, and buffers
     moved: int  # displaced copies of weights
     stepped: int  # masters and the optimizer's state
     gradients: int  # of updates to come
@@ -121,7 +121,7 @@ class Replica:
         )  # fmt: skip
         # In mixed precision, what has been rounded and isn't trained, for checkpoints; the weights hold other masters.
         self.exact = {name: tensor.to("cpu") for name, tensor in exact.items() if name not in self.weights.names}
-        self._frozen_bytes = sum(p.nbytes for p in self.module.parameters() if not p.requires_grad)
+        self._untrained_bytes = sum(tensor.nbytes for tensor in _untrained(self.module))
         self.divided = _divided(self.weights, rules.slices)
         moves = rules.moves and self.weights.optimizer is not None
         self.moved = MovedWeights(self.weights, rules.gamma) if moves else None
@@ -282,7 +282,7 @@ class Replica:
         carried = num_bytes(list(self.states.values())) if self.states else 0
         moved = 0 if self.moved is None else self.moved.num_bytes
         once = self.weights.master_bytes + self.weights.state_bytes
-        weights, gradients = self._frozen_bytes + self.weights.live_bytes, self._accumulation.num_bytes
+        weights, gradients = self._untrained_bytes + self.weights.live_bytes, self._accumulation.num_bytes
         return LiveBytes(weights, moved, once, gradients, in_flight + carried, self.weights.gathered_bytes)
 
     def host_bytes(self) -> int:
@@ -430,6 +430,10 @@ def _divided(weights: Weights, slices: Slices | None) -> Divided | None:
 
 
 def _fixed_storages(module: nn.Module) -> set[int]:
-    """Return the addresses of parameters that aren't trained, and of buffers."""
-    frozen = (parameter for parameter in module.parameters() if not parameter.requires_grad)
-    return {tensor.untyped_storage().data_ptr() for tensor in (*frozen, *module.buffers())}
+    """Return the addresses of what no optimizer updates."""
+    return {tensor.untyped_storage().data_ptr() for tensor in _untrained(module)}
+
+
+def _untrained(module: nn.Module) -> list[torch.Tensor]:
+    """Return parameters that aren't trained, and buffers."""
+    return [*(each for each in module.parameters() if not each.requires_grad), *module.buffers()]

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipebench.model.graph import cloned
+from pipebench.model.tracing import TracedModule
 
 POLICY = "pipebench_policy"  # key of a node's meta data: the memory policy of its layer
 
@@ -75,7 +76,7 @@ def _folded(
     for node in nodes:
         env[node] = run.node_copy(node, env.__getitem__)
     run.output(tuple(env[node] for node in left))
-    folded = make(fx.GraphModule(module, run))
+    folded = make(TracedModule(module, run))
     module.add_module(name, folded)
     with module.graph.inserting_after(nodes[-1]):
         call = module.graph.call_module(name, tuple(read))

@@ -7,7 +7,7 @@ safe to cut, see `in_place.py`.
 import copy
 import difflib
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from pipebench.errors import GraphError, nearest
 from pipebench.model.in_place import MADE, make_cuttable, overwritten_buffer, shown
 from pipebench.model.slice_modules import Slices
-from pipebench.model.tracing import Fed, fed_arguments, record
+from pipebench.model.tracing import Fed, TracedModule, fed_arguments, record
 
 _RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
@@ -43,7 +43,8 @@ class Layer:
     draws_as: str = ""  # the name that seeds its random draws; "" if it draws none
     idle: bool = False  # left out (see `cells.py`): keeps its index, reads nothing, and nothing reads it
     runs_once: bool = False  # whether it returns a buffer that layers change, so that no plan recomputes it
-    frozen: tuple[str, ...] = ()  # qualified names of the parameters it uses but doesn't train
+    # Qualified names of the parameters it uses but doesn't train, and of all buffers it has or reads, their first ones
+    untrained: tuple[str, ...] = ()
 
 
 class Rounding(NamedTuple):
@@ -147,7 +148,7 @@ def as_one_layer(model: nn.Module, fed: Fed = None) -> LayerGraph:
         values = [made.placeholder(name) for name in (*positional, *by_keyword)]
         named: dict[str, Any] = dict(zip(by_keyword, values[len(positional) :], strict=True))
         made.output(made.call_module("model", tuple(values[: len(positional)]), named))
-        return fx.GraphModule(holder, made)
+        return TracedModule(holder, made)
 
     return _in_both_modes(model, holder, graph)
 
@@ -258,16 +259,21 @@ def tensors_of(graph: LayerGraph, layers: Iterable[Layer]) -> dict[str, torch.Te
     """Return all parameters and buffers that layers read, trained and changed or not, by qualified name, each once."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for layer in layers:
-        node, path = layer.node, str(layer.node.target)
-        paths = [str(each.target) for each in node.all_input_nodes if each.op == "get_attr"]
-        named = [(name, attribute(graph.root, name)) for name in paths]
-        if node.op == "call_module":
-            module = graph.root.get_submodule(path)
-            named += [*module.named_parameters(prefix=path), *module.named_buffers(prefix=path)]
-        for name, value in named:
-            if isinstance(value, torch.Tensor):
-                found.setdefault(id(value), (name, value))
+        for name, value in _used(graph.root, layer.node):
+            found.setdefault(id(value), (name, value))
     return dict(found.values())
+
+
+def _used(root: nn.Module, node: fx.Node) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and buffers that a node's module has, or that it reads, by qualified name."""
+    if node.op == "call_module":
+        path = str(node.target)
+        module = root.get_submodule(path)
+        yield from module.named_parameters(prefix=path)
+        yield from module.named_buffers(prefix=path)
+    for name in (str(each.target) for each in node.all_input_nodes if each.op == "get_attr"):
+        if isinstance(value := attribute(root, name), torch.Tensor):
+            yield name, value
 
 
 def _check_leaves(model: nn.Module, leaves: Sequence[str]) -> None:
@@ -322,7 +328,7 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
     index = {node: i for i, node in enumerate(computing)}
     (output,) = graph.find_nodes(op="output")
     changed = {name for node in computing if (name := overwritten_buffer(module, node)) is not None}
-    first_name = {id(parameter): name for name, parameter in module.named_parameters()}
+    first_name = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     layers = tuple(
         Layer(
             index=i,
@@ -331,8 +337,8 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
             node=node,
             reads=reads_of(node, index),
             inputs=inputs_of(node),
-            parameters=_parameters(module, node, first_name, trained=True),
-            frozen=_parameters(module, node, first_name, trained=False),
+            parameters=_names(module, node, first_name, trained=True),
+            untrained=_names(module, node, first_name, trained=False),
             buffers=_buffers(module, node, changed),
             draws_as=_draw_name(module, node),
             runs_once=(memory := shown(module, node)).op == "get_attr" and str(memory.target) in changed,
@@ -362,15 +368,12 @@ def _kind(module: nn.Module, node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-def _parameters(module: nn.Module, node: fx.Node, first_name: Mapping[int, str], *, trained: bool) -> tuple[str, ...]:
-    """Return the qualified names of the parameters the node uses; a tied parameter has one name, its first."""
-    used: list[nn.Parameter] = []
-    if node.op == "call_module":
-        used += list(module.get_submodule(str(node.target)).parameters())
-    for argument in node.all_input_nodes:
-        if argument.op == "get_attr" and isinstance(attribute(module, str(argument.target)), nn.Parameter):
-            used.append(attribute(module, str(argument.target)))
-    return tuple(dict.fromkeys(first_name[id(each)] for each in used if each.requires_grad is trained))
+def _names(module: nn.Module, node: fx.Node, first_name: Mapping[int, str], *, trained: bool) -> tuple[str, ...]:
+    """Return the qualified names of what the node uses that is trained, or isn't; a shared one has its first name."""
+    used = {first_name.get(id(tensor), name): tensor for name, tensor in _used(module, node)}
+    return tuple(
+        name for name, tensor in used.items() if (isinstance(tensor, nn.Parameter) and tensor.requires_grad) is trained
+    )
 
 
 def _buffers(module: nn.Module, node: fx.Node, changed: Collection[str]) -> tuple[str, ...]:

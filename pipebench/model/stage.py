@@ -15,7 +15,7 @@ from pipebench.model.in_place import hands_on, is_inplace
 from pipebench.model.plan import Plan
 from pipebench.model.recompute import Recomputed
 from pipebench.model.sampling import mix, name_hash, seed_default_generator
-from pipebench.model.tracing import set_item, with_item
+from pipebench.model.tracing import TracedModule, set_item, with_item
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 
 LossFunction = Callable[[Any], torch.Tensor]
@@ -147,7 +147,7 @@ class _StageLayers:
         for name in (str(node.target) for node in new.nodes if node.op in ("get_attr", "call_module")):
             if name not in parts:
                 parts[name] = copied(attribute(self.graph.root, name), copies)
-        module = fx.GraphModule(parts, new)
+        module = TracedModule(parts, new)
         recomputed = fold(module, RECOMPUTE, Recomputed, copied=_written(module))
         for part in (module, *(each.run for each in recomputed)):
             _switch_inplace_off_where_inputs_are_saved(part)

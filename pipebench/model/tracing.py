@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.graph import PythonCode
 from torch.overrides import TorchFunctionMode
 
 from pipebench.errors import TracingError
@@ -50,7 +51,21 @@ def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None) -> fx.GraphModule
                 f"model {type(model).__name__} changes its buffer {name} while it is traced, which torch.fx doesn't "
                 "record; name the module that does in model.leaves to make it one layer"
             )
-    return fx.GraphModule(model, graph)
+    return TracedModule(model, graph)
+
+
+class TracedModule(fx.GraphModule):
+    """A module that runs a graph, and lets an operation's exception through as it is.
+
+    torch.fx's own prints a traceback to stderr and removes the frames.
+    """
+
+    def recompile(self) -> PythonCode:
+        """Make the forward of the graph."""
+        code = super().recompile()
+        # Each instance has a class of its own.
+        type(self).__call__ = nn.Module.__call__  # type: ignore[method-assign]
+        return code
 
 
 def fed_arguments(forward: Callable[..., Any], fed: Fed = None) -> tuple[list[str], list[str]]:

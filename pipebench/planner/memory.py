@@ -3,7 +3,7 @@
 Paper: PipeDream (SOSP'19) section 3.3. With d minibatches in flight a replica keeps d weight versions if the mode
 stashes them (else 1, or 2 in PipeDream-2BW), gradients, optimizer state, activations of d forwards, what one backward
 recomputes, and buffers for two transfers in each direction; in mixed precision also master weights; and one copy of
-parameters that aren't trained. In 1F1B-RR at NOAM d is 1 + ceil(R / m) for m replicas and R workers in later stages.
+what isn't trained. In 1F1B-RR at NOAM d is 1 + ceil(R / m) for m replicas and R workers in later stages.
 
 So bytes are linear in d or, with swapping, the minimum of two lines (`activations.on_device`). What m replicas share
 out (`parallelism.shard`) adds a term divided by m.
@@ -157,12 +157,12 @@ class MemoryRule:
 
     def _beside(self, grid: StageGrid) -> tuple[Floats, Floats, Shared | None]:
         """Return constant and per-unit bytes without activations, and what replicas share out."""
-        states, (weights, stepped, frozen) = grid.work.states, grid.held
+        states, (weights, stepped, untrained) = grid.work.states, grid.held
         before, after = grid.cuts(states.sent_bytes * (not self.in_place))
         versions = weights * (self.versions or 0)
         stashed = weights if self.versions is None else 0.0 * weights
         state = self.state_bytes_per_byte + self.masters
-        rest = frozen + 2 * (before + after) + self.pushers * weights
+        rest = untrained + 2 * (before + after) + self.pushers * weights
         if self.shard == NOT_SHARDED:
             return stepped * (1 + state) + versions + rest, stashed, None
         # A shard's gradient has the weights' type: only what an update reads of it becomes the optimizer's.

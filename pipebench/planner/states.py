@@ -35,7 +35,7 @@ class States:
     backward_s: Floats
     parameter_bytes: Floats  # trainable parameters, a tied one counted once
     stepped_bytes: Floats  # what the optimizer updates: the same, or master weights in mixed precision
-    frozen_bytes: Floats  # parameters that aren't trained, likewise
+    untrained_bytes: Floats  # parameters that aren't trained, and buffers, likewise
     saved_bytes: Floats  # kept for the backward
     parted_bytes: Floats  # kept on both sides of the cut, and counted before it
     recomputed_bytes: Floats  # recomputed by a backward
@@ -173,7 +173,7 @@ _NO_ARRAYS = ("rows", "members", "activations", "tied")
 ARRAYS = tuple(each.name for each in fields(States) if each.name not in _NO_ARRAYS)
 SUMMED = ("forward_s", "backward_s", "saved_bytes", "num_loading")
 # Summed too, but a shared parameter counts once; in the order of `ParameterBytes`
-ONCE = ("parameter_bytes", "stepped_bytes", "frozen_bytes")
+ONCE = ("parameter_bytes", "stepped_bytes", "untrained_bytes")
 _GROWING = (*SUMMED, *ONCE, "recomputed_bytes")
 _HALVINGS = 40  # of how much a group may grow
 _BLOCK_ELEMENTS = 1 << 22  # of [state, layer] at a time: a few MB for any number of states

@@ -56,6 +56,6 @@ def tied_layers(rows: Sequence[LayerProfile], indices: Iterable[int], *, trained
     """Return the layers, of those of these indices, that use each tied parameter that is trained, or isn't, as bits."""
     users: dict[str, int] = {}
     for index in indices:
-        for name in rows[index].parameter_sizes if trained else rows[index].frozen_sizes:
+        for name in rows[index].parameter_sizes if trained else rows[index].untrained_sizes:
             users[name] = users.get(name, 0) | 1 << index
     return {name: group for name, group in users.items() if group.bit_count() > 1}

@@ -12,15 +12,15 @@ _T = TypeVar("_T")
 
 
 class ParameterBytes(NamedTuple):
-    """Bytes of parameters."""
+    """Bytes of parameters and buffers."""
 
     trained: int = 0  # one version of those that are trained
     stepped: int = 0  # what the optimizer updates of them: the same, or masters in mixed precision
-    frozen: int = 0  # those that aren't trained: held once, whatever the versions, without gradient and state
+    untrained: int = 0  # others, and buffers: held once, whatever the versions, without gradient and state
 
     @staticmethod
     def of(rows: "Iterable[LayerProfile]") -> "ParameterBytes":
-        """Return those of some layers, of which each shared parameter counts once."""
+        """Return those of some layers, of which each shared one counts once."""
         held = {name: num_bytes for row in rows for name, num_bytes in row.held.items()}
         return ParameterBytes(*map(sum, zip(*held.values(), strict=True)))
 
@@ -56,8 +56,8 @@ class LayerProfile:
     reads_samples: bool = False  # of the loss: whether its targets come with whole samples only
     runs_once: bool = False  # whether it returns a buffer that layers change, so that no plan recomputes it
     workspace_bytes: Count = 0  # peak of its forward or backward beside live tensors; 0 where it wasn't measured
-    # Likewise of parameters that it uses but doesn't train: one copy of each, without gradient and optimizer state
-    frozen_sizes: Mapping[str, Count] = field(default_factory=dict)
+    # Likewise of parameters that it uses but doesn't train, and of buffers: one copy, without gradient and state
+    untrained_sizes: Mapping[str, Count] = field(default_factory=dict)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -76,9 +76,9 @@ class LayerProfile:
 
     @property
     def held(self) -> dict[str, ParameterBytes]:
-        """Bytes of each parameter that it uses, by qualified name."""
+        """Bytes of each parameter and buffer that it uses, by qualified name."""
         trained = {n: ParameterBytes(size, self.master_sizes.get(n, size)) for n, size in self.parameter_sizes.items()}
-        return trained | {name: ParameterBytes(frozen=size) for name, size in self.frozen_sizes.items()}
+        return trained | {name: ParameterBytes(untrained=size) for name, size in self.untrained_sizes.items()}
 
     def with_usual_part(self) -> "LayerProfile":
         """Return the row with an estimated `weight_s`, for a profile without it.

@@ -64,7 +64,7 @@ class _Step:
     puts_out: dict[int, int] = field(default_factory=dict)
     takes: dict[int, int] = field(default_factory=dict)
     masters: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of the optimizer in fp32, by qualified name
-    frozen: Mapping[str, torch.Tensor] = field(default_factory=dict)  # parameters that aren't trained
+    untrained: Mapping[str, torch.Tensor] = field(default_factory=dict)  # parameters that aren't, and buffers
     runs_once: bool = False
     reads_samples: bool = False
 
@@ -201,7 +201,7 @@ def _steps(graph: LayerGraph, root: nn.Module) -> list[_Step]:
         step.splits = layer.node.op == "call_module" and str(layer.node.target) in can_be_split
         step.runs_once = layer.runs_once
         step.masters = {name: exact[name] for name in own if name in exact}
-        step.frozen = {name: parameters[name] for name in layer.frozen}
+        step.untrained = {name: attribute(root, name) for name in layer.untrained}
         steps.append(step)
     return steps
 
@@ -359,7 +359,7 @@ def _profile(step: _Step) -> LayerProfile:
         buffer_sizes={name: buffer.nbytes for name, buffer in step.buffers.items()},
         saved_bytes=step.saved_bytes,
         master_sizes={name: master.nbytes for name, master in step.masters.items()},
-        frozen_sizes={name: parameter.nbytes for name, parameter in step.frozen.items()},
+        untrained_sizes={name: tensor.nbytes for name, tensor in step.untrained.items()},
         output_parts=step.output_parts if len(step.output_parts) > 1 else (),
         saved_with=tuple(sorted(step.saved_with.items())),
         keeps=tuple(step.keeps.items()),

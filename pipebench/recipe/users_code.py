@@ -18,8 +18,7 @@ from pipebench.errors import PipebenchError, UserCodeError, is_out_of_memory
 
 _PACKAGE = Path(pipebench.__file__).resolve().parent
 _ZOO = _PACKAGE / "zoo"
-# torch.fx removes the frames of the code it generates from a model's forward from tracebacks; its own line stays last.
-_TRACED = os.path.join("torch", "fx", "graph_module.py")
+_TRACED = "<eval_with_key>"  # begins torch.fx's name of the code that it generates from a model's forward
 # What operations raise on unsuitable data; running out of memory and failing devices raise other classes.
 _OF_DATA = (IndexError, ValueError, TypeError, NotImplementedError)
 _OF_DEVICES = ("CUDA", "cuDNN", "CUDNN", "cublas", "CUBLAS", "NCCL")  # in texts of RuntimeErrors
@@ -122,8 +121,9 @@ def _place(error: BaseException) -> str | None:
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_pipebench(frame.filename):
             return None
-        if frame.filename.endswith(_TRACED) and _is_of_an_operation(error):
-            return "the model's forward, as traced"
+        if frame.filename.startswith(_TRACED) and _is_of_an_operation(error):
+            layer = (frame.line or "").partition(" = ")[0]
+            return "the model's forward, as traced" + (f", in layer {layer}" if layer.isidentifier() else "")
         if not _is_library(frame.filename):
             return f"{_display(frame.filename)}:{frame.lineno}, in {frame.name}"
     return None

@@ -91,7 +91,7 @@ def _facts(profile: Profile, num_samples: int) -> list[tuple[str, str]]:
     ratio, whole_s = profile.sum_over_whole.get(num_samples), profile.whole_step_s.get(num_samples)
     rows = profile.layers[num_samples]
     adds_up = "" if ratio is None else f"{ratio:.3f} of a whole step, which takes {seconds(whole_s)}"
-    trained, _, frozen = ParameterBytes.of(rows)
+    trained, _, untrained = ParameterBytes.of(rows)
     update_s = profile.update_floor_s + profile.update_s_per_byte * trained
     others = ", ".join(str(size) for size in sorted(profile.layers) if size != num_samples)
     return [
@@ -100,7 +100,7 @@ def _facts(profile: Profile, num_samples: int) -> list[tuple[str, str]]:
         ("samples", f"{num_samples}" + (f" (also profiled: {others}; --samples shows them)" if others else "")),
         ("layers together", f"{seconds(sum(map(_work_s, rows)))}{', ' if adds_up else ''}{adds_up}"),
         ("loading, update", f"{_known(profile.load_s[num_samples])}, {_known(update_s)}"),
-        *([("not trained", f"{num_bytes(frozen)} of parameters besides")] if frozen else []),
+        *([("not trained", f"{num_bytes(untrained)} of parameters and buffers besides")] if untrained else []),
     ]
 
 

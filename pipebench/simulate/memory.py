@@ -50,7 +50,7 @@ class StageMemoryCosts:
     """
 
     weights: int  # one version of the parameters, or of a replica's shard
-    frozen: int  # parameters that aren't trained: once, whatever the versions, and whole on every replica
+    untrained: int  # other parameters, and buffers: once, whatever the versions, and whole on every replica
     gathered: int  # one version of all parameters, which gradients are as large as
     scattered: int  # gradients once they are summed: all, or a shard of them
     masters: int  # master weights besides the versions; 0 if the optimizer updates the newest version
@@ -76,7 +76,7 @@ class StageMemoryCosts:
         weights held then.
         """
         gathered = self.gathered - self.weights  # while a pass runs
-        once = self.frozen + self.masters + self.state + gathered + self.gathered
+        once = self.untrained + self.masters + self.state + gathered + self.gathered
         once += self.weights * (versions + self.copies)
         swapped = self.swapped[size]
         return (
@@ -119,7 +119,7 @@ def layers_memory(
     policy = WEIGHT_POLICIES[pipeline.weights]
     rows = profile.rows
     own = [*range(stage.start, stage.stop)]
-    weights, stepped, frozen = ParameterBytes.of(rows[i] for i in own)
+    weights, stepped, untrained = ParameterBytes.of(rows[i] for i in own)
     split = ParameterBytes.of(rows[i] for i in own if rows[i].weight_s > 0).trained
     stepped, scattered = (-(-each // pipeline.parts(index)) for each in (stepped, weights))
     moves = policy.moves(pipeline, index) and weights > 0
@@ -133,7 +133,7 @@ def layers_memory(
         rest[size] = _saved_for_weights(at, own, fed)
     return StageMemoryCosts(
         weights=scattered if pipeline.gathers else weights,
-        frozen=frozen,
+        untrained=untrained,
         gathered=weights,
         scattered=scattered,
         masters=stepped if profile.has_masters else 0,

@@ -93,7 +93,7 @@ class ReplicaMemory:
             self._versions.release(version)
             yield from self._of_versions(alive, at_end=True)
         if self._is_retired and not self._units:
-            yield Change(WEIGHTS, -self._memory.frozen, True)
+            yield Change(WEIGHTS, -self._memory.untrained, True)
 
     def give_gradients(self) -> int:
         """Return the bytes of the gradients, which another replica counts from now on."""
@@ -110,7 +110,7 @@ class ReplicaMemory:
     def before(self) -> Iterator[Change]:
         """Yield what is there before anything runs."""
         memory = self._memory
-        yield Change(WEIGHTS, memory.frozen + memory.weights, False)
+        yield Change(WEIGHTS, memory.untrained + memory.weights, False)
         yield Change(MASTERS, memory.masters, False)
         yield Change(MOVED, memory.copies * memory.weights, False)
         yield Change(STATE, memory.state * self._has_state, False)
@@ -210,7 +210,7 @@ class ReplicaMemory:
         """Return what it holds between two instructions."""
         memory, alive, steps = self._memory, len(self._versions.alive), not self._is_retired
         return {
-            WEIGHTS: memory.weights * steps + memory.frozen * (steps or bool(self._units)),
+            WEIGHTS: memory.weights * steps + memory.untrained * (steps or bool(self._units)),
             VERSIONS: memory.weights * (alive - steps),
             MASTERS: memory.masters * steps,
             STATE: memory.state * (self._has_state and steps),

@@ -31,7 +31,6 @@ from pipebench.train.result import RunResult
 _LESS = 0.9  # of what a worker that ran out of memory needed, as predictions are no better than that
 _MOST_MINIBATCHES = 32  # simulated to say what would help
 _LARGEST = 4  # kinds named in an out-of-memory message
-_PEAK, _LARGEST_PEAK = "peak_memory_bytes", "peak_memory_bytes_max"  # of a stage, and of all workers
 
 
 @dataclass(frozen=True)
@@ -126,17 +125,29 @@ class MemoryForecast:
 
     def with_peaks(self, result: RunResult) -> RunResult:
         """Return the result of an untrained run with the predicted peaks, or its own."""
-        return with_peaks(result, self._job.setup.pipeline, self.memory.peaks)
+        pipeline = self._job.setup.pipeline
+        result = with_peaks(result, pipeline, self.memory.peaks)
+        swaps = pipeline.swaps
+        return _with_highest(result, pipeline, "host_peak_bytes", self.memory.host_peaks, swaps) if swaps else result
 
 
 def with_peaks(result: RunResult, pipeline: Pipeline, peaks: Sequence[MemoryPeak]) -> RunResult:
     """Return a result with the peaks of all workers, or its own where they are higher."""
-    stages = tuple(
-        {**row, _PEAK: max(row.get(_PEAK, 0), *(peaks[worker].num_bytes for worker in pipeline.places[row["index"]]))}
+    held = [peak.num_bytes for peak in peaks]
+    return _with_highest(result, pipeline, "peak_memory_bytes", held, range(pipeline.num_stages))
+
+
+def _with_highest(
+    result: RunResult, pipeline: Pipeline, name: str, held: Sequence[int], stages: Sequence[int]
+) -> RunResult:
+    """Return a result with a metric of some stages, and its largest value, from each worker's bytes, or its own."""
+    most = {stage: max(held[worker] for worker in pipeline.places[stage]) for stage in stages}
+    rows = tuple(
+        {**row, name: max(row.get(name, 0), most[row["index"]])} if row["index"] in most else row
         for row in result.stages
     )
-    largest = max(result.metrics.get(_LARGEST_PEAK, 0), *(peak.num_bytes for peak in peaks))
-    return replace(result, stages=stages, metrics={**result.metrics, _LARGEST_PEAK: largest})
+    largest = max(result.metrics.get(f"{name}_max", 0), *held)
+    return replace(result, stages=rows, metrics={**result.metrics, f"{name}_max": largest})
 
 
 def _cause(moment: MemoryPeak) -> str:

@@ -106,7 +106,17 @@ def test_what_the_backward_did_not_reach_is_earlier_units_sums_or_nothing(wire: 
         assert mine is not None
         assert torch.equal(mine, 2 * given[index])
     reducer.finish([None] * len(SHAPES))  # nothing of the round before is left
-    assert reducer.wait(lambda *_: None) == [None] * len(SHAPES)
+    assert not any(gradient is not None and gradient.any() for gradient in reducer.wait(lambda *_: None))
+
+
+def test_a_replica_without_a_unit_takes_gradients_that_are_zero_as_the_others_do(wire: Wire) -> None:
+    """Else weight decay and momentum moved the parameters on all replicas but this one."""
+    reducer, given = make(), gradients()
+    reducer.finish([None, *given[1:]])
+    assert [gradient is None for gradient in reducer.wait(lambda *_: None)] == [True, *[False] * 4]
+    for _ in range(2):
+        reducer.finish([None] * len(SHAPES))  # and others have zeros
+        assert [gradient is None for gradient in reducer.wait(lambda *_: None)] == [True, *[False] * 4]
 
 
 def test_a_gradient_of_another_replica_s_alone_is_taken(wire: Wire) -> None:

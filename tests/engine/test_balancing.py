@@ -247,6 +247,22 @@ def test_layers_stay_where_stages_that_keep_all_have_no_room_for_them_to_move(mo
     assert max(simulated_peaks(setup)) <= limit < min(peaks)
 
 
+def test_layers_stay_where_a_stage_has_no_room_as_it_was_and_as_it_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a drain. The optimizer keeps so much that the last stage has room for itself alone."""
+    setup, limit = balancing([1, 2], live=False), 26_000
+    setup = replace(setup, profile=replace(profile_of(setup), state_bytes_per_byte=20)).under(setup.plan)
+    setup = replace(setup, cluster=replace(setup.cluster, memory_bytes=limit))
+    weights = [8 * (inputs + 1) * outputs for inputs, outputs in ((6, 7), (7, 8), (8, 5), (5, 4))]
+    held = [21 * (2 * weights[0]), 21 * weights[1], 21 * (weights[1] + 2 * sum(weights[2:]))]  # tanhs have none
+    now = layout_of(setup.plan)
+    excess = FeasibilityCheck(setup).excess_on_the_way([now, now._replace(starts=(2, 3))])
+    assert excess == [max(0, each - limit) for each in held]
+    assert sum(weights[1:]) * 24 < limit < max(held)
+    assert not played(setup, 60)[1]
+    monkeypatch.setattr(FeasibilityCheck, "excess_on_the_way", lambda *_: [0.0] * 3)
+    assert played(setup, 60)[1]
+
+
 def test_where_nothing_better_was_found_nobody_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages are unbalanced, and no cuts on the way to better ones fit."""
     looked, best = [], RepartitionSearch.best

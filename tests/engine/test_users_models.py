@@ -393,7 +393,7 @@ def test_complex_gradients_count_whole_and_step_by_default() -> None:
     assert parameter.tolist() == [1 - 0.5j] * 2
 
 
-def test_operations_that_do_not_suit_a_traced_model_are_the_users() -> None:
+def test_operations_that_do_not_suit_a_traced_model_are_the_users(capfd: pytest.CaptureFixture[str]) -> None:
     def view(net: Net, h: torch.Tensor) -> torch.Tensor:
         return h.t().view(-1, 8)
 
@@ -401,5 +401,6 @@ def test_operations_that_do_not_suit_a_traced_model_are_the_users() -> None:
         trace(Net(view)).root(torch.zeros(3, 6, dtype=torch.float64))
     theirs = as_users(raised.value)
     assert theirs is not None
-    assert "the model's forward, as traced: RuntimeError: view size is not compatible" in str(theirs)
+    assert "the model's forward, as traced, in layer view: RuntimeError: view size is not compatible" in str(theirs)
+    assert capfd.readouterr().err == ""
     assert not _is_of_an_operation(RuntimeError("CUDA error: an illegal memory access was encountered"))

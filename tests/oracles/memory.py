@@ -23,7 +23,7 @@ class Sizes(NamedTuple):
     early: int
     stashes: bool = True  # else there is one version, overwritten
     copies: int = 0  # of the weights beside the versions
-    frozen: int = 0  # parameters that aren't trained
+    untrained: int = 0  # parameters that aren't trained
     shares: bool = False  # whether one more lasts from a U to the last F that reads what the F before the U read
 
 
@@ -64,7 +64,7 @@ def _kept(past: list[_Step], future: list[_Step], own: Sizes) -> dict[str, int]:
     letters = {step.letters for step in past[since + 1 :]}
     gradients = own.weights if {"B", "BW", "W"} & letters else own.early * ("BI" in letters)
     return {
-        "weights": own.weights + own.frozen,
+        "weights": own.weights + own.untrained,
         "older versions": len(older) * own.weights,
         "moved weights": (own.copies + _is_shared(past, future, own)) * own.weights,
         "optimizer state": own.state * (newest > 0),

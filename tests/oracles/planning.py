@@ -164,10 +164,12 @@ class Given:
             sizes |= self.rows[index].parameter_sizes
         return sum(sizes.values())
 
-    def frozen_bytes(self, before: State, after: State) -> int:
+    def untrained_bytes(self, before: State, after: State) -> int:
         """Return the bytes of a stage's parameters that aren't trained, shared ones once."""
-        names = {name for index in after - before for name in self.rows[index].frozen_sizes}
-        return sum(next(row.frozen_sizes[name] for row in self.rows if name in row.frozen_sizes) for name in names)
+        names = {name for index in after - before for name in self.rows[index].untrained_sizes}
+        return sum(
+            next(row.untrained_sizes[name] for row in self.rows if name in row.untrained_sizes) for name in names
+        )
 
     def sent_bytes(self, state: State) -> int:
         """Return what crosses a cut forward."""
@@ -233,7 +235,7 @@ class Given:
         return next((num_bytes for num_bytes in own if num_bytes), 0)
 
     def num_bytes(self, before: State, after: State, in_flight: int, memory: Memory, m: int = 1) -> Fraction:
-        """Return what one of m replicas keeps: versions, gradient, state, units in flight, transfers, the frozen."""
+        """Return what one of m replicas keeps: versions, gradient, state, units in flight, transfers, the untrained."""
         w, last = self.weight_bytes(before, after), len(self.rows) - 1
         again = memory.again | ({last} if last - 1 in memory.again else frozenset())
         own = sorted(after - before) + ([last] if after == self.whole else [])
@@ -263,7 +265,7 @@ class Given:
         stage = ["none", "optimizer", "gradients", "parameters"].index(memory.shard)
         state, gradient, weights = (Fraction(1, m) if stage >= number else Fraction(1) for number in (1, 2, 3))
         states = weights * versions * w + gradient * w + state * memory.state_bytes_per_byte * w
-        return self.frozen_bytes(before, after) + states + kept + 2 * received + 2 * sent
+        return self.untrained_bytes(before, after) + states + kept + 2 * received + 2 * sent
 
     def fits(self, before: State, after: State, m: int, waiting: Fraction, memory: Memory | None) -> bool:
         """Return whether a replica of m fits, with so many workers behind the stage."""

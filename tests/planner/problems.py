@@ -58,9 +58,9 @@ def _layer(draw: Any, index: int, reads: tuple[int, ...], *, busy: bool) -> Laye
     parameters = {f"own{index}": draw(num_bytes)} if busy or draw(st.booleans()) else {}
     if draw(st.integers(0, 7)) == 0:
         parameters["tied"] = 3 << 20
-    frozen = {f"frozen{index}": draw(num_bytes)} if draw(st.integers(0, 3)) == 0 else {}
+    untrained = {f"frozen{index}": draw(num_bytes)} if draw(st.integers(0, 3)) == 0 else {}
     if draw(st.integers(0, 7)) == 0:
-        frozen["shared"] = 5 << 20
+        untrained["shared"] = 5 << 20
     return LayerProfile(
         name=f"layer{index}",
         kind="Linear",
@@ -71,7 +71,7 @@ def _layer(draw: Any, index: int, reads: tuple[int, ...], *, busy: bool) -> Laye
         reads=reads,
         inputs=("x",) if draw(st.integers(0, 3)) == 0 else (),
         parameter_sizes=parameters,
-        frozen_sizes=frozen,
+        untrained_sizes=untrained,
         saved_bytes=draw(num_bytes),
         saved_with=tuple((read, draw(num_bytes)) for read in reads if draw(st.booleans())),
     )

@@ -13,6 +13,7 @@ from pipebench.model.graph import trace
 from pipebench.profile.clocks import Reading
 from pipebench.profile.model import LayerProfile
 from pipebench.profile.walk import walk
+from tests.models import HalfFrozen
 from tests.support import Blobs
 
 
@@ -104,13 +105,22 @@ def test_tuples_and_integers() -> None:
     assert rows["add"].gradient_bytes == 2 * 4 * 4
 
 
+def test_a_buffer_counts_where_it_is_held() -> None:
+    """BatchNorm's statistics and counter, in eval mode as well, and a constant that is read."""
+    dataset = Blobs(shape=(2, 8, 8))
+    rows = profiled(HalfFrozen().double(), dataset, dataset.example(3))
+    assert {row.name: [*row.untrained_sizes.values()] for row in rows if row.untrained_sizes} == {
+        "add": [2 * 8 * 8 * 8], "features_1": [6 * 8, 6 * 8, 8], "features_5": [5 * 8, 5 * 8, 8],
+    }  # fmt: skip
+
+
 def test_a_frozen_beginning_has_no_backward() -> None:
     model = InPlace()
     model.first.requires_grad_(False)
     rows = {row.name: row for row in profiled(model, Blobs(), Blobs().example(3))}
     assert [rows[name].backward_s for name in ("first", "relu", "add")] == [0, 0, 0]
     assert (rows["first"].parameter_bytes, rows["first"].gradient_bytes) == (0, 0)
-    assert [rows[name].frozen_sizes for name in ("first", "relu", "last")] == [
+    assert [rows[name].untrained_sizes for name in ("first", "relu", "last")] == [
         {"first.weight": 6 * 6 * 8, "first.bias": 6 * 8}, {}, {},
     ]  # fmt: skip
     assert rows["last"].backward_s > 0

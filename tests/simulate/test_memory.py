@@ -145,10 +145,10 @@ def memories_of(setup: Setup) -> tuple[StageMemoryCosts, ...]:
     return stage_memories(profile_of(setup), setup.plan, setup.pipeline, inputs)
 
 
-def frozen_bytes(replica: Replica) -> int:
-    """Return the bytes of a replica's parameters that aren't trained, one copy of each."""
+def untrained_bytes(replica: Replica) -> int:
+    """Return the bytes of a replica's parameters that aren't trained and of its buffers, one copy of each."""
     own = {parameter for parameter in replica.module.parameters() if not parameter.requires_grad}
-    return sum(parameter.nbytes for parameter in own)
+    return sum(tensor.nbytes for tensor in own | {*replica.module.buffers()})
 
 
 def live(replica: Replica) -> dict[str, int]:
@@ -156,7 +156,7 @@ def live(replica: Replica) -> dict[str, int]:
     weights = replica.weights
     older = (weights.num_alive - 1) * weights.version_bytes
     return {
-        WEIGHTS: weights.live_bytes - older + frozen_bytes(replica),
+        WEIGHTS: weights.live_bytes - older + untrained_bytes(replica),
         GATHERED: weights.gathered_bytes,
         VERSIONS: older,
         MOVED: 0 if replica.moved is None else replica.moved.num_bytes,
@@ -266,7 +266,7 @@ def test_sharded_replicas_hold_all_that_is_not_trained(shard: str) -> None:
     setup = setup_of(Even(), ([], [2]), {"weights": "one", "depth": 1, "sums": "ordered", "shard": shard})
     compared_until_it_ends(setup)
     (memory,) = memories_of(setup)
-    assert (memory.frozen, memory.state) == (8 * (6 * 6 + 6), 8 * (6 * 512 + 512 * 4) // 2)
+    assert (memory.untrained, memory.state) == (8 * (6 * 6 + 6), 8 * (6 * 512 + 512 * 4) // 2)
 
 
 @pytest.mark.sampled(4)
@@ -291,7 +291,7 @@ def test_it_is_what_a_replay_of_the_printed_schedule_comes_to(plan: Plan, column
 def sizes_of(memory: StageMemoryCosts) -> Sizes:
     return Sizes(
         memory.weights, lambda unit: memory.unit[4], lambda unit: memory.rest[4], memory.state, memory.early_gradients,
-        stashes=not memory.in_place, copies=memory.copies, frozen=memory.frozen, shares=memory.shares_moved,
+        stashes=not memory.in_place, copies=memory.copies, untrained=memory.untrained, shares=memory.shares_moved,
     )  # fmt: skip
 
 

@@ -50,7 +50,11 @@ def test_a_cluster_that_does_not_say_how_fast_devices_copy_is_refused(tmp_path: 
 def test_a_run_tells_what_its_copies_come_to(tmp_path: Path) -> None:
     job = job_of(tmp_path, "pcie: {value: 1 GB/s, assumed: a test}")
     setup, count = job.setup, job.setup.sampler.minibatches_per_epoch
-    metrics = simulate_epoch(job, MemoryForecast(job, count))[0].metrics
+    forecast = MemoryForecast(job, count)
+    result, _ = simulate_epoch(job, forecast)
+    metrics, on_hosts = result.metrics, forecast.memory.host_peaks
+    assert [row["host_peak_bytes"] for row in result.stages] == [*on_hosts]
+    assert metrics["host_peak_bytes_max"] == max(on_hosts) > 0
     sizes = [setup.sampler.size(minibatch) for minibatch in range(count)]
     copied = sum(stage.swap_bytes[size] for stage in setup.costs.stages for size in sizes)
     assert metrics["swap_bytes_out"] == metrics["swap_bytes_in"] == copied > 0

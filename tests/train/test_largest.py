@@ -82,7 +82,7 @@ def test_what_is_not_trained_is_as_much_less_memory(tmp_path: Path) -> None:
     setup = job_of(tmp_path, 1, plan="straight", recompute="false", memory="5 MB").setup
     given = PlannedWorkload(setup.pipeline, setup.costs, setup.cluster, setup.plan.devices, setup.sampler)
     memories = stage_memories(setup.profile, setup.plan, setup.pipeline)
-    beside = tuple(replace(each, frozen=10**6) for each in memories)
+    beside = tuple(replace(each, untrained=10**6) for each in memories)
     smaller = replace(given, cluster=replace(given.cluster, memory_bytes=4 * 10**6))
     found = with_largest_update(given, beside)
     assert found == with_largest_update(smaller, memories) != with_largest_update(given, memories)

@@ -265,5 +265,14 @@ def test_scores_count_top1_and_top5_of_the_main_logits() -> None:
     logits = torch.arange(10.0).repeat(3, 1)
     targets = {"label": torch.tensor([9, 5, 4])}
     for output in (logits, (logits, -logits)):
-        scores = small("").score(output, targets)
+        scores = small("", num_classes=10).score(output, targets)
         assert {name: value.item() for name, value in scores.items()} == {"top1": 1, "top5": 2}
+
+
+def test_of_five_classes_all_are_among_five() -> None:
+    """So there is no `top5`, which would be 1 whatever the model."""
+    data = small("", num_classes=5)
+    scores = data.score(torch.arange(5.0).repeat(2, 1), {"label": torch.tensor([4, 0])})
+    assert {name: value.item() for name, value in scores.items()} == {"top1": 1}
+    assert [*data.metrics] == ["top1"]
+    assert [*small("", num_classes=6).metrics] == ["top1", "top5"]

@@ -150,7 +150,7 @@ def test_metrics_are_means_however_they_are_given() -> None:
     given = {f"right{i}": Metric(function, "max") for i, function in enumerate(right)}
     named = {name: METRICS[name] for name in ("top1", "top5")}
     data = plain(lambda i: (POINTS[i], LABELS[i]), metrics={**named, **given})
-    output = nn.functional.one_hot(LABELS.roll(3), 3).float() + torch.tensor([0.0, 0.1, 0.0])
+    output = nn.functional.one_hot(LABELS.roll(3), 6).float() + torch.tensor([0.0, 0.1, 0.0, 0.0, 0.0, -1.0])
     sums = {k: float(v) for k, v in data.score(output, data.fetch("train", range(8), ["target"])).items()}
     expected = float((output.argmax(1) == LABELS).sum())
     assert sums == {"top1": expected, "top5": 8.0, **dict.fromkeys(given, expected)}
@@ -200,7 +200,13 @@ def test_top1_of_one_output_for_two_classes_is_refused(shape: tuple[int, ...]) -
     data = plain(lambda i: (POINTS[i], LABELS[i]), metrics={"top1": METRICS["top1"]})
     with pytest.raises(DataError, match="the metric top1 fails") as caught:
         data.score(torch.ones(shape), data.fetch("train", [0, 1], ["target"]))
-    assert str(caught.value.__cause__) == f"top1 needs an output per class, two at least, and is given {[*shape]}"
+    assert str(caught.value.__cause__) == f"top1 needs an output per class, 2 at least, and is given {[*shape]}"
+
+
+def test_top5_of_five_classes_is_refused() -> None:
+    """It would always be 1."""
+    with pytest.raises(ValueError, match=r"^top5 needs an output per class, 6 at least, and is given \[2, 5\]$"):
+        METRICS["top5"].function(torch.ones(2, 5), torch.zeros(2, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ messages and what stages hold while layers move (`feasibility`). A stage over it
 memory, as before a run (`planner/virtualised.py`).
 """
 
+import itertools
 import logging
 import math
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
+from pipebench.extensions.moves.migration_memory import held_at_once
 from pipebench.extensions.moves.rebalancing import WORTHWHILE, RepartitionSearch, StageTimes, problems_of
 from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition, Starts, layout_of
 from pipebench.extensions.moves.segment import MovingSegment
@@ -80,11 +82,16 @@ class FeasibilityCheck:
     def excess_on_the_way(self, layouts: Sequence[CutLayout]) -> list[float]:
         """Return each stage's most bytes over its limit from the first layout to the last.
 
-        If layers move at drains nothing is in flight: old and new stages at once, without activations, aren't checked.
+        If layers move at drains nothing is in flight, and stages are there as they were and as they will be.
         """
-        now = self.after(layouts[0])
-        if now is None or math.isinf(self.limit_bytes) or not settings_of(self._setup.pipeline).live:
+        setups = [setup for setup in map(self.after, layouts) if setup is not None]
+        if len(setups) < len(layouts) or math.isinf(self.limit_bytes):
             return [0.0] * self._setup.pipeline.num_stages
+        if not settings_of(self._setup.pipeline).live:
+            moves = [held_at_once(*pair, trained=True) for pair in itertools.pairwise(setups)]
+            most = [max(each.total() for each in of_stage) for of_stage in zip(*moves, strict=True)]
+            return [max(0.0, held - self.limit_bytes) for held in most]
+        now = setups[0]
         phases, at = MovingSegment(now), 0
         for layout in layouts[1:]:
             at = self.earliest(at)

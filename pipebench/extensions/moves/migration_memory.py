@@ -93,6 +93,22 @@ class SegmentBytes:
         return held.now
 
 
+def held_at_once(before: Setup, after: Setup, *, trained: bool) -> Iterator[Counter[str]]:
+    """Yield bytes by kind that every worker holds at a drain where layers move: its stages as they were and will be.
+
+    `trained`: whether there have been updates.
+    """
+    memories = [stage_memories(each.profile, each.plan, each.pipeline) for each in (before, after)]
+    for worker in range(before.pipeline.num_workers):
+        by_kind = Counter[str]()
+        for of_stages in memories:
+            for stage in before.pipeline.stages_of(worker):
+                holding = ReplicaMemory(of_stages[stage])
+                for change in (holding.trained() if trained else holding).before():
+                    by_kind[change.kind] += change.num_bytes
+        yield by_kind
+
+
 def _all(changes: Iterable[Change]) -> None:
     for _ in changes:
         pass

@@ -304,9 +304,9 @@ def problems_of(
 
     @cache
     def problem_of(stage: int, start: int, stop: int) -> StageProblem:
-        weights, stepped, frozen = ParameterBytes.of(rows[start:stop])
+        weights, stepped, untrained = ParameterBytes.of(rows[start:stop])
         copies = policy.moves(pipeline, stage) * (1 + (policy.corrects and delay(pipeline, stage) > 0))
-        constant = frozen + stepped * (profile.has_masters + profile.state_bytes_per_byte)
+        constant = untrained + stepped * (profile.has_masters + profile.state_bytes_per_byte)
         constant += weights * (1 + copies + (versions or 0))  # 1: gradients
         return StageProblem(
             rows, start, stop, in_flight[stage], limit_bytes, constant, 0 if versions else weights, pcie_bytes_per_s,

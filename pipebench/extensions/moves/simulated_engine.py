@@ -21,7 +21,7 @@ from pipebench.engine.setup import Setup, share_of
 from pipebench.engine.virtual import InProcessTransport
 from pipebench.extensions.moves.balancing import ENOUGH, Known
 from pipebench.extensions.moves.engine import EngineMoves
-from pipebench.extensions.moves.migration_memory import Inputs
+from pipebench.extensions.moves.migration_memory import Inputs, held_at_once
 from pipebench.extensions.moves.monitor import EVERY, monitors
 from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.extensions.moves.settings import MOVES, settings_of
@@ -30,11 +30,9 @@ from pipebench.extensions.moves.throughput import Mark, Marks
 from pipebench.model.graph import tensors_of
 from pipebench.model.plan import Plan
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, SEND, with_kind
-from pipebench.simulate.memory import stage_memories
 from pipebench.simulate.memory_meter import MemoryPeak
 from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.network import Network
-from pipebench.simulate.replica_memory import ReplicaMemory
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.steady import SegmentTotals, simulate_all, simulate_segment
 from pipebench.simulate.timeline import Timeline
@@ -129,7 +127,10 @@ class SimulatedEngine(Engine):
         ]
         network.deliver(sent)
         took_s = max([0.0, *(message.arrival_s - self.clock_s for message in sent)])
-        self._peaked([*_at_once(before, self.setup, self.clock_s)])
+        held = held_at_once(before, self.setup, trained=self.clock_s > 0)
+        self._peaked(
+            [MemoryPeak(worker, self.clock_s, "layers moving at a drain", each) for worker, each in enumerate(held)]
+        )
         self._took(replace(NOTHING, end_s=took_s, num_bytes=network.num_bytes), 0, 0)
 
     def _peaked(self, found: Sequence[MemoryPeak]) -> None:
@@ -212,19 +213,6 @@ def highest(*peaks: Iterable[MemoryPeak]) -> Iterator[MemoryPeak]:
     """Yield, for every worker, the highest of several peaks; of equals, the first."""
     for of_worker in zip(*peaks, strict=True):
         yield max(of_worker, key=lambda peak: peak.num_bytes)
-
-
-def _at_once(before: Setup, after: Setup, clock_s: float) -> Iterator[MemoryPeak]:
-    """Yield what every worker holds at a drain where layers move: its stage as it was, and as it will be."""
-    memories = [stage_memories(each.profile, each.plan, each.pipeline) for each in (before, after)]
-    for worker in range(before.pipeline.num_workers):
-        by_kind = Counter[str]()
-        for of_stages in memories:
-            for stage in before.pipeline.stages_of(worker):
-                holding = ReplicaMemory(of_stages[stage])
-                for change in (holding.trained() if clock_s > 0 else holding).before():
-                    by_kind[change.kind] += change.num_bytes
-        yield MemoryPeak(worker, clock_s, "layers moving at a drain", by_kind)
 
 
 def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[int, int], int]:
