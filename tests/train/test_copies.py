@@ -50,7 +50,7 @@ def test_a_cluster_that_does_not_say_how_fast_devices_copy_is_refused(tmp_path: 
 def test_a_run_tells_what_its_copies_come_to(tmp_path: Path) -> None:
     job = job_of(tmp_path, "pcie: {value: 1 GB/s, assumed: a test}")
     setup, count = job.setup, job.setup.sampler.minibatches_per_epoch
-    metrics = simulate_epoch(job, MemoryForecast(job, count))[0].metrics
+    metrics = simulate_epoch(job, MemoryForecast(job))[0].metrics
     sizes = [setup.sampler.size(minibatch) for minibatch in range(count)]
     copied = sum(stage.swap_bytes[size] for stage in setup.costs.stages for size in sizes)
     assert metrics["swap_bytes_out"] == metrics["swap_bytes_in"] == copied > 0
@@ -63,13 +63,13 @@ def test_a_run_tells_what_its_copies_come_to(tmp_path: Path) -> None:
 
 def test_a_host_without_room_for_what_its_workers_swap_is_told(tmp_path: Path) -> None:
     pcie = "pcie: {value: 1 GB/s, assumed: a test}"
-    forecast = MemoryForecast.over(job_of(tmp_path, pcie))
+    forecast = MemoryForecast(job_of(tmp_path, pcie))
     peaks = forecast.memory.host_peaks
     most = max(sum(peaks[:2]), sum(peaks[2:]))
     assert min(peaks) > 0
     assert not forecast.out_of_memory
     for room, says in ((most, False), (most - 1, True)):
-        found = MemoryForecast.over(
+        found = MemoryForecast(
             job_of(tmp_path, pcie, f"host_memory: {{value: {room} B, assumed: a test}}")
         ).out_of_memory
         assert bool(found) == says
