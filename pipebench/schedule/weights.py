@@ -106,10 +106,12 @@ def _round_trip_end(p: Pipeline, stage: int, round_index: int) -> int:
     SpecTrain's T is 1; and N - 1 - rank more from its forward, for T = 1.
     Differs: for forwards XPipe has a formula, floor((N + T - rank / 2 - 2) / T); here forwards aim at the same version
     as their backwards, at a distance that the schedule gives; the same number for T = 1. A unit is taken to need r
-    times as long on a stage of r replicas as on one, which covers replicated plans.
+    times as long on a stage of r replicas as on one, which covers replicated plans; below NOAM, no more units end
+    meanwhile than are in flight besides.
     """
     units, r = units_per_update(p), p.replicas
-    after = sum(r[:stage]) // (2 * r[stage])  # units that a replica ends while the round's last returns to stage 0
+    # Units that a replica ends while the round's last returns to stage 0
+    after = min(sum(r[:stage]) // (2 * r[stage]), (p.depth - 1) * r[0] // r[stage])
     return round_index + (units - 1 + after) // units
 
 
