@@ -202,7 +202,7 @@ class UnitsInFlight(ModeRequest):
     def stage_rules(self, limit_bytes: float, replicas: Sequence[int], depth: int) -> list[MemoryRule]:
         """Return the memory rule of every stage of a plan, with the sets of weights that it keeps."""
         rule, shape = self.memory(limit_bytes), self.shape(replicas, depth)
-        return [replace(rule, versions=self.weights.kept(shape, index)) for index in range(len(replicas))]
+        return [replace(rule, versions=self.weights.num_sets(shape, index)) for index in range(len(replicas))]
 
     def at_width(self, rule: MemoryRule, width: int | None) -> MemoryRule:
         """Return the rule for stages of `width` replicas, which a depth beyond NOAM makes keep more.

@@ -47,7 +47,7 @@ class WeightPolicy:
             return False
         return p.warmups[stage] > 1 or (self.aim is not None and self.aim(p, stage, 0) > 0)
 
-    def kept(self, p: Pipeline, stage: int) -> int | None:
+    def num_sets(self, p: Pipeline, stage: int) -> int | None:
         """Return the most sets of weights that a replica of a stage holds; None for one per minibatch in flight."""
         if self.as_input_stage:
             return math.ceil(p.depth * p.replicas[0] / p.replicas[stage])
