@@ -253,7 +253,7 @@ def test_memory_of_a_worker_all_of_whose_layers_are_idle_could_not_be_told(tmp_p
     given = searching_job(tmp_path, [{"minibatch": 0, "cells": ["groups.1.*"]}])
     empty = given.setup.plan.stages[1]
     assert all(layer.idle for layer in given.setup.graph.layers[empty.start : empty.stop])
-    memory = MemoryForecast.over(given).memory
+    memory = MemoryForecast(given).memory
     assert [peak.worker for peak in memory.peaks] == [0, 1, 2, 3]
     assert memory.peaks[1].num_bytes == 0
 

@@ -16,7 +16,7 @@ from pipebench.planner.predict import pipeline_under
 from pipebench.profile.model import Profile
 from pipebench.recipe.schema import LossScaleRecipe
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES, delay
+from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES, delay, update_costs
 from pipebench.simulate.costs import Costs, stage_costs
 from pipebench.simulate.evaluation import Evaluation, evaluation_of
 from pipebench.zoo.registry import Dataset
@@ -74,8 +74,7 @@ class Setup:
         plan = recut(self.graph, plan, [stage.start for stage in plan.stages[1:]], memory)
         rows = self.profile.rows
         pipeline = pipeline_under(self.pipeline, plan, rows)
-        cost = WEIGHT_POLICIES[pipeline.weights].update_cost
-        costs = stage_costs(self.profile, plan, cost, sharded=pipeline.is_sharded)
+        costs = stage_costs(self.profile, plan, update_costs(pipeline), sharded=pipeline.is_sharded)
         return replace(
             self,
             plan=plan,

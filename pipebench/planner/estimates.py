@@ -100,7 +100,8 @@ class Estimator(UnitsInFlight):
         self, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], depth: int, bottleneck_s: float | None
     ) -> tuple[list[float], float]:
         """Return every stage's seconds per unit, and those of the busiest port."""
-        model, cluster, work = self.request.model, self._cluster_of(stages), self.work_at(depth)
+        model, cluster = self.request.model, self._cluster_of(stages)
+        work = self.work_of([stage.replicas for stage in stages], depth)
         in_loops = model.has_ports and not self.mode.flush
         seconds, port_s = placed_s(work, model, cluster, stages, devices, ways=not in_loops)
         if in_loops:
@@ -121,7 +122,8 @@ class Estimator(UnitsInFlight):
         bottleneck_s: float | None,
     ) -> tuple[StageEstimate, ...]:
         """Return the stages' costs per minibatch of `units`, given their seconds per unit."""
-        work, model, found = self.work_at(depth), self.request.model, list[StageEstimate]()
+        replicas = [stage.replicas for stage in stages]
+        work, model, found = self.work_of(replicas, depth), self.request.model, list[StageEstimate]()
         cluster = self._cluster_of(stages)
         held, again = (
             [float(sums[b] - sums[a]) for a, b, _ in stages]
@@ -129,14 +131,13 @@ class Estimator(UnitsInFlight):
         )
         # Of layer groups, whose backwards follow each other, one is whole while the next one is gathered.
         whole, recomputed = transient_bytes(held, 2), transient_bytes(again, 1)
-        replicas = [stage.replicas for stage in stages]
-        for index, stage in enumerate(stages):
+        rules = self.stage_rules(math.inf, replicas, depth)
+        for index, (stage, rule) in enumerate(zip(stages, rules, strict=True)):
             level = cluster.levels[spanned(cluster, devices[index])]
             compute_s, sync_s, transfer_s = map(float, model.parts(work, level, *stage))
             if not model.has_ports:
                 transfer_s = float(max(model.cuts_s(work, *cut_levels(cluster, devices, index), *stage)))
             in_flight = self.in_flight(replicas, index, depth)
-            rule = self.stage_memory(math.inf, replicas, index, depth)
             num_bytes, virtual = rule.num_bytes(work.states, *stage[:2], in_flight, stage.replicas), None
             num_bytes += rule.whole_at_once(stage.replicas) * whole[index]
             if self.mode.shape == "one-stage":

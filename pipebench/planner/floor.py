@@ -54,7 +54,7 @@ class Floors:
         states, self._cluster, self._size = of.work.states, of.request.cluster, of.unit_size
         order = states.layers(0, len(states) - 1)
         self._profile, self._memory = arranged(of.sizes, order), tuple(of.memory_policies[layer] for layer in order)
-        self._update_cost, self._relay, self._sharded = of.weights.update_cost, of.request.relay, of.mode.is_sharded
+        self._relay, self._sharded = of.request.relay, of.mode.is_sharded
         self._limited = any(
             level.host_copy_bytes_per_s or level.message_cap_bytes_per_s < math.inf for level in self._cluster.levels
         )
@@ -86,7 +86,7 @@ class Floors:
     def _stage_costs(self, start: int, stop: int) -> StageCosts:
         first, last = self._places[start], self._places[stop]
         alone = StagePlan(first, last, 1, (0,), self._memory[first:last])
-        return stage_costs(self._profile, Plan("", (alone,), 1), self._update_cost).stages[0]
+        return stage_costs(self._profile, Plan("", (alone,), 1)).stages[0]
 
     @cached_property
     def _readers(self) -> list[list[int]]:

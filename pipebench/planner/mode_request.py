@@ -20,7 +20,7 @@ from pipebench.schedule.modes import KEEP, MODES, RECOMPUTE
 from pipebench.schedule.orders import ALL_FORWARDS, order_of
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.syncs import SYNCS
-from pipebench.schedule.weights import WEIGHT_POLICIES
+from pipebench.schedule.weights import WEIGHT_POLICIES, update_costs
 
 
 class ModeRequest:
@@ -117,8 +117,8 @@ class UnitsInFlight(ModeRequest):
     def work(self) -> UnitWork:
         """The model at the size of a unit, as searches for plans of any depth price it.
 
-        Of pipelines that flush with a sum and a step for every unit: nothing hides those behind a flush, so that
-        weights which weigh more are shared out more evenly.
+        Where weights are moved, as if those of all stages were. Of pipelines that flush with a sum and a step for every
+        unit: nothing hides those behind a flush, so that weights which weigh more are shared out more evenly.
         """
         profile = self.request.profile
         load_s = profile.load_s.get(self.unit_size, 0.0)
@@ -133,6 +133,11 @@ class UnitsInFlight(ModeRequest):
     def work_at(self, depth: int) -> UnitWork:
         """Return the model for plans with `depth` minibatches in flight per input-stage replica."""
         return replace(self.work, rounds=self.units * self.accumulated(depth))
+
+    def work_of(self, replicas: Sequence[int], depth: int) -> UnitWork:
+        """Return the model as a plan is priced: where weights of any stage are moved, as if those of all were."""
+        steps = max(update_costs(self.shape(replicas, depth)))
+        return replace(self.work_at(depth), update_s_per_byte=steps * self.request.profile.update_s_per_byte)
 
     def accumulated(self, depth: int) -> int:
         """Return the minibatches of each replica per update."""
@@ -187,11 +192,17 @@ class UnitsInFlight(ModeRequest):
             pushers=0 if SYNCS[self.mode.sync].waits else self.request.cluster.num_workers - 1,
         )
 
-    def stage_memory(self, limit_bytes: float, replicas: Sequence[int], index: int, depth: int) -> MemoryRule:
-        """Return the rule of one stage of a plan, which may keep as many versions as the input stage."""
-        rule = self.memory(limit_bytes)
-        as_input_stage = self.weights.as_input_stage
-        return replace(rule, versions=-(-depth * replicas[0] // replicas[index])) if as_input_stage else rule
+    def shape(self, replicas: Sequence[int], depth: int) -> Pipeline:
+        """Return the shape of a plan's pipeline, as a chain."""
+        return Pipeline(
+            tuple(replicas), chain(len(replicas)), self.mode.order, self.mode.flush, depth, self.units,
+            self.accumulated(depth), weights=self.mode.weights, chunks=self.mode.chunks,
+        )  # fmt: skip
+
+    def stage_rules(self, limit_bytes: float, replicas: Sequence[int], depth: int) -> list[MemoryRule]:
+        """Return the memory rule of every stage of a plan, with the sets of weights that it keeps."""
+        rule, shape = self.memory(limit_bytes), self.shape(replicas, depth)
+        return [replace(rule, versions=self.weights.num_sets(shape, index)) for index in range(len(replicas))]
 
     def at_width(self, rule: MemoryRule, width: int | None) -> MemoryRule:
         """Return the rule for stages of `width` replicas, which a depth beyond NOAM makes keep more.
@@ -210,7 +221,7 @@ class UnitsInFlight(ModeRequest):
             return min(self._units_per_flush, depth)
         rule = replace(self.memory(math.inf), depth_at_most=depth if set(replicas) == {1} else None)
         if rule.in_flight is None and depth > noam(replicas):
-            shape = Pipeline(tuple(replicas), chain(len(replicas)), self.mode.order, self.mode.flush, depth)
+            shape = self.shape(replicas, depth)
             own = shape.block // replicas[index] * self._units_per_flush
             return min(shape.warmups[index], own) if self.mode.flush else shape.warmups[index]
         return rule.depth(replicas[index], sum(replicas[index + 1 :]))

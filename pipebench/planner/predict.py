@@ -21,7 +21,7 @@ from pipebench.schedule.modes import AUTO, RECOMPUTE, SWAP, Mode
 from pipebench.schedule.operations import ACTIVATION, GRADIENT
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
 from pipebench.schedule.syncs import ALL_GATHER, PARAMETERS, REDUCE_SCATTER, SYNCS
-from pipebench.schedule.weights import WEIGHT_POLICIES
+from pipebench.schedule.weights import WEIGHT_POLICIES, update_costs
 from pipebench.simulate.costs import Costs, loading_stages, stage_costs
 from pipebench.simulate.meter import COMPUTED, Meter
 from pipebench.simulate.simulation import TimelineEvent
@@ -135,7 +135,7 @@ def planned_workload(
     cluster = request.cluster.for_stages(len(plan.positions))
     mode = with_sums(mode, cluster, plan)
     pipeline = make_pipeline(plan, rows, mode, microbatches=found.microbatches, accumulate=found.accumulate)
-    costs = stage_costs(profile, plan, WEIGHT_POLICIES[mode.weights].update_cost, sharded=mode.is_sharded)
+    costs = stage_costs(profile, plan, update_costs(pipeline), sharded=mode.is_sharded)
     # A flush leaves nothing behind: the period after next is like every later one.
     rounds = 2 if pipeline.flushes else FILL_ROUNDS * max(2, max(pipeline.warmups))
     count = pipeline.period * rounds

@@ -191,7 +191,7 @@ class Searches:
     def _fits_its_share(self, replicas: Sequence[int], depth: int, grid: StageGrid, index: int) -> NDArray[np.bool_]:
         """Return whether stages, as stage `index`, take at most a worker's memory over its number of stages."""
         of = self._of
-        rule = of.stage_memory(of.memory_limit_bytes, replicas, index, depth)
+        rule = of.stage_rules(of.memory_limit_bytes, replicas, depth)[index]
         in_flight = of.in_flight(replicas, index, depth)
         shared = replace(rule, limit_bytes=rule.limit_bytes / of.mode.chunks, in_flight=in_flight)
         return shared.fits(grid, replicas[index], 0)

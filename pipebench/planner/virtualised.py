@@ -123,7 +123,7 @@ def _under(of: Estimator, memory: Sequence[Sequence[str]]) -> Estimator:
 def _problems(of: Estimator, stages: Sequence[SearchStage]) -> list[StageProblem]:
     replicas = [stage.replicas for stage in stages]
     depth = of.depth_of(replicas)
-    rules = (of.stage_memory(of.memory_limit_bytes, replicas, index, depth) for index in range(len(stages)))
+    rules = of.stage_rules(of.memory_limit_bytes, replicas, depth)
     return [
         of.stage_problem(rule, stage, of.in_flight(replicas, index, depth))
         for index, (rule, stage) in enumerate(zip(rules, stages, strict=True))

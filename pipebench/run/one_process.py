@@ -63,7 +63,7 @@ class SimulatedRuns(EngineRuns):
         loaded = request.loaded
         with collected_log(request.suite.verbose) as collected, torch_settings(loaded.recipe.engine):
             job = prepare_job(loaded, tells=True, silent=request.suite.is_quiet)
-            forecast = MemoryForecast(job, job.setup.sampler.minibatches_per_epoch)
+            forecast = MemoryForecast(job)
             recorder = RunRecorder(request, job, tracking, collected)
 
             def simulated(_: ProgressSink, on_point: OnPoint) -> tuple[RunResult, Timeline]:

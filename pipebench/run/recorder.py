@@ -253,7 +253,7 @@ class RunRecorder:
             for extended in job.setup.pipeline.hooks("forecast").values():  # of several, the first
                 found: MemoryForecast = extended(job, result.moves)
                 return found
-            return MemoryForecast.over(job)
+            return MemoryForecast(job)
         except Exception as error:  # a failed prediction must not lose the training's result
             _LOG.warning("memory over time could not be simulated: %s", error)
             return None

@@ -134,7 +134,7 @@ def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> s
 
 def forecast(loaded: LoadedRecipe) -> MemoryForecast:
     """Return a recipe's simulated memory and occupancy over time."""
-    return MemoryForecast.over(prepare_job(loaded, trains=False))
+    return MemoryForecast(prepare_job(loaded, trains=False))
 
 
 def schedule_csv(loaded: LoadedRecipe) -> str:

@@ -5,6 +5,7 @@ while it may still be requested. A policy may also predict: passes read the newe
 number of updates that the schedule gives; how weights are moved is the engine's.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -33,18 +34,33 @@ class WeightPolicy:
     aim: Callable[[Pipeline, int, int], int] | None = None
     # Whether a backward moves the newest weights back to about its forward's, and learning rates shrink with the delay
     corrects: bool = False
-    copies: int = 0  # extra sets of the stage's parameters that a replica holds
-    update_cost: float = 1.0  # of an update and of moving weights per minibatch, in optimizer steps
+    copies: int = 0  # extra sets of the stage's parameters that a replica holds where weights are moved
+    # Of an update, and of moving weights per minibatch, in optimizer steps
+    update_cost: float = 1.0
     as_input_stage: bool = False  # whether a stage keeps versions for all minibatches in flight on the input stage
     # Whether all stages use one version for a minibatch, and none needs an update before the input stage can make it
     together: bool = False
 
     def moves(self, p: Pipeline, stage: int) -> bool:
         """Return whether a stage's passes ever use moved weights."""
-        is_late = p.warmups[stage] > 1
-        if self.aim is None:
-            return self.corrects and is_late
-        return is_late or self.aim(p, stage, 0) > 0
+        if not self.copies:
+            return False
+        return p.warmups[stage] > 1 or (self.aim is not None and self.aim(p, stage, 0) > 0)
+
+    def num_sets(self, p: Pipeline, stage: int) -> int | None:
+        """Return the most sets of weights that a replica of a stage holds; None for one per minibatch in flight."""
+        if self.as_input_stage:
+            return math.ceil(p.depth * p.replicas[0] / p.replicas[stage])
+        if self.versions is None or not self.moves(p, stage):
+            return self.versions
+        # A prediction shared by units is kept during an update between them.
+        return self.versions + self.copies + (self.aim is not None and units_per_update(p) > 1)
+
+
+def update_costs(p: Pipeline) -> list[float]:
+    """Return, per stage, what an update and moving weights for its minibatches take, in optimizer steps."""
+    policy = WEIGHT_POLICIES[p.weights]
+    return [policy.update_cost if policy.moves(p, stage) else 1.0 for stage in range(p.num_stages)]
 
 
 def delay(p: Pipeline, stage: int) -> float:
@@ -90,10 +106,12 @@ def _round_trip_end(p: Pipeline, stage: int, round_index: int) -> int:
     SpecTrain's T is 1; and N - 1 - rank more from its forward, for T = 1.
     Differs: for forwards XPipe has a formula, floor((N + T - rank / 2 - 2) / T); here forwards aim at the same version
     as their backwards, at a distance that the schedule gives; the same number for T = 1. A unit is taken to need r
-    times as long on a stage of r replicas as on one, which covers replicated plans.
+    times as long on a stage of r replicas as on one, which covers replicated plans; below NOAM, no more units end
+    meanwhile than are in flight besides.
     """
     units, r = units_per_update(p), p.replicas
-    after = sum(r[:stage]) // (2 * r[stage])  # units that a replica ends while the round's last returns to stage 0
+    # Units that a replica ends while the round's last returns to stage 0
+    after = min(sum(r[:stage]) // (2 * r[stage]), (p.depth - 1) * r[0] // r[stage])
     return round_index + (units - 1 + after) // units
 
 

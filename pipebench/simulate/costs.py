@@ -120,8 +120,8 @@ class Costs:
         return found
 
 
-def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0, *, sharded: bool = False) -> Costs:
-    """Sum a profile over the stages of a plan; an update costs `update_cost` optimizer steps, of a shard if sharded."""
+def stage_costs(profile: Profile, plan: Plan, steps: Sequence[float] = (), *, sharded: bool = False) -> Costs:
+    """Sum a profile over a plan's stages, whose updates take `steps` optimizer steps (1), of a shard if sharded."""
     rows = profile.rows
     loss = len(rows) - 1
     stages = []
@@ -146,7 +146,8 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0, *, shard
         tied_bytes = _num_bytes(rows[stage.start : stage.stop], apart)
         num_bytes = sum(bucket.num_bytes for bucket in buckets) + tied_bytes
         stepped = num_bytes / stage.replicas if sharded else num_bytes
-        update = profile.update_floor_s + stepped * profile.update_s_per_byte * update_cost if num_bytes else 0.0
+        stepped *= steps[index] if steps else 1.0
+        update = profile.update_floor_s + stepped * profile.update_s_per_byte if num_bytes else 0.0
         buffer_bytes = sum({k: v for i in indices for k, v in rows[i].buffer_sizes.items()}.values())
         forward, backward, weight, load = (nothing | each for each in (forward, backward, weight, load))
         swapped, again_s = nothing | swapped, nothing | again_s

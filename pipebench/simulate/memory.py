@@ -13,7 +13,7 @@ from pipebench.model.sampling import Size, UnitShape
 from pipebench.profile.model import LayerProfile, ParameterBytes, Profile
 from pipebench.schedule.modes import RECOMPUTE, SWAP
 from pipebench.schedule.pipeline import SPLIT, Pipeline
-from pipebench.schedule.weights import WEIGHT_POLICIES, delay
+from pipebench.schedule.weights import WEIGHT_POLICIES
 
 # Purposes of bytes, in the order in which pictures stack them.
 WEIGHTS, VERSIONS, MOVED, MASTERS = "weights", "older versions", "moved weights", "masters"
@@ -138,7 +138,7 @@ def layers_memory(
         scattered=scattered,
         masters=stepped if profile.has_masters else 0,
         state=stepped * profile.state_bytes_per_byte,
-        copies=moves * (1 + (policy.corrects and delay(pipeline, index) > 0)),
+        copies=moves * policy.copies,
         shares_moved=moves and policy.aim is not None,
         in_place=not policy.stashed,
         unit=unit,

@@ -40,5 +40,5 @@ def on_virtual_clock(job: Job, stop: StopRequest | None = None) -> MakeEngine:
 
 def _predicted_peaks(job: Job) -> tuple[Sequence[int], Sequence[int]]:
     """Return the predicted peaks of one device of every worker, and on its host, in bytes."""
-    memory = MemoryForecast.over(job).memory
+    memory = MemoryForecast(job).memory
     return [peak.num_bytes for peak in memory.peaks], memory.host_peaks

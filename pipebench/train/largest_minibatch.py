@@ -90,7 +90,7 @@ def trial(loaded: LoadedRecipe, minibatch_size: int) -> Trial:
     try:
         job = prepare(recipe, loaded.cluster, trains=False, whole_only=True)
         variants = [variant for part in job.extensions.values() for variant in part.variants(job)] or [job]
-        peak = max(MemoryForecast.over(each).memory.fullest.num_bytes for each in variants)
+        peak = max(MemoryForecast(each).memory.fullest.num_bytes for each in variants)
     except PlanError as error:
         return Trial(minibatch_size, None, False, str(error))
     return Trial(minibatch_size, peak, peak <= limit)

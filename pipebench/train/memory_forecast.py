@@ -16,11 +16,11 @@ from pipebench.profile.model import Profile
 from pipebench.schedule.modes import RECOMPUTE, SWAP
 from pipebench.schedule.orders import ALL_FORWARDS
 from pipebench.schedule.pipeline import SPLIT, Pipeline
-from pipebench.schedule.weights import WEIGHT_POLICIES
+from pipebench.schedule.weights import update_costs
 from pipebench.simulate.costs import Costs, stage_costs
 from pipebench.simulate.memory import WHATEVER_SIZE, stage_memories
 from pipebench.simulate.memory_meter import MemoryMeter, MemoryPeak, MemoryTimeline
-from pipebench.simulate.meter import Listener, Meter
+from pipebench.simulate.meter import Meter
 from pipebench.simulate.occupancy import Occupancy, OccupancyMeter
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.job import Job
@@ -42,33 +42,18 @@ class Moved:
 
 
 class MemoryForecast:
-    """Records workers' memory and occupancy over time in the simulation of a segment of a job."""
+    """Simulates the longest segment between two drains of a job; has its workers' memory and occupancy over time."""
 
     moved: Moved | None = None  # None if layers stay
 
-    def __init__(self, job: Job, num_minibatches: int) -> None:
-        self._job, self._num_minibatches = job, num_minibatches
-        variant = _Variant.of(job)
-        self._meter, self._is_later = variant.meter(job, num_minibatches), variant.is_later(job, num_minibatches)
-        self._occupancy = OccupancyMeter(job.setup.pipeline)
-
-    @staticmethod
-    def over(job: Job) -> "MemoryForecast":
-        """Simulate a segment between two drains of a job; return its forecast."""
-        per_epoch = job.setup.sampler.minibatches_per_epoch
-        forecast = MemoryForecast(job, min(per_epoch, Periods.of(job.recipe.train, per_epoch).longest_segment))
-        simulate_segment(job.setup, forecast._num_minibatches, Meter(job.setup.pipeline, *forecast.listeners))
-        return forecast
-
-    @property
-    def listeners(self) -> tuple[Listener, ...]:
-        """The listeners of the simulation."""
-        return self._meter, self._occupancy
-
-    @cached_property
-    def memory(self) -> MemoryTimeline:
-        """The memory, after the simulation."""
-        return self._meter.timeline()
+    def __init__(self, job: Job) -> None:
+        variant, pipeline = _Variant.of(job), job.setup.pipeline
+        self._job = job
+        self._num_minibatches = _periods(job).longest_segment
+        self._is_later = variant.is_later(job, self._num_minibatches)
+        self._occupancy, meter = OccupancyMeter(pipeline), variant.meter(job, self._num_minibatches)
+        simulate_segment(job.setup, self._num_minibatches, Meter(pipeline, meter, self._occupancy))
+        self.memory = meter.timeline()
 
     def occupancy(self, num_parts: int) -> Occupancy:
         """Return the use of the workers' time, in `num_parts` parts."""
@@ -177,9 +162,11 @@ class _Variant:
         return meter
 
     def is_later(self, job: Job, num_minibatches: int) -> bool:
-        """Return whether a segment stands for one after an update: short, and with another of its length behind it."""
-        total = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
-        return 2 * num_minibatches <= total and num_minibatches < _until_full_with_state(self.pipeline)
+        """Return whether a segment stands for those after it, too, which begin with the optimizer's state: if short.
+
+        Its own peak, before its first update, is then counted with that state.
+        """
+        return num_minibatches < min(_periods(job).total, _until_full_with_state(self.pipeline))
 
     def memory(self, job: Job, num_minibatches: int) -> MemoryTimeline:
         """Return workers' memory over a simulated segment."""
@@ -193,16 +180,19 @@ class _Variant:
         stages = (replace(stage, memory=(policy,) * len(stage.memory)) for stage in self.plan.stages)
         plan = replace(self.plan, stages=tuple(stages))
         swaps = tuple(range(self.pipeline.num_stages)) if policy == SWAP else ()
-        cost = WEIGHT_POLICIES[self.pipeline.weights].update_cost
         return _Variant(
             plan,
             replace(self.pipeline, swaps=swaps),
-            stage_costs(profile, plan, cost, sharded=self.pipeline.is_sharded),
+            stage_costs(profile, plan, update_costs(self.pipeline), sharded=self.pipeline.is_sharded),
         )
 
     def at_depth(self, depth: int) -> "_Variant":
         """Return the same with another depth."""
         return replace(self, plan=replace(self.plan, depth=depth), pipeline=replace(self.pipeline, depth=depth))
+
+
+def _periods(job: Job) -> Periods:
+    return Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
 
 
 def _until_full_with_state(pipeline: Pipeline) -> int:

@@ -27,7 +27,7 @@ from pipebench.recipe.schema import LARGEST, LossScaleRecipe, OptimizerRecipe, R
 from pipebench.schedule.modes import AUTO, KEEP, MODES
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.syncs import ALL_REDUCE, NOT_SHARDED, SYNCS
-from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES
+from pipebench.schedule.weights import CORRECTION_DECAY, update_costs
 from pipebench.simulate.costs import HostCosts, stage_costs
 from pipebench.simulate.evaluation import evaluation_of
 from pipebench.simulate.memory import stage_memories
@@ -131,8 +131,7 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
     sampler, held_out = samplers(train, dataset)
     cluster = cluster.for_stages(len(plan.positions))
     pipeline = _pipeline(recipe, cluster, profile, plan)
-    cost = WEIGHT_POLICIES[parallelism.row.weights].update_cost
-    costs = stage_costs(profile, plan, cost, sharded=pipeline.is_sharded)
+    costs = stage_costs(profile, plan, update_costs(pipeline), sharded=pipeline.is_sharded)
     if is_measured(recipe, cluster) and known.device.type == "cpu":
         costs = replace(costs, host=HostCosts(fetches=dataset.loader_processes == 0))
     if parallelism.accumulate == LARGEST:

@@ -18,9 +18,9 @@ from pipebench.train.result import COMPLETED, RunResult
 
 
 def simulate_epoch(job: Job, forecast: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
-    """Simulate one epoch, with fill and drain, and total it; `forecast` predicts peak memory."""
+    """Simulate one epoch, with fill and drain, and total it; `forecast` has predicted peak memory."""
     setup = job.setup
-    meter = Meter(setup.pipeline, *(forecast.listeners if forecast else ()))
+    meter = Meter(setup.pipeline)
     per_epoch = setup.sampler.minibatches_per_epoch
     totals = simulate_segment(setup, per_epoch, meter)
     result = RunResult(

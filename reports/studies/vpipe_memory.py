@@ -181,7 +181,7 @@ def played(model: str, system: str, way: str, gigabytes: float) -> Run:
             job = prepare(loaded.recipe, replace(loaded.cluster, memory_bytes=memory_bytes), trains=False)
     except (PlanError, RecipeError):
         return Run(f"{model}-{system}", way)
-    watch = MemoryForecast.over(job)
+    watch = MemoryForecast(job)
     result = watch.with_peaks(simulate(job)[0])
     metrics, peaks = result.metrics, [row["peak_memory_bytes"] for row in result.stages]
     return Run(

@@ -155,7 +155,7 @@ def test_a_process_holds_a_slice_and_sends_megatron_s_bytes(two: Processes) -> N
     divided = 2 * VOCABULARY * h + blocks * (4 * h * h + 3 * h + 2 * 4 * h * h + 4 * h)
     others = TOKENS * h + 2 * h + blocks * (2 * 2 * h + 2 * h)
     assert [first.held_bytes, second.held_bytes] == [4 * (divided // k + others)] * 2
-    assert first.facts["peak_bytes"] == [MemoryForecast.over(job_of(given)).memory.peaks[0].num_bytes]
+    assert first.facts["peak_bytes"] == [MemoryForecast(job_of(given)).memory.peaks[0].num_bytes]
 
 
 def test_checkpoints_go_on_with_and_without_slices(two: Processes) -> None:

@@ -160,6 +160,22 @@ def test_without_a_step_to_go_by_the_weights_are_the_version_s() -> None:
         assert mine.untyped_storage().data_ptr() != newest.untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_at_depth_1_nothing_is_late_and_nothing_is_predicted(optimizer: str, microbatches: int) -> None:
+    """Of microbatches, too, the next one runs forward when the one before is back: that is sequential training."""
+    columns: dict[str, Any] = {"depth": 1, "microbatches": microbatches, "make_optimizer": OPTIMIZERS[optimizer][0]}
+    predicting, one_version = (
+        make_engine(make_setup(Mlp(), STRAIGHT[2], weights=weights, **columns)) for weights in ("predict", "one")
+    )
+    for engine in (predicting, one_version):
+        engine.train(0, 8)
+    for mine, theirs in zip(predicting.replicas, one_version.replicas, strict=True):
+        assert mine.moved is None
+        for a, b in zip(mine.weights.newest.parameters, theirs.weights.newest.parameters, strict=True):
+            assert (a - b).abs().max() < 1e-12
+
+
 def test_a_drain_starts_versions_over_but_keeps_what_predicts() -> None:
     """Two segments: the second's first forward predicts nothing, its next one by what the first segment has left."""
     setup = make_setup(Mlp(), STRAIGHT[0], weights="predict", make_optimizer=OPTIMIZERS["momentum"][0])

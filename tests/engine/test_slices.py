@@ -120,7 +120,7 @@ def test_time_and_memory_are_those_of_the_simulation_and_bytes_megatrons() -> No
     # classifier, and gathered logits.
     assert sent["tensor"] == 6 * 4 * b * s * (2 * 8 * h + 2 * 2 * h + vocabulary)
     assert sent["activation"] == sent["gradient"] == 6 * 2 * 4 * b * s * h  # both devices send what both have
-    peaks = MemoryForecast.over(job).memory.peaks
+    peaks = MemoryForecast(job).memory.peaks
     assert facts["peak_bytes"] == [peak.num_bytes for peak in peaks]
     assert max(facts["peak_bytes"]) < 0.7 * max(engine.peak_bytes)  # a device holds half of most
     engine.evaluate()

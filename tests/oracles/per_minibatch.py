@@ -217,8 +217,9 @@ class Loop:
     def _ahead(self, s: int) -> int:
         """Return how far ahead of its round's weights a backward predicts."""
         meaning = self.meaning
-        units = meaning.microbatches * meaning.accumulate
-        return (units - 1 + sum(meaning.replicas[:s]) // (2 * meaning.replicas[s])) // units
+        units, r = meaning.microbatches * meaning.accumulate, meaning.replicas
+        in_flight_besides = (self.stages[0].depth - 1) * r[0] // r[s]
+        return (units - 1 + min(sum(r[:s]) // (2 * r[s]), in_flight_besides)) // units
 
     def _forward_weights(self, s: int, first: int, k: int, part: int) -> Tensors:
         stage, j = self.stages[s], k // self.meaning.round_size(s)

@@ -82,3 +82,17 @@ def test_a_step_is_shared_among_the_units_of_its_update(mode: str, accumulate: i
     per_layer_s = units_s + passes * STEP_S_PER_BYTE * WEIGHTS / (accumulate or 1)
     assert [sum(each.compute_s for each in own) for own in found.by_position] == pytest.approx([4 * per_layer_s] * 2)
     assert found.bottleneck_s <= found.minibatch_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mode", ["spectrain", "pipemare", "xpipe"])
+def test_where_nothing_is_late_no_weights_are_moved(mode: str) -> None:
+    """One stage has no staleness: a step is one pass over the weights, and there is one set of them, as in BSP."""
+    found, bsp = (Planner(request([2], each), each).for_replicas([2]) for each in (mode, "dp"))
+    assert (found.stages, found.bottleneck_s) == (bsp.stages, bsp.bottleneck_s)
+    assert found.minibatch_s == pytest.approx(bsp.minibatch_s)
+    planner = Planner(request([2], mode), mode)
+    two = planner.for_replicas([1, 1])  # only the first stage is late
+    copies, minibatch = (2 if mode == "pipemare" else 1), NUM_LAYERS // 2 * MB
+    assert two.stages[0].memory_bytes - two.stages[1].memory_bytes == copies * NUM_LAYERS // 2 * WEIGHTS + minibatch
+    first, last = planner.workload(two)[0].costs.stages
+    assert first.update_s == pytest.approx(3 * last.update_s)

@@ -124,7 +124,7 @@ def test_a_run_says_what_its_epoch_is_known_from(recipe: Path, mode: str) -> Non
     loaded = load(str(recipe), keys)
     with faults_of(loaded):
         job = prepare(loaded.recipe, loaded.cluster)
-    forecast = MemoryForecast(job, job.setup.sampler.minibatches_per_epoch)
+    forecast = MemoryForecast(job)
     result, _ = simulate_epoch(job, forecast)
     assert "of 50,001 minibatches simulated" in result.notes["epochs"]
     assert "standard error 0." in result.notes["epochs"]

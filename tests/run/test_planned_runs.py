@@ -1,5 +1,6 @@
 """Recipes that leave the plan, or the mode, to the planner; and what it foretells of a run, against the run."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.recipe.ranges import CHOICES
 from pipebench.schedule.syncs import ALL_REDUCE
+from pipebench.simulate.memory import AGAIN, HELD, KINDS
 from pipebench.simulate.network import Network
 from pipebench.simulate.steady import simulate_all
 from pipebench.train.job import Job
@@ -99,11 +101,31 @@ def test_short_segments_have_the_optimizer_s_state_beside_their_activations(epoc
     engine = make_engine(given.setup)
     for epoch in range(epochs):
         engine.train(epoch, epoch + 1)
-    peaks = MemoryForecast.over(given).memory.peaks
+    peaks = MemoryForecast(given).memory.peaks
     states = [peak.by_kind.get("optimizer state", 0) for peak in peaks]
     assert max(peak.num_bytes for peak in peaks) == pytest.approx(max(engine.peak_bytes), rel=0.02)
     assert [peak.num_bytes for peak in peaks] == pytest.approx(engine.peak_bytes, rel=0.06)
     assert min(states) > 0 or epochs == 1
+
+
+@pytest.mark.parametrize(
+    ("num_minibatches", "epochs", "every", "drains"),
+    [(2, 3, "{epochs: 3}", (0, 6)), (5, 1, "{minibatches: 3}", (0, 3, 5)), (2, 4, "{epochs: 2}", (0, 4, 8))],
+)
+@pytest.mark.parametrize("mode", ["pipedream", "pipedream-2bw"])
+def test_segments_of_several_epochs_and_short_last_ones_have_the_peak_of_the_run(
+    mode: str, num_minibatches: int, epochs: int, every: str, drains: tuple[int, ...]
+) -> None:
+    """A pipeline four deep, which no epoch of these fills: only drains empty it, and state outlives them."""
+    words = (f"parallelism.mode={mode}", f"train.max_epochs={epochs}", f"train.evaluate_every={every}")
+    given = prepared("modes/pipedream-straight", f"dataset.num_train={32 * num_minibatches}", *words)
+    engine = make_engine(given.setup)
+    for first, stop in itertools.pairwise(drains):
+        engine.train(first, stop - first)
+    kept = [KINDS.index(kind) for kind in (*HELD, AGAIN)]
+    for curve, measured in zip(MemoryForecast(given).memory.curves, engine.peak_bytes, strict=True):
+        predicted = curve.num_bytes[kept].sum(axis=0).max()
+        assert 0.95 * measured < predicted < (1.05 if drains[-1] != 5 else 1.25) * measured
 
 
 def test_short_segments_of_a_server_have_its_optimizer_s_state_on_the_first_worker_alone() -> None:
@@ -115,7 +137,7 @@ def test_short_segments_of_a_server_have_its_optimizer_s_state_on_the_first_work
         for first in range(0, 4 * epochs, 4):
             engine.train(first, first + 4)
         measured.append(engine.peak_bytes)
-        predicted.append([peak.num_bytes for peak in MemoryForecast.over(given).memory.peaks])
+        predicted.append([peak.num_bytes for peak in MemoryForecast(given).memory.peaks])
     more = [two - one for one, two in zip(*predicted, strict=True)]
     assert more == [two - one for one, two in zip(*measured, strict=True)]
     assert more[0] > 0 == more[1]
@@ -126,7 +148,7 @@ def test_the_first_worker_has_room_for_the_gradients_that_all_others_push_at_onc
     given = prepared("quickstart/dp", "parallelism.mode=dp-asp", "parallelism.plan=auto", f"cluster.servers={servers}")
     planner = Planner(plan_request(given.recipe, given.cluster, given.profile, given.setup.dataset), "dp-asp")
     (stage,) = planner.best().stages
-    peak = MemoryForecast.over(given).memory.fullest
+    peak = MemoryForecast(given).memory.fullest
     assert peak.num_bytes <= stage.memory_bytes <= peak.num_bytes + peak.by_kind["weights"]
 
 

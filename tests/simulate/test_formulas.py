@@ -23,7 +23,7 @@ def simulated(recipe: str, n: int = 4, m: int = 0, **parallelism: object) -> Run
         words += [f"parallelism.microbatches={m}", f"train.minibatch_size={8 * m}"]
     loaded = load(f"uniform/{recipe}", words)
     job = prepare(loaded.recipe, loaded.cluster)
-    return simulate_epoch(job, MemoryForecast(job, job.setup.sampler.minibatches_per_epoch))[0]
+    return simulate_epoch(job, MemoryForecast(job))[0]
 
 
 def bubble(recipe: str, n: int, m: int = 0, **parallelism: object) -> float:

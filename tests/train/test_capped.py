@@ -78,10 +78,10 @@ def test_a_plan_that_doesn_t_fit_trains_where_its_stages_swap(tmp_path: Path) ->
     """A plan that a recipe names is run as it is, and that says so."""
     pytest.importorskip("mlxtend")
     keeping = job_of(tmp_path, "3 MB", ["parallelism.plan=straight"])
-    assert "out of memory" in MemoryForecast.over(keeping).out_of_memory
+    assert "out of memory" in MemoryForecast(keeping).out_of_memory
     job = job_of(tmp_path, "3 MB", ["parallelism.plan=straight", "parallelism.vpipe={recompute: false}"])
     assert [stage.memory.count("swap") for stage in job.setup.plan.stages] == [13, 0, 0, 0]
-    assert MemoryForecast.over(job).out_of_memory == ""
+    assert MemoryForecast(job).out_of_memory == ""
     assert has_the_bits_of_endless_devices(tmp_path, job, 3_000_000)
 
 
@@ -90,7 +90,7 @@ def test_the_minibatch_that_is_advised_fits_and_a_larger_one_does_not(tmp_path: 
 
     def told(memory: str, minibatch_size: int) -> str:
         job = job_of(tmp_path, memory, [*asked, f"train.minibatch_size={minibatch_size}"])
-        return MemoryForecast.over(job).out_of_memory
+        return MemoryForecast(job).out_of_memory
 
     found = re.search(r"what would help: train\.minibatch_size: (\d+), or more stages$", told("3 MB", 64))
     assert found
@@ -105,7 +105,7 @@ def test_what_the_planner_refuses_trains_where_it_recomputes(tmp_path: Path) -> 
     with pytest.raises(PlanError, match="no plan of mode pipedream fits"):
         job_of(tmp_path, "1500 kB", ["parallelism.shard=none", "parallelism.recompute=false"])
     job = job_of(tmp_path, "1500 kB", ["parallelism.recompute=true"])
-    assert MemoryForecast.over(job).out_of_memory == ""
+    assert MemoryForecast(job).out_of_memory == ""
     assert has_the_bits_of_endless_devices(tmp_path, job, 1_500_000)
 
 

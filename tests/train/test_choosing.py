@@ -22,7 +22,7 @@ def test_what_the_planner_refuses_trains_where_stages_choose(tmp_path: Path) -> 
     job = job_of(tmp_path, "1500 kB", [CHOOSES])
     assert {*job.setup.plan.replicas} == {1}
     assert KEEP in {policy for stage in job.setup.plan.stages for policy in stage.memory}
-    assert MemoryForecast.over(job).out_of_memory == ""
+    assert MemoryForecast(job).out_of_memory == ""
     assert has_the_bits_of_endless_devices(tmp_path, job, 1_500_000)
 
 

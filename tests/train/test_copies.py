@@ -50,7 +50,7 @@ def test_a_cluster_that_does_not_say_how_fast_devices_copy_is_refused(tmp_path: 
 def test_a_run_tells_what_its_copies_come_to(tmp_path: Path) -> None:
     job = job_of(tmp_path, "pcie: {value: 1 GB/s, assumed: a test}")
     setup, count = job.setup, job.setup.sampler.minibatches_per_epoch
-    forecast = MemoryForecast(job, count)
+    forecast = MemoryForecast(job)
     result, _ = simulate_epoch(job, forecast)
     metrics, on_hosts = result.metrics, forecast.memory.host_peaks
     assert [row["host_peak_bytes"] for row in result.stages] == [*on_hosts]
@@ -67,13 +67,13 @@ def test_a_run_tells_what_its_copies_come_to(tmp_path: Path) -> None:
 
 def test_a_host_without_room_for_what_its_workers_swap_is_told(tmp_path: Path) -> None:
     pcie = "pcie: {value: 1 GB/s, assumed: a test}"
-    forecast = MemoryForecast.over(job_of(tmp_path, pcie))
+    forecast = MemoryForecast(job_of(tmp_path, pcie))
     peaks = forecast.memory.host_peaks
     most = max(sum(peaks[:2]), sum(peaks[2:]))
     assert min(peaks) > 0
     assert not forecast.out_of_memory
     for room, says in ((most, False), (most - 1, True)):
-        found = MemoryForecast.over(
+        found = MemoryForecast(
             job_of(tmp_path, pcie, f"host_memory: {{value: {room} B, assumed: a test}}")
         ).out_of_memory
         assert bool(found) == says

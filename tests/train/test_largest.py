@@ -45,7 +45,7 @@ def job_of(folder: Path, accumulate: object, *, plan: str, recompute: str, memor
 
 
 def peak_bytes(job: Job) -> float:
-    result, _ = simulate_epoch(job, MemoryForecast(job, job.setup.sampler.minibatches_per_epoch))
+    result, _ = simulate_epoch(job, MemoryForecast(job))
     return result.metrics["peak_memory_bytes_max"]
 
 

@@ -27,7 +27,7 @@ def peak_bytes(folder: Path, size: int, *overrides: str) -> float:
     """What a whole simulated epoch keeps at most, which the search never looks at."""
     loaded = recipe_of(folder, "1 GB", *overrides, f"train.minibatch_size={size}")
     job = prepare(loaded.recipe, loaded.cluster)
-    result, _ = simulate_epoch(job, MemoryForecast(job, job.setup.sampler.minibatches_per_epoch))
+    result, _ = simulate_epoch(job, MemoryForecast(job))
     return result.metrics["peak_memory_bytes_max"]
 
 

@@ -200,7 +200,7 @@ def test_workspaces_are_measured_kept_and_predicted(monkeypatch: pytest.MonkeyPa
     peaks = []
     for profile in (none, found):
         job = replace(given, setup=replace(setup, profile=profile))
-        peaks.append(MemoryForecast.over(job).memory.fullest)
+        peaks.append(MemoryForecast(job).memory.fullest)
     assert peaks[1].num_bytes == peaks[0].num_bytes + 1000
     assert peaks[1].by_kind[WORKSPACES] == 1000
     (memory, *_) = stage_memories(found, setup.plan, setup.pipeline)

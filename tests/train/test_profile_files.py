@@ -119,7 +119,7 @@ def test_a_model_can_be_a_profile(folder: Path, mode: str) -> None:
     whole, _ = simulate_epoch(job_of(folder / "file.yaml", "parallelism={mode: single, plan: auto}"))
     assert whole.metrics["epoch_time_s"] == pytest.approx(125 * (3 + 5 + 2 + 4 + 1 + 1 + 2 + 4) * 1e-3, rel=1e-3)
     job = job_of(folder / "file.yaml", f"parallelism={{mode: {mode}, plan: auto}}")
-    forecast = MemoryForecast(job, job.setup.sampler.minibatches_per_epoch)
+    forecast = MemoryForecast(job)
     result, _ = simulate_epoch(job, forecast)
     assert result.metrics["epoch_time_s"] < 1.01 * whole.metrics["epoch_time_s"]
     assert result.metrics["peak_memory_bytes_max"] > 0

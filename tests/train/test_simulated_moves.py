@@ -78,7 +78,7 @@ def test_a_long_run_ends_as_fast_as_the_last_cuts_are() -> None:
 def test_what_there_is_to_see_of_a_run_that_trained_is_that_of_the_same_run_simulated(asked: Any) -> None:
     """Whoever has decided on its moves; a run whose layers stay has one part."""
     given = job(**asked)
-    forecast = MemoryForecast(given, given.setup.sampler.minibatches_per_epoch)
+    forecast = MemoryForecast(given)
     seen = forecast_of(given, run(given)[0].moves)
     simulate_moving(given, forecast)
     assert seen.moved is not None
@@ -125,7 +125,7 @@ def test_where_nothing_moves_it_is_an_epoch_as_ever() -> None:
 
 def test_peaks_are_those_of_all_cuts_and_of_what_is_between_them() -> None:
     given = job(LIVE, every=60, epochs=5, live=True)
-    forecast = MemoryForecast(given, 12)
+    forecast = MemoryForecast(given)
     result, _ = simulate_moving(given, forecast)
     assert forecast.moved is not None
     parts = [forecast.memory.peaks, forecast.moved.between, forecast.moved.last.peaks]
@@ -133,13 +133,13 @@ def test_peaks_are_those_of_all_cuts_and_of_what_is_between_them() -> None:
         row["peak_memory_bytes"] for row in result.stages
     ]
     stayed = replace(given, extensions={}, setup=stays(given.setup))
-    first, _ = simulate(stayed, MemoryForecast(given, 12))
+    first, _ = simulate(stayed, MemoryForecast(given))
     assert result.metrics["peak_memory_bytes_max"] > first.metrics["peak_memory_bytes_max"]
 
     def told(limit_bytes: float) -> str:
         small = replace(given.cluster, memory_bytes=int(limit_bytes))
         capped = replace(given, cluster=small, setup=replace(given.setup, cluster=small))
-        return simulate_moving(capped, MemoryForecast(capped, 12))[0].notes[MEMORY]
+        return simulate_moving(capped, MemoryForecast(capped))[0].notes[MEMORY]
 
     moving = r"out of memory: stage \d holds .* while layers move, more than the .* of a "
     assert re.match(moving, told(result.metrics["peak_memory_bytes_max"] - 1))

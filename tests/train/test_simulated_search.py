@@ -203,7 +203,7 @@ def peaks_of(given: Job, cells: Sequence[str]) -> int:
     """What the fullest worker keeps at most while these cells are trained, which no trace is asked for."""
     found = search_of(given).architectures
     setup = found.setup(given.setup, found.named(cells, "here"))
-    return MemoryForecast.over(replace(given, setup=setup)).memory.fullest.num_bytes
+    return MemoryForecast(replace(given, setup=setup)).memory.fullest.num_bytes
 
 
 def test_memory_is_foretold_of_every_architecture(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_memory_is_foretold_of_every_architecture(tmp_path: Path) -> None:
     assert least < most
     cluster = replace(given.cluster, memory_bytes=(least + most) // 2)
     small = replace(given, cluster=cluster, setup=replace(given.setup, cluster=cluster))
-    result, _ = simulate_search(small, MemoryForecast(small, 20))
+    result, _ = simulate_search(small, MemoryForecast(small))
     assert result.metrics["peak_memory_bytes_max"] == max(row["peak_memory_bytes"] for row in result.stages) == most
     layers, second = result.points[1].metrics["active_layers"], result.points[0].clock_s
     told = f"with the {layers} layers that there are from {1e3 * second:.1f} ms on: out of memory at "

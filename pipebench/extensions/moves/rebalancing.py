@@ -26,7 +26,7 @@ from pipebench.profile.model import LayerProfile, ParameterBytes, Profile
 from pipebench.schedule.modes import KEEP, RECOMPUTE
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import most_in_flight
-from pipebench.schedule.weights import WEIGHT_POLICIES, delay
+from pipebench.schedule.weights import WEIGHT_POLICIES
 
 UNBALANCED = 0.05  # slowest stage over mean, less 1
 WORTHWHILE = 0.01  # least relative gain of the slowest stage
@@ -305,7 +305,7 @@ def problems_of(
     @cache
     def problem_of(stage: int, start: int, stop: int) -> StageProblem:
         weights, stepped, untrained = ParameterBytes.of(rows[start:stop])
-        copies = policy.moves(pipeline, stage) * (1 + (policy.corrects and delay(pipeline, stage) > 0))
+        copies = policy.moves(pipeline, stage) * policy.copies
         constant = untrained + stepped * (profile.has_masters + profile.state_bytes_per_byte)
         constant += weights * (1 + copies + (versions or 0))  # 1: gradients
         return StageProblem(

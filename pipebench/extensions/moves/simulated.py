@@ -20,7 +20,7 @@ from pipebench.model.plan import Plan
 from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.simulate.memory_meter import MemoryPeak
-from pipebench.simulate.meter import MEMORY, Meter, sum_by
+from pipebench.simulate.meter import MEMORY, sum_by
 from pipebench.simulate.steady import simulate_segment
 from pipebench.simulate.timeline import TRAINING_KINDS, Timeline
 from pipebench.train.job import Job
@@ -37,7 +37,7 @@ _MOVED = "migration_bytes_per_s"
 def simulate_moving(job: Job, forecast: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
     """Simulate all epochs of a job whose layers may move; evaluations and checkpoints drain, and take no time.
 
-    `forecast` records a segment under the initial cuts, and predicts peak memory.
+    `forecast` is of memory under the initial cuts; with it peak memory is predicted.
     """
     setup = job.setup
     engine = SimulatedEngine(setup, inputs=input_bytes(setup.graph, setup.dataset, setup.profile.by_size))
@@ -101,9 +101,9 @@ def _rates(before: Mark, mark: Mark, num_workers: int) -> dict[str, float]:
 def forecast_of(job: Job, moves: Sequence[RepartitionRecord]) -> MemoryForecast:
     """Return the memory forecast of a job that has run on any engine, with the moves it made."""
     if not moves or job.extensions.keys() - {MOVES}:  # others change more than the cuts: of the beginning only
-        return MemoryForecast.over(job)
+        return MemoryForecast(job)
     planned = (PlannedMove(m.minibatch, s.plan) for m, s in zip(moves, _setups(job.setup, moves), strict=True))
-    forecast = MemoryForecast(job, job.setup.sampler.minibatches_per_epoch)
+    forecast = MemoryForecast(job)
     extensions = {MOVES: MovesPlanned(job.recipe, tuple(planned))}
     simulate_moving(replace(job, extensions=extensions, setup=moving(job.setup, balances=False)), forecast)
     return forecast
@@ -112,13 +112,9 @@ def forecast_of(job: Job, moves: Sequence[RepartitionRecord]) -> MemoryForecast:
 def _with_peaks(job: Job, forecast: MemoryForecast, result: RunResult, moving: Sequence[MemoryPeak]) -> RunResult:
     """Return a result with predicted peaks, under all cuts of a run and between them.
 
-    `forecast` records a segment under the initial cuts; `moving` are workers' peaks while layers move, if any do.
+    `forecast` is of the initial cuts; `moving` are workers' peaks while layers move, if any do.
     """
-    per_epoch, found = job.setup.sampler.minibatches_per_epoch, [forecast]
-    simulate_segment(job.setup, per_epoch, Meter(job.setup.pipeline, *forecast.listeners))
-    for setup in _setups(job.setup, result.moves):
-        found.append(MemoryForecast(replace(job, setup=setup), per_epoch))
-        simulate_segment(setup, per_epoch, Meter(setup.pipeline, *found[-1].listeners))
+    found = [forecast, *(MemoryForecast(replace(job, setup=setup)) for setup in _setups(job.setup, result.moves))]
     if result.moves:
         between = [moving, *(each.memory.peaks for each in found[1:-1])]
         forecast.moved = Moved(tuple(highest(*between)), found[-1].memory)

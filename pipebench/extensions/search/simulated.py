@@ -84,7 +84,7 @@ def simulate_search(job: Job, forecast: MemoryForecast | None = None) -> tuple[R
         search=_file(search, phases, before, layers),
     )
     if forecast:
-        result = _with_peaks(job, forecast, phases, layers, result)
+        result = _with_peaks(job, phases, layers, result)
         result = with_peaks(result, job.setup.pipeline, engine.peaks) if engine.peaks else result
     return result, meter.timeline()
 
@@ -181,15 +181,12 @@ def _points(phase: ArchitecturePeriod, seen: int, rate: float, known: Mapping[st
     yield Point(round(last), phase.ends_s, {_RATE: (last - samples) / (phase.ends_s - clock_s), **known})
 
 
-def _with_peaks(
-    job: Job, forecast: MemoryForecast, phases: Sequence[ArchitecturePeriod], layers: Sequence[int], result: RunResult
-) -> RunResult:
+def _with_peaks(job: Job, phases: Sequence[ArchitecturePeriod], layers: Sequence[int], result: RunResult) -> RunResult:
     """Return a result with the predicted peaks over all architectures, and a note on the first that does not fit."""
-    simulate_segment(job.setup, phases[0].num_minibatches, Meter(job.setup.pipeline, *forecast.listeners))
     for phase, count in zip(phases, layers, strict=True):
         begins, ends = phase.setups
         for setup in (begins, ends) if ends is not begins else (begins,):
-            found = MemoryForecast.over(replace(job, setup=setup))
+            found = MemoryForecast(replace(job, setup=setup))
             result = found.with_peaks(result)
             if found.out_of_memory and MEMORY not in result.notes:
                 where = f"with the {count} layers that there are from {seconds(phase.begins_s)} on"
