@@ -35,6 +35,7 @@ from tests.random_recipes.push_orders import FILE_NAME, push_order
 # comes to 1e-12 or so, and a wrong formula to 1e-5 and more. float32 has 24 bits in place of 53.
 TOLERANCES = {"float64": 1e-9, "float32": 2e-3}
 IN_PROCESSES = ("engine.kind=distributed", "engine.threads=1")
+_SHARING = ("tied", "twice")  # steps with another's weight
 LARGEST = 1e4  # weights: what grows beyond makes differences grow, too
 
 
@@ -255,7 +256,8 @@ def has_same_bits(recipe: Recipe, replicas: Sequence[int]) -> bool:
     before stages do. So is what the plain loop computes otherwise than torch: norms, and the optimizers of our own.
     """
     asked, optimizer, steps = recipe.parallelism, recipe.train.optimizer, [s.split() for s in recipe.model["steps"]]
-    again = [(kind == "tied", int(given[0])) for kind, *given in steps if kind in ("add", "branch", "tied")]
+    again = [(kind in _SHARING, int(given[0])) for kind, *given in steps if kind in ("add", "branch", *_SHARING)]
+    again += [(False, index - 1) for index, (kind, *_) in enumerate(steps) if kind == "aux"]
     whole = asked.microbatches == 1 and asked.row.accumulate == 1 and set(replicas) == {1} and asked.row.flush
     ours = optimizer.name in ("lars", "lamb") or optimizer.clip_norm is not None
     return whole and not ours and all(again.count(each) < 2 for each in again)
