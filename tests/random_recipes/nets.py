@@ -141,10 +141,10 @@ class Net(nn.Module):
             return before
         if kind == "halves":
             made = module(before)
-            return before + torch.cat([made["first"], made["rest"][0]], 1) * made["rest"][1]
-        if kind == "detach":
-            return before + module(before.detach())
-        read = {"branch": lambda: values[int(given[0]) + 1]}.get(kind, lambda: others.get(kind))()
+            both: torch.Tensor = torch.cat([made["first"], made["rest"][0]], 1) * made["rest"][1]
+            return before + both
+        reads = {"branch": lambda: values[int(given[0]) + 1], "detach": before.detach}
+        read = reads.get(kind, lambda: others.get(kind))()
         output: torch.Tensor = module(before if read is None else read)
         return output if read is None else before + output
 
