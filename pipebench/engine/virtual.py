@@ -98,7 +98,8 @@ class DrainExchange:
             workers = pipeline.places[stage]
             network.sum_up(pipeline.buffer_way, BUFFERS, "buffers", workers, num_bytes, self.clock_s, ends.append)
         sent = [self._send(*each) for extension in self.rings.extensions.values() for each in extension.drained()]
-        return max([*ends, self._arrive(sent)])
+        ends.append(self._arrive(sent))  # by then the sums have ended, too
+        return max(ends)
 
     def hand_over(self, before: Sequence[Worker]) -> float:
         """Transfer state from the workers `before` to those cut anew; return the end time."""

@@ -304,6 +304,8 @@ def test_a_recipe_repeats_an_order(tmp_path: Path) -> None:
     engine = make_engine(setup)
     engine.train(0, 8)
     assert pushes_of(engine)[0].minibatches == reverse[0].minibatches
+    with pytest.raises(RecipeError, match=r"push_order: got .* with engine simulated, in which pushes are applied as"):
+        load("modes/dp-asp", [*changes, "engine.kind=simulated"])
 
 
 def test_a_segment_longer_than_the_given_order_goes_on_as_pushes_come() -> None:

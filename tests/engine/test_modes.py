@@ -216,7 +216,8 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not() -> None:
 def test_running_statistics_are_averaged_over_replicas_at_the_drain() -> None:
     """Each replica has its own while it trains, and the mean of all of them after a drain."""
     setup = make_setup(ConvNet(), ([], [3]), weights="one", depth=1, dataset=images(48), minibatch_size=4)
-    engine = make_engine(setup)
+    ends: list[float] = []
+    engine = make_engine(setup, lambda event: ends.append(event.end_s))
     engine.train(0, 3)
     means = []
     for k in range(3):  # every replica saw one minibatch: its statistics after one forward of the initial model
@@ -229,6 +230,9 @@ def test_running_statistics_are_averaged_over_replicas_at_the_drain() -> None:
     num_bytes = engine.setup.costs.stages[0].buffer_bytes
     assert num_bytes == 2 * (6 + 5) * 4
     assert sum(v for (kind, _), v in engine.num_bytes.items() if kind == BUFFERS) == 2 * (3 - 1) * num_bytes
+    (level,) = engine.setup.cluster.levels  # a ring: 2 (r - 1) steps, in each of which everyone sends a share
+    took_s = 2 * (3 - 1) * (num_bytes / 3 / level.bandwidth_bytes_per_s + level.latency_s)
+    assert engine.clock_s - max(ends) == pytest.approx(took_s)
 
 
 def test_what_no_layer_changes_is_neither_sent_nor_averaged_at_a_drain() -> None:

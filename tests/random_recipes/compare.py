@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,12 @@ from pipebench.recipe.load import LoadedRecipe, load_file
 from pipebench.recipe.schema import Recipe
 from pipebench.run.deciding import prepare_job
 from pipebench.run.folder import find
+from pipebench.simulate.steady import simulate_all
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop
+from pipebench.train.metrics import byte_metrics
+from pipebench.train.periods import Periods
 from pipebench.train.result import DIVERGED, Point
 from tests.oracles.draws import mixed, of_name
 from tests.oracles.per_minibatch import Loop, Outcome
@@ -35,6 +39,7 @@ from tests.random_recipes.push_orders import FILE_NAME, push_order
 # comes to 1e-12 or so, and a wrong formula to 1e-5 and more. float32 has 24 bits in place of 53.
 TOLERANCES = {"float64": 1e-9, "float32": 2e-3}
 IN_PROCESSES = ("engine.kind=distributed", "engine.threads=1")
+_SHARING = ("tied", "twice")  # steps with another's weight
 LARGEST = 1e4  # weights: what grows beyond makes differences grow, too
 
 
@@ -50,12 +55,14 @@ class Ran(NamedTuple):
         pushes: of asynchronous runs, the order of pushes of every segment.
         tensors: parameters and buffers at the end.
         fetched: samples by the draw of their minibatch; None where nobody took note of them.
+        metrics: the result's, on the virtual clock; None on the wall clock.
     """
 
     points: list[tuple[int, Mapping[str, float]]]
     pushes: list[list[int]]
     tensors: dict[str, torch.Tensor]
     fetched: dict[int, list[int]] | None
+    metrics: Mapping[str, float] | None = None
 
 
 class Silent:
@@ -107,7 +114,27 @@ def disagreements(path: Path, *, in_processes: bool = False) -> list[str]:
     found = [*differences(ran, expected, job)]
     if found and not has_same_bits(job.recipe, job.setup.plan.replicas):
         found = [*differences(ran, expected, job, beside=expected_of(job, ran.pushes, moved=True))]
-    return found
+    return found if ran.metrics is None else [*found, *of_clock(ran.metrics, job)]
+
+
+def of_clock(metrics: Mapping[str, float], job: Job) -> Iterator[str]:
+    """Say where a run on the virtual clock took other seconds, or sent other bytes, than its segments simulated."""
+    setup, sent, simulated_s, done = job.setup, Counter[tuple[str, str]](), 0.0, 0
+    periods = Periods.of(job.recipe.train, setup.sampler.minibatches_per_epoch)
+    while done < periods.total:
+        drain = periods.next_drain(done)
+        totals = simulate_all(setup, drain - done, first=done)
+        simulated_s, sent, done = simulated_s + totals.end_s, sent + totals.num_bytes, drain
+    for name, num_bytes in byte_metrics(sent).items():
+        if metrics[name] != num_bytes:
+            yield f"{name}: {metrics[name]:g}, simulated {num_bytes:g}"
+    if "asynchronous" in setup.pipeline.extensions:  # an order of pushes is given, or that of ties has changed it
+        return
+    stages = zip(setup.pipeline.replicas, setup.costs.stages, strict=True)
+    averages = any(replicas > 1 and stage.buffer_bytes for replicas, stage in stages)
+    besides_s = metrics["training_time_s"] - simulated_s  # what averages at drains take
+    if besides_s <= 0 if averages else abs(besides_s) > 1e-6 * simulated_s:
+        yield f"training_time_s: {metrics['training_time_s']!r}, simulated {simulated_s!r} and averages"
 
 
 def prepared(path: Path, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe, Job]:
@@ -151,6 +178,7 @@ def run_virtual(loaded: LoadedRecipe, job: Job) -> Ran:
         [pushes.minibatches for pushes in result.pushes],
         _tensors(state),
         {draw: [*each] for draw, each in Rows.fetched.items()},
+        result.metrics,
     )
 
 
@@ -255,7 +283,8 @@ def has_same_bits(recipe: Recipe, replicas: Sequence[int]) -> bool:
     before stages do. So is what the plain loop computes otherwise than torch: norms, and the optimizers of our own.
     """
     asked, optimizer, steps = recipe.parallelism, recipe.train.optimizer, [s.split() for s in recipe.model["steps"]]
-    again = [(kind == "tied", int(given[0])) for kind, *given in steps if kind in ("add", "branch", "tied")]
+    again = [(kind in _SHARING, int(given[0])) for kind, *given in steps if kind in ("add", "branch", *_SHARING)]
+    again += [(False, index - 1) for index, (kind, *_) in enumerate(steps) if kind == "aux"]
     whole = asked.microbatches == 1 and asked.row.accumulate == 1 and set(replicas) == {1} and asked.row.flush
     ours = optimizer.name in ("lars", "lamb") or optimizer.clip_norm is not None
     return whole and not ours and all(again.count(each) < 2 for each in again)

@@ -32,7 +32,11 @@ _OTHER_OPTIMIZERS: tuple[Mapping[str, Any], ...] = (
     {"name": "lars", "lr": 2.0, "momentum": 0.9, "weight_decay": 0.001},
     {"name": "lamb", "lr": 0.01, "weight_decay": 0.01},
 )
-_STEPS = ("linear", "linear", "tanh", "relu", "norm", "layernorm", "conv", "lstm", "frozen", "second", "embed")
+_STEPS = (
+    "linear", "linear", "tanh", "relu", "norm", "layernorm", "conv", "lstm", "frozen", "second", "embed", "mean", "aux",
+    "halves", "detach",
+)  # fmt: skip
+NORMS = {"norm", "mean"}
 
 
 def draw_recipe(seed: int, number: int) -> dict[str, Any]:
@@ -54,7 +58,7 @@ def draw_recipe(seed: int, number: int) -> dict[str, Any]:
             **_data(draw, train["minibatch_size"], parallelism.get("microbatches", 1), steps),
         },
         "train": train,
-        "cluster": {"name": draw.choice(("free-links", "free-links", "vpipe-unlimited")), "servers": workers},
+        "cluster": {"name": draw.choice(("free-links", "vpipe-unlimited")), "servers": workers},
         "parallelism": parallelism,
     }
 
@@ -63,12 +67,12 @@ def _steps(draw: random.Random) -> list[str]:
     """Return the steps of a net; see `nets.Net`."""
     steps = ["linear"]
     for index in range(1, draw.randint(4, 9)):
-        kind = draw.choice((*_STEPS, "dropout", "add", "branch", "tied"))
+        kind = draw.choice((*_STEPS, "dropout", "add", "branch", "tied", "twice"))
         if kind == "dropout":
             kind += f" {draw.choice((0.1, 0.4))}"
         elif kind in ("add", "branch"):
             kind += f" {draw.randint(-1, index - 2)}" if index > 1 else " -1"
-        elif kind == "tied":
+        elif kind in ("tied", "twice"):
             kind += f" {draw.choice([i for i, step in enumerate(steps) if step == 'linear'])}"
         steps.append(kind)
     return steps
@@ -76,7 +80,7 @@ def _steps(draw: random.Random) -> list[str]:
 
 def _data(draw: random.Random, size: int, parts: int, steps: list[str]) -> dict[str, Any]:
     data: dict[str, Any] = {"num_train": draw.randint(8, 60), "num_eval": draw.randint(2, 12)}
-    if "norm" in steps:  # no minibatch or microbatch of one row, of which there is no variance
+    if NORMS & {*steps}:  # no minibatch or microbatch of one row, of which there is no variance
         data["num_train"] = draw.choice([n for n in range(8, 60) if n % size == 0 or n % size >= 2 * parts])
         data["num_eval"] = draw.choice([n for n in range(2, 12) if n % size != 1])
     if draw.random() < 0.3:
@@ -141,7 +145,7 @@ def _parallelism(draw: random.Random, mode: str, workers: int, steps: list[str],
     if draw.random() < 0.3 and row.depth is None:
         made["depth"] = draw.randint(1, 7)
     if row.microbatches and draw.random() < 0.6:
-        fitting = [n for n in (1, 1, 2, 3, 4) if size % n == 0 and ("norm" not in steps or size > n)]
+        fitting = [n for n in (1, 1, 2, 3, 4) if size % n == 0 and (not NORMS & {*steps} or size > n)]
         made["microbatches"] = draw.choice(fitting)
     if (row.flush or row.accumulate is None) and draw.random() < 0.4:
         made["accumulate"] = draw.choice((1, 2, 3, 5))
@@ -151,7 +155,8 @@ def _parallelism(draw: random.Random, mode: str, workers: int, steps: list[str],
     if row.sync == "asynchronous" and draw.random() < 0.5:
         made["push_order"] = FILE_NAME
     stashes = made.get("weights", row.weights) not in ("none", "predict", "correct")
-    if draw.random() < 0.3 and (stashes or "cuts" in made):  # else weights depend on where the planner cuts
+    # Else weights depend on where the planner cuts
+    if draw.random() < 0.3 and (stashes or ("cuts" in made and "aux" not in steps)):
         made["recompute"] = draw.random() < 0.8
     elif draw.random() < 0.2 and stashes:
         key = draw.choice(("recompute_layers", "swap_layers"))

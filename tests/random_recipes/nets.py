@@ -3,6 +3,7 @@
 A recipe names both as targets, so that its file alone says what is trained.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,13 +31,30 @@ class Recurrent(nn.Module):
         return output.reshape(-1, WIDTH)
 
 
-def _norm() -> nn.Module:
-    """Return BatchNorm of a linear layer, between functions that aren't linear.
+class Halves(nn.Module):
+    """A linear layer that puts out a dictionary: one half of the features, and the other beside a fixed factor."""
+
+    one_layer = True
+    factor: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("factor", torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        """Map [n, WIDTH] to two times [n, WIDTH // 2], and the factor as [1, 1]."""
+        first, second = self.linear(x).chunk(2, 1)
+        return {"first": first, "rest": (second, self.factor.reshape(1, 1))}
+
+
+def _norm(momentum: float | None) -> nn.Module:
+    """Return BatchNorm of a linear layer, between functions that aren't linear; None averages all minibatches.
 
     A bias that BatchNorm takes off again would have no gradient but rounding errors, which Adam and its like blow up.
     """
     linear = nn.Linear(WIDTH, WIDTH, bias=False)
-    return nn.Sequential(nn.Tanh(), linear, nn.BatchNorm1d(WIDTH), nn.ReLU())
+    return nn.Sequential(nn.Tanh(), linear, nn.BatchNorm1d(WIDTH, momentum=momentum), nn.ReLU())
 
 
 class Net(nn.Module):
@@ -45,7 +63,10 @@ class Net(nn.Module):
     `linear`, `frozen` (a linear layer that isn't trained), `norm` (BatchNorm and what it needs around it), `layernorm`,
     `tanh`, `relu` (in place where nobody else reads the value), `conv`, `lstm` and `dropout P` map it. `add I` adds
     the output of step I, `branch I` a linear map of that, `tied I` a linear map with the weight of linear step I, all
-    with I = -1 for the input; `second` adds a linear map of the second input, `embed` rows of a table.
+    with I = -1 for the input; `second` adds a linear map of the second input, `embed` rows of a table. `mean` is `norm`
+    whose statistics are means of all minibatches. `twice I` calls linear step I again; `detach` adds a linear map of
+    the value without its gradient; `halves` adds halves that come as a dictionary; `aux` hands on the value, and puts
+    out scores of it besides the head's.
 
     Args:
         steps: the steps.
@@ -77,7 +98,11 @@ class Net(nn.Module):
             "linear": lambda: nn.Linear(WIDTH, WIDTH),
             "branch": lambda: nn.Linear(WIDTH, WIDTH),
             "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
-            "norm": _norm,
+            "norm": lambda: _norm(0.1),
+            "mean": lambda: _norm(None),
+            "halves": Halves,
+            "detach": lambda: nn.Linear(WIDTH, WIDTH),
+            "aux": lambda: nn.Linear(WIDTH, CLASSES),
             "layernorm": lambda: nn.LayerNorm(WIDTH),
             "tanh": nn.Tanh,
             "conv": lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 2, 3, padding=1), nn.Flatten()),
@@ -88,13 +113,15 @@ class Net(nn.Module):
         }
         return makers[kind]() if kind in makers else None
 
-    def run(self, x: torch.Tensor, others: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def run(self, x: torch.Tensor, others: Mapping[str, torch.Tensor]) -> Any:
         """Run the steps; `others` are the second input and the ids where they are read."""
-        values = [x]
+        values, besides = [x], []
         for index, (kind, *given) in enumerate(self.steps):
+            if kind == "aux":
+                besides.append(getattr(self, f"aux{index}")(values[-1]))
             values.append(self.step(index, kind, given, values, others))
         output: torch.Tensor = self.head(values[-1])
-        return output
+        return {"scores": output, "besides": besides} if besides else output
 
     def step(
         self,
@@ -105,32 +132,47 @@ class Net(nn.Module):
         others: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Return the output of a step, given the input and those of the steps before it."""
-        before, module = values[-1], getattr(self, f"{kind}{index}", None)
+        before = values[-1]
+        module = getattr(self, f"linear{given[0]}" if kind == "twice" else f"{kind}{index}", None)
         if kind == "add":
             return before + values[int(given[0]) + 1]
         assert module is not None
-        read = {"branch": lambda: values[int(given[0]) + 1]}.get(kind, lambda: others.get(kind))()
+        if kind == "aux":
+            return before
+        if kind == "halves":
+            made = module(before)
+            both: torch.Tensor = torch.cat([made["first"], made["rest"][0]], 1) * made["rest"][1]
+            return before + both
+        reads = {"branch": lambda: values[int(given[0]) + 1], "detach": before.detach}
+        read = reads.get(kind, lambda: others.get(kind))()
         output: torch.Tensor = module(before if read is None else read)
         return output if read is None else before + output
 
 
 def first_layers(steps: Sequence[str]) -> list[str]:
     """Return the layer that every step begins with, as torch.fx names it."""
-    names, sums = [], 0
-    for index, step in enumerate(steps):
-        kind = step.split()[0]
-        if kind == "add":
-            names.append("add" if sums == 0 else f"add_{sums}")
+    names, taken = [], Counter[str]()
+
+    def named(name: str) -> str:
+        taken[name] += 1
+        return name if taken[name] == 1 else f"{name}_{taken[name] - 1}"
+
+    for index, (kind, *given) in enumerate(step.split() for step in steps):
+        if kind in ("add", "detach"):
+            names.append(named(kind))
+        elif kind == "twice":
+            names.append(named(f"linear{given[0]}"))
         else:
-            names.append(f"{kind}{index}_0" if kind in ("norm", "conv") else f"{kind}{index}")
-        sums += kind in ("add", "branch", "second", "embed")
+            names.append(named(f"{kind}{index}_0" if kind in ("norm", "mean", "conv") else f"{kind}{index}"))
+        if kind in ("branch", "second", "embed", "detach", "halves"):
+            named("add")
     return names
 
 
 class OneInput(Net):
     """A net that reads features."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         """Map [n, WIDTH] to [n, CLASSES]."""
         return self.run(x, {})
 
@@ -138,7 +180,7 @@ class OneInput(Net):
 class Features(Net):
     """A net that reads features twice."""
 
-    def forward(self, x: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, second: torch.Tensor) -> Any:
         """Map [n, WIDTH] and [n, SECOND] to [n, CLASSES]."""
         return self.run(x, {"second": second})
 
@@ -146,7 +188,7 @@ class Features(Net):
 class Ids(Net):
     """A net that reads features and ids."""
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> Any:
         """Map [n, WIDTH] and [n] to [n, CLASSES]."""
         return self.run(x, {"embed": ids})
 
@@ -154,7 +196,7 @@ class Ids(Net):
 class ThreeInputs(Net):
     """A net that reads all there is."""
 
-    def forward(self, x: torch.Tensor, second: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, second: torch.Tensor, ids: torch.Tensor) -> Any:
         """Map [n, WIDTH], [n, SECOND] and [n] to [n, CLASSES]."""
         return self.run(x, {"second": second, "embed": ids})
 
@@ -234,12 +276,15 @@ class Rows(Dataset):
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return summed, weighted cross-entropy."""
-        each = functional.cross_entropy(output, targets["label"], reduction="none")
+        scores, besides = (output["scores"], output["besides"]) if isinstance(output, dict) else (output, [])
+        losses = [functional.cross_entropy(each, targets["label"], reduction="none") for each in (scores, *besides)]
+        each = losses[0] + 0.3 * sum(losses[1:])
         return (each * targets["weight"].to(each.dtype)).sum()
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the weight of right answers."""
-        return {"top1": ((output.argmax(1) == targets["label"]) * targets["weight"]).sum()}
+        scores = output["scores"] if isinstance(output, dict) else output
+        return {"top1": ((scores.argmax(1) == targets["label"]) * targets["weight"]).sum()}
 
     def buckets(self) -> Sequence[int] | None:
         """Return a bucket per row."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from pipebench.engine.drain import DrainExchange
 from pipebench.schedule.modes import MODES
-from tests.random_recipes.compare import differences, expected_of, prepared, run_virtual, written
+from tests.random_recipes.compare import differences, expected_of, of_clock, prepared, run_virtual, written
 from tests.random_recipes.drawing import draw_recipe
 from tests.random_recipes.main import MOST_REFUSED, Campaign
 from tests.random_recipes.shrinking import shrunk
@@ -37,7 +38,7 @@ RECIPE: dict[str, Any] = {
         "max_epochs": 2,
         "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.3},
     },
-    "cluster": {"name": "free-links", "servers": 3},
+    "cluster": {"name": "vpipe-unlimited", "servers": 3},
     "parallelism": {"mode": "pipedream", "plan": "2-1", "cuts": ["add"]},
 }
 
@@ -93,6 +94,17 @@ def test_a_dropped_average_of_running_statistics_is_told_apart(tmp_path: Path, m
     assert any(each.startswith("norm1.2.running_mean") for each in found), found
 
 
+def test_averages_at_drains_that_take_no_time_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    average = DrainExchange.average
+    for changed in (average, lambda drain: min(average(drain), drain.clock_s)):
+        monkeypatch.setattr(DrainExchange, "average", changed)
+        loaded, job = prepared(written(RECIPE, tmp_path))
+        metrics = run_virtual(loaded, job).metrics
+        assert metrics is not None
+        found = [*of_clock(metrics, job)]
+        assert bool(found) == (changed is not average), found
+
+
 def test_what_is_drawn_covers_every_mode_and_is_a_function_of_the_seed() -> None:
     recipes = [draw_recipe(1, number) for number in range(600)]
     assert recipes == [draw_recipe(1, number) for number in range(600)]
@@ -103,6 +115,8 @@ def test_what_is_drawn_covers_every_mode_and_is_a_function_of_the_seed() -> None
     keys = {key for recipe in recipes for key in (*recipe["parallelism"], *recipe["train"], *recipe["dataset"])}
     assert {"cuts", "depth", "accumulate", "weights", "backward", "sync", "recompute", "recompute_layers"} <= keys
     assert {"swap_layers", "chunks", "checkpoint_every", "schedule", "uneven", "noise", "buckets"} <= keys
+    steps = {step.split()[0] for recipe in recipes for step in recipe["model"]["steps"]}
+    assert {"norm", "mean", "aux", "halves", "detach", "twice", "tied"} <= steps
 
 
 def test_shrinking_leaves_what_it_takes_to_fail() -> None:

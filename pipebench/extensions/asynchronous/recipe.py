@@ -6,8 +6,10 @@ from typing import Any, Final
 from pipebench.errors import PlanError, RecipeError
 from pipebench.extensions.asynchronous.pushes import Pushes, PushOrder
 from pipebench.recipe.draft import Problems
+from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.plan_file import is_plan_file
 from pipebench.recipe.schema import Recipe
+from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.notation import parse_plan
 from pipebench.schedule.pipeline import Pipeline
@@ -67,6 +69,14 @@ def _push_order(cluster: Any, mode: str, plan: Any, given: str | None) -> Proble
         yield from (("parallelism.push_order", str(fault)) for fault in error.faults)
 
 
+def _simulated(given: str | None, kind: str) -> Problems:
+    if given is not None and not ENGINES[kind].trains:
+        others = " or ".join(name for name, each in ENGINES.items() if each.trains)
+        why = f"got {shown(given)} with engine {kind}, in which pushes are applied as they arrive"
+        yield "parallelism.push_order", f"{why}: allowed is null, or engine.kind: {others}"
+
+
 RULES: Final[tuple[tuple[tuple[str, ...], Callable[..., Problems]], ...]] = (
     (("@cluster", "parallelism.mode", "parallelism.plan", "parallelism.push_order"), _push_order),
+    (("parallelism.push_order", "engine.kind"), _simulated),
 )
