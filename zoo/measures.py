@@ -87,9 +87,10 @@ class _Top:
     k: int
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if output.dim() < 2 or output.shape[1] < 2:  # the largest of one is always it: class 0
-            raise ValueError(f"top{self.k} needs an output per class, two at least, and is given {list(output.shape)}")
-        best = output.topk(min(self.k, output.shape[1]), dim=1).indices
+        if output.dim() < 2 or output.shape[1] <= self.k:  # the class is always among all outputs
+            given = list(output.shape)
+            raise ValueError(f"top{self.k} needs an output per class, {self.k + 1} at least, and is given {given}")
+        best = output.topk(self.k, dim=1).indices
         return (best == target.unsqueeze(1)).any(dim=1)
 
 
