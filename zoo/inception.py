@@ -79,7 +79,7 @@ def inception_v3(
 
     Args:
         width: multiplies every hidden channel count; a multiple of 1/16, so that every count stays whole.
-        aux_logits: with the auxiliary head; the model then returns (logits, auxiliary logits).
+        aux_logits: with the auxiliary head; its loss, times 0.4, is part of every loss, `eval_loss` too.
         dropout: probability of dropping a feature before the last linear layer, below 1.
         num_classes: number of logits, at least 1.
         in_channels: channels of the images, at least 1.

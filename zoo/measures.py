@@ -87,9 +87,9 @@ class _Top:
     k: int
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if output.dim() < 2 or output.shape[1] <= self.k:  # every class would be among them
-            needed = f"needs an output per class, {self.k + 1} at least"
-            raise ValueError(f"top{self.k} {needed}, and is given {list(output.shape)}")
+        if output.dim() < 2 or output.shape[1] <= self.k:  # the class is always among all outputs
+            given = list(output.shape)
+            raise ValueError(f"top{self.k} needs an output per class, {self.k + 1} at least, and is given {given}")
         best = output.topk(self.k, dim=1).indices
         return (best == target.unsqueeze(1)).any(dim=1)
 

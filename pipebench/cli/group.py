@@ -1,7 +1,6 @@
 """The group of commands, which turns errors into sentences and exit codes."""
 
 import errno
-import gc
 import importlib
 import io
 import os
@@ -19,6 +18,7 @@ import click
 from pipebench import interrupts
 from pipebench.cli.terminal import outlive_terminal
 from pipebench.errors import UserError, is_out_of_memory, memory_text, nearest, printable, printable_lines
+from pipebench.garbage import freeze_all
 from pipebench.recipe.users_code import as_users, traceback_of
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
@@ -104,7 +104,7 @@ class Commands(click.Group):
         outlive_terminal()
         code = self._exit_code(*args, **extra)
         if standalone_mode:
-            gc.freeze()  # else the collector scans all of torch's objects: seconds on a busy machine
+            freeze_all()  # else the collector scans all of torch's objects: seconds on a busy machine
             sys.exit(code)
         return code
 
@@ -122,7 +122,7 @@ class Commands(click.Group):
         """Print what ended a command, with its traceback if it is a fault of ours; return the exit code."""
         if isinstance(error, click.ClickException):
             written = io.StringIO()
-            error.show(written)
+            (_with_key(error) if isinstance(error, click.NoSuchOption) else error).show(written)
             _say(written.getvalue())
             return USER_ERROR
         if isinstance(error, UserError):
@@ -157,6 +157,22 @@ class Commands(click.Group):
         if self._meta.get(_VERBOSE):
             _say(traceback_of(error))
         return USER_ERROR
+
+
+def _with_key(error: click.NoSuchOption) -> click.UsageError:
+    """Return the error with the key of recipes that the option stands for, such as --lr, where a command takes keys."""
+    if error.ctx is None:
+        return error
+    parameters = error.ctx.command.params
+    words = [item.value for each in parameters for item in each.shell_complete(error.ctx, "")]
+    keys = [word.rstrip("=") for word in words if word.endswith("=")]
+    if not keys:
+        return error
+    keys += sorted({key.rpartition(".")[0] for key in keys} - {""})
+    options = [name for each in parameters for name in each.opts]
+    hint = nearest(error.option_name, [*options, *keys], keys)
+    text = f"No such option {error.option_name!r}{hint or '.'}"
+    return click.UsageError(text if "'-" in hint else f"{text} Keys have no dashes: KEY=VALUE.", error.ctx)
 
 
 @contextmanager

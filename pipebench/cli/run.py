@@ -1,6 +1,5 @@
 """`pipebench run`: train recipes or resume a run, as a user's command or as one of a run's processes."""
 
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from pipebench.cli.parameters import Parameter, option, parse_seeds, zip_flag
 from pipebench.cli.references import complete, load_all, split
 from pipebench.distributed.launch_template import Template
 from pipebench.errors import UserError, WorkersFailedError
-from pipebench.garbage import without_collector
+from pipebench.garbage import freeze_all, without_collector
 from pipebench.interrupts import RaisedBySignals
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
@@ -116,7 +115,7 @@ def _template(loaded: Sequence[LoadedRecipe]) -> AbstractContextManager[Template
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as in `worker_settings`; torch reads it when imported
     with without_collector():
         from pipebench.run import runner  # noqa: F401 # what workers import, too
-    gc.freeze()  # else the collector scans all of it again and again, while MLflow is imported
+    freeze_all()  # else the collector scans all of it again and again, while MLflow is imported
     return Template(main)
 
 

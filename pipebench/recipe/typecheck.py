@@ -117,6 +117,8 @@ def _is_mapping(expected: Any) -> bool:
 def _is_quoted_number(value: object, expected: Any) -> bool:
     if not isinstance(value, str) or not (_fits(1, expected) or _fits(1.5, expected)):
         return False
+    if value[:1] == "0" and value[1:2].isdigit():  # text without quotes, too: of 0,01 for one
+        return False
     try:
         return math.isfinite(float(value))
     except ValueError:

@@ -50,12 +50,13 @@ Train = Callable[[ProgressSink, OnPoint], tuple[RunResult, Timeline]]
 
 
 def run_title(request: RunRequest, job: Job) -> str:
-    """Return a run's name in MLflow: `pipedream straight, seed 0`, in a sweep with what else than the mode varies.
+    """Return a run's name in MLflow: `pipedream straight, seed 0`, in a sweep with what else varies.
 
     Runs made for another purpose, such as a report, begin with which one it is.
     """
     recipe, mode = job.recipe, job.recipe.parallelism.mode
-    varied = ",".join(part for part in request.loaded.varied_name.split(",") if part != mode)
+    named = (mode, f"plan={job.setup.plan}")
+    varied = ",".join(part for part in request.loaded.varied_name.split(",") if part not in named)
     parts = filter(None, (f"{mode} {job.setup.plan}", varied, f"seed {recipe.train.seed}"))
     return f"{request.name}: {', '.join(parts)}" if request.suite.brief else ", ".join(parts)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipebench.engine.drain import DrainExchange
+from pipebench.engine.virtual import DrainExchange
 from pipebench.schedule.modes import MODES
 from tests.random_recipes.compare import differences, expected_of, of_clock, prepared, run_virtual, written
 from tests.random_recipes.drawing import draw_recipe

@@ -92,6 +92,7 @@ def test_where_one_recipe_is_needed_a_list_is_refused(write: Write) -> None:
     ("override", "message"),
     [
         ("train.seed=0,x", r"command line: train.seed: got 'x', allowed is a whole number \(element 2 of 2\)"),
+        ("train.optimizer.lr=0,01", r"train.optimizer.lr: got '01', allowed is a number \(element 2 of 2\)"),
         ("train.seed=0,-1", r"train.seed: got -1, allowed is a whole number from 0 on \(element 2 of 2\)"),
         ("parallelism.mode=pipedream,pipedrem", r"got 'pipedrem', .* did you mean 'pipedream'\? \(element 2 of 2\)"),
         ("model.width=0.5,wide", r"model.width: got 'wide', allowed is a number \(element 2 of 2\)"),

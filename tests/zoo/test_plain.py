@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from pipebench.zoo.measures import LOSSES, METRICS, Metric
+from pipebench.zoo.measures import LOSSES, METRICS, Metric, top
 from pipebench.zoo.plain import DatasetPair
 from pipebench.zoo.registry import DataError
 
@@ -148,12 +148,13 @@ def test_metrics_are_means_however_they_are_given() -> None:
         lambda output, target: float((output.argmax(1) == target).double().mean()),
     ]
     given = {f"right{i}": Metric(function, "max") for i, function in enumerate(right)}
-    named = {name: METRICS[name] for name in ("top1", "top5")}
-    data = plain(lambda i: (POINTS[i], LABELS[i]), metrics={**named, **given})
-    output = nn.functional.one_hot(LABELS.roll(3), 6).float() + torch.tensor([0.0, 0.1, 0.0, 0.0, 0.0, -1.0])
+    metrics = {"top1": METRICS["top1"], "top2": Metric(top(2), "max"), **given}
+    data = plain(lambda i: (POINTS[i], LABELS[i]), metrics=metrics)
+    output = nn.functional.one_hot(LABELS.roll(3), 3).float() + torch.tensor([0.0, 0.1, 0.0])
     sums = {k: float(v) for k, v in data.score(output, data.fetch("train", range(8), ["target"])).items()}
     expected = float((output.argmax(1) == LABELS).sum())
-    assert sums == {"top1": expected, "top5": 8.0, **dict.fromkeys(given, expected)}
+    second = float((output.argsort(1, descending=True)[:, 1] == LABELS).sum())
+    assert sums == {"top1": expected, "top2": expected + second, **dict.fromkeys(given, expected)}
     assert data.summarise(sums, 8.0)["top1"] == expected / 8
 
 
@@ -194,19 +195,15 @@ def test_losses_that_do_not_suit_are_refused() -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (2,)])
-def test_top1_of_one_output_for_two_classes_is_refused(shape: tuple[int, ...]) -> None:
-    """A single logit, as of torch's BCEWithLogitsLoss: the share of class 0 would be called accuracy."""
-    data = plain(lambda i: (POINTS[i], LABELS[i]), metrics={"top1": METRICS["top1"]})
-    with pytest.raises(DataError, match="the metric top1 fails") as caught:
+@pytest.mark.parametrize(("name", "shape"), [("top1", (2, 1)), ("top1", (2,)), ("top5", (2, 5)), ("top5", (2, 3))])
+def test_the_best_k_of_k_outputs_are_refused(name: str, shape: tuple[int, ...]) -> None:
+    """A single logit's top1 was the share of class 0; top5 of five classes was 1 from the first evaluation on."""
+    data = plain(lambda i: (POINTS[i], LABELS[i]), metrics={name: METRICS[name]})
+    with pytest.raises(DataError, match=f"the metric {name} fails") as caught:
         data.score(torch.ones(shape), data.fetch("train", [0, 1], ["target"]))
-    assert str(caught.value.__cause__) == f"top1 needs an output per class, 2 at least, and is given {[*shape]}"
-
-
-def test_top5_of_five_classes_is_refused() -> None:
-    """It would always be 1."""
-    with pytest.raises(ValueError, match=r"^top5 needs an output per class, 6 at least, and is given \[2, 5\]$"):
-        METRICS["top5"].function(torch.ones(2, 5), torch.zeros(2, dtype=torch.int64))
+    least = int(name[3]) + 1
+    told = f"{name} needs an output per class, {least} at least, and is given {[*shape]}"
+    assert str(caught.value.__cause__) == told
 
 
 @pytest.mark.parametrize(
