@@ -77,8 +77,8 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
-    """Check types, of the tests too."""
-    session.run(python_with_pipebench(session), "-m", "mypy", "pipebench", "tests", external=True)
+    """Check types, of the tests and studies too."""
+    session.run(python_with_pipebench(session), "-m", "mypy", "pipebench", "tests", "reports", external=True)
 
 
 @nox.session
