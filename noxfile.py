@@ -5,6 +5,7 @@ import os
 import re
 import tempfile
 import venv
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -77,23 +78,23 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
-    """Check types, of the tests too."""
-    session.run(python_with_pipebench(session), "-m", "mypy", "pipebench", "tests", external=True)
+    """Check types, of the tests and studies too."""
+    session.run(python_with_pipebench(session), "-m", "mypy", "pipebench", "tests", "reports", external=True)
 
 
 @nox.session
 def package(session: nox.Session) -> None:
     """Build the wheel, install it outside of the checkout, and run the quick start and a report with it."""
     session.install("build")
-    built, elsewhere = session.create_tmp(), tempfile.mkdtemp(prefix="pipebench-package-")
-    session.run("python", "-m", "build", "--outdir", built, silent=True)
-    (wheel,) = Path(built).resolve().glob("*.whl")
-    session.install("--force-reinstall", "--no-deps", str(wheel))
-    session.install(f"pipebench @ {wheel.as_uri()}")  # what it requires, where that isn't there yet
-    session.chdir(elsewhere)
-    session.run("pipebench", "run", "quickstart", env=ONE_THREAD)
-    session.run("pipebench", "report", "table1", env=ONE_THREAD)
-    session.run("python", "-c", "import pipebench.zoo; print(pipebench.zoo.__file__)")
+    with tempfile.TemporaryDirectory(prefix="pipebench-package-") as elsewhere:
+        session.run("python", "-m", "build", "--outdir", elsewhere, silent=True)
+        (wheel,) = Path(elsewhere).glob("*.whl")
+        session.install("--force-reinstall", "--no-deps", str(wheel))
+        session.install(f"pipebench @ {wheel.as_uri()}")  # what it requires, where that isn't there yet
+        with session.chdir(elsewhere):
+            session.run("pipebench", "run", "quickstart", env=ONE_THREAD)
+            session.run("pipebench", "report", "table1", env=ONE_THREAD)
+            session.run("python", "-c", "import pipebench.zoo; print(pipebench.zoo.__file__)")
 
 
 @nox.session(venv_backend="none")
@@ -168,25 +169,14 @@ def studies(session: nox.Session) -> None:
 
     All but the last two need the profiles in `../shared`. The other pages have sessions of their own.
     """
-    python = python_with_pipebench(session)
     for name in ("analytic_profile", "gpu_efficiencies", "planner_vs_simulator", "table1_plans", "live_moves"):
-        page = session.run(python, "-m", f"reports.studies.{name}", external=True, silent=True)
-        Path("reports", f"{name}.md").write_text(str(page).rstrip() + "\n")
+        write_page(session, name)
 
 
 @nox.session(venv_backend="none")
 def zoo(session: nox.Session) -> None:
     """Train what `reports/studies/small_zoo_runs/` lacks of the small recipes in every mode, and write their report."""
-    page = session.run(
-        python_with_pipebench(session),
-        "-m",
-        "reports.studies.small_zoo",
-        *session.posargs,
-        external=True,
-        silent=True,
-        stderr=None,
-    )
-    Path("reports", "small_zoo.md").write_text(str(page).rstrip() + "\n")
+    write_page(session, "small_zoo", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -204,10 +194,7 @@ def kept(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def efficiency(session: nox.Session) -> None:
     """Train what statistical efficiency lacks in `reports/kept/`, and write the report and its pictures."""
-    command = [python_with_pipebench(session), "-m", "reports.studies.statistical_efficiency", *session.posargs]
-    page = session.run(*command, external=True, silent=True, stderr=None)
-    if not session.posargs:
-        Path("reports", "statistical_efficiency.md").write_text(str(page).rstrip() + "\n")
+    write_page(session, "statistical_efficiency", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -236,21 +223,11 @@ def mutants(session: nox.Session) -> None:
 
     With arguments, which go to the study, its page is printed instead.
     """
-    python = python_with_pipebench(session)
-    page = session.run(
-        python,
-        "-m",
-        "reports.studies.mutants",
-        *session.posargs,
-        external=True,
-        silent=True,
-        stderr=None,
-        success_codes=[0, 1],
-    )
     if session.posargs:
-        print(page)
+        command = [python_with_pipebench(session), "-m", "reports.studies.mutants", *session.posargs]
+        session.run(*command, external=True, success_codes=[0, 1])
     else:
-        Path("reports", "mutants.md").write_text(str(page).rstrip() + "\n")
+        write_page(session, "mutants", success_codes=[0, 1])
 
 
 @nox.session(venv_backend="none")
@@ -260,6 +237,16 @@ def data(session: nox.Session) -> None:
         session.error("where to? Set PIPEBENCH_DATA to a folder for data, or name one: nox -s data -- FOLDER")
     folder = session.posargs[0] if session.posargs else str(Path(os.environ["PIPEBENCH_DATA"]) / "gettext_pairs")
     session.run(python_with_pipebench(session), "-m", "pipebench.zoo.catalogues", folder, external=True)
+
+
+def write_page(session: nox.Session, name: str, *words: str, success_codes: Sequence[int] = (0,)) -> None:
+    """Write the page that a study prints to `reports/NAME.md`; what is no page, such as `-- --help`, is shown."""
+    command = [python_with_pipebench(session), "-m", f"reports.studies.{name}", *words]
+    page = session.run(*command, external=True, silent=True, stderr=None, success_codes=success_codes)
+    if str(page).startswith("# "):
+        Path("reports", f"{name}.md").write_text(str(page).rstrip() + "\n")
+    else:
+        print(page)
 
 
 def extra(name: str) -> list[str]:

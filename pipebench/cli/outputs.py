@@ -65,12 +65,14 @@ def refuse_to_overwrite(outputs: Sequence[Output]) -> None:
         option, path, what = each.option, each.path, each.what
         if path is None:
             continue
+        there = True
         try:
-            there = path.exists()
-            other = taken.setdefault(path.resolve(), option)
-        except (OSError, RuntimeError) as error:  # RuntimeError: a symbolic link to itself
-            reason = getattr(error, "strerror", None) or str(error)
-            raise UserError(f"{option}: {str(path)[:80]} can't be written: {reason}") from error
+            path.stat()  # not `exists`: which errors it passes over changes with Python's versions
+        except (FileNotFoundError, NotADirectoryError):
+            there = False
+        except OSError as error:
+            raise UserError(f"{option}: {str(path)[:80]} can't be written: {error.strerror}") from error
+        other = taken.setdefault(path.resolve(), option)
         if other != option:
             raise UserError(f"{option}: got {path}, which {other} writes to as well; give each a file of its own")
         if not path.parent.is_dir():

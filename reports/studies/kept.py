@@ -1,7 +1,8 @@
 """Repeats the trainings that reports rest on, and makes those that are missing: `nox -s kept`, or this as a program.
 
 Trained results are in `reports/kept/`, so that a fresh clone renders without training. Arithmetic differs between
-processors and releases of torch by a rounding, which late gradients make epochs of: a result says on what it was made.
+processors and releases of torch by a rounding, which late gradients make epochs of: a result says on what it was made,
+and only where all of that is the same it has to repeat.
 
     python -m reports.studies.kept                      # repeats what is there, quickest first, and compares
     python -m reports.studies.kept --runs 2             # the two quickest
@@ -13,6 +14,7 @@ as missing; as soon as a run has one of its own tree, those that don't are remov
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from pipebench.report.collect import Collection
 from pipebench.report.kept import KeptResult, keep, kept_results
 from pipebench.report.load import load_report
 from pipebench.report.recipes import Asked
+from pipebench.run.identity import made_on
 from pipebench.tracking import Tracking
 from pipebench.train.result import RunResult
 from pipebench.typed_json import write
@@ -33,6 +36,7 @@ from reports.studies import clocks
 
 WALL = "wall_time_s"
 TOTAL = "total_time_s"
+ROUNDS = ("processor", "torch", "numpy", "threads")  # of what results name: on these the last bits depend
 MEASURED = (WALL, "start_time_s")  # by this host's clock: no two runs have the same
 SEED = "train.seed="
 _UNTIMED_S = 60.0  # guess for results that lack their wall time
@@ -87,17 +91,26 @@ def repeat(kept: KeptResult) -> str:
     return difference(kept.result, fresh(Asked("", kept.words[0], "", kept.words, loaded)).result)
 
 
+def made_otherwise(kept: KeptResult) -> str:
+    """Return what rounds otherwise here than where a result was made, "" if nothing does: it has to repeat."""
+    here, made = made_on(), kept.made
+    return "; ".join(f"{name} {made.get(name)}, here {here[name]}" for name in ROUNDS if made.get(name) != here[name])
+
+
 def check(most: int | None) -> int:
-    """Repeat kept results, quickest first; return how many differ."""
+    """Repeat kept results, quickest first; return how many differ without a reason."""
     kept = sorted(kept_results(reports_folder()).values(), key=lambda each: each.result.metrics.get(WALL, _UNTIMED_S))
-    differ = 0
+    verdicts: Counter[str] = Counter()
     for each in kept[:most]:
-        found = repeat(each)
-        differ += bool(found)
-        made = each.made.get("tree", each.version)
-        print(f"{'differs' if found else 'repeats'}  {' '.join(each.words)}  ({made}) {found}", flush=True)
-    print(f"{len(kept[:most]) - differ} of {len(kept[:most])} repeat, of {len(kept)} that are kept")
-    return differ
+        found, otherwise = repeat(each), made_otherwise(each)
+        verdict = "repeats" if not found else "may differ" if otherwise else "differs"
+        verdicts[verdict] += 1
+        made = "; ".join(filter(None, (each.made.get("tree", each.version), otherwise)))
+        print(f"{verdict}  {' '.join(each.words)}  ({made}) {found}", flush=True)
+    print(f"{verdicts['repeats']} of {verdicts.total()} repeat and {verdicts['differs']} differ, of {len(kept)} in all")
+    if verdicts["may differ"]:
+        print(f"{verdicts['may differ']} others were made with another processor, torch or NumPy, and may differ")
+    return verdicts["differs"]
 
 
 def missing(names: Sequence[str]) -> list[Asked]:

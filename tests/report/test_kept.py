@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,8 @@ from pipebench.report.catalog import find_report, report_names, reports_folder
 from pipebench.report.kept import kept_results
 from pipebench.report.load import read_report
 from pipebench.run.identity import made_on
-from reports.studies.kept import MEASURED, WALL, difference, repeat, without_seed
+from reports.studies import kept
+from reports.studies.kept import MEASURED, WALL, difference, made_otherwise, repeat, without_seed
 
 
 def trained() -> Iterator[tuple[str, ...]]:
@@ -25,32 +27,49 @@ def trained() -> Iterator[tuple[str, ...]]:
 
 
 def test_kept_results_answer_what_their_command_asks() -> None:
-    kept = [*kept_results(reports_folder()).values()]
-    assert len(kept) > 50
-    for each in kept:
+    stored = [*kept_results(reports_folder()).values()]
+    assert len(stored) > 50
+    for each in stored:
         path = find(each.words[0], recipe_names)
         assert each.answers(load_file(path, each.words[1:])), each.words
 
 
 def test_every_run_of_a_report_has_a_kept_result() -> None:
-    kept = {without_seed(each.words) for each in kept_results(reports_folder()).values()}
+    stored = {without_seed(each.words) for each in kept_results(reports_folder()).values()}
     asked = {without_seed(words) for words in trained()}
     assert asked
-    assert not sorted(asked - kept)
+    assert not sorted(asked - stored)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1])
 def test_results_that_were_trained_here_come_out_again(place: int) -> None:
     """The two quickest; to the bit where processor and versions are the same, elsewhere nobody can say."""
-    here = made_on()
     known = [each for each in kept_results(reports_folder()).values() if each.made]
     assert known
-    same = [each for each in known if all(each.made[name] == here[name] for name in ("torch", "numpy", "processor"))]
+    same = [each for each in known if not made_otherwise(each)]
     if not same:
-        pytest.skip(f"trained with {known[0].made}, not with {here}")
+        pytest.skip(f"trained with {made_otherwise(known[0])}")
     each = sorted(same, key=lambda each: float(each.result.metrics[WALL]))[place]
     assert repeat(each) == "", each.words
+
+
+def test_only_a_result_made_as_it_is_repeated_has_to_repeat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kept on one processor and repeated on another, all of them were said to differ, as after a fault."""
+    known, here = next(iter(kept_results(reports_folder()).values())), made_on()
+    elsewhere = replace(known, made={**here, "processor": "another, AVX2"})
+    monkeypatch.setattr(kept, "kept_results", lambda _: {Path("a"): replace(known, made=here), Path("b"): elsewhere})
+    monkeypatch.setattr(kept, "repeat", lambda _: "top1 0.9, now 0.8")
+    assert kept.check(None) == 1
+    first, second, *totals = capsys.readouterr().out.splitlines()
+    assert first.startswith("differs  ")
+    assert second.startswith("may differ  ")
+    assert f"processor another, AVX2, here {here['processor']}" in second
+    assert totals[0] == "0 of 2 repeat and 1 differ, of 2 in all"
+    monkeypatch.setattr(kept, "repeat", lambda _: "")
+    assert kept.check(None) == 0
 
 
 def test_results_of_an_earlier_release_are_never_in_one_median_with_others() -> None:

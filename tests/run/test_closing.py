@@ -1,6 +1,7 @@
 """The launcher closes the record of a run whose processes have ended without doing so."""
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 def status() -> str | None:
     if not Path("mlflow.db").exists():
         return None
-    with sqlite3.connect("mlflow.db", timeout=PATIENCE_S) as store:
+    with closing(sqlite3.connect("mlflow.db", timeout=PATIENCE_S)) as store:
         row = store.execute("select status from runs where name = 'begun' and end_time is not null").fetchone()
     return None if row is None else row[0]
 

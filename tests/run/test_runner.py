@@ -3,6 +3,7 @@
 import json
 import re
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_two_seeds_are_children_of_a_run_with_their_spread(folder: Path) -> None
     result = run("quickstart", *SHORT, "--seeds", "1,2")
     assert result.exit_code == 1, result.output
     assert "missed top1 0.999" in result.output
-    with sqlite3.connect(folder / "mlflow.db") as store:
+    with closing(sqlite3.connect(folder / "mlflow.db")) as store:
         rows = dict(store.execute("select name, run_uuid from runs"))
         seeds = "quickstart, seeds 1, 2"
         assert {seeds, "pipedream 3-1, seed 1", "pipedream 3-1, seed 2"} <= rows.keys()
@@ -193,7 +194,7 @@ def test_seeds_of_several_recipes_are_a_row_per_recipe(folder: Path) -> None:
     comparison = result.output[result.output.rindex("vs dp") :].splitlines()
     assert [line.split()[0] for line in comparison if "%" in line] == ["pipedream", "dp"]
     assert "4 of 4  quickstart-pipedream-seed1" in result.output
-    with sqlite3.connect(folder / "mlflow.db") as store:
+    with closing(sqlite3.connect(folder / "mlflow.db")) as store:
         found = "select name, round(value, 6) from runs natural join metrics where key = 'epoch_speedup_over_dp'"
         speed_ups = dict(store.execute(found))
         named = "select name from runs where name like 'dp, pipedream, 20__-__-__ __:__'"
@@ -217,7 +218,7 @@ def test_seeds_that_ended_before_one_that_failed_are_in_the_comparison(
     monkeypatch.setattr(RUNS["simulated"], "run", run)
     given = ("quickstart/dp", "quickstart/model", "engine.kind=simulated", "name=failing-${parallelism.mode}")
     assert invoke("run", *given, "--seeds", "0,1").exit_code == 3
-    with sqlite3.connect(folder / "mlflow.db") as store:
+    with closing(sqlite3.connect(folder / "mlflow.db")) as store:
         parents = "name like 'dp, model, 20%' or name like 'failing-dp, seeds%'"
         found = store.execute(f"select name, artifact_uri from runs where {parents}")
         pages = {name.split(",")[0]: Path(uri.removeprefix("file:")) for name, uri in found}
@@ -234,7 +235,7 @@ def test_a_sweep_is_one_comparison_with_a_child_per_element(folder: Path) -> Non
         ["depth=2", "straight"],
         ["depth=4", "straight"],
     ]
-    with sqlite3.connect(folder / "mlflow.db") as store:
+    with closing(sqlite3.connect(folder / "mlflow.db")) as store:
         rows = dict(store.execute("select name, run_uuid from runs"))
         of_run = "select value from {} where run_uuid = ? and key = ?"
         parents = set()

@@ -5,7 +5,7 @@ import signal
 import sqlite3
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def run(*words: str) -> Result:
 
 
 def statuses() -> dict[str, str]:
-    with sqlite3.connect("mlflow.db") as store:
+    with closing(sqlite3.connect("mlflow.db")) as store:
         return dict(store.execute("select name, status from runs where end_time is not null"))
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,12 @@ def kill(*folder: str) -> None:
 
 
 def statuses() -> dict[str, str]:
-    with sqlite3.connect("mlflow.db", timeout=PATIENCE_S) as store:
+    with closing(sqlite3.connect("mlflow.db", timeout=PATIENCE_S)) as store:
         return dict(store.execute("select name, status from runs where name not like 'gpipe%'"))
 
 
 def points() -> list[tuple[int, float]]:
-    with sqlite3.connect("mlflow.db") as store:
+    with closing(sqlite3.connect("mlflow.db")) as store:
         return store.execute("select step, value from metrics where key = 'curves/top1' order by step").fetchall()
 
 
@@ -113,7 +114,7 @@ def test_what_somebody_holds_or_has_closed_or_another_store_has_is_left_alone(mo
         patch.setenv("MLFLOW_TRACKING_URI", "sqlite:///other.db")
         close_left(default_uri(), folders)
         assert not Path("other.db").exists()
-    with sqlite3.connect("mlflow.db") as store:
+    with closing(sqlite3.connect("mlflow.db")) as store, store:
         store.execute("update runs set status = 'FAILED' where name = 'child'")
     close_left(default_uri(), folders)
     assert statuses() == {"parent": "KILLED", "child": "FAILED"}
