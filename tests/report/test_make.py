@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -291,7 +292,7 @@ def test_a_schedule_is_drawn_as_text(make: Make, write: Write) -> None:
 
 def test_pictures_that_the_page_shows_no_longer_are_removed(make: Make, write: Write) -> None:
     folder, (bars, lines) = Path("rendered/small"), changed()["pictures"]
-    one = {"rows": [changed()["rows"][1]], "columns": {"ideal": {}}, "calibration": None}
+    one: dict[str, Any] = {"rows": [changed()["rows"][1]], "columns": {"ideal": {}}, "calibration": None}
     us = "![Us](bars-us.png)\n\n![us](photo.png)"
     write(changed(**one, pictures=[bars, lines, {**lines, "measure": "twice"}]) | {"about": us})
     assert make("small.yaml")[0] == 0
@@ -314,7 +315,7 @@ def test_pictures_that_the_page_shows_no_longer_are_removed(make: Make, write: W
 
 
 def test_pictures_of_another_report_stay(make: Make, write: Write) -> None:
-    one = {"rows": [changed()["rows"][1]], "columns": {"ideal": {}}, "calibration": None}
+    one: dict[str, Any] = {"rows": [changed()["rows"][1]], "columns": {"ideal": {}}, "calibration": None}
     write(changed(**one), "other file.yaml")
     write(changed(**one, pictures=None))
     assert make("other file.yaml", "--out", "both")[0] == 0
