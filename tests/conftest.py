@@ -25,6 +25,11 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_finish() -> None:
+    """Let the collector pass over the tests and all that they import: no garbage of theirs is looked for at the end."""
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow the cases of a test marked `sampled(n)`, but for its first and about one in n, by their names."""

@@ -180,9 +180,10 @@ class _Search:
 
     def _fitting(self, start: int, limit_s: float, workers: Floats) -> Floats:
         """Return the fewest replicas of the stages from one state, in time and in memory."""
-        assert self.problem.memory is not None
+        memory, num_workers = self.problem.memory, self.problem.num_workers
+        assert memory is not None
         grid = StageGrid(self.problem.work, np.array([start]), start + 1)
-        at_least = self.problem.memory.least(self._stages_of(grid).memory, workers[start + 1 :])
+        at_least = memory.least(self._stages_of(grid).memory, workers[start + 1 :], num_workers)
         least = self._least(grid, limit_s, np.minimum(at_least, 1e9)[None, :])[0]
         return np.where(np.isfinite(at_least), least, np.inf)
 

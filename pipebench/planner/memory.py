@@ -26,8 +26,6 @@ from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import most_in_flight
 from pipebench.schedule.syncs import GRADIENTS, NOT_SHARDED, PARAMETERS
 
-_MOST_REPLICAS = 1 << 20  # of a stage, of those that fit in memory only where they share
-
 
 class Shared(NamedTuple):
     """Bytes of stages whose replicas share some out; arrays are [start, stop]."""
@@ -92,13 +90,13 @@ class MemoryRule:
         depths = np.where(after > 0, 1 + np.ceil((after + self.beyond) / m), 1.0)
         return np.minimum(depths, self.depth_at_most or np.inf)
 
-    def least(self, parts: MemoryLine, after: Floats) -> Floats:
+    def least(self, parts: MemoryLine, after: Floats, at_most: int) -> Floats:
         """Return the fewest replicas with which the stages of a one-start grid fit, or infinity [stop].
 
-        `parts` is of the grid; `after` has the workers in later stages [stop].
+        `parts` is of the grid; `after` has the workers in later stages [stop]. Numbers above `at_most` may be infinity.
         """
         if parts.shared is not None:
-            return self._least_sharing(parts, after)
+            return self._least_sharing(parts, after, at_most)
         constant, each = parts.constant[:, 0], parts.each[:, 0]
         with np.errstate(all="ignore"):
             room = np.floor((self.limit_bytes - constant) / each)
@@ -110,7 +108,7 @@ class MemoryRule:
             needed = np.maximum(np.ceil((after + self.beyond) / (room - 1)), 1.0)
         return np.where(room >= 1, np.where(after == 0, 1.0, np.where(room > 1, needed, np.inf)), np.inf)
 
-    def _least_sharing(self, parts: MemoryLine, after: Floats) -> Floats:
+    def _least_sharing(self, parts: MemoryLine, after: Floats, at_most: int) -> Floats:
         """Return `least` where replicas share: more of them never need more each, so the numbers are bisected."""
 
         def fit(m: Floats) -> NDArray[np.bool_]:
@@ -118,7 +116,7 @@ class MemoryRule:
                 held: NDArray[np.bool_] = parts.num_bytes(self._depths(m, after), m)[0] <= self.limit_bytes
             return held
 
-        low, high = np.zeros(len(after)), np.full(len(after), float(_MOST_REPLICAS))
+        low, high = np.zeros(len(after)), np.full(len(after), float(at_most))
         possible = fit(high)
         while (high - low > 1).any():
             middle = np.ceil((low + high) / 2)
@@ -191,7 +189,7 @@ class StraightPlans:
         workers = np.full(len(states), np.inf)  # the fewest from every state to the end of the model
         workers[-1] = 0.0
         for start in reversed(range(len(states) - 1)):
-            fits = rule.least(self._parts[start], workers[start + 1 :]) <= 1.0
+            fits = rule.least(self._parts[start], workers[start + 1 :], 1) <= 1.0
             if not states.is_chain:
                 fits &= states.inside[start, start + 1 :]
             workers[start] = np.where(fits, 1.0 + workers[start + 1 :], np.inf).min()

@@ -115,7 +115,7 @@ def test_the_fewest_replicas_with_which_swapping_stages_fit_are_the_fewest(seed:
         parts = rule.parts(StageGrid(UnitWork(states), np.array([start]), stop))
         for after in (0, 3, 11):
             fitting = (m for m in range(1, 13) if num_bytes(1 + -(-after // m)) <= rule.limit_bytes)
-            assert rule.least(parts, np.full(LAYERS + 1 - stop, float(after)))[0] == next(fitting, np.inf)
+            assert rule.least(parts, np.full(LAYERS + 1 - stop, float(after)), 12)[0] == next(fitting, np.inf)
 
 
 def request(seed: int, cost_model: str, limit_bytes: int | None) -> Request:

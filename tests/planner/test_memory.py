@@ -27,7 +27,7 @@ def test_a_replica_keeps_what_the_formula_says_and_the_fewest_that_fit_are_the_f
             [0.0 if stop == last else data.draw(st.integers(0, 40)) for stop in range(start + 1, last + 1)]
         )
         grid = StageGrid(case.work, np.array([start]), start + 1)
-        least = memory.least(memory.parts(grid), behind)
+        least = memory.least(memory.parts(grid), behind, 41)
         for stop in np.flatnonzero(case.states.inside[start]):
             before, after = case.members(start), case.members(int(stop))
             for in_flight, m in ((1, 1), (2, 1), (5, 1), (1, 2), (2, 4)):

@@ -168,7 +168,7 @@ def test_a_cut_that_the_cost_model_does_not_know_leaves_workers_along_the_device
 
 def test_a_recipe_with_an_explicit_plan_stands_where_its_plan_says() -> None:
     words = ["parallelism.plan=8-8", "engine.kind=simulated"]
-    recipe = load("resnet50/4x4-a-pipedream", words).recipe
+    recipe = load("alexnet/4x4-a-pipedream", words).recipe
     setup = prepare(recipe, load_cluster("cluster-a", 4), trains=False).setup
     assert setup.devices == (0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)
     flat = load("quickstart", ["parallelism.plan=2-1-1", "engine.kind=simulated"]).recipe

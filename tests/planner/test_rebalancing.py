@@ -20,6 +20,7 @@ from pipebench.extensions.moves.repartition_plan import CutLayout
 from pipebench.planner.stage_problem import StageProblem
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
+from tests.in_turn import in_turn
 
 
 def chain(seconds: Sequence[float], saved: Sequence[int] = ()) -> list[LayerProfile]:
@@ -129,7 +130,7 @@ def test_layers_take_their_share_of_what_their_stage_took() -> None:
     assert seconds(chain([3.0, 3.0, 2.0]), [7.0, 2.0], again) == pytest.approx([3.0, 3.0, 2.0, 0.0])
 
 
-@pytest.mark.parametrize("seed", range(200))
+@in_turn(*zip(range(200), strict=True))
 def test_a_step_moves_no_layer_beyond_a_neighbour_and_leaves_no_stage_empty(seed: int) -> None:
     draw = random.Random(seed)
     num_layers, num_stages = draw.randint(6, 20), draw.randint(2, 5)

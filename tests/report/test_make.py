@@ -5,16 +5,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from pipebench.cli.main import cli
 from pipebench.recipe.catalog import find_cluster
-from pipebench.report import catalog, collect
+from pipebench.report import catalog, collect, plots
 from pipebench.report.recipes import Asked
 from pipebench.show import progress
 from pipebench.tracking.results import find_runs
+from pipebench.zoo.mnist5k import Mnist5k
 from tests.patience import without_phases
 from tests.report.conftest import RECIPE, Write, changed
 from tests.report.pages import MADE, lines_of
@@ -24,11 +27,19 @@ ROOT = Path(__file__).parents[2]
 Make = Callable[..., tuple[int, str]]
 
 
+def save_nothing(figure: Figure, path: Path) -> None:
+    """Write what stands for a figure: `test_plots.py` and `test_rendered.py` look at real ones."""
+    for kind in ("png", "svg"):
+        path.with_name(f"{path.name}.{kind}").touch()
+
+
 @pytest.fixture
 def make(write: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Make:
     """Return a function that makes a report as the command line does; gives exit code and output."""
     write()
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(Mnist5k, "num_eval", 200)
+    monkeypatch.setattr(plots, "_save", save_nothing)
 
     def make_report(*words: str) -> tuple[int, str]:
         code = cli.main(["report", *words], standalone_mode=False)
@@ -281,7 +292,7 @@ def test_a_schedule_is_drawn_as_text(make: Make, write: Write) -> None:
 
 def test_pictures_that_the_page_shows_no_longer_are_removed(make: Make, write: Write) -> None:
     folder, (bars, lines) = Path("rendered/small"), changed()["pictures"]
-    one = {"rows": [changed()["rows"][1]], "calibration": None}
+    one: dict[str, Any] = {"rows": [changed()["rows"][1]], "columns": {"ideal": {}}, "calibration": None}
     us = "![Us](bars-us.png)\n\n![us](photo.png)"
     write(changed(**one, pictures=[bars, lines, {**lines, "measure": "twice"}]) | {"about": us})
     assert make("small.yaml")[0] == 0
@@ -304,7 +315,7 @@ def test_pictures_that_the_page_shows_no_longer_are_removed(make: Make, write: W
 
 
 def test_pictures_of_another_report_stay(make: Make, write: Write) -> None:
-    one = {"rows": [changed()["rows"][1]], "calibration": None}
+    one: dict[str, Any] = {"rows": [changed()["rows"][1]], "columns": {"ideal": {}}, "calibration": None}
     write(changed(**one), "other file.yaml")
     write(changed(**one, pictures=None))
     assert make("other file.yaml", "--out", "both")[0] == 0

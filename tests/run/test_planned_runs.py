@@ -129,7 +129,7 @@ def test_segments_of_several_epochs_and_short_last_ones_have_the_peak_of_the_run
 
 
 def test_short_segments_of_a_server_have_its_optimizer_s_state_on_the_first_worker_alone() -> None:
-    words = ("parallelism.mode=dp-asp", "parallelism.plan=auto", "model.width=0.5", "dataset.num_train=128")
+    words = ("parallelism.mode=dp-asp", "parallelism.plan=auto", "model.width=0.2", "dataset.num_train=128")
     measured, predicted = [], []
     for epochs in (1, 2):
         given = prepared("quickstart/dp", *words, f"train.max_epochs={epochs}")

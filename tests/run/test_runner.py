@@ -20,6 +20,7 @@ from pipebench.run.runner import RUNS
 from pipebench.show import memory_picture, occupancy_picture
 from pipebench.show.answers import Run
 from pipebench.tracking import Tracking
+from pipebench.zoo.mnist5k import Mnist5k
 from tests.modes import WHOLE
 
 SHORT = [
@@ -45,6 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(Mnist5k, "num_eval", 200)  # evaluating a thousand digits takes as long as SHORT trains
 
 
 def test_two_seeds_are_children_of_a_run_with_their_spread(folder: Path) -> None:

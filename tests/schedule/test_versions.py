@@ -4,6 +4,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import pytest
 
@@ -11,6 +12,7 @@ from pipebench.schedule.modes import MODES
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
 from pipebench.schedule.syncs import SYNCS
+from tests.in_turn import in_turn
 from tests.instruction_text import render
 from tests.oracles import staleness
 
@@ -67,8 +69,7 @@ def expected(pipeline: Pipeline, stage: int, minibatch: int) -> int:
     return max(0, minibatch // r[stage] - depths[stage] + 1)
 
 
-@pytest.mark.parametrize("count", [1, 7, 24, 31])
-@pytest.mark.parametrize(("mode", "replicas"), CASES)
+@in_turn(*((*case, count) for case in CASES for count in (1, 7, 24, 31)))
 def test_forward_and_backward_use_the_version_of_the_recurrence(
     mode: str, replicas: tuple[int, ...], count: int
 ) -> None:
@@ -92,9 +93,7 @@ def test_vertical_sync_uses_the_input_stage_s_version(replicas: tuple[int, ...])
                 assert version == expected(pipeline, stage, number)
 
 
-@pytest.mark.parametrize("weights", ["stash", "stash-vertical-sync"])
-@pytest.mark.parametrize("beyond", [1, 3])
-@pytest.mark.parametrize("replicas", PLANS)
+@in_turn(*product(PLANS, (1, 3), ("stash", "stash-vertical-sync")))
 def test_versions_of_a_depth_beyond_noam(replicas: tuple[int, ...], beyond: int, weights: str) -> None:
     depth = noam(replicas) + beyond
     pipeline = Pipeline(replicas, chain(len(replicas)), "1f1b", False, depth, weights=weights)
@@ -156,7 +155,7 @@ def most_alive(steps: list[Step], stage: int) -> int:
 STASHED = [(mode, replicas) for mode, replicas in CASES if MODES[mode].weights not in UNSTASHED]
 
 
-@pytest.mark.parametrize(("mode", "replicas"), STASHED)
+@in_turn(*STASHED)
 def test_how_many_versions_have_to_be_kept(mode: str, replicas: tuple[int, ...]) -> None:
     """At most d_s with stashing, 2 with two buffers, 1 with a flush."""
     pipeline = pipeline_of(mode, replicas)

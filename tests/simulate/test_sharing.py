@@ -7,6 +7,7 @@ import pytest
 
 from pipebench.simulate.agenda import Agenda
 from pipebench.simulate.sharing import NEVER, Flow, Resource, Sharing, fair_rates
+from tests.in_turn import in_turn
 from tests.oracles.sharing import Given, ends
 
 
@@ -127,7 +128,7 @@ def test_ends_are_those_of_tiny_steps(seed: int) -> None:
     assert found == pytest.approx(expected, rel=0.03, abs=step_s * (len(given) + 1))
 
 
-@pytest.mark.parametrize("seed", range(200))
+@in_turn(*zip(range(200), strict=True))
 def test_rates_are_fair_and_nothing_is_left_lying(seed: int) -> None:
     """Max-min: each flow is at its cap, or crosses a full resource on which nobody is faster."""
     capacities, given = drawn(seed)
@@ -146,7 +147,7 @@ def test_rates_are_fair_and_nothing_is_left_lying(seed: int) -> None:
         assert rates[flow] == flow.cap or held
 
 
-@pytest.mark.parametrize("seed", range(200))
+@in_turn(*zip(range(200), strict=True))
 def test_nothing_ends_earlier_than_alone_and_no_resource_does_more_than_it_can(seed: int) -> None:
     capacities, given = drawn(seed)
     flows = played(capacities, given)
@@ -160,7 +161,7 @@ def test_nothing_ends_earlier_than_alone_and_no_resource_does_more_than_it_can(s
             assert sum(g.work * g.weights[index] for g, _ in users) <= capacity * span_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@in_turn(*zip(range(200), strict=True))
 def test_a_port_never_idles_while_someone_has_bytes_for_it(seed: int) -> None:
     """One port, no caps: whoever shares it, the last byte leaves when it would if all went one after the other."""
     draw = random.Random(seed)

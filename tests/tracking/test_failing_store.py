@@ -22,6 +22,7 @@ from pipebench.tracking.sender import Sender
 from pipebench.tracking.store import MetricRow, Store
 from pipebench.train.result import RunResult
 from pipebench.typed_json import read
+from tests.commands import IMPORTED
 from tests.patience import PATIENCE_S, wait_for
 from tests.tracking.records import RESULT, fetch, rescued
 
@@ -277,6 +278,7 @@ def test_a_read_only_folder_is_found_out(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def record_one_run(folder: str, index: int, barrier: Any) -> None:
+    os.environ.pop("MLFLOW_TRACKING_URI", None)  # it may have been there when the server of copies started
     os.chdir(folder)
     barrier.wait()
     run = Tracking("shared").start(f"run{index}", params={"index": str(index)}, tags={})
@@ -290,7 +292,8 @@ def record_one_run(folder: str, index: int, barrier: Any) -> None:
 def test_three_processes_at_once_on_a_new_store(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.tracking import MlflowClient
 
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
     barrier = context.Barrier(3)
     processes = [context.Process(target=record_one_run, args=(str(tmp_path), i, barrier)) for i in range(3)]
     for process in processes:

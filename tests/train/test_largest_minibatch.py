@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from click.testing import CliRunner
@@ -23,9 +25,11 @@ def recipe_of(folder: Path, memory: str, *overrides: str) -> LoadedRecipe:
     return load(str(folder / "recipe.yaml"), ["parallelism.mode=pipedream", "parallelism.recompute=null", *overrides])
 
 
-def peak_bytes(folder: Path, size: int, *overrides: str) -> float:
+@cache
+def peak_bytes(size: int, *overrides: str) -> float:
     """What a whole simulated epoch keeps at most, which the search never looks at."""
-    loaded = recipe_of(folder, "1 GB", *overrides, f"train.minibatch_size={size}")
+    with TemporaryDirectory() as folder:
+        loaded = recipe_of(Path(folder), "1 GB", *overrides, f"train.minibatch_size={size}")
     job = prepare(loaded.recipe, loaded.cluster)
     result, _ = simulate_epoch(job, MemoryForecast(job))
     return result.metrics["peak_memory_bytes_max"]
@@ -38,8 +42,8 @@ def sizes_tried_between(low: int) -> list[int]:
 @pytest.mark.parametrize("begins_at", [1, 32, 512])
 def test_no_size_beside_it_is_larger_and_fits(tmp_path: Path, begins_at: int) -> None:
     """Peaks are those of whole epochs; the memory is just enough for 24 samples, and just not for 25."""
-    limit = peak_bytes(tmp_path, 24)
-    assert peak_bytes(tmp_path, 25) > limit >= peak_bytes(tmp_path, 16)
+    limit = peak_bytes(24)
+    assert peak_bytes(25) > limit >= peak_bytes(16)
     tried: list[Trial] = []
     loaded = recipe_of(tmp_path, f"{limit:.0f} B", f"train.minibatch_size={begins_at}")
     found = largest_minibatch(loaded, tried.append)
@@ -58,15 +62,15 @@ def test_what_fills_no_minibatch_is_left_out_of_what_is_profiled(tmp_path: Path)
 
 def test_sizes_are_multiples_of_the_microbatches(tmp_path: Path) -> None:
     cut = ("parallelism.mode=gpipe", "parallelism.microbatches=3", "train.minibatch_size=6")
-    limit = peak_bytes(tmp_path, 33, *cut)
+    limit = peak_bytes(33, *cut)
     assert largest_minibatch(recipe_of(tmp_path, f"{limit:.0f} B", *cut)).minibatch_size == 33
 
 
 @pytest.mark.parametrize("begins_at", [2, 32])
 def test_where_no_microbatches_are_given_every_size_is_cut_as_a_run_of_it_is(tmp_path: Path, begins_at: int) -> None:
     """Two samples are cut in two, 32 in one per stage: what was cut for the recipe's own size isn't kept."""
-    limit = peak_bytes(tmp_path, 64, "parallelism.mode=gpipe")
-    assert limit < peak_bytes(tmp_path, 64, "parallelism.mode=gpipe", "parallelism.microbatches=2")
+    limit = peak_bytes(64, "parallelism.mode=gpipe")
+    assert limit < peak_bytes(64, "parallelism.mode=gpipe", "parallelism.microbatches=2")
     loaded = recipe_of(tmp_path, f"{limit:.0f} B", "parallelism.mode=gpipe", f"train.minibatch_size={begins_at}")
     assert largest_minibatch(loaded) == Trial(64, int(limit), True)
 
@@ -103,7 +107,7 @@ def test_what_is_said_where_there_is_none(tmp_path: Path, memory: str, overrides
 
 
 def test_the_command_prints_every_size_that_was_tried(tmp_path: Path) -> None:
-    limit = peak_bytes(tmp_path, 24)
+    limit = peak_bytes(24)
     recipe_of(tmp_path, f"{limit:.0f} B")
     words = [str(tmp_path / "recipe.yaml"), "parallelism.mode=pipedream", "parallelism.recompute=null"]
     done = CliRunner().invoke(cli, ["largest", *words])

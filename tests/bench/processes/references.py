@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,7 +21,6 @@ from pipebench.model.stage import cut_stage
 from tests.bench.processes.subject import Minibatches, Subject, sgd, straight
 
 GPIPE, ONE_F_ONE_B, DDP, FSDP = "ScheduleGPipe", "Schedule1F1B", "DistributedDataParallel", "fully_shard"
-_SCHEDULES = {GPIPE: ScheduleGPipe, ONE_F_ONE_B: Schedule1F1B}
 _PREPARED = 4  # minibatches the ideal goes round
 
 
@@ -92,16 +88,18 @@ class Pipelined(_OnModule):
     """
 
     def __init__(self, subject: Subject, cut: int, schedule: str) -> None:
+        from torch.distributed import pipelining  # late: pytest imports this file where nothing of it runs
+
         rank = distributed.get_rank()
         graph, plan = straight(subject, cut)
         self.module = cut_stage(graph, plan, rank).module.train().to(subject.place)
-        stage = PipelineStage(_OneValue(self.module), rank, 2, subject.place, group=_group(subject))
+        stage = pipelining.PipelineStage(_OneValue(self.module), rank, 2, subject.place, group=_group(subject))
         size = subject.minibatch_size
 
         def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
             return functional.cross_entropy(output, label, reduction="sum") / size
 
-        self._schedule: Any = _SCHEDULES[schedule](stage, subject.microbatches, loss, scale_grads=False)
+        self._schedule: Any = getattr(pipelining, schedule)(stage, subject.microbatches, loss, scale_grads=False)
         self._optimizer = sgd(list(self.module.parameters()))
         self._minibatches = Minibatches(subject)
         self._is_first = rank == 0
@@ -165,6 +163,8 @@ class FullyShard(DataParallel):
         super().__init__(subject)
 
     def _wrapped(self) -> nn.Module:
+        from torch.distributed.fsdp import fully_shard  # late, as above
+
         graph = trace(self.module)
         plan = make_plan(graph, self._starts, [1] * (len(self._starts) + 1))
         groups = [_OneValue(cut_stage(graph, plan, index).module.train()) for index in range(len(plan.stages))]
@@ -175,6 +175,8 @@ class FullyShard(DataParallel):
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the whole parameters by the model's names; all processes call it."""
+        from torch.distributed.tensor import DTensor  # late, as above
+
         found: dict[str, torch.Tensor] = {}
         for group in self.module.children():
             for name, parameter in group.get_submodule("stage").named_parameters():
