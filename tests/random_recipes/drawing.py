@@ -58,7 +58,7 @@ def draw_recipe(seed: int, number: int) -> dict[str, Any]:
             **_data(draw, train["minibatch_size"], parallelism.get("microbatches", 1), steps),
         },
         "train": train,
-        "cluster": {"name": draw.choice(("free-links", "vpipe-unlimited")), "servers": workers},
+        "cluster": {"name": draw.choice(("free-links", "cluster-c")), "servers": workers},
         "parallelism": parallelism,
     }
 

@@ -38,7 +38,7 @@ RECIPE: dict[str, Any] = {
         "max_epochs": 2,
         "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.3},
     },
-    "cluster": {"name": "vpipe-unlimited", "servers": 3},
+    "cluster": {"name": "free-links", "servers": 3},
     "parallelism": {"mode": "pipedream", "plan": "2-1", "cuts": ["add"]},
 }
 
@@ -98,7 +98,8 @@ def test_averages_at_drains_that_take_no_time_are_told_apart(tmp_path: Path, mon
     average = DrainExchange.average
     for changed in (average, lambda drain: min(average(drain), drain.clock_s)):
         monkeypatch.setattr(DrainExchange, "average", changed)
-        loaded, job = prepared(written(RECIPE, tmp_path))
+        # Links so slow that the sums are still on them when the next segment sends.
+        loaded, job = prepared(written(RECIPE | {"cluster": {"name": "vpipe-unlimited", "servers": 3}}, tmp_path))
         metrics = run_virtual(loaded, job).metrics
         assert metrics is not None
         found = [*of_clock(metrics, job)]
