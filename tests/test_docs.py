@@ -397,7 +397,8 @@ def test_the_runs_of_mlflow_s_picture_are_those_of_readme_s_table() -> None:
     for name, row in rows.items():
         for column, cell in zip(columns, told[name], strict=True):
             (given, unit), (shown_as, its_unit) = map(_parted, (row[header.index(column)], cell))
-            assert unit == its_unit and given == pytest.approx(shown_as, rel=0.01), f"{name}, {column}"
+            assert unit == its_unit, f"{name}, {column}"
+            assert given == pytest.approx(shown_as, rel=0.01), f"{name}, {column}"
     state = json.loads(view_state())["columnOrder"]
     places = [state.index(f"{kind}.`{name}`") for name in about["columns"][3:] for kind in ("tags", "metrics", "params")
               if f"{kind}.`{name}`" in state]  # fmt: skip
