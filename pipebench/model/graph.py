@@ -41,7 +41,7 @@ class Layer:
     # as those that share a parameter do
     buffers: tuple[str, ...] = ()
     draws_as: str = ""  # the name that seeds its random draws; "" if it draws none
-    idle: bool = False  # left out (see `cells.py`): keeps its index, reads nothing, and nothing reads it
+    idle: bool = False  # left out by an architecture search: keeps its index, reads nothing, and nothing reads it
     runs_once: bool = False  # whether it returns a buffer that layers change, so that no plan recomputes it
     # Qualified names of the parameters it uses but doesn't train, and of all buffers it has or reads, their first ones
     untrained: tuple[str, ...] = ()

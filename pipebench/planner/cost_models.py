@@ -14,7 +14,7 @@
   activations, gradients and the ring, or loading, may be the bottleneck. Where an update takes several rounds, each has
   a share of its sum and its step. Includes latencies, host copies, efficiencies and limits of levels. Differs from the
   simulator: gradients from the middle of a stage are in time, and transfers do not queue. Plans found with these terms
-  are then judged as a whole by `loops.py`.
+  are then judged as a whole by `placement_costs.py`.
 
 Every time is a maximum of terms (base + sync (m-1)/m) / m + tail (m-1)/m, so the least m for a given time has a closed
 form, and planning for 16,384 workers costs as much as for 16.

@@ -1,10 +1,10 @@
 """Lower bounds on a plan's steady state, which tell the plans worth simulating.
 
-Bottlenecks (`placement_costs`, `loops`) are sums over states, cheap for millions of stages, with half an average bucket
-for the last one. These bounds use the simulator's own inputs, among them the real buckets:
+Bottlenecks (`placement_costs`) are sums over states, cheap for millions of stages, with half an average bucket for the
+last one. These bounds use the simulator's own inputs, among them the real buckets:
 
 - a replica's round: forward, backward, the rest of the gradient sum, update;
-- d minibatches in flight per round trip to a later stage, as in `loops`;
+- d minibatches in flight per round trip to a later stage, as in `placement_costs.loops_s`;
 - ports take as long as their bytes, connections as long as their messages one by one;
 - a worker that copies messages to or from its host does nothing else meanwhile;
 - a worker loads its minibatches one by one.

@@ -87,12 +87,7 @@ class Mode:
     @property
     def weights_kept(self) -> int | None:
         """Sets of weights that a replica holds; None for one per minibatch in flight."""
-        policy = WEIGHT_POLICIES[self.weights]
-        if policy.versions is None:
-            return None
-        # A prediction shared by units is kept during an update between them.
-        shares = policy.aim is not None and (self.microbatches or self.accumulate != 1)
-        return policy.versions + policy.copies + shares
+        return WEIGHT_POLICIES[self.weights].most_sets(shares=self.microbatches or self.accumulate != 1)
 
 
 MODES: Final[dict[str, Mode]] = {

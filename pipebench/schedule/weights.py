@@ -51,10 +51,16 @@ class WeightPolicy:
         """Return the most sets of weights that a replica of a stage holds; None for one per minibatch in flight."""
         if self.as_input_stage:
             return math.ceil(p.depth * p.replicas[0] / p.replicas[stage])
-        if self.versions is None or not self.moves(p, stage):
+        if not self.moves(p, stage):
             return self.versions
+        return self.most_sets(shares=units_per_update(p) > 1)
+
+    def most_sets(self, *, shares: bool) -> int | None:
+        """Return `num_sets` of a stage that moves weights, if any can; `shares`: whether updates have several units."""
+        if self.versions is None:
+            return None
         # A prediction shared by units is kept during an update between them.
-        return self.versions + self.copies + (self.aim is not None and units_per_update(p) > 1)
+        return self.versions + self.copies + (self.aim is not None and shares)
 
 
 def update_costs(p: Pipeline) -> list[float]:
