@@ -6,7 +6,7 @@ Every ratio is speed of ours over speed of the reference; the A/A row shows the 
 import copy
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from rich.console import Console
@@ -119,18 +119,16 @@ def bare_stages(given: Setup) -> Callable[[], None]:
     return run
 
 
-def ratios() -> list[Ratio]:
-    """Measure every ratio."""
+def ratios() -> Iterator[Ratio]:
+    """Measure every ratio, one after the other."""
     single = setup([], "one", depth=1)
     stages = make_plan(single.graph, [14, 27, 40], [1] * 4)
     starts = [stage.start for stage in stages.stages[1:]]
     stash, naive = setup(starts, "stash"), setup(starts, "none")
-    return [
-        compare(f"A/A: plain loop against itself; {MODEL}", plain_loop(single), plain_loop(single), 0.0),
-        compare("single worker against a plain loop", runner(make_engine(single)), plain_loop(single), 0.98),
-        compare("stashing on against off, 4 stages", runner(make_engine(stash)), runner(make_engine(naive)), 0.98),
-        compare("virtual engine against bare arithmetic", runner(make_engine(stash)), bare_stages(stash), 0.952),
-    ]
+    yield compare(f"A/A: plain loop against itself; {MODEL}", plain_loop(single), plain_loop(single), 0.0)
+    yield compare("single worker against a plain loop", runner(make_engine(single)), plain_loop(single), 0.98)
+    yield compare("stashing on against off, 4 stages", runner(make_engine(stash)), runner(make_engine(naive)), 0.98)
+    yield compare("virtual engine against bare arithmetic", runner(make_engine(stash)), bare_stages(stash), 0.952)
 
 
 def simulator_rate(num_workers: int, num_instructions: int) -> tuple[int, float]:
@@ -183,19 +181,14 @@ def main() -> None:
     keep_freed_blocks()  # as runs do; both sides of a ratio share the process
     console = Console(width=140)
     console.print(f"torch {torch.__version__}, {platform.machine()}, 1 thread, {NUM_PAIRS} interleaved pairs")
-    table = Table("what", "ratio (median)", "range", "target", "verdict", "ours, ms per minibatch")
     with torch_settings(EngineRecipe(threads=1)):
-        for ratio in ratios():
+        for ratio in ratios():  # a minute each: a line as soon as it is known
             values = sorted(ratio.values)
-            table.add_row(
-                ratio.what,
-                f"{values[len(values) // 2]:.3f}",
-                f"{values[0]:.3f} to {values[-1]:.3f}",
-                f"{ratio.target:.3f}" if ratio.target else "-",
-                ratio.verdict if ratio.target else "-",
-                f"{1000 * ratio.ours_s / STEPS:.1f}",
+            console.print(
+                f"{ratio.what}: {values[len(values) // 2]:.3f} ({values[0]:.3f} to {values[-1]:.3f})"
+                + (f", target {ratio.target:.3f}: {ratio.verdict}" if ratio.target else "")
+                + f"; {1000 * ratio.ours_s / STEPS:.1f} ms per minibatch"
             )
-    console.print(table)
     rates = Table("simulator: 1F1B, straight", "instructions", "seconds (target < 3 for 1 M)", "per second")
     for num_workers in (4, 16, 64):
         count, seconds = simulator_rate(num_workers, 1_000_000)
