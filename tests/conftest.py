@@ -26,8 +26,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector pass over the tests and all that they import: no garbage of theirs is looked for at the end."""
+    """Let the collector pass over the tests and all that they import."""
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter's last collection find it all: triton prints what it would pass over as leaks, at length."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)
