@@ -19,10 +19,9 @@ from pipebench.report.evaluated import EARLIER, KEPT, MLFLOW, Origin
 from pipebench.report.kept import KeptResult, cluster_of, keep, kept_results
 from pipebench.report.recipes import Asked
 from pipebench.run.identity import hardware, made_on
-from pipebench.run.one_process import EngineRuns
 from pipebench.run.preflight_all import preflight_all
 from pipebench.run.request import RunRequest
-from pipebench.run.runner import RUNS
+from pipebench.run.runner import RUNS, decide
 from pipebench.run.suite import Suite
 from pipebench.tracking import RunLog, Tracking
 from pipebench.tracking.identity import recipe_hash, source_version
@@ -150,11 +149,10 @@ def run_one(asked: Asked, tracking: Tracking, parent: RunLog) -> RecipeOutcome:
     """Run a recipe as `pipebench run` would and return its outcome, a failure included."""
     loaded = asked.loaded
     suite = Suite(tracking.store.suite, tuple(asked.words[1:]), brief=True)
-    runs: EngineRuns = RUNS[loaded.recipe.engine.kind]
     try:
-        decision = runs.decide(loaded, suite, alone=True)
+        decision = decide(loaded, suite, alone=True)
         name = ", ".join(filter(None, (f"{asked.row} {asked.run}", asked.column)))
-        made = runs.run(RunRequest(loaded, name, suite, parent, decision), tracking)
+        made = RUNS[loaded.recipe.engine.kind](RunRequest(loaded, name, suite, parent, decision), tracking)
         result, run_id = made.result, made.mlflow_run_id
     except UserError as error:
         return RecipeOutcome(problem=_without_file(error, loaded))
