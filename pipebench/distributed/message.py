@@ -110,11 +110,7 @@ class MessageLayout:
 
     @staticmethod
     def from_text(text: bytes) -> "MessageLayout":
-        """Read the text from `to_text`.
-
-        Raises:
-            CrossingError: it names an unknown class.
-        """
+        """Read the text from `to_text`; raises a CrossingError if it names an unknown class."""
         structure, given = json.loads(text)
         leaves: list[Any] = []
         for leaf in given:

@@ -56,11 +56,7 @@ class Planner(Estimator):
         self._searches = Searches(self, tell)
 
     def best(self) -> PlanEstimate:
-        """Return the best plan.
-
-        Raises:
-            PlanError: none fits in memory.
-        """
+        """Return the best plan; raises a PlanError if none fits in memory."""
         if self.request.chooses and self.mode.chooses:
             return self._virtualised()
         return best_choice(self, self._best_of)

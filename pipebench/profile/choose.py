@@ -146,11 +146,7 @@ def has_one_size(recipe: Recipe) -> bool:
 
 
 def check_sizes(profile: Profile, path: str, sizes: Sequence[int]) -> None:
-    """Check that a profile has all of `sizes`, in samples.
-
-    Raises:
-        ProfileError: names the missing sizes.
-    """
+    """Check that a profile has all of `sizes`, in samples; raises a ProfileError that names the missing ones."""
     missing = sorted(set(sizes) - set(profile.layers))
     if missing:
         raise ProfileError(

@@ -29,11 +29,7 @@ def write_profile(profile: Profile) -> str:
 
 
 def read_profile(text: str) -> Profile:
-    """Read what `write_profile` wrote.
-
-    Raises:
-        ProfileError: says where the text isn't a profile of this version.
-    """
+    """Read what `write_profile` wrote; raises a ProfileError that says where it isn't a profile of this version."""
     try:
         data = read(dict[str, Any], text)
         if _KEY not in data:

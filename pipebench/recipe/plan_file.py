@@ -82,11 +82,7 @@ def is_our_plan(path: Path) -> bool:
 
 
 def load_plan(path: str) -> PlanForm:
-    """Read a plan file.
-
-    Raises:
-        RecipeError: it can't be read, or isn't a plan of this version.
-    """
+    """Read a plan file; raises a RecipeError if it can't be read, or isn't a plan of this version."""
     return parse_plan_file(read_text(path), path)
 
 

@@ -93,11 +93,7 @@ def as_planned(recipe: Recipe, plan: Plan) -> tuple[Recipe, str]:
 def plan_of_file(
     parallelism: ParallelismRecipe, num_workers: int, graph: LayerGraph, streams: int | None, *, ties: bool
 ) -> Plan:
-    """Return the plan of the recipe's file; `ties` as in `Plan`.
-
-    Raises:
-        RecipeError: lists all problems.
-    """
+    """Return the plan of the recipe's file; `ties` as in `Plan`; raises a RecipeError that lists all problems."""
     form = load_plan(parallelism.plan)
     problems = [*form_problems(form, parallelism, num_workers)]
     problem = streams_problem(form.replicas, streams)
