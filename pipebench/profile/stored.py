@@ -62,11 +62,7 @@ def _check_complete(data: Mapping[str, Any]) -> None:
 
 
 def check_profile(profile: Profile) -> None:
-    """Check the rules that hold between a profile's fields, beyond their types.
-
-    Raises:
-        ProfileError: says where, what was given and what is allowed.
-    """
+    """Check a profile's fields against each other; raises a ProfileError that says where, given and allowed."""
     if not profile.layers:
         raise ProfileError("has no layers: at least one number of samples is needed")
     _layers(profile.layers, profile.load_s, "")

@@ -87,11 +87,7 @@ def load_plan(path: str) -> PlanForm:
 
 
 def parse_plan_file(text: bytes | str, source: str) -> PlanForm:
-    """Read the text of a plan file; messages name it `source`.
-
-    Raises:
-        RecipeError: it isn't a plan of this version; names the place.
-    """
+    """Read the text of a plan file, `source`; raises a RecipeError that names where it isn't a plan of this version."""
     with faults_in(source):
         data = read(dict[str, Any], text)
         if _KEY not in data:

@@ -102,11 +102,7 @@ def store_decision(folder: RunFolder, decision: Decision, overrides: Sequence[st
 
 
 def stored_decision(folder: RunFolder | None, overrides: Sequence[str]) -> Decision | None:
-    """Return the decision stored for these overrides; None if there is none or it is for others.
-
-    Raises:
-        UserError: a file is unreadable or invalid.
-    """
+    """Return the decision stored for these overrides, if any; raises a UserError if a file is unreadable or invalid."""
     if folder is None or not all((folder.path / name).exists() for name in (_PLAN, _PROFILE, _OVERRIDES)):
         return None
     try:

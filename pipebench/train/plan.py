@@ -25,11 +25,7 @@ ANEW = "remove the file to have it decided anew"
 
 
 def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Profile, dataset: Dataset) -> Plan:
-    """Return the recipe's plan, for `as_planned`.
-
-    Raises:
-        PlanError: impossible with this model, cluster or memory.
-    """
+    """Return the recipe's plan, for `as_planned`; raises a PlanError if model, cluster or memory make it impossible."""
     parallelism = recipe.parallelism
     planner = Planner(plan_request(recipe, cluster, profile, dataset), parallelism.mode)
     mode = planner.mode
