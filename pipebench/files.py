@@ -116,11 +116,7 @@ class HashingWriter:
         """Do nothing: `finish` flushes."""
 
     def finish(self) -> str:
-        """Flush to the disk; return the SHA-256 of what was written.
-
-        Raises:
-            OSError: something could not be written.
-        """
+        """Flush to the disk; return the SHA-256 of what was written; raises an OSError if something couldn't be."""
         if self._failure is not None:
             raise self._failure
         self._file.flush()

@@ -131,11 +131,7 @@ class ModelState:
 
     @classmethod
     def from_plain(cls, data: object) -> "ModelState":
-        """Return the state that `to_plain` wrote.
-
-        Raises:
-            CheckpointError: it isn't one.
-        """
+        """Return the state that `to_plain` wrote; raises a CheckpointError if it isn't one."""
         names = {section.name for section in fields(cls)}
         if isinstance(data, dict):
             data = {**{section: {} for section in _SINCE}, **data}  # checkpoints had none at first

@@ -74,11 +74,7 @@ class Checkpoint(Manifest):
         return ModelState.joined(_load_part(self.path / part.file) for part in self.parts)
 
     def check(self) -> None:
-        """Read and check all parts.
-
-        Raises:
-            CheckpointError: something is missing or isn't what was written; names it.
-        """
+        """Read and check all parts; raises a CheckpointError that names what is missing or isn't what was written."""
         for part in self.parts:
             path = self.path / part.file
             try:
@@ -229,11 +225,7 @@ class Checkpoints:
 
 
 def to_bytes(state: ModelState) -> bytes:
-    """Return a state, or pieces of one, serialised.
-
-    Raises:
-        CheckpointError: a module carries a state of a type that can't be read back.
-    """
+    """Return a state, or pieces of one, serialised; raises a CheckpointError if it holds what can't be read back."""
     written = io.BytesIO()
     torch.save(state.to_plain(), written)
     return written.getvalue()

@@ -39,11 +39,7 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_form(name: str, found: object, expected: Form) -> None:
-    """Refuse anything but a plain tensor of the expected shape and type.
-
-    Raises:
-        CheckpointError: says what was found and what is expected.
-    """
+    """Raise a CheckpointError, of found and expected, for anything but a plain tensor of this shape and type."""
     if not isinstance(found, torch.Tensor):
         raise CheckpointError(f"{name}: found {kind_of(found)}, expected is {expected}")
     check_plain(name, found)

@@ -39,11 +39,7 @@ class Parameter(click.ParamType):  # type: ignore[type-arg] # in older versions 
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the value of a text; a default is already one.
-
-        Raises:
-            UserError: names the option.
-        """
+        """Return the value of a text; a default is already one; raises a UserError that names the option."""
         if not isinstance(value, str):
             return value
         try:

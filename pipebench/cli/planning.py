@@ -35,8 +35,7 @@ from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
 from pipebench.show.answers import PlanAnswer
 from pipebench.show.plan_answer import PlanFindings, plan_data
-from pipebench.show.plan_report import print_modes, print_plan
-from pipebench.show.plans_report import print_plans
+from pipebench.show.plan_report import print_modes, print_plan, print_plans
 from pipebench.show.progress import preparing
 from pipebench.show.terminal import standard_error, standard_output
 from pipebench.train.profile_cache import ToPlan, to_plan

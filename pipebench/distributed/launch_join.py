@@ -106,11 +106,7 @@ class HostSlot:
 
 
 def read_place(environ: Mapping[str, str]) -> HostSlot:
-    """Read a worker's place from its environment.
-
-    Raises:
-        UserError: names the variable that is missing, isn't a number or is out of range.
-    """
+    """Read a worker's place from its environment; raises a UserError that names a variable that is missing or wrong."""
 
     def number(name: str, low: int, high: int, default: int | None = None) -> int:
         text = environ.get(name, "" if default is None else str(default))

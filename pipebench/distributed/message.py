@@ -110,11 +110,7 @@ class MessageLayout:
 
     @staticmethod
     def from_text(text: bytes) -> "MessageLayout":
-        """Read the text from `to_text`.
-
-        Raises:
-            CrossingError: it names an unknown class.
-        """
+        """Read the text from `to_text`; raises a CrossingError if it names an unknown class."""
         structure, given = json.loads(text)
         leaves: list[Any] = []
         for leaf in given:
@@ -175,11 +171,7 @@ class Layouts:
 
 
 def layout_key_of(values: Any) -> tuple[LayoutKey, list[torch.Tensor]]:
-    """Return the key of values' layout, and their tensors.
-
-    Raises:
-        CrossingError: a value can't be sent to another stage.
-    """
+    """Return the key of values' layout, and their tensors; raises a CrossingError if a value can't be sent."""
     leaves, structure = flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     shaped = [

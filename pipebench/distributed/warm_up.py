@@ -13,7 +13,7 @@ and a backward of every size, and what changes in them is restored.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +55,7 @@ def warm_up(setup: Setup, world: World, own: Worker) -> None:
     if on_gpu:
         torch.cuda.synchronize(setup.device)
     alone = _alone(setup)
-    with _same_random_state(setup.device):
+    with torch.random.fork_rng([setup.device] if on_gpu else [], device_type="cuda"):
         # Copies, with their gradients and optimizer state, and the own weights would take more than training does.
         with ExitStack() as without_own:
             for replica in own.replicas.values():
@@ -198,8 +198,3 @@ def _play(program: Iterable[Instruction], worker: Worker, neighbours: _Neighbour
     for instruction in program:
         worker.execute(instruction, neighbours, alone)
     neighbours.flush()
-
-
-def _same_random_state(device: torch.device) -> AbstractContextManager[None]:
-    devices = [device] if device.type == "cuda" else []
-    return torch.random.fork_rng(devices=devices, device_type="cuda")

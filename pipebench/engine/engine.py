@@ -249,7 +249,9 @@ class TrainingEngine(Engine):
         for worker, *counted in zip(self.workers, *columns, strict=True):
             worker.recall(*counted)
         self._recall_meter(facts)
-        restore_extensions(self.extensions, facts)
+        found = facts_by_extension(facts)
+        for name, extension in self.extensions.items():
+            extension.restore(found.get(name, []))
 
     def facts(self) -> dict[str, Any]:
         """Return this process's counters as JSON values; lists are by worker of this process."""
@@ -278,10 +280,3 @@ def facts_of(extensions: Mapping[str, EngineExtension]) -> dict[str, Any]:
 def facts_by_extension(facts: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the counters by extension from an engine's; checkpoints of 0.1.0 have none."""
     return {name: facts.get(key, []) for name, key in _KEYS.items()} | dict(facts.get(_OTHERS, {}))
-
-
-def restore_extensions(extensions: Mapping[str, EngineExtension], facts: Mapping[str, Any]) -> None:
-    """Restore extensions from a checkpoint."""
-    found = facts_by_extension(facts)
-    for name, extension in extensions.items():
-        extension.restore(found.get(name, []))

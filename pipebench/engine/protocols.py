@@ -198,11 +198,7 @@ class EngineExtension:
         return []
 
     def restore(self, facts: list[Any]) -> None:
-        """Restore the result of `facts` from a checkpoint.
-
-        Raises:
-            CheckpointError: it has another form.
-        """
+        """Restore the result of `facts` from a checkpoint; raises a CheckpointError if it has another form."""
 
     def close(self) -> None:
         """End the run; all processes call it."""

@@ -103,11 +103,7 @@ def to_words(structure: Structure) -> Any:
 
 
 def from_words(words: Any) -> Structure:
-    """Read the output of `to_words`.
-
-    Raises:
-        CrossingError: it names a class unknown here.
-    """
+    """Read the output of `to_words`; raises a CrossingError if it names a class unknown here."""
     if words is None:
         return None
     name, keys, parts = words

@@ -89,11 +89,7 @@ class LayerGraph:
         return frozenset(names.difference(*(layer.parameters for layer in self.layers if layer.node in reached)))
 
     def index_of(self, name: str) -> int:
-        """Return the index of a layer by its name or module path (`features.0`).
-
-        Raises:
-            KeyError: no such layer.
-        """
+        """Return the index of a layer by its name or module path (`features.0`); raises a KeyError if there is none."""
         wanted = name.replace(".", "_")
         for layer in self.layers:
             if layer.name == wanted:

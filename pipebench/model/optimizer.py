@@ -25,11 +25,7 @@ _HOW = ("foreach", "fused", "differentiable")  # what fused doesn't go with
 
 
 def make_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """Return the optimizer of `parameters`.
-
-    Raises:
-        UserCodeError: the class or target raises, or doesn't return an optimizer.
-    """
+    """Return the optimizer of `parameters`; raises a UserCodeError if the class or target doesn't return one."""
     made = KINDS[OPTIMIZER].make(str(recipe.name)) if recipe.target is None else import_target(recipe.target)
     arguments = given_arguments(recipe)
     are_real = all(parameter.is_floating_point() for parameter in parameters)

@@ -154,11 +154,7 @@ def make_plan(
 
 
 def check_bounds(bounds: Sequence[int]) -> None:
-    """Check that consecutive `bounds`, from 0 to the number of layers, enclose at least one layer each.
-
-    Raises:
-        PlanError: a stage is empty.
-    """
+    """Raise a PlanError unless consecutive `bounds`, from 0 to the number of layers, enclose a layer or more each."""
     if any(a >= b for a, b in itertools.pairwise(bounds)):
         raise PlanError(f"every stage needs at least one layer, but the cuts are before layers {[*bounds[1:-1]]}")
 
@@ -213,11 +209,7 @@ def crossings(
 
 
 def starts_of_cuts(graph: "LayerGraph", cuts: Sequence[str]) -> list[int]:
-    """Return the indices of the layers named by `parallelism.cuts`.
-
-    Raises:
-        PlanError: an unknown layer, or layers out of order.
-    """
+    """Return the indices of `parallelism.cuts`; raises a PlanError if a layer is unknown or they are out of order."""
     names = [layer.name for layer in graph.layers]
     starts = []
     for cut in cuts:

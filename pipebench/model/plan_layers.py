@@ -44,11 +44,7 @@ def plan_of(form: PlanForm, graph: Cuttable, *, relay: bool = False, ties: bool 
 
 
 def refuse(source: str, problems: Iterable[tuple[str, str]], hint: str = "") -> None:
-    """Raise the problems found in a plan's file, (where, problem) each, with `hint` after every sentence.
-
-    Raises:
-        RecipeError: there is at least one.
-    """
+    """Raise a RecipeError if there are problems, (where, problem) each, in a plan's file; `hint` follows each."""
     faults = [Fault(LinedFile(source), where, f"{problem}{hint}") for where, problem in problems]
     if faults:
         raise RecipeError(faults)

@@ -7,9 +7,8 @@ from dataclasses import replace
 from pipebench.cluster import Cluster
 from pipebench.model.plan import Plan, make_plan
 from pipebench.planner.flat import SearchStage
-from pipebench.planner.layer_groups import transient_bytes
 from pipebench.planner.memory import MemoryRule
-from pipebench.planner.mode_request import UnitsInFlight
+from pipebench.planner.mode_request import UnitsInFlight, transient_bytes
 from pipebench.planner.placement_costs import Sketch, cut_levels, loops_s, placed_s, spanned
 from pipebench.planner.plans import PlanEstimate, StageEstimate
 from pipebench.planner.predict import PlannedWorkload, arrange, arranged, payload, planned_workload, predict, with_sums

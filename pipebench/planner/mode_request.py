@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
+
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.model.plan import PARAMETER, as_they_run, shared
 from pipebench.planner.activations import Activations
 from pipebench.planner.cost_models import UnitWork
-from pipebench.planner.layer_groups import layer_groups
 from pipebench.planner.memory import MemoryRule, in_flight_interleaved
 from pipebench.planner.plans import Request
 from pipebench.planner.state_graph import antichains, prefixes
@@ -232,3 +233,29 @@ class UnitsInFlight(ModeRequest):
         if self.mode.order != ALL_FORWARDS:
             units = min(units, 3 * positions)  # two groups of `positions` microbatches already reach the peak
         return in_flight_interleaved(self.mode.order, positions, self.mode.chunks, units)
+
+
+def layer_groups(states: States, most: int) -> list[tuple[int, int]]:
+    """Return the layer groups of sharded data parallelism as pairs of states, at most `most`, each with parameters.
+
+    A group is gathered, used and freed as one. Two are in memory at once, so borders lie nearest to equal shares of the
+    bytes of parameters (nothing else depends on them); of equally near ones the last, so that layers without parameters
+    stay with those before them. Tied parameters are in one group.
+    """
+    held, last = states.parameter_bytes, len(states) - 1
+    bounds = [0]
+    for group in range(1, most):
+        distances = np.abs(held - held[last] * group / most)
+        near = np.flatnonzero(distances == distances.min())
+        border = int(near[-1])
+        if border < last and held[border] > held[bounds[-1]] and states.inside[bounds[-1], border]:
+            bounds.append(border)
+    if len(bounds) > 1 and held[last] == held[bounds[-1]]:
+        bounds.pop()
+    return [*zip(bounds, [*bounds[1:], last], strict=True)]
+
+
+def transient_bytes(group_bytes: Sequence[float], at_once: int) -> list[float]:
+    """Return, per group, what it adds to the peak of bytes that only the `at_once` largest have at a time."""
+    largest = sorted(range(len(group_bytes)), key=lambda index: -group_bytes[index])[:at_once]
+    return [size if index in largest else 0.0 for index, size in enumerate(group_bytes)]

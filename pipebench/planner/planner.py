@@ -56,11 +56,7 @@ class Planner(Estimator):
         self._searches = Searches(self, tell)
 
     def best(self) -> PlanEstimate:
-        """Return the best plan.
-
-        Raises:
-            PlanError: none fits in memory.
-        """
+        """Return the best plan; raises a PlanError if none fits in memory."""
         if self.request.chooses and self.mode.chooses:
             return self._virtualised()
         return best_choice(self, self._best_of)
@@ -106,11 +102,7 @@ class Planner(Estimator):
         return tuple(policy for stage in found.plan.stages for policy in stage.memory)
 
     def proposed(self) -> list[PlanEstimate]:
-        """Return the plans that searches propose, with predictions; a single one if bottlenecks decide.
-
-        Raises:
-            PlanError: none fits in memory.
-        """
+        """Return plans that searches propose, predicted; one if bottlenecks decide; raises a PlanError if none fits."""
         started = time.perf_counter()
         searches = [self._searches]
         if self._together is not None:

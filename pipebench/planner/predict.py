@@ -5,13 +5,13 @@ The payload does not depend on the cost model, which may charge for more than cr
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.model.plan import Plan, tied_parameters
-from pipebench.model.sampling import Sampler, Size
+from pipebench.model.sampling import Sampler
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.plans import PlanEstimate, Request, StageTime
 from pipebench.planner.states import States
@@ -23,11 +23,11 @@ from pipebench.schedule.pipeline import Edge, Pipeline, noam
 from pipebench.schedule.syncs import ALL_GATHER, PARAMETERS, REDUCE_SCATTER, SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES, update_costs
 from pipebench.simulate.costs import Costs, loading_stages, stage_costs
-from pipebench.simulate.meter import COMPUTED, Meter
+from pipebench.simulate.meter import COMPUTED, Listener, Meter
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.steady import simulate_all, simulate_segment
 from pipebench.simulate.sums import faster_sums
-from pipebench.simulate.timeline import TENSOR, Transfer
+from pipebench.simulate.timeline import TENSOR
 
 FILL_ROUNDS = 4  # updates of every stage, at least, before the steady state is read off
 _DEEP_ROUNDS = 8  # at most so many times more beyond NOAM, where queues take long to fill
@@ -164,22 +164,16 @@ def predict(workload: PlannedWorkload, count: int, hopeless_s: float = math.inf)
     return found
 
 
-class _TimeShares:
-    """Adds up when workers compute and when they wait for bytes; a listener."""
+class _TimeShares(Listener):
+    """Adds up when workers compute and when they wait for bytes."""
 
     def __init__(self) -> None:
         self.events: list[TimelineEvent] = []
 
-    def begin(self, size_of: Callable[[int], Size]) -> None:
-        """Ignore the beginning."""
-
     def event(self, event: TimelineEvent) -> None:
-        """Take an event that lasts."""
+        """Take an event that lasts; of a transfer that is its receiver's wait."""
         if event.end_s > event.start_s:
             self.events.append(event)
-
-    def transfer(self, transfer: Transfer) -> None:
-        """Ignore a transfer: its receiver's wait is an event."""
 
     def shares(self, pipeline: Pipeline, since_s: float, until_s: float) -> Iterator[StageTime]:
         """Yield every stage's shares of a part of the run."""

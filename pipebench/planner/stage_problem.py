@@ -98,15 +98,11 @@ class StageProblem:
         """Seconds that copies overlap with: t_fwd + t_bwd of equation 2, without recomputation."""
         return self.forward_s + sum(self.rows[index].backward_s for index in self.own)
 
-    def policy_of(self, memory: Sequence[str], index: int) -> str:
-        """Return a layer's policy; the loss has that of the last layer."""
-        return memory[min(index - self.start, self.num_layers - 1)]
-
     def outcome(self, memory: Sequence[str]) -> "StageOutcome":
-        """Evaluate policies, one per layer."""
+        """Evaluate policies, one per layer; the loss has that of the last one."""
         sums = Sums()
         for index in self.own:
-            sums = self.then(sums, index, self.policy_of(memory, index))
+            sums = self.then(sums, index, memory[min(index - self.start, self.num_layers - 1)])
         num_bytes = self.most_bytes(*map(np.float64, (sums.unit_bytes, sums.swapped_bytes, sums.again_bytes)))
         extra_s = self.added_s(np.float64(sums.again_s), np.float64(sums.swapped_bytes))
         return StageOutcome(self, tuple(memory), float(num_bytes), float(extra_s), sums)

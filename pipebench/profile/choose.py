@@ -136,21 +136,13 @@ def profile_of_file(recipe: Recipe, dataset: Dataset) -> Profile:
 
 
 def has_one_size(recipe: Recipe) -> bool:
-    """Return whether a recipe's profile is a `graph.txt`, which has times of one size only.
-
-    Raises:
-        ProfileError: its profile is a file that can't be read.
-    """
+    """Return whether a recipe's profile is a `graph.txt`, of one size; raises a ProfileError if it can't be read."""
     path = recipe.model.get("profile") or recipe.engine.timing
     return path not in TIMINGS and not _says_samples(load_profile(path))
 
 
 def check_sizes(profile: Profile, path: str, sizes: Sequence[int]) -> None:
-    """Check that a profile has all of `sizes`, in samples.
-
-    Raises:
-        ProfileError: names the missing sizes.
-    """
+    """Check that a profile has all of `sizes`, in samples; raises a ProfileError that names the missing ones."""
     missing = sorted(set(sizes) - set(profile.layers))
     if missing:
         raise ProfileError(

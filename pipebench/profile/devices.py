@@ -86,11 +86,7 @@ def is_computed(timing: str, cluster: Cluster) -> bool:
 
 
 def find_device(name: str) -> DeviceSpec:
-    """Return the catalogue's entry for a device; case, spaces and `-` don't matter.
-
-    Raises:
-        ProfileError: no such device.
-    """
+    """Return a device's entry (case, spaces and `-` don't matter); raises a ProfileError if there is none."""
     wanted = _plain(name)
     for spec in DEVICES.values():
         if _plain(spec.name) == wanted:

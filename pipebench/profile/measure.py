@@ -66,7 +66,7 @@ def measured_profile(
         ProfileError: a layer fails; names it.
     """
     keep_freed_blocks()  # as training does
-    report = on_progress or _unheard
+    report = on_progress or (lambda work: None)
 
     def measured() -> Profile:
         passes = _Passes(request.graph, request.dataset, device, rule, report, whole_steps, engine.channels_last)
@@ -79,10 +79,6 @@ def measured_profile(
         if device.type == "cuda":  # what the copy of the model held, too
             free_cycles(device)
             torch.cuda.empty_cache()
-
-
-def _unheard(work: str) -> None:
-    """Ignore progress."""
 
 
 def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:

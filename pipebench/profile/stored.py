@@ -29,11 +29,7 @@ def write_profile(profile: Profile) -> str:
 
 
 def read_profile(text: str) -> Profile:
-    """Read what `write_profile` wrote.
-
-    Raises:
-        ProfileError: says where the text isn't a profile of this version.
-    """
+    """Read what `write_profile` wrote; raises a ProfileError that says where it isn't a profile of this version."""
     try:
         data = read(dict[str, Any], text)
         if _KEY not in data:
@@ -66,11 +62,7 @@ def _check_complete(data: Mapping[str, Any]) -> None:
 
 
 def check_profile(profile: Profile) -> None:
-    """Check the rules that hold between a profile's fields, beyond their types.
-
-    Raises:
-        ProfileError: says where, what was given and what is allowed.
-    """
+    """Check a profile's fields against each other; raises a ProfileError that says where, given and allowed."""
     if not profile.layers:
         raise ProfileError("has no layers: at least one number of samples is needed")
     _layers(profile.layers, profile.load_s, "")

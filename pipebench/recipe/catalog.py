@@ -69,11 +69,7 @@ def _candidates(reference: str, beside: Path | None) -> list[str]:
 
 
 def find_cluster(name: str, beside: Path | None = None) -> Path:
-    """Return the file of a cluster, given its short name or the path of a YAML file.
-
-    Raises:
-        RecipeError: nothing is there.
-    """
+    """Return a cluster's file by its short name or a YAML file's path; raises a RecipeError if nothing is there."""
     if name.endswith((".yaml", ".yml")):
         return find(name, lambda: [path.name for path in beside.glob("*.yaml")] if beside else [], beside)
     names = cluster_names()

@@ -178,11 +178,12 @@ class Leaves:
 
     def _value(self, key: Key, value: Any, expected: Any, file: str) -> Iterator[tuple[Key, Any]]:
         section = section_in(expected)
+        is_option = key[0] in ("model", "dataset") or ARGUMENTS in key or key in LISTED
         if isinstance(value, dict) and section is not None and (value or expected is section):
             yield from self._flatten(value, section, key, file)
         elif isinstance(value, dict) and get_origin(expected) is dict:
             yield from self._options(key, value, file)
-        elif section is None and (swept := several(value, expected, is_option=_is_option(key))) is not None:
+        elif section is None and (swept := several(value, expected, is_option=is_option)) is not None:
             yield from self._each(key, swept, expected, file)
         elif value != MISSING and (problem := _problem(value, expected)) is not None:
             self.fault(key, problem + _key_of_word(key, value, expected), file)
@@ -271,10 +272,6 @@ def _needs_nothing(section: type | None) -> bool:
     """Return whether a section can be given without keys: all have defaults, and not all of them null."""
     values = [] if section is None else defaults(section).values()
     return MISSING not in values and any(value is not None for value in values)
-
-
-def _is_option(key: Key) -> bool:
-    return key[0] in ("model", "dataset") or ARGUMENTS in key or key in LISTED
 
 
 def _problem(value: object, expected: Any) -> str | None:

@@ -82,20 +82,12 @@ def is_our_plan(path: Path) -> bool:
 
 
 def load_plan(path: str) -> PlanForm:
-    """Read a plan file.
-
-    Raises:
-        RecipeError: it can't be read, or isn't a plan of this version.
-    """
+    """Read a plan file; raises a RecipeError if it can't be read, or isn't a plan of this version."""
     return parse_plan_file(read_text(path), path)
 
 
 def parse_plan_file(text: bytes | str, source: str) -> PlanForm:
-    """Read the text of a plan file; messages name it `source`.
-
-    Raises:
-        RecipeError: it isn't a plan of this version; names the place.
-    """
+    """Read the text of a plan file, `source`; raises a RecipeError that names where it isn't a plan of this version."""
     with faults_in(source):
         data = read(dict[str, Any], text)
         if _KEY not in data:

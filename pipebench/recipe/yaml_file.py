@@ -68,11 +68,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse(text: str) -> Any:
-    """Return the plain data of YAML text.
-
-    Raises:
-        ValueError: not valid YAML; the message is the end of a sentence, with the line.
-    """
+    """Return the plain data of YAML text; raises a ValueError, the end of a sentence with the line, if it isn't."""
     return copy.deepcopy(_parsed(text))
 
 
@@ -93,11 +89,7 @@ def _parsed(text: str) -> Any:
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:
-    """Return the mapping in a YAML file.
-
-    Raises:
-        RecipeError: it can't be read, isn't YAML, is empty or isn't a mapping.
-    """
+    """Return the mapping in a YAML file; raises a RecipeError if it can't be read, isn't YAML, or has no mapping."""
     name = display(path)
     try:
         data = parse(read_text(path, MAX_BYTES))

@@ -12,17 +12,14 @@ from pathlib import Path
 from pipebench.cluster import LOCAL
 from pipebench.errors import UserError, WorkersFailedError, printable_lines
 from pipebench.recipe.engines import engine_kind
-from pipebench.recipe.load import LoadedRecipe
-from pipebench.recipe.schema import Recipe
 from pipebench.report.evaluate import CellOutcome
 from pipebench.report.evaluated import EARLIER, KEPT, MLFLOW, Origin
 from pipebench.report.kept import KeptResult, cluster_of, keep, kept_results
 from pipebench.report.recipes import Asked
 from pipebench.run.identity import hardware, made_on
-from pipebench.run.one_process import EngineRuns
 from pipebench.run.preflight_all import preflight_all
 from pipebench.run.request import RunRequest
-from pipebench.run.runner import RUNS
+from pipebench.run.runner import RUNS, decide
 from pipebench.run.suite import Suite
 from pipebench.tracking import RunLog, Tracking
 from pipebench.tracking.identity import recipe_hash, source_version
@@ -81,7 +78,8 @@ class Collection:
         recorded, version = RecordedRuns(), source_version()
         for key, each in self.missing.items():
             recipe, device = each.loaded.recipe, each.loaded.cluster.device
-            found = recorded.newest(key, version, hardware() if _is_measured(recipe, device) else {})
+            measured_here = engine_kind(recipe).measures or device == LOCAL
+            found = recorded.newest(key, version, hardware() if measured_here else {})
             if found is not None:
                 ended = _moment(found.ended_ms / 1000)
                 self.by_recipe[key] = RecipeOutcome(
@@ -150,29 +148,20 @@ def run_one(asked: Asked, tracking: Tracking, parent: RunLog) -> RecipeOutcome:
     """Run a recipe as `pipebench run` would and return its outcome, a failure included."""
     loaded = asked.loaded
     suite = Suite(tracking.store.suite, tuple(asked.words[1:]), brief=True)
-    runs: EngineRuns = RUNS[loaded.recipe.engine.kind]
     try:
-        decision = runs.decide(loaded, suite, alone=True)
+        decision = decide(loaded, suite, alone=True)
         name = ", ".join(filter(None, (f"{asked.row} {asked.run}", asked.column)))
-        made = runs.run(RunRequest(loaded, name, suite, parent, decision), tracking)
+        made = RUNS[loaded.recipe.engine.kind](RunRequest(loaded, name, suite, parent, decision), tracking)
         result, run_id = made.result, made.mlflow_run_id
     except UserError as error:
-        return RecipeOutcome(problem=_without_file(error, loaded))
+        # Without the recipe's name, which the table shows.
+        lines = [line.removeprefix(f"{loaded.source}: ") for line in printable_lines(str(error))]
+        return RecipeOutcome(problem="; ".join(lines))
     except WorkersFailedError as error:
         return RecipeOutcome(problem=str(error))
     now = _moment(datetime.now(UTC).timestamp())
     experiment_id = tracking.store.experiment_id if run_id else None
     return RecipeOutcome(result, None, None, run_id or "", experiment_id or "", source_version(), now, made_on())
-
-
-def _without_file(error: UserError, loaded: LoadedRecipe) -> str:
-    """Return an error's problem without the recipe's name, which the table shows."""
-    return "; ".join(line.removeprefix(f"{loaded.source}: ") for line in printable_lines(str(error)))
-
-
-def _is_measured(recipe: Recipe, device: str) -> bool:
-    """Return whether a recipe's durations are measured where it runs; `device` is its cluster's."""
-    return engine_kind(recipe).measures or device == LOCAL
 
 
 def _origin(asked: Asked, outcome: RecipeOutcome) -> Origin:

@@ -40,11 +40,7 @@ def load_report(path: Path, only: Sequence[str] = (), engine: str | None = None)
 
 
 def with_rows(report: Report, only: Sequence[str]) -> Report:
-    """Return a report with the rows that match a pattern (all if empty) and their pictures.
-
-    Raises:
-        UserError: a pattern matches no row.
-    """
+    """Return a report of the rows that match a pattern, all if empty; raises a UserError if none do."""
     names = [row.name for row in report.rows]
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -65,7 +65,7 @@ def prepare_job(
         WorkersFailedError: the deciding process ended without an answer.
     """
     recipe, cluster = loaded.recipe, loaded.cluster
-    showing = nullcontext(_unseen) if silent else preparing(recipe.name, tells=tells)
+    showing = nullcontext(lambda work: None) if silent else preparing(recipe.name, tells=tells)
     with faults_of(loaded), showing as on_progress:
         # This check takes no memory of the GPU: torch counts devices without starting one.
         if apart and is_measured(recipe, cluster) and choose_device(recipe.engine.device).type == "cuda":
@@ -76,10 +76,6 @@ def prepare_job(
     if late:
         raise RecipeError(Fault(loaded.origin(key), key, problem) for key, problem in late)
     return job
-
-
-def _unseen(work: str) -> None:
-    """Ignore profiling progress."""
 
 
 def decision_of(job: Job) -> Decision:
@@ -106,11 +102,7 @@ def store_decision(folder: RunFolder, decision: Decision, overrides: Sequence[st
 
 
 def stored_decision(folder: RunFolder | None, overrides: Sequence[str]) -> Decision | None:
-    """Return the decision stored for these overrides; None if there is none or it is for others.
-
-    Raises:
-        UserError: a file is unreadable or invalid.
-    """
+    """Return the decision stored for these overrides, if any; raises a UserError if a file is unreadable or invalid."""
     if folder is None or not all((folder.path / name).exists() for name in (_PLAN, _PROFILE, _OVERRIDES)):
         return None
     try:

@@ -50,12 +50,8 @@ class _Form(Generic[T]):
     write: Callable[[T], str]
 
 
-def _read_times(text: str) -> InSituTimes:
-    return mean([json.loads(text)])
-
-
 _PROFILE = _Form(read_profile, write_profile)
-_TIMES = _Form(_read_times, lambda times: json.dumps(entries(times)))
+_TIMES = _Form(lambda text: mean([json.loads(text)]), lambda times: json.dumps(entries(times)))
 _HOST = _Form(partial(typed_json.read, HostCosts), typed_json.write)
 
 

@@ -1,7 +1,6 @@
 """Runs with all workers in this process: simulated, or trained on a virtual clock."""
 
 import sys
-from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from pipebench.engine.admission import StopRequest, stopping_on_signals
 from pipebench.errors import UserError, printable
 from pipebench.model.device import torch_settings
 from pipebench.model.heap import keep_freed_blocks
-from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.users_code import during
 from pipebench.run.collected_log import collected_log
 from pipebench.run.deciding import prepare_job
@@ -20,90 +18,61 @@ from pipebench.run.identity import checkpoints_of, identity_of
 from pipebench.run.lock import locked
 from pipebench.run.recorder import RunRecorder
 from pipebench.run.request import RunRequest
-from pipebench.run.suite import Suite
 from pipebench.show.answers import Run
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, newest, nothing_to_go_on_from
 from pipebench.train.engines import on_virtual_clock, simulate
 from pipebench.train.interfaces import OnPoint, ProgressSink
-from pipebench.train.job import Decision, Job
+from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import RunResult
 
 
-class EngineRuns(ABC):
-    """Makes runs with one kind of engine."""
+def run_simulated(request: RunRequest, tracking: Tracking) -> Run:
+    """Run a recipe for its durations only, record that by `tracking`, and print it."""
+    loaded = request.loaded
+    with collected_log(request.suite.verbose) as collected, torch_settings(loaded.recipe.engine):
+        job = prepare_job(loaded, tells=True, silent=request.suite.is_quiet)
+        forecast = MemoryForecast(job)
+        recorder = RunRecorder(request, job, tracking, collected)
 
-    def decide(self, loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision | None:
-        """Decide a run for all its processes and seeds; None if one process runs it.
+        def simulated(_: ProgressSink, on_point: OnPoint) -> tuple[RunResult, Timeline]:
+            result, timeline = simulate(job, forecast)
+            for point in result.points:
+                on_point(point)
+            return result, timeline
 
-        Also refuses, before any recipe runs, faults visible only in the traced model; skipped if the recipe is `alone`,
-        as nothing is lost by finding them later.
-        """
-        if not alone:
-            prepare_job(loaded, trains=False)
-        return None
-
-    @abstractmethod
-    def run(self, request: RunRequest, tracking: Tracking) -> Run:
-        """Run, record by `tracking`, and print.
-
-        Raises:
-            WorkersFailedError: there is no result.
-        """
+        return recorder.record(simulated, forecast)
 
 
-class SimulatedRuns(EngineRuns):
-    """Durations only."""
+def run_virtual(request: RunRequest, tracking: Tracking) -> Run:
+    """Train a recipe with real arithmetic on a virtual clock, record that by `tracking`, and print it."""
+    suite = request.suite
+    keep_freed_blocks()
+    settings = torch_settings(request.loaded.recipe.engine)
+    with ExitStack() as held, collected_log(suite.verbose) as collected, settings, during(request.name):
+        job = prepare_job(request.loaded, tells=True, silent=suite.is_quiet)
+        folder, stop = _LateFolder(request, held), StopRequest()
+        policy = folder.policy(job)
+        recorder = RunRecorder(request, job, tracking, collected, folder.record_path, policy.samples_done)
+        folder.log = recorder.log
 
-    def run(self, request: RunRequest, tracking: Tracking) -> Run:
-        """See `EngineRuns`."""
-        loaded = request.loaded
-        with collected_log(request.suite.verbose) as collected, torch_settings(loaded.recipe.engine):
-            job = prepare_job(loaded, tells=True, silent=request.suite.is_quiet)
-            forecast = MemoryForecast(job)
-            recorder = RunRecorder(request, job, tracking, collected)
+        def train(progress: ProgressSink, on_point: OnPoint) -> tuple[RunResult, Timeline]:
+            with stopping_on_signals(stop):
+                return TrainingLoop(job, on_virtual_clock(job, stop), progress, on_point, policy).run()
 
-            def simulated(_: ProgressSink, on_point: OnPoint) -> tuple[RunResult, Timeline]:
-                result, timeline = simulate(job, forecast)
-                for point in result.points:
-                    on_point(point)
-                return result, timeline
-
-            return recorder.record(simulated, forecast)
-
-
-class VirtualRuns(EngineRuns):
-    """Real arithmetic on a virtual clock."""
-
-    def run(self, request: RunRequest, tracking: Tracking) -> Run:
-        """See `EngineRuns`."""
-        suite = request.suite
-        keep_freed_blocks()
-        settings = torch_settings(request.loaded.recipe.engine)
-        with ExitStack() as held, collected_log(suite.verbose) as collected, settings, during(request.name):
-            job = prepare_job(request.loaded, tells=True, silent=suite.is_quiet)
-            folder, stop = _LateFolder(request, held), StopRequest()
-            policy = folder.policy(job)
-            recorder = RunRecorder(request, job, tracking, collected, folder.record_path, policy.samples_done)
-            folder.log = recorder.log
-
-            def train(progress: ProgressSink, on_point: OnPoint) -> tuple[RunResult, Timeline]:
-                with stopping_on_signals(stop):
-                    return TrainingLoop(job, on_virtual_clock(job, stop), progress, on_point, policy).run()
-
-            try:
-                made = recorder.record(train)
-            except KeyboardInterrupt:  # while the record was closed, say
-                if folder.made is not None:
-                    folder.made.say_how_to_go_on(suite.changes)
-                raise
-        if folder.made is not None:
-            tells = suite.prints and not request.is_one_of_many
-            folder.made.finish(made.result, suite.changes, job.recipe.train.checkpoint_keep, tells=tells)
-        return made
+        try:
+            made = recorder.record(train)
+        except KeyboardInterrupt:  # while the record was closed, say
+            if folder.made is not None:
+                folder.made.say_how_to_go_on(suite.changes)
+            raise
+    if folder.made is not None:
+        tells = suite.prints and not request.is_one_of_many
+        folder.made.finish(made.result, suite.changes, job.recipe.train.checkpoint_keep, tells=tells)
+    return made
 
 
 class _LateFolder:

@@ -41,7 +41,6 @@ from pipebench.run.folder import RunFolder
 from pipebench.run.identity import checkpoints_of, identity_of
 from pipebench.run.lock import locked
 from pipebench.run.measuring import Together
-from pipebench.run.one_process import EngineRuns
 from pipebench.run.recorder import RunRecorder
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
@@ -65,26 +64,13 @@ _LOG = logging.getLogger(__name__)
 _LOCK_PATIENCE_S = 120.0  # NFS releases a dead host's locks after its lease of 90 s
 
 
-class DistributedRuns(EngineRuns):
-    """A process per worker, started by this one."""
-
-    def decide(self, loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision:
-        """Decide for all processes and seeds of a run."""
-        stored = stored_decision(suite.resumed, suite.overrides)
-        return stored or decision_of(prepare_job(loaded, trains=False, apart=True))
-
-    def run(self, request: RunRequest, tracking: Tracking) -> Run:
-        """Run in processes; this one sends to MLflow what they record."""
-        job = prepare_job(request.loaded, tells=True, trains=False, decision=request.decision)
-        return run_in_processes(request, job, tracking)
-
-
-def run_in_processes(request: RunRequest, job: Job, tracking: Tracking) -> Run:
+def run_distributed(request: RunRequest, tracking: Tracking) -> Run:
     """Start a process per worker on this host, restart them if one dies, and return the result.
 
-    This process holds the run's folder for all of them, and sends to MLflow what rank 0 records there. Raises a
-    WorkersFailedError if there is no result.
+    This process holds the run's folder for all of them, and sends to MLflow by `tracking` what rank 0 records there.
+    Raises a WorkersFailedError if there is no result.
     """
+    job = prepare_job(request.loaded, tells=True, trains=False, decision=request.decision)
     parent_id = request.parent.wait_for_id() if isinstance(request.parent, RunLog) else request.parent
     folder = request.suite.resumed or request.make_folder(parent_mlflow_run_id=parent_id)
     with (
@@ -96,7 +82,7 @@ def run_in_processes(request: RunRequest, job: Job, tracking: Tracking) -> Run:
 
 
 def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready: Mapping[str, int]) -> Run:
-    """Start the workers of a run whose folder exists; see `run_in_processes`."""
+    """Start the workers of a run whose folder exists; see `run_distributed`."""
     suite = request.suite
     if stored_decision(folder, suite.changes) is None:
         store_decision(folder, decision_of(job), suite.changes)

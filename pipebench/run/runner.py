@@ -6,7 +6,7 @@ Experiment = suite, parent run = comparison (or the seeds of one recipe), child 
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 
@@ -14,10 +14,10 @@ from pipebench.formats import seconds
 from pipebench.metrics import ranked
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
-from pipebench.run.deciding import prepare_job
+from pipebench.run.deciding import decision_of, prepare_job, stored_decision
 from pipebench.run.folder import records
-from pipebench.run.one_process import EngineRuns, SimulatedRuns, VirtualRuns
-from pipebench.run.processes import DistributedRuns
+from pipebench.run.one_process import run_simulated, run_virtual
+from pipebench.run.processes import run_distributed
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite, telling_what_is_left
 from pipebench.schedule.orders import as_csv
@@ -37,14 +37,16 @@ from pipebench.tracking import (
     seed_medians,
     summarise_seeds,
 )
+from pipebench.train.job import Decision
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import INTERRUPTED, RunResult
 
-RUNS: Mapping[str, EngineRuns] = {
-    "virtual": VirtualRuns(),
-    "simulated": SimulatedRuns(),
-    "distributed": DistributedRuns(),
-}  # by kind of engine
+# What runs a recipe, records and prints it, by kind of engine.
+RUNS: dict[str, Callable[[RunRequest, Tracking], Run]] = {
+    "virtual": run_virtual,
+    "simulated": run_simulated,
+    "distributed": run_distributed,
+}
 _MOST_NAMED = 6  # runs in a comparison's name
 _MOST_BLOCKS = 2  # of a picture too wide for a terminal; then columns stand for longer
 _Ids = dict[tuple[str, int | None], str | None]  # MLflow's, by name and seed (None for a group of seeds)
@@ -68,7 +70,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
     require_writable()
     several = len(loaded) > 1
     # Faults visible only in the traced model must be raised before the first recipe runs.
-    decisions = [RUNS[each.recipe.engine.kind].decide(each, suite, alone=not several) for each in loaded]
+    decisions = [decide(each, suite, alone=not several) for each in loaded]
     tracking = Tracking(suite.name)
     tracking.close_left(records())
     total, numbers = len(loaded) * len(seeds or [0]), itertools.count(1)
@@ -98,6 +100,20 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
             _tell_speed_ups(parent, results, ids)
             finish_parent(parent, runs, complete=len(runs) == total)
     return RunComparison(tuple(runs), parent.where() if parent else "")
+
+
+def decide(loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision | None:
+    """Decide a run for all its processes and seeds; None if one process runs it.
+
+    Also refuses, before any recipe runs, faults visible only in the traced model; skipped if the recipe is `alone`, as
+    nothing is lost by finding them later.
+    """
+    if engine_kind(loaded.recipe).in_processes:
+        stored = stored_decision(suite.resumed, suite.overrides)
+        return stored or decision_of(prepare_job(loaded, trains=False, apart=True))
+    if not alone:
+        prepare_job(loaded, trains=False)
+    return None
 
 
 def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> str:
@@ -151,7 +167,7 @@ def _run_with_seeds(
 ) -> None:
     """Run a recipe once per seed, grouped if several; add each to `made` as it ends, lest a later failure lose it."""
     loaded, name = given.loaded, given.name
-    run = RUNS[loaded.recipe.engine.kind].run
+    run = RUNS[loaded.recipe.engine.kind]
     runs, ids = made
     if seeds is None or len(seeds) == 1:
         begin(name)

@@ -77,11 +77,7 @@ def is_csv(order: str) -> bool:
 
 
 def read_csv(path: str) -> CsvSchedule:
-    """Return the schedule of a file; cached by its text.
-
-    Raises:
-        CsvError: it can't be read, or isn't a schedule.
-    """
+    """Return the schedule of a file; cached by its text; raises a CsvError if it can't be read, or isn't one."""
     try:
         return _read(path, read_text(path))
     except FileError as error:

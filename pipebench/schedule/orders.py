@@ -236,11 +236,7 @@ ORDERS: Final[dict[str, Order]] = {
 
 
 def order_of(name: str) -> Order:
-    """Return an order by its name, or read it from a file.
-
-    Raises:
-        CsvError: the file can't be read, or isn't a schedule.
-    """
+    """Return an order by its name or of a file; raises a CsvError if that can't be read, or isn't a schedule."""
     if not is_csv(name):
         return ORDERS[name]
     schedule = read_csv(name)

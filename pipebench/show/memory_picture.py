@@ -98,7 +98,7 @@ def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeli
             bottom += heights
         fullest = max(peaks, key=lambda peak: peak.num_bytes)
         peak = f"{part}: {num_bytes(fullest.num_bytes)} at most, on {names[fullest.worker]}"
-        axes.set_title(f"{peak}, {_cause(fullest)}", loc="left", fontsize=9, pad=3)
+        axes.set_title(f"{peak}, {fullest.when}", loc="left", fontsize=9, pad=3)
         if limit is not None and limit < _ROOMY * most:
             axes.axhline(limit / scale, color="#333333", linestyle="--", linewidth=1.0)
         axes.set_ylabel(unit)
@@ -143,11 +143,7 @@ def _title(memory: MemoryTimeline, *, is_drawn: bool) -> str:
 def _note(memory: MemoryTimeline, worker: int) -> str:
     peak, host = memory.peaks[worker], memory.host_peaks[worker]
     swapped = f"; dotted: on its host, {num_bytes(host)} at most" if host else ""
-    return f"{num_bytes(peak.num_bytes)} at most, {_cause(peak)}{swapped}"
-
-
-def _cause(peak: MemoryPeak) -> str:
-    return peak.during if " " in peak.during else f"in {peak.during}"
+    return f"{num_bytes(peak.num_bytes)} at most, {peak.when}{swapped}"
 
 
 def _stack(curve: Curve, end_s: float) -> NDArray[np.float64]:

@@ -1,6 +1,6 @@
-"""A plan as tables and sentences that give the reasons for it."""
+"""A plan as tables and sentences that give the reasons for it; those of a sweep as a table, a row per run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 
 from rich.console import Console
@@ -208,7 +208,7 @@ def _mode_table(answer: PlanFindings) -> Table:
         table.add_row(
             found.plan.mode,
             f"{shortened(str(found.plan), _PLAN_WIDTH)}{_stages_text(found)}{update}",
-            number(answer.size / found.minibatch_s),
+            number(_per_s(answer, found)),
             percent(quotient(fastest_s, found.minibatch_s)),
             num_bytes(found.memory_bytes),
             num_bytes(sum(found.num_bytes.values()) / answer.size),
@@ -306,7 +306,11 @@ def _beside_dp(answer: PlanFindings, best: PlanEstimate, dp: PlanEstimate) -> st
 
 
 def _rate(answer: PlanFindings, found: PlanEstimate) -> str:
-    return f"{number(answer.size / found.minibatch_s)} {answer.units}/s"
+    return f"{number(_per_s(answer, found))} {answer.units}/s"
+
+
+def _per_s(answer: PlanFindings, found: PlanEstimate) -> float:
+    return answer.size / found.minibatch_s
 
 
 def _bytes_text(answer: PlanFindings, found: PlanEstimate) -> str:
@@ -342,3 +346,40 @@ def _limits_text(level: Level) -> str:
     }
     given = ", ".join(f"{what} {num_bytes(rate)}/s" for what, rate in limits.items() if rate is not None)
     return f" ({given})" if given else ""
+
+
+_OF_RUNS = (
+    *("run", "plan", "mode", "workers", "depth"),
+    *("samples/s", "vs first", "memory", "sent/sample", "bottleneck", "of"),
+)
+
+
+def print_plans(answers: Sequence[PlanFindings], refused: Mapping[str, str], console: Console) -> None:
+    """Print a row per run with its plan, the recipe's if it names one; `refused` has runs without a plan, and why."""
+    print_table(console, _run_table(answers))
+    print_facts(console, refused.items())
+
+
+def _run_table(answers: Sequence[PlanFindings]) -> Table:
+    named = any(answer.given is not None for answer in answers)
+    table = new_table(*_OF_RUNS, *(("best", "as fast") if named else ()))
+    taken = [answer.given or answer.comparison.best for answer in answers]
+    for answer, found in zip(answers, taken, strict=True):
+        best = answer.comparison.best
+        cells = [
+            answer.name,
+            shortened(str(found.plan), _PLAN_WIDTH),
+            found.plan.mode,
+            f"{len(found.plan.devices):,}",
+            f"{found.plan.depth}",
+            number(_per_s(answer, found)),
+            ratio(_per_s(answer, found) / _per_s(answers[0], taken[0])),
+            num_bytes(found.memory_bytes),
+            num_bytes(sum(found.num_bytes.values()) / answer.size),
+            seconds(found.bottleneck_s),
+            str(bottleneck_of(answer, found)),
+        ]
+        if named:
+            cells += [shortened(str(best.plan), _PLAN_WIDTH), ratio(_per_s(answer, best) / _per_s(answer, found))]
+        table.add_row(*cells)
+    return table

@@ -78,6 +78,11 @@ class MemoryPeak:
         """Bytes of all kinds."""
         return sum(self.by_kind.values())
 
+    @property
+    def when(self) -> str:
+        """What happens then, as a phrase."""
+        return self.during if " " in self.during else f"in {self.during}"
+
 
 @dataclass(frozen=True)
 class Curve:

@@ -55,16 +55,18 @@ class RunMeasurements:
 
 
 class Listener(Protocol):
-    """Observes the events of training."""
+    """Observes the events of training; a subclass that leaves one out takes no notice of it."""
 
     def begin(self, size_of: Callable[[int], Size]) -> None:
         """Start a segment, with nothing in flight; `size_of` gives a unit's size."""
+        return
 
     def event(self, event: TimelineEvent) -> None:
         """Record an event."""
 
     def transfer(self, transfer: Transfer) -> None:
         """Record a transfer."""
+        return
 
 
 class Meter:

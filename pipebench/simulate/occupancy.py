@@ -1,18 +1,16 @@
 """What workers spend their time on, over time: computing, communicating, or idle."""
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipebench.model.sampling import Size
 from pipebench.schedule.operations import COMPUTE, SEND, with_role
 from pipebench.schedule.pipeline import Pipeline
+from pipebench.simulate.meter import Listener
 from pipebench.simulate.simulation import TimelineEvent
-from pipebench.simulate.timeline import Transfer
 
 COMPUTING, COMMUNICATING, IDLE = "computing", "waiting for bytes on their way", "waiting for others (bubble)"
 STATES: Final = (COMPUTING, COMMUNICATING, IDLE)
@@ -31,7 +29,7 @@ class Occupancy:
     end_s: float  # of the last part; the first begins at 0
 
 
-class OccupancyMeter:
+class OccupancyMeter(Listener):
     """Records when workers compute and when they communicate."""
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -40,14 +38,8 @@ class OccupancyMeter:
         self._num_events = 0
         self._end_s = 0.0
 
-    def begin(self, size_of: Callable[[int], Size]) -> None:
-        """Start a segment."""
-
-    def transfer(self, transfer: Transfer) -> None:
-        """Ignored: its effect on a worker is in the worker's events."""
-
     def event(self, event: TimelineEvent) -> None:
-        """Record an event."""
+        """Record an event; a transfer's effect on a worker is in these."""
         start_s, end_s, worker, (op, *_), stall_s = event
         if end_s <= start_s or self._num_events >= RECORDED_EVENTS:
             return

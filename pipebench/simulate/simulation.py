@@ -69,11 +69,7 @@ _LASTS = with_role(COMPUTE)  # other workers come first, even after 0 s
 
 @dataclass(eq=False, repr=False)
 class Simulation:
-    """Plays programs against costs and links. Iterate over it once.
-
-    Raises:
-        ScheduleError: while iterating, if workers wait for each other in a circle.
-    """
+    """Plays programs against costs and links, once; raises a ScheduleError if workers wait in a circle."""
 
     pipeline: Pipeline
     programs: Sequence[Iterator[Instruction]]  # one lazy list of instructions per worker

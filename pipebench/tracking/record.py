@@ -138,11 +138,7 @@ class RunRecord:
 
 
 def read_record(folder: Path) -> RunRecord | None:
-    """Return what is recorded in a folder; None if nothing is.
-
-    Raises:
-        FileError: it can't be read.
-    """
+    """Return what is recorded in a folder; None if nothing is; raises a FileError if it can't be read."""
     return RunRecord.of(_entries_in(_read(folder / ENTRIES)))
 
 

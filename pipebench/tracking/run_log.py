@@ -289,11 +289,7 @@ class RunLog:
             self._sender.add(LogEntry(artifact=LOG_FILE))
 
     def file(self, artifact: str, path: str | os.PathLike[str]) -> None:
-        """Store a copy of a file as an artifact.
-
-        Raises:
-            OSError: the file can't be read.
-        """
+        """Store a copy of a file as an artifact; raises an OSError if the file can't be read."""
         self._sender.add(LogEntry(artifact=artifact), Path(path).read_bytes())
 
     def result(self, result: RunResult) -> None:

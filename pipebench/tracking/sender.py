@@ -6,7 +6,7 @@ A resumed run continues under its id, and entries that an earlier process couldn
 import itertools
 import math
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
@@ -120,7 +120,8 @@ class Sender:
         history = History(found)
         self._refused |= dict.fromkeys(filter(None, found.tags.get(_REFUSED, "").split(", ")))
         if self._samples_system:
-            self._system = SystemMetrics(history.next_system_step())
+            sampled = [step for name, step in history.last_steps.items() if name.startswith(SYSTEM)]
+            self._system = SystemMetrics(1 + max(sampled, default=-1))
         return history
 
     def _parent_tags(self) -> dict[str, str]:
@@ -201,7 +202,7 @@ class Sender:
         for entry in entries:
             values, non_finite = self._rows(entry, history)
             if entry.point is not None:
-                values = [row for row in values if not history.has(row)]
+                values = [row for row in values if row.step > history.last_steps[clean_name(row.metric)]]
                 curves += values
             elif entry.result is not None:
                 values = self._replacing(store, run_id, history, values)
@@ -212,7 +213,7 @@ class Sender:
         params, changed = history.params(given)
         store.log(run_id, rows, params, tags | changed)
         history.note(curves, params, tags)
-        history.note_result(results)
+        history.metrics |= {clean_name(row.metric): row.value for row in results}
 
     def _replacing(self, store: Store, run_id: str, history: "History", values: Sequence[MetricRow]) -> list[MetricRow]:
         """Return a result's values that MLflow hasn't, after removing those of the run's earlier results.
@@ -222,10 +223,11 @@ class Sender:
         earlier = [each.result for each in self.record.earlier("result") if each.result is not None]
         given = {clean_name(name) for result in earlier for name in logged_metrics(result)}
         given |= {clean_name(row.metric) for row in values}
-        shown = {clean_name(row.metric) for row in values if history.shows(row)}
-        stale = history.having(given - shown)
+        shown = {name for row in values if history.metrics.get(name := clean_name(row.metric)) == row.value}
+        stale = sorted(history.metrics.keys() & (given - shown))
         store.forget(run_id, stale)
-        history.forget(stale)
+        for name in stale:
+            del history.metrics[name]
         return [row for row in values if clean_name(row.metric) not in shown]
 
     def _rows(self, entry: LogEntry, history: "History") -> tuple[list[MetricRow], dict[str, str]]:
@@ -247,12 +249,14 @@ class Sender:
 def _go_back(store: Store, run_id: str, history: "History", start: Start) -> None:
     """Remove the curves' values beyond where a process goes on: they are of a branch that was left."""
     samples = start.goes_on_from
-    left = [] if samples is None else history.curves_beyond(samples)
-    if samples is not None and left:
+    if samples is None:
+        return
+    left = [name for name, step in history.last_steps.items() if name.startswith(CURVES) and step > samples]
+    if left:
         if not store.forget(run_id, left, after=samples):
             text = f"to {samples:,} samples; where a curve has two values at a step beyond, the one logged last counts"
             store.log(run_id, (), {}, {_WENT_BACK: text})
-        history.go_back(left, samples)
+        history.last_steps |= dict.fromkeys(left, samples)
 
 
 def _is_sent_alone(entry: LogEntry) -> bool:
@@ -266,46 +270,9 @@ class History:
     def __init__(self, found: StoredRun) -> None:
         """Begin with the run as it was found or created."""
         self.began_ms = found.start_ms  # milliseconds since the epoch
+        self.metrics = {**found.metrics}  # single values, by MLflow's names
+        self.last_steps = defaultdict(lambda: -1, found.last_steps)  # the largest of every metric, likewise
         self._params, self._tags = {**found.params}, {**found.tags}
-        self._metrics = {**found.metrics}
-        self._last_steps = {**found.last_steps}
-
-    def has(self, row: MetricRow) -> bool:
-        """Return whether a curve's metric has a value at this step or later."""
-        return row.step <= self.last_step(row.metric)
-
-    def curves_beyond(self, samples: int) -> list[str]:
-        """Return MLflow's names of the curves with values after `samples`."""
-        return [name for name, step in self._last_steps.items() if name.startswith(CURVES) and step > samples]
-
-    def go_back(self, names: Iterable[str], samples: int) -> None:
-        """Note that metrics have no values after `samples` that count."""
-        self._last_steps |= dict.fromkeys(names, samples)
-
-    def shows(self, row: MetricRow) -> bool:
-        """Return whether a single metric has this value."""
-        return self._metrics.get(clean_name(row.metric)) == row.value
-
-    def having(self, names: Iterable[str]) -> list[str]:
-        """Return the names of those metrics that have a value."""
-        return sorted(self._metrics.keys() & names)
-
-    def forget(self, names: Iterable[str]) -> None:
-        """Note that metrics have been removed."""
-        for name in names:
-            del self._metrics[name]
-
-    def note_result(self, rows: Iterable[MetricRow]) -> None:
-        """Note the values of a result."""
-        self._metrics |= {clean_name(row.metric): row.value for row in rows}
-
-    def last_step(self, metric: str) -> int:
-        """Return the largest step of a metric, -1 without any."""
-        return self._last_steps.get(clean_name(metric), -1)
-
-    def next_system_step(self) -> int:
-        """Return the step after those of all system metrics."""
-        return 1 + max((step for name, step in self._last_steps.items() if name.startswith(SYSTEM)), default=-1)
 
     def params(self, params: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
         """Return the new params, and as tags `resumed.<name>` those that changed, which MLflow refuses."""
@@ -328,7 +295,7 @@ class History:
         """Note what MLflow has taken."""
         for row in curves:
             name = clean_name(row.metric)
-            self._last_steps[name] = max(row.step, self._last_steps.get(name, -1))
+            self.last_steps[name] = max(row.step, self.last_steps[name])
         self._params |= {clean_name(name): value for name, value in params.items()}
         self._tags |= {clean_name(name): value for name, value in tags.items()}
 

@@ -20,11 +20,6 @@ _LOWER_IS_BETTER = ("loss", "perplexity", "error")
 _NOT_A_SCORE = ("virtual_time_s", "wall_time_s", "epoch", "learning_rate", "lr")
 
 
-def lower_is_better(metric: str) -> bool:
-    """Return whether a smaller value of the metric is better (losses, perplexity, errors)."""
-    return any(word in metric for word in _LOWER_IS_BETTER)
-
-
 def summarise_curves(points: Sequence[Point]) -> dict[str, float]:
     """Return `best_<metric>` of every curve; non-finite values don't count."""
     curves: dict[str, list[float]] = {}
@@ -32,9 +27,8 @@ def summarise_curves(points: Sequence[Point]) -> dict[str, float]:
         for metric, value in point.metrics.items():
             if metric not in _NOT_A_SCORE and math.isfinite(value):
                 curves.setdefault(metric, []).append(value)
-    return {
-        f"{_BEST}{metric}": min(values) if lower_is_better(metric) else max(values) for metric, values in curves.items()
-    }
+    best = {metric: min if any(word in metric for word in _LOWER_IS_BETTER) else max for metric in curves}
+    return {f"{_BEST}{metric}": best[metric](values) for metric, values in curves.items()}
 
 
 def summarise_seeds(results: Sequence[RunResult]) -> dict[str, float]:

@@ -111,11 +111,7 @@ def _end(server: "subprocess.Popen[bytes]") -> None:
 
 
 def choose_port(port: int | None) -> int:
-    """Return a free port on this machine.
-
-    Raises:
-        UserError: the given port is taken, or all that were tried.
-    """
+    """Return a free port on this machine; raises a UserError if the given port is taken, or all that were tried."""
     candidates = range(DEFAULT_PORT, DEFAULT_PORT + _PORTS_TRIED) if port is None else (port,)
     for candidate in candidates:
         if _is_free(candidate):

@@ -87,11 +87,7 @@ class TrainingLoop:
         self._extensions: list[LoopExtension] = [make(job, self._engine, self._clock, progress.note) for make in parts]
 
     def run(self) -> tuple[RunResult, Timeline]:
-        """Train; return the result and the recorded timeline.
-
-        Raises:
-            CheckpointError: the checkpoint to resume from doesn't fit.
-        """
+        """Train; return result and recorded timeline; raises a CheckpointError if the one to go on from doesn't fit."""
         with closing(self._engine.loaders):
             return self._run()
 

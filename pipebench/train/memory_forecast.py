@@ -67,7 +67,7 @@ class MemoryForecast:
         fullest, limit = self.memory.fullest, self.memory.limit_bytes
         of = "" if limit is None else f", {percent(fullest.num_bytes / limit)} of the {num_bytes(limit)} of a device"
         where = f"worker {fullest.worker} ({self.memory.worker_names[fullest.worker]})"
-        return f"{num_bytes(fullest.num_bytes)} at most on {where}, {_cause(fullest)}{of}"
+        return f"{num_bytes(fullest.num_bytes)} at most on {where}, {fullest.when}{of}"
 
     @cached_property
     def out_of_memory(self) -> str:
@@ -87,7 +87,7 @@ class MemoryForecast:
         advice = f"would fit: {', or '.join(fitting)}" if fitting else f"would help: {help_}"
         when = "after the first update" if self._is_later else f"at {seconds(found.time_s)}"
         return (
-            f"out of memory {when}, {_cause(found)}: worker {found.worker} "
+            f"out of memory {when}, {found.when}: worker {found.worker} "
             f"({self.memory.worker_names[found.worker]}) needs {num_bytes(found.num_bytes)} of the {num_bytes(limit)} "
             f"of {a_or_an(self._job.cluster.device)} ({named}{more}){later}; what {advice}"
         )
@@ -133,10 +133,6 @@ def _with_highest(
     )
     largest = max(result.metrics.get(f"{name}_max", 0), *held)
     return replace(result, stages=rows, metrics={**result.metrics, f"{name}_max": largest})
-
-
-def _cause(moment: MemoryPeak) -> str:
-    return moment.during if " " in moment.during else f"in {moment.during}"
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,7 @@ ANEW = "remove the file to have it decided anew"
 
 
 def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Profile, dataset: Dataset) -> Plan:
-    """Return the recipe's plan, for `as_planned`.
-
-    Raises:
-        PlanError: impossible with this model, cluster or memory.
-    """
+    """Return the recipe's plan, for `as_planned`; raises a PlanError if model, cluster or memory make it impossible."""
     parallelism = recipe.parallelism
     planner = Planner(plan_request(recipe, cluster, profile, dataset), parallelism.mode)
     mode = planner.mode
@@ -93,11 +89,7 @@ def as_planned(recipe: Recipe, plan: Plan) -> tuple[Recipe, str]:
 def plan_of_file(
     parallelism: ParallelismRecipe, num_workers: int, graph: LayerGraph, streams: int | None, *, ties: bool
 ) -> Plan:
-    """Return the plan of the recipe's file; `ties` as in `Plan`.
-
-    Raises:
-        RecipeError: lists all problems.
-    """
+    """Return the plan of the recipe's file; `ties` as in `Plan`; raises a RecipeError that lists all problems."""
     form = load_plan(parallelism.plan)
     problems = [*form_problems(form, parallelism, num_workers)]
     problem = streams_problem(form.replicas, streams)

@@ -80,11 +80,7 @@ def whole_minibatches(dataset: Dataset, minibatch_size: int) -> Dataset:
 
 
 def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Dataset) -> Request:
-    """Return a recipe's request to the planner.
-
-    Raises:
-        PlanError: it names layers that the profile lacks.
-    """
+    """Return a recipe's request to the planner; raises a PlanError if it names layers that the profile lacks."""
     parallelism, size = recipe.parallelism, _minibatch_size(recipe, dataset)
     row = None if parallelism.mode == AUTO else parallelism.row
     cuts, accumulate = row is None or row.cuts(), parallelism.accumulate_given

@@ -101,7 +101,7 @@ class Study:
             return LabSchedule(None, 0.0)
         self._say(f"{loaded.recipe.name}: how many epochs to the target, on the virtual clock")
         request = RunRequest(loaded, loaded.recipe.name, Suite(self._suite))
-        result = RUNS["virtual"].run(request, Tracking(self._suite)).result
+        result = RUNS["virtual"](request, Tracking(self._suite)).result
         if result.outcome == INTERRUPTED:
             raise WorkersFailedError(_INTERRUPTED)
         metrics = result.metrics

@@ -11,8 +11,8 @@ import yaml
 from pipebench.cluster import Cluster, Level
 from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import COST_MODELS
-from pipebench.planner.layer_groups import layer_groups, transient_bytes
 from pipebench.planner.memory import MemoryRule
+from pipebench.planner.mode_request import layer_groups, transient_bytes
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.planner.state_graph import prefixes

@@ -23,7 +23,6 @@ from pipebench.run.deciding import decided_apart, decision_of, prepare_job
 from pipebench.run.request import RunRequest
 from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.simulate.meter import CUT_ANEW
-from pipebench.tracking import Tracking
 from pipebench.train.job import Decision, Job
 from pipebench.train.metrics import recipe_notes
 from pipebench.train.prepare import prepare
@@ -106,13 +105,12 @@ def test_a_comparison_decides_once_for_every_seed(monkeypatch: pytest.MonkeyPatc
         asked.append(recipe.name)
         return decided
 
-    def run_in_processes(request: RunRequest, job: Job, tracking: Tracking) -> Any:
-        del tracking
+    def launch(request: RunRequest, job: Job, *_: object) -> Any:
         started.append((request.name, job.recipe.train.seed, job.profile == decided.profile))
         raise WorkersFailedError(3)
 
     monkeypatch.setattr(deciding, "decided_apart", apart)
-    monkeypatch.setattr(processes, "run_in_processes", run_in_processes)
+    monkeypatch.setattr(processes, "_launch", launch)
     words = ["small.yaml", "engine.kind=distributed", "cluster.name=local"]
     CliRunner().invoke(cli, ["run", *words, "--seeds", "1,2"])
     assert asked == ["small"]

@@ -14,7 +14,7 @@ import pipebench
 from pipebench.cli.main import cli
 from pipebench.cli.outputs import is_picture_by
 from pipebench.errors import WorkersFailedError
-from pipebench.run.one_process import SimulatedRuns
+from pipebench.run.one_process import run_simulated
 from pipebench.run.request import RunRequest
 from pipebench.run.runner import RUNS
 from pipebench.show import memory_picture, occupancy_picture
@@ -215,9 +215,9 @@ def test_seeds_that_ended_before_one_that_failed_are_in_the_comparison(
     def run(request: RunRequest, tracking: Tracking) -> Run:
         if request.name.endswith("seed1"):
             raise WorkersFailedError(3)
-        return SimulatedRuns().run(request, tracking)
+        return run_simulated(request, tracking)
 
-    monkeypatch.setattr(RUNS["simulated"], "run", run)
+    monkeypatch.setitem(RUNS, "simulated", run)
     given = ("quickstart/dp", "quickstart/model", "engine.kind=simulated", "name=failing-${parallelism.mode}")
     assert invoke("run", *given, "--seeds", "0,1").exit_code == 3
     with closing(sqlite3.connect(folder / "mlflow.db")) as store:

@@ -108,11 +108,7 @@ class Server(EngineExtension):
         return [{"first": each.first, "packed": each.packed} for each in segments]
 
     def restore(self, facts: list[Any]) -> None:
-        """Restore the result of `facts`.
-
-        Raises:
-            CheckpointError: it has another form.
-        """
+        """Restore the result of `facts`; raises a CheckpointError if it has another form."""
         try:
             given = read(list[PackedPushes], json.dumps(facts), "progress.facts.pushes")
             segments = [PackedPushes.of(each.unpacked()) for each in given]

@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from pipebench.extensions.moves.repartition_plan import CutLayout, Starts
@@ -117,9 +118,9 @@ class RepartitionSearch:
         found = [*self._searched(None)]
         if any(each.num_unfit for each in found):  # expensive: evaluates all possible stages
             found += self._searched(self._can_fit)
-        best = min(found, key=_badness)
+        best = min(found, key=attrgetter("badness"))
         if any({*each.layout.memory} != {KEEP} for each in found):
-            best = min(map(self._climbed, (best, found[0])), key=_badness)
+            best = min(map(self._climbed, (best, found[0])), key=attrgetter("badness"))
         now = self.now
         is_faster = max(best.stage_s) <= (1 - WORTHWHILE) * max(now.stage_s)
         return best if (best.num_unfit, not is_faster) < (now.num_unfit, True) else None
@@ -165,7 +166,7 @@ class RepartitionSearch:
             for stage in sorted(slow, key=stage_s.__getitem__, reverse=True):
                 lighter = (each for each in self._lighter(before, stage) if self._may_be_better(each, before))
                 others = [self.chosen(starts) for starts in itertools.islice(lighter, left)]
-                found, left = min([before, *others], key=_badness), left - len(others)
+                found, left = min([before, *others], key=attrgetter("badness")), left - len(others)
                 if found is not before:
                     break
             if found is before:
@@ -257,10 +258,6 @@ class RepartitionSearch:
     def _scaled(self) -> list[LayerProfile]:
         """Layers at their measured times, without recomputation."""
         return [*as_measured(self.rows, self.layout, [each.seconds for each in self.measured])]
-
-
-def _badness(given: Proposal) -> tuple[int, list[float]]:
-    return given.badness
 
 
 def as_measured(rows: Sequence[LayerProfile], layout: CutLayout, stage_s: Sequence[float]) -> Iterator[LayerProfile]:

@@ -82,11 +82,7 @@ def moves_asked(recipe: Recipe) -> list[AskedMove]:
 
 
 def load_moves(path: str) -> list[RepartitionRecord]:
-    """Read the moves that a run recorded.
-
-    Raises:
-        RecipeError: they can't be read, or aren't moves.
-    """
+    """Read the moves that a run recorded; raises a RecipeError if they can't be read, or aren't moves."""
     return read_file(RepartitionFile, path, _problems).moves
 
 

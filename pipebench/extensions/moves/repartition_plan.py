@@ -134,11 +134,7 @@ class RepartitionPlan:
             self.begun = minibatch + 1
 
     def announce(self, move: Repartition) -> None:
-        """Add a move.
-
-        Raises:
-            PlanError: it is impossible, or too early.
-        """
+        """Add a move; raises a PlanError if it is impossible, or too early."""
         with self._lock:
             for problem in self.problems(move):
                 raise PlanError(problem)

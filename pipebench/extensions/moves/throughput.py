@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pipebench.model.sampling import Size, UnitShape
 from pipebench.schedule.instructions import ENDS
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.simulate.meter import COMPUTED
+from pipebench.simulate.meter import COMPUTED, Listener
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import Transfer
 
@@ -19,7 +19,7 @@ class Finished(NamedTuple):
     samples: int
 
 
-class Finishes:
+class Finishes(Listener):
     """A listener that records when units are finished."""
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -38,9 +38,6 @@ class Finishes:
             size = self._size_of(number)
             self.units.append(Finished(event.end_s, size.num_samples if isinstance(size, UnitShape) else size))
 
-    def transfer(self, transfer: Transfer) -> None:
-        """Ignored."""
-
 
 class Mark(NamedTuple):
     """Totals up to a time."""
@@ -51,7 +48,7 @@ class Mark(NamedTuple):
     busy_s: float = 0.0  # of forwards, backwards and updates, over all workers
 
 
-class Marks:
+class Marks(Listener):
     """A listener that makes a mark after every `every` finished units."""
 
     def __init__(self, pipeline: Pipeline, every: int) -> None:

@@ -177,11 +177,7 @@ class Architectures:
         return frozenset(range(len(self.cells)))
 
     def named(self, patterns: Iterable[str], key: str) -> Cells:
-        """Return the cells that patterns match.
-
-        Raises:
-            GraphError: a pattern matches none; names `key`.
-        """
+        """Return the cells that patterns match; raises a GraphError that names `key` if a pattern matches none."""
         names = [cell.name for cell in self.cells]
         found: set[int] = set()
         for pattern in patterns:

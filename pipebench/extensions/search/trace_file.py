@@ -56,11 +56,7 @@ class SearchFile:
 
 
 def load_trace(path: str) -> SearchFile:
-    """Read a trace, or a recorded search as a trace.
-
-    Raises:
-        RecipeError: it can't be read or isn't valid; with every fault.
-    """
+    """Read a trace, or a recorded search as one; raises a RecipeError with every fault, or if it can't be read."""
     return read_file(SearchFile, path, _problems)
 
 
