@@ -10,8 +10,9 @@ from typing import Any, Final
 import torch
 
 from pipebench.engine.accumulation import OnGradient
-from pipebench.engine.crossing import BoundaryValues, Gradients
+from pipebench.engine.crossing import BoundaryValues
 from pipebench.engine.feed import Feed
+from pipebench.engine.gradients import Gradients
 from pipebench.engine.protocols import Collectives, Handler, Transport, UnitLoss, WorkerExtension
 from pipebench.engine.replica import LiveBytes, UnitInput, Values
 from pipebench.engine.scores import Scores
