@@ -80,6 +80,23 @@ class SkipNet(nn.Module):
         return output
 
 
+class Gated(nn.Module):
+    """A gate that is compared only, so that no gradient reaches its layer; seven layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(3)
+        self.gate, self.body, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 4)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 4]."""
+        gate = self.gate(x)
+        hidden = torch.tanh(self.body(x))
+        output: torch.Tensor = self.head(hidden * torch.gt(gate, 0))
+        return output
+
+
 class Tied(nn.Module):
     """Two layers share one weight."""
 

@@ -4,8 +4,9 @@ Values between two stages of one worker are available at once; those for other w
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
+from pipebench.engine.gradients import Gradients, add
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.replica import Values
 from pipebench.engine.structure import CrossingError, flatten
@@ -13,7 +14,6 @@ from pipebench.model.graph import LayerGraph
 from pipebench.model.stage import Stage
 from pipebench.schedule.pipeline import Pipeline
 
-Gradients = dict[int, list[Any]]  # layer index to the gradients of its output's tensors
 _SCALE = -1  # key for the factor that these gradients are scaled by, if any
 _Key = tuple[int, int]  # stage, unit
 
@@ -98,9 +98,8 @@ class BoundaryValues:
         arriving = self._arriving.pop((stage, unit), {})
         total: Gradients = {}
         for reader in sorted(arriving, reverse=True):
-            for layer, tensors in self._in_own_scale(stage, arriving[reader]).items():
-                known = total.get(layer)
-                total[layer] = tensors if known is None else [a + b for a, b in zip(known, tensors, strict=True)]
+            gradients = arriving[reader]
+            add(total, gradients, self._factor(stage, gradients))
         return total
 
     def leave_back(self, stage: int, unit: int, returning: Gradients) -> None:
@@ -150,9 +149,8 @@ class BoundaryValues:
             except CrossingError as error:
                 raise CrossingError(f"layer {self._graph.layers[layer].name}: {error}") from None
 
-    def _in_own_scale(self, stage: int, gradients: Gradients) -> Gradients:
+    def _factor(self, stage: int, gradients: Gradients) -> float:
+        """Remove the scale of gradients that have arrived; return the factor into this stage's scale."""
         (given,) = gradients.pop(_SCALE, [None])
         scale = self._scales.get(stage)
-        if scale is None or given in (None, scale.value):
-            return gradients
-        return {layer: [tensor * (scale.value / given) for tensor in tensors] for layer, tensors in gradients.items()}
+        return 1.0 if scale is None or given is None else float(scale.value / given)

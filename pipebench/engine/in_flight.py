@@ -29,7 +29,9 @@ class InFlight:
     draw: tuple[int, ...]  # key of random layers' draws
     loss: LossFunction | None  # maps the model's output to the loss
     carried: list[Any]  # stateful modules' states before the forward, for recomputation
-    results: list[GradientEdge] = field(default_factory=list)  # of the outputs, whose values have left
+    # Of the outputs, whose values have left: by layer an edge per tensor that requires grad, and the loss's if it does
+    results: dict[int, list[GradientEdge]] = field(default_factory=dict)
+    of_loss: list[GradientEdge] = field(default_factory=list)
     loss_type: torch.dtype | None = None  # of the loss
     saved_bytes: int = 0  # saved for the backward and never swapped
     shapes: tuple[torch.Size, ...] = ()  # of the forward's arguments

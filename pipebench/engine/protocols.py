@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from pipebench.engine.accumulation import OnGradient
-from pipebench.engine.crossing import Gradients
+from pipebench.engine.gradients import Gradients
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement
 from pipebench.engine.replica import LiveBytes, UnitInput, Values
@@ -65,7 +65,7 @@ class StageRunner(Protocol):
     def backward(
         self,
         unit: int,
-        arrived: Mapping[int, Sequence[torch.Tensor]],
+        arrived: Gradients,
         on_gradient: OnGradient | None = None,
         move: Displacement = AS_IT_IS,
     ) -> Gradients:

@@ -3,17 +3,18 @@
 It knows no schedule, clock, transport or mode: callers choose the version of each minibatch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import Accumulation, OnGradient
 from pipebench.engine.compiled import compiled
+from pipebench.engine.gradients import Gradients, flows, gradient_of
 from pipebench.engine.in_flight import (
     InFlight,
     Recomputation,
@@ -29,7 +30,6 @@ from pipebench.engine.shards import Divide
 from pipebench.engine.split import SplitBackward, backward_weight, saved_bytes
 from pipebench.engine.streams import ALONE, StreamSlot, StreamStates
 from pipebench.engine.swap import Swap
-from pipebench.engine.version import Version
 from pipebench.engine.weights import Weights
 from pipebench.errors import GraphError
 from pipebench.model.large_batch import Adapted
@@ -138,7 +138,6 @@ class Replica:
         self._fixed = _fixed_storages(self.module) | self._recomputation.storages
         self.states = StreamStates([self.module.get_submodule(path) for path in stage.stateful])
         self._accumulation = Accumulation(len(self.weights.names))
-        self._with_gradient = [i for i, name in enumerate(self.weights.names) if name not in stage.without_gradient]
         stage.seeder.seed, stage.seeder.device = seed, device
         stage.enter()
         self._call: Callable[..., Any] = compiled(stage) if rules.compiled else self.module
@@ -155,20 +154,18 @@ class Replica:
         self.states.lay_down(place)
         leaving = outputs[: len(self.stage.returns)]
         values = {layer: detached(value) for layer, value in zip(self.stage.returns, leaving, strict=True)}
-        results = [t for value in leaving for t in differentiable(value)]
+        item.results = {layer: _edges(value) for layer, value in zip(self.stage.returns, leaving, strict=True)}
         if loss is not None:
-            results += differentiable(outputs[-1])
-            item.loss_type = outputs[-1].dtype
-        item.results = [get_gradient_edge(result) for result in results]
+            item.of_loss, item.loss_type = _edges(outputs[-1]), outputs[-1].dtype
         return values, None if loss is None else outputs[-1].detach()
 
     def backward(
         self,
         unit: int,
-        arrived: Mapping[int, Sequence[torch.Tensor]],
+        arrived: Gradients,
         on_gradient: OnGradient | None = None,
         move: Displacement = AS_IT_IS,
-    ) -> dict[int, list[torch.Tensor]]:
+    ) -> Gradients:
         """Run a unit's whole backward and add to `gradients` of the parameters.
 
         Args:
@@ -179,15 +176,13 @@ class Replica:
             move: displacement of the weights from the newest version.
 
         Returns:
-            Per received layer the gradients of its tensors that required grad.
+            Per received layer the gradients of its tensors that required grad, see `gradients`.
         """
         returning = self._backward(self._in_flight[unit], arrived, on_gradient, move)
         self.let_go(unit)
         return returning
 
-    def backward_input(
-        self, unit: int, arrived: Mapping[int, Sequence[torch.Tensor]], move: Displacement = AS_IT_IS
-    ) -> dict[int, list[torch.Tensor]]:
+    def backward_input(self, unit: int, arrived: Gradients, move: Displacement = AS_IT_IS) -> Gradients:
         """Run the input part of a unit's backward; see `backward`. Layers that can't be split run whole in it."""
         item = self._in_flight[unit]
         returning = self._backward(item, arrived, None, move)
@@ -201,7 +196,7 @@ class Replica:
         """
         item = self._in_flight[unit]
         with self._accumulation.add(item.version, on_gradient):
-            backward_weight(item.rests, self._differentiated(item.version))
+            backward_weight(item.rests, item.version.parameters)
         self.let_go(unit)
 
     def stepped(self) -> list[torch.Tensor | None]:
@@ -353,12 +348,11 @@ class Replica:
     def _backward(
         self,
         item: InFlight,
-        arrived: Mapping[int, Sequence[torch.Tensor]],
+        arrived: Gradients,
         on_gradient: OnGradient | None,
         move: Displacement,
-    ) -> dict[int, list[torch.Tensor]]:
+    ) -> Gradients:
         """Run a backward, or its input part, and free the stage's graph; see `backward`."""
-        gradients = [tensor for layer in self.stage.returns for tensor in arrived.get(layer, ())]
         if self.moved is not None:
             self.moved.for_backward(move)
         if item.swap is not None:
@@ -369,40 +363,40 @@ class Replica:
             self.stage.seeder.draw, self.stage.loss.function = item.draw, item.loss
             self.states.carry(item.carried)
             with self._recomputation.run(item.shapes, lambda: self._own_storages(item)):
-                self._differentiate(item, leaves, gradients, on_gradient)
+                self._differentiate(item, leaves, arrived, on_gradient)
             self.again_bytes = self._recomputation.num_bytes[item.shapes]
         else:
-            self._differentiate(item, leaves, gradients, on_gradient)
+            self._differentiate(item, leaves, arrived, on_gradient)
         item.results.clear()
-        return {
-            layer: [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in differentiable(value)]
-            for layer, value in item.received.items()
-        }
-
-    def _differentiated(self, version: Version) -> list[torch.Tensor]:
-        """Return the parameters with a gradient: behind a cut a later stage's zeros would look like one."""
-        return [version.parameters[place] for place in self._with_gradient]
+        item.of_loss.clear()
+        return {layer: [*map(gradient_of, differentiable(value))] for layer, value in item.received.items()}
 
     def _differentiate(
         self,
         item: InFlight,
         leaves: list[torch.Tensor],
-        given: Sequence[torch.Tensor],
+        arrived: Gradients,
         on_gradient: OnGradient | None,
     ) -> None:
         """Set the leaves' `grad`, and pass parameters' gradients on to `gradients` or `on_gradient`."""
         of_loss = None  # stands for 1
         if self.scale is not None:
             of_loss = torch.full((), self.scale.value, dtype=item.loss_type, device=self.device)
-        heads = [*given, *[of_loss] * (len(item.results) - len(given))]
-        parameters = self._differentiated(item.version)
-        if not item.results or not (leaves or parameters):
+        pairs = [
+            (edge, gradient)
+            for layer, edges in item.results.items()
+            for edge, gradient in zip(edges, arrived.get(layer, ()), strict=True)
+            if flows(gradient)
+        ]
+        results, heads = [e for e, _ in pairs] + item.of_loss, [g for _, g in pairs] + [of_loss] * len(item.of_loss)
+        wanted = [*leaves, *item.version.parameters]
+        if not results or not wanted:
             return
         with _naming_overwriting(), self._accumulation.add(item.version, on_gradient):
             if self._split is None:
-                torch.autograd.backward(item.results, heads, inputs=[*leaves, *parameters])
+                torch.autograd.backward(results, heads, inputs=wanted)
             else:
-                item.rests = self._split.backward_input(item.results, heads, [*leaves, *parameters])
+                item.rests = self._split.backward_input(results, heads, wanted)
 
 
 @contextmanager
@@ -417,6 +411,11 @@ def _naming_overwriting() -> Iterator[None]:
             "a layer changes in place what a backward still needs, maybe of another minibatch (a buffer, say): "
             "let it compute with a copy (x * self.mean.clone())"
         ) from error
+
+
+def _edges(value: Any) -> list[GradientEdge]:
+    """Return where gradients of a value's tensors enter the graph that computed it."""
+    return [get_gradient_edge(tensor) for tensor in differentiable(value)]
 
 
 def _divided(weights: Weights, slices: Slices | None) -> Divided | None:

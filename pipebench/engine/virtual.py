@@ -287,6 +287,7 @@ class VirtualEngine(TrainingEngine):
 
     def _execute(self, event: TimelineEvent) -> None:
         worker = self.workers[event.worker]
+        worker.busy_until_s = event.end_s
         worker.took(event.instruction, event.end_s - event.start_s)
         loss = worker.execute(event.instruction, self._mailbox, self.collectives)
         if loss is not None:

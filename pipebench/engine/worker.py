@@ -10,8 +10,9 @@ from typing import Any, Final
 import torch
 
 from pipebench.engine.accumulation import OnGradient
-from pipebench.engine.crossing import BoundaryValues, Gradients
+from pipebench.engine.crossing import BoundaryValues
 from pipebench.engine.feed import Feed
+from pipebench.engine.gradients import Gradients
 from pipebench.engine.protocols import Collectives, Handler, Transport, UnitLoss, WorkerExtension
 from pipebench.engine.replica import LiveBytes, UnitInput, Values
 from pipebench.engine.scores import Scores
@@ -45,6 +46,8 @@ class Worker(WorkerReplicas):
         # Peaks over all its replicas, also within instructions (docs/memory.md); on the host, of swapped layers
         self.peak_bytes = self.host_peak_bytes = 0
         self._live: list[int] = []  # bytes by stage and kind at the last note
+        self._most: tuple[list[int], int] = [], 0  # likewise the most within its last instruction, and recomputed bytes
+        self.busy_until_s = 0.0  # end of its last instruction, on a virtual clock
         self.note_memory()
         self.held_version = -1  # for forwards whose instruction names none (extensions)
         self.handlers: dict[Op, Handler] = {
@@ -323,9 +326,20 @@ class Worker(WorkerReplicas):
 
     def note_memory(self, again_bytes: int = 0) -> None:
         """Update the peak: of each kind the larger of now and the last note, plus `again_bytes` recomputed since."""
-        now = [each for replica in self.running.values() for each in replica.live_by_kind()]
-        held_bytes = again_bytes + sum(map(max, now, self._live or now))
-        self._live = now
+        self._most = self._live, again_bytes
+        self._note_beside_the_most()
+
+    def note_beside(self, now_s: float) -> None:
+        """Update the peak when another worker has changed what this one holds, maybe while its instruction runs."""
+        if now_s >= self.busy_until_s:
+            self._most = [], 0
+        self._note_beside_the_most()
+
+    def _note_beside_the_most(self) -> None:
+        most, again_bytes = self._most
+        self._live = [each for replica in self.running.values() for each in replica.live_by_kind()]
+        most = [*map(max, self._live, most or self._live)]
+        self._most, held_bytes = (most, again_bytes), again_bytes + sum(most)
         self.peak_bytes = max(self.peak_bytes, held_bytes)
         for extension in self.extensions.values():
             extension.held(held_bytes)

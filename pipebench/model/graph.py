@@ -9,7 +9,7 @@ import difflib
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -75,18 +75,6 @@ class LayerGraph:
         """The same model as it evaluates; only of a graph that trains."""
         assert self.evaluation is not None
         return self.evaluation
-
-    @cached_property
-    def without_gradient(self) -> frozenset[str]:
-        """Names of parameters that no gradient reaches, since layers read what they give only detached."""
-        reached, waiting = set[fx.Node](), list(self.graph.find_nodes(op="output"))
-        while waiting:
-            node = waiting.pop()
-            if node not in reached and not _detaches(node):
-                reached.add(node)
-                waiting += node.all_input_nodes
-        names = {name for layer in self.layers for name in layer.parameters}
-        return frozenset(names.difference(*(layer.parameters for layer in self.layers if layer.node in reached)))
 
     def index_of(self, name: str) -> int:
         """Return the index of a layer by its name or module path (`features.0`); raises a KeyError if there is none."""
@@ -302,11 +290,6 @@ def _in_both_modes(model: nn.Module, holder: nn.Module, make: Callable[[], fx.Gr
     same = evaluation_map(_computing(trains.graph), _computing(evaluates.graph))
     evaluation = _layer_graph(model, evaluates, training=in_evaluation, evaluation_map=same)
     return _layer_graph(model, trains, training=in_training, evaluation=evaluation)
-
-
-def _detaches(node: fx.Node) -> bool:
-    name = getattr(node.target, "__name__", str(node.target))
-    return name in ("detach", "detach_") or (name == "getattr" and node.args[1:2] == ("data",))
 
 
 def _draws(module: nn.Module) -> bool:

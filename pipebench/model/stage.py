@@ -75,7 +75,6 @@ class Stage:
     rounding: Rounding | None = None  # what to round for the arithmetic, which the caller does
     evaluation: "Stage | None" = None  # the same modules as they evaluate, layers by the evaluation's graph
     idle: Mapping[str, torch.Tensor] = field(default_factory=dict)  # tensors of idle layers, by qualified name
-    without_gradient: frozenset[str] = frozenset()  # names of parameters that no gradient reaches in the whole model
 
     @cached_property
     def reads(self) -> tuple[int, ...]:
@@ -172,7 +171,6 @@ class _StageLayers:
             swapped=swapped,
             modes=tuple((part, name in self.graph.training) for name, part in named),
             rounding=self.graph.rounding,
-            without_gradient=self.graph.without_gradient,
         )
 
     def _program(self, inputs: Sequence[str], receives: Sequence[int], returns: Sequence[int]) -> fx.Graph:

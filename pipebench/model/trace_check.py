@@ -80,7 +80,7 @@ def _compare(graph: LayerGraph, dataset: Dataset, num_samples: int) -> None:
             raise GraphError(f"model {type(model).__name__} can't be run in layers: {_lost(different, phase, is_same)}")
         apart = _Apart(traced)
         found = run(lambda fields, apart=apart: apart.run(*fields.values()))  # type: ignore[misc]
-        if (different := _first_difference(expected, found) or _untrained(traced, expected)) is not None:
+        if (different := _first_difference(expected, found)) is not None:
             names = ", ".join(node.name for node in traced.graph.nodes if _overwrites(traced, node))
             raise GraphError(
                 f"model {type(model).__name__} can't be cut: its {different} in {phase} is another where layers that "
@@ -142,12 +142,6 @@ def _overwrites(graph: LayerGraph, node: fx.Node) -> bool:
     """Return whether a layer overwrites a value, and no buffer."""
     changed, is_given = overwritten(graph.root, node), bool(node.args) and isinstance(node.args[0], fx.Node)
     return is_given and changed is not None and changed.op != "get_attr"
-
-
-def _untrained(graph: LayerGraph, expected: Mapping[str, torch.Tensor]) -> str | None:
-    """Return what has a gradient of those for which the graph says there is none; None if there is nothing."""
-    names = (f"{_GRADIENT}{name}" for name in graph.without_gradient)
-    return next((name for name in names if name in expected), None)
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from pipebench.cluster import RING
 from pipebench.errors import PlanError
 from pipebench.formats import percent
 from pipebench.planner.cost_models import ALONE
@@ -57,8 +56,7 @@ _ALONE_COST, _OUTLINE_COST, _PLACEMENT_COST = 0.6, 6, 4  # in instructions: of a
 def climbs(of: Estimator, found: Sequence[PlanEstimate]) -> bool:
     """Return whether local search applies: pipelines that `floor` models, all simulated."""
     mode, policy = of.mode, WEIGHT_POLICIES[of.mode.weights]
-    rings = mode.sync == ALL_REDUCE and of.request.cluster.all_reduce == RING
-    rings &= not mode.is_sharded or mode.sums != ORDERED  # the bounds are of rings
+    rings = mode.sync == ALL_REDUCE and (not mode.is_sharded or mode.sums != ORDERED)  # the bounds are of rings
     plain = rings and mode.order == ONE_F_ONE_B and mode.backward == WHOLE and not policy.accumulates
     pipelined = mode.shape == "any" and mode.chunks == 1 and mode.depth is None
     whole = not mode.flush and not mode.microbatches

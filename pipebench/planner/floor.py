@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipebench.cluster import RING, TWO_LEVEL, Level
 from pipebench.model.plan import Plan, StagePlan
 from pipebench.planner.cost_models import ring_s
 from pipebench.planner.estimates import Estimator
@@ -33,7 +34,7 @@ from pipebench.planner.predict import arranged
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.costs import StageCosts, stage_costs
 from pipebench.simulate.network import Network
-from pipebench.simulate.sums import Port, traffic
+from pipebench.simulate.sums import WAYS, Port
 
 
 class _Crossing(NamedTuple):
@@ -52,6 +53,8 @@ class Floors:
 
     def __init__(self, of: Estimator) -> None:
         states, self._cluster, self._size = of.work.states, of.request.cluster, of.unit_size
+        if of.mode.is_sharded:  # halves of a sum go round in one ring everywhere
+            self._cluster = replace(self._cluster, all_reduce=RING)
         order = states.layers(0, len(states) - 1)
         self._profile, self._memory = arranged(of.sizes, order), tuple(of.memory_policies[layer] for layer in order)
         self._relay, self._sharded = of.request.relay, of.mode.is_sharded
@@ -63,9 +66,9 @@ class Floors:
         self._stage = cache(self._stage_costs)
         self._crossing = cache(self._values_across)
         self._level = cache(lambda one, other: self._cluster.levels[self._cluster.level_between(one, other)])
-        self._ring = cache(self._ring_s)
-        network = Network(self._cluster)
-        self._ports = cache(lambda sender, receiver: network.path(sender, receiver)[1:])
+        self._sum = cache(self._sum_s)
+        self._networks = [Network(cluster) for cluster in (self._cluster, self._cluster.for_stages(2))]
+        self._ports = cache(lambda sender, receiver: self._networks[0].path(sender, receiver)[1:])
         self.warmups = cache(warmups)
 
     def floor_s(self, sketch: Sketch) -> float:
@@ -130,7 +133,7 @@ class Floors:
             for bucket in costs.buckets:
                 ready_s = bucket.ready * backward_s
                 devices = sketch.devices[index] if sketch.devices else None
-                end_s = max(end_s, ready_s) + self._ring(num_stages, devices, replicas, bucket.num_bytes)
+                end_s = max(end_s, ready_s) + self._sum(num_stages > 1, devices, replicas, bucket.num_bytes)
         return costs.forward_s[self._size] + max(backward_s, end_s) + self._update_s(costs, replicas)
 
     def _update_s(self, costs: StageCosts, replicas: int) -> float:
@@ -138,20 +141,21 @@ class Floors:
         least_s = min(self._profile.update_floor_s, costs.update_s)
         return least_s + (costs.update_s - least_s) / (replicas if self._sharded else 1)
 
-    def _ring_s(self, num_stages: int, devices: tuple[int, ...] | None, replicas: int, num_bytes: int) -> float:
-        """Return the seconds of an uncontended ring all-reduce in a plan of so many stages.
+    def _sum_s(self, has_others: bool, devices: tuple[int, ...] | None, replicas: int, num_bytes: int) -> float:
+        """Return the seconds of an uncontended all-reduce of a stage; `has_others`: whether its plan has other stages.
 
         Without devices, over the fastest possible links; without others, a stage is one of any plan.
         """
-        if devices is None:  # some link is of a level that has room for all replicas
-            levels = (self._cluster.at_best if num_stages == 1 else self._cluster.for_stages(num_stages)).levels
-            counts = itertools.accumulate((level.count for level in levels), operator.mul)
-            rooms = [level for level, count in zip(levels, counts, strict=True) if count >= replicas]
-            least_s = min(level.latency_s for level in levels)
-            return min(ring_s([replace(level, latency_s=least_s)] * replicas, num_bytes) for level in rooms)
-        cluster, ring = self._cluster.for_stages(num_stages), sorted(devices)
-        pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
-        return ring_s([cluster.levels[cluster.level_between(*pair)] for pair in pairs], num_bytes)
+        if devices is not None:
+            return self._networks[has_others].alone_s(ALL_REDUCE, tuple(sorted(devices)), num_bytes)
+        levels = (self._cluster.for_stages(2) if has_others else self._cluster.at_best).levels
+        if self._cluster.all_reduce == TWO_LEVEL:
+            return _least_in_two_levels_s(levels, replicas, num_bytes)
+        # Some link is of a level that has room for all replicas.
+        counts = itertools.accumulate((level.count for level in levels), operator.mul)
+        rooms = [level for level, count in zip(levels, counts, strict=True) if count >= replicas]
+        least_s = min(level.latency_s for level in levels)
+        return min(ring_s([replace(level, latency_s=least_s)] * replicas, num_bytes) for level in rooms)
 
     def _rounds_s(self, sketch: Sketch, rounds: Sequence[float]) -> float:
         loads = (self._stage(start, stop).load_s[self._size] for start, stop, _ in sketch.stages)
@@ -189,7 +193,8 @@ class Floors:
             weights = sum(bucket.num_bytes for bucket in self._stage(start, stop).buckets)
             if replicas > 1 and weights:
                 ring = sorted(sketch.devices[index])
-                for sender, receiver, num_bytes in traffic(ALL_REDUCE, weights, replicas):
+                servers = self._cluster.servers(ring)
+                for sender, receiver, num_bytes in WAYS[ALL_REDUCE].traffic(weights, servers):
                     for port in self._ports(ring[sender], ring[receiver]):
                         load[port] += num_bytes / replicas
         for (source, target), (sent, returned, _) in edges.items():
@@ -219,3 +224,21 @@ class Floors:
             computing_s = costs.forward_s[self._size] + costs.backward_s[self._size] + self._update_s(costs, replicas)
             slowest_s = max(slowest_s, computing_s / replicas + max(copying_s[device] for device in devices))
         return slowest_s
+
+
+def _least_in_two_levels_s(levels: Sequence[Level], replicas: int, num_bytes: int) -> float:
+    """Return a lower bound on an all-reduce in two levels (`simulate/sums.py`), wherever the replicas are.
+
+    Where a level joins them, at least so many servers do it as hold them all, and the largest has at least its share.
+    """
+    latency_s, rate = min(level.latency_s for level in levels), max(level.sum_bytes_per_s for level in levels)
+    found, size = [], 1
+    for level in levels:
+        if size * level.count >= replicas:
+            num_servers, inside = max(2, -(-replicas // size)), -(-replicas // level.count)
+            connections = min(size, replicas)
+            among = min(level.goodput_bytes_per_s, connections * level.sum_cap_bytes_per_s(connections))
+            shares = (num_servers - 1) / num_servers / among + (inside - 1) / inside / rate
+            found.append(2 * (num_servers + inside - 2) * latency_s + 2 * shares * num_bytes)
+        size *= level.count
+    return min(found)

@@ -5,10 +5,11 @@ from typing import Any
 
 from pipebench.model.plan import PARAMETER, shared, stage_of_layers
 from pipebench.model.plan_layers import form_of
-from pipebench.planner.cost_models import ring_s
 from pipebench.planner.plans import Comparison, PlanEstimate, Request, StageTime
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import Mode
+from pipebench.schedule.syncs import ALL_REDUCE
+from pipebench.simulate.network import Network
 
 COMPUTE, SYNC, TRANSFER, LOADING = "compute", "sync", "transfer", "loading"
 WAITING, PORT, RECURRENCE = "waiting", "port", "recurrence"
@@ -143,8 +144,7 @@ def _tied(answer: PlanFindings, name: str, layers: tuple[str, ...], stages: tupl
     if len(stages) == 1 or len(devices) == 1:
         return TiedParameter(name, layers, stages, 0, 0.0)
     size = next(row.parameter_sizes[name] for row in answer.rows if name in row.parameter_sizes)
-    hops = zip(devices, [*devices[1:], devices[0]], strict=True)
-    seconds = ring_s([cluster.levels[cluster.level_between(a, b)] for a, b in hops], size)
+    seconds = Network(cluster).alone_s(ALL_REDUCE, tuple(devices), size)
     return TiedParameter(name, layers, stages, 2 * (len(devices) - 1) * size, seconds)
 
 

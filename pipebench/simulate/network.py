@@ -11,6 +11,7 @@ the one before is sent. Connections share ports. Likewise a group's buckets are 
 A sum is flows, phase after phase, each over all ports of its part of the group: `sums` says which.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -186,6 +187,11 @@ class Network:
         group.queue.append(_Sum(group, kind, label, num_bytes, done))
         if len(group.queue) == 1:
             self._go_on(group.queue[0], now_s)
+
+    def alone_s(self, sync: str, workers: Sequence[int], num_bytes: int) -> float:
+        """Return the seconds of a group's sum beside no other traffic."""
+        phases = self._group(sync, sync, workers).phases
+        return math.fsum(max(part.alone_s(num_bytes) for part in parts) for parts in phases)
 
     def _go_on(self, begun: _Sum, now_s: float) -> None:
         """Start a sum, or its next phase once all parts of the current one have ended."""

@@ -49,6 +49,11 @@ class Part:
     latency_s: float  # of all the phase's steps
     cap: float  # limit on each connection's bytes/s
 
+    def alone_s(self, num_bytes: int) -> float:
+        """Return its seconds for a buffer, beside no other traffic."""
+        rate = min([self.cap, *(resource.capacity / weight for resource, weight in self.uses)])
+        return self.latency_s + self.share * num_bytes / rate
+
 
 Phases = list[list[Part]]  # in sequence; the parts of each run side by side
 

@@ -34,7 +34,7 @@ from pipebench.schedule.weights import CORRECT, DOUBLE_BUFFER, ONE, PREDICT, VER
 from pipebench.simulate.network import Network
 from tests.engine.test_cells import leaving_out
 from tests.model.test_cells import Stack
-from tests.models import ConvNet, FrozenPart, MixedTypes, RandomNet, SkipNet, Structures, TiedEnds
+from tests.models import ConvNet, FrozenPart, Gated, MixedTypes, RandomNet, SkipNet, Structures, TiedEnds
 from tests.support import Blobs, Mlp, make_setup
 from tests.unwatched import unwatched
 
@@ -46,7 +46,7 @@ class Case:
     """A recipe in small.
 
     Attributes:
-        model: `conv`, `skip`, `mlp`, `structures`, `matrices`, `mixed`, `frozen` or `random-` and a seed.
+        model: `conv`, `skip`, `mlp`, `structures`, `matrices`, `mixed`, `frozen`, `gated` or `random-` and a seed.
         starts: first layers of all stages but the first.
         replicas: per stage.
         columns: of `make_setup`.
@@ -117,7 +117,7 @@ def model_of(name: str) -> nn.Module:
         return RandomNet([[draw.randint(0, i) for _ in range(draw.randint(1, 3))] for i in range(draw.randint(3, 6))])
     kinds: dict[str, Callable[[], nn.Module]] = {
         "conv": ConvNet, "skip": SkipNet, "mlp": Mlp, "structures": Structures, "matrices": matrices,
-        "mixed": MixedTypes, "frozen": FrozenPart, "stack": stack, "tied": TiedEnds,
+        "mixed": MixedTypes, "frozen": FrozenPart, "gated": Gated, "stack": stack, "tied": TiedEnds,
     }  # fmt: skip
     return kinds[name]()
 

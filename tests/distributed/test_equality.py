@@ -48,6 +48,8 @@ TWO = {
     "parameters of three types": Case("mixed", (4,), (1, 1), {"sizes": (2, 4)}),
     "dp, parameters of three types": Case("mixed", (), (2,), {"weights": "one", "depth": 1, "sizes": (2, 4)}),
     "dp, parameters without a gradient": Case("frozen", (), (2,), {"weights": "one", "depth": 1}),
+    "a gate without a gradient": Case("gated", (2,), (1, 1)),
+    "a gate without a gradient, sockets": Case("gated", (3,), (1, 1), ZERO_BUBBLE, shares_memory=False),
     "two buffers": Case("skip", (4,), (1, 1), {"weights": "double-buffer", "accumulate": 2}, segments=(13, 4)),
     "two buffers, depth 3, a short round": Case(
         "conv", (4,), (1, 1), {"weights": "double-buffer", "depth": 3, "accumulate": 3}, segments=(11,)
@@ -113,6 +115,7 @@ TWO = {
     "cut anew, a flush": Case("conv", (4,), (1, 1), {"weights": "one", "microbatches": 3}, recuts=((2,),)),
     "cut anew, bf16": Case("conv", (4,), (1, 1), {"precision": "bf16"}, recuts=((2,),)),
     "a layer moves to the left": Case("conv", (3,), (1, 1), {}, (17, 5), moves=(Repartition(6, (5,)),)),
+    "a layer moves behind a gate": Case("gated", (3,), (1, 1), {}, (17, 5), moves=(Repartition(6, (2,)),)),
     "a layer moves to the right": Case("skip", (7,), (1, 1), {}, (17, 5), moves=(Repartition(6, (4,)),)),
     "layers move to and fro, sockets": Case(
         "conv",

@@ -24,7 +24,7 @@ from pipebench.recipe.users_code import _is_of_an_operation, as_users
 from pipebench.run.trial import _refuse_what_gets_lost
 from tests.evaluations import mode_setup, trained
 from tests.oracles import sequential
-from tests.support import Blobs, parameters_of
+from tests.support import Blobs, Mlp, parameters_of
 
 UPDATES = 4
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -90,6 +90,19 @@ def detaches(net: Net, h: torch.Tensor) -> torch.Tensor:
     return torch.tanh(net.b(h)).detach()
 
 
+def compares_apart(net: Net, h: torch.Tensor) -> torch.Tensor:
+    return h * (net.b(h) > 0)  # type: ignore[no-any-return]
+
+
+def chooses(net: Net, h: torch.Tensor) -> torch.Tensor:
+    return h + functional.one_hot(torch.tanh(net.b(h)).argmax(1), 8)
+
+
+def splits(net: Net, h: torch.Tensor) -> torch.Tensor:
+    first, second = net.part(torch.tanh(net.b(h)))  # type: ignore[misc]
+    return first * (second > 0)  # type: ignore[no-any-return]
+
+
 def calls(net: Net, h: torch.Tensor) -> torch.Tensor:
     return net.part(torch.tanh(net.b(h)))  # type: ignore[no-any-return, misc]
 
@@ -109,6 +122,30 @@ class MovingMean(nn.Module):
         if self.training:
             self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         return x - self.mean
+
+
+class Detached(nn.Module):
+    """Detaches what comes in, where torch.fx doesn't see it."""
+
+    one_layer = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x without its past."""
+        return x.detach() * 2
+
+
+class Twice(nn.Module):
+    """Two linear layers as one layer with two outputs."""
+
+    one_layer = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both outputs, [samples, 8] each."""
+        return self.first(x), self.second(x)
 
 
 class Widest(MovingMean):
@@ -159,7 +196,13 @@ def decaying(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 0.1, weight_decay=0.5)
 
 
-def plainly(model: nn.Module, size: int, per_update: int, make: Make = decaying) -> dict[str, torch.Tensor]:
+def summed_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output, target, reduction="sum")
+
+
+def plainly(
+    model: nn.Module, size: int, per_update: int, make: Make = decaying, loss: Any = summed_loss
+) -> dict[str, torch.Tensor]:
     """Train the model itself; every update is of some minibatches, one after the other."""
     data, sampler = Blobs(), Sampler(48, size, 0)
 
@@ -171,7 +214,7 @@ def plainly(model: nn.Module, size: int, per_update: int, make: Make = decaying)
         model,
         make(list(model.parameters())),
         [[minibatch(k * per_update + i) for i in range(per_update)] for k in range(UPDATES)],
-        lambda output, target: functional.cross_entropy(output, target, reduction="sum"),
+        loss,
         lambda target: float(len(target)),
     )
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -189,6 +232,7 @@ def assert_as_expected(setup: Any, expected: dict[str, torch.Tensor]) -> None:
     ("middle", "part"),
     [
         (doubles, None), (sums, None), (masks, None), (compares, None), (converts, None), (detaches, None),
+        (compares_apart, None), (chooses, None), (calls, Detached), (splits, Twice),
         (calls, MovingMean), (calls, Widest), (calls, lambda: Renormalised(8)), (calls, TracedMean),
         (calls, weight_norm), (calls, pruned),
         (calls, lambda: torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))),
@@ -219,6 +263,46 @@ def test_a_stage_between_others_may_have_no_gradient() -> None:
     for backward in ("whole", "split"):
         setup = mode_setup(Net(detaches), "gpipe", starts, backward=backward, make_optimizer=decaying)
         assert_as_expected(setup, plainly(Net(detaches), 2, 2))
+
+
+def test_without_a_flush_decay_leaves_alone_what_no_gradient_reaches() -> None:
+    """Behind any cut, of weights as they begin: a plain loop's optimizer skips parameters without a gradient."""
+    begin = dict(Net(compares_apart).named_parameters())
+    for start in range(1, len(trace(Net(compares_apart)).layers)):
+        setup = mode_setup(Net(compares_apart), "pipedream", [start], make_optimizer=decaying)
+        found = parameters_of(trained(setup, UPDATES))
+        assert {n for n, value in found.items() if torch.equal(value, begin[n])} == {"b.weight", "b.bias"}, start
+
+
+class TwoHeads(Mlp):
+    """Also returns features that the loss doesn't read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Linear(6, 8).double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Return [samples, 4] and [samples, 8]."""
+        features = self.features(x)
+        return super().forward(x), features
+
+
+class OfFirst(Blobs):
+    """The loss is of the first output."""
+
+    def loss(self, output: Any, targets: Any) -> torch.Tensor:
+        """Return summed cross-entropy."""
+        return super().loss(output[0], targets)
+
+
+def test_an_output_that_the_loss_does_not_read_gets_no_gradient() -> None:
+    def loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output[0], target, reduction="sum")
+
+    expected = plainly(TwoHeads(), 4, 1, loss=loss)
+    for start in (1, 3):
+        setup = mode_setup(TwoHeads(), "model", [start], make_optimizer=decaying, dataset=OfFirst())
+        assert_as_expected(setup, expected)
 
 
 def shared(graph: Any) -> list[list[int]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipebench.cluster import PER_VALUE, Cluster, Level
+from pipebench.cluster import PER_VALUE, TWO_LEVEL, Cluster, Level
 from pipebench.planner import climb
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.floor import Floors
@@ -16,6 +16,7 @@ from pipebench.planner.placement_costs import Sketch
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.schedule.pipeline import noam
+from reports.studies import planner_regret
 from reports.studies.planner_regret import MODE, best_plan, every_plan, instance
 from tests.bench.planning import chain
 from tests.planner.test_shapes import planner, request
@@ -63,6 +64,33 @@ def test_no_plan_is_faster_than_the_planner_says_of_the_best(kind: str, seed: in
     assert found.tried_all
     assert best is not None
     assert 0.978 * found.minibatch_s <= found.at_least_s <= best.minibatch_s
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed", "flow"),
+    [
+        *(("random", 4, None), ("random", 6, None), ("RNN-like", 4, None), ("random", 6, 0.4)),
+        pytest.param("CNN-like", 2, None, marks=pytest.mark.slow),
+    ],
+)
+def test_the_best_of_all_plans_is_found_where_servers_sum_first(
+    kind: str, seed: int, flow: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 layers on 4 or 6 workers in servers; `flow` is a connection's share of a port."""
+    monkeypatch.setattr(planner_regret, "_ports_s", lambda *_: iter((0.0,)))  # those are a ring's
+    asked = instance(kind, seed, planner_regret.Sizes(range(4, 5), ((2, 2), (2, 3), (3, 2)))).request
+    if flow is not None:
+        asked = limited(asked, flow_bytes_per_s=flow)
+    made = Planner(replace(asked, cluster=replace(asked.cluster, all_reduce=TWO_LEVEL)), MODE)
+    found = made.best()
+    best, _ = best_plan(made, found.minibatch_s)
+    assert best is None or found.minibatch_s <= 1.01 * best.minibatch_s
+    floors = Floors(made)
+    for each in [*every_plan(made)][::97][:40]:
+        if each.depth == noam([stage.replicas for stage in each.stages]):  # deeper ones have yet to settle
+            floor_s = floors.floor_s(Sketch(each.stages, each.devices, each.depth))
+            simulated = made.with_prediction(made.estimate("", each.stages, each.devices, depth=each.depth))
+            assert floors.floor_s(Sketch(each.stages, (), each.depth)) <= floor_s <= simulated.minibatch_s * (1 + 1e-3)
 
 
 def test_of_many_plans_it_says_what_none_is_below(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipebench.cluster import Cluster, Level
 from pipebench.engine.setup import Setup
 from pipebench.model.graph import trace
 from pipebench.model.plan import recut
@@ -87,10 +88,10 @@ def measured_peaks(setup: Setup) -> list[int]:
     return peaks
 
 
-def predicted_peaks(setup: Setup, *besides: str) -> list[int]:
+def predicted_peaks(setup: Setup, *besides: str, num_minibatches: int = _MINIBATCHES) -> list[int]:
     """Return the most that the simulator says replicas keep between instructions, with other kinds besides."""
     memory = MemoryMeter(setup.pipeline, memories_of(setup), setup.costs)
-    simulate_all(setup, _MINIBATCHES, Meter(setup.pipeline, memory))
+    simulate_all(setup, num_minibatches, Meter(setup.pipeline, memory))
     rows = [KINDS.index(kind) for kind in (*HELD, *besides)]
     return [int(curve.num_bytes[rows].sum(axis=0).max()) for curve in memory.timeline().curves]
 
@@ -102,6 +103,21 @@ def test_the_predicted_peak_is_that_of_the_live_tensors(seed: int) -> None:
     setup = random_setup(seed)
     for predicted, measured in zip(predicted_peaks(setup), measured_peaks(setup), strict=True):
         assert predicted == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_server_holds_what_its_pushes_make_while_its_own_replica_computes(num_workers: int) -> None:
+    """In runs of one minibatch, too; pushes arrive in a forward of 7 s, in a backward of 14 s, or between."""
+    for num_minibatches in (1, 2, 6):
+        for push_s in (0.001, 4.0, 10.0, 19.0, 30.0):
+            cluster = Cluster("flat", "unit", None, (Level("server", num_workers, 1456 / push_s, 1e-3),))
+            setup = make_setup(
+                Mlp(), ([], [num_workers]), weights="newest-pulled", sync="asynchronous", depth=1, cluster=cluster,
+                dataset=Blobs(num_train=48), make_optimizer=momentum,
+            )  # fmt: skip
+            engine = make_engine(setup)
+            engine.train(0, num_minibatches)
+            assert predicted_peaks(setup, num_minibatches=num_minibatches) == engine.peak_bytes, push_s
 
 
 @pytest.mark.sampled(4)

@@ -52,6 +52,7 @@ class FirstReplicaMemory(PushingMemory):
             self._versions.hold()
             yield from self._of_versions(alive, at_end=True)
         else:
+            yield from self.make_state() if it.op is Op.PUSH else ()  # before its gradient goes
             yield from super().changes(it, size)
 
     def applied(self, *, own: bool) -> Iterator[Change]:

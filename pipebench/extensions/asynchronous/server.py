@@ -179,6 +179,8 @@ class InProcessServer(Server):
         self._pulled[replica] = self.here.apply(minibatch, version, gradients, of_first=replica == 0)
         if replica > 0:
             self._collectives.count(self._kind, replica, 0, self._num_bytes)
+            workers = self._collectives.workers
+            workers[0].note_beside(workers[replica].busy_until_s)
 
     def pull(self, replica: int, at_least: int) -> Pulled:
         """Return the weights after the replica's last push, or after all."""

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from pipebench.checkpoint.share import Share
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import OnGradient
+from pipebench.engine.gradients import Gradients, add
 from pipebench.engine.in_flight import num_bytes
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement
@@ -116,10 +117,10 @@ class MigratingReplica:
     def backward(
         self,
         unit: int,
-        arrived: Mapping[int, Sequence[torch.Tensor]],
+        arrived: Gradients,
         on_gradient: OnGradient | None = None,
         move: Displacement = AS_IT_IS,
-    ) -> dict[int, list[torch.Tensor]]:
+    ) -> Gradients:
         """Run a unit backward through all parts that ran it forward here; see `Replica.backward`.
 
         Returns gradients for other stages' layers too. `on_gradient` and `move` are unused: a stage whose layers move
@@ -128,9 +129,7 @@ class MigratingReplica:
         total, self.again_bytes = {layer: list(found) for layer, found in arrived.items()}, 0
         for replica in self._parts.end(unit):
             heads = {layer: total.pop(layer, []) for layer in replica.stage.returns}
-            for layer, found in replica.backward(unit, heads).items():
-                known = total.get(layer)
-                total[layer] = [a + b for a, b in zip(known, found, strict=True)] if known else found
+            add(total, replica.backward(unit, heads))
             self._collect_gradients(replica)
             self.again_bytes = max(self.again_bytes, replica.again_bytes)  # replicas recompute one after the other
         return total
