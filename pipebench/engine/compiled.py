@@ -26,5 +26,5 @@ def compiled(stage: Stage) -> Callable[..., Any]:
     recurrent = [part for part in stage.module.modules() if isinstance(part, nn.RNNBase)]
     for part in dict.fromkeys((stage.seeder, stage.loss, *carrying, *recurrent)):
         part.forward = torch.compiler.disable(part.forward)  # type: ignore[no-untyped-call]
-    made: Callable[..., Any] = torch.compile(stage.module, options=_OPTIONS)
+    made: Callable[..., Any] = torch.compile(stage.module.with_forward(), options=_OPTIONS)
     return made

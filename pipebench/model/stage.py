@@ -59,7 +59,7 @@ class Stage:
     index: int  # position in the pipeline
     # From the model inputs in `inputs` and the values in `receives` to the values in `returns` and, in the last stage,
     # the loss head's output
-    module: fx.GraphModule
+    module: TracedModule
     inputs: tuple[str, ...]
     receives: dict[int, tuple[int, ...]]  # source stage to the layers whose values it receives, sources ascending
     sends: dict[int, tuple[int, ...]]  # target stage to the layers whose values it sends, targets ascending

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import fx, nn
@@ -57,15 +57,26 @@ def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None) -> fx.GraphModule
 class TracedModule(fx.GraphModule):
     """A module that runs a graph, and lets an operation's exception through as it is.
 
-    torch.fx's own prints a traceback to stderr and removes the frames.
+    torch.fx's own prints a traceback to stderr and removes the frames, and has its forward written and compiled anew
+    whenever it is made, copied or changed. Here this waits for the first call: most are only cut, or read.
     """
 
-    def recompile(self) -> PythonCode:
-        """Make the forward of the graph."""
-        code = super().recompile()
-        # Each instance has a class of its own.
-        type(self).__call__ = nn.Module.__call__  # type: ignore[method-assign]
-        return code
+    def recompile(self) -> PythonCode | None:  # type: ignore[override]
+        """Forget the forward of what the graph was."""
+        if "forward" in vars(type(self)):  # each instance has a class of its own
+            del type(self).forward
+        return None
+
+    def forward(self, *values: Any) -> Any:
+        """Make the forward of the graph, and run it."""
+        return self.with_forward().forward(*values)
+
+    def with_forward(self) -> Self:
+        """Return this module, with the forward of the graph made, for callers that look into it."""
+        if "forward" not in vars(type(self)):
+            super().recompile()
+            type(self).__call__ = nn.Module.__call__  # type: ignore[method-assign]
+        return self
 
 
 def fed_arguments(forward: Callable[..., Any], fed: Fed = None) -> tuple[list[str], list[str]]:

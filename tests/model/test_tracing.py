@@ -1,5 +1,6 @@
 """What tracing would freeze is refused with its line; what it has lost is found by comparing with the model."""
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from pipebench.errors import GraphError, TracingError
 from pipebench.model.graph import as_one_layer, is_random, trace
 from pipebench.model.plan import make_plan
 from pipebench.model.trace_check import check_traced
+from pipebench.model.tracing import TracedModule
 from tests.evaluations import assert_scores_are_the_weights, mode_setup, trained
 from tests.support import Blobs
 
@@ -323,3 +325,19 @@ def test_methods_that_draw_are_known() -> None:
     x = graph.placeholder("x")
     drawn = {name: is_random(nn.Module(), graph.call_method(name, (x,))) for name in ("normal_", "bernoulli", "view")}
     assert drawn == {"normal_": True, "bernoulli": True, "view": False}
+
+
+def test_a_forward_is_made_when_it_is_first_called_and_is_that_of_the_graph() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    doubled = graph.call_function(torch.mul, (x, 2))
+    graph.output(doubled)
+    module = TracedModule(nn.Module(), graph)
+    unused = copy.deepcopy(module)
+    assert not any("forward" in vars(type(each)) for each in (module, unused))
+    assert module(torch.tensor(3)) == 6
+    doubled.args = (x, 5)
+    assert module(torch.tensor(3)) == 6, "as torch.fx's, until it is told"
+    module.recompile()
+    assert (module(torch.tensor(3)), copy.deepcopy(module)(torch.tensor(3))) == (15, 15)
+    assert unused(torch.tensor(3)) == 6
