@@ -1,5 +1,6 @@
 """Finds recipe and cluster files by path or short name, in a checkout as in an installed wheel."""
 
+import functools
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ CLUSTERS = "clusters"
 _PACKAGE = Path(pipebench.__file__).resolve().parent
 
 
+@functools.cache
 def shipped_folder(name: str) -> Path:
     """Return a folder of shipped files: beside the package in a checkout, inside it in a wheel."""
     checkout = _PACKAGE.parent / name

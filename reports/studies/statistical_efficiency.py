@@ -61,8 +61,7 @@ class Run:
     @property
     def loaded(self) -> LoadedRecipe:
         """Its recipe."""
-        recipe, *words = self.words
-        return load(recipe, words)
+        return _loaded(self.words)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -78,8 +77,7 @@ class Run:
     @property
     def kept(self) -> KeptResult | None:
         """The result that reports have of it; None if there is none, or none of its recipe with its tree."""
-        found = _kept().get(self.words)
-        return found if found is not None and found.answers(self.loaded) else None
+        return _answer(self.words)
 
     @property
     def outcome(self) -> "Outcome | None":
@@ -127,6 +125,19 @@ def train(run: Run) -> Outcome:
     else:
         kept_runs.keep(RATES / f"{run.name}.json", run.loaded.recipe, made=made.made, outcome=asdict(outcome))
     return outcome
+
+
+@functools.cache
+def _loaded(words: tuple[str, ...]) -> LoadedRecipe:
+    """Return a command's recipe: tables, sentences and pictures ask for each many times."""
+    return load(words[0], words[1:])
+
+
+@functools.cache
+def _answer(words: tuple[str, ...]) -> KeptResult | None:
+    """Return the result kept of a command, if its recipe is still the one that was trained."""
+    found = _kept().get(words)
+    return found if found is not None and found.answers(_loaded(words)) else None
 
 
 @functools.cache

@@ -16,13 +16,14 @@ from pipebench.recipe.weightless import weightless
 from tests.patience import without_phases
 
 SLOW = {"torch._dynamo", "sympy", "mlflow", "matplotlib", "torchvision", "pandas"}
+PLAN = ["plan", "quickstart", "--no-others"]  # the others import no more
 COMMANDS = [
     (["--help"], SLOW | {"torch", "numpy", "pydantic", "omegaconf", "rich"}),
     (["ls", "modes"], SLOW | {"torch", "numpy", "pydantic"}),
     (["ls", "recipes"], SLOW | {"torch", "numpy", "pydantic"}),
     (["ls"], SLOW),
     (["show", "quickstart"], SLOW),
-    (["plan", "quickstart"], SLOW),
+    (PLAN, SLOW),
 ]
 # In one process: what a command imports, those after it may import, too.
 CODE = """\
@@ -54,7 +55,7 @@ def python(code: str, *words: str, cache: Path | None = None) -> str:
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
     """Return a cache with the quick start's profile, and all modules imported to compute and plan it."""
     folder = tmp_path_factory.mktemp("cache")
-    modules = python(CODE, '[["plan", "quickstart"]]', cache=folder).splitlines()[-1].split()
+    modules = python(CODE, json.dumps([PLAN]), cache=folder).splitlines()[-1].split()
     assert any(folder.iterdir())
     return folder, {*modules}
 

@@ -1,12 +1,15 @@
 """What starts a run touches no GPU: another process measures and plans, and its end is told as one's own would be."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
 import torch
@@ -71,6 +74,44 @@ def decide(*words: str) -> tuple[Decision, list[str]]:
     return decided_apart(loaded.recipe, cluster, told.append), told
 
 
+class Question(io.BytesIO):
+    """The standard input of a process; `asked` gets what was written when it is closed."""
+
+    def __init__(self, asked: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self.asked = asked
+
+    def __exit__(self, *exception: object) -> None:
+        self.asked(self.getvalue())
+
+
+class InThisProcess:
+    """The process that decides, without the seconds that a start takes: what it would do is done here."""
+
+    def __init__(self, command: Sequence[str], pass_fds: Sequence[int], **_: object) -> None:
+        self.words, self.answers = command[-2:], os.dup(*pass_fds)  # the parent closes its own
+        self.stdin = Question(self.decide)
+
+    def decide(self, question: bytes) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(question)))
+            patch.setattr(deciding, "end_with", lambda parent: None)
+            deciding.main([self.words[0], str(self.answers)])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    kill = wait = __exit__
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", InThisProcess)
+
+
 def forbid(*_: object) -> None:
     raise AssertionError("this process touches CUDA")
 
@@ -125,14 +166,12 @@ def prepare_here(*words: str) -> Decision:
 
 @pytest.mark.usefixtures("here")
 def test_what_is_decided_is_what_this_process_would_have_decided() -> None:
-    decided, told = decide()
-    assert decided[:2] == prepare_here()[:2]
     measured, told = decide("cluster.name=local")
     assert told[0].startswith("measuring layer 1 of ")
     assert prepare_here("cluster.name=local")[:2] == measured[:2], "it is in the cache"
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("here", "in_this_process")
 @pytest.mark.parametrize(
     ("words", "kind"),
     [(["parallelism.cuts=[nowhere]"], PlanError), (["engine.timing=none.json"], ProfileError)],
@@ -147,12 +186,11 @@ def test_a_mistake_comes_back_as_the_same_sentence(words: list[str], kind: type[
     assert type(found.value) is type(expected.value)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("exits", "ended with exit code 7"),
+        pytest.param("exits", "ended with exit code 7", marks=pytest.mark.slow),
         ("killed", "was ended by SIGKILL; the system sends SIGKILL when memory runs out, unless somebody did"),
     ],
 )
@@ -169,7 +207,7 @@ def test_an_end_without_an_answer_is_told_once(
     ]
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("here", "in_this_process")
 def test_what_the_user_s_code_raises_comes_back_as_the_user_s(here: Path) -> None:
     (here / "ending.yaml").write_text(ENDING.replace("HOW", "raises"))
     with pytest.raises(UserCodeError, match=r"RuntimeError: a mistake inside \(.*ending.py:10, in raises\)"):

@@ -143,8 +143,8 @@ def test_initialisation() -> None:
 
 def test_every_cut_computes_the_whole() -> None:
     num_layers = len(trace(make()).layers)
-    assert check_every_cut(make(), DATA, 3, apart=12) == num_layers - 1
-    assert check_every_cut(make(), DATA, 3, num_random=4, num_stages=5) == 16
+    assert check_every_cut(make(), DATA, 3, apart=4) == num_layers - 1
+    assert check_every_cut(make(), DATA, 3, num_random=2, num_stages=5) == 8
 
 
 @pytest.mark.sampled(3)

@@ -150,7 +150,7 @@ def test_a_text_longer_than_the_positions_is_refused() -> None:
 
 def test_every_cut_computes_the_whole() -> None:
     num_layers = 2 * 19 + 15
-    assert check_every_cut(make(), Counted(), 5, apart=10) == num_layers - 1
+    assert check_every_cut(make(), Counted(), 5, apart=5) == num_layers - 1
     assert check_every_cut(make(share_embedding=True), Counted(), 3, every=9) == 0  # refused: it would be torn
 
 

@@ -181,8 +181,8 @@ def test_what_is_not_padding_matters() -> None:
 
 def test_every_cut_computes_the_whole() -> None:
     """Sources of different lengths; the memory of the attention and what was attended to cross."""
-    assert check_every_cut(make(), Pairs(), 5) == 25
-    assert check_every_cut(make(), Pairs((12, 10)), 4, num_stages=5, num_random=4) == 16
+    assert check_every_cut(make(), Pairs(), 5, apart=5) == 25
+    assert check_every_cut(make(), Pairs((12, 10)), 4, num_stages=5, num_random=2) == 8
 
 
 def test_every_cut_of_sixteen_layers() -> None:

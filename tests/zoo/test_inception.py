@@ -73,8 +73,8 @@ def test_every_cut_computes_what_the_whole_does() -> None:
     torch.manual_seed(0)
     model = inception_v3(width=1 / 16, dropout=0, num_classes=4, in_channels=1, image_size=75)
     dataset = synthetic(shape=(1, 75, 75), num_classes=4)
-    assert check_every_cut(model, dataset, 5, apart=8) == 323
-    assert check_every_cut(model, dataset, 5, every=54) == 6
+    assert check_every_cut(model, dataset, 5, apart=4) == 323
+    assert check_every_cut(model, dataset, 5, every=108) == 3
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,8 @@ def test_zero_init_residual_makes_every_block_the_identity() -> None:
 
 def test_every_cut_computes_what_the_whole_does() -> None:
     model, dataset = tiny()
-    assert check_every_cut(model, dataset, 5, apart=7) == NUM_LAYERS - 1
-    assert check_every_cut(model, dataset, 5, every=35) == 5
+    assert check_every_cut(model, dataset, 5, apart=4) == NUM_LAYERS - 1
+    assert check_every_cut(model, dataset, 5, every=70) == 3
     assert check_every_cut(model, dataset, 5, num_random=2, num_stages=4) == 6
 
 
