@@ -8,7 +8,6 @@ import copy
 import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,19 +24,11 @@ MAX_DEPTH = 32  # of nested values or brackets, which are read recursively
 _DROPPED = ("timestamp", "merge", "value", "int", "float")
 
 
-# Text in which libyaml differs from PyYAML's own scanner: it takes tabs between tokens, `?` inside words of a flow
-# mapping and `|#`, and reads a lone `!` as text. What isn't ASCII was not compared.
-_READ_IN_PYTHON = re.compile(r"[^\n -~]|[!?]|[|>]\S*#")
-
-
-class _Rules(yaml.composer.Composer, yaml.constructor.SafeConstructor, yaml.resolver.Resolver):
-    """What is taken of the events of either parser."""
-
-    peek_event: Any  # the parser's
+class _Loader(yaml.SafeLoader):
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             raise yaml.composer.ComposerError(
                 None, None, "anchors (& and *) are not taken, use ${...} instead", event.start_mark
@@ -62,32 +53,18 @@ class _Rules(yaml.composer.Composer, yaml.constructor.SafeConstructor, yaml.reso
         return super().construct_mapping(node, deep)
 
 
-_Rules.yaml_implicit_resolvers = {
+_Loader.yaml_implicit_resolvers = {
     first: [(tag, regexp) for tag, regexp in resolvers if tag.rpartition(":")[2] not in _DROPPED]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Rules.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
-_Rules.add_implicit_resolver(
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
         r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?$|[-+]?[0-9]+[eE][-+]?[0-9]+$|[-+]?\.(inf|nan)$", re.I
     ),
     list("-+0123456789."),
 )
-
-
-class _Loader(_Rules, yaml.SafeLoader):
-    """Scans in Python; its messages are those that users read."""
-
-
-if yaml.__with_libyaml__:
-
-    class _FastLoader(_Rules, yaml.CSafeLoader):
-        """Scans in C: the same data in a quarter of the time."""
-
-        def __init__(self, stream: str) -> None:
-            yaml.CSafeLoader.__init__(self, stream)
-            yaml.composer.Composer.__init__(self)
 
 
 def parse(text: str) -> Any:
@@ -97,9 +74,6 @@ def parse(text: str) -> Any:
 
 @lru_cache(maxsize=256)  # the recipes of a report share a few bases
 def _parsed(text: str) -> Any:
-    if yaml.__with_libyaml__ and not _READ_IN_PYTHON.search(text):
-        with suppress(Exception):  # whatever is wrong with it is found again, and told, below
-            return yaml.load(text, Loader=_FastLoader)
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
