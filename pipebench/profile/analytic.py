@@ -46,6 +46,7 @@ def analytic_profile(
         for each, of_length in ((each, dataset.of_length(each.columns)) for each in dataset.lengths)
     )
     layers = mean_layers(lengths) if lengths else walks.at(dataset, sizes)
+    mean_load_s = {size: sum(each.share * each.load_s[size] for each in lengths) for size in sizes}
     return Profile(
         model=model,
         device=device.name,
@@ -54,7 +55,7 @@ def analytic_profile(
         layers=layers,
         update_s_per_byte=_update_s_per_byte(optimizer, layers[sizes[0]], device),
         update_floor_s=device.launch_s + device.pause_s,
-        load_s=mean_load_s(lengths) if lengths else load_s(dataset),
+        load_s=mean_load_s if lengths else load_s(dataset),
         whole_step_s={},
         state_bytes_per_byte=state_bytes_per_byte(optimizer),
         lengths=lengths,
@@ -158,11 +159,6 @@ def mean_layers(lengths: Sequence[LengthProfile]) -> dict[int, tuple[LayerProfil
         size: tuple(_mean(shares, rows) for rows in zip(*(each.layers[size] for each in lengths), strict=True))
         for size in lengths[0].layers
     }
-
-
-def mean_load_s(lengths: Sequence[LengthProfile]) -> dict[int, float]:
-    """Return number of samples to the mean seconds of loading them."""
-    return {size: sum(each.share * each.load_s[size] for each in lengths) for size in lengths[0].load_s}
 
 
 def _mean(shares: Sequence[float], rows: Sequence[LayerProfile]) -> LayerProfile:

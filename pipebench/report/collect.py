@@ -14,7 +14,7 @@ from pipebench.errors import UserError, WorkersFailedError, printable_lines
 from pipebench.recipe.engines import engine_kind
 from pipebench.report.evaluate import CellOutcome
 from pipebench.report.evaluated import EARLIER, KEPT, MLFLOW, Origin
-from pipebench.report.kept import KeptResult, cluster_of, keep, kept_results
+from pipebench.report.kept import KeptResult, cluster_of, kept_results
 from pipebench.report.recipes import Asked
 from pipebench.run.identity import hardware, made_on
 from pipebench.run.preflight_all import preflight_all
@@ -129,10 +129,6 @@ class Collection:
             if found is not None and found.result is not None and engine_kind(each.loaded.recipe).trains:
                 cluster = cluster_of(each.loaded)
                 yield each, KeptResult(each.words, found.version, found.ended, cluster, found.result, found.made)
-
-    def keep_trained(self, folder: Path) -> list[Path]:
-        """Store every trained result for the reports in a folder and return the files; raises an OSError."""
-        return [keep(folder, kept, each.loaded) for each, kept in self.trained()]
 
     def outcomes(self) -> dict[tuple[str, str, str], list[CellOutcome]]:
         """Return the outcomes of every run by row, run and column."""

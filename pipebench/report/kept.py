@@ -39,13 +39,9 @@ class KeptResult:
         """Return whether a recipe is equivalent to the stored one."""
         asked = {key: value for key, value in loaded.flat.items() if key != _NAME}
         kept = {key: value for key, value in self.result.recipe.items() if key != _NAME}
-        return _same(kept, asked, dict(flattened(defaults()))) and _same(
-            self.cluster, self._known_of(cluster_of(loaded)), {}
-        )
-
-    def _known_of(self, cluster: Mapping[str, str]) -> dict[str, str]:
-        """Return a cluster without keys about copies that the stored one lacks."""
-        return {k: v for k, v in cluster.items() if k in self.cluster or k.rpartition(".")[2] not in _OF_COPIES}
+        cluster = cluster_of(loaded).items()
+        known = {k: v for k, v in cluster if k in self.cluster or k.rpartition(".")[2] not in _OF_COPIES}
+        return _same(kept, asked, dict(flattened(defaults()))) and _same(self.cluster, known, {})
 
 
 def cluster_of(loaded: LoadedRecipe) -> dict[str, str]:

@@ -13,6 +13,7 @@ from pipebench.report.collect import Collection
 from pipebench.report.definition import Report
 from pipebench.report.evaluate import evaluate_report
 from pipebench.report.evaluated import KEPT, MLFLOW, Evaluated
+from pipebench.report.kept import keep
 from pipebench.report.progress import guess, runs_progress
 from pipebench.report.recipes import Asked
 from pipebench.report.render import Rendered, render
@@ -59,7 +60,8 @@ def make_report(report: Report, asked: Sequence[Asked], making: Making) -> int:
         about = {"command": making.command, "server": server_address(), "made": made_now()}
         evaluated = evaluate_report(report, outcomes, **about, drawings=drawings)
         try:
-            kept = collection.keep_trained(report.path.parent) if making.keeps else []
+            trained = collection.trained() if making.keeps else ()
+            kept = [keep(report.path.parent, result, each.loaded) for each, result in trained]
             with preparing(report.name, work="drawing pictures and writing the page"):
                 rendered = render(evaluated, making.folder)
         except OSError as error:

@@ -181,7 +181,4 @@ def policies_of(graph: LayerGraph, plan: Plan) -> dict[str, str]:
 
 def under(setup: Setup, moves: Sequence[RepartitionRecord]) -> Plan:
     """Return a run's plan after moves."""
-    plan = setup.plan
-    for move in moves[-1:]:
-        plan = plan_after(setup.graph, plan, move.cuts, move.memory)
-    return plan
+    return plan_after(setup.graph, setup.plan, moves[-1].cuts, moves[-1].memory) if moves else setup.plan
