@@ -50,7 +50,7 @@ def counted(num_bytes: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
     return {key: count for key, count in num_bytes.items() if count and key[0] != "control"}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("drains", [[160], [7 * each for each in range(1, 15)]], ids=["one drain", "many"])
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize(("starts", "columns"), CASES)
@@ -80,7 +80,7 @@ LIMITED: list[Any] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("starts", "columns", "share", "chooses"), LIMITED)
 def test_the_same_is_decided_where_memory_is_limited(
     starts: list[int], columns: Any, share: float, chooses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -53,7 +53,7 @@ def test_wherever_it_is_asked_to_stop_it_ends_as_if_a_drain_had_been_planned_the
     make, count = SETUPS[kind], 8
     size = make().pipeline.period
     ended: dict[int, Any] = {}
-    for after in range(0, 400, 7):
+    for after in range(0, 400, 13):
         engine, done = stopped(make(), after, count)
         assert done == count or done % size == 0
         if done not in ended:
