@@ -38,7 +38,7 @@ from tests.oracles.evolution import evolve
 from tests.support import flat_cluster
 from tests.train.test_training import Silent, recipe
 
-PERIODS = 10
+PERIODS = 8
 RULES = SearchRecipe(cells=["cells.*"], population=3, tournament=2, smallest=1)
 PLANS: dict[str, dict[str, Any]] = {
     "one worker": {"cuts": ()},
@@ -49,7 +49,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def asked(**train: Any) -> Recipe:
-    train = {"target": None, "max_epochs": 5, "evaluate_every": PeriodRecipe(minibatches=6)} | train
+    train = {"target": None, "max_epochs": 4, "evaluate_every": PeriodRecipe(minibatches=6)} | train
     return recipe(**train)
 
 
@@ -107,7 +107,7 @@ def test_a_search_is_what_evolution_makes_of_its_evaluations() -> None:
     assert [each.minibatch for each in found.individuals] == [6 * n for n in range(PERIODS)]
     assert [each.second for each in found.individuals] == [0, *(point.clock_s for point in result.points[:-1])]
     assert found.best == min(range(PERIODS), key=lambda n: (scores[n], n))
-    assert f"of 10 individuals number {found.best} was the fittest: eval_loss" in result.sentence
+    assert f"of {PERIODS} individuals number {found.best} was the fittest: eval_loss" in result.sentence
 
 
 def test_the_same_seed_searches_alike_and_another_one_does_not() -> None:
@@ -154,10 +154,7 @@ def undisturbed(weights: str) -> tuple[RunResult, dict[str, Any]]:
         return found, bits(captured(engine))
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("weights", "after"), [("one", 6), ("one", 33), *(("stash", after) for after in (1, 6, 7, 20, 33))]
-)
+@pytest.mark.parametrize(("weights", "after"), [("one", 33), *(("stash", after) for after in (1, 6, 20))])
 def test_a_search_that_was_stopped_and_goes_on_ends_as_if_nothing_had_happened(
     weights: str, after: int, tmp_path: Path
 ) -> None:
@@ -182,7 +179,7 @@ def test_a_trace_is_followed_at_the_evaluation_after_each_change() -> None:
     assert [(each.minibatch, [name[-1] for name in each.cells]) for each in rows] == [
         (0, ["a", "b"]), (6, ["d"]), (18, ["a", "c", "d"]),
     ]  # fmt: skip
-    assert [len(each.scores) for each in rows] == [1, 2, 7]
+    assert [len(each.scores) for each in rows] == [1, 2, 5]
 
 
 def test_a_trace_that_goes_on_with_another_period_keeps_what_was_trained(tmp_path: Path) -> None:
