@@ -37,6 +37,7 @@ def ours(pipeline: Pipeline, worker: int) -> Iterator[_Cell]:
         yield from ((stage, letter, unit) for letter in _LETTERS[op])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", TORCH)
 @pytest.mark.parametrize("positions", range(1, 9))
 def test_the_order_is_torch_s(order: str, positions: int) -> None:
@@ -92,6 +93,7 @@ def test_zbv_has_no_bubble_and_keeps_as_much_as_1f1b(positions: int, more: int) 
 TIMES = [(1, 1, 1), (2, 2, 1), (3, 3, 1), (3, 3, 2), (4, 4, 1)]  # as long a forward as the input part of a backward
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("positions", range(1, 7))
 @pytest.mark.parametrize(("forward", "inputs", "weights"), TIMES)
 def test_the_bubble_of_dualpipev(positions: int, forward: int, inputs: int, weights: int) -> None:
