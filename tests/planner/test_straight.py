@@ -24,7 +24,7 @@ def fewest(case: Case, start: int) -> float:
     return min(found)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(case=cases("sosp19", max_layers=6).filter(lambda case: case.memory is not None), num_workers=st.integers(1, 6))
 def test_a_straight_plan_fits_where_any_of_all_does(case: Case, num_workers: int) -> None:
     """Also by a rule with another limit than the one that it was made for."""
