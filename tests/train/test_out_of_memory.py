@@ -31,6 +31,8 @@ from tests.made_up_gpu import made_up_gpu
 from tests.support import make_engine
 from tests.train.test_training import Silent, prepared, recipe
 
+pytestmark = pytest.mark.usefixtures("little_to_search")
+
 
 def full(module: Any, inputs: Any) -> None:
     """Stand in for an allocation of a layer that fails."""
