@@ -131,6 +131,7 @@ def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profi
     root = copied(graph.root).train()  # running the model here must not touch its statistics
     lower([root], graph.rounding)
     exact, averaged = dict(graph.root.named_parameters()) if graph.rounding else {}, averaged_buffers(graph)
+    trained = {name: parameter.nbytes for name, parameter in root.named_parameters()}
     for size in sizes:
         forget_states(root)
         env: dict[Any, Any] = {}
@@ -143,7 +144,7 @@ def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profi
             leaves = [t for t in pytree.tree_leaves(env[layer.node]) if isinstance(t, torch.Tensor)]
             num_bytes = sum(t.nbytes for t in leaves)
             with_gradient = sum(t.nbytes for t in leaves if t.requires_grad)
-            parameters = {n: p.nbytes for n, p in root.named_parameters() if n in layer.parameters}
+            parameters = {n: trained[n] for n in trained if n in layer.parameters}
             untrained = {name: attribute(root, name).nbytes for name in layer.untrained}
             masters = {name: exact[name].nbytes for name in parameters if name in exact}
             buffers = {n: attribute(graph.root, n).nbytes if n in averaged else 0 for n in layer.buffers}

@@ -17,6 +17,4 @@ def test_objects_of_triton_are_left_to_the_collector(monkeypatch: pytest.MonkeyP
     assert gc.get_freeze_count() == 0
     monkeypatch.delitem(sys.modules, "triton")
     freeze_all()
-    frozen = gc.get_freeze_count()
-    gc.unfreeze()
-    assert frozen > 0
+    assert gc.get_freeze_count() > 0  # and stays so, as conftest.py leaves it for all tests

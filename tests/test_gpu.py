@@ -154,7 +154,7 @@ def test_weight_versions_of_lstms_stay_where_they_are() -> None:
 SOME = ["swap", "swap", "keep", "recompute", "swap"] * 12  # cut to as many as there are layers
 
 
-@pytest.mark.parametrize("columns", [{}, {"weights": "one", "microbatches": 4}], ids=["pipedream", "flush"])
+@pytest.mark.parametrize("columns", [{"weights": "one", "microbatches": 4}, {}], ids=["flush", "pipedream"])
 def test_what_is_swapped_comes_back_with_the_same_bits(columns: dict[str, Any]) -> None:
     """Copies run beside the passes, so that what is read early, or overwritten before it is gone, shows here."""
     found = []

@@ -79,6 +79,7 @@ def check_going_on(make: Callable[[], Setup], before: int = BEFORE, after: int =
     assert again.evaluate() == whole.evaluate()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_goes_on(optimizer: str) -> None:
     check_going_on(lambda: make_setup(Mlp(), ([2, 4], [1, 2, 1]), make_optimizer=OPTIMIZERS[optimizer]))
@@ -120,6 +121,7 @@ def average_all(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", [([4], [1, 1]), ([4], [2, 1]), ([], [2])], ids=str)
 @pytest.mark.parametrize("wrap", [lambda model: model, average_all], ids=["moving", "cumulative"])
 def test_running_statistics_and_counters_go_on(plan: Any, wrap: Any) -> None:
@@ -195,6 +197,7 @@ def test_a_checkpoint_of_pipedream_loads_under_any_other_plan(plan: Any, columns
     same_weights(other, loop, exactly="microbatches" not in columns)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("before", [1, 2, 4])
 @pytest.mark.parametrize("after", [1, 2, 4])
 def test_streams_are_cut_into_other_microbatches(before: int, after: int) -> None:

@@ -73,6 +73,7 @@ def replayed(setup: Setup, pushes: Sequence[Pushes], optimizer: str) -> asynchro
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
 def test_a_plain_loop_over_the_logged_order_ends_with_the_same_weights(num_workers: int, optimizer: str) -> None:

@@ -76,7 +76,7 @@ def played(setup: Setup, total: int) -> tuple[Any, list[tuple[int, tuple[int, ..
     return engine, made
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize(
     ("starts", "columns"),

@@ -110,7 +110,7 @@ def test_cells_that_begin_idle_keep_their_initial_weights() -> None:
     assert of_cells(captured(engine), "ad") != of_cells(initial, "ad")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("left_out", ["b", "ad", "abcd", "c"])
 @pytest.mark.parametrize("weights", ["one", "stash"])
 def test_what_is_trained_is_the_model_built_without_the_cells(left_out: str, weights: str) -> None:

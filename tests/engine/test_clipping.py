@@ -66,6 +66,7 @@ def drained(setup: Setup, *segments: int) -> VirtualEngine:
     return engine
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("order", ["all-forwards", "1f1b"])
 @pytest.mark.parametrize("starts", [(4,), (2, 5)], ids=str)
 @pytest.mark.parametrize("segments", [(5, 5, 5, 5), (10, 5, 5), (5, 10, 5), (20,)], ids=str)

@@ -64,6 +64,7 @@ def done_s(events: Sequence[TimelineEvent]) -> list[float]:
     return [e.end_s for e in events if e.instruction.op is Op.BACKWARD and e.instruction.stage == 0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("before", "after"), SEVERAL)
 def test_bytes_are_those_that_the_shapes_foretell(before: Starts, after: Starts) -> None:
     """And a third statement of what moves: with each unit a version and what layers read, then all there is of them."""

@@ -172,7 +172,7 @@ def test_a_move_is_announced_while_training_goes_on(told_at: int) -> None:
     check((2, 4), [Repartition(told_at + 7, (3, 5))], told_at=told_at)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("at", range(10, 19))
 @pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5), (3, 4)])
 def test_a_segment_may_end_before_in_or_after_a_move(after: Starts, at: int) -> None:
@@ -244,7 +244,7 @@ def test_with_a_flush_layers_move_between_two_updates(after: Starts, columns: di
     assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("before", "after"), SEVERAL)
 def test_what_a_worker_holds_while_layers_move(before: Starts, after: Starts) -> None:
     """No more versions than in flight, and afterwards what a run has that never did otherwise."""
@@ -258,6 +258,7 @@ def test_what_a_worker_holds_while_layers_move(before: Starts, after: Starts) ->
         assert not any((crossing._outgoing, crossing._received, crossing._arriving, crossing._returning, given))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5)])
 @pytest.mark.parametrize("memory", ["sssssss", "ksrsksr"])
 def test_layers_move_whose_activations_are_swapped(after: Starts, memory: str) -> None:

@@ -34,6 +34,7 @@ def setup(columns: dict[str, Any], optimizer: OptimizerRecipe = SGD, *, last: bo
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
 @pytest.mark.parametrize("mode", MODES)
 def test_channels_last_trains_the_same_weights(mode: str, optimizer: OptimizerRecipe) -> None:

@@ -83,6 +83,7 @@ def test_single_and_model_are_bit_identical_to_a_plain_loop(starts: list[int], m
         assert torch.equal(parameter, expected[name]), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("plan", "columns"),
     [
@@ -327,7 +328,7 @@ def random_pipelines(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[
     return reads, starts, draw(st.lists(st.integers(1, 3), min_size=num_stages, max_size=num_stages))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(random_pipelines(), st.integers(1, 9), st.integers(1, 3), st.one_of(st.booleans(), st.sets(st.integers(0, 20))))
 def test_random_graphs_cuts_and_replicas_equal_sequential_training(
     drawn: tuple[list[list[int]], list[int], list[int]],

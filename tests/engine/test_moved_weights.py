@@ -78,6 +78,7 @@ def worst_difference(plan: Plan, optimizer: str, rules: Rules) -> tuple[float, V
     return worst, engine
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", STRAIGHT + REPLICATED + EQUAL, ids=lambda plan: "-".join(map(str, plan[1])))
 def test_predicted_weights_are_the_formula_s(plan: Plan, optimizer: str) -> None:
@@ -85,7 +86,7 @@ def test_predicted_weights_are_the_formula_s(plan: Plan, optimizer: str) -> None
     assert worst < 1e-12
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", STRAIGHT + REPLICATED + EQUAL, ids=lambda plan: "-".join(map(str, plan[1])))
 def test_corrected_weights_are_the_formula_s(plan: Plan, optimizer: str) -> None:

@@ -185,6 +185,7 @@ def test_what_travels_is_half_as_large(mode: str) -> None:
     assert any(whole.values()) or mode == "single"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_checkpoint_holds_masters_and_resumes_to_the_bit(mode: str) -> None:
     def setup() -> Any:

@@ -92,6 +92,7 @@ def assert_equal(found: ModelState, expected: ModelState) -> None:
             assert torch.equal(torch.as_tensor(found.optimizer[name][key]), torch.as_tensor(value)), (name, key)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize(("replicas", "make_optimizer"), [(2, adamw), (3, momentum), (4, adamw)])
 def test_weights_are_those_of_a_plain_loop_to_the_bit(shard: str, replicas: int, make_optimizer: Optimizers) -> None:
@@ -203,6 +204,7 @@ def test_a_missing_part_of_a_parameter_is_found() -> None:
         ModelState.joined(parts)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("replicas", [2, 3, 8])
 def test_bytes_are_those_of_the_paper(shard: str, replicas: int) -> None:
@@ -288,7 +290,7 @@ PIPELINES: dict[str, tuple[tuple[list[int], list[int]], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_replicas_of_a_pipeline_s_stage_share_the_optimizer(name: str) -> None:
     """The weights of unsharded ones, to the bit; versions in use stay what they were."""

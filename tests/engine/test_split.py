@@ -88,7 +88,7 @@ MODELS: dict[str, tuple[Any, list[int]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "columns",
@@ -120,6 +120,7 @@ def test_split_backwards_equal_sequential_training(name: str, columns: dict[str,
         torch.testing.assert_close(parameter, expected[name], rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [[2, 2], [2, 1], [1, 3]], ids=str)
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 def test_replicated_stages_equal_sequential_training(replicas: list[int], clip_norm: float | None) -> None:

@@ -109,7 +109,7 @@ def test_vertical_sync(plan: tuple[list[int], list[int]]) -> None:
     assert worst < 1e-13
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("weights", ["stash", "stash-vertical-sync"])
 @pytest.mark.parametrize("replicas", [[1, 1, 1], [2, 1, 1], [1, 2, 1]], ids=str)
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 6])

@@ -138,6 +138,7 @@ def test_what_a_layer_that_is_kept_saves_too_stays_on_the_device() -> None:
         forward(replica, layer, torch.randn(5, 6, dtype=torch.float64))
 
 
+@pytest.mark.usefixtures("little_to_search")
 def test_nothing_of_a_swapped_unit_is_left_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it received, its graph's leaf, isn't either; and back again it goes with the graph."""
     storages: list[weakref.ref[torch.UntypedStorage]] = []

@@ -100,6 +100,7 @@ def check(setup: Setup, group: int, *, clip_norm: float | None = None, bits: boo
     return engine
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [momentum, adamw])
 @pytest.mark.parametrize("starts", [ENDS, THREE, BOTH], ids=str)
 def test_model_parallelism_is_bit_identical_to_a_plain_loop(starts: list[int], make: MakeOptimizer) -> None:
@@ -120,7 +121,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2)], ids=str)
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -256,6 +257,7 @@ PLANS: dict[str, tuple[tuple[list[int], list[int]], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("after", PLANS)
 @pytest.mark.parametrize("before", ["apart", "replicated", "two versions"])
 def test_a_checkpoint_has_a_tied_weight_once_and_every_mode_goes_on_from_it(before: str, after: str) -> None:

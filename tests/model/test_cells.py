@@ -78,6 +78,7 @@ def test_every_cell_is_found_with_its_layers_in_order() -> None:
     assert cells[0].passes == "stem"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("left_out", ["a", "d", "bc", "ad", "abcd", ""])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_model_without_cells_is_the_model_built_without_them(left_out: str, training: bool) -> None:

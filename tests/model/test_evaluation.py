@@ -176,6 +176,7 @@ def test_scores_are_those_of_the_weights_in_plain_torch(model: Any, mode: str) -
         assert_scores_are_the_weights(trained(setup), made(model))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_cut(model: Any) -> None:
     for start in allowed_cuts(model):

@@ -92,7 +92,7 @@ def test_every_layer_a_stage_of_its_own() -> None:
     assert_same(whole(SkipNet(), x, target), cut(graph, make_plan(graph, range(1, n), [1] * n), x, target))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("start", [1, 20, 50, 100, 150, 173])
 def test_resnet50_is_cut_anywhere(start: int) -> None:
     torch.default_generator.manual_seed(0)

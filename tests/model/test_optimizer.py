@@ -50,6 +50,7 @@ def test_no_optimizer_of_torch_is_left_out() -> None:
     assert {*KINDS[OPTIMIZER].targets()} - {*KINDS[OPTIMIZER].names()} == REFUSED
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_has_the_bits_of_a_plain_loop(name: str) -> None:
     """Those of sgd, adam and adamw are those of torch's fused ones."""
@@ -73,7 +74,7 @@ def test_every_optimizer_has_the_bits_of_a_plain_loop(name: str) -> None:
     assert all(torch.equal(found[key], parameter.detach()) for key, parameter in model.named_parameters())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_goes_on_from_a_checkpoint(name: str) -> None:
     recipe = named(name)

@@ -97,7 +97,7 @@ def test_the_choice_is_that_of_brute_force(seed: int) -> None:
 LAYERS = [(1.0, 2.0, 16_000, 8000), (1.0, 2.0, 4000, 8000), (1.0, 2.0, 4000, 8000), (1.0, 2.0, 16_000, 8000)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("limit", [110_000, 90_000, 80_000])
 @pytest.mark.parametrize("mode", ["pipedream", "hybrid", "pipedream-2bw", "pipedream-flush", "interleaved"])
 def test_what_is_chosen_is_planned_as_if_it_were_written(mode: str, limit: int) -> None:

@@ -56,6 +56,7 @@ def test_the_best_plan_is_found_where_every_step_on_the_way_is_worse(kind: str, 
     assert found.tried_all
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "seed"), [("random", 1), ("random", 2), ("CNN-like", 3), ("RNN-like", 4)])
 def test_no_plan_is_faster_than_the_planner_says_of_the_best(kind: str, seed: int) -> None:
     made = Planner(instance(kind, seed).request, MODE)
@@ -171,6 +172,7 @@ def test_floors_hold_where_levels_limit_what_passes(kind: str, seed: int, limits
     assert equal >= 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize(("kind", "seed"), [("CNN-like", 6), ("random", 4)])
 def test_the_best_of_all_plans_is_found_where_levels_limit_what_passes(

@@ -41,7 +41,7 @@ def _exactly(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(coarsening, name, 10**9)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("width", [None, 1])
@@ -159,7 +159,7 @@ def test_no_plan_is_below_a_bound(model: str, data: Any) -> None:
     assert nested_plan is None or nested_s <= nested_plan.bottleneck_s * (1 + 1e-9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("cluster", [SERVERS[1:], SERVERS])

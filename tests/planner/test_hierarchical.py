@@ -60,7 +60,7 @@ def _levels(data: Any, counts: tuple[int, ...]) -> tuple[Level, ...]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_no_plan_on_two_levels_beats_the_planners(model: str, data: st.DataObject) -> None:
     _check(data.draw(cases(model, shards=False)), _levels(data, data.draw(st.sampled_from(SHAPES))))
@@ -80,7 +80,7 @@ def test_where_replicas_share_no_plan_is_slower(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_nor_with_ranges_left_out_for_a_coarser_plan_that_is_known(model: str, data: st.DataObject) -> None:
     """As with 96 cuts and more; with three levels a range may be on all components of the level above it."""
@@ -91,6 +91,7 @@ def test_nor_with_ranges_left_out_for_a_coarser_plan_that_is_known(model: str, d
         _check(case, clusters)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("counts", [(2, 2, 4), (2, 4, 2), (3, 4)])
 def test_leaving_ranges_out_changes_nothing_with_100_cuts(
@@ -176,7 +177,7 @@ def test_a_model_that_takes_no_time(model: str) -> None:
     assert plan == HierarchicalPlan(0.0, (SearchStage(0, 1, 1),), ((0,),))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("counts", [(2, 8), (8, 2), (2, 2, 4)])

@@ -59,13 +59,13 @@ def test_2bw_is_charged_what_its_updates_take(counts: tuple[int, ...], width: in
 
 
 def test_2bw_too_large_to_simulate_uses_all_workers_that_share_sums() -> None:
-    """A layer per stage, on 64 workers each, which sum in a ring behind every eighth backward."""
-    best = Planner(request([512], "pipedream-2bw"), "pipedream-2bw").best()
+    """A layer per stage, on 1024 workers each, which sum in a ring behind every eighth backward."""
+    best = Planner(request([8192], "pipedream-2bw"), "pipedream-2bw").best()
     assert not best.is_simulated
-    assert best.plan.replicas == (64,) * 8
-    ring_s = 2 * 63 / 64 * WEIGHTS / RATE
+    assert best.plan.replicas == (1024,) * 8
+    ring_s = 2 * 1023 / 1024 * WEIGHTS / RATE
     round_s = FORWARD_S + BACKWARD_S + (ring_s + STEP_S_PER_BYTE * WEIGHTS) / 8
-    assert best.minibatch_s == pytest.approx(round_s / 64)
+    assert best.minibatch_s == pytest.approx(round_s / 1024)
 
 
 @pytest.mark.parametrize(

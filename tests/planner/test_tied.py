@@ -68,6 +68,7 @@ def test_plans_that_part_a_tie_are_compared_with_those_that_do_not() -> None:
     assert not slow.setup.pipeline.ties
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", [name for name, row in MODES.items() if row.shape not in ("one", "one-stage")])
 def test_modes_that_do_not_update_together_refuse_to_part_a_tie(mode: str) -> None:
     overrides = [f"parallelism.mode={mode}", "parallelism.microbatches=1", "train.streams=4"]

@@ -4,6 +4,7 @@ The measured files aren't part of this repository; whoever has them puts them in
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,7 +174,13 @@ def gnmt(words: int, efficiencies: Efficiencies | None = None) -> list[Judged]:
 
 def mean_words() -> int:
     """Return the source words at which the classifier's forward, one large product, takes its measured time."""
-    return min(range(20, FILE_WORDS + 1), key=lambda words: abs(ratio(gnmt(words)[-1:], forward=True) - 1))
+
+    def share(words: int) -> float:
+        return ratio(gnmt(words)[-1:], forward=True)
+
+    fewest = 20
+    later = fewest + bisect_left(range(fewest, FILE_WORDS + 1), 1.0, key=share)  # more words take longer
+    return min((later - 1, later), key=lambda words: abs(share(words) - 1))
 
 
 def ratio(layers: Sequence[Judged], *, forward: bool = False) -> float:

@@ -120,13 +120,13 @@ def _longest(loaded: LoadedRecipe) -> Profile:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["dp", "dp-asp", "pipedream", "interleaved", "pipedream-2bw"])
 def test_a_run_says_what_its_epoch_is_known_from(recipe: Path, mode: str) -> None:
-    keys = [f"parallelism={{mode: {mode}, plan: auto}}", "dataset.num_train=200003"]
+    keys = [f"parallelism={{mode: {mode}, plan: auto}}", "dataset.num_train=60003"]
     loaded = load(str(recipe), keys)
     with faults_of(loaded):
         job = prepare(loaded.recipe, loaded.cluster)
     forecast = MemoryForecast(job)
     result, _ = simulate_epoch(job, forecast)
-    assert "of 50,001 minibatches simulated" in result.notes["epochs"]
+    assert "of 15,001 minibatches simulated" in result.notes["epochs"]
     assert "standard error 0." in result.notes["epochs"]
     alike = load(str(recipe), [*keys, "dataset.lengths=fixed"])
     fixed, _ = simulate_epoch(prepare(alike.recipe, alike.cluster))

@@ -113,6 +113,7 @@ def test_products_run_at_the_peak_of_tensor_cores_where_there_are_some(
     assert ratio == pytest.approx(peak / spec.flops_per_s * known if peak else 1.0, rel=0.05)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_is_what_was_predicted_at_most(mode: str) -> None:
     """The prediction has room for transfers besides, and counts what every unit in flight keeps."""

@@ -88,6 +88,7 @@ def test_torch_s_schedules_take_as_long_as_their_cells_say(shape: tuple[str, int
         assert last == {f"{s}{letter}{u}": found[s, letter, u] for s, letter, u in row}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", [SkipNet, Mlp])
 @pytest.mark.parametrize("shape", SCHEDULES, ids=str)
 def test_torch_s_schedules_train_as_one_worker_does(

@@ -36,7 +36,7 @@ def test_the_papers_picture() -> None:
     assert [[cell or "." for cell in row] for row in rows] == [line.split() for line in PICTURE.splitlines()]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_stages", range(1, 8))
 @pytest.mark.parametrize("more", [0, 1, 2, 5, 9])
 def test_the_bubble_is_the_papers(num_stages: int, more: int) -> None:

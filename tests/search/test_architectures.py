@@ -1,6 +1,7 @@
 """What an architecture costs is what the model built without the rest costs."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ SLOW_HOST = replace(flat_cluster(1), device="V100", launch_s=1e-3, pause_s=1e-4)
 ADAM = OptimizerRecipe("adam", 0.1)
 
 
+@cache
 def computed(names: str = "abcd") -> tuple[Any, Profile]:
     graph = trace(Stack(names))
     return graph, analytic_profile(ProfileRequest(graph, Blobs(), (2, 4), ADAM, "stack"), device_of(SLOW_HOST))

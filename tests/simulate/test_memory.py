@@ -132,9 +132,9 @@ def setup_of(model: nn.Module, plan: Plan, columns: Mapping[str, Any]) -> Setup:
 def profile_of(setup: Setup) -> Profile:
     """Return a profile whose bytes are those of real tensors."""
     graph, dataset, layers = setup.graph, setup.dataset, {}
+    root = copy.deepcopy(graph.root).train()
+    lower([root], graph.rounding)
     for size in range(1, 5):
-        root = copy.deepcopy(graph.root).train()
-        lower([root], graph.rounding)
         samples = dataset.fetch("train", range(size), [*dataset.inputs, *dataset.targets])
         layers[size] = walk(graph, root, dataset, samples, lambda work: (work(), lambda: 1.0))
     return Profile("test", "cpu", "file", "", layers, 0.0, 0.0, dict.fromkeys(layers, 0.0), {}, state_bytes_per_byte=1)
@@ -211,7 +211,7 @@ def test_every_mode_is_a_case() -> None:
     assert {*CASES} == {name for name, row in MODES.items() if not row.is_sharded}
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("plan", "columns"), PLANS)
 @pytest.mark.parametrize("model", [Mlp, ConvNet, FineTuned])
 def test_after_every_instruction_it_is_what_live_tensors_come_to(
@@ -306,7 +306,7 @@ def metered(setup: Setup, limit_bytes: int | None = None, *, whole: bool = False
     return memory.timeline()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("plan", "columns"), PLANS)
 def test_what_is_on_its_way_is_there_while_it_is_and_nothing_is_left(plan: Plan, columns: Mapping[str, Any]) -> None:
     """Weights and the optimizer's state are all that a drain leaves; in between no kind is ever less than nothing."""
@@ -405,7 +405,7 @@ FORMULA = [
 ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("model", "plan", "columns"), FORMULA)
 def test_no_worker_ever_holds_more_than_the_planners_formula_has_room_for(
     model: type[nn.Module], plan: Plan, columns: Mapping[str, Any]

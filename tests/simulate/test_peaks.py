@@ -96,7 +96,7 @@ def predicted_peaks(setup: Setup, *besides: str, num_minibatches: int = _MINIBAT
     return [int(curve.num_bytes[rows].sum(axis=0).max()) for curve in memory.timeline().curves]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", range(40))
 def test_the_predicted_peak_is_that_of_the_live_tensors(seed: int) -> None:
     """Within a twentieth, whatever layers of any plan swap and run again; and the bytes that are swapped, exactly."""
@@ -120,7 +120,7 @@ def test_a_server_holds_what_its_pushes_make_while_its_own_replica_computes(num_
             assert predicted_peaks(setup, num_minibatches=num_minibatches) == engine.peak_bytes, push_s
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(40))
 def test_no_stage_keeps_more_than_the_closed_form_says(seed: int) -> None:
     """Stages are balanced by it (vPipe eq. 1): to the byte where everything is kept, else never too little."""
@@ -200,7 +200,7 @@ def test_engine_simulator_and_planner_mean_the_same_peak(memory: str, weights: s
         assert all(most > 1.5 * least for most, least in zip(engine.peak_bytes, between, strict=True))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_the_peak_that_an_engine_reports_is_the_simulated_one(seed: int) -> None:
     """Whatever layers of any plan run again or are kept; copies overlap with passes on the simulator's clock alone."""

@@ -42,7 +42,7 @@ def stages_of(plan: Plan) -> list[int]:
     return [index for index, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("columns", COLUMNS.values(), ids=COLUMNS)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_values_and_gradients_cross_every_cut_on_their_way(plan: Any, columns: dict[str, Any]) -> None:

@@ -110,7 +110,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("pcie", [150.0, 1e5])
 @pytest.mark.parametrize("memory", ["s", "ssk"])
 @pytest.mark.parametrize(("plan", "columns"), CASES)

@@ -54,6 +54,7 @@ def test_what_any_optimizer_of_torch_keeps_fits_and_nothing_else_does(name: str)
                     check_fits(spoilt, setup, BEFORE)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", MLP_PLANS)
 def test_a_checkpoint_of_any_plan_fits_any_other(plan: str) -> None:
     cut, columns = MLP_PLANS[plan]

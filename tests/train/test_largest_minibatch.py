@@ -85,7 +85,7 @@ def test_an_epoch_is_the_largest_minibatch_there_is(tmp_path: Path) -> None:
 
 def test_what_fits_without_a_plan_of_the_recipe_s_own_is_planned_anew(tmp_path: Path) -> None:
     """Where the planner finds no plan, nothing fits."""
-    loaded = recipe_of(tmp_path, "1500 kB", "parallelism.plan=auto")
+    loaded = recipe_of(tmp_path, "1500 kB", "parallelism.plan=auto", "train.minibatch_size=128")
     found = largest_minibatch(loaded)
     assert found.fits
     beyond = next(size for size in sizes_tried_between(found.minibatch_size)[1:])

@@ -248,6 +248,7 @@ def test_policies_that_a_run_has_kept_are_repeated(tmp_path: Path, live: bool) -
     assert kept.metrics["total_time_s"] < result.metrics["total_time_s"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("at", [24, 25, 99])
 def test_moves_after_the_end_are_not_made(live: bool, at: int) -> None:
@@ -346,8 +347,7 @@ def test_stages_that_are_cut_badly_are_balanced_while_the_run_goes_on(tmp_path: 
     assert again.metrics["total_time_s"] == pytest.approx(result.metrics["total_time_s"])
 
 
-@pytest.mark.parametrize("live", [True, False])
-@pytest.mark.parametrize("stop", [40, 80])
+@pytest.mark.parametrize(("stop", "live"), [(40, True), (80, False)])
 def test_a_run_that_balances_itself_goes_on_from_a_checkpoint(tmp_path: Path, stop: int, live: bool) -> None:
     given = job(None, every=40, epochs=10, live=live, balances=True, starts=[1, 2])
     store = Checkpoints(tmp_path, keep=9)
