@@ -301,3 +301,15 @@ def test_a_value_that_is_not_allowed_is_refused_in_one_line(words: list[str], se
     assert result.exit_code == 2
     assert result.stderr.startswith(sentence)
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("name", "hint"), [("nothere.yaml", ""), ("bsae.yaml", "; did you mean 'base.yaml'?")])
+def test_a_file_is_not_suggested_for_its_suffix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("r.yaml", "base.yaml"):
+        Path(file).write_text(f"extends: {name}\n")
+    result = CliRunner().invoke(cli, ["show", "r.yaml"])
+    assert result.exit_code == 2
+    assert result.stderr.strip().endswith(f"{name}: no such file, folder or short name{hint}")
