@@ -120,6 +120,8 @@ class Commands(click.Group):
 
     def _failed(self, error: BaseException) -> int:
         """Print what ended a command, with its traceback if it is a fault of ours; return the exit code."""
+        if isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter) and error.param:
+            return self._mistake(UserError(f"{error.param.opts[-1]}: {error.message}"))
         if isinstance(error, click.ClickException):
             written = io.StringIO()
             (_with_key(error) if isinstance(error, click.NoSuchOption) else error).show(written)

@@ -30,7 +30,8 @@ from pipebench.schedule.programs import forward_programs
 from pipebench.simulate.meter import Meter, RunMeasurements, fractions, pcie_fractions
 from pipebench.simulate.network import Message, Network
 from pipebench.simulate.simulation import Simulation, TimelineEvent
-from pipebench.simulate.timeline import BUFFERS, EVALUATION, PCIE
+from pipebench.simulate.statistics import average_statistics, stages_that_average
+from pipebench.simulate.timeline import EVALUATION, PCIE
 
 _LOG = logging.getLogger("pipebench.engine")
 
@@ -83,20 +84,15 @@ class DrainExchange:
 
         Extensions' exchanges start at the same time.
         """
-        pipeline, network = self.setup.pipeline, self.network
-        ends = [self.clock_s]
-        for stage, r in enumerate(pipeline.replicas):
-            num_bytes = self.setup.costs.stages[stage].buffer_bytes
-            if r == 1 or num_bytes == 0:
-                continue
+        pipeline, costs, ends = self.setup.pipeline, self.setup.costs, [self.clock_s]
+        for stage in stages_that_average(pipeline, costs):
             ring = self.rings.of_stage(stage)
             for column in zip(*(self.workers[worker].buffers(stage) for worker in ring), strict=True):
                 flats = [buffer.reshape(-1) for buffer in column]
-                mean = self.rings.sum_buffers(ring, flats) / r
+                mean = self.rings.sum_buffers(ring, flats) / len(ring)
                 for buffer in column:
                     buffer.copy_(mean.view(buffer.shape))
-            workers = pipeline.places[stage]
-            network.sum_up(pipeline.buffer_way, BUFFERS, "buffers", workers, num_bytes, self.clock_s, ends.append)
+        average_statistics(pipeline, costs, self.network, self.clock_s, ends.append)
         sent = [self._send(*each) for extension in self.rings.extensions.values() for each in extension.drained()]
         ends.append(self._arrive(sent))  # by then the sums have ended, too
         return max(ends)

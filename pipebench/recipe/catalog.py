@@ -53,7 +53,9 @@ def find(reference: str, names: Callable[[], Iterable[str]], beside: Path | None
         if os.path.isfile(candidate) or os.path.isdir(candidate):
             return Path(candidate)
     exists = os.path.exists(reference)
-    near = [*names(), *(str(path) for path in Path(os.path.dirname(reference)).glob("*.yaml"))]
+    known, own = [*names(), *map(str, Path(os.path.dirname(reference)).glob("*.yaml"))], Path(reference).stem
+    # `.yaml` alone makes no two names alike.
+    near = [name for name in known if not name.endswith(".yaml") or nearest(own, [Path(name).stem])]
     problem = "is not a file" if exists else f"no such file, folder or short name{nearest(reference, near)}"
     raise RecipeError([Fault(_short(reference), "", problem)])
 

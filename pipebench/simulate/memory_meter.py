@@ -9,7 +9,7 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -92,6 +92,14 @@ class Curve:
     num_bytes: NDArray[np.int64]  # [kind, time], kinds as in `memory.KINDS`
     host_bytes: NDArray[np.int64]  # [time] on the host
 
+    def followed_by(self, later: "Curve", after_s: float) -> "Curve":
+        """Return this and a later curve, whose times begin at `after_s`."""
+        return Curve(
+            np.concatenate([self.times_s, later.times_s + after_s]),
+            np.concatenate([self.num_bytes, later.num_bytes], axis=1),
+            np.concatenate([self.host_bytes, later.host_bytes]),
+        )
+
 
 @dataclass(frozen=True)
 class MemoryTimeline:
@@ -109,6 +117,24 @@ class MemoryTimeline:
     def fullest(self) -> MemoryPeak:
         """The highest peak of all workers; of equals, the first."""
         return max(self.peaks, key=lambda peak: peak.num_bytes)
+
+    def followed_by(self, later: "MemoryTimeline") -> "MemoryTimeline":
+        """Return this and, right after it, that of a later segment."""
+
+        def then(peak: MemoryPeak) -> MemoryPeak:
+            return replace(peak, time_s=peak.time_s + self.end_s)
+
+        pairs = zip(self.peaks, map(then, later.peaks), strict=True)
+        return replace(
+            self,
+            curves=tuple(
+                one.followed_by(other, self.end_s) for one, other in zip(self.curves, later.curves, strict=True)
+            ),
+            peaks=tuple(max(pair, key=lambda peak: peak.num_bytes) for pair in pairs),
+            host_peaks=tuple(map(max, self.host_peaks, later.host_peaks)),
+            overflow=self.overflow or (then(later.overflow) if later.overflow else None),
+            end_s=self.end_s + later.end_s,
+        )
 
 
 class MemoryMeter:

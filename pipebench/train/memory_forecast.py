@@ -2,7 +2,7 @@
 
 The clock is the simulator's for every engine; of a segment between two drains only fill, a few periods and drain are
 simulated, which have the peaks of the whole. Of a run whose segments are so short that the optimizer's state, which the
-first update makes, meets no full pipeline in the first of them, a later one is.
+first update makes, meets no full pipeline in the first of them, a later one is, or both if all later ones are shorter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from pipebench.schedule.weights import update_costs
 from pipebench.simulate.costs import Costs, stage_costs
 from pipebench.simulate.memory import WHATEVER_SIZE, stage_memories
 from pipebench.simulate.memory_meter import MemoryMeter, MemoryPeak, MemoryTimeline
-from pipebench.simulate.meter import Meter
+from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.occupancy import Occupancy, OccupancyMeter
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.job import Job
@@ -50,10 +50,8 @@ class MemoryForecast:
         variant, pipeline = _Variant.of(job), job.setup.pipeline
         self._job = job
         self._num_minibatches = _periods(job).longest_segment
-        self._is_later = variant.is_later(job, self._num_minibatches)
-        self._occupancy, meter = OccupancyMeter(pipeline), variant.meter(job, self._num_minibatches)
-        simulate_segment(job.setup, self._num_minibatches, Meter(pipeline, meter, self._occupancy))
-        self.memory = meter.timeline()
+        self._is_later, self._occupancy = variant.is_later(job, self._num_minibatches), OccupancyMeter(pipeline)
+        self.memory = variant.memory(job, self._num_minibatches, self._occupancy)
 
     def occupancy(self, num_parts: int) -> Occupancy:
         """Return the use of the workers' time, in `num_parts` parts."""
@@ -148,27 +146,34 @@ class _Variant:
         """Return a job unchanged."""
         return _Variant(job.setup.plan, job.setup.pipeline, job.setup.costs)
 
-    def meter(self, job: Job, num_minibatches: int) -> MemoryMeter:
-        """Return the memory meter of a segment."""
-        inputs = input_bytes(job.setup.graph, job.setup.dataset, job.profile.by_size)
-        memories = stage_memories(job.profile, self.plan, self.pipeline, inputs)
-        meter = MemoryMeter(self.pipeline, memories, self.costs, job.cluster.memory_bytes)
-        if self.is_later(job, num_minibatches):
-            meter.have_state()
-        return meter
-
     def is_later(self, job: Job, num_minibatches: int) -> bool:
         """Return whether a segment stands for those after it, too, which begin with the optimizer's state: if short.
 
         Its own peak, before its first update, is then counted with that state.
         """
-        return num_minibatches < min(_periods(job).total, _until_full_with_state(self.pipeline))
+        return self._is_short(num_minibatches) and num_minibatches <= _periods(job).longest_later_segment
 
-    def memory(self, job: Job, num_minibatches: int) -> MemoryTimeline:
-        """Return workers' memory over a simulated segment."""
-        meter = self.meter(job, num_minibatches)
+    def memory(self, job: Job, num_minibatches: int, *listeners: Listener) -> MemoryTimeline:
+        """Return workers' memory over a simulated segment, and the longest one later where that may take more."""
+        later = _periods(job).longest_later_segment
+        found = self._segment(job, num_minibatches, listeners, has_state=self.is_later(job, num_minibatches))
+        if self._is_short(num_minibatches) and 0 < later < num_minibatches:
+            found = found.followed_by(self._segment(job, later, (), has_state=True))
+        return found
+
+    def _is_short(self, num_minibatches: int) -> bool:
+        return num_minibatches < _until_full_with_state(self.pipeline)
+
+    def _segment(
+        self, job: Job, num_minibatches: int, listeners: Sequence[Listener], *, has_state: bool
+    ) -> MemoryTimeline:
+        inputs = input_bytes(job.setup.graph, job.setup.dataset, job.profile.by_size)
+        memories = stage_memories(job.profile, self.plan, self.pipeline, inputs)
+        meter = MemoryMeter(self.pipeline, memories, self.costs, job.cluster.memory_bytes)
+        if has_state:
+            meter.have_state()
         changed = replace(job.setup, plan=self.plan, pipeline=self.pipeline, costs=self.costs)
-        simulate_segment(changed, num_minibatches, Meter(self.pipeline, meter))
+        simulate_segment(changed, num_minibatches, Meter(self.pipeline, meter, *listeners))
         return meter.timeline()
 
     def with_policy(self, policy: str, profile: Profile) -> "_Variant":

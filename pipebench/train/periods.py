@@ -28,8 +28,17 @@ class Periods:
 
     @property
     def longest_segment(self) -> int:
-        """The most minibatches between drains."""
+        """The most minibatches between drains: of those before the first."""
         return min(self.total, self.evaluation, self.checkpoint)
+
+    @property
+    def longest_later_segment(self) -> int:
+        """The most minibatches between drains after the first of them; 0 if that is the last."""
+        done, most = self.longest_segment, 0
+        while done < self.total and most < self.longest_segment:
+            stop = self.next_drain(done)
+            most, done = max(most, stop - done), stop
+        return most
 
     def next_drain(self, done: int) -> int:
         """Return the number of minibatches before the next drain."""

@@ -2,11 +2,14 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
 from pipebench.planner.planner import Planner
 from pipebench.simulate.meter import EPOCHS, Meter, fractions, pcie_fractions
+from pipebench.simulate.network import Network
+from pipebench.simulate.statistics import average_statistics
 from pipebench.simulate.steady import SegmentTotals, simulate_segment
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.job import Job
@@ -22,7 +25,7 @@ def simulate_epoch(job: Job, forecast: MemoryForecast | None = None) -> tuple[Ru
     setup = job.setup
     meter = Meter(setup.pipeline)
     per_epoch = setup.sampler.minibatches_per_epoch
-    totals = simulate_segment(setup, per_epoch, meter)
+    totals = _drained(setup, simulate_segment(setup, per_epoch, meter))
     result = RunResult(
         **describe(job),
         outcome=COMPLETED,
@@ -82,7 +85,15 @@ def predicted_metrics(setup: Setup, num_minibatches: int) -> dict[str, float]:
 
     The segment ends an epoch and is at most one; `epoch_time_s` is scaled to one.
     """
-    return _metrics(setup, num_minibatches, simulate_segment(setup, num_minibatches))
+    return _metrics(setup, num_minibatches, _drained(setup, simulate_segment(setup, num_minibatches)))
+
+
+def _drained(setup: Setup, totals: SegmentTotals) -> SegmentTotals:
+    """Return a segment's totals with those of the drain at its end, at which replicas average running statistics."""
+    network, ends_s = Network(setup.cluster, setup.devices, copies=setup.copies), [0.0]
+    average_statistics(setup.pipeline, setup.costs, network, 0.0, ends_s.append)
+    network.deliver(())
+    return replace(totals, end_s=totals.end_s + max(ends_s), num_bytes=totals.num_bytes + network.num_bytes)
 
 
 def _metrics(setup: Setup, num_minibatches: int, totals: SegmentTotals) -> dict[str, float]:

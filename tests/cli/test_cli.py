@@ -182,7 +182,7 @@ def test_preflight_comes_before_running(runner: FakeRunner) -> None:
         ),
         (["ls", "models2"], "is not one of 'models'"),
         (["rnu"], "No such command 'rnu'; did you mean 'run'?"),
-        (["ui", "--port", "0"], "Invalid value for '--port'"),
+        (["ui", "--port", "0"], "--port: 0 is not in the range"),
     ],
 )
 def test_usage_errors(arguments: list[str], message: str) -> None:
@@ -286,3 +286,30 @@ def test_a_slow_command_says_what_it_loads(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err.startswith("pipebench ls: ")
     assert group._what_is_loading({"torch", "mlflow"}) == "loading mlflow"
     assert group._what_is_loading(set[str]()) == "starting"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["ls", "nothere"], "pipebench: error: what: 'nothere' is not one of 'models', 'datasets'"),
+        (["ui", "--port", "0"], "pipebench: error: --port: 0 is not in the range 1<=x<=65535."),
+        (["export", "run", "--step", "x"], "pipebench: error: --step: 'x' is not a valid integer range."),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_refused_in_one_line(words: list[str], sentence: str) -> None:
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(sentence)
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("name", "hint"), [("nothere.yaml", ""), ("bsae.yaml", "; did you mean 'base.yaml'?")])
+def test_a_file_is_not_suggested_for_its_suffix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("r.yaml", "base.yaml"):
+        Path(file).write_text(f"extends: {name}\n")
+    result = CliRunner().invoke(cli, ["show", "r.yaml"])
+    assert result.exit_code == 2
+    assert result.stderr.strip().endswith(f"{name}: no such file, folder or short name{hint}")

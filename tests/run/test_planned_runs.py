@@ -93,6 +93,12 @@ def test_memory_foretold_is_what_a_run_comes_to(reference: str, overrides: list[
         assert predicted.memory_bytes - buffers == pytest.approx(peaks[index], rel=0.05)
 
 
+def without_messages(given: Job) -> list[int]:
+    """Return the predicted peak of every worker's replicas."""
+    kept = [KINDS.index(kind) for kind in (*HELD, AGAIN)]
+    return [int(curve.num_bytes[kept].sum(axis=0).max()) for curve in MemoryForecast(given).memory.curves]
+
+
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_short_segments_have_the_optimizer_s_state_beside_their_activations(epochs: int) -> None:
     """A run of one update per epoch has no state in its first, and all of it while later ones run forward."""
@@ -110,7 +116,12 @@ def test_short_segments_have_the_optimizer_s_state_beside_their_activations(epoc
 
 @pytest.mark.parametrize(
     ("num_minibatches", "epochs", "every", "drains"),
-    [(2, 3, "{epochs: 3}", (0, 6)), (5, 1, "{minibatches: 3}", (0, 3, 5)), (2, 4, "{epochs: 2}", (0, 4, 8))],
+    [
+        (2, 3, "{epochs: 3}", (0, 6)),
+        (5, 1, "{minibatches: 3}", (0, 3, 5)),
+        (5, 1, "{minibatches: 4}", (0, 4, 5)),  # later segments are so short that full stages meet no state
+        (2, 4, "{epochs: 2}", (0, 4, 8)),
+    ],
 )
 @pytest.mark.parametrize("mode", ["pipedream", "pipedream-2bw"])
 def test_segments_of_several_epochs_and_short_last_ones_have_the_peak_of_the_run(
@@ -118,14 +129,13 @@ def test_segments_of_several_epochs_and_short_last_ones_have_the_peak_of_the_run
 ) -> None:
     """A pipeline four deep, which no epoch of these fills: only drains empty it, and state outlives them."""
     words = (f"parallelism.mode={mode}", f"train.max_epochs={epochs}", f"train.evaluate_every={every}")
-    given = prepared("modes/pipedream-straight", f"dataset.num_train={32 * num_minibatches}", *words)
+    data = ("model.width=0.5", f"dataset.num_train={32 * num_minibatches}")
+    given = prepared("modes/pipedream-straight", *data, *words)
     engine = make_engine(given.setup)
     for first, stop in itertools.pairwise(drains):
         engine.train(first, stop - first)
-    kept = [KINDS.index(kind) for kind in (*HELD, AGAIN)]
-    for curve, measured in zip(MemoryForecast(given).memory.curves, engine.peak_bytes, strict=True):
-        predicted = curve.num_bytes[kept].sum(axis=0).max()
-        assert 0.95 * measured < predicted < (1.05 if drains[-1] != 5 else 1.25) * measured
+    for predicted, measured in zip(without_messages(given), engine.peak_bytes, strict=True):
+        assert 0.98 * measured < predicted < 1.01 * measured
 
 
 def test_short_segments_of_a_server_have_its_optimizer_s_state_on_the_first_worker_alone() -> None:
@@ -137,7 +147,7 @@ def test_short_segments_of_a_server_have_its_optimizer_s_state_on_the_first_work
         for first in range(0, 4 * epochs, 4):
             engine.train(first, first + 4)
         measured.append(engine.peak_bytes)
-        predicted.append([peak.num_bytes for peak in MemoryForecast(given).memory.peaks])
+        predicted.append(without_messages(given))
     more = [two - one for one, two in zip(*predicted, strict=True)]
     assert more == [two - one for one, two in zip(*measured, strict=True)]
     assert more[0] > 0 == more[1]

@@ -2,10 +2,13 @@
 
 import pytest
 
+from pipebench.cluster import Cluster, Level
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.prediction import compare, prediction_line, prediction_markdown
 from pipebench.train.simulated import predicted_metrics
-from tests.support import Blobs, Mlp, make_setup
+from tests.engine.test_modes import images
+from tests.models import ConvNet
+from tests.support import Blobs, Mlp, make_engine, make_setup
 
 PREDICTED = {
     "epoch_time_s": 1.0,
@@ -77,3 +80,17 @@ def test_a_short_last_minibatch_counts_what_it_has() -> None:
     whole, part = predicted_metrics(setup, 10), predicted_metrics(setup, 2)
     assert whole["throughput_samples_per_s"] == pytest.approx(37 / whole["total_time_s"])
     assert part["throughput_samples_per_s"] == pytest.approx(5 / part["total_time_s"])
+
+
+@pytest.mark.parametrize("replicas", [[3, 1], [2, 2], [1, 3]])
+def test_an_epoch_takes_what_it_takes_on_the_virtual_clock_statistics_included(replicas: list[int]) -> None:
+    """BatchNorm in both stages, whose replicas average at the drain what takes them a while on so slow links."""
+    cluster = Cluster("slow", "unit", None, (Level("server", 4, 40.0, 1e-3),))
+    setup = make_setup(ConvNet(), ([4], replicas), dataset=images(), cluster=cluster, sizes=(2, 4))
+    predicted, engine = predicted_metrics(setup, 12), make_engine(setup)
+    assert engine.train(0, 12) == 12
+    assert predicted["epoch_time_s"] == pytest.approx(engine.clock_s, rel=1e-12)
+    assert predicted["total_time_s"] > simulate_segment(setup, 12).end_s
+    for kind in ("buffers", "all_reduce", "activation", "gradient"):
+        sent = sum(num for (each, _), num in engine.num_bytes.items() if each == kind.replace("_", "-"))
+        assert predicted[f"comm_bytes_{kind}"] == sent
