@@ -4,8 +4,8 @@ Differs from YAML 1.1: dates, sexagesimal and octal numbers stay text (`2019-10-
 number, and anchors are refused (use `extends` and `${...}`, which can't grow exponentially).
 """
 
-import copy
 import os
+import pickle
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -96,10 +96,14 @@ def parse(text: str) -> Any:
     Raises:
         ValueError: not valid YAML; the message is the end of a sentence, with the line.
     """
-    return copy.deepcopy(_parsed(text))
+    return pickle.loads(_pickled(text))
 
 
-@lru_cache(maxsize=256)  # the recipes of a report share a few bases
+@lru_cache(maxsize=256)  # the recipes of a report share a few bases; each gets a copy, faster than `deepcopy` makes it
+def _pickled(text: str) -> bytes:
+    return pickle.dumps(_parsed(text))
+
+
 def _parsed(text: str) -> Any:
     if yaml.__with_libyaml__ and not _READ_IN_PYTHON.search(text):
         with suppress(Exception):  # whatever is wrong with it is found again, and told, below
