@@ -23,18 +23,8 @@ from pipebench.run.export import export
 from reports.studies.watched_run import WatchedRun
 from tests import shortcuts
 from tests.patience import PATIENCE_S
+from tests.processes import IMPORTED
 
-# What a run and its record import; nothing of it starts a thread, which a copy would lack.
-IMPORTED = [
-    "pipebench.distributed.engine",
-    "pipebench.run.drawings",
-    "pipebench.run.processes",
-    "pipebench.run.runner",
-    "mlflow.store.tracking.sqlalchemy_store",
-    "mlflow.tracking",
-    "sympy",  # torch imports it in its first backward
-    "tests.distributed.cases",
-]
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 

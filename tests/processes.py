@@ -18,6 +18,19 @@ from torch import multiprocessing
 from pipebench.distributed.launch_join import HostSlot
 from tests.patience import PATIENCE_S
 
+# What copies of processes need, of a world's as of commands': one server imports it, which takes seconds, as soon as a
+# copy is asked for. Nothing of it starts a thread, which a copy would lack.
+IMPORTED = [
+    "pipebench.distributed.engine",
+    "pipebench.run.drawings",
+    "pipebench.run.processes",
+    "pipebench.run.runner",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.tracking",
+    "sympy",  # torch imports it in its first backward
+    "torch._dynamo",  # and this in an optimizer's first step
+    "tests.distributed.cases",
+]
 _STACKS_AFTER_S = 60.0
 _AFTER_A_FAILURE_S = 5.0
 
@@ -47,9 +60,8 @@ class Processes:
         port = self._port.getsockname()[1]
         context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
         if device == "cpu":
-            # One server imports what all of them need, which takes seconds, and each is a copy of it. CUDA can't be
-            # used in a copy of a process that has asked for it, as what is imported here may.
-            context.set_forkserver_preload(["pipebench.distributed.engine", "tests.distributed.cases"])
+            # CUDA can't be used in a copy of a process that has asked for it, as what is imported here may.
+            context.set_forkserver_preload(IMPORTED)
         self._pipes: list[Connection] = []
         self._processes = []
         self._lost: set[int] = set()

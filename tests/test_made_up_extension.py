@@ -180,7 +180,12 @@ RUNS: dict[str, tuple[str, Sequence[str], str]] = {  # a recipe, its overrides a
     "search": ("search/trace", ("engine.kind=simulated", "engine.timing=analytic"), SIMULATED),
     "moves": ("quickstart/pipedream", (*SMALL, *VPIPE), SIMULATED),
 }
-IMPORTS = "import os, sys, torch; from pipebench.recipe.load import load; from pipebench.train.prepare import prepare"
+IMPORTS = """
+import os, sys, sympy, torch  # sympy comes with the first backward
+from pipebench.recipe.load import load
+from pipebench.train import engines, loop
+from pipebench.train.prepare import prepare
+"""
 IN_A_COPY = """
 if os.fork() == 0:
     loaded = load({recipe!r}, {words!r})

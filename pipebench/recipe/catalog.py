@@ -114,12 +114,18 @@ def display(path: Path) -> FileName:
 
     Faults in the file of that name include the line of their key.
     """
-    absolute = Path(os.path.abspath(path))
+    absolute = os.path.abspath(path)
+    return LinedFile(_displayed(absolute, os.getcwd()), absolute)
+
+
+@functools.lru_cache(maxsize=256)  # a recipe's files are named often while it is read
+def _displayed(absolute: str, working_directory: str) -> str:
+    path = Path(absolute)
     shipped = ((shipped_folder(name), f"{name}/") for name in ("recipes", "reports"))
-    for folder, prefix in (*shipped, (Path.cwd(), "")):
-        if absolute.is_relative_to(folder):
-            return LinedFile(prefix + absolute.relative_to(folder).as_posix(), absolute)
-    return LinedFile(str(absolute), absolute)
+    for folder, prefix in (*shipped, (Path(working_directory), "")):
+        if path.is_relative_to(folder):
+            return prefix + path.relative_to(folder).as_posix()
+    return absolute
 
 
 def _short(reference: str) -> str:

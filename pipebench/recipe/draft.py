@@ -44,7 +44,9 @@ class Draft:
         if key.startswith("@"):
             return self.made.get(key, UNUSABLE)
         path = tuple(key.split("."))
-        if self.leaves.is_faulty(path) or any(each == key or each.startswith(f"{key}.") for each in self.pending):
+        if self.leaves.faulty and self.leaves.is_faulty(path):
+            return UNUSABLE
+        if self.pending and any(each == key or each.startswith(f"{key}.") for each in self.pending):
             return UNUSABLE
         value: Any = self.values
         for part in path:

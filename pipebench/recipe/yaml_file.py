@@ -4,8 +4,8 @@ Differs from YAML 1.1: dates, sexagesimal and octal numbers stay text (`2019-10-
 number, and anchors are refused (use `extends` and `${...}`, which can't grow exponentially).
 """
 
-import copy
 import os
+import pickle
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -69,10 +69,14 @@ _Loader.add_implicit_resolver(
 
 def parse(text: str) -> Any:
     """Return the plain data of YAML text; raises a ValueError, the end of a sentence with the line, if it isn't."""
-    return copy.deepcopy(_parsed(text))
+    return pickle.loads(_pickled(text))
 
 
-@lru_cache(maxsize=256)  # the recipes of a report share a few bases
+@lru_cache(maxsize=256)  # the recipes of a report share a few bases; each gets a copy, faster than `deepcopy` makes it
+def _pickled(text: str) -> bytes:
+    return pickle.dumps(_parsed(text))
+
+
 def _parsed(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)

@@ -1,5 +1,6 @@
 """A small valid report on disk, for the tests to spoil: two recipes of one training, soon simulated."""
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,9 @@ calibration:
   fitted_on: {ring: [first.speedup]}
 """
 
+PARSED: dict[str, Any] = yaml.safe_load(VALID)
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
 Write = Callable[..., Path]
 
 
@@ -69,7 +73,8 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 
     def write_file(content: str | Mapping[str, Any] = VALID, name: str = "small.yaml") -> Path:
         path = Path(name)
-        path.write_text(content if isinstance(content, str) else yaml.safe_dump(dict(content), sort_keys=False))
+        text = content if isinstance(content, str) else yaml.dump(dict(content), Dumper=DUMPER, sort_keys=False)
+        path.write_text(text)
         return path
 
     return write_file
@@ -77,7 +82,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 
 def changed(**keys: Any) -> dict[str, Any]:
     """Return the valid report with other values under dotted keys written with __; None takes a key away."""
-    data: dict[str, Any] = yaml.safe_load(VALID)
+    data = copy.deepcopy(PARSED)
     for key, value in keys.items():
         inside: Any = data
         *path, last = key.split("__")

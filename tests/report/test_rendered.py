@@ -20,7 +20,7 @@ OWN = ROOT / "docs/example/report/rendered/four_modes/report.md"
 
 
 # Of a few runs, or of runs that are kept; the others are made again with what is slow.
-QUICK = {NAME, "four_modes", "quickstart", "figure10_11", "figure13", "asp"}
+QUICK = {NAME, "four_modes", "quickstart", "figure13"}
 DRAWN_ALIKE = matplotlib.__version_info__ >= (3, 11)  # which drew them; older ones place labels elsewhere
 ALIKE = 3.0  # mean difference of two pictures' pixels, of 255: another font, not another number
 
@@ -34,7 +34,6 @@ def test_the_example_of_a_user_s_own_table_is_among_them() -> None:
     assert "published" not in page
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kept",
     [

@@ -9,11 +9,12 @@ from pipebench.recipe.catalog import find, recipe_names
 from pipebench.recipe.load import load, load_file
 from pipebench.report.kept import KeptResult, kept_results
 from pipebench.train.result import DIVERGED, RunResult
+from pipebench.zoo.mnist5k import Mnist5k
 from reports.studies import kept_runs
 from reports.studies.clocks import played_again
 
 REPORTS = Path(__file__).parents[2] / "reports"
-LITTLE = ("dataset.num_train=96", "train.minibatch_size=8", "train.max_epochs=2", "model.width=0.125")
+LITTLE = ("dataset.num_train=96", "train.minibatch_size=8", "train.max_epochs=2", "model.width=0.0625")
 
 
 def kept_by_recipe() -> dict[str, KeptResult]:
@@ -35,6 +36,12 @@ def test_kept_results_have_the_times_of_todays_simulator(name: str) -> None:
     assert played_again(load_file(find(kept.words[0], recipe_names), kept.words[1:]), kept.result) is None
 
 
+@pytest.fixture
+def _few_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mnist5k, "num_eval", 40)  # a thousand digits take longer than LITTLE trains
+
+
+@pytest.mark.usefixtures("_few_are_evaluated")
 @pytest.mark.parametrize("mode", ["dp-asp", "pipedream"])
 def test_a_clock_played_again_is_that_of_training(mode: str) -> None:
     overrides = [*LITTLE, f"parallelism.mode={mode}", "parallelism.plan=auto", "train.target=null"]
@@ -56,6 +63,7 @@ def test_a_clock_played_again_is_that_of_training(mode: str) -> None:
         played_again(loaded, replace(result, outcome=DIVERGED))
 
 
+@pytest.mark.usefixtures("_few_are_evaluated")
 def test_another_order_of_pushes_is_another_training() -> None:
     """It depends on the clock, and the weights on it."""
     words = [*LITTLE, "parallelism.mode=dp-asp", "parallelism.plan=auto", "train.target=null", "cluster.servers=2"]

@@ -22,8 +22,8 @@ from pipebench.tracking.sender import Sender
 from pipebench.tracking.store import MetricRow, Store
 from pipebench.train.result import RunResult
 from pipebench.typed_json import read
-from tests.commands import IMPORTED
 from tests.patience import PATIENCE_S, wait_for
+from tests.processes import IMPORTED
 from tests.tracking.records import RESULT, fetch, rescued
 
 
