@@ -47,7 +47,7 @@ def saved_bytes(replica: Replica, unit: int) -> int:
     item = replica._in_flight[unit]
     own = {t.untyped_storage().data_ptr() for t in (*item.version.flats, *replica.module.buffers())}
     found: dict[int, int] = {}
-    nodes: list[Any] = [edge.node for edge in item.results]
+    nodes: list[Any] = [edge.node for edges in (*item.results.values(), item.of_loss) for edge in edges]
     seen = set[Any]()
     while nodes:
         node = nodes.pop()

@@ -10,6 +10,7 @@ import torchvision
 from torch import nn
 from torch.nn import functional
 
+from pipebench.engine.gradients import Gradients, add
 from pipebench.engine.replica import Replica, UnitInput
 from pipebench.errors import GraphError, PlanError
 from pipebench.model.graph import LayerGraph, trace
@@ -44,11 +45,9 @@ def cut(graph: LayerGraph, plan: Plan, x: torch.Tensor, target: torch.Tensor) ->
         head = (lambda o: functional.cross_entropy(o, target, reduction="sum")) if stage.is_last else None
         out, loss = replica.forward(UnitInput(0, (0, 0), [x for _ in stage.inputs], received, 0, loss=head))
         values.update(out)
-    gradients: dict[int, list[torch.Tensor]] = {}
+    gradients: Gradients = {}
     for replica in reversed(replicas):
-        for layer, tensors in replica.backward(0, gradients).items():
-            known = gradients.get(layer)
-            gradients[layer] = tensors if known is None else [a + b for a, b in zip(known, tensors, strict=True)]
+        add(gradients, replica.backward(0, gradients))
     assert loss is not None
     found = {n: g for r in replicas for n, g in zip(r.weights.names, r.gradients, strict=True) if g is not None}
     return loss.item(), found

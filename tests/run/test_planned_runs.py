@@ -129,7 +129,7 @@ def test_segments_of_several_epochs_and_short_last_ones_have_the_peak_of_the_run
 ) -> None:
     """A pipeline four deep, which no epoch of these fills: only drains empty it, and state outlives them."""
     words = (f"parallelism.mode={mode}", f"train.max_epochs={epochs}", f"train.evaluate_every={every}")
-    data = ("model.width=0.5", f"dataset.num_train={32 * num_minibatches}")
+    data = ("model.width=0.25", f"dataset.num_train={32 * num_minibatches}")
     given = prepared("modes/pipedream-straight", *data, *words)
     engine = make_engine(given.setup)
     for first, stop in itertools.pairwise(drains):
