@@ -24,7 +24,7 @@ from pipebench.recipe.users_code import _is_of_an_operation, as_users
 from pipebench.run.trial import _refuse_what_gets_lost
 from tests.evaluations import mode_setup, trained
 from tests.oracles import sequential
-from tests.support import Blobs, Mlp, parameters_of
+from tests.support import Blobs, parameters_of
 
 UPDATES = 4
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -256,54 +256,6 @@ def test_a_model_trains_as_in_a_plain_loop_cut_anywhere(middle: Any, part: Any, 
                 mode, expected = ("gpipe", by_halves) if start % 4 == 1 else ("model", by_minibatch)
                 assert_as_expected(mode_setup(model(), mode, [start], **options), expected)
     assert_as_expected(mode_setup(model(), "single", [], **options), by_minibatch)
-
-
-def test_a_stage_between_others_may_have_no_gradient() -> None:
-    graph = trace(Net(detaches))
-    starts = [graph.index_of("b"), graph.index_of("detach")]
-    for backward in ("whole", "split"):
-        setup = mode_setup(Net(detaches), "gpipe", starts, backward=backward, make_optimizer=decaying)
-        assert_as_expected(setup, plainly(Net(detaches), 2, 2))
-
-
-def test_without_a_flush_decay_leaves_alone_what_no_gradient_reaches() -> None:
-    """Behind any cut, of weights as they begin: a plain loop's optimizer skips parameters without a gradient."""
-    begin = dict(Net(compares_apart).named_parameters())
-    for start in range(1, len(trace(Net(compares_apart)).layers)):
-        setup = mode_setup(Net(compares_apart), "pipedream", [start], make_optimizer=decaying)
-        found = parameters_of(trained(setup, UPDATES))
-        assert {n for n, value in found.items() if torch.equal(value, begin[n])} == {"b.weight", "b.bias"}, start
-
-
-class TwoHeads(Mlp):
-    """Also returns features that the loss doesn't read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Linear(6, 8).double()
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """Return [samples, 4] and [samples, 8]."""
-        features = self.features(x)
-        return super().forward(x), features
-
-
-class OfFirst(Blobs):
-    """The loss is of the first output."""
-
-    def loss(self, output: Any, targets: Any) -> torch.Tensor:
-        """Return summed cross-entropy."""
-        return super().loss(output[0], targets)
-
-
-def test_an_output_that_the_loss_does_not_read_gets_no_gradient() -> None:
-    def loss(output: Any, target: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(output[0], target, reduction="sum")
-
-    expected = plainly(TwoHeads(), 4, 1, loss=loss)
-    for start in (1, 3):
-        setup = mode_setup(TwoHeads(), "model", [start], make_optimizer=decaying, dataset=OfFirst())
-        assert_as_expected(setup, expected)
 
 
 def shared(graph: Any) -> list[list[int]]:
