@@ -21,9 +21,9 @@ SHARED = Path(".nox") / "shared"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Tests start hundreds of processes, which compile the package each where the surroundings don't let Python keep that.
 OF_TESTS = {**ONE_THREAD, "PYTHONDONTWRITEBYTECODE": ""}
-# As many as there are cores: one more, since some tests wait, took a tenth longer on two. Tests start processes of their
-# own, too: so no more than four at once. A file stays whole, since tests of one file share what is slow to make; files
-# come in order, which has the slowest early.
+# As many as there are cores: one more, since some tests wait, took a tenth longer on two. Tests start processes of
+# their own, too: so no more than four at once. A file stays whole, since tests of one file share what is slow to make;
+# files come in order, which has the slowest early.
 NUM_AT_ONCE = min(4, os.cpu_count() or 1)
 ON_ALL_CORES = (f"--numprocesses={NUM_AT_ONCE}", "--dist=loadfile", "--no-loadscope-reorder")
 
