@@ -348,7 +348,12 @@ def run_limited(folder: Path, size: int, limit: str = "") -> str:
 
 def test_a_limit_on_files_sizes_leaves_the_process_alive(tmp_path: Path) -> None:
     """The system itself refuses; what it said comes out, not what torch's zip writer makes of it."""
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
+    # Python 3.11 keeps a compiled module that the limit cut short, and every later import of it fails.
+    limit = """
+import resource, sys
+sys.dont_write_bytecode = True
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+"""
     told = run_limited(tmp_path / "store", 100_000, limit)
     assert told == "failed: File too large\n(10, []) ['step-00000010']\n"
 
