@@ -266,11 +266,10 @@ class RunRecorder:
         is_measured_here = job.profile.source == "measured" or job.cluster.device in self._device
         if not (is_measured_here and has_constant_stages(result)):
             return unpredicted
-        per_epoch = job.setup.sampler.minibatches_per_epoch
-        longest = min(per_epoch, Periods.of(job.recipe.train, per_epoch).longest_segment)
+        periods = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
         metrics = {**result.metrics}
         try:
-            metrics |= compare(metrics, predicted_metrics(job.setup, longest))
+            metrics |= compare(metrics, predicted_metrics(job.setup, periods))
             self.log.text("prediction.md", prediction_markdown(metrics, note))
         except Exception as error:  # likewise
             _LOG.warning("the run could not be predicted: %s", error)

@@ -88,6 +88,9 @@ class SegmentTotals:
         )
 
 
+NOTHING = SegmentTotals(0.0, 0.0, 0.0, Counter())
+
+
 @without_collector()
 def simulate_segment(
     workload: Workload,
@@ -97,7 +100,7 @@ def simulate_segment(
     ends_epoch: bool = True,
     until_s: float = math.inf,
 ) -> SegmentTotals:
-    """Return the totals of a segment of whole minibatches, at most an epoch, but for an epoch's last.
+    """Return the totals of a segment of whole minibatches, but for an epoch's last if the segment ends with it.
 
     Simulated once: when the state is steady, workers switch to the lists of a segment shorter by whole periods, which
     begin alike, and the cost of these periods is added. `meter` records the timeline of the simulated part;

@@ -6,39 +6,44 @@ from dataclasses import replace
 
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
+from pipebench.formats import num_epochs
 from pipebench.planner.planner import Planner
 from pipebench.simulate.meter import EPOCHS, Meter, fractions, pcie_fractions
 from pipebench.simulate.network import Network
+from pipebench.simulate.segments import Segments
 from pipebench.simulate.statistics import average_statistics
-from pipebench.simulate.steady import SegmentTotals, simulate_segment
+from pipebench.simulate.steady import NOTHING, SegmentTotals
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.metrics import byte_metrics, byte_rates, describe, describe_stages, recipe_notes
+from pipebench.train.periods import Periods
 from pipebench.train.profiled_model import left_over_note
 from pipebench.train.request import plan_request
 from pipebench.train.result import COMPLETED, RunResult
 
 
 def simulate_epoch(job: Job, forecast: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
-    """Simulate one epoch, with fill and drain, and total it; `forecast` has predicted peak memory."""
+    """Simulate a run up to the drain that ends its first epoch, or comes next; `forecast` has predicted peak memory."""
     setup = job.setup
     meter = Meter(setup.pipeline)
-    per_epoch = setup.sampler.minibatches_per_epoch
-    totals = _drained(setup, simulate_segment(setup, per_epoch, meter))
+    totals, done = _first_epoch(setup, Periods.of(job.recipe.train, setup.sampler.minibatches_per_epoch), meter)
+    samples = setup.sampler.samples_before(done)
+    metrics, epochs = totalled(setup, samples, totals), num_epochs(round(samples / setup.sampler.num_samples, 3))
+    of_stages = zip(describe_stages(job), shares(job, metrics["epoch_time_s"]), strict=True)
     result = RunResult(
         **describe(job),
         outcome=COMPLETED,
-        sentence="simulated one epoch; nothing was trained, so there is no accuracy",
-        metrics=_metrics(setup, per_epoch, totals) | planned_metrics(job),
-        stages=tuple(row | shares for row, shares in zip(describe_stages(job), shares(job, totals), strict=True)),
-        notes=recipe_notes(job) | epoch_notes(job, totals, per_epoch),
+        sentence=f"simulated {epochs}; nothing was trained, so there is no accuracy",
+        metrics=metrics | planned_metrics(job),
+        stages=tuple(row | each for row, each in of_stages),
+        notes=recipe_notes(job) | epoch_notes(job, totals, done),
     )
     return forecast.with_peaks(result) if forecast else result, meter.timeline()
 
 
-def shares(job: Job, totals: SegmentTotals) -> list[dict[str, float]]:
-    """Return each stage's busy share of its workers' time, with recomputation apart.
+def shares(job: Job, epoch_s: float) -> list[dict[str, float]]:
+    """Return each stage's busy share of its workers' time in an epoch, with recomputation apart.
 
     Empty if lengths vary, since units then take different times.
     """
@@ -57,9 +62,7 @@ def shares(job: Job, totals: SegmentTotals) -> list[dict[str, float]]:
         again_s = sum(each.again_s[size] * count for size, count in units.items()) / replicas
         passes_s = sum((each.forward_s[size] + each.backward_s[size]) * count for size, count in units.items())
         busy_s = passes_s / replicas + each.update_s * updates
-        found.append(
-            {"effective_fraction": (busy_s - again_s) / totals.end_s, "recompute_fraction": again_s / totals.end_s}
-        )
+        found.append({"effective_fraction": (busy_s - again_s) / epoch_s, "recompute_fraction": again_s / epoch_s})
     return found
 
 
@@ -80,26 +83,36 @@ def planned_metrics(job: Job) -> dict[str, float]:
     return {"planned_throughput_samples_per_s": setup.sampler.size(0) / bottleneck_s}
 
 
-def predicted_metrics(setup: Setup, num_minibatches: int) -> dict[str, float]:
-    """Return a simulated segment's metrics, under the names of a trained run's.
+def predicted_metrics(setup: Setup, periods: Periods) -> dict[str, float]:
+    """Return a simulated first epoch's metrics, under the names of a trained run's."""
+    totals, done = _first_epoch(setup, periods)
+    return totalled(setup, setup.sampler.samples_before(done), totals)
 
-    The segment ends an epoch and is at most one; `epoch_time_s` is scaled to one.
+
+def _first_epoch(setup: Setup, periods: Periods, meter: Meter | None = None) -> tuple[SegmentTotals, int]:
+    """Return the totals of a run up to the drain that ends its first epoch, or comes next, and its minibatches.
+
+    In front of every evaluation and checkpoint the pipeline empties. `meter` records the first segment.
     """
-    return _metrics(setup, num_minibatches, _drained(setup, simulate_segment(setup, num_minibatches)))
+    segments, drain, per_epoch = Segments(setup), _drain(setup), setup.sampler.minibatches_per_epoch
+    totals, done, error_s, num_simulated, is_estimate = NOTHING, 0, 0.0, 0, False
+    while done < per_epoch:
+        length = periods.next_drain(done) - done
+        segment = segments.totals(done, length, None if done else meter)
+        totals = totals.extended(segment, 1).extended(drain, 1)
+        error_s += segment.error_s  # the same error in those that are alike
+        num_simulated += segment.num_simulated or length
+        is_estimate |= segment.num_simulated > 0
+        done += length
+    return replace(totals, error_s=error_s, num_simulated=num_simulated if is_estimate else 0), done
 
 
-def _drained(setup: Setup, totals: SegmentTotals) -> SegmentTotals:
-    """Return a segment's totals with those of the drain at its end, at which replicas average running statistics."""
+def _drain(setup: Setup) -> SegmentTotals:
+    """Return what a drain takes after the last update: replicas average running statistics."""
     network, ends_s = Network(setup.cluster, setup.devices, copies=setup.copies), [0.0]
     average_statistics(setup.pipeline, setup.costs, network, 0.0, ends_s.append)
     network.deliver(())
-    return replace(totals, end_s=totals.end_s + max(ends_s), num_bytes=totals.num_bytes + network.num_bytes)
-
-
-def _metrics(setup: Setup, num_minibatches: int, totals: SegmentTotals) -> dict[str, float]:
-    sampler = setup.sampler  # a segment's last minibatch is the epoch's last, which may be short
-    samples = sampler.samples_before(num_minibatches - 1) + sampler.size(sampler.minibatches_per_epoch - 1)
-    return totalled(setup, samples, totals)
+    return replace(NOTHING, end_s=max(ends_s), num_bytes=network.num_bytes)
 
 
 def totalled(setup: Setup, samples: int, totals: SegmentTotals) -> dict[str, float]:

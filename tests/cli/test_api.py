@@ -68,7 +68,7 @@ def test_keys_are_sections_or_dotted_and_answers_are_rows_and_figures() -> None:
     assert (one.result.recipe["train.minibatch_size"], one.result.mode) == ("125", "dp")
     assert (one.result.engine, one.mlflow_run_id is None) == ("simulated", False)
     assert one.to_dict()["metrics"] == one.metrics
-    assert f"{one.result.name}: simulated one epoch" in repr(one)
+    assert f"{one.result.name}: simulated 1 epoch" in repr(one)
     assert f"{one.result.name}: " in one._repr_html_()
     assert isinstance(one.figure(), Figure)
     assert one.figure()._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from pipebench.run.deciding import decision_of, prepare_job
 from pipebench.schedule.modes import AUTO
 from pipebench.simulate.costs import HostCosts
 from pipebench.train.job import Job
+from pipebench.train.periods import Periods
 from pipebench.train.simulated import predicted_metrics
 from pipebench.typed_json import read
 from tests.lab.measuring import MEASURED
@@ -87,7 +88,7 @@ class Predictor:
         if asked.cuts is not None or (asked.plan != AUTO and len(job.setup.plan.stages) == 1):
             self._fixed[name] = job
         setup = replace(job.setup, cluster=cluster, costs=replace(job.setup.costs, host=self._hosts[name]))
-        metrics = predicted_metrics(setup, setup.sampler.minibatches_per_epoch)
+        metrics = predicted_metrics(setup, Periods.of(loaded.recipe.train, setup.sampler.minibatches_per_epoch))
         return Predicted(
             str(setup.plan), len(setup.plan.stages), metrics["throughput_samples_per_s"], metrics["epoch_time_s"],
             metrics["comm_bytes_per_sample"],

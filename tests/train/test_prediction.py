@@ -4,6 +4,7 @@ import pytest
 
 from pipebench.cluster import Cluster, Level
 from pipebench.simulate.steady import simulate_segment
+from pipebench.train.periods import Periods
 from pipebench.train.prediction import compare, prediction_line, prediction_markdown
 from pipebench.train.simulated import predicted_metrics
 from tests.engine.test_modes import images
@@ -65,21 +66,29 @@ def test_the_line_says_both_epoch_times() -> None:
     assert line == "epoch 1.00 s predicted, 1.25 s measured (+25.0%)"
 
 
-def test_a_part_of_an_epoch_is_scaled_to_one() -> None:
+def test_every_drain_within_an_epoch_takes_its_time() -> None:
     setup = make_setup(Mlp(), ([4], [1, 1]), dataset=Blobs(num_train=40, num_eval=4))  # minibatches of 4
-    predicted = predicted_metrics(setup, 5)
-    assert predicted["epoch_time_s"] == pytest.approx(2 * simulate_segment(setup, 5).end_s)
-    assert predicted["throughput_samples_per_s"] == pytest.approx(40 / predicted["epoch_time_s"])
-    whole = predicted_metrics(setup, 10)
-    assert whole["epoch_time_s"] == whole["total_time_s"] < predicted["epoch_time_s"]  # one drain instead of two
-    assert whole["comm_bytes_per_sample"] == predicted["comm_bytes_per_sample"] > 0
+    halves, whole = (predicted_metrics(setup, Periods(20, period, 20)) for period in (5, 10))
+    assert halves["epoch_time_s"] == halves["total_time_s"] == pytest.approx(2 * simulate_segment(setup, 5).end_s)
+    assert whole["epoch_time_s"] == whole["total_time_s"] < halves["epoch_time_s"]  # one drain instead of two
+    assert whole["comm_bytes_per_sample"] == halves["comm_bytes_per_sample"] > 0
 
 
-def test_a_short_last_minibatch_counts_what_it_has() -> None:
-    setup = make_setup(Mlp(), ([4], [1, 1]), dataset=Blobs(num_train=37, num_eval=4))  # 9 minibatches of 4, one of 1
-    whole, part = predicted_metrics(setup, 10), predicted_metrics(setup, 2)
-    assert whole["throughput_samples_per_s"] == pytest.approx(37 / whole["total_time_s"])
-    assert part["throughput_samples_per_s"] == pytest.approx(5 / part["total_time_s"])
+@pytest.mark.parametrize("evaluation", [3, 4, 10, 20, 37])
+@pytest.mark.parametrize("checkpoint", [10, 7])
+@pytest.mark.parametrize("replicas", [[1, 1], [2, 1]])
+def test_segments_of_any_length_take_what_they_take_on_the_virtual_clock(
+    evaluation: int, checkpoint: int, replicas: list[int]
+) -> None:
+    """Ten minibatches an epoch, the last of one sample, which is at the end of segments and in the middle of others."""
+    setup = make_setup(Mlp(), ([4], replicas), dataset=Blobs(num_train=37, num_eval=4))
+    periods, engine, done = Periods(40, evaluation, checkpoint), make_engine(setup), 0
+    while done < 10:
+        done += engine.train(done, periods.next_drain(done) - done)
+    predicted, samples = predicted_metrics(setup, periods), setup.sampler.samples_before(done)
+    assert predicted["total_time_s"] == pytest.approx(engine.clock_s, rel=1e-12)
+    assert predicted["epoch_time_s"] == pytest.approx(engine.clock_s * 37 / samples)
+    assert predicted["comm_bytes_total"] == sum(engine.num_bytes.values())
 
 
 @pytest.mark.parametrize("replicas", [[3, 1], [2, 2], [1, 3]])
@@ -87,7 +96,7 @@ def test_an_epoch_takes_what_it_takes_on_the_virtual_clock_statistics_included(r
     """BatchNorm in both stages, whose replicas average at the drain what takes them a while on so slow links."""
     cluster = Cluster("slow", "unit", None, (Level("server", 4, 40.0, 1e-3),))
     setup = make_setup(ConvNet(), ([4], replicas), dataset=images(), cluster=cluster, sizes=(2, 4))
-    predicted, engine = predicted_metrics(setup, 12), make_engine(setup)
+    predicted, engine = predicted_metrics(setup, Periods(12, 12, 12)), make_engine(setup)
     assert engine.train(0, 12) == 12
     assert predicted["epoch_time_s"] == pytest.approx(engine.clock_s, rel=1e-12)
     assert predicted["total_time_s"] > simulate_segment(setup, 12).end_s

@@ -5,7 +5,6 @@ stops once nothing has moved for long enough: the rest of a segment costs what i
 (`simulate.steady`).
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -33,13 +32,13 @@ from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEI
 from pipebench.simulate.memory_meter import MemoryPeak
 from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.network import Network
+from pipebench.simulate.segments import Segments
 from pipebench.simulate.simulation import TimelineEvent
-from pipebench.simulate.steady import SegmentTotals, simulate_all, simulate_segment
+from pipebench.simulate.steady import NOTHING, SegmentTotals
 from pipebench.simulate.timeline import Timeline
 
 _SENDS = with_kind(SEND, ACTIVATION, GRADIENT)
 _RECEIVES = with_kind(RECEIVE, ACTIVATION, GRADIENT)
-NOTHING = SegmentTotals(0.0, 0.0, 0.0, Counter())
 
 
 class SimulatedEngine(Engine):
@@ -76,7 +75,7 @@ class SimulatedEngine(Engine):
         balances = settings_of(setup.pipeline).balances
         self._monitors = monitors(setup, self._decided, known=known) if balances else []
         self._quiet = 0  # minibatches since the last decision
-        self._totals_of: dict[tuple[int, int], SegmentTotals] = {}
+        self._segments = Segments(setup)
 
     def train(self, first: int, num_minibatches: int) -> int:
         """Simulate a segment; return its minibatches: fewer than requested if it was drained for a move."""
@@ -94,7 +93,7 @@ class SimulatedEngine(Engine):
         self._end_segment()
         self._quiet += max(0, done - segment.changed_at)
         if self.setup is not before:
-            self._totals_of.clear()
+            self._segments = Segments(self.setup)
         self.began_s |= segment.began_s
         if segment.announced and segment.memory is not None:
             self._peaked(segment.memory.timeline().peaks)
@@ -182,31 +181,8 @@ class SimulatedEngine(Engine):
 
     def _steady(self, first: int, num_minibatches: int) -> SegmentTotals:
         """Return a segment's totals under the current cuts, without moves."""
-        sampler = self.setup.sampler
-        per_epoch = sampler.minibatches_per_epoch
-        key = first % per_epoch, num_minibatches
-        if key not in self._totals_of:
-            end = key[0] + num_minibatches
-            inside = (end - 1) // per_epoch if sampler.size(per_epoch - 1) < sampler.size(0) else 0
-            meter, self._shown = None if self._shown else self._meter, True
-            if inside and per_epoch <= 2 * self._window:
-                self._totals_of[key] = simulate_all(self.setup, num_minibatches, meter, first=key[0])
-            else:
-                whole = simulate_segment(self.setup, num_minibatches, meter, ends_epoch=end % per_epoch == 0)
-                self._totals_of[key] = whole.extended(self._short(), inside) if inside else whole
-        return self._totals_of[key]
-
-    def _short(self) -> SegmentTotals:
-        """Return what an epoch's last, short minibatch adds in the middle of a segment: less than 0."""
-        middle = self.setup.sampler.minibatches_per_epoch - self._window
-        with_it, without = (simulate_all(self.setup, 2 * self._window, first=first) for first in (middle, 0))
-        return with_it.extended(without, -1)
-
-    @property
-    def _window(self) -> int:
-        """Minibatches that fill and empty a pipeline, with a margin."""
-        pipeline = self.setup.pipeline
-        return math.ceil(8 * pipeline.depth / pipeline.period) * pipeline.period
+        meter, self._shown = None if self._shown else self._meter, True
+        return self._segments.totals(first, num_minibatches, meter)
 
 
 def highest(*peaks: Iterable[MemoryPeak]) -> Iterator[MemoryPeak]:
