@@ -39,7 +39,7 @@ from pipebench.distributed.message import (
     read_header,
     write_header,
 )
-from pipebench.model.memory_format import in_order
+from pipebench.model.memory_format import as_bytes, in_order
 
 
 class DirectSends:
@@ -53,7 +53,7 @@ class DirectSends:
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors, in order, when all computing until here is done."""
         self._drop_sent()
-        leaving = [in_order(tensor.detach()) for tensor in tensors]
+        leaving = [as_bytes(in_order(tensor.detach())) for tensor in tensors]  # NCCL doesn't know all types, as int16
         if self._timer is not None:
             start = self._timer.mark()
             self._timer.then(lambda: self._starts_s.append(start.s))
@@ -291,7 +291,7 @@ class Receiver(ReceivingEnd):
         link = self._link
         with peers(), nullcontext() if link.idle is None else torch.cuda.stream(link.idle):
             runs = [torch.empty(leaf.shape.numel(), dtype=leaf.dtype, device=link.device) for leaf in layout.tensors]
-            works = [dist.irecv(run, link.peer, group=link.direct) for run in runs]
+            works = [dist.irecv(as_bytes(run), link.peer, group=link.direct) for run in runs]
         for run, work in zip(runs, works, strict=True):
             self._wait(work)
             if link.idle is not None:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipebench.distributed import channel as channel_module
-from pipebench.distributed.channel import AHEAD, ChannelLink, ChannelSender, Receiver
+from pipebench.distributed.channel import AHEAD, ChannelLink, ChannelSender, DirectSends, Receiver
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import HEADER_BYTES, layout_key_of, read_header
 from tests.patience import PATIENCE_S
@@ -357,6 +357,56 @@ def test_what_an_optimizer_keeps_on_the_host_leaves_from_the_gpu(monkeypatch: py
     sender = ChannelSender(ChannelLink(0, [None], _TAG, "pair", there, lambda: 0.0), 0)
     sender.send(0, {"exp_avg": torch.zeros(3, device=there), "step": torch.tensor(2.0)}, 0.0)
     assert sent == ["meta", "meta"]
+
+
+OF_NCCL = {  # in torch's table
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([300, -5], dtype=torch.int16),
+        torch.tensor([1 + 2j, -3j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch.tensor([3 - 4j]),
+        torch.arange(24.0).view(2, 3, 2, 2).contiguous(memory_format=torch.channels_last).bfloat16(),
+        torch.arange(12).view(3, 4).T,
+        torch.arange(9)[::4][1:2],
+        torch.tensor(2.5),
+        torch.empty(0, 3),
+        torch.tensor([True, False]),
+    ],
+)
+def test_nccl_carries_what_it_does_not_know(tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.2.0 in its beginnings: int16 and lazy conjugates ended a run on GPUs, and a lazy negative lost its sign."""
+    sent: deque[torch.Tensor] = deque()
+
+    class Pair:
+        @staticmethod
+        def isend(data: torch.Tensor, peer: int, group: Any) -> Work:
+            data = torch.view_as_real(data) if data.is_complex() else data  # as torch's, which raises for lazy ones
+            assert data.dtype in OF_NCCL
+            assert data.is_contiguous()
+            assert not data.is_neg()
+            sent.append(data)
+            return Work(data, lambda work: None)
+
+        @staticmethod
+        def irecv(data: torch.Tensor, peer: int, group: Any) -> Work:
+            data = torch.view_as_real(data) if data.is_complex() else data
+            assert (data.dtype, data.nbytes) == (sent[0].dtype, sent[0].nbytes)
+            data.view(-1).copy_(sent.popleft().reshape(-1))
+            return Work(data, lambda work: None)
+
+    monkeypatch.setattr(channel_module, "dist", Pair)
+    DirectSends("pair", 0, None).send([tensor])
+    link = ChannelLink(0, [None], _TAG, "pair", torch.device("cpu"), lambda: 0.0)
+    (arrived,) = Receiver(link, 0)._directly(layout_key_of(tensor)[0].layout())
+    assert (arrived.dtype, arrived.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(arrived, tensor)
 
 
 def test_headers_alone_need_no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
