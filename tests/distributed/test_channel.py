@@ -12,11 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import PackedSequence
 
 from pipebench.distributed import channel as channel_module
 from pipebench.distributed.channel import AHEAD, ChannelLink, ChannelSender, DirectSends, Receiver
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import HEADER_BYTES, layout_key_of, read_header
+from pipebench.engine.in_flight import detached
+from tests.made_up_gpu import made_up_gpu
 from tests.patience import PATIENCE_S
 
 
@@ -407,6 +410,54 @@ def test_nccl_carries_what_it_does_not_know(tensor: torch.Tensor, monkeypatch: p
     (arrived,) = Receiver(link, 0)._directly(layout_key_of(tensor)[0].layout())
     assert (arrived.dtype, arrived.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(arrived, tensor)
+
+
+def packed_on_gpu() -> PackedSequence:
+    """Return a packed sequence as torch wants it: the numbers on the GPU, the lengths on the host."""
+    return PackedSequence(torch.arange(5.0, device="cuda"), torch.tensor([3, 2]))
+
+
+def assert_torch_takes(arrived: Any) -> None:
+    taken = detached(arrived)  # the engine's first step; it calls torch's constructor, which looks at devices
+    assert [taken.data.device.type, taken.batch_sizes.device.type] == ["cuda", "cpu"]
+    assert torch.equal(taken.data.cpu(), torch.arange(5.0))
+    assert taken.batch_sizes.tolist() == [3, 2]
+
+
+def test_what_is_on_the_senders_host_arrives_on_the_receivers(wire: Wire) -> None:
+    """0.1.0: a packed sequence's lengths arrived on the GPU, where torch refuses them."""
+    with made_up_gpu():
+        link = ChannelLink(0, [None], _TAG, None, torch.device("cuda"), lambda: 0.0)
+        sender, receiver = ChannelSender(link, 0), Receiver(link, 0)
+        receiver.expect(1)
+        sender.send(0, {0: packed_on_gpu()}, 0.0)
+        wire.move()
+        assert_torch_takes(receiver.receive(0).values[0])
+
+
+def test_what_is_on_the_senders_host_arrives_there_by_nccl_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: deque[torch.Tensor] = deque()
+
+    class Pair:
+        @staticmethod
+        def isend(data: torch.Tensor, peer: int, group: Any) -> Work:
+            assert data.is_cuda
+            sent.append(data)
+            return Work(data, lambda work: None)
+
+        @staticmethod
+        def irecv(data: torch.Tensor, peer: int, group: Any) -> Work:
+            assert data.is_cuda
+            data.copy_(sent.popleft())
+            return Work(data, lambda work: None)
+
+    monkeypatch.setattr(channel_module, "dist", Pair)
+    with made_up_gpu():
+        key, tensors = layout_key_of(packed_on_gpu())
+        layout = key.layout()
+        link = ChannelLink(0, [None], _TAG, "pair", torch.device("cuda"), lambda: 0.0)
+        DirectSends("pair", 0, None).send([tensor.to(link.device) for tensor in tensors])
+        assert_torch_takes(layout.values(Receiver(link, 0)._directly(layout)))
 
 
 def test_headers_alone_need_no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
