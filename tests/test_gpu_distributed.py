@@ -21,6 +21,7 @@ from pipebench.distributed.transport import _pair
 from pipebench.distributed.world import World
 from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.model.device import torch_settings
+from pipebench.model.memory_format import as_bytes
 from pipebench.recipe.schema import EngineRecipe
 from pipebench.simulate.meter import WORKERS_IDLE
 from tests.distributed.cases import Case, Outcome, compare, distributed, small_setup, virtually
@@ -165,7 +166,7 @@ def late_sender(world: World) -> tuple[float, float]:
         sends.send([tensor])
         sends.flush()
     else:
-        torch.distributed.irecv(tensor, 0, group=sends._group).wait()  # type: ignore[union-attr]
+        torch.distributed.irecv(as_bytes(tensor), 0, group=sends._group).wait()  # type: ignore[union-attr]
         end = timer.mark()
     timer.sync_clock()
     return end.s - start.s, sum(sends.times_s()[1:])

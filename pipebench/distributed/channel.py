@@ -8,6 +8,8 @@ A send returns at once and owns its buffer until the message has left. Gloo repo
 message carries the number of messages taken the other way, and buffers are reused by that. All messages are waited for
 before the process group ends. Received tensors own the posted buffer; the next receive gets a new one.
 
+What the sender has on its host arrives on the receiver's: packed sequences' lengths, for example, mustn't be on a GPU.
+
 By NCCL, torch records an event before and after an operation on its stream of a group, if the group times its
 operations (`World.new_group`). A send begins when its stream has come to it and ends when its tensor is received or in
 NCCL's buffers. So the sending GPU's clock alone times a message, without one more stream for each channel: streams
@@ -39,7 +41,7 @@ from pipebench.distributed.message import (
     read_header,
     write_header,
 )
-from pipebench.model.memory_format import in_order
+from pipebench.model.memory_format import as_bytes, in_order
 
 
 class DirectSends:
@@ -53,7 +55,7 @@ class DirectSends:
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors, in order, when all computing until here is done."""
         self._drop_sent()
-        leaving = [in_order(tensor.detach()) for tensor in tensors]
+        leaving = [as_bytes(in_order(tensor.detach())) for tensor in tensors]  # NCCL doesn't know all types, as int16
         if self._timer is not None:
             start = self._timer.mark()
             self._timer.then(lambda: self._starts_s.append(start.s))
@@ -111,6 +113,7 @@ class ChannelLink:
     # With NCCL on a GPU: a stream that stays empty (tests pass a fake one), and what times its work
     idle: Any = None
     timer: HostTimer | None = None
+    pins: bool = True  # buffers that a GPU copies to or from
 
     @property
     def spill_tag(self) -> int:
@@ -118,9 +121,9 @@ class ChannelLink:
         return self.tag + 1
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Return a new buffer of bytes on the CPU, pinned if a GPU copies to or from it."""
+        """Return a new buffer of bytes on the CPU, usually pinned if a GPU copies to or from it."""
         is_copied = self.device.type == "cuda" and self.direct is None
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_copied)
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_copied and self.pins)
 
 
 class _Capacity:
@@ -192,7 +195,7 @@ class ChannelSender(SendingEnd):
             works = [dist.isend(buffer.data[a:b], self._link.peer, group=lane, tag=tag) for a, b, tag in pieces]
             self._leaving.append((buffer, works))
         if self._direct is not None:
-            self._direct.send([tensor.to(self._link.device) for tensor in tensors])  # some optimizers count on the CPU
+            self._direct.send([tensor.to(self._link.device) for tensor in tensors])  # NCCL has no others
         return layout.payload_bytes
 
     def taken(self, num_messages: int) -> None:
@@ -263,7 +266,8 @@ class Receiver(ReceivingEnd):
         self._capacity.count(header.num_bytes)
         self.expect(0)
         if self._link.direct is None:
-            tensors = [place.to(self._link.device) for place in layout.views(buffer.numpy(), start)]
+            places = zip(layout.tensors, layout.views(buffer.numpy(), start), strict=True)
+            tensors = [place if leaf.on_host else place.to(self._link.device) for leaf, place in places]
         else:
             tensors = self._directly(layout)
         self.num_taken += 1
@@ -283,7 +287,7 @@ class Receiver(ReceivingEnd):
         return buffer
 
     def _directly(self, layout: MessageLayout) -> list[torch.Tensor]:
-        """Receive the tensors by NCCL; the device waits, not the host.
+        """Receive the tensors by NCCL; the device waits, and the host for what it gets.
 
         NCCL receives after the current stream's earlier work; on the idle stream that is nothing, so bytes arrive while
         the GPU computes. The GPU's later work waits for them, and so does reuse of the idle stream's memory.
@@ -291,12 +295,13 @@ class Receiver(ReceivingEnd):
         link = self._link
         with peers(), nullcontext() if link.idle is None else torch.cuda.stream(link.idle):
             runs = [torch.empty(leaf.shape.numel(), dtype=leaf.dtype, device=link.device) for leaf in layout.tensors]
-            works = [dist.irecv(run, link.peer, group=link.direct) for run in runs]
+            works = [dist.irecv(as_bytes(run), link.peer, group=link.direct) for run in runs]
         for run, work in zip(runs, works, strict=True):
             self._wait(work)
             if link.idle is not None:
                 run.record_stream(torch.cuda.current_stream(link.device))
-        return [leaf.of(run) for leaf, run in zip(layout.tensors, runs, strict=True)]
+        leaves = zip(layout.tensors, runs, strict=True)
+        return [leaf.of(run.cpu() if leaf.on_host else run) for leaf, run in leaves]
 
     def _post(self) -> None:
         buffer = self._link.buffer(self._capacity.now)

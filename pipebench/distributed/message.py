@@ -18,7 +18,7 @@ from pipebench.model.memory_format import is_channels_last, shaped
 
 ALIGNMENT = 64  # bytes; suits tensors of any type
 HEADER_BYTES = 64
-_OF_TENSOR = 4  # entries of a tensor in a key; others have two
+_OF_TENSOR = 5  # entries of a tensor in a key; others have two
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -69,12 +69,13 @@ def layout_in(data: torch.Tensor, header: Header, known: list["MessageLayout"]) 
 
 @dataclass(frozen=True)
 class TensorLeaf:
-    """One tensor of a message: type, shape, whether it gets a gradient and is channels last, offset."""
+    """One tensor of a message: type, shape, whether it gets a gradient, is channels last and on the host, offset."""
 
     dtype: torch.dtype
     shape: torch.Size
     requires_grad: bool
     last: bool
+    on_host: bool
     offset: int
     num_bytes: int
 
@@ -100,7 +101,7 @@ class MessageLayout:
     def to_text(self) -> bytes:
         """Return the layout as text, padded so that the tensors after it are aligned."""
         leaves = [
-            [str(leaf.dtype), list(leaf.shape), leaf.requires_grad, leaf.last]
+            [str(leaf.dtype), list(leaf.shape), leaf.requires_grad, leaf.last, leaf.on_host]
             if isinstance(leaf, TensorLeaf)
             else _in_words(leaf)
             for leaf in self.leaves
@@ -146,8 +147,8 @@ class LayoutKey(NamedTuple):
     """A hashable key of a message's layout, made quickly."""
 
     structure: Structure  # the leaves' containers
-    # A tensor's type, shape, whether it gets a gradient and is channels last; of other values type and value, since
-    # 1, 1.0 and True are equal but not the same
+    # A tensor's type, shape, whether it gets a gradient, is channels last and on the host; of other values type and
+    # value, since 1, 1.0 and True are equal but not the same
     leaves: tuple[tuple[Any, ...], ...]
 
     def layout(self) -> MessageLayout:
@@ -175,7 +176,7 @@ def layout_key_of(values: Any) -> tuple[LayoutKey, list[torch.Tensor]]:
     leaves, structure = flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     shaped = [
-        (leaf.dtype, leaf.shape, leaf.requires_grad, is_channels_last(leaf))
+        (leaf.dtype, leaf.shape, leaf.requires_grad, is_channels_last(leaf), leaf.is_cpu)
         if isinstance(leaf, torch.Tensor)
         else (type(leaf), leaf)
         for leaf in leaves
@@ -209,9 +210,9 @@ def _laid_out(structure: Structure, shaped: Sequence[Any]) -> MessageLayout:
     end, payload = 0, 0
     for leaf in shaped:
         if isinstance(leaf, tuple):
-            dtype, shape, requires_grad, last = leaf
+            dtype, shape, requires_grad, last, on_host = leaf
             num_bytes = shape.numel() * dtype.itemsize
-            leaves.append(TensorLeaf(dtype, shape, requires_grad, last, end, num_bytes))
+            leaves.append(TensorLeaf(dtype, shape, requires_grad, last, on_host, end, num_bytes))
             end, payload = end + aligned(num_bytes), payload + num_bytes
         else:
             leaves.append(leaf)

@@ -86,7 +86,7 @@ class _Scatter:
         if gradient is None:
             like = self._like[index]
             gradient = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-        self._gradients[index] = gradient.contiguous()
+        self._gradients[index] = gradient.resolve_conj().resolve_neg().contiguous()  # torch sends no lazy conjugate
         self.missing.discard(index)
 
     def start(self) -> None:

@@ -24,7 +24,7 @@ from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import Layouts, MessageLayout, layout_key_of
 from pipebench.distributed.pipes import PipePair, join_pairs
 from pipebench.distributed.world import World
-from pipebench.model.memory_format import in_order
+from pipebench.model.memory_format import as_bytes, in_order
 
 # Slot, the sender's file descriptor, start in the file, size, unit, number of the layout, bytes of the layout's text
 # that follow; time of the send, note.
@@ -52,9 +52,7 @@ def new_file(num_bytes: int) -> tuple[int, int]:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU."""
-    # A single number may have any stride, with which torch would not view it as bytes.
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    data: Any = flat.view(torch.uint8).numpy()  # NumPy's types don't declare the buffer interface
+    data: Any = as_bytes(tensor).numpy()  # NumPy's types don't declare the buffer interface
     return memoryview(data)
 
 
@@ -92,8 +90,7 @@ class SharedSender(SendingEnd):
         slot = self._slots[index]
         for leaf, tensor in zip(layout.tensors, tensors, strict=True):
             if leaf.num_bytes:
-                whole = in_order(tensor.detach().resolve_conj().resolve_neg())
-                write(self._file, bytes_of(whole), slot.start + leaf.offset)
+                write(self._file, bytes_of(in_order(tensor.detach())), slot.start + leaf.offset)
         record = _RECORD.pack(index, self._file, *slot, unit, number, len(text), self._clock(), note)
         self._line.write(record + text)
         self._num_sent += 1

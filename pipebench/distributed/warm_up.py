@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from pipebench.distributed.channel import ChannelLink, ChannelSender, Receiver
 from pipebench.distributed.world import World
@@ -37,7 +36,6 @@ _TAG = 6  # of its messages, on the group of all processes; channels have their 
 _TAGS_OF_EDGE = 2
 _UNIT = 0
 _NOTHING = float("nan")
-_CPU = torch.device("cpu")
 
 
 def needs_warm_up(setup: Setup) -> bool:
@@ -149,7 +147,7 @@ class _Neighbours:
             own = self._setup.pipeline.replica_of(self._index, target)
             self._receivers[edge] = Receiver(self._link(edge, source, own), 0)
         self._receivers[edge].expect(1)
-        return pytree.tree_map(self._onto_device, self._receivers[edge].receive(unit).values)
+        return self._receivers[edge].receive(unit).values
 
     def copied(self, kind: str, num_bytes: int) -> None:
         """Ignore a copy."""
@@ -161,16 +159,11 @@ class _Neighbours:
                 sender.flush()
 
     def _link(self, edge: tuple[int, int], stage: int, replica: int) -> ChannelLink:
-        # Messages end in unpinned host memory, because pinned memory is never released.
+        # By unpinned host memory, because pinned memory is never released.
         pipeline = self._setup.pipeline
         tag = _TAG + _TAGS_OF_EDGE * (edge[0] * pipeline.num_stages + edge[1])
         peer = self._world.process(self._ranks[pipeline.worker(stage, replica)])
-        return ChannelLink(peer, [None], tag, None, _CPU, lambda: 0.0)
-
-    def _onto_device(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return leaf.detach().to(self._setup.device).requires_grad_(leaf.requires_grad)
+        return ChannelLink(peer, [None], tag, None, self._setup.device, lambda: 0.0, pins=False)
 
 
 def _train(setup: Setup, worker: Worker, neighbours: _Neighbours, minibatch: int = 0, *, updates: bool = True) -> None:

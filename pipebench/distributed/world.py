@@ -88,11 +88,12 @@ class World:
         return [json.loads(row[: int(n)].numpy().tobytes()) for row, n in zip(rows[seen], sizes[seen], strict=True)]
 
     def gather(self, own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Return all ranks' tensors on rank 0, through the hosts' memory; nothing on the others."""
+        """Return all ranks' tensors on rank 0, in its host's memory; nothing on the others."""
         described = [
             [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in own.items()
         ]
-        found: list[dict[str, torch.Tensor]] = [dict(own)]
+        own_on_host = {name: tensor.detach().cpu() for name, tensor in own.items()} if self.rank == 0 else {}
+        found: list[dict[str, torch.Tensor]] = [own_on_host]
         for rank, rows in enumerate(self.exchange(described)):
             if rank == 0 or self.rank not in (0, rank):
                 continue

@@ -342,7 +342,7 @@ class Weights:
         given = {i: optimizer[names[id(p)]] for i, p in enumerate(order) if names[id(p)] in optimizer}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": given})
         # The optimizer chooses devices, but would also round its state to the parameter's type, and leaves a number of
-        # steps where it is: on the GPU, where a layer comes from another one.
+        # steps where it is.
         on_cpu = not any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))
         for index, state in given.items():
             taken = self.optimizer.state[order[index]]

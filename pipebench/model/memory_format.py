@@ -35,8 +35,18 @@ def lay_out(module: M) -> M:
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same numbers in a shape that follows their order in memory: [N, H, W, C] if channels last."""
+    """Return the same numbers as they are to lie in memory: in its order, [N, H, W, C] if channels last, no lazy view.
+
+    Of a conjugate or a negative, torch may have made a mark only, and its memory holds other numbers.
+    """
+    tensor = tensor.resolve_conj().resolve_neg()
     return tensor.permute(0, 2, 3, 1) if is_channels_last(tensor) else tensor.contiguous()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor of `in_order`, [bytes] uint8: a view."""
+    # A single number may have any stride, with which torch would not view it as bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def shaped(run: torch.Tensor, shape: Sequence[int], *, last: bool) -> torch.Tensor:

@@ -12,11 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import PackedSequence
 
 from pipebench.distributed import channel as channel_module
-from pipebench.distributed.channel import AHEAD, ChannelLink, ChannelSender, Receiver
+from pipebench.distributed.channel import AHEAD, ChannelLink, ChannelSender, DirectSends, Receiver
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import HEADER_BYTES, layout_key_of, read_header
+from pipebench.engine.in_flight import detached
+from tests.made_up_gpu import made_up_gpu
 from tests.patience import PATIENCE_S
 
 
@@ -357,6 +360,104 @@ def test_what_an_optimizer_keeps_on_the_host_leaves_from_the_gpu(monkeypatch: py
     sender = ChannelSender(ChannelLink(0, [None], _TAG, "pair", there, lambda: 0.0), 0)
     sender.send(0, {"exp_avg": torch.zeros(3, device=there), "step": torch.tensor(2.0)}, 0.0)
     assert sent == ["meta", "meta"]
+
+
+OF_NCCL = {  # in torch's table
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([300, -5], dtype=torch.int16),
+        torch.tensor([1 + 2j, -3j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch.tensor([3 - 4j]),
+        torch.arange(24.0).view(2, 3, 2, 2).contiguous(memory_format=torch.channels_last).bfloat16(),
+        torch.arange(12).view(3, 4).T,
+        torch.arange(9)[::4][1:2],
+        torch.tensor(2.5),
+        torch.empty(0, 3),
+        torch.tensor([True, False]),
+    ],
+)
+def test_nccl_carries_what_it_does_not_know(tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.2.0 in its beginnings: int16 and lazy conjugates ended a run on GPUs, and a lazy negative lost its sign."""
+    sent: deque[torch.Tensor] = deque()
+
+    class Pair:
+        @staticmethod
+        def isend(data: torch.Tensor, peer: int, group: Any) -> Work:
+            data = torch.view_as_real(data) if data.is_complex() else data  # as torch's, which raises for lazy ones
+            assert data.dtype in OF_NCCL
+            assert data.is_contiguous()
+            assert not data.is_neg()
+            sent.append(data)
+            return Work(data, lambda work: None)
+
+        @staticmethod
+        def irecv(data: torch.Tensor, peer: int, group: Any) -> Work:
+            data = torch.view_as_real(data) if data.is_complex() else data
+            assert (data.dtype, data.nbytes) == (sent[0].dtype, sent[0].nbytes)
+            data.view(-1).copy_(sent.popleft().reshape(-1))
+            return Work(data, lambda work: None)
+
+    monkeypatch.setattr(channel_module, "dist", Pair)
+    DirectSends("pair", 0, None).send([tensor])
+    link = ChannelLink(0, [None], _TAG, "pair", torch.device("cpu"), lambda: 0.0)
+    (arrived,) = Receiver(link, 0)._directly(layout_key_of(tensor)[0].layout())
+    assert (arrived.dtype, arrived.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(arrived, tensor)
+
+
+def packed_on_gpu() -> PackedSequence:
+    """Return a packed sequence as torch wants it: the numbers on the GPU, the lengths on the host."""
+    return PackedSequence(torch.arange(5.0, device="cuda"), torch.tensor([3, 2]))
+
+
+def assert_torch_takes(arrived: Any) -> None:
+    taken = detached(arrived)  # the engine's first step; it calls torch's constructor, which looks at devices
+    assert [taken.data.device.type, taken.batch_sizes.device.type] == ["cuda", "cpu"]
+    assert torch.equal(taken.data.cpu(), torch.arange(5.0))
+    assert taken.batch_sizes.tolist() == [3, 2]
+
+
+def test_what_is_on_the_senders_host_arrives_on_the_receivers(wire: Wire) -> None:
+    """0.1.0: a packed sequence's lengths arrived on the GPU, where torch refuses them."""
+    with made_up_gpu():
+        link = ChannelLink(0, [None], _TAG, None, torch.device("cuda"), lambda: 0.0)
+        sender, receiver = ChannelSender(link, 0), Receiver(link, 0)
+        receiver.expect(1)
+        sender.send(0, {0: packed_on_gpu()}, 0.0)
+        wire.move()
+        assert_torch_takes(receiver.receive(0).values[0])
+
+
+def test_what_is_on_the_senders_host_arrives_there_by_nccl_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: deque[torch.Tensor] = deque()
+
+    class Pair:
+        @staticmethod
+        def isend(data: torch.Tensor, peer: int, group: Any) -> Work:
+            assert data.is_cuda
+            sent.append(data)
+            return Work(data, lambda work: None)
+
+        @staticmethod
+        def irecv(data: torch.Tensor, peer: int, group: Any) -> Work:
+            assert data.is_cuda
+            data.copy_(sent.popleft())
+            return Work(data, lambda work: None)
+
+    monkeypatch.setattr(channel_module, "dist", Pair)
+    with made_up_gpu():
+        key, tensors = layout_key_of(packed_on_gpu())
+        layout = key.layout()
+        link = ChannelLink(0, [None], _TAG, "pair", torch.device("cuda"), lambda: 0.0)
+        DirectSends("pair", 0, None).send([tensor.to(link.device) for tensor in tensors])
+        assert_torch_takes(layout.values(Receiver(link, 0)._directly(layout)))
 
 
 def test_headers_alone_need_no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

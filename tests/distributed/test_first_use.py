@@ -90,7 +90,7 @@ def stuck(num_workers: int, *, connected: bool) -> list[tuple[int, ...]]:
 
 def test_messages_of_a_rehearsal_between_two_stages_have_tags_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     tags: list[int] = []
-    monkeypatch.setattr(warm_up, "ChannelLink", lambda peer, lanes, tag, *others: tags.append(tag))
+    monkeypatch.setattr(warm_up, "ChannelLink", lambda peer, lanes, tag, *others, pins: tags.append(tag))
     world: Any = SimpleNamespace(process=lambda rank: rank)
     neighbours = warm_up._Neighbours(make_setup(Mlp(), ([2, 4, 6], [1] * 4)), world, 0)
     for edge in itertools.combinations(range(4), 2):

@@ -110,6 +110,19 @@ def test_large_gradients_are_sent_from_where_they_are(monkeypatch: pytest.Monkey
     assert sum(each.nbytes for each in sent) < 2 * sum(each.nbytes for each in large), "most of it isn't copied"
 
 
+def test_a_lazy_conjugate_is_sent_as_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch refuses to send one, which is the gradient of a complex weight that a model conjugates."""
+    wire = Wire(lambda position, place: torch.full_like(place, 1j))
+    monkeypatch.setattr(shard_exchange, "dist", wire)
+    weight = torch.zeros(4, dtype=torch.complex64)
+    halves = Sharding((tuple(divided([0], [4], 2, whole=True)),), 0)
+    reducer = ShardReducer(halves, [weight], Exchange(None, range(2), 0, native=False, host_copy=False), timer())
+    reducer.add(0, torch.tensor([1j, 2, 3j, 4]).conj())
+    (batch,) = wire.batches
+    (sent,) = [torch.view_as_real(each.tensor) for each in batch if each.way == wire.isend]
+    assert sent.tolist() == [[0, -1], [2, 0], [0, -3], [4, 0]]
+
+
 def test_large_weights_arrive_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Module()
     for index, shape in enumerate(SHAPES):

@@ -2,22 +2,26 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from pipebench.checkpoint.state import CheckpointError, ModelState
+from pipebench.distributed import world
+from pipebench.distributed.launch_join import HostSlot
+from pipebench.distributed.slices import joined
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import GraphError, PlanError
 from pipebench.model.graph import trace
-from pipebench.model.slice_modules import Alone
+from pipebench.model.slice_modules import Alone, Cut, Slices
 from pipebench.model.sliced import ProcessSlicer, Slicer
 from pipebench.schedule.operations import Op
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.memory_forecast import MemoryForecast
 from tests.distributed.sliced import TOKENS, VOCABULARY, Outcome, job_of
+from tests.made_up_gpu import made_up_gpu
 from tests.processes import Processes
 
 SGD = {"name": "sgd", "lr": 0.5, "momentum": 0.9, "clip_norm": 0.05}
@@ -206,3 +210,16 @@ def test_a_function_that_draws_for_pieces_is_refused() -> None:
         ):
             trace(Dropping(), rewrite=slicer)
     trace(Dropping(), rewrite=Slicer(Alone(2)))
+
+
+def test_slices_of_gpus_are_put_together_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.2.0 in its beginnings: rank 0's were on its GPU beside the others' on the host, which torch doesn't join."""
+    first, second, rows = torch.ones(2, 3), torch.zeros(2, 3), [["w", "float32", [2, 3]]]
+    slot, store = HostSlot(0, 2, 0, 2, "", 0, agent_store=False, attempt=None), cast("Any", None)
+    monkeypatch.setattr(world.World, "exchange", lambda self, value: [rows, rows])
+    monkeypatch.setattr(torch.distributed, "recv", lambda tensor, rank: tensor.copy_(second))
+    with made_up_gpu():
+        here = world.World(slot, torch.device("cuda"), direct=True, store=store, operation_limit_s=1, connection=store)
+        gathered = here.gather({"w": first.to("cuda")})
+        (whole,) = joined(gathered, Slices(Alone(2), {"w": Cut(0, 0, (4, 3), 2)}))
+    assert whole["w"].tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
