@@ -31,10 +31,7 @@ from tests.engine.test_recurrent import Recurrent
 from tests.models import ConvNet
 from tests.support import Blobs, make_engine, make_setup, parameters_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda")
 

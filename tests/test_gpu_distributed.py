@@ -34,10 +34,7 @@ from tests.unwatched import unwatched
 
 # Ranks on one GPU; NCCL's reductions in the switch don't take them.
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FOUR = {
     "2-1-1": Case("conv", (3, 6), (2, 1, 1)),
     "straight": Case("skip", (2, 4, 6), (1, 1, 1, 1)),

@@ -193,11 +193,7 @@ class AmoebaNet(nn.Module):
 
 
 def amoebanet_d(
-    num_layers: int = 18,
-    num_filters: int = 256,
-    num_classes: int = 1000,
-    in_channels: int = 3,
-    stem: str = "imagenet",
+    num_layers: int = 18, num_filters: int = 256, num_classes: int = 1000, in_channels: int = 3, stem: str = "imagenet"
 ) -> AmoebaNet:
     """Build AmoebaNet-D (num_layers, num_filters), without auxiliary logits.
 

@@ -194,13 +194,7 @@ class Translator(nn.Module, ABC):
 
 
 def beam_search(
-    step: Step,
-    state: Tensors,
-    context: Tensors,
-    *,
-    max_length: int,
-    beam_size: int = 5,
-    penalties: Penalties = MLPERF,
+    step: Step, state: Tensors, context: Tensors, *, max_length: int, beam_size: int = 5, penalties: Penalties = MLPERF
 ) -> list[list[int]]:
     """Return the best sentence found for each context.
 

@@ -36,14 +36,7 @@ class S2VT(nn.Module):
     """
 
     def __init__(
-        self,
-        num_features: int,
-        embedding: int,
-        hidden: int,
-        vocabulary: int,
-        frames: int,
-        words: int,
-        dropout: float,
+        self, num_features: int, embedding: int, hidden: int, vocabulary: int, frames: int, words: int, dropout: float
     ) -> None:
         super().__init__()
         self.frames = frames

@@ -59,10 +59,7 @@ class Synthetic(Dataset):
 
 
 def synthetic(
-    shape: tuple[int, ...] = (3, 224, 224),
-    num_classes: int = 1000,
-    num_train: int = 1_281_167,
-    num_eval: int = 50_000,
+    shape: tuple[int, ...] = (3, 224, 224), num_classes: int = 1000, num_train: int = 1_281_167, num_eval: int = 50_000
 ) -> Synthetic:
     """Build the data set: PipeDream (SOSP'19), section 5.1, measures AlexNet's throughput on synthetic data.
 

@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipebench.zoo.segments import SegmentOptions, Segments
-from pipebench.zoo.wmt16 import (
-    MAX_LENGTH,
-    NUM_EVAL,
-    NUM_TRAIN,
-    TOKENS,
-    TYPICAL_LENGTH,
-    VOCABULARY,
-    Wmt16,
-    wmt16,
-)
+from pipebench.zoo.wmt16 import MAX_LENGTH, NUM_EVAL, NUM_TRAIN, TOKENS, TYPICAL_LENGTH, VOCABULARY, Wmt16, wmt16
 
 
 class Wmt16Segments(Segments):

@@ -325,13 +325,7 @@ class Gpus:
         return int(group[1].index(self.rank))
 
     def _operation(
-        self,
-        kind: str,
-        group: Any,
-        givers: int,
-        lasts_s: float,
-        data: Any,
-        take: Callable[[Sequence[Any]], Any],
+        self, kind: str, group: Any, givers: int, lasts_s: float, data: Any, take: Callable[[Sequence[Any]], Any]
     ) -> Work:
         """Put an operation on NCCL's stream of a group, behind what the current stream has been given."""
         rank, ready, done = self.rank, Event(), list[None]()

@@ -140,13 +140,7 @@ def test_a_search_in_processes_is_the_virtual_engine_s(
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    "fault",
-    [
-        Fault(0, "switch_setup", 2),
-        Fault(1, "hand_over", 4, after=True),
-        Fault(0, "commit", 5),
-    ],
-    ids=str,
+    "fault", [Fault(0, "switch_setup", 2), Fault(1, "hand_over", 4, after=True), Fault(0, "commit", 5)], ids=str
 )
 def test_a_search_that_lost_a_worker_goes_on_as_if_nothing_had_happened(
     three: Processes, folder: Path, fault: Fault

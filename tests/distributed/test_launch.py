@@ -52,12 +52,7 @@ def failed(rank: int, kind: str) -> Failure:
     ],
 )
 def test_exceptions_are_recorded_by_kind(
-    error: BaseException,
-    kind: str,
-    message: str,
-    exit_code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, kind: str, message: str, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:
         raise_as_ours(error)

@@ -259,10 +259,7 @@ def test_the_simulator_finds_its_steady_state() -> None:
 
 def test_lists_are_static_and_printed() -> None:
     lists = [render(program) for program in programs(asp(num_workers=2).pipeline, 3)]
-    assert lists == [
-        "0L0 0F0 0B0 0PUSH0 0PULL2 0L2 0F2 0B2 0PUSH2 0PULL2@3",
-        "0L1 0F1 0B1 0PUSH1 0PULL2@3",
-    ]
+    assert lists == ["0L0 0F0 0B0 0PUSH0 0PULL2 0L2 0F2 0B2 0PUSH2 0PULL2@3", "0L1 0F1 0B1 0PUSH1 0PULL2@3"]
 
 
 def test_the_log_can_be_read_again(tmp_path: Path) -> None:

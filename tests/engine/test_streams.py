@@ -143,11 +143,7 @@ def singles(n: int) -> list[list[int]]:
         (([], [1]), {"weights": "one", "depth": 1}, singles(14)),
         (([2, 3], [1, 1, 1]), {"weights": "one", "depth": 1}, singles(14)),
         (([2], [1, 1]), {"weights": "one", "order": "all-forwards", "microbatches": 2}, singles(14)),
-        (
-            ([2], [1, 1]),
-            {"weights": "one", "order": "all-forwards", "microbatches": 2, "recompute": True},
-            singles(14),
-        ),
+        (([2], [1, 1]), {"weights": "one", "order": "all-forwards", "microbatches": 2, "recompute": True}, singles(14)),
         (([1, 3], [1, 1, 1]), {"weights": "one", "microbatches": 4}, singles(14)),
         (([], [2]), {"weights": "stash", "depth": 1}, [[k, k + 1] for k in range(0, 14, 2)]),
         (([2], [2, 1]), {"weights": "one", "accumulate": 1}, [[k, k + 1] for k in range(0, 14, 2)]),

@@ -26,10 +26,7 @@ _NUMBERS = itertools.count()
 _TOOLS = ("ip", "tc")
 # Of every host: Reno is in every kernel, and where nothing is dropped it sends as much as the wire takes; without IPv6
 # nobody but the training talks.
-_SETTINGS = {
-    "/proc/sys/net/ipv4/tcp_congestion_control": "reno",
-    "/proc/sys/net/ipv6/conf/all/disable_ipv6": "1",
-}
+_SETTINGS = {"/proc/sys/net/ipv4/tcp_congestion_control": "reno", "/proc/sys/net/ipv6/conf/all/disable_ipv6": "1"}
 _SET = "import sys\nfor path, value in zip(sys.argv[1::2], sys.argv[2::2]):\n    open(path, 'w').write(value)"
 
 

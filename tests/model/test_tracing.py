@@ -97,10 +97,7 @@ def reverse(net: Net, x: torch.Tensor) -> torch.Tensor:
         (autocast, r"autocast, .* are lost"),
         (inference, r"inference_mode and autocast, .* are lost"),
         (reverse, r"return x.view_as\(x\).* the backward of an autograd.Function, are lost"),
-        (
-            frozen_noise,
-            r"test_tracing.py:\d+ \(return x \+ torch.randn.*the random numbers of randn",
-        ),
+        (frozen_noise, r"test_tracing.py:\d+ \(return x \+ torch.randn.*the random numbers of randn"),
         (layer_drop, "random numbers of Python's random module would be drawn once"),
         (numpy_noise, "random numbers of NumPy would be drawn once"),
         (branch, r"test_tracing.py:\d+ .*control flow.* into a module of its own .* modes single and dp"),

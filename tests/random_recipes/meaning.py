@@ -53,11 +53,7 @@ def make_optimizer(recipe: OptimizerRecipe, parameters: list[nn.Parameter]) -> t
 
 
 def meaning_of(
-    recipe: Recipe,
-    dataset: Rows,
-    replicas: Sequence[int],
-    stage_of: Mapping[str, int],
-    pushes: Sequence[Sequence[int]],
+    recipe: Recipe, dataset: Rows, replicas: Sequence[int], stage_of: Mapping[str, int], pushes: Sequence[Sequence[int]]
 ) -> Meaning:
     """Return what a recipe means.
 

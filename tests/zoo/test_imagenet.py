@@ -245,8 +245,7 @@ def test_splits_with_other_classes(tree: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"image_size": 0}, {"resize_size": 223}, {"loader_processes": -1}, {"num_train": 0}, {"num_classes": 0}],
+    "options", [{"image_size": 0}, {"resize_size": 223}, {"loader_processes": -1}, {"num_train": 0}, {"num_classes": 0}]
 )
 def test_options_out_of_range(options: dict[str, int]) -> None:
     name, value = next(iter(options.items()))

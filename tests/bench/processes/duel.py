@@ -36,11 +36,7 @@ class Duel:
 
 
 def duel(
-    what: str,
-    ours: Callable[[], object],
-    theirs: Callable[[], object],
-    target: float,
-    pairs: int = NUM_PAIRS,
+    what: str, ours: Callable[[], object], theirs: Callable[[], object], target: float, pairs: int = NUM_PAIRS
 ) -> Duel:
     """Time two functions in turn, in alternating order, after one warm-up of each; all processes call it alike.
 
