@@ -21,14 +21,10 @@ class Genotype:
 
     States 0 and 1 are the outputs of the last cell and of the one before it, prepared; every pair adds a state, the sum
     of an operation on one state and an operation on another.
-
-    Attributes:
-        pairs: two (state, operation) each.
-        joined: the states that the cell's output puts side by side.
     """
 
-    pairs: tuple[tuple[tuple[int, str], tuple[int, str]], ...]
-    joined: tuple[int, ...]
+    pairs: tuple[tuple[tuple[int, str], tuple[int, str]], ...]  # two (state, operation) each
+    joined: tuple[int, ...]  # the states that the cell's output puts side by side
 
 
 # Those of the authors' code (tensorflow/tpu, models/official/amoeba_net), which GPipe's parameter counts are of.

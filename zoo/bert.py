@@ -22,13 +22,9 @@ _INIT_STD = 0.02
 
 @dataclass(frozen=True)
 class BERTOptions:
-    """The options of `bert_base`, checked.
+    """The options of `bert_base`, checked."""
 
-    Attributes:
-        name: of the model, for errors.
-    """
-
-    name: str
+    name: str  # of the model, for errors
     num_layers: int
     width: int
     feed_forward: int

@@ -43,20 +43,15 @@ class Captions(Dataset):
     A training sample is a clip with one of its captions, a held-out sample is a clip with all of its captions. Fields:
     `features`: [samples, frames, num_features] float32; `caption_in`: [samples, words] int64, BOS first;
     `caption_out`: [samples, words] int64, EOS last; PAD after it in both.
-
-    Attributes:
-        frames: frames of every clip.
-        num_features: numbers per frame.
-        words: most words of a caption, its end included; longer ones are cut.
     """
 
     inputs: Sequence[str] = ("features", "caption_in")
     targets: Sequence[str] = ("caption_out",)
     metrics: Mapping[str, str] = {"meteor": "max", "token_accuracy": "max"}
     generates_with: str | None = "describe"
-    frames: int
-    num_features: int
-    words: int
+    frames: int  # frames of every clip
+    num_features: int  # numbers per frame
+    words: int  # most words of a caption, its end included; longer ones are cut
 
     @abstractmethod
     def vocabulary(self) -> Vocabulary:

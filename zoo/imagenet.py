@@ -162,20 +162,14 @@ def imagenet(
 
 
 class Listing(NamedTuple):
-    """The images of one split.
+    """The images of one split."""
 
-    Attributes:
-        folder: that holds the class folders.
-        classes: names of the class folders, in alphabetical order.
-        names: file names per class, in alphabetical order, joined by null characters: a million strings of their own
-            would take 100 MB in every loader process.
-        ends: images of the classes up to and including each.
-    """
-
-    folder: str
-    classes: tuple[str, ...]
+    folder: str  # that holds the class folders
+    classes: tuple[str, ...]  # names of the class folders, in alphabetical order
+    # File names per class, in alphabetical order, joined by null characters: a million strings of their own would take
+    # 100 MB in every loader process.
     names: tuple[str, ...]
-    ends: tuple[int, ...]
+    ends: tuple[int, ...]  # images of the classes up to and including each
 
     def label(self, index: int) -> int:
         """Return the class of an image."""

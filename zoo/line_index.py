@@ -18,15 +18,10 @@ Integers = npt.NDArray[numpy.int64]
 
 @dataclass(frozen=True)
 class LineIndex:
-    """The lines of a file, or some of them.
+    """The lines of a file, or some of them."""
 
-    Attributes:
-        starts: [lines] int64, byte offset of each line's first byte.
-        counts: [lines] int64, tokens of each line: as many as `bytes.split` finds.
-    """
-
-    starts: Integers
-    counts: Integers
+    starts: Integers  # [lines] int64, byte offset of each line's first byte
+    counts: Integers  # [lines] int64, tokens of each line: as many as `bytes.split` finds
 
     def take(self, rows: Integers) -> "LineIndex":
         """Return the index of some of the lines."""

@@ -26,15 +26,10 @@ if TYPE_CHECKING:
 
 
 class LengthClass(NamedTuple):
-    """Minibatches of one length, where a data set declares how lengths vary.
+    """Minibatches of one length, where a data set declares how lengths vary."""
 
-    Attributes:
-        columns: width of their samples, padding included.
-        share: of all minibatches; those of all classes add up to 1.
-    """
-
-    columns: int
-    share: float
+    columns: int  # width of their samples, padding included
+    share: float  # of all minibatches; those of all classes add up to 1
 
 
 class DataError(ValueError):
@@ -169,16 +164,11 @@ class Dataset(ABC):
 
 @dataclass(frozen=True)
 class Entry:
-    """A registry entry.
+    """A registry entry."""
 
-    Attributes:
-        target: `.module:function` of the zoo that makes the thing; imported when it is made.
-        summary: one line on what it is.
-        options: of a model, with their defaults, which importing it would tell in seconds; a test compares them.
-    """
-
-    target: str
-    summary: str
+    target: str  # `.module:function` of the zoo that makes the thing; imported when it is made
+    summary: str  # one line on what it is
+    # Of a model, with their defaults, which importing it would tell in seconds; a test compares them.
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict, hash=False)
 
     @property

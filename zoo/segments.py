@@ -27,25 +27,15 @@ NOTHING = -1  # the word to say where there is none
 
 @dataclass(frozen=True)
 class SegmentOptions:
-    """What is declared, so that plans and simulations need no text.
+    """What is declared, so that plans and simulations need no text."""
 
-    Attributes:
-        name: of the data set, for errors.
-        num_sentences: of the splits `train` and `eval`.
-        vocabulary: number of token ids, special ones included.
-        mask: the id that stands where a word is hidden.
-        columns: width of a sample; segments are cut to what both have room for.
-        sentences: of a segment.
-        num_eval: held-out samples, the first ones; 0: all there are.
-    """
-
-    name: str
-    num_sentences: Mapping[str, int]
-    vocabulary: int
-    mask: int
-    columns: int
-    sentences: int
-    num_eval: int
+    name: str  # of the data set, for errors
+    num_sentences: Mapping[str, int]  # of the splits `train` and `eval`
+    vocabulary: int  # number of token ids, special ones included
+    mask: int  # the id that stands where a word is hidden
+    columns: int  # width of a sample; segments are cut to what both have room for
+    sentences: int  # of a segment
+    num_eval: int  # held-out samples, the first ones; 0: all there are
 
     def __post_init__(self) -> None:
         at_least(_FRAME + 2, self.name, columns=self.columns)

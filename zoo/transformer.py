@@ -22,13 +22,9 @@ _LONGEST_WAVE = 10_000.0  # the paper's, in tokens over 2 pi
 
 @dataclass(frozen=True)
 class TransformerOptions:
-    """The options of `transformer`, checked.
+    """The options of `transformer`, checked."""
 
-    Attributes:
-        name: of the model, for errors.
-    """
-
-    name: str
+    name: str  # of the model, for errors
     num_layers: int
     width: int
     feed_forward: int

@@ -43,32 +43,20 @@ POLICIES = [ONE, ONE, STASH, STASH, VERTICAL_SYNC, DOUBLE_BUFFER, PREDICT, CORRE
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe in small.
+    """A recipe in small."""
 
-    Attributes:
-        model: `conv`, `skip`, `mlp`, `structures`, `matrices`, `mixed`, `frozen`, `gated` or `random-` and a seed.
-        starts: first layers of all stages but the first.
-        replicas: per stage.
-        columns: of `make_setup`.
-        segments: minibatches between drains.
-        devices: of every worker; empty for its own number.
-        optimizer: as in a recipe; None for `momentum`.
-        shares_memory: whether values are handed over in memory that processes share; otherwise by sockets.
-        moves: announced before the first segment.
-        left_out: cells of `stack` that are left out, before every segment but the first: "bc"; empty: none.
-        recuts: first layers of all stages but the first, before every segment but the first; empty: as before.
-    """
-
-    model: str
-    starts: tuple[int, ...]
-    replicas: tuple[int, ...]
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    segments: tuple[int, ...] = (7, 5)
-    devices: tuple[int, ...] = ()
-    optimizer: OptimizerRecipe | None = None
-    shares_memory: bool = True
+    model: str  # `conv`, `skip`, `mlp`, `structures`, `matrices`, `mixed`, `frozen`, `gated` or `random-` and a seed
+    starts: tuple[int, ...]  # first layers of all stages but the first
+    replicas: tuple[int, ...]  # per stage
+    columns: Mapping[str, Any] = field(default_factory=dict)  # of `make_setup`
+    segments: tuple[int, ...] = (7, 5)  # minibatches between drains
+    devices: tuple[int, ...] = ()  # of every worker; empty for its own number
+    optimizer: OptimizerRecipe | None = None  # as in a recipe; None for `momentum`
+    shares_memory: bool = True  # whether values are handed over in memory that processes share; otherwise by sockets
+    # First layers of all stages but the first, before every segment but the first; empty: as before.
     recuts: tuple[tuple[int, ...], ...] = ()
-    moves: tuple[Repartition, ...] = ()
+    moves: tuple[Repartition, ...] = ()  # announced before the first segment
+    # Cells of `stack` that are left out, before every segment but the first: "bc"; empty: none.
     left_out: tuple[str, ...] = ()
 
 

@@ -39,18 +39,12 @@ class Counters:
     """What passed an interface since it was made, both ways, Ethernet headers included.
 
     What is sent in one piece counts its headers once, however many frames it would be on a cable.
-
-    Attributes:
-        sent_bytes: by its host.
-        sent_packets: likewise.
-        received_bytes: by its host.
-        received_packets: likewise.
     """
 
-    sent_bytes: int
-    sent_packets: int
-    received_bytes: int
-    received_packets: int
+    sent_bytes: int  # by its host
+    sent_packets: int  # likewise
+    received_bytes: int  # by its host
+    received_packets: int  # likewise
 
     def __sub__(self, other: "Counters") -> "Counters":
         return Counters(

@@ -18,15 +18,10 @@ _STARTTIME = 22 - 3  # of /proc/PID/stat, whose third field is the first behind 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process that has labs.
+    """A process that has labs."""
 
-    Attributes:
-        pid: its id.
-        ticks: when it began, in the kernel's ticks since boot.
-    """
-
-    pid: int
-    ticks: int
+    pid: int  # its id
+    ticks: int  # when it began, in the kernel's ticks since boot
 
     @property
     def is_alive(self) -> bool:

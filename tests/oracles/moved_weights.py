@@ -28,17 +28,11 @@ Rate = Callable[[int, int], float]  # stage, first minibatch of the update
 
 
 class Rules(NamedTuple):
-    """What is done about staleness.
+    """What is done about staleness."""
 
-    Attributes:
-        decay: PipeMare's D; None predicts instead.
-        microbatches: T.
-        recompute: whether a backward computes its stage's forward again, with its own weights.
-    """
-
-    decay: float | None = None
-    microbatches: int = 1
-    recompute: bool = False
+    decay: float | None = None  # PipeMare's D; None predicts instead
+    microbatches: int = 1  # T
+    recompute: bool = False  # whether a backward computes its stage's forward again, with its own weights
 
 
 def momentum_direction(state: Parameters, t: int) -> torch.Tensor:

@@ -23,17 +23,11 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Outcome(NamedTuple):
-    """What a run ends with.
+    """What a run ends with."""
 
-    Attributes:
-        tensors: parameters and running statistics.
-        points: samples seen and metrics of every evaluation.
-        samples: by the draw of every minibatch, its samples.
-    """
-
-    tensors: Tensors
-    points: list[tuple[int, dict[str, float]]]
-    samples: dict[int, list[int]]
+    tensors: Tensors  # parameters and running statistics
+    points: list[tuple[int, dict[str, float]]]  # samples seen and metrics of every evaluation
+    samples: dict[int, list[int]]  # by the draw of every minibatch, its samples
 
 
 @dataclass

@@ -48,21 +48,13 @@ class RefusedError(Exception):
 
 
 class Ran(NamedTuple):
-    """What the product came to.
+    """What the product came to."""
 
-    Attributes:
-        points: samples seen and metrics of every evaluation.
-        pushes: of asynchronous runs, the order of pushes of every segment.
-        tensors: parameters and buffers at the end.
-        fetched: samples by the draw of their minibatch; None where nobody took note of them.
-        metrics: the result's, on the virtual clock; None on the wall clock.
-    """
-
-    points: list[tuple[int, Mapping[str, float]]]
-    pushes: list[list[int]]
-    tensors: dict[str, torch.Tensor]
-    fetched: dict[int, list[int]] | None
-    metrics: Mapping[str, float] | None = None
+    points: list[tuple[int, Mapping[str, float]]]  # samples seen and metrics of every evaluation
+    pushes: list[list[int]]  # of asynchronous runs, the order of pushes of every segment
+    tensors: dict[str, torch.Tensor]  # parameters and buffers at the end
+    fetched: dict[int, list[int]] | None  # samples by the draw of their minibatch; None where nobody took note of them
+    metrics: Mapping[str, float] | None = None  # the result's, on the virtual clock; None on the wall clock
 
 
 class Silent:

@@ -26,21 +26,13 @@ SHRUNK = 5  # recipes that are made smaller, each by tens of runs: more of them 
 
 @dataclass
 class Campaign:
-    """What came of random recipes.
+    """What came of random recipes."""
 
-    Attributes:
-        seed: they are drawn from.
-        folder: where they are written.
-        agreed: by mode, recipes in which both ways agree.
-        refused: by reason, recipes that the product refuses.
-        failures: a report for each recipe in which they don't.
-    """
-
-    seed: int
-    folder: Path
-    agreed: Counter[str] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
+    seed: int  # they are drawn from
+    folder: Path  # where they are written
+    agreed: Counter[str] = field(default_factory=Counter)  # by mode, recipes in which both ways agree
+    refused: Counter[str] = field(default_factory=Counter)  # by reason, recipes that the product refuses
+    failures: list[str] = field(default_factory=list)  # a report for each recipe in which they don't
 
     def run(self, count: int, *, in_processes: bool = False, first: int = 0) -> None:
         """Compare until so many recipes have been compared, or far too many were refused.

@@ -45,21 +45,13 @@ _OF_SCORES = {"float64": 1e-9, "float32": 1e-5}
 
 @dataclass(frozen=True)
 class Whole:
-    """What a run came to, as far as one process knows.
+    """What a run came to, as far as one process knows."""
 
-    Attributes:
-        tensors: of every replica of its workers, by worker.
-        points: samples seen and metrics of every evaluation.
-        outcome: of the run.
-        num_bytes: sent by its workers, by kind and level.
-        versions: of weights at most, by worker.
-    """
-
-    tensors: dict[int, list[dict[str, torch.Tensor]]]
-    points: list[tuple[int, dict[str, float]]]
-    outcome: str
-    num_bytes: dict[tuple[str, str], int]
-    versions: dict[int, int]
+    tensors: dict[int, list[dict[str, torch.Tensor]]]  # of every replica of its workers, by worker
+    points: list[tuple[int, dict[str, float]]]  # samples seen and metrics of every evaluation
+    outcome: str  # of the run
+    num_bytes: dict[tuple[str, str], int]  # sent by its workers, by kind and level
+    versions: dict[int, int]  # of weights at most, by worker
 
 
 def draw_more(seed: int, number: int) -> dict[str, Any]:

@@ -43,17 +43,11 @@ _WIDTH_IN, _HEIGHT_IN = 7.0, 6.0
 
 @dataclass(frozen=True)
 class Point:
-    """A case with its two throughputs over a segment, fill and drain included; a pair of them per round.
+    """A case with its two throughputs over a segment, fill and drain included; a pair of them per round."""
 
-    Attributes:
-        case: what was run.
-        predicted: by the simulator [samples/s].
-        measured: median of the round's segments [samples/s].
-    """
-
-    case: Case
-    predicted: tuple[float, ...]
-    measured: tuple[float, ...]
+    case: Case  # what was run
+    predicted: tuple[float, ...]  # by the simulator [samples/s]
+    measured: tuple[float, ...]  # median of the round's segments [samples/s]
 
     @property
     def predicted_samples_per_s(self) -> float:

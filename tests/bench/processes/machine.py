@@ -41,19 +41,12 @@ _UNUSED = (1e9, 1e-6)  # bytes/s and s of a link that a single process has not
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        profile: every layer at every size that travels.
-        in_use: by mode and microbatches, what layers cost under an order of work.
-        cluster: the processes, with the link between two of them.
-        host: what communication takes of their processors.
-    """
-
-    profile: Profile
-    in_use: Mapping[tuple[str, int], Profile]
-    cluster: Cluster
-    host: HostCosts = NO_HOST_COSTS
+    profile: Profile  # every layer at every size that travels
+    in_use: Mapping[tuple[str, int], Profile]  # by mode and microbatches, what layers cost under an order of work
+    cluster: Cluster  # the processes, with the link between two of them
+    host: HostCosts = NO_HOST_COSTS  # what communication takes of their processors
 
     def profile_of(self, case: Case) -> Profile:
         """Return what layers cost in use in a case; of a mode that wasn't practised, 1F1B stands for the order."""

@@ -156,23 +156,14 @@ class _InDouble(Mnist5k):
 
 @dataclass(frozen=True)
 class Case:
-    """One way of running it; JSON can hold its fields.
+    """One way of running it; JSON can hold its fields."""
 
-    Attributes:
-        mode: a row of the table of modes; nothing is recomputed.
-        starts: first layers of the stages after the first.
-        replicas: of every stage.
-        depth: minibatches in flight per input-stage replica; None for the mode's own, or NOAM.
-        microbatches: per minibatch.
-        accumulate: minibatches of every replica per update.
-    """
-
-    mode: str
-    starts: tuple[int, ...]
-    replicas: tuple[int, ...]
-    depth: int | None = None
-    microbatches: int = 1
-    accumulate: int = 1
+    mode: str  # a row of the table of modes; nothing is recomputed
+    starts: tuple[int, ...]  # first layers of the stages after the first
+    replicas: tuple[int, ...]  # of every stage
+    depth: int | None = None  # minibatches in flight per input-stage replica; None for the mode's own, or NOAM
+    microbatches: int = 1  # per minibatch
+    accumulate: int = 1  # minibatches of every replica per update
 
     @property
     def num_workers(self) -> int:
