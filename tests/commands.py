@@ -148,8 +148,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of the only run in a folder, as `pipebench export` writes them."""
     (run,) = folder.glob("pipebench-runs/*")
     export(str(run), str(folder / "weights.pt"), None)
-    found: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
-    return found
+    return torch.load(folder / "weights.pt", weights_only=True)
 
 
 def _run(

@@ -95,8 +95,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [samples, 6] to [samples, 4]."""
-        output: torch.Tensor = self.body(x)
-        return output
+        return self.body(x)
 
 
 class HalfTrained(Mlp):

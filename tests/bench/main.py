@@ -46,10 +46,7 @@ MODEL = f"VGG-16 with BatchNorm, width 0.25, {BATCH} digits of 32x32"
 def model() -> nn.Module:
     """Return the benchmark's model, always with the same weights."""
     torch.default_generator.manual_seed(0)
-    made: nn.Module = vgg16(
-        width=0.25, batch_norm=True, dropout=0.0, num_classes=10, in_channels=1, image_size=32, init="kaiming"
-    )
-    return made
+    return vgg16(width=0.25, batch_norm=True, dropout=0.0, num_classes=10, in_channels=1, image_size=32, init="kaiming")
 
 
 def sgd(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:

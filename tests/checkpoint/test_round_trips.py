@@ -225,7 +225,7 @@ def test_tied_weights_have_the_models_first_name_under_every_cut() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             """Use them in another order."""
             y = self.other.t(self.start(x))
-            return self.first.p(self.first.t(y))  # type: ignore[no-any-return]
+            return self.first.p(self.first.t(y))
 
     for make in (Late, Tied):
         wanted = set(dict(make().named_parameters())) - {"other.p.weight", "other.p.bias"}
@@ -260,7 +260,7 @@ class Frozen(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        return self.head(self.fixed(x) * self.scale)  # type: ignore[no-any-return]
+        return self.head(self.fixed(x) * self.scale)
 
 
 def test_what_isnt_trained_is_carried_too() -> None:
@@ -360,7 +360,7 @@ class Resting(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        return self.head(self.second(self.first(x)))  # type: ignore[no-any-return]
+        return self.head(self.second(self.first(x)))
 
 
 class Counting(nn.Module):

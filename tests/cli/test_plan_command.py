@@ -53,8 +53,7 @@ def invoke(*arguments: str) -> Result:
 def answer(*arguments: str, others: bool = False) -> dict[str, Any]:
     result = invoke(*arguments, "--json", *([] if others or "auto" in arguments else ["--no-others"]))
     assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    return json.loads(result.stdout)
 
 
 @pytest.fixture

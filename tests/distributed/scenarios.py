@@ -71,7 +71,7 @@ class RowNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [samples, rows, 6] to [samples, 4]."""
-        return self.head(torch.tanh(self.two(torch.tanh(self.one(x)))).mean(1))  # type: ignore[no-any-return]
+        return self.head(torch.tanh(self.two(torch.tanh(self.one(x)))).mean(1))
 
 
 def rows_setup(sizes: Sequence[int] = _SIZES) -> Setup:

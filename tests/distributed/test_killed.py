@@ -57,8 +57,7 @@ def compare(found: list[Any], what: Moving | Searching) -> RunResult:
         assert tensors.keys() == weights[worker].keys()
         assert all(torch.equal(tensor, weights[worker][name]) for name, tensor in tensors.items())
     assert sorted(worker for worker, _, _ in found) == [*range(len(weights))]
-    result: RunResult = found[0][2]
-    return result
+    return found[0][2]
 
 
 def kill(what: Moving | Searching, fault: Fault, folder: Path, *, shares_memory: bool = True) -> None:

@@ -197,8 +197,7 @@ def test_a_function_that_draws_for_pieces_is_refused() -> None:
             self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.b(nn.functional.dropout(self.a(x)))
-            return y
+            return self.b(nn.functional.dropout(self.a(x)))
 
     for slicer in (ProcessSlicer(Alone(2)), Slicer(Alone(2), in_processes=True)):  # of a process, and of the costs
         with pytest.raises(

@@ -38,8 +38,7 @@ class Drops(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        output: torch.Tensor = self.body(x)
-        return output
+        return self.body(x)
 
 
 def saved_bytes(replica: Replica, unit: int) -> int:

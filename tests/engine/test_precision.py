@@ -294,8 +294,7 @@ class Normed(nn.Module):
         self.seen.add_(1)
         hidden = self.norm(self.first(x)).unsqueeze(1) + self.place
         hidden = hidden + self.attention(hidden, hidden, hidden, attn_mask=self.mask, need_weights=False)[0]
-        output: torch.Tensor = self.last(self.instance(self.rms(self.group(hidden))).flatten(1))
-        return output
+        return self.last(self.instance(self.rms(self.group(hidden))).flatten(1))
 
 
 @pytest.mark.parametrize("precision", LOW_TYPES)

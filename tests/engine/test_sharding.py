@@ -41,8 +41,7 @@ class Wide(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [samples, 6] to [samples, 4]."""
         hidden = torch.tanh(self.b(torch.tanh(self.a(x))))
-        output: torch.Tensor = self.d(torch.tanh(self.c(hidden)))
-        return output
+        return self.d(torch.tanh(self.c(hidden)))
 
 
 class Singles(Blobs):
@@ -235,8 +234,7 @@ class _Deep(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [samples, 6] to [samples, 4]."""
-        output: torch.Tensor = self.body(x)
-        return output
+        return self.body(x)
 
 
 @pytest.mark.sampled(2)

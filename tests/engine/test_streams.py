@@ -79,7 +79,7 @@ class Carrying(nn.Module):
         """Map [rows, length, 6] to the same shape."""
         output, state = self.lstm(x, self.carried_state)
         self.carried_state = tuple(each.detach() for each in state)
-        return output  # type: ignore[no-any-return]
+        return output
 
 
 class LanguageModel(nn.Module):
@@ -96,7 +96,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map [rows, length] to logits."""
-        return self.head(self.drop(self.two(self.one(self.table(tokens)))))  # type: ignore[no-any-return]
+        return self.head(self.drop(self.two(self.one(self.table(tokens)))))
 
 
 def by_hand(
@@ -232,7 +232,7 @@ class Inside(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [rows, length, 6] to the same shape."""
-        return self.inner(x)  # type: ignore[no-any-return]
+        return self.inner(x)
 
 
 def test_states_inside_a_layer_are_carried_by_stream_too() -> None:

@@ -221,8 +221,7 @@ class Unboxed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        output: torch.Tensor = self.last(self.boxing(self.first(x)).value)
-        return output
+        return self.last(self.boxing(self.first(x)).value)
 
 
 def test_a_layer_whose_output_can_t_cross_is_named_on_one_device_too() -> None:
@@ -253,8 +252,7 @@ class Alike(nn.Module):
         device, dtype = x.device, x.dtype
         hidden = torch.tanh(self.first(x))
         hidden = hidden + torch.arange(4, device=device).to(dtype)
-        output: torch.Tensor = self.second(hidden)
-        return output
+        return self.second(hidden)
 
 
 @pytest.mark.parametrize("start", range(1, 8))

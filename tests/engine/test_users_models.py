@@ -44,8 +44,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [samples, 6] to [samples, 4]."""
         hidden = self.middle(self, torch.tanh(self.a(x)))
-        output: torch.Tensor = self.d(torch.tanh(self.c(hidden)))
-        return output
+        return self.d(torch.tanh(self.c(hidden)))
 
 
 def doubles(net: Net, h: torch.Tensor) -> torch.Tensor:
@@ -83,7 +82,7 @@ def converts(net: Net, h: torch.Tensor) -> torch.Tensor:
     h = (h * 1.5).to(torch.float64).mul_(2)
     k = net.b(h).double()
     k.div_(3)
-    return k  # type: ignore[no-any-return]
+    return k
 
 
 def detaches(net: Net, h: torch.Tensor) -> torch.Tensor:
@@ -91,7 +90,7 @@ def detaches(net: Net, h: torch.Tensor) -> torch.Tensor:
 
 
 def compares_apart(net: Net, h: torch.Tensor) -> torch.Tensor:
-    return h * (net.b(h) > 0)  # type: ignore[no-any-return]
+    return h * (net.b(h) > 0)
 
 
 def chooses(net: Net, h: torch.Tensor) -> torch.Tensor:
@@ -100,11 +99,11 @@ def chooses(net: Net, h: torch.Tensor) -> torch.Tensor:
 
 def splits(net: Net, h: torch.Tensor) -> torch.Tensor:
     first, second = net.part(torch.tanh(net.b(h)))  # type: ignore[misc]
-    return first * (second > 0)  # type: ignore[no-any-return]
+    return first * (second > 0)
 
 
 def calls(net: Net, h: torch.Tensor) -> torch.Tensor:
-    return net.part(torch.tanh(net.b(h)))  # type: ignore[no-any-return, misc]
+    return net.part(torch.tanh(net.b(h)))  # type: ignore[misc]
 
 
 class MovingMean(nn.Module):
@@ -189,7 +188,7 @@ def weight_norm() -> nn.Module:
 
 
 def pruned() -> nn.Module:
-    return prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5)  # type: ignore[no-untyped-call, no-any-return]
+    return prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5)  # type: ignore[no-untyped-call]
 
 
 def decaying(parameters: Any) -> torch.optim.Optimizer:

@@ -183,8 +183,7 @@ def test_values_read_elsewhere_stay_whole() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = torch.relu(self.a(x))
-            total: torch.Tensor = y + self.b(y)
-            return total
+            return y + self.b(y)
 
     with pytest.raises(GraphError, match=re.escape("no layer of the model can be sliced")):
         trace(Residual(), rewrite=Slicer(Alone(2)))

@@ -47,8 +47,7 @@ def train(
         mixed = {name: versions[name][read[name]].clone().requires_grad_() for name in newest}
 
         def run(x: torch.Tensor, weights: Tensors = mixed) -> torch.Tensor:
-            output: torch.Tensor = functional_call(model, {**weights, **buffers}, (x,))
-            return output
+            return functional_call(model, {**weights, **buffers}, (x,))
 
         loss = loss_of(run, k)
         for name, gradient in zip(mixed, torch.autograd.grad(loss, list(mixed.values())), strict=True):

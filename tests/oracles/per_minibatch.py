@@ -261,8 +261,7 @@ class Loop:
         arguments = [given[name] for name in self.dataset.inputs]
         if self.meaning.recompute and self.meaning.policy in ("none", "predict", "correct"):
             return self._staged(arguments, given)
-        loss: torch.Tensor = self.dataset.loss(self.model(*arguments), given)
-        return loss
+        return self.dataset.loss(self.model(*arguments), given)
 
     def _staged(self, arguments: Sequence[torch.Tensor], targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the loss of a net of steps whose stages are computed again when a backward needs them."""

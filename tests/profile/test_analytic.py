@@ -240,8 +240,7 @@ class NeedsData(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map the samples whose first feature is no outlier; [n, 6] to [n, 6]."""
         found = torch.nonzero(x[:, 0] > -100).flatten()
-        output: torch.Tensor = self.linear(x[found]) if bool((found >= 0).all()) else x
-        return output
+        return self.linear(x[found]) if bool((found >= 0).all()) else x
 
 
 def test_a_layer_that_fails_without_data_is_named_where_there_are_none() -> None:

@@ -35,8 +35,7 @@ def _time_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def narrow() -> VGG:
-    made: VGG = vgg16(width=0.125, batch_norm=True, num_classes=10, in_channels=1, image_size=32)
-    return made
+    return vgg16(width=0.125, batch_norm=True, num_classes=10, in_channels=1, image_size=32)
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +110,7 @@ class Words(Blobs):
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return summed cross-entropy of the first output, plus what has no gradient."""
         logits, sure = output
-        total: torch.Tensor = super().loss(logits.flatten(0, 1), {"label": targets["label"].flatten()}) + sure.sum()
-        return total
+        return super().loss(logits.flatten(0, 1), {"label": targets["label"].flatten()}) + sure.sum()
 
 
 @pytest.mark.parametrize("kind", ["plain", "frozen", "tied"])

@@ -48,8 +48,7 @@ def make_optimizer(recipe: OptimizerRecipe, parameters: list[nn.Parameter]) -> t
     made = next(each for key, each in vars(torch.optim).items() if key.lower() == name.replace("_", ""))
     if name in FUSED:
         given["fused"] = True
-    optimizer: torch.optim.Optimizer = made(parameters, lr=recipe.lr, **given)
-    return optimizer
+    return made(parameters, lr=recipe.lr, **given)
 
 
 def meaning_of(

@@ -76,8 +76,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
 def in_use(job: Prepared, world: TwoRanks) -> Setup:
     """Return the setup with what is measured in use."""
     found: Any = Together(loaded(), cast("World", world)).in_use(cast("Any", job))
-    setup: Setup = found.setup
-    return setup
+    return found.setup
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, "waits measures waits waits"), (1, "waits waits measures waits")])

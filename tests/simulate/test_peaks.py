@@ -156,8 +156,7 @@ class Encoder(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [samples, 192] to [samples, 4]."""
-        output: torch.Tensor = self.blocks(x)
-        return output
+        return self.blocks(x)
 
 
 def encoder_setup(memory: Sequence[str] | str, weights: str = "one", microbatches: int = 2) -> Setup:

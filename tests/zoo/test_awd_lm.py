@@ -31,8 +31,7 @@ NO_DROPOUT = {
 def small(*, tied: bool = False, num_layers: int = 3, dropout: bool = False) -> AwdLm:
     torch.manual_seed(0)
     rates = {} if dropout else NO_DROPOUT
-    model: AwdLm = awd_lm(vocabulary=27, embedding_size=6, hidden_size=8, num_layers=num_layers, tied=tied, **rates)
-    return model
+    return awd_lm(vocabulary=27, embedding_size=6, hidden_size=8, num_layers=num_layers, tied=tied, **rates)
 
 
 def lstms(model: nn.Module) -> list[CarriedLSTM]:
@@ -207,8 +206,7 @@ class TorchLm(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits."""
-        output: torch.Tensor = self.decoder(self.lstm(self.embedding(tokens))[0])
-        return output
+        return self.decoder(self.lstm(self.embedding(tokens))[0])
 
 
 def test_analytic_profile_knows_the_lstm_as_cudnn_s() -> None:

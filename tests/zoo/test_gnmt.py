@@ -140,8 +140,7 @@ def after(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return what torch's own LSTM with a layer's weights puts out for one sentence, [tokens, features]."""
     theirs = nn.LSTM(x.shape[1], 6).double()
     theirs.load_state_dict(layer.state_dict())
-    output: torch.Tensor = theirs(x)[0]
-    return output
+    return theirs(x)[0]
 
 
 @pytest.mark.parametrize("num_layers", [8, 16])

@@ -16,8 +16,7 @@ FRAMES, WORDS, VOCABULARY, FEATURES = 5, 6, 11, 7
 
 def small(dropout: float = 0.0, init_range: float = 0.5, seed: int = 0) -> S2VT:
     torch.manual_seed(seed)
-    model: S2VT = s2vt(FEATURES, 4, 8, VOCABULARY, FRAMES, WORDS, dropout, init_range)
-    return model
+    return s2vt(FEATURES, 4, 8, VOCABULARY, FRAMES, WORDS, dropout, init_range)
 
 
 def video(num_samples: int = 3, frames: int = FRAMES) -> torch.Tensor:

@@ -33,8 +33,7 @@ class _OneValue(nn.Module):
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
         """Return what the stage puts out."""
-        value: torch.Tensor = self.stage(received)[0]
-        return value
+        return self.stage(received)[0]
 
 
 def _group(subject: Subject) -> Any:
