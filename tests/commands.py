@@ -69,11 +69,9 @@ class CopiedCommand:
         self._process.start()
 
     def __enter__(self) -> Self:
-        """Return the command."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End it."""
         self._process.kill()
         self._process.join()
 
@@ -96,15 +94,12 @@ class CopiedCommand:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal."""
         os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Ask it to end."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End it."""
         self._process.kill()
 
 
@@ -112,7 +107,6 @@ class CopiedRun(WatchedRun):
     """A watched run that is a copy."""
 
     def start(self, words: Sequence[str], settings: Mapping[str, str], output: Path) -> Any:
-        """Start `pipebench run`."""
         return CopiedCommand(["run", *words], self.folder, output, output, settings)
 
 
@@ -125,7 +119,6 @@ class Done(NamedTuple):
 
 
 def run_copy(words: Sequence[str], folder: Path, settings: Mapping[str, str] = NOTHING) -> Done:
-    """Run a command to its end."""
     return _run_to_its_end(words, folder, settings, _command_line)
 
 

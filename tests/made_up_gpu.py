@@ -86,7 +86,6 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors with values in something nested."""
     leaves = (each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor))
     return [each for each in leaves if not each.is_meta and each.layout is torch.strided]
 
@@ -132,7 +131,6 @@ class _Functions(TorchFunctionMode):
 
     @contextmanager
     def all_on(self, device: torch.device) -> Iterator[None]:
-        """Put what is computed meanwhile on a device."""
         with patch.object(self._operators, "device", device):
             yield
 
@@ -207,23 +205,19 @@ class _Event:
         self._at_s = 0.0
 
     def record(self, _: Any = None) -> None:
-        """Note the time."""
         self._at_s = time.perf_counter()
 
     def query(self) -> bool:
-        """Return True."""
         return True
 
     def synchronize(self) -> None:
         """Go on."""
 
     def elapsed_time(self, later: "_Event") -> float:
-        """Return the milliseconds between two."""
         return 1e3 * (later._at_s - self._at_s)
 
 
 def _set_device(device: Any) -> None:
-    """Refuse what torch refuses."""
     _get_device_index(device)
 
 

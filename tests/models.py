@@ -174,7 +174,6 @@ class DropoutTwice(nn.Module):
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return two draws over ones."""
         return torch.stack([self.drop(x), self.drop(x)])
 
 
@@ -223,7 +222,6 @@ class TiedImages(nn.Module):
 
 
 def tied_images() -> TiedImages:
-    """Return a `TiedImages`."""
     return TiedImages()
 
 

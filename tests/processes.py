@@ -75,7 +75,6 @@ class Processes:
             self._processes.append(process)
 
     def __enter__(self) -> Self:
-        """Return the processes."""
         return self
 
     def __exit__(
@@ -93,7 +92,6 @@ class Processes:
             assert [process.exitcode for process in self._processes] == [0] * len(self._processes)
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return len(self._processes)
 
     def kill(self) -> None:

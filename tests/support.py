@@ -56,26 +56,21 @@ class Blobs(Dataset):
         """Always there."""
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return meta tensors."""
         return {"x": self._x[:num_samples].to("meta"), "label": self._label[:num_samples].to("meta")}
 
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return rows."""
         rows = torch.tensor([i + (self.num_train if split == "eval" else 0) for i in indices], dtype=torch.long)
         return {field: {"x": self._x, "label": self._label}[field][rows] for field in fields}
 
     def weight(self, split: str, indices: Sequence[int]) -> float:
-        """Return the number of samples."""
         return float(len(indices))
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return summed cross-entropy."""
         return functional.cross_entropy(output, targets["label"], reduction="sum")
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the number of right answers."""
         return {"top1": (output.argmax(1) == targets["label"]).sum()}
 
 
@@ -161,7 +156,6 @@ def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profi
 
 
 def flat_cluster(num_workers: int) -> Cluster:
-    """Return workers on one level."""
     return Cluster("flat", "unit", None, (Level("server", num_workers, 1e6, 1e-3),))
 
 

@@ -73,7 +73,6 @@ def agrees_with_cpu(case: Case) -> bool:
 
 
 def on_gpu(world: World, case: Case) -> Outcome:
-    """Run a case with the settings of a run."""
     with torch_settings(EngineRecipe()):
         return distributed(world, case)
 

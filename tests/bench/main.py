@@ -50,7 +50,6 @@ def model() -> nn.Module:
 
 
 def sgd(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """Return the optimizer both sides use."""
     return torch.optim.SGD(parameters, 0.01, 0.9, weight_decay=5e-4, fused=True)
 
 

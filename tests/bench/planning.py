@@ -37,7 +37,6 @@ class Case:
 
 
 def flat(num_workers: int) -> tuple[Level, ...]:
-    """Return one level of links."""
     return (Level("cluster", num_workers, 1.25e9, 50e-6),)
 
 

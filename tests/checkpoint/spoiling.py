@@ -85,7 +85,6 @@ class Left:
 
     @property
     def manifest(self) -> Path:
-        """Return the manifest's path."""
         return self.last / MANIFEST
 
     @property
@@ -200,12 +199,10 @@ def main() -> None:
 
 
 def strided(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor whose elements share memory."""
     return torch.zeros(shape).as_strided(shape, (1,) * len(shape))
 
 
 def quantized(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a quantized tensor."""
     return torch.quantize_per_tensor(torch.zeros(shape), 1.0, 0, torch.qint8)
 
 
@@ -223,7 +220,6 @@ def replaced(section: str, name: str, value: Any, key: str | None = None) -> Cal
 
 
 def in_part(index: int, change: Callable[[Any], Any]) -> Callable[[Left], None]:
-    """Return a way to spoil a part."""
     return lambda left: left.change_part(index, change)
 
 
@@ -292,7 +288,6 @@ class Bomb:
 
 @functools.cache
 def nested() -> str:
-    """Return JSON of a depth that no parser follows."""
     return "[" * 100_000
 
 

@@ -145,7 +145,6 @@ class Float(Blobs):
     """Blobs in single precision."""
 
     def fetch(self, *arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
-        """Return rows."""
         fetched = super().fetch(*arguments, **options)
         return {name: value.float() if name == "x" else value for name, value in fetched.items()}
 
@@ -223,7 +222,6 @@ def test_tied_weights_have_the_models_first_name_under_every_cut() -> None:
             self.double()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            """Use them in another order."""
             y = self.other.t(self.start(x))
             return self.first.p(self.first.t(y))
 
@@ -371,7 +369,6 @@ class Counting(nn.Module):
         self.carried_state: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Hand it on."""
         self.carried_state = x.detach()
         return x
 

@@ -137,7 +137,6 @@ def images() -> Blobs:
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of all cases."""
     return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.01, fused=True)
 
 
@@ -185,7 +184,6 @@ def distributed(world: World, case: Case) -> Outcome:
 
 
 def all_distributed(world: World, cases: Sequence[Case]) -> list[Outcome]:
-    """Run cases one after another."""
     return [distributed(world, case) for case in cases]
 
 

@@ -185,7 +185,6 @@ class Gpus:
             self.here.computing = self.here.stream = Stream()
 
     def enter(self, rank: int) -> None:
-        """Let this thread be a rank's host."""
         self._local.rank = rank
 
     @property
@@ -214,7 +213,6 @@ class Gpus:
                 del self.operations[key]
 
     def operations_of(self, rank: int) -> list[Operation]:
-        """Return what a rank takes part in."""
         with self._changed:
             return [operation for operation in self.operations.values() if rank in operation.ready]
 
@@ -226,7 +224,6 @@ class Gpus:
             self._changed.notify_all()
 
     def compute(self, name: str, seconds: float) -> None:
-        """Put work on the computing stream."""
         self.here.computed_s[name] += seconds
         self.put(self.here.computing, lambda start_s: start_s + seconds)
 
@@ -365,18 +362,15 @@ class MadeUpWorld(World):
     """Workers that are threads, with made-up GPUs."""
 
     def exchange(self, value: Any) -> list[Any]:
-        """As its class."""
         return Gpus.present.exchange(value)
 
     def hand_over(self, parcels: Mapping[int, bytes]) -> dict[int, bytes]:
-        """As its class."""
         offers = Gpus.present.exchange(parcels)
         return {rank: each[self.rank] for rank, each in enumerate(offers) if each.get(self.rank)}
 
     def new_group(
         self, backend: str, ranks: Sequence[int] | None = None, *, num_pairs: int = 0, limit_s: float | None = None
     ) -> Any:
-        """Return a group's number and ranks."""
         self._num_groups += 1
         return self._num_groups, tuple(range(self.size) if ranks is None else ranks)
 

@@ -69,7 +69,6 @@ class Searching:
     weights: str  # the policy
 
     def job(self) -> Job:
-        """Return what is searched."""
         return search_job(whole(weights=self.weights), asked(checkpoint_every=PeriodRecipe(minibatches=3)))
 
 

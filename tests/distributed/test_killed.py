@@ -23,7 +23,6 @@ _TRAINED = "tests.distributed.jobs:trained"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The run's checkpoints."""
     return tmp_path / "checkpoints"
 
 

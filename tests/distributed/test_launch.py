@@ -232,7 +232,6 @@ def when(exists: Sequence[Path], then: Callable[[], object]) -> Iterator[None]:
 
 
 def alive(folder: Path) -> list[int]:
-    """Return the workers that still run."""
     return [pid for pid in (int(file.read_text()) for file in folder.glob("up-*")) if _lives(pid)]
 
 

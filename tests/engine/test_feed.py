@@ -122,7 +122,6 @@ class Named(Blobs):
     """Says in place of its inputs which process reads which minibatch for what."""
 
     def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> dict[str, torch.Tensor]:
-        """Say so."""
         return {field: torch.tensor([os.getpid(), indices[0], draw, split == "eval"]) for field in fields}
 
 

@@ -33,7 +33,6 @@ class Text(Dataset):
         }
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return meta tensors."""
         return {name: torch.empty(num_samples, LENGTH, dtype=torch.int64, device="meta") for name in self._fields}
 
     def fetch(
@@ -49,7 +48,6 @@ class Text(Dataset):
         return {field: both[field] for field in fields}
 
     def weight(self, split: str, indices: Sequence[int]) -> float:
-        """Return the number of targets."""
         return float((self.fetch(split, indices, ["next_tokens"])["next_tokens"] >= 0).sum())
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -59,7 +57,6 @@ class Text(Dataset):
         )
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return it again."""
         return {"nll": self.loss(output, targets)}
 
     @property

@@ -40,7 +40,6 @@ class Counted(namedtuple("Counted", "only")):  # it is to have a constructor of 
     made = 0
 
     def __new__(cls, only: int) -> "Counted":
-        """Count."""
         Counted.made += 1
         return super().__new__(cls, only)
 
@@ -207,7 +206,6 @@ class Boxing(nn.Module):
     one_layer = True
 
     def forward(self, x: torch.Tensor) -> Result:
-        """Box it."""
         return Result(x)
 
 

@@ -129,7 +129,6 @@ class Detached(nn.Module):
     one_layer = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x without its past."""
         return x.detach() * 2
 
 
@@ -176,7 +175,6 @@ class TracedMean(MovingMean):
     one_layer = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x without the mean."""
         mean: torch.Tensor = self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         return (x - mean).to(self.mean.dtype) / self.mean.shape[0]
 

@@ -153,7 +153,6 @@ class Lab:
         _execute(wires.switching(self.name, index, "down"))
 
     def plug(self, index: int) -> None:
-        """Let things pass an unplugged wire again."""
         _execute(wires.switching(self.name, index, "up"))
 
     def destroy(self, index: int) -> None:

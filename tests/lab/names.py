@@ -57,7 +57,6 @@ def lab_name(owner: Owner, number: int) -> str:
 
 
 def host_name(index: int) -> str:
-    """Return a host's name inside its lab."""
     return f"host{index}"
 
 

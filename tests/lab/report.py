@@ -37,7 +37,6 @@ def write_report(found: Findings, say: Callable[[str], None]) -> None:
 
 
 def markdown(found: Findings) -> str:
-    """Return the report as Markdown."""
     parts = [_head(found), _runs(found), _crossover(found), _wires(found), _bytes(found)]
     return "\n\n".join(part for part in parts if part) + "\n"
 

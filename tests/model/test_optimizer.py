@@ -155,12 +155,10 @@ def grouped_apart(parameters: Any, lr: float) -> torch.optim.Optimizer:
 
 
 def faster(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """Return an optimizer at four times the rate."""
     return torch.optim.SGD(parameters, lr=4 * lr, momentum=0.9)
 
 
 def twelve(parameters: Any, lr: float) -> int:
-    """Return no optimizer."""
     return 12
 
 

@@ -75,12 +75,10 @@ class Reverse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """Return x."""
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """Return the opposite."""
         return -gradients[0]
 
 

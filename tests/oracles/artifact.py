@@ -56,7 +56,6 @@ class Optimizer:
         return found
 
     def members(self, antichain: Antichain) -> frozenset[int]:
-        """Return the layers of a state."""
         return frozenset(antichain).union(*(self.before[node] for node in antichain))
 
     def augmented(self, antichain: Antichain) -> Antichain:
@@ -111,17 +110,14 @@ class Optimizer:
 
     @cached_property
     def layers(self) -> list[frozenset[int]]:
-        """The layers of every state."""
         return [self.members(state) for state in self.states]
 
     @cached_property
     def parts(self) -> list[list[int]]:
-        """The positions of the states that are part of each."""
         return [[k for k, part in enumerate(self.layers) if part < layers] for layers in self.layers]
 
     @cached_property
     def sent_bytes(self) -> list[float]:
-        """What is sent behind every state."""
         return [sum(self.rows[node].output_bytes for node in self.augmented(state)) for state in self.states]
 
     def _between(self, values: Sequence[float]) -> list[list[float]]:

@@ -26,7 +26,6 @@ def mixed(*numbers: int) -> int:
 
 
 def of_name(name: str) -> int:
-    """Return 63 bits of a name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") // 2
 
 

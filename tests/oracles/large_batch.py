@@ -50,7 +50,6 @@ def lamb(
 
 
 def length(a: Array) -> float:
-    """Return the Euclidean norm of all elements."""
     return math.sqrt(sum(float(x) ** 2 for x in a.reshape(-1)))
 
 

@@ -43,7 +43,6 @@ class Meaning:
         return math.lcm(*self.replicas)
 
     def round_size(self, stage: int) -> int:
-        """Return the minibatches of one update of a stage."""
         return 1 if self.asynchronous else (self.block if self.flushes else self.replicas[stage]) * self.accumulate
 
     def units(self, count: int) -> Iterator[tuple[int, int]]:

@@ -41,7 +41,6 @@ def momentum_direction(state: Parameters, t: int) -> torch.Tensor:
 
 
 def adam_direction(state: Parameters, t: int) -> torch.Tensor:
-    """Return m_hat / (sqrt(v_hat) + eps) after t updates."""
     m_hat, v_hat = state["m"] / (1 - 0.9**t), state["v"] / (1 - 0.999**t)
     return m_hat / (v_hat.sqrt() + 1e-8)
 

@@ -53,7 +53,6 @@ class _Stage:
             self.directions.append({name: each for name, each in found.items() if each is not None})
 
     def drained(self) -> None:
-        """Begin to number anew."""
         self.versions, self.directions, self.round_read = [], [], (-1, 0)
         self.take_note()
 

@@ -149,7 +149,6 @@ class Given:
 
     @cached_property
     def whole(self) -> State:
-        """Every layer."""
         return frozenset(working(self.rows))
 
     def layers(self, before: State, after: State) -> list[LayerProfile]:
@@ -172,11 +171,9 @@ class Given:
         )
 
     def sent_bytes(self, state: State) -> int:
-        """Return what crosses a cut forward."""
         return sum(self.rows[index].output_bytes for index in crossing(self.rows, state))
 
     def returned_bytes(self, state: State) -> int:
-        """Return what crosses a cut backward."""
         return sum(self.rows[index].gradient_bytes for index in crossing(self.rows, state))
 
     def stage_s(self, before: State, after: State, m: int, link: Link, *, first: bool, inner: Inner | None) -> float:

@@ -116,7 +116,6 @@ class Images(Blobs):
         self.side = side
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return meta tensors."""
         image = torch.empty(num_samples, 3, self.side, self.side, device="meta")
         return {"x": image, "label": torch.empty(num_samples, dtype=torch.int64, device="meta")}
 
@@ -145,7 +144,6 @@ class Sentences(Blobs):
         }
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return summed cross-entropy."""
         return functional.cross_entropy(output.flatten(0, 1), targets["target_out"].flatten(), reduction="sum")
 
 
@@ -163,7 +161,6 @@ def profile_rows(
 
 
 def vgg(efficiencies: Efficiencies | None = None) -> list[Judged]:
-    """Return the layers of VGG-16 at 128 images."""
     return _matched(profile_rows(_make("vgg16"), Images(), 128, efficiencies), VGG_FILE)
 
 

@@ -33,7 +33,6 @@ class Images(Blobs):
     inputs: Sequence[str] = ("image",)
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return meta tensors."""
         image = torch.empty(num_samples, 3, 224, 224, device="meta")
         return {"image": image, "label": torch.empty(num_samples, dtype=torch.int64, device="meta")}
 

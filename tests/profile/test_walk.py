@@ -23,7 +23,6 @@ class Tokens(Blobs):
     inputs: Sequence[str] = ("tokens",)
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return meta tensors."""
         tokens = torch.zeros(num_samples, 5, dtype=torch.int64, device="meta")
         return {"tokens": tokens, "label": torch.zeros(num_samples, dtype=torch.int64, device="meta")}
 

@@ -81,7 +81,6 @@ def written(recipe: Mapping[str, Any], folder: Path) -> Path:
 
 
 def text_of(recipe: Mapping[str, Any]) -> str:
-    """Return a recipe's file."""
     return "# a random recipe\n" + yaml.safe_dump(dict(recipe), sort_keys=False, default_flow_style=None, width=110)
 
 

@@ -194,7 +194,6 @@ def _replicas(draw: random.Random, shape: str, workers: int) -> list[int]:
 
 
 def _cuts(draw: random.Random, steps: list[str], count: int) -> list[str]:
-    """Return first layers of stages."""
     names = [*first_layers(steps), "head"]
     return [names[index] for index in sorted(draw.sample(range(1, len(names)), count))]
 

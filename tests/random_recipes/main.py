@@ -83,7 +83,6 @@ class Campaign:
 
     @property
     def refused_share(self) -> float:
-        """Share of the recipes drawn that the product refuses."""
         return self.refused.total() / max(1, self.refused.total() + self.agreed.total() + len(self.failures))
 
     @property

@@ -271,7 +271,6 @@ class Rows(Dataset):
         return found
 
     def weight(self, split: str, indices: Sequence[int]) -> float:
-        """Return the sum of the rows' weights."""
         return float(sum(self._fields["weight"][i + (self.num_train if split == "eval" else 0)] for i in indices))
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -282,15 +281,12 @@ class Rows(Dataset):
         return (each * targets["weight"].to(each.dtype)).sum()
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the weight of right answers."""
         scores = output["scores"] if isinstance(output, dict) else output
         return {"top1": ((scores.argmax(1) == targets["label"]) * targets["weight"]).sum()}
 
     def buckets(self) -> Sequence[int] | None:
-        """Return a bucket per row."""
         return [i % self._num_buckets for i in range(self.num_train)] if self._num_buckets else None
 
 
 def rows(num_train: int, num_eval: int, steps: list[str], dtype: str = "float64", **options: Any) -> Rows:
-    """Return a data set for a net of some steps."""
     return Rows(num_train, num_eval, steps, dtype, **options)

@@ -34,7 +34,6 @@ class OpeningOfTheZoo(OfTheZoo):
     inputs, targets, metrics, num_train, num_eval = ("input",), (), {}, 4, 4
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return the fields without content."""
         return {"input": torch.empty(num_samples, 2, dtype=torch.int64, device="meta")}
 
     def fetch(
@@ -46,7 +45,6 @@ class OpeningOfTheZoo(OfTheZoo):
         return {"input": torch.tensor([[self.opened_by, os.getpid()]])}
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Refuse."""
         raise NotImplementedError
 
 

@@ -48,7 +48,6 @@ def ys(line: Line2D) -> list[float]:
 
 
 def labelled(axes: Axes) -> dict[str, list[tuple[float, float]]]:
-    """Return the points of every line of the legend."""
     named = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
     return {str(line.get_label()): list(zip(xs(line), ys(line), strict=True)) for line in named}
 

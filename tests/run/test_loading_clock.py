@@ -41,7 +41,6 @@ class Slow(nn.Module):
     """Returns what it gets, later."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Sleep."""
         time.sleep(_COMPUTING_S)
         return x
 

@@ -26,7 +26,6 @@ class Elapsed:
         self.start, self.cancels = function, 0
 
     def cancel(self) -> None:
-        """Count that it isn't needed any more."""
         self.cancels += 1
 
 

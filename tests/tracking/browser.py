@@ -73,7 +73,6 @@ def texts(browser: Any, selector: str) -> list[str]:
 
 
 def go(browser: Any, address: str) -> None:
-    """Open a page."""
     browser.get("about:blank")  # else only the part after # changes, and the page stays
     browser.get(address)
 

@@ -32,7 +32,6 @@ class _OneInput(nn.Module):
         self.model = model
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> Any:
-        """Call the model."""
         return self.model(*inputs)
 
 

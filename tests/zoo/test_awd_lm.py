@@ -205,7 +205,6 @@ class TorchLm(nn.Module):
         self.decoder = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
         return self.decoder(self.lstm(self.embedding(tokens))[0])
 
 

@@ -35,7 +35,6 @@ class Counted(Segments):
         super().__init__(SegmentOptions("counted", {"train": 25, "eval": 7}, 23, 4, 13, 1, 0))
 
     def sentences(self, split: str, indices: Sequence[int]) -> list[list[int]]:
-        """Return words."""
         return [[5 + (7 * i + 3 * j) % 18 for j in range(3 + i % 4)] for i in indices]
 
 

@@ -51,12 +51,10 @@ class Point:
 
     @property
     def predicted_samples_per_s(self) -> float:
-        """The median round's prediction."""
         return statistics.median(self.predicted)
 
     @property
     def measured_samples_per_s(self) -> float:
-        """The median round's measurement."""
         return statistics.median(self.measured)
 
     @property
@@ -66,7 +64,6 @@ class Point:
 
     @property
     def error(self) -> float:
-        """The median of the rounds' errors."""
         return statistics.median(self.errors)
 
 
@@ -120,7 +117,6 @@ def cases(profile: Profile, subject: Subject, num_processes: int = 2) -> list[Ca
 
 
 def predicted_s(subject: Subject, case: Case, found: Machine, num_minibatches: int) -> float:
-    """Return the seconds the simulator gives a segment."""
     setup = make_setup(subject, case, found.profile_of(case), found.cluster, found.host)
     return simulate_segment(setup, num_minibatches).end_s
 
@@ -205,7 +201,6 @@ def agreement(found: Sequence[Point]) -> Agreement:
 
 
 def draw(found: Sequence[Point], heading: str, path: Path) -> None:
-    """Write the picture as a PNG."""
     figure(found, heading).savefig(path, dpi=110, format="png", metadata={"Software": "pipebench bench"})
 
 

@@ -14,7 +14,6 @@ def can_measure() -> bool:
 
 
 def resident_bytes() -> int:
-    """Return the resident bytes now."""
     return _status("VmRSS")
 
 

@@ -32,7 +32,6 @@ class _OneValue(nn.Module):
         self.stage = stage
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Return what the stage puts out."""
         return self.stage(received)[0]
 
 
@@ -48,7 +47,6 @@ class _OnModule:
     module: nn.Module
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by the model's names."""
         return dict(self.module.named_parameters())
 
 

@@ -86,7 +86,6 @@ class Subject:
         )
 
     def with_settings(self, *names: str) -> "Subject":
-        """Return the same with settings turned on."""
         return replace(self, **{key: value for name in names for key, value in SETTINGS[name].items()})
 
     @property
@@ -107,13 +106,11 @@ class Subject:
 
     @property
     def place(self) -> torch.device:
-        """This process's device."""
         world = current()
         return torch.device(self.device) if world is None else world.device
 
     @property
     def make_optimizer(self) -> Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]:
-        """Make every side's optimizer."""
         return partial(sgd, fused=self.fused)
 
     def model(self) -> nn.Module:
@@ -134,7 +131,6 @@ class Subject:
         return _InDouble(digits.image_size, digits.split_seed, digits.num_train) if self.double else digits
 
     def graph(self) -> LayerGraph:
-        """Return the model's layers."""
         return in_precision(trace(self.model()), self.precision)
 
     def sampler(self) -> Sampler:
@@ -167,7 +163,6 @@ class Case:
 
     @property
     def num_workers(self) -> int:
-        """Number of processes."""
         return self.replicas[0] if MODES[self.mode].is_sharded else sum(self.replicas)
 
     def __str__(self) -> str:
@@ -228,7 +223,6 @@ def cut_at(profile: Profile, num_samples: int, share: float = 0.5) -> int:
 
 
 def straight(subject: Subject, cut: int) -> tuple[LayerGraph, Plan]:
-    """Return the graph and the plan of two stages."""
     graph = subject.graph()
     return graph, make_plan(graph, [cut], [1, 1])
 
