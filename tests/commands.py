@@ -39,14 +39,9 @@ def _command_line() -> None:
 class CopiedCommand:
     """A command that runs in a copy; it is asked as a `subprocess.Popen` is.
 
-    Args:
-        words: after `pipebench`.
-        folder: where it runs.
-        out: the file to which its standard output is added.
-        errors: the file to which its standard error is added.
-        settings: environment variables, beside those of this process.
-        main: what it does instead of the command line; its words are in `sys.argv`.
-        without: environment variables that it hasn't.
+    `words` follow `pipebench`; what it says is added to the files `out` and `errors`. `settings` are environment
+    variables beside those of this process, and it hasn't those in `without`. `main` is called instead of the command
+    line; its words are in `sys.argv`.
     """
 
     def __init__(

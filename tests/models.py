@@ -180,8 +180,7 @@ class DropoutTwice(nn.Module):
 class RandomNet(nn.Module):
     """A random graph of linear layers, sums and in-place activations; double precision, [n, 6] to [n, 4].
 
-    Args:
-        reads: for every layer the earlier values (0 is the input) it adds up and reads.
+    `reads` has for every layer the earlier values (0 is the input) it adds up and reads.
     """
 
     def __init__(self, reads: list[list[int]]) -> None:

@@ -97,12 +97,7 @@ _OPERATIONS: Mapping[str, Callable[[int, int], nn.Module]] = {
 
 
 class Halved(nn.Module):
-    """An image of half the side without losing every second pixel: two grids, one pixel apart, half the filters each.
-
-    Args:
-        inputs: channels read.
-        outputs: channels made; even.
-    """
+    """An image of half the side without losing every second pixel: two grids, a pixel apart, each half the filters."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -149,12 +144,7 @@ class Cell(nn.Module):
                 self.operations[f"{number}_{operation}"] = _OPERATIONS[operation](channels, stride)
 
     def forward(self, last: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Return the cell's output, [samples, joined states * channels, side, side].
-
-        Args:
-            last: the output of the cell before.
-            before: that of the cell before it.
-        """
+        """Return [samples, joined states * channels, side, side]; read are the outputs of the two cells before."""
         states = [self.last(last), before if self.before is None else self.before(before)]
         for number, pair in enumerate(self.genotype.pairs):
             first, second = (
@@ -229,9 +219,7 @@ def amoebanet_d(
 def _cells(halving: Sequence[bool], channels: int) -> tuple[list[Cell], int]:
     """Return the cells after a stem of so many channels, and the channels of the last one's output.
 
-    Args:
-        halving: for every cell, whether it halves the image; it doubles the channels of a state then.
-        channels: of the stem.
+    A cell that is `halving` the image doubles the channels of a state.
     """
     cells: list[Cell] = []
     before = last = channels

@@ -56,12 +56,9 @@ def length_norm(num_tokens: torch.Tensor, constant: float, power: float) -> torc
 
 
 def coverage_penalty(attention: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the source of log(min(attention, 1)), at most 0.
+    """Return the sum over the source of log(min(attention, 1)), at most 0, of [..., source] summed over the tokens.
 
     Words that no attention fell on at all count nothing, as in MLPerf: they are padding.
-
-    Args:
-        attention: summed over the tokens of a hypothesis: [..., source].
     """
     reached = torch.where(attention > 0, attention, 1.0)
     return reached.clamp(max=1).log().sum(-1)

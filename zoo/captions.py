@@ -15,11 +15,7 @@ _CLIPS_AT_ONCE = 100  # decoded together; more would hold more features at a tim
 
 
 class Vocabulary:
-    """Words and their ids; the special tokens of `zoo.text` come first.
-
-    Args:
-        words: every word once, in the order of their ids.
-    """
+    """Words and their ids; the special tokens of `zoo.text` come first, then every word once, in this order."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = (*SPECIAL_TOKENS, *words)

@@ -129,12 +129,7 @@ def gettext_pairs(
 
 
 def keep(pairs: Iterable[Pair], max_words: int) -> list[Pair]:
-    """Return the pairs worth training on, each text once; lines are joined.
-
-    Args:
-        pairs: message and translation.
-        max_words: most words of either.
-    """
+    """Return the pairs (message, translation) worth training on, each text once; lines are joined."""
     found: list[Pair] = []
     seen: tuple[set[str], set[str]] = (set(), set())
     for pair in pairs:

@@ -84,12 +84,7 @@ def to_bytes(*indices: LineIndex) -> bytes:
 
 
 def from_file(path: Path, number: int) -> tuple[LineIndex, ...] | None:
-    """Return the indices that `to_bytes` made a file's content of; None if it isn't there or isn't whole.
-
-    Args:
-        path: of the file.
-        number: how many indices it holds.
-    """
+    """Return so many indices, of which `to_bytes` made a file's content; None if it isn't there or isn't whole."""
     try:
         with (
             path.open("rb") as file,

@@ -16,13 +16,8 @@ STEMS = ("imagenet", "cifar")
 class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions around which the input skips; x: [samples, channels, height, width].
 
-    Differs: the stride is at the 3x3 convolution as in torchvision, not at the first 1x1 as in the paper.
-
-    Args:
-        in_channels: of the input.
-        channels: of the first two convolutions.
-        out_channels: of the third one and so of the output.
-        stride: by which height and width shrink.
+    The first two have `channels`. Differs: the stride is at the 3x3 convolution as in torchvision, not at the first 1x1
+    as in the paper.
     """
 
     def __init__(self, in_channels: int, channels: int, out_channels: int, stride: int) -> None:

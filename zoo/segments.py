@@ -91,12 +91,7 @@ class Segments(Dataset):
 
     @abstractmethod
     def sentences(self, split: str, indices: Sequence[int]) -> list[list[int]]:
-        """Return the token ids of sentences.
-
-        Args:
-            split: `train` or `eval`.
-            indices: which, in this order; neighbours follow each other in the text.
-        """
+        """Return the token ids of sentences of a split, `train` or `eval`; neighbours follow each other in the text."""
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
         """Return every field for `num_samples` samples on the meta device; the text isn't read."""
@@ -155,12 +150,8 @@ class Segments(Dataset):
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the cross-entropies of both tasks, summed over samples; of a sample's hidden words the mean counts.
 
-        Differs from BERT, where the hidden words of a minibatch count alike, whichever sample they are of: so a sample
-        weighs the same in every minibatch.
-
-        Args:
-            output: logits [samples, hidden words, vocabulary] and [samples, 2].
-            targets: `words` and `follows`.
+        `output`: logits [samples, hidden words, vocabulary] and [samples, 2]. Differs from BERT, where the hidden words
+        of a minibatch count alike, whichever sample they are of: so a sample weighs the same in every minibatch.
         """
         words, follows = output
         self.check_logits(words, "words")

@@ -15,14 +15,9 @@ NUM_SPECIAL = len(SPECIAL_TOKENS)
 
 
 def pad_rows(rows: Sequence[Sequence[int]], length: int | None = None) -> torch.Tensor:
-    """Return sentences as a rectangle, each filled up on the right with PAD.
+    """Return sentences' ids as a rectangle, each filled up on the right with PAD: [len(rows), length] int64.
 
-    Args:
-        rows: token ids of each sentence.
-        length: columns of the rectangle; None: those of the longest sentence, at least 1.
-
-    Returns:
-        [len(rows), length] int64.
+    The length is by default that of the longest sentence, at least 1.
 
     Raises:
         ValueError: a sentence is longer than `length`.

@@ -78,13 +78,7 @@ class Translation(Dataset):
 
     @abstractmethod
     def tokens(self, side: str, split: str, indices: Sequence[int]) -> list[list[int]]:
-        """Return the token ids of sentences, without begin and end.
-
-        Args:
-            side: `source` or `target`.
-            split: `train` or `eval`.
-            indices: which pairs, in this order.
-        """
+        """Return the token ids of pairs' `source` or `target` sentences, in this order, without begin and end."""
 
     @abstractmethod
     def held_out(self, side: str, indices: Sequence[int]) -> list[str]:
@@ -139,9 +133,7 @@ class Translation(Dataset):
     def loss(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the label-smoothed cross-entropy summed over target tokens; padding counts nothing.
 
-        Args:
-            output: logits [samples, columns, vocabulary].
-            targets: `target_out` [samples, columns].
+        `output`: logits [samples, columns, vocabulary]; `target_out`: [samples, columns].
         """
         self.check_logits(output, "target_out")
         return torch.nn.functional.cross_entropy(

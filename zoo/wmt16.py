@@ -77,10 +77,8 @@ class Wmt16(Translation):
     def check_tokens(self, layout: Sequence[str], options: Mapping[str, str], spare: int = 0) -> None:
         """Check the files that a training needs which translates nothing; raises as `check`.
 
-        Args:
-            layout: the files that are needed.
-            options: by split, what its declared number of pairs is called where it is to be set.
-            spare: ids that are to be left over by the vocabulary's tokens.
+        `options` says, by split, what its declared number of pairs is called where it is to be set; `spare` ids are to
+        be left over by the vocabulary's tokens.
         """
         folder = data_folder("wmt16", self.root, ", ".join(layout))
         if not folder.is_dir():

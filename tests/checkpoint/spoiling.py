@@ -146,11 +146,8 @@ def make_run(folder: Path, *words: str) -> None:
 def spoil_all(table: str, source: Path, room: Path, names: Sequence[str]) -> None:
     """Spoil a copy of a run's folder in each way, resume it, and print what that said, a JSON object per line.
 
-    Args:
-        table: of ways by name, in the test module.
-        source: the folder with the run's `pipebench-runs`.
-        room: where the copies go.
-        names: of the ways that are asked for; none are all.
+    `table`, in the test module, has the ways by name, of which `names` are asked for; none are all. `source` has the
+    run's `pipebench-runs`; copies go to `room`.
     """
     ways: Mapping[str, Callable[[Left], object]] = getattr(importlib.import_module(TABLES), table)
     for name, way in ways.items():

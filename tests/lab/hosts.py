@@ -176,11 +176,7 @@ class Lab:
     ) -> "subprocess.Popen[str]":
         """Start a process on a host; it ends with this one at the latest.
 
-        Args:
-            index: the host.
-            command: program and arguments.
-            name: what the process takes for the host's name; None for `host0`, `host1`, ...
-            options: of `subprocess.Popen`.
+        It takes `name` for the host's name; None for `host0`, `host1`, ... `options` are of `subprocess.Popen`.
         """
         child = [sys.executable, "-I", "-S", launch_child.__file__, str(os.getpid())]
         return subprocess.Popen(

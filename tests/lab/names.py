@@ -47,12 +47,7 @@ def begun_ticks(pid: int) -> int | None:
 
 
 def lab_name(owner: Owner, number: int) -> str:
-    """Return what the names of a lab's namespaces begin with.
-
-    Args:
-        owner: whose lab it is.
-        number: tells the labs of one owner apart.
-    """
+    """Return what the names of a lab's namespaces begin with; the number tells the labs of one owner apart."""
     return f"pipebench-lab-{owner.pid}.{owner.ticks}.{number}"
 
 

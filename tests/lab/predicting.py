@@ -45,9 +45,8 @@ class LabSchedule:
 class Predictor:
     """Predicts recipes; what it found once it remembers.
 
-    Args:
-        recipes: by name, each with the profile's file as its `engine.timing`, on the lab's cluster at any bandwidth.
-        hosts: by name, what communication takes of the processors.
+    `recipes` are by name, each with the profile's file as its `engine.timing`, on the lab's cluster at any bandwidth;
+    `hosts`, likewise, have what communication takes of the processors.
     """
 
     def __init__(self, recipes: Mapping[str, LoadedRecipe], hosts: Mapping[str, HostCosts]) -> None:

@@ -128,13 +128,11 @@ class Optimizer:
         return rows
 
     def best(self, levels: Sequence[Machines], *, fewer: bool, literal: bool = False) -> Found:
-        """Return the optimizer's answer.
+        """Return the optimizer's answer on levels of machines, innermost first.
 
-        Args:
-            levels: innermost first.
-            fewer: whether machines may be left over, as with `--use_fewer_machines`.
-            literal: to the letter: the optimizer doesn't ask of the stages inside a component that they lie inside each
-                other, as those of a plan do; and what holds the layers of a single state leaves no machine over.
+        `fewer`: whether machines may be left over, as with `--use_fewer_machines`. `literal`: to the letter: the
+        optimizer doesn't ask of the stages inside a component that they lie inside each other, as those of a plan do;
+        and what holds the layers of a single state leaves no machine over.
         """
         last = len(self.layers) - 1
         rows = [[self.rows[node] for node in state] for state in self.layers]

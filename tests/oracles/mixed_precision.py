@@ -14,10 +14,7 @@ from torch.func import functional_call
 class Mixed(nn.Module):
     """A model whose arithmetic is in a 16-bit type; it takes and gives fp32.
 
-    Args:
-        inner: the model, in fp32: its parameters are the masters.
-        low_type: the type.
-        kept: names of parameters that aren't rounded.
+    The parameters of `inner`, in fp32, are the masters; those named in `kept` aren't rounded.
     """
 
     def __init__(self, inner: nn.Module, low_type: torch.dtype, kept: Collection[str] = ()) -> None:

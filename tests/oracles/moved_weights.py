@@ -90,16 +90,8 @@ def train(
 ) -> list[list[Parameters]]:
     """Return, per stage, its parameters after 0, 1, 2, ... updates.
 
-    Args:
-        body: linear layers and tanh.
-        modules: which of them each stage has.
-        replicas: of every stage.
-        batch: a minibatch's inputs and labels; the loss is the mean cross-entropy of an update's samples.
-        num_minibatches: how many.
-        step: the optimizer's.
-        direction: what it says of the next step.
-        lr: an update's.
-        rules: what is done about staleness.
+    `modules` says which of the body's linear layers and tanh each stage has. The loss is the mean cross-entropy of an
+    update's samples; `direction` is what the optimizer says of its next step, `rules` what is done about staleness.
     """
     stages, d, t = [_Stage(own, body) for own in modules], depths(replicas), rules.microbatches
     samples = [0] * len(stages)

@@ -58,13 +58,7 @@ class _Stage:
 
 
 class Loop:
-    """Trains a model.
-
-    Args:
-        model: with its initial weights; a net of steps.
-        dataset: its data.
-        meaning: how.
-    """
+    """Trains a model, a net of steps with its initial weights."""
 
     def __init__(self, model: Any, dataset: Any, meaning: Meaning) -> None:
         self.model, self.dataset, self.meaning = model, dataset, meaning

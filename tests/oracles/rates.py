@@ -27,14 +27,7 @@ class Rates:
     _played: list[float] = field(default_factory=list)
 
     def rate(self, scale: float, tau: float, before: int, own: int) -> float:
-        """Return the rate of an update.
-
-        Args:
-            scale: of the stage.
-            tau: how many updates late its gradients are.
-            before: samples seen before it.
-            own: samples of the update.
-        """
+        """Return the rate of an update of `own` samples after `before` others, of gradients tau updates late."""
         if self.annealing > 0:
             scale *= max(1.0, tau) ** -max(0.0, 1 - before / self.annealing)
         if before < self.warmup:

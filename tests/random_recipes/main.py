@@ -35,12 +35,9 @@ class Campaign:
     failures: list[str] = field(default_factory=list)  # a report for each recipe in which they don't
 
     def run(self, count: int, *, in_processes: bool = False, first: int = 0) -> None:
-        """Compare until so many recipes have been compared, or far too many were refused.
+        """Compare until so many recipes have been compared, the `first` of a number on, or far too many were refused.
 
-        Args:
-            count: of recipes to compare.
-            in_processes: take recipes of two workers, and run them with the distributed engine.
-            first: number of the first.
+        `in_processes`: take recipes of two workers, and run them with the distributed engine.
         """
         compared, number = 0, first
         while compared < count and number - first < (4 + 40 * in_processes) * count + 20:

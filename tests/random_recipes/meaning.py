@@ -54,14 +54,10 @@ def make_optimizer(recipe: OptimizerRecipe, parameters: list[nn.Parameter]) -> t
 def meaning_of(
     recipe: Recipe, dataset: Rows, replicas: Sequence[int], stage_of: Mapping[str, int], pushes: Sequence[Sequence[int]]
 ) -> Meaning:
-    """Return what a recipe means.
+    """Return what a recipe means whose keys are all resolved.
 
-    Args:
-        recipe: with all keys resolved.
-        dataset: its data.
-        replicas: of every stage, as planned.
-        stage_of: stage of every parameter and buffer, as planned.
-        pushes: of asynchronous runs, the order of pushes of every segment.
+    `replicas` of every stage and `stage_of` every parameter and buffer are as planned; `pushes` are, of asynchronous
+    runs, the order of pushes of every segment.
     """
     train, asked = recipe.train, recipe.parallelism
     row, order = asked.row, Order(dataset.num_train, train.minibatch_size, train.seed, dataset.buckets())

@@ -209,16 +209,10 @@ def net(steps: list[str], dtype: str = "float64") -> Net:
 
 
 class Rows(Dataset):
-    """Random rows with random labels.
+    """Random rows with random labels, for the net of some steps, which say what it reads.
 
-    Args:
-        num_train: rows to train on.
-        num_eval: rows held out.
-        steps: of the net, which say what it reads.
-        dtype: of features.
-        uneven: whether rows have weights of their own in the loss.
-        noise: how much of a minibatch's own draw is added to features.
-        buckets: how many buckets training rows are dealt from; 0 for none.
+    `uneven`: rows have weights of their own in the loss; `noise` is how much of a minibatch's own draw is added to
+    features; training rows are dealt from so many `buckets`, 0 for none.
     """
 
     metrics: Mapping[str, str] = {"top1": "max"}

@@ -94,12 +94,8 @@ def draw_more(seed: int, number: int) -> dict[str, Any]:
 def disagreements(processes: Processes, path: Path, draw: random.Random) -> Iterator[str]:
     """Run a recipe in processes and on the virtual clock, then both from a checkpoint on; yield what differs.
 
-    Not for asynchronous pushes, whose order is a run's own.
-
-    Args:
-        processes: as many as the recipe has workers.
-        path: of the recipe, in a folder of its own.
-        draw: says how values are handed over and which checkpoint is gone on from.
+    Not for asynchronous pushes, whose order is a run's own. The recipe is in a folder of its own, and has a worker for
+    every process; `draw` says how values are handed over and which checkpoint is gone on from.
 
     Raises:
         RefusedError: the product has no such run for so many processes, or it diverges.

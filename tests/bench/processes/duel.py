@@ -40,14 +40,7 @@ def duel(
 ) -> Duel:
     """Time two functions in turn, in alternating order, after one warm-up of each; all processes call it alike.
 
-    A time is that of the slowest process, from a barrier on.
-
-    Args:
-        what: what is compared.
-        ours: does our work once.
-        theirs: does the same work the other way.
-        target: smallest ratio wanted; 0 for none.
-        pairs: at least one.
+    A time is that of the slowest process, from a barrier on. `target` is the smallest ratio wanted; 0 for none.
     """
     ours()
     theirs()

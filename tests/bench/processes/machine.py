@@ -67,16 +67,10 @@ def _rounded(subject: Subject) -> Dataset:
 
 
 def measure(subject: Subject, num_processes: int, environment: dict[str, str] | None = None) -> Machine:
-    """Measure in all processes of a crew at once, and the link between the first two.
+    """Measure in all processes of a crew at once, and the link between the first two; return the processes' mean.
 
-    Args:
-        subject: the model.
-        num_processes: as many as a run has.
-        environment: of the crew.
-
-    Returns:
-        What was found, the mean of the processes. Taken again, twice at most, when the layers of the profile don't add
-        up to whole steps: something else was running then.
+    Taken again, twice at most, when the layers of the profile don't add up to whole steps: something else was running
+    then.
     """
     arguments = {"subject": asdict(subject)}
     for _ in range(_TRIES):

@@ -230,10 +230,7 @@ def straight(subject: Subject, cut: int) -> tuple[LayerGraph, Plan]:
 class Minibatches:
     """Successive minibatches of the training data, loaded as the engine loads them, on this process's device.
 
-    Args:
-        subject: says how large.
-        stride: every how many minibatches one is this process's.
-        offset: the first of them.
+    Of every `stride` minibatches the one at `offset` is this process's.
     """
 
     def __init__(self, subject: Subject, stride: int = 1, offset: int = 0) -> None:
