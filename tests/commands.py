@@ -72,7 +72,6 @@ class CopiedCommand:
 
     @property
     def pid(self) -> int:
-        """Return the process id."""
         pid = self._process.pid
         assert pid is not None
         return pid

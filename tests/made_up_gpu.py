@@ -38,7 +38,6 @@ class _Storages:
         self._most = 1 << 8  # known before those that are gone are forgotten, which keeps their memory
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Add a tensor's storage."""
         reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call] # torch lists no types
         self._known[reference.cdata] = reference
         if len(self._known) > self._most:
@@ -60,7 +59,6 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device: torch.device | None = None  # where results are whatever the arguments; None: where these are
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator."""
         del types
         with torch._C.DisableTorchFunction():
             given = _tensors((args, kwargs))
@@ -188,7 +186,6 @@ class _Stream:
         """Go on."""
 
     def record_event(self) -> "_Event":
-        """Return an event that has happened."""
         event = _Event()
         event.record()
         return event

@@ -27,7 +27,6 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(5 * 4 * 4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map images to scores."""
         return self.head(self.drop(torch.flatten(self.features(x), 1)))
 
 
@@ -48,7 +47,6 @@ class HalfFrozen(ConvNet):
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map images to scores."""
         return super().forward(x + self.offset)
 
 
@@ -269,7 +267,6 @@ class Structures(nn.Module):
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map features to scores."""
         best: Any = torch.max(self.body(x).reshape(-1, 6, 1) * x.reshape(-1, 1, 6), dim=2)
         return self.head(self.joining(self.halving(best.values + best.indices)))
 
@@ -285,7 +282,6 @@ class MixedTypes(nn.Module):
         self.scale = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map features to scores."""
         hidden = torch.tanh(self.b(torch.relu(self.a(x.float())).bfloat16()) * self.scale)
         return self.c(self.norm(hidden.float()).double())
 

@@ -89,7 +89,6 @@ class Processes:
         return len(self._processes)
 
     def kill(self) -> None:
-        """End them at once."""
         for process in self._processes:
             process.kill()
         self._port.close()

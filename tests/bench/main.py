@@ -54,7 +54,6 @@ def sgd(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
 
 
 def setup(starts: Sequence[int], weights: str, depth: int | None = None) -> Setup:
-    """Return a straight pipeline."""
     return make_setup(
         model(), (starts, [1] * (len(starts) + 1)), weights=weights, depth=depth, dataset=mnist5k(),
         minibatch_size=BATCH, make_optimizer=sgd, lr=lambda stage, before, own: 0.01,
@@ -172,7 +171,6 @@ def largest_clusters() -> list[tuple[str, float]]:
 
 
 def main() -> None:
-    """Measure and print."""
     torch.set_num_threads(1)
     keep_freed_blocks()  # as runs do; both sides of a ratio share the process
     console = Console(width=140)

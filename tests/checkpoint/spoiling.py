@@ -55,7 +55,6 @@ class Small(nn.Module):
         self.flat, self.head = nn.Flatten(), nn.Linear(4 * 6 * 6, 10)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Map digits to scores."""
         return self.head(self.flat(torch.relu(self.norm(self.conv(image)))))
 
 
@@ -117,7 +116,6 @@ class Left:
 
 
 def change_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a JSON file."""
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))

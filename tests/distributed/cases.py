@@ -99,7 +99,6 @@ def random_case(seed: int, num_workers: int) -> Case:
 
 
 def model_of(name: str) -> nn.Module:
-    """Return the model of a case."""
     if name.startswith("random-"):
         draw = random.Random(name)
         return RandomNet([[draw.randint(0, i) for _ in range(draw.randint(1, 3))] for i in range(draw.randint(3, 6))])
@@ -146,7 +145,6 @@ def own_optimizer(target: str) -> OptimizerRecipe:
 
 
 def small_setup(case: Case) -> Setup:
-    """Return the setup of a case."""
     columns, model = {"devices": case.devices or None, **case.columns}, model_of(case.model)
     if "memory" in columns:  # cases of several models have the policies of the largest
         columns["memory"] = columns["memory"][: len(trace(model).layers)]
@@ -257,7 +255,6 @@ def on_virtual_engine(
     left_out: Sequence[str] = (),
     moves: Sequence[Repartition] = (),
 ) -> Outcome:
-    """Run a setup on the virtual engine."""
     losses: list[tuple[float, float]] = []
     network = Network(setup.cluster, setup.devices)
     engine = VirtualEngine(setup, network, on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight)))

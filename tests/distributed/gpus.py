@@ -217,7 +217,6 @@ class Gpus:
             return [operation for operation in self.operations.values() if rank in operation.ready]
 
     def give_up(self) -> None:
-        """Let all hosts fail."""
         self._barrier.abort()
         with self._changed:
             self._failed = True
@@ -379,7 +378,6 @@ class MadeUpWorld(World):
 
 
 def world_of(rank: int, size: int, *, direct: bool) -> MadeUpWorld:
-    """Return a rank's world."""
     slot = HostSlot(rank, size, rank, size, "", 0, agent_store=False, attempt=None)
     store: Any = None
     return MadeUpWorld(slot, torch.device("cpu"), direct=direct, store=store, operation_limit_s=1.0, connection=store,

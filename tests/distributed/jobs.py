@@ -47,7 +47,6 @@ class Moving:
     live: bool = True  # whether training goes on meanwhile
 
     def job(self) -> Job:
-        """Return what is trained."""
         there = {"left": ([3, 4], ("body_2", "body_4"), ("body_3", "body_4"))}
         there["right"] = ([2, 4], *there["left"][:0:-1])
         starts, *cuts = there[self.last]

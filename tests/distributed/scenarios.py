@@ -110,7 +110,6 @@ class _Counting:
 
 @contextmanager
 def counting() -> Iterator[_Counting]:
-    """Count sends meanwhile."""
     found = _Counting()
     channel.dist = found  # type: ignore[assignment, attr-defined]
     try:
@@ -247,7 +246,6 @@ class Slow(nn.Tanh):
     one_layer = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As its class, after a while."""
         time.sleep(0.004)
         return super().forward(x)
 

@@ -281,7 +281,6 @@ THREE_REPLICAS = {
 
 
 def check(case: Case, found: list[Outcome], tolerance: float = 0.0) -> None:
-    """Compare with the virtual engine."""
     expected = virtually(case)
     compare(found, expected, tolerance)
     peaks = [peak for outcome in sorted(found, key=lambda each: each.worker) for peak in outcome.peaks]

@@ -60,7 +60,6 @@ def compare(found: list[Any], what: Moving | Searching) -> RunResult:
 
 
 def kill(what: Moving | Searching, fault: Fault, folder: Path, *, shares_memory: bool = True) -> None:
-    """Let a run lose a worker, and so all."""
     with Processes(3) as doomed:
         doomed.run(_TRAINED, what, str(folder), fault, shares_memory, lost=[0, 1, 2])
     assert Path(f"{folder}.struck").exists(), "they ended for another reason"

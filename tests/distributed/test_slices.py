@@ -64,7 +64,6 @@ def state_of_engine(engine: VirtualEngine) -> ModelState:
 
 
 def sent(facts: Sequence[dict[str, Any]]) -> Counter[tuple[str, str]]:
-    """Return bytes by kind and level."""
     return sum(
         (Counter({(kind, level): count for kind, level, count in each["num_bytes"]}) for each in facts), Counter()
     )

@@ -86,7 +86,6 @@ def trained(model: nn.Module, *, compiled: bool, **columns: Any) -> VirtualEngin
 
 
 def same(made: Any, **columns: Any) -> None:
-    """Train both ways and compare."""
     compilations = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     plain, compiled = (trained(made(), compiled=each, **columns) for each in (False, True))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > compilations

@@ -33,7 +33,6 @@ class Noisy(Blobs):
         self.threads: set[str] = set()
 
     def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> dict[str, torch.Tensor]:
-        """Return rows with noise."""
         self.threads.add(threading.current_thread().name)
         fetched = super().fetch(split, indices, fields)
         if split == "train" and "x" in fetched:
@@ -49,7 +48,6 @@ class Whole(Noisy):
     notes_in = os.devnull
 
     def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> dict[str, torch.Tensor]:
-        """Note it."""
         with Path(self.notes_in).open("a") as file:
             file.write(json.dumps([split, os.getpid() == _OWN, [*fields], [*indices]]) + "\n")
         return super().fetch(split, indices, fields, draw)
@@ -224,7 +222,6 @@ class Writing(Blobs):
         self.models: list[nn.Module] = []
 
     def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
-        """Keep the model."""
         self.models.append(model)
         with torch.no_grad():
             return {"whole": float(model(self._x).detach().square().sum())}

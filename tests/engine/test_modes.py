@@ -318,7 +318,6 @@ def test_bytes_and_versions(
 
 @st.composite
 def random_pipelines(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[int]]:
-    """Return a graph, cuts and replicas."""
     size = draw(st.integers(2, 6))
     reads = [draw(st.lists(st.integers(0, i), min_size=1, max_size=3)) for i in range(size)]
     num_layers = len(trace(RandomNet(reads)).layers)

@@ -35,7 +35,6 @@ def images() -> Blobs:
 
 
 def blobs() -> Blobs:
-    """Return features in single precision."""
     data = Blobs()
     data._x = data._x.float()
     return data

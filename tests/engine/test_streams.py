@@ -38,7 +38,6 @@ class Text(Dataset):
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return chunks."""
         text = self.text[split]
         padded = torch.cat([text, torch.full(((max(indices) + 2) * LENGTH,), -1)])
         starts = [i * LENGTH for i in indices]
@@ -51,7 +50,6 @@ class Text(Dataset):
         return float((self.fetch(split, indices, ["next_tokens"])["next_tokens"] >= 0).sum())
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return summed cross-entropy."""
         return functional.cross_entropy(
             output.flatten(0, 1), targets["next_tokens"].flatten(), reduction="sum", ignore_index=-1
         )

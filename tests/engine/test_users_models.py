@@ -163,7 +163,6 @@ class Renormalised(nn.BatchNorm1d):
     one_layer = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x without the running mean."""
         before = self.running_mean.clone()  # type: ignore[union-attr]
         super().forward(x)
         return x - before
@@ -272,7 +271,6 @@ class Scaling(nn.Module):
         self.register_buffer("scale", torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x times the scale."""
         with torch.no_grad():
             self.scale.mul_(0.9)
         return x * self.scale
@@ -314,7 +312,6 @@ class Seldom(MovingMean):
         self.count = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x without the mean."""
         self.count += 1
         if self.count % 3 == 0:
             self.mean.copy_(x.detach().mean(0))
@@ -339,7 +336,6 @@ class Scaled(torch.optim.SGD):
     """SGD that reads what a model says of its parameters."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Scale gradients, then step."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad *= getattr(parameter, "factor", 1.0)

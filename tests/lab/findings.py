@@ -72,7 +72,6 @@ class Run:
 
     @property
     def throughput_samples_per_s(self) -> float:
-        """Measured, in training."""
         return float(self.result.metrics["throughput_samples_per_s"])
 
     @property

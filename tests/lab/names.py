@@ -30,7 +30,6 @@ class Owner:
 
 
 def this_process() -> Owner:
-    """Return this process as an owner."""
     ticks = begun_ticks(os.getpid())
     assert ticks is not None
     return Owner(os.getpid(), ticks)

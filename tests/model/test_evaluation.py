@@ -81,7 +81,6 @@ class OwnNorm(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Subtract the mean."""
         if not self.training:
             return x - self.mean
         mean = x.mean(0)

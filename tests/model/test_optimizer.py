@@ -131,7 +131,6 @@ class Together(torch.optim.SGD):
     """Divides by the norm of all gradients together."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step by a fixed length."""
         parameters = self.param_groups[0]["params"]
         norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
         for parameter in parameters:

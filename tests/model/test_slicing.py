@@ -40,7 +40,6 @@ class Member:
         return self
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return all threads' tensors."""
         self.threads.given[self.rank] = tensor
         self.threads.barrier.wait()
         found = [*self.threads.given]
@@ -48,7 +47,6 @@ class Member:
         return found
 
     def sum(self, tensor: torch.Tensor, *, counts: bool = True) -> torch.Tensor:
-        """Return their sum."""
         first, *others = self.gather(tensor)
         for other in others:
             first = first + other

@@ -60,7 +60,6 @@ class Order:
         self._epochs: dict[int, list[int]] = {}
 
     def samples(self, k: int) -> list[int]:
-        """Return the samples of minibatch k."""
         epoch, within = divmod(k, self.per_epoch)
         if epoch not in self._epochs:
             self._epochs[epoch] = epoch_order(self.num_samples, self.size, self._seed, epoch, self._buckets)

@@ -22,7 +22,6 @@ class Mixed(nn.Module):
         self.inner, self.low_type, self.kept = inner, low_type, kept
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Round, compute, widen."""
         used = {n: p if n in self.kept else p.to(self.low_type) for n, p in self.inner.named_parameters()}
         output: torch.Tensor = functional_call(self.inner, used, (x.to(self.low_type),))
         return output.float()

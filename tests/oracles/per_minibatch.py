@@ -85,7 +85,6 @@ class Loop:
         self.loss_sum = self.weight_sum = 0.0
 
     def run(self) -> Outcome:
-        """Train, evaluating when it is time."""
         meaning, points, done = self.meaning, [], 0
         segments = iter(meaning.pushes)
         while done < meaning.total:

@@ -20,7 +20,6 @@ class Played:
 
 
 def steps_of(stage: int, replica: int, replicas: Sequence[int], depth: int, num_minibatches: int) -> list[Step]:
-    """Return the list of one worker."""
     r = replicas[stage]
     own = list(range(replica, num_minibatches, r))
     steps = [("F", k) for k in own[:depth]]

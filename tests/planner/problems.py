@@ -147,7 +147,6 @@ def as_set(members: int) -> planning.State:
 
 
 def chain(num_layers: int, seed: int) -> tuple[LayerProfile, ...]:
-    """Return a chain of random layers."""
     numbers = random.Random(seed)
     rows = []
     for index in range(num_layers):

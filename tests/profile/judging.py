@@ -131,8 +131,6 @@ class Sentences(Blobs):
         self.source_words, self.target_words = source_words, target_words
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return meta tensors."""
-
         def words(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int64, device="meta")
 
@@ -181,7 +179,6 @@ def mean_words() -> int:
 
 
 def ratio(layers: Sequence[Judged], *, forward: bool = False) -> float:
-    """Return computed over measured time."""
     if forward:
         return sum(x.computed_forward for x in layers) / sum(x.measured_forward for x in layers)
     return sum(x.computed for x in layers) / sum(x.measured for x in layers)

@@ -102,7 +102,6 @@ class Words(Blobs):
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return rows."""
         tokens = torch.tensor([[(7 * index + position) % 500 for position in range(20)] for index in indices])
         both = {"tokens": tokens, "mask": tokens == 3, "label": tokens}
         return {field: both[field] for field in fields}
@@ -249,7 +248,6 @@ class Slow(Blobs):
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return rows."""
         self.fetches += 1
         self.now_s += 0.5 if self.fetches < 6 else 0.02
         return super().fetch(split, indices, fields, draw)

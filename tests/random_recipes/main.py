@@ -84,7 +84,6 @@ class Campaign:
 
     @property
     def summary(self) -> str:
-        """What came of it, in a few lines."""
         count = f"{self.agreed.total()} recipes agree with the plain loop, {len(self.failures)} don't"
         lines = [f"seed {self.seed}: {count}"]
         lines += [f"  {mode}: {count}" for mode, count in sorted(self.agreed.items())]

@@ -25,7 +25,6 @@ class ByRule(torch.optim.Optimizer):
         self._rule, self._made = large_batch.of_tensors(rule), 0
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take a step."""
         self._made += 1
         for group in self.param_groups:
             for p in group["params"]:
@@ -92,7 +91,6 @@ def meaning_of(
 
 
 def rates_of(recipe: Recipe, order: Order) -> Rates:
-    """Return a recipe's learning rates."""
     train, schedule, annealing = recipe.train, recipe.train.schedule, 0.0
     if recipe.parallelism.row.weights == "correct":
         thumb = 5 * schedule.warmup_epochs or (schedule.every_epochs or train.max_epochs) / 4

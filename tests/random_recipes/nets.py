@@ -246,7 +246,6 @@ class Rows(Dataset):
         }
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return meta tensors."""
         return {
             name: torch.empty(num_samples, *field.shape[1:], dtype=field.dtype, device="meta")
             for name, field in self._fields.items()

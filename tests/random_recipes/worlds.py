@@ -231,7 +231,6 @@ class Worlds:
 
     @property
     def compared(self) -> int:
-        """Recipes compared."""
         return self.agreed.total() + len(self.failures)
 
     def compare(self, recipe: dict[str, Any], number: int) -> None:
@@ -256,7 +255,6 @@ class Worlds:
 
     @property
     def summary(self) -> str:
-        """What came of it, in a few lines."""
         lines = [f"seed {self.seed}: {self.agreed.total()} recipes agree in processes, {len(self.failures)} don't"]
         lines += [f"  {mode}: {count}" for mode, count in sorted(self.agreed.items())]
         return "\n".join(
@@ -279,6 +277,5 @@ class Worlds:
             self._worlds.pop(size)[1].kill()
 
     def close(self) -> None:
-        """End all processes."""
         for stack, _ in self._worlds.values():
             stack.close()

@@ -39,7 +39,6 @@ class OpeningOfTheZoo(OfTheZoo):
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Say who opened."""
         if not hasattr(self, "opened_by"):
             self.opened_by = os.getpid()
         return {"input": torch.tensor([[self.opened_by, os.getpid()]])}

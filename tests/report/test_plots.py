@@ -182,7 +182,6 @@ def test_columns_with_results_of_their_own_have_curves_of_their_own() -> None:
 
 
 def searched(rates: Sequence[float], layers: Sequence[int], bound: float) -> tuple[RunResult, ...]:
-    """A run of phases of ten seconds each."""
     points = tuple(
         Point(0, 10.0 * n, {"throughput_samples_per_s": rate, "active_layers": count, "most_samples_per_s": bound})
         for n, (rate, count) in enumerate(zip(rates, layers, strict=True), 1)

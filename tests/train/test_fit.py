@@ -75,7 +75,6 @@ class Late(torch.optim.SGD):
     """Keeps something only from its sixth step on, as averaging optimizers do."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step, and count."""
         super().step()
         for group in self.param_groups:
             for parameter in group["params"]:

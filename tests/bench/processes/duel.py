@@ -31,7 +31,6 @@ class Duel:
 
     @property
     def ratio(self) -> Ratio:
-        """The speeds, with a verdict."""
         return Ratio(self.what, self.speeds, self.target, self.ours_s)
 
 

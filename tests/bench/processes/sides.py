@@ -73,7 +73,6 @@ class Given:
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "Given":
-        """Return what `to_json` was called on."""
         cluster = Cluster("loopback", "local", None, (Level(**fields["link"]),))
         profile, host = read_profile(fields["profile"]), read(HostCosts, fields["host"])
         return Given(Subject(**fields["subject"]), fields["cut"], profile, cluster, host)

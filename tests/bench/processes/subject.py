@@ -78,7 +78,6 @@ class Subject:
     fused: bool = True
 
     def __str__(self) -> str:
-        """Return it in words."""
         what = "digits" if self.image_size == _DIGITS else "images"
         return (
             f"VGG-16 with BatchNorm, width {self.width:g}, minibatches of {self.minibatch_size} {what} of "
@@ -98,7 +97,6 @@ class Subject:
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """Compute as it says."""
         with torch_settings(self.engine):
             if self.benchmark is not None:
                 torch.backends.cudnn.benchmark = self.benchmark
@@ -145,7 +143,6 @@ class _InDouble(Mnist5k):
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """As its class, images as float64."""
         found = super().fetch(split, indices, fields, draw)
         return {name: value.double() if name == "image" else value for name, value in found.items()}
 
@@ -166,7 +163,6 @@ class Case:
         return self.replicas[0] if MODES[self.mode].is_sharded else sum(self.replicas)
 
     def __str__(self) -> str:
-        """Return it in a few words."""
         words = [self.mode, "-".join(map(str, self.replicas))]
         words += [f"cut {'+'.join(map(str, self.starts))}"] if self.starts else []
         words += [f"depth {self.depth}"] if self.depth else []
