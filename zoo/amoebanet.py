@@ -191,9 +191,6 @@ def amoebanet_d(
         in_channels: channels of the images, at least 1.
         stem: `imagenet` (a convolution and two reduction cells, an eighth of the side) or `cifar` (a convolution, the
             whole side), for small images.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     one_of(STEMS, "amoebanet_d", stem=stem)
     for option, value, multiple in (("num_layers", num_layers, _NUM_GROUPS), ("num_filters", num_filters, 8)):

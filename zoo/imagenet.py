@@ -149,9 +149,6 @@ def imagenet(
         num_train: training images.
         num_eval: held-out images.
         num_classes: classes, and so folders.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     sizes = {"num_train": num_train, "num_eval": num_eval, "num_classes": num_classes}
     at_least(1, "imagenet", image_size=image_size, **sizes)

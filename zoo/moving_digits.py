@@ -142,9 +142,6 @@ def moving_digits(
         frames: frames of a clip, at least 2.
         words: most words of a caption, its end included; longer ones are cut. The longest has 5 and its end.
         seed: which digits move where, said how. One seed, the same clips on every machine.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     at_least(1, "moving_digits", num_train=num_train, num_eval=num_eval, words=words)
     at_least(2, "moving_digits", frames=frames)

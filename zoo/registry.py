@@ -179,7 +179,8 @@ class Entry:
         return made
 
 
-# Functions that return a `torch.nn.Module`; their typed keyword arguments are the model's options.
+# Functions that return a `torch.nn.Module`; their typed keyword arguments are the model's options. As those of data
+# sets below, they raise a ValueError for an option out of its range, whose message says which.
 MODELS: dict[str, Entry] = {
     "alexnet": Entry(
         ".alexnet:alexnet", "AlexNet with torchvision's parameter names; width, image size, BatchNorm, dropout",

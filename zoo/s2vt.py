@@ -133,9 +133,6 @@ def s2vt(
         words: steps that write words, the one that writes EOS included.
         dropout: probability of dropping a number of the embeddings and of the second LSTM's output.
         init_range: weights are drawn from U(-init_range, init_range), biases are 0.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     at_least(1, "s2vt", num_features=num_features, embedding=embedding, hidden=hidden, frames=frames, words=words)
     more_than(NUM_SPECIAL, "s2vt", "the special tokens", vocabulary=vocabulary)

@@ -176,9 +176,6 @@ def wmt16(
         loader_processes: processes in which an engine reads sentences ahead; 0: in its own.
         lengths: for simulations: `fixed`: all minibatches are as wide as `typical_length`; `declared`: as their buckets
             are, which published counts of sentences tell, see `length_classes`.
-
-    Raises:
-        ValueError: an option is out of range; the message says which.
     """
     for option, value, least in (
         ("max_length", max_length, 5),

@@ -48,9 +48,6 @@ def wmt16_segments(
         vocabulary: token ids, special ones and the mask included, rounded up to a multiple of 8. The mask is the last
             one: MLPerf's 32,317 ids leave three.
         max_length: as `wmt16` has it.
-
-    Raises:
-        ValueError: an option is out of range; the message says which.
     """
     num_sentences = {"train": train_sentences, "eval": eval_sentences}
     options = SegmentOptions("wmt16_segments", num_sentences, vocabulary, vocabulary - 1, columns, sentences, num_eval)
