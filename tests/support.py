@@ -40,20 +40,20 @@ def raise_as_ours(error: BaseException) -> NoReturn:
 
 
 class Blobs(Dataset):
-    """Random features and labels, in double precision; `uneven` gives every sample a weight of its own."""
+    """Random features and labels."""
 
     inputs: Sequence[str] = ("x",)
     targets: Sequence[str] = ("label",)
     metrics: Mapping[str, str] = {"top1": "max"}
 
-    def __init__(self, num_train: int = 48, num_eval: int = 10, shape: Sequence[int] = (6,), classes: int = 4) -> None:
+    def __init__(
+        self, num_train: int = 48, num_eval: int = 10, shape: Sequence[int] = (6,), classes: int = 4,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(1)
         self.num_train, self.num_eval = num_train, num_eval
-        self._x = torch.randn(num_train + num_eval, *shape, generator=generator, dtype=torch.float64)
+        self._x = torch.randn(num_train + num_eval, *shape, generator=generator, dtype=torch.float64).to(dtype)
         self._label = torch.randint(classes, (num_train + num_eval,), generator=generator)
-
-    def check(self) -> None:
-        """Always there."""
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
         return {"x": self._x[:num_samples].to("meta"), "label": self._label[:num_samples].to("meta")}
@@ -63,9 +63,6 @@ class Blobs(Dataset):
     ) -> dict[str, torch.Tensor]:
         rows = torch.tensor([i + (self.num_train if split == "eval" else 0) for i in indices], dtype=torch.long)
         return {field: {"x": self._x, "label": self._label}[field][rows] for field in fields}
-
-    def weight(self, split: str, indices: Sequence[int]) -> float:
-        return float(len(indices))
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return functional.cross_entropy(output, targets["label"], reduction="sum")
@@ -153,6 +150,11 @@ def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profi
         layers[size] = tuple(rows)
     zeros = dict.fromkeys(layers, 0.0)
     return Profile("test", "unit", "file", "unit costs", layers, 1e-9, 0.0, zeros, {})
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    """The default implementation: the engine's own is the fused one."""
+    return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.01)
 
 
 def flat_cluster(num_workers: int) -> Cluster:

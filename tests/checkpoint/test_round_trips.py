@@ -126,7 +126,7 @@ def average_all(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("wrap", [lambda model: model, average_all], ids=["moving", "cumulative"])
 def test_running_statistics_and_counters_go_on(plan: Any, wrap: Any) -> None:
     """After 7 minibatches the two replicas have counted 4 and 3."""
-    data = Float(shape=(2, 8, 8))
+    data = Blobs(shape=(2, 8, 8), dtype=torch.float32)
 
     def make() -> Setup:
         return make_setup(wrap(ConvNet(dropout=0.3)), plan, dataset=data, make_optimizer=OPTIMIZERS["fused-momentum"])
@@ -139,14 +139,6 @@ def test_running_statistics_and_counters_go_on(plan: Any, wrap: Any) -> None:
         for r in restored(make(), captured(engine)).replicas[: plan[1][0]]
     ]
     assert counts == ([7] if plan[1][0] == 1 else [4, 3])
-
-
-class Float(Blobs):
-    """Blobs in single precision."""
-
-    def fetch(self, *arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
-        fetched = super().fetch(*arguments, **options)
-        return {name: value.float() if name == "x" else value for name, value in fetched.items()}
 
 
 @pytest.mark.parametrize(

@@ -130,9 +130,7 @@ def stack() -> nn.Module:
 
 def images() -> Blobs:
     """Return image data in single precision, the last minibatch of an epoch a short one."""
-    data = Blobs(num_train=46, shape=(2, 8, 8))
-    data._x = data._x.float()
-    return data
+    return Blobs(num_train=46, shape=(2, 8, 8), dtype=torch.float32)
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:

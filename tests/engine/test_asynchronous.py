@@ -174,8 +174,7 @@ def test_the_server_applies_one_at_a_time_and_its_port_carries_all() -> None:
 
 
 def test_statistics_of_batch_norm_are_averaged_at_the_drain() -> None:
-    data = Blobs(num_train=48, shape=(2, 8, 8))
-    data._x = data._x.float()
+    data = Blobs(num_train=48, shape=(2, 8, 8), dtype=torch.float32)
     engine = trained(asp(ConvNet(), 3, dataset=data), [3])
     means = []
     for k in range(3):  # every replica has seen one minibatch, with the initial weights

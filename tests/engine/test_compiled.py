@@ -145,6 +145,5 @@ def test_modes_train_the_same_weights_with_compiled_stages(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("last", [False, True])
 def test_images_train_the_same_weights_with_compiled_stages(last: bool) -> None:
-    data = Blobs(num_train=46, shape=(2, 8, 8))
-    data._x = data._x.float()
+    data = Blobs(num_train=46, shape=(2, 8, 8), dtype=torch.float32)
     same(lambda: ConvNet(norm=False), plan=([4], [1, 1]), dataset=data, channels_last=last)

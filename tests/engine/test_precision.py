@@ -29,15 +29,11 @@ NORMS = ("features.1.weight", "features.1.bias", "features.5.weight", "features.
 
 def images() -> Blobs:
     """Return image data in single precision."""
-    data = Blobs(shape=(2, 8, 8))
-    data._x = data._x.float()
-    return data
+    return Blobs(shape=(2, 8, 8), dtype=torch.float32)
 
 
 def blobs() -> Blobs:
-    data = Blobs()
-    data._x = data._x.float()
-    return data
+    return Blobs(dtype=torch.float32)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -14,9 +14,9 @@ from pipebench.model.graph import trace
 from pipebench.model.plan import make_plan
 from pipebench.model.splitting import unsplit
 from pipebench.model.stage import cut_stage
-from tests.engine.test_modes import images, momentum, sequentially
+from tests.engine.test_modes import images, sequentially
 from tests.models import ConvNet, RandomNet, SkipNet, Tied
-from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
+from tests.support import Blobs, Mlp, make_engine, make_setup, momentum, parameters_of
 
 
 class Recurrent(nn.Module):

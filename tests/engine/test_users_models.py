@@ -346,8 +346,7 @@ class Scaled(torch.optim.SGD):
     ("mode", "options"), [("model", {}), ("dp", {"shard": "optimizer"}), ("model", {"precision": "bf16"})]
 )
 def test_attributes_of_parameters_reach_the_optimizer(mode: str, options: Any) -> None:
-    model, data = Net(lambda net, h: torch.tanh(net.b(h))).float(), Blobs()
-    data._x = data._x.float()
+    model, data = Net(lambda net, h: torch.tanh(net.b(h))).float(), Blobs(dtype=torch.float32)
     for parameter in model.b.parameters():
         parameter.factor = 0.0  # type: ignore[attr-defined]
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -161,8 +161,7 @@ class Encoder(nn.Module):
 
 def encoder_setup(memory: Sequence[str] | str, weights: str = "one", microbatches: int = 2) -> Setup:
     """Return four blocks on two stages of two replicas."""
-    model, data = Encoder(), Blobs(num_train=46, shape=(192,))
-    data._x = data._x.float()
+    model, data = Encoder(), Blobs(num_train=46, shape=(192,), dtype=torch.float32)
     graph = trace(model)
     policies = [memory] * len(graph.layers) if isinstance(memory, str) else memory
     setup = make_setup(

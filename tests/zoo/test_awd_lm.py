@@ -16,7 +16,7 @@ from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.zoo.awd_lm import AwdLm, awd_lm
 from pipebench.zoo.recurrent import CarriedLSTM
 from tests.support import make_engine, make_setup, parameters_of
-from tests.zoo.cuts import check_every_cut
+from tests.zoo.cuts import check_every_cut, num_parameters
 from tests.zoo.texts import PANGRAM, Letters
 
 NO_DROPOUT = {
@@ -36,10 +36,6 @@ def small(*, tied: bool = False, num_layers: int = 3, dropout: bool = False) -> 
 
 def lstms(model: nn.Module) -> list[CarriedLSTM]:
     return [module for module in model.modules() if isinstance(module, CarriedLSTM)]
-
-
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("tied", "hidden"), [(False, 1570), (True, 1600)])
