@@ -39,14 +39,9 @@ def _command_line() -> None:
 class CopiedCommand:
     """A command that runs in a copy; it is asked as a `subprocess.Popen` is.
 
-    Args:
-        words: after `pipebench`.
-        folder: where it runs.
-        out: the file to which its standard output is added.
-        errors: the file to which its standard error is added.
-        settings: environment variables, beside those of this process.
-        main: what it does instead of the command line; its words are in `sys.argv`.
-        without: environment variables that it hasn't.
+    `words` follow `pipebench`; what it says is added to the files `out` and `errors`. `settings` are environment
+    variables beside those of this process, and it hasn't those in `without`. `main` is called instead of the command
+    line; its words are in `sys.argv`.
     """
 
     def __init__(
@@ -69,17 +64,14 @@ class CopiedCommand:
         self._process.start()
 
     def __enter__(self) -> Self:
-        """Return the command."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End it."""
         self._process.kill()
         self._process.join()
 
     @property
     def pid(self) -> int:
-        """Return the process id."""
         pid = self._process.pid
         assert pid is not None
         return pid
@@ -96,15 +88,12 @@ class CopiedCommand:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal."""
         os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Ask it to end."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End it."""
         self._process.kill()
 
 
@@ -112,7 +101,6 @@ class CopiedRun(WatchedRun):
     """A watched run that is a copy."""
 
     def start(self, words: Sequence[str], settings: Mapping[str, str], output: Path) -> Any:
-        """Start `pipebench run`."""
         return CopiedCommand(["run", *words], self.folder, output, output, settings)
 
 
@@ -125,7 +113,6 @@ class Done(NamedTuple):
 
 
 def run_copy(words: Sequence[str], folder: Path, settings: Mapping[str, str] = NOTHING) -> Done:
-    """Run a command to its end."""
     return _run_to_its_end(words, folder, settings, _command_line)
 
 
@@ -148,8 +135,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of the only run in a folder, as `pipebench export` writes them."""
     (run,) = folder.glob("pipebench-runs/*")
     export(str(run), str(folder / "weights.pt"), None)
-    found: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
-    return found
+    return torch.load(folder / "weights.pt", weights_only=True)
 
 
 def _run(

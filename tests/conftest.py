@@ -103,6 +103,5 @@ def _figures_of_each_kind_are_composed_in_every_file() -> None:
 
 @pytest.fixture
 def rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have pictures composed and rendered."""
     monkeypatch.setattr(inline.InlineFigure, "write", vars(inline.InlineFigure)["render"])
     monkeypatch.setattr(inline, "draw", lambda figure, of, path: figure(*of).write(path))

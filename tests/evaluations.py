@@ -40,7 +40,6 @@ class Images(Blobs):
         )
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the number of right answers."""
         return super().score(output if isinstance(output, torch.Tensor) else output[0], targets)
 
 

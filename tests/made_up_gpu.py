@@ -38,7 +38,6 @@ class _Storages:
         self._most = 1 << 8  # known before those that are gone are forgotten, which keeps their memory
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Add a tensor's storage."""
         reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call] # torch lists no types
         self._known[reference.cdata] = reference
         if len(self._known) > self._most:
@@ -60,7 +59,6 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device: torch.device | None = None  # where results are whatever the arguments; None: where these are
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator."""
         del types
         with torch._C.DisableTorchFunction():
             given = _tensors((args, kwargs))
@@ -86,7 +84,6 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors with values in something nested."""
     leaves = (each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor))
     return [each for each in leaves if not each.is_meta and each.layout is torch.strided]
 
@@ -132,7 +129,6 @@ class _Functions(TorchFunctionMode):
 
     @contextmanager
     def all_on(self, device: torch.device) -> Iterator[None]:
-        """Put what is computed meanwhile on a device."""
         with patch.object(self._operators, "device", device):
             yield
 
@@ -190,7 +186,6 @@ class _Stream:
         """Go on."""
 
     def record_event(self) -> "_Event":
-        """Return an event that has happened."""
         event = _Event()
         event.record()
         return event
@@ -207,23 +202,19 @@ class _Event:
         self._at_s = 0.0
 
     def record(self, _: Any = None) -> None:
-        """Note the time."""
         self._at_s = time.perf_counter()
 
     def query(self) -> bool:
-        """Return True."""
         return True
 
     def synchronize(self) -> None:
         """Go on."""
 
     def elapsed_time(self, later: "_Event") -> float:
-        """Return the milliseconds between two."""
         return 1e3 * (later._at_s - self._at_s)
 
 
 def _set_device(device: Any) -> None:
-    """Refuse what torch refuses."""
     _get_device_index(device)
 
 

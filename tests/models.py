@@ -27,9 +27,7 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(5 * 4 * 4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map images to scores."""
-        output: torch.Tensor = self.head(self.drop(torch.flatten(self.features(x), 1)))
-        return output
+        return self.head(self.drop(torch.flatten(self.features(x), 1)))
 
 
 class HalfFrozen(ConvNet):
@@ -49,7 +47,6 @@ class HalfFrozen(ConvNet):
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map images to scores."""
         return super().forward(x + self.offset)
 
 
@@ -76,8 +73,7 @@ class SkipNet(nn.Module):
         mixed = torch.cat([right, left], dim=1)
         mixed += hidden
         mixed = functional.relu(mixed, inplace=True) * self.scale
-        output: torch.Tensor = self.head(self.c(mixed) + self.table(bins) + first)
-        return output
+        return self.head(self.c(mixed) + self.table(bins) + first)
 
 
 class Gated(nn.Module):
@@ -93,8 +89,7 @@ class Gated(nn.Module):
         """Map [n, 6] to [n, 4]."""
         gate = self.gate(x)
         hidden = torch.tanh(self.body(x))
-        output: torch.Tensor = self.head(hidden * torch.gt(gate, 0))
-        return output
+        return self.head(hidden * torch.gt(gate, 0))
 
 
 class Tied(nn.Module):
@@ -109,8 +104,7 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        output: torch.Tensor = self.head(self.two(self.middle(self.one(x))))
-        return output
+        return self.head(self.two(self.middle(self.one(x))))
 
 
 class TiedEnds(nn.Module):
@@ -128,8 +122,7 @@ class TiedEnds(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
         hidden = self.norm(torch.tanh(self.one(torch.tanh(self.words(x)))))
-        output: torch.Tensor = self.classifier(torch.tanh(self.three(torch.tanh(self.two(hidden)))))
-        return output
+        return self.classifier(torch.tanh(self.three(torch.tanh(self.two(hidden)))))
 
 
 class Branching(nn.Module):
@@ -141,8 +134,7 @@ class Branching(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 6]."""
-        output: torch.Tensor = self.inner(x)
-        return output
+        return self.inner(x)
 
 
 class BranchingInner(nn.Module):
@@ -156,8 +148,7 @@ class BranchingInner(nn.Module):
         """Map [n, 6] to [n, 6]."""
         if x.sum() > 0:
             return x
-        output: torch.Tensor = self.linear(x)
-        return output
+        return self.linear(x)
 
 
 class FunctionalDropout(nn.Module):
@@ -170,8 +161,7 @@ class FunctionalDropout(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
         hidden = functional.dropout(self.a(x), 0.5, self.training)
-        output: torch.Tensor = self.b(functional.dropout(hidden, p=0.5, training=self.training))
-        return output
+        return self.b(functional.dropout(hidden, p=0.5, training=self.training))
 
 
 class DropoutTwice(nn.Module):
@@ -182,15 +172,13 @@ class DropoutTwice(nn.Module):
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return two draws over ones."""
         return torch.stack([self.drop(x), self.drop(x)])
 
 
 class RandomNet(nn.Module):
     """A random graph of linear layers, sums and in-place activations; double precision, [n, 6] to [n, 4].
 
-    Args:
-        reads: for every layer the earlier values (0 is the input) it adds up and reads.
+    `reads` has for every layer the earlier values (0 is the input) it adds up and reads.
     """
 
     def __init__(self, reads: list[list[int]]) -> None:
@@ -211,8 +199,7 @@ class RandomNet(nn.Module):
             value = layer(total)
             values.append(functional.relu(value, inplace=True) if index % 3 == 2 else torch.tanh(value))
         unread = set(range(1, len(values))) - {read for reads in self.reads for read in reads}
-        output: torch.Tensor = self.head(sum(values[index] for index in sorted(unread | {len(values) - 1})))
-        return output
+        return self.head(sum(values[index] for index in sorted(unread | {len(values) - 1})))
 
 
 class TiedImages(nn.Module):
@@ -228,12 +215,10 @@ class TiedImages(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 1, 32, 32] to [n, 10]."""
         hidden = self.two(self.middle(self.one(self.read(torch.flatten(x, 1)))))
-        output: torch.Tensor = self.head(self.narrow(self.wide(hidden)))
-        return output
+        return self.head(self.narrow(self.wide(hidden)))
 
 
 def tied_images() -> TiedImages:
-    """Return a `TiedImages`."""
     return TiedImages()
 
 
@@ -282,10 +267,8 @@ class Structures(nn.Module):
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map features to scores."""
         best: Any = torch.max(self.body(x).reshape(-1, 6, 1) * x.reshape(-1, 1, 6), dim=2)
-        output: torch.Tensor = self.head(self.joining(self.halving(best.values + best.indices)))
-        return output
+        return self.head(self.joining(self.halving(best.values + best.indices)))
 
 
 class MixedTypes(nn.Module):
@@ -299,10 +282,8 @@ class MixedTypes(nn.Module):
         self.scale = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map features to scores."""
         hidden = torch.tanh(self.b(torch.relu(self.a(x.float())).bfloat16()) * self.scale)
-        output: torch.Tensor = self.c(self.norm(hidden.float()).double())
-        return output
+        return self.c(self.norm(hidden.float()).double())
 
 
 class FrozenPart(nn.Module):
@@ -316,5 +297,4 @@ class FrozenPart(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        output: torch.Tensor = self.c(torch.tanh(self.b(torch.relu(self.a(x)).detach())))
-        return output
+        return self.c(torch.tanh(self.b(torch.relu(self.a(x)).detach())))

@@ -47,13 +47,7 @@ def reserved_port() -> socket.socket:
 
 
 class Processes:
-    """A world of processes on this machine, as a context manager.
-
-    Args:
-        size: how many.
-        device: where their workers compute.
-        environment: variables of theirs.
-    """
+    """A world of processes on this machine, as a context manager; `environment` has variables of theirs."""
 
     def __init__(self, size: int, device: str = "cpu", environment: Mapping[str, str] = MappingProxyType({})) -> None:
         self._port = reserved_port()
@@ -75,7 +69,6 @@ class Processes:
             self._processes.append(process)
 
     def __enter__(self) -> Self:
-        """Return the processes."""
         return self
 
     def __exit__(
@@ -93,24 +86,18 @@ class Processes:
             assert [process.exitcode for process in self._processes] == [0] * len(self._processes)
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return len(self._processes)
 
     def kill(self) -> None:
-        """End them at once."""
         for process in self._processes:
             process.kill()
         self._port.close()
 
     def run(self, function: str, *args: Any, lost: Sequence[int] = (), **kwargs: Any) -> list[Any]:
-        """Call `module:function(world, ...)` in every process; return what each returned, by rank.
+        """Call `module:function(world, ...)` in every process with plain values; return what each returned, by rank.
 
-        Args:
-            function: by name.
-            args: plain values.
-            lost: ranks that die of it, for which None is returned; nothing runs here afterwards. When one has died,
-                those that don't hear of it, as a checkpoint waits for its part, are killed, which launchers do.
-            kwargs: plain values.
+        Ranks that are `lost` die of it, and None is returned for them; nothing runs here afterwards. When one has died,
+        those that don't hear of it, as a checkpoint waits for its part, are killed, which launchers do.
 
         Raises:
             AssertionError: one of them raised, with its traceback; or gave no answer.

@@ -25,10 +25,7 @@ def replicas_of(model: nn.Module, starts: Sequence[int], memory: str | Sequence[
 def run(replicas: Sequence[Replica], units: Sequence[Unit], *, late: bool = False) -> dict[str, torch.Tensor]:
     """Run units forward through all stages, swapping each at once, then back; return gradients and buffers.
 
-    Args:
-        replicas: of the stages.
-        units: inputs and targets.
-        late: whether nobody asks for what is on the host before a backward needs it.
+    `late`: nobody asks for what is on the host before a backward needs it.
     """
     for unit, (x, target) in enumerate(units):
         values: dict[int, object] = {}

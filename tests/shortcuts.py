@@ -39,7 +39,6 @@ def take(replace: Callable[[object, str, object], object], tables: Path) -> None
 
 
 def compose_again() -> None:
-    """Let the next figure of each kind be composed."""
     _composed.clear()
 
 

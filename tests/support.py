@@ -40,42 +40,34 @@ def raise_as_ours(error: BaseException) -> NoReturn:
 
 
 class Blobs(Dataset):
-    """Random features and labels, in double precision; `uneven` gives every sample a weight of its own."""
+    """Random features and labels."""
 
     inputs: Sequence[str] = ("x",)
     targets: Sequence[str] = ("label",)
     metrics: Mapping[str, str] = {"top1": "max"}
 
-    def __init__(self, num_train: int = 48, num_eval: int = 10, shape: Sequence[int] = (6,), classes: int = 4) -> None:
+    def __init__(
+        self, num_train: int = 48, num_eval: int = 10, shape: Sequence[int] = (6,), classes: int = 4,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(1)
         self.num_train, self.num_eval = num_train, num_eval
-        self._x = torch.randn(num_train + num_eval, *shape, generator=generator, dtype=torch.float64)
+        self._x = torch.randn(num_train + num_eval, *shape, generator=generator, dtype=torch.float64).to(dtype)
         self._label = torch.randint(classes, (num_train + num_eval,), generator=generator)
 
-    def check(self) -> None:
-        """Always there."""
-
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return meta tensors."""
         return {"x": self._x[:num_samples].to("meta"), "label": self._label[:num_samples].to("meta")}
 
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return rows."""
         rows = torch.tensor([i + (self.num_train if split == "eval" else 0) for i in indices], dtype=torch.long)
         return {field: {"x": self._x, "label": self._label}[field][rows] for field in fields}
 
-    def weight(self, split: str, indices: Sequence[int]) -> float:
-        """Return the number of samples."""
-        return float(len(indices))
-
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return summed cross-entropy."""
         return functional.cross_entropy(output, targets["label"], reduction="sum")
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the number of right answers."""
         return {"top1": (output.argmax(1) == targets["label"]).sum()}
 
 
@@ -95,8 +87,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [samples, 6] to [samples, 4]."""
-        output: torch.Tensor = self.body(x)
-        return output
+        return self.body(x)
 
 
 class HalfTrained(Mlp):
@@ -161,8 +152,12 @@ def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profi
     return Profile("test", "unit", "file", "unit costs", layers, 1e-9, 0.0, zeros, {})
 
 
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    """The default implementation: the engine's own is the fused one."""
+    return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.01)
+
+
 def flat_cluster(num_workers: int) -> Cluster:
-    """Return workers on one level."""
     return Cluster("flat", "unit", None, (Level("server", num_workers, 1e6, 1e-3),))
 
 

@@ -26,15 +26,11 @@ from pipebench.zoo.mnist5k import mnist5k
 from pipebench.zoo.synthetic import synthetic
 from pipebench.zoo.vgg import vgg16
 from tests.bench.loading import epoch_ratios
-from tests.engine.test_modes import momentum
 from tests.engine.test_recurrent import Recurrent
 from tests.models import ConvNet
-from tests.support import Blobs, make_engine, make_setup, parameters_of
+from tests.support import Blobs, make_engine, make_setup, momentum, parameters_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda")
 
@@ -43,14 +39,6 @@ DEVICE = torch.device("cuda")
 def _settings() -> Iterator[None]:
     with torch_settings(EngineRecipe()):
         yield
-
-
-class SingleBlobs(Blobs):
-    """In single precision, which cuDNN's recurrent layers take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._x = self._x.float()
 
 
 def digits(starts: list[int], replicas: list[int], **columns: Any) -> Setup:
@@ -142,7 +130,8 @@ def test_stateful_lstms_train_in_every_cut_and_cudnn_never_compacts_their_weight
 def test_weight_versions_of_lstms_stay_where_they_are() -> None:
     """PyTorch would move the weights of a swapped version into a buffer of its own."""
     torch.default_generator.manual_seed(0)
-    setup = make_setup(Recurrent().float(), ([3, 5], [1, 1, 1]), dataset=SingleBlobs())
+    data = Blobs(dtype=torch.float32)  # which cuDNN's recurrent layers take
+    setup = make_setup(Recurrent().float(), ([3, 5], [1, 1, 1]), dataset=data)
     engine = make_engine(replace(setup, device=DEVICE))
     engine.train(0, 12)
     for replica in engine.replicas:

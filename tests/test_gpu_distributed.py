@@ -35,10 +35,7 @@ from tests.unwatched import unwatched
 
 # Ranks on one GPU; NCCL's reductions in the switch don't take them.
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FOUR = {
     "2-1-1": Case("conv", (3, 6), (2, 1, 1)),
     "straight": Case("skip", (2, 4, 6), (1, 1, 1, 1)),
@@ -77,7 +74,6 @@ def agrees_with_cpu(case: Case) -> bool:
 
 
 def on_gpu(world: World, case: Case) -> Outcome:
-    """Run a case with the settings of a run."""
     with torch_settings(EngineRecipe()):
         return distributed(world, case)
 

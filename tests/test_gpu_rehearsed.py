@@ -22,7 +22,6 @@ OTHERS = [name for name in vars(test_gpu) if name.startswith("test_") and name n
 
 
 def last_case(function: Callable[..., None]) -> dict[str, object]:
-    """Return the arguments of a test's last case."""
     marks = getattr(function, "pytestmark", ())
     return {mark.args[0]: mark.args[1][-1] for mark in marks if mark.name == "parametrize"}
 

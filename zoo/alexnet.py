@@ -37,9 +37,6 @@ def alexnet(
         num_classes: number of logits, at least 1.
         in_channels: channels of the images, at least 1.
         image_size: height and width of the images in pixels, at least 63.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     more_than(0, "alexnet", width=width)
     below_one("alexnet", dropout=dropout)

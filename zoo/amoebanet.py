@@ -21,14 +21,10 @@ class Genotype:
 
     States 0 and 1 are the outputs of the last cell and of the one before it, prepared; every pair adds a state, the sum
     of an operation on one state and an operation on another.
-
-    Attributes:
-        pairs: two (state, operation) each.
-        joined: the states that the cell's output puts side by side.
     """
 
-    pairs: tuple[tuple[tuple[int, str], tuple[int, str]], ...]
-    joined: tuple[int, ...]
+    pairs: tuple[tuple[tuple[int, str], tuple[int, str]], ...]  # two (state, operation) each
+    joined: tuple[int, ...]  # the states that the cell's output puts side by side
 
 
 # Those of the authors' code (tensorflow/tpu, models/official/amoeba_net), which GPipe's parameter counts are of.
@@ -101,12 +97,7 @@ _OPERATIONS: Mapping[str, Callable[[int, int], nn.Module]] = {
 
 
 class Halved(nn.Module):
-    """An image of half the side without losing every second pixel: two grids, one pixel apart, half the filters each.
-
-    Args:
-        inputs: channels read.
-        outputs: channels made; even.
-    """
+    """An image of half the side without losing every second pixel: two grids, a pixel apart, each half the filters."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -153,12 +144,7 @@ class Cell(nn.Module):
                 self.operations[f"{number}_{operation}"] = _OPERATIONS[operation](channels, stride)
 
     def forward(self, last: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Return the cell's output, [samples, joined states * channels, side, side].
-
-        Args:
-            last: the output of the cell before.
-            before: that of the cell before it.
-        """
+        """Return [samples, joined states * channels, side, side]; read are the outputs of the two cells before."""
         states = [self.last(last), before if self.before is None else self.before(before)]
         for number, pair in enumerate(self.genotype.pairs):
             first, second = (
@@ -193,11 +179,7 @@ class AmoebaNet(nn.Module):
 
 
 def amoebanet_d(
-    num_layers: int = 18,
-    num_filters: int = 256,
-    num_classes: int = 1000,
-    in_channels: int = 3,
-    stem: str = "imagenet",
+    num_layers: int = 18, num_filters: int = 256, num_classes: int = 1000, in_channels: int = 3, stem: str = "imagenet"
 ) -> AmoebaNet:
     """Build AmoebaNet-D (num_layers, num_filters), without auxiliary logits.
 
@@ -209,9 +191,6 @@ def amoebanet_d(
         in_channels: channels of the images, at least 1.
         stem: `imagenet` (a convolution and two reduction cells, an eighth of the side) or `cifar` (a convolution, the
             whole side), for small images.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     one_of(STEMS, "amoebanet_d", stem=stem)
     for option, value, multiple in (("num_layers", num_layers, _NUM_GROUPS), ("num_filters", num_filters, 8)):
@@ -237,9 +216,7 @@ def amoebanet_d(
 def _cells(halving: Sequence[bool], channels: int) -> tuple[list[Cell], int]:
     """Return the cells after a stem of so many channels, and the channels of the last one's output.
 
-    Args:
-        halving: for every cell, whether it halves the image; it doubles the channels of a state then.
-        channels: of the stem.
+    A cell that is `halving` the image doubles the channels of a state.
     """
     cells: list[Cell] = []
     before = last = channels

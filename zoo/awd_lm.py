@@ -72,9 +72,6 @@ def awd_lm(
         dropout_input: of dropping a feature of the first LSTM layer's input, at all steps of a sample alike.
         dropout_hidden: the same between LSTM layers.
         dropout_output: the same after the last.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     sizes = {"vocabulary": vocabulary, "embedding_size": embedding_size, "hidden_size": hidden_size}
     at_least(1, "awd_lm", **sizes, num_layers=num_layers)

@@ -23,17 +23,11 @@ Step = Callable[[torch.Tensor, Tensors, Tensors], tuple[torch.Tensor, torch.Tens
 
 @dataclass(frozen=True)
 class Penalties:
-    """What a hypothesis' score is beside its log-probability; the defaults are MLPerf's.
+    """What a hypothesis' score is beside its log-probability; the defaults are MLPerf's."""
 
-    Attributes:
-        length_constant: tokens added to every length, so that short hypotheses differ less.
-        length_power: 0 for no normalisation by length, 1 for the mean log-probability nearly.
-        coverage: weight of the penalty for words of the source that little attention fell on.
-    """
-
-    length_constant: float = 5.0
-    length_power: float = 0.6
-    coverage: float = 0.1
+    length_constant: float = 5.0  # tokens added to every length, so that short hypotheses differ less
+    length_power: float = 0.6  # 0 for no normalisation by length, 1 for the mean log-probability nearly
+    coverage: float = 0.1  # weight of the penalty for words of the source that little attention fell on
 
     def score(
         self, log_probability: torch.Tensor, num_tokens: torch.Tensor, attention: torch.Tensor | None
@@ -62,12 +56,9 @@ def length_norm(num_tokens: torch.Tensor, constant: float, power: float) -> torc
 
 
 def coverage_penalty(attention: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the source of log(min(attention, 1)), at most 0.
+    """Return the sum over the source of log(min(attention, 1)), at most 0, of [..., source] summed over the tokens.
 
     Words that no attention fell on at all count nothing, as in MLPerf: they are padding.
-
-    Args:
-        attention: summed over the tokens of a hypothesis: [..., source].
     """
     reached = torch.where(attention > 0, attention, 1.0)
     return reached.clamp(max=1).log().sum(-1)
@@ -75,27 +66,16 @@ def coverage_penalty(attention: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _Beams:
-    """Hypotheses of the sentences that aren't done, best first.
+    """Hypotheses of the sentences that aren't done, best first."""
 
-    Attributes:
-        rows: which sentence: [n].
-        tokens: what was generated so far: [n, beam, steps].
-        log_probability: [n, beam]; minus infinity for a hypothesis that doesn't exist.
-        finished: ends with EOS: [n, beam].
-        num_tokens: BOS and EOS included: [n, beam].
-        attention: summed over the tokens: [n, beam, source], or None.
-        state: the decoder's, each [n, beam, ...].
-        context: the decoder's, each [n, ...].
-    """
-
-    rows: torch.Tensor
-    tokens: torch.Tensor
-    log_probability: torch.Tensor
-    finished: torch.Tensor
-    num_tokens: torch.Tensor
-    attention: torch.Tensor | None
-    state: Tensors
-    context: Tensors
+    rows: torch.Tensor  # which sentence: [n]
+    tokens: torch.Tensor  # what was generated so far: [n, beam, steps]
+    log_probability: torch.Tensor  # [n, beam]; minus infinity for a hypothesis that doesn't exist
+    finished: torch.Tensor  # ends with EOS: [n, beam]
+    num_tokens: torch.Tensor  # BOS and EOS included: [n, beam]
+    attention: torch.Tensor | None  # summed over the tokens: [n, beam, source], or None
+    state: Tensors  # the decoder's, each [n, beam, ...]
+    context: Tensors  # the decoder's, each [n, ...]
 
     def extend(self, step: Step) -> None:
         """Take one step: the most probable of all continuations of all hypotheses, sentence by sentence."""
@@ -152,13 +132,9 @@ class _Beams:
 
 
 class Translator(nn.Module, ABC):
-    """A model of translation that writes one token at a time; what is left to a subclass is how.
+    """A model of translation that writes one token at a time; what is left to a subclass is how."""
 
-    Attributes:
-        beam_size: hypotheses per sentence, unless `translate` is told otherwise.
-    """
-
-    beam_size: int
+    beam_size: int  # hypotheses per sentence, unless `translate` is told otherwise
 
     @torch.no_grad()
     def translate(
@@ -194,13 +170,7 @@ class Translator(nn.Module, ABC):
 
 
 def beam_search(
-    step: Step,
-    state: Tensors,
-    context: Tensors,
-    *,
-    max_length: int,
-    beam_size: int = 5,
-    penalties: Penalties = MLPERF,
+    step: Step, state: Tensors, context: Tensors, *, max_length: int, beam_size: int = 5, penalties: Penalties = MLPERF
 ) -> list[list[int]]:
     """Return the best sentence found for each context.
 

@@ -22,13 +22,9 @@ _INIT_STD = 0.02
 
 @dataclass(frozen=True)
 class BERTOptions:
-    """The options of `bert_base`, checked.
+    """The options of `bert_base`, checked."""
 
-    Attributes:
-        name: of the model, for errors.
-    """
-
-    name: str
+    name: str  # of the model, for errors
     num_layers: int
     width: int
     feed_forward: int
@@ -176,9 +172,6 @@ def bert_base(
         dropout: probability of dropping a feature or an attention's weight, in [0, 1).
         share_embedding: the words' vectors are the matrix before the softmax, too, as in the paper; the default has
             two. In modes whose stages don't update together, pipedream for one, both ends are then in one stage.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     return _build(
         BERTOptions(
@@ -197,11 +190,7 @@ def bert_large(
     dropout: float = 0.1,
     share_embedding: bool = False,
 ) -> BERT:
-    """Build the paper's large model (section 3); options as for `bert_base`.
-
-    Raises:
-        ValueError: an option out of its range.
-    """
+    """Build the paper's large model (section 3); options as for `bert_base`."""
     return _build(
         BERTOptions(
             "bert_large", num_layers, width, feed_forward, num_heads, vocabulary, max_tokens, dropout, share_embedding

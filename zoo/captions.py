@@ -15,11 +15,7 @@ _CLIPS_AT_ONCE = 100  # decoded together; more would hold more features at a tim
 
 
 class Vocabulary:
-    """Words and their ids; the special tokens of `zoo.text` come first.
-
-    Args:
-        words: every word once, in the order of their ids.
-    """
+    """Words and their ids; the special tokens of `zoo.text` come first, then every word once, in this order."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = (*SPECIAL_TOKENS, *words)
@@ -43,20 +39,15 @@ class Captions(Dataset):
     A training sample is a clip with one of its captions, a held-out sample is a clip with all of its captions. Fields:
     `features`: [samples, frames, num_features] float32; `caption_in`: [samples, words] int64, BOS first;
     `caption_out`: [samples, words] int64, EOS last; PAD after it in both.
-
-    Attributes:
-        frames: frames of every clip.
-        num_features: numbers per frame.
-        words: most words of a caption, its end included; longer ones are cut.
     """
 
     inputs: Sequence[str] = ("features", "caption_in")
     targets: Sequence[str] = ("caption_out",)
     metrics: Mapping[str, str] = {"meteor": "max", "token_accuracy": "max"}
     generates_with: str | None = "describe"
-    frames: int
-    num_features: int
-    words: int
+    frames: int  # frames of every clip
+    num_features: int  # numbers per frame
+    words: int  # most words of a caption, its end included; longer ones are cut
 
     @abstractmethod
     def vocabulary(self) -> Vocabulary:
@@ -125,16 +116,11 @@ class Captions(Dataset):
             written += [self.vocabulary().decode(caption) for caption in captions]
         return {"meteor": meteor.meteor(written, self.references(range(self.num_eval)))}
 
-    def majority_baseline(self, num_candidates: int = 1) -> float:
-        """Return METEOR on the held-out clips of one caption for all of them, whatever they show.
-
-        Args:
-            num_candidates: so many of the commonest training captions are tried; the best counts.
-        """
+    def majority_baseline(self) -> float:
+        """Return METEOR on the held-out clips of the commonest training caption for all, whatever they show."""
         counts = Counter(map(tuple, self.captions("train", range(self.num_train))))
-        commonest = sorted(counts, key=lambda caption: (-counts[caption], caption))[:num_candidates]
-        references = self.references(range(self.num_eval))
-        return max(meteor.meteor([caption] * self.num_eval, references) for caption in commonest)
+        commonest = min(counts, key=lambda caption: (-counts[caption], caption))
+        return meteor.meteor([commonest] * self.num_eval, self.references(range(self.num_eval)))
 
     def notes(self) -> dict[str, str]:
         """Return how METEOR is computed."""

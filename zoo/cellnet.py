@@ -71,9 +71,6 @@ def cellnet(width: int = 16, groups: int = 2, cells: int = 4, num_classes: int =
         cells: per group, at least 1; they look around in windows of 3, 5, 3 and 7 pixels, in turn.
         num_classes: at least 1.
         in_channels: of the images, at least 1.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     at_least(1, "cellnet", width=width, groups=groups, cells=cells, num_classes=num_classes, in_channels=in_channels)
     return CellNet(width, groups, cells, num_classes, in_channels)

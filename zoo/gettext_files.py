@@ -16,11 +16,9 @@ Pair = tuple[str, str]
 
 
 def find(folder: Path | None, *, in_packages: bool = True) -> list[Path]:
-    """Return where every catalogue is: in the folder, or else in an installed package.
+    """Return where every catalogue is: in the folder, or else in an installed package, if these are searched.
 
-    Args:
-        folder: holds catalogues as packages do; None: only packages are searched.
-        in_packages: whether packages are searched.
+    The folder holds catalogues as packages do.
 
     Raises:
         FileNotFoundError: one is in neither; says how to fetch it.

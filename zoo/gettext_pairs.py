@@ -112,9 +112,6 @@ def gettext_pairs(
         label_smoothing: share of the probability that is spread evenly over the vocabulary, from 0 to below 1.
         num_scored: held-out sentences that BLEU is computed on; 0: all.
         split_seed: which pairs are held out.
-
-    Raises:
-        ValueError: an option is out of range; the message says which.
     """
     at_least(_LEAST_VOCABULARY, "gettext_pairs", vocabulary=vocabulary)
     at_least(2, "gettext_pairs", max_words=max_words)
@@ -129,12 +126,7 @@ def gettext_pairs(
 
 
 def keep(pairs: Iterable[Pair], max_words: int) -> list[Pair]:
-    """Return the pairs worth training on, each text once; lines are joined.
-
-    Args:
-        pairs: message and translation.
-        max_words: most words of either.
-    """
+    """Return the pairs (message, translation) worth training on, each text once; lines are joined."""
     found: list[Pair] = []
     seen: tuple[set[str], set[str]] = (set(), set())
     for pair in pairs:

@@ -215,9 +215,6 @@ def gnmt8(
             trains with two and so does the default: in PipeDream's mode stages don't update together, and a shared
             embedding would put everything between the encoder's start and the decoder's into one of them.
         init_range: parameters start uniformly between minus this and this, more than 0.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     return _build(
         "gnmt8", 8, hidden_size, source_vocabulary, target_vocabulary, dropout, input_dropout, share_embedding,
@@ -234,11 +231,7 @@ def gnmt16(
     share_embedding: bool = False,
     init_range: float = 0.1,
 ) -> GNMT:
-    """Build GNMT with eight encoder and eight decoder layers (PipeDream, Table 1: GNMT-16); options as for `gnmt8`.
-
-    Raises:
-        ValueError: an option out of its range.
-    """
+    """Build GNMT with eight encoder and eight decoder layers (PipeDream, Table 1: GNMT-16); options as for `gnmt8`."""
     return _build(
         "gnmt16", 16, hidden_size, source_vocabulary, target_vocabulary, dropout, input_dropout, share_embedding,
         init_range,

@@ -105,9 +105,6 @@ def gpt2(
         dropout: probability of dropping a feature or an attention's weight, in [0, 1).
         share_embedding: the words' vectors are the matrix before the softmax, too, as in the paper; the default has
             two. In modes whose stages don't update together, pipedream for one, both ends are then in one stage.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     model = GPT2(GPT2Options(num_layers, width, num_heads, vocabulary, max_tokens, dropout, share_embedding))
     blocks = [block for block in model.blocks if isinstance(block, Block)]

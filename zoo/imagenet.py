@@ -149,9 +149,6 @@ def imagenet(
         num_train: training images.
         num_eval: held-out images.
         num_classes: classes, and so folders.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     sizes = {"num_train": num_train, "num_eval": num_eval, "num_classes": num_classes}
     at_least(1, "imagenet", image_size=image_size, **sizes)
@@ -162,20 +159,14 @@ def imagenet(
 
 
 class Listing(NamedTuple):
-    """The images of one split.
+    """The images of one split."""
 
-    Attributes:
-        folder: that holds the class folders.
-        classes: names of the class folders, in alphabetical order.
-        names: file names per class, in alphabetical order, joined by null characters: a million strings of their own
-            would take 100 MB in every loader process.
-        ends: images of the classes up to and including each.
-    """
-
-    folder: str
-    classes: tuple[str, ...]
+    folder: str  # that holds the class folders
+    classes: tuple[str, ...]  # names of the class folders, in alphabetical order
+    # File names per class, in alphabetical order, joined by null characters: a million strings of their own would take
+    # 100 MB in every loader process.
     names: tuple[str, ...]
-    ends: tuple[int, ...]
+    ends: tuple[int, ...]  # images of the classes up to and including each
 
     def label(self, index: int) -> int:
         """Return the class of an image."""

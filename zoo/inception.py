@@ -84,9 +84,6 @@ def inception_v3(
         num_classes: number of logits, at least 1.
         in_channels: channels of the images, at least 1.
         image_size: height and width of the images in pixels, at least 75; only the auxiliary head depends on it.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     if width <= 0 or not float(width * _STEPS).is_integer():
         raise ValueError(f"inception_v3: width is {width}, allowed is a multiple of 1/{_STEPS} above 0")

@@ -57,9 +57,6 @@ def king_james(
         train_tokens: the training text ends after so many tokens; all by default.
         eval_tokens: the validation text ends after so many tokens; all by default.
         vocabulary: the most frequent words of the training text used, `<unk>` and `<eos>` among them.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     for option, number, largest in [
         ("train_tokens", train_tokens, TRAIN_TOKENS),

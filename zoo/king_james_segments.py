@@ -44,9 +44,6 @@ def king_james_segments(
         sentences: verses of a segment.
         vocabulary: token ids, the special ones and the mask included; rarer words are unknown.
         num_eval: held-out samples, the first ones; 0: all.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     num_sentences = {"train": TRAIN_VERSES, "eval": EVAL_VERSES}
     return KingJamesSegments(

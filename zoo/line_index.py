@@ -18,15 +18,10 @@ Integers = npt.NDArray[numpy.int64]
 
 @dataclass(frozen=True)
 class LineIndex:
-    """The lines of a file, or some of them.
+    """The lines of a file, or some of them."""
 
-    Attributes:
-        starts: [lines] int64, byte offset of each line's first byte.
-        counts: [lines] int64, tokens of each line: as many as `bytes.split` finds.
-    """
-
-    starts: Integers
-    counts: Integers
+    starts: Integers  # [lines] int64, byte offset of each line's first byte
+    counts: Integers  # [lines] int64, tokens of each line: as many as `bytes.split` finds
 
     def take(self, rows: Integers) -> "LineIndex":
         """Return the index of some of the lines."""
@@ -89,12 +84,7 @@ def to_bytes(*indices: LineIndex) -> bytes:
 
 
 def from_file(path: Path, number: int) -> tuple[LineIndex, ...] | None:
-    """Return the indices that `to_bytes` made a file's content of; None if it isn't there or isn't whole.
-
-    Args:
-        path: of the file.
-        number: how many indices it holds.
-    """
+    """Return so many indices, of which `to_bytes` made a file's content; None if it isn't there or isn't whole."""
     try:
         with (
             path.open("rb") as file,

@@ -17,15 +17,10 @@ Measure = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of an output and a target.
+    """A metric of an output and a target."""
 
-    Attributes:
-        function: returns its mean over the samples, or one number per sample.
-        best: `max` or `min`, whichever is better.
-    """
-
-    function: Measure
-    best: str
+    function: Measure  # returns its mean over the samples, or one number per sample
+    best: str  # `max` or `min`, whichever is better
 
 
 def plain_output(output: Any) -> Any:

@@ -12,15 +12,9 @@ AUXILIARY_WEIGHT = 0.4
 
 
 def num_correct(logits: torch.Tensor, labels: torch.Tensor, k: int = 1) -> torch.Tensor:
-    """Count the samples whose label is among the k largest logits.
+    """Count the samples [samples, classes] whose label is among the k largest logits: a scalar, int64, on their device.
 
-    Args:
-        logits: [samples, classes] float.
-        labels: [samples] int64.
-        k: at least 1; more than the number of classes counts as all of them.
-
-    Returns:
-        A scalar, int64, on the logits' device.
+    More than the number of classes counts as all of them.
     """
     best = logits.topk(min(k, logits.shape[1]), dim=1).indices
     return (best == labels.unsqueeze(1)).sum()

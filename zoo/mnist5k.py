@@ -80,9 +80,6 @@ def mnist5k(image_size: int = 32, split_seed: int = 0, num_train: int = NUM_TRAI
         image_size: height and width in pixels, at least 28; digits are padded to it with black.
         split_seed: which digits are held out. One seed, one split, on every machine.
         num_train: the first so many of the training digits, all of them by default; fewer are harder to learn from.
-
-    Raises:
-        ValueError: an option is out of range; the message says which.
     """
     if image_size < _IMAGE_SIZE:
         raise ValueError(f"mnist5k: image_size is {image_size}, allowed is {_IMAGE_SIZE} or more")

@@ -23,19 +23,12 @@ _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 
 @dataclass(frozen=True)
 class Motion:
-    """A direction and a speed, and the words for them.
+    """A direction and a speed, and the words for them."""
 
-    Attributes:
-        right: +1, 0 or -1.
-        down: +1, 0 or -1.
-        pixels: how far the digit moves from the first frame to the last.
-        words: what the templates' names stand for.
-    """
-
-    right: int
-    down: int
-    pixels: int
-    words: Mapping[str, str]
+    right: int  # +1, 0 or -1
+    down: int  # +1, 0 or -1
+    pixels: int  # how far the digit moves from the first frame to the last
+    words: Mapping[str, str]  # what the templates' names stand for
 
 
 _DIRECTIONS = (
@@ -62,21 +55,13 @@ TEMPLATES = (
 
 @dataclass(frozen=True)
 class Clips:
-    """What the samples of a split show, one row per sample; all int64.
+    """What the samples of a split show, one row per sample; all int64."""
 
-    Attributes:
-        digit: rows of the digits data set's split.
-        motion: indices into `MOTIONS`.
-        place: pixels between the digit and the edge at its side, or above it, that it doesn't move along.
-        start: pixels that the digit leaves behind it where it starts.
-        template: index into `TEMPLATES` of the caption trained on.
-    """
-
-    digit: torch.Tensor
-    motion: torch.Tensor
-    place: torch.Tensor
-    start: torch.Tensor
-    template: torch.Tensor
+    digit: torch.Tensor  # rows of the digits data set's split
+    motion: torch.Tensor  # indices into `MOTIONS`
+    place: torch.Tensor  # pixels between the digit and the edge at its side, or above it, that it doesn't move along
+    start: torch.Tensor  # pixels that the digit leaves behind it where it starts
+    template: torch.Tensor  # index into `TEMPLATES` of the caption trained on
 
 
 class MovingDigits(Captions):
@@ -157,9 +142,6 @@ def moving_digits(
         frames: frames of a clip, at least 2.
         words: most words of a caption, its end included; longer ones are cut. The longest has 5 and its end.
         seed: which digits move where, said how. One seed, the same clips on every machine.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     at_least(1, "moving_digits", num_train=num_train, num_eval=num_eval, words=words)
     at_least(2, "moving_digits", frames=frames)

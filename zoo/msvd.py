@@ -221,9 +221,6 @@ def msvd(
         words: most words of a caption, its end included; longer ones are cut, but not as references.
         num_features: numbers per frame.
         every: reads every so manieth frame of the files: S2VT samples every tenth frame of a video.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     one_of(HELD_OUT, "msvd", held_out=held_out)
     sizes = {

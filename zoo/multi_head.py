@@ -108,12 +108,7 @@ class MultiHeadAttention(nn.Module):
 
 
 class AddLearntPositions(nn.Module):
-    """Adds a learnt vector to every position.
-
-    Args:
-        max_tokens: most positions.
-        width: of the model.
-    """
+    """Adds a learnt vector to every position, of which there are `max_tokens` at most."""
 
     one_layer = True
 
@@ -133,13 +128,7 @@ class AddLearntPositions(nn.Module):
 
 
 class AddNorm(nn.Module):
-    """What stands around every sub-layer: dropout of what it gives, the sum with what it read, normalised.
-
-    Args:
-        width: of the model.
-        dropout: probability of dropping a feature.
-        epsilon: added to the variance.
-    """
+    """What stands around every sub-layer: dropout of what it gives, the sum with what it read, normalised."""
 
     def __init__(self, width: int, dropout: float, epsilon: float = 1e-5) -> None:
         super().__init__()

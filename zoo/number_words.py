@@ -83,9 +83,6 @@ def number_words(
         label_smoothing: share of the probability that is spread evenly over the vocabulary, from 0 to below 1.
         num_scored: held-out numbers that BLEU is computed on; 0: all.
         split_seed: which numbers are drawn and which of them are held out.
-
-    Raises:
-        ValueError: an option is out of range; the message says which.
     """
     if not num_train + num_eval <= numbers <= _MOST_NUMBERS:
         raise ValueError(

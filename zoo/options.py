@@ -4,13 +4,7 @@ from collections.abc import Collection
 
 
 def at_least(smallest: float, of: str, why: str = "", /, **options: float) -> None:
-    """Refuse options that are too small.
-
-    Args:
-        smallest: what is allowed, and more.
-        of: what they are options of, such as the name of a model.
-        why: says in brackets what needs so many; empty: nothing.
-        options: by name.
+    """Refuse options less than `smallest`, of a model, say; `why` says in brackets what needs so many.
 
     Raises:
         ValueError: names the first that is less.
@@ -54,13 +48,7 @@ def one_of(allowed: Collection[str], of: str, /, **options: str) -> None:
 
 
 def one_size(of: str, *, because: str, source_vocabulary: int, target_vocabulary: int) -> None:
-    """Refuse vocabularies of unequal sizes where one embedding is shared.
-
-    Args:
-        of: the model's name.
-        because: the option that is true.
-        source_vocabulary: tokens of what is read.
-        target_vocabulary: tokens of what is written.
+    """Refuse a model's vocabularies of unequal sizes where one embedding is shared, `because` of a true option.
 
     Raises:
         ValueError: they are unequal.

@@ -11,10 +11,8 @@ DATA_VARIABLE = "PIPEBENCH_DATA"
 def data_folder(dataset: str, root: str, holds: str = "") -> Path:
     """Return the folder a data set is read from; needn't exist.
 
-    Args:
-        dataset: its name.
-        root: its option; empty: the folder of that name in the folder that PIPEBENCH_DATA names.
-        holds: what is expected in it, for the message.
+    It is `root`; where that is empty, the folder of the data set's name in the one that PIPEBENCH_DATA names. `holds`
+    is what is expected in it, for the message.
 
     Raises:
         FileNotFoundError: neither is given.

@@ -83,9 +83,6 @@ def ptb(
         valid_tokens: tokens of ptb.valid.txt.
         test_tokens: tokens of ptb.test.txt.
         vocabulary: different words of ptb.train.txt, with `<eos>`.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     if evaluate_on not in _SPLITS[1:]:
         raise ValueError(f"ptb: evaluate_on is {evaluate_on!r}, allowed are valid, test")

@@ -16,13 +16,8 @@ STEMS = ("imagenet", "cifar")
 class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions around which the input skips; x: [samples, channels, height, width].
 
-    Differs: the stride is at the 3x3 convolution as in torchvision, not at the first 1x1 as in the paper.
-
-    Args:
-        in_channels: of the input.
-        channels: of the first two convolutions.
-        out_channels: of the third one and so of the output.
-        stride: by which height and width shrink.
+    The first two have `channels`. Differs: the stride is at the 3x3 convolution as in torchvision, not at the first 1x1
+    as in the paper.
     """
 
     def __init__(self, in_channels: int, channels: int, out_channels: int, stride: int) -> None:
@@ -96,9 +91,6 @@ def resnet50(
         stem: `imagenet` (7x7 convolution of stride 2 and a max-pool: images shrink 32-fold) or `cifar` (3x3 of
             stride 1 and no pool, as is usual for images of about 32 pixels: they shrink 8-fold).
         zero_init_residual: every block starts as the identity: the last BatchNorm's weight is 0 (Goyal et al. 2017).
-
-    Raises:
-        ValueError: an option out of its range.
     """
     more_than(0, "resnet50", width=width)
     at_least(1, "resnet50", num_classes=num_classes, in_channels=in_channels)

@@ -36,14 +36,7 @@ class S2VT(nn.Module):
     """
 
     def __init__(
-        self,
-        num_features: int,
-        embedding: int,
-        hidden: int,
-        vocabulary: int,
-        frames: int,
-        words: int,
-        dropout: float,
+        self, num_features: int, embedding: int, hidden: int, vocabulary: int, frames: int, words: int, dropout: float
     ) -> None:
         super().__init__()
         self.frames = frames
@@ -140,9 +133,6 @@ def s2vt(
         words: steps that write words, the one that writes EOS included.
         dropout: probability of dropping a number of the embeddings and of the second LSTM's output.
         init_range: weights are drawn from U(-init_range, init_range), biases are 0.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     at_least(1, "s2vt", num_features=num_features, embedding=embedding, hidden=hidden, frames=frames, words=words)
     more_than(NUM_SPECIAL, "s2vt", "the special tokens", vocabulary=vocabulary)

@@ -17,14 +17,11 @@ _LABELS = ("label", "labels", "target", "targets", "y")
 
 @dataclass(frozen=True)
 class Fields:
-    """What of a sample is whose, where samples aren't pairs (input, target): keys of a dict, or places in a tuple.
+    """What of a sample is whose, where samples aren't pairs (input, target): keys of a dict, or places in a tuple."""
 
-    Attributes:
-        inputs: what the model's forward gets, by these names from a dict; None: everything.
-        targets: what the loss and the metrics get; None: the rest, or where nothing is left the last input.
-    """
-
+    # What the model's forward gets, by these names from a dict; None: everything.
     inputs: Sequence[str | int] | None = None
+    # What the loss and the metrics get; None: the rest, or where nothing is left the last input.
     targets: Sequence[str | int] | None = None
 
     def pair(self, sample: Any) -> tuple[Any, Any]:

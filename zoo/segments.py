@@ -27,25 +27,15 @@ NOTHING = -1  # the word to say where there is none
 
 @dataclass(frozen=True)
 class SegmentOptions:
-    """What is declared, so that plans and simulations need no text.
+    """What is declared, so that plans and simulations need no text."""
 
-    Attributes:
-        name: of the data set, for errors.
-        num_sentences: of the splits `train` and `eval`.
-        vocabulary: number of token ids, special ones included.
-        mask: the id that stands where a word is hidden.
-        columns: width of a sample; segments are cut to what both have room for.
-        sentences: of a segment.
-        num_eval: held-out samples, the first ones; 0: all there are.
-    """
-
-    name: str
-    num_sentences: Mapping[str, int]
-    vocabulary: int
-    mask: int
-    columns: int
-    sentences: int
-    num_eval: int
+    name: str  # of the data set, for errors
+    num_sentences: Mapping[str, int]  # of the splits `train` and `eval`
+    vocabulary: int  # number of token ids, special ones included
+    mask: int  # the id that stands where a word is hidden
+    columns: int  # width of a sample; segments are cut to what both have room for
+    sentences: int  # of a segment
+    num_eval: int  # held-out samples, the first ones; 0: all there are
 
     def __post_init__(self) -> None:
         at_least(_FRAME + 2, self.name, columns=self.columns)
@@ -101,12 +91,7 @@ class Segments(Dataset):
 
     @abstractmethod
     def sentences(self, split: str, indices: Sequence[int]) -> list[list[int]]:
-        """Return the token ids of sentences.
-
-        Args:
-            split: `train` or `eval`.
-            indices: which, in this order; neighbours follow each other in the text.
-        """
+        """Return the token ids of sentences of a split, `train` or `eval`; neighbours follow each other in the text."""
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
         """Return every field for `num_samples` samples on the meta device; the text isn't read."""
@@ -165,12 +150,8 @@ class Segments(Dataset):
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the cross-entropies of both tasks, summed over samples; of a sample's hidden words the mean counts.
 
-        Differs from BERT, where the hidden words of a minibatch count alike, whichever sample they are of: so a sample
-        weighs the same in every minibatch.
-
-        Args:
-            output: logits [samples, hidden words, vocabulary] and [samples, 2].
-            targets: `words` and `follows`.
+        `output`: logits [samples, hidden words, vocabulary] and [samples, 2]. Differs from BERT, where the hidden words
+        of a minibatch count alike, whichever sample they are of: so a sample weighs the same in every minibatch.
         """
         words, follows = output
         self.check_logits(words, "words")

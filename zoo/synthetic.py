@@ -59,10 +59,7 @@ class Synthetic(Dataset):
 
 
 def synthetic(
-    shape: tuple[int, ...] = (3, 224, 224),
-    num_classes: int = 1000,
-    num_train: int = 1_281_167,
-    num_eval: int = 50_000,
+    shape: tuple[int, ...] = (3, 224, 224), num_classes: int = 1000, num_train: int = 1_281_167, num_eval: int = 50_000
 ) -> Synthetic:
     """Build the data set: PipeDream (SOSP'19), section 5.1, measures AlexNet's throughput on synthetic data.
 
@@ -71,9 +68,6 @@ def synthetic(
         num_classes: labels are 0 to num_classes - 1, at least 1.
         num_train: samples of an epoch, at least 1; ImageNet's, as in PipeDream's artifact.
         num_eval: held-out samples, at least 1; ImageNet's.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     if not shape or any(size < 1 for size in shape):
         raise ValueError(f"synthetic: shape is {list(shape)}, allowed are one or more sizes of at least 1")
@@ -130,9 +124,6 @@ def synthetic_text(
         vocabulary: token ids, at least 2; GPT-2's.
         num_train: samples of an epoch, at least 1.
         num_eval: held-out samples, at least 1.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     at_least(1, "synthetic_text", columns=columns, num_train=num_train, num_eval=num_eval)
     at_least(2, "synthetic_text", vocabulary=vocabulary)

@@ -14,16 +14,10 @@ SPECIAL_TOKENS: tuple[str, ...] = ("<pad>", "<unk>", "<s>", "</s>")
 NUM_SPECIAL = len(SPECIAL_TOKENS)
 
 
-def pad_rows(rows: Sequence[Sequence[int]], length: int | None = None, fill: int = PAD) -> torch.Tensor:
-    """Return sentences as a rectangle, each filled up on the right.
+def pad_rows(rows: Sequence[Sequence[int]], length: int | None = None) -> torch.Tensor:
+    """Return sentences' ids as a rectangle, each filled up on the right with PAD: [len(rows), length] int64.
 
-    Args:
-        rows: token ids of each sentence.
-        length: columns of the rectangle; None: those of the longest sentence, at least 1.
-        fill: what stands where a sentence has ended.
-
-    Returns:
-        [len(rows), length] int64.
+    The length is by default that of the longest sentence, at least 1.
 
     Raises:
         ValueError: a sentence is longer than `length`.
@@ -33,7 +27,7 @@ def pad_rows(rows: Sequence[Sequence[int]], length: int | None = None, fill: int
         length = max(longest, 1)
     if longest > length:
         raise ValueError(f"pad_rows: a sentence has {longest} tokens, allowed are {length} or fewer")
-    return torch.tensor([[*row, *[fill] * (length - len(row))] for row in rows], dtype=torch.int64).reshape(-1, length)
+    return torch.tensor([[*row, *[PAD] * (length - len(row))] for row in rows], dtype=torch.int64).reshape(-1, length)
 
 
 def lengths(rows: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -22,13 +22,9 @@ _LONGEST_WAVE = 10_000.0  # the paper's, in tokens over 2 pi
 
 @dataclass(frozen=True)
 class TransformerOptions:
-    """The options of `transformer`, checked.
+    """The options of `transformer`, checked."""
 
-    Attributes:
-        name: of the model, for errors.
-    """
-
-    name: str
+    name: str  # of the model, for errors
     num_layers: int
     width: int
     feed_forward: int
@@ -248,9 +244,6 @@ def transformer(
         share_embeddings: both embeddings and the matrix before the softmax are one, as in the paper; needs equal
             vocabularies; the default has three. In modes whose stages don't update together, pipedream for one, all
             that use it are then in one stage.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     return _build(
         TransformerOptions(
@@ -270,11 +263,7 @@ def transformer_big(
     dropout: float = 0.3,
     share_embeddings: bool = False,
 ) -> Transformer:
-    """Build the paper's big model (table 3); options as for `transformer`.
-
-    Raises:
-        ValueError: an option out of its range.
-    """
+    """Build the paper's big model (table 3); options as for `transformer`."""
     return _build(
         TransformerOptions(
             "transformer_big", num_layers, width, feed_forward, num_heads, source_vocabulary, target_vocabulary,

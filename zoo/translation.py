@@ -24,36 +24,21 @@ _SCORED_TOGETHER = 64  # sentences translated at a time: bounds memory, changes 
 
 @dataclass(frozen=True)
 class TranslationOptions:
-    """What is declared of a translation data set, so that plans and simulations need none of its files.
+    """What is declared of a translation data set, so that plans and simulations need none of its files."""
 
-    Attributes:
-        name: of the data set, for errors.
-        num_train: sentence pairs to train on.
-        num_eval: held-out pairs.
-        vocabulary: number of token ids, the special ones included; one vocabulary for both languages.
-        source_columns: width of every `source`, begin and end included; None: that of the longest fetched.
-        target_columns: width of every `target_in` and `target_out`; None: that of the longest fetched.
-        typical_columns: widths of source and target that stand for all in profiles, where they vary.
-        max_written: most tokens that a translation may have.
-        label_smoothing: share of the probability that is spread evenly over the vocabulary (Szegedy et al., CVPR
-            2016, section 7).
-        num_scored: held-out sentences that BLEU is computed on, the first ones; 0: all.
-        tokenize: how BLEU splits sentences into tokens.
-        lowercase: whether BLEU overlooks case.
-    """
-
-    name: str
-    num_train: int
-    num_eval: int
-    vocabulary: int
-    source_columns: int | None
-    target_columns: int | None
-    typical_columns: tuple[int, int]
-    max_written: int
+    name: str  # of the data set, for errors
+    num_train: int  # sentence pairs to train on
+    num_eval: int  # held-out pairs
+    vocabulary: int  # number of token ids, the special ones included; one vocabulary for both languages
+    source_columns: int | None  # width of every `source`, begin and end included; None: that of the longest fetched
+    target_columns: int | None  # width of every `target_in` and `target_out`; None: that of the longest fetched
+    typical_columns: tuple[int, int]  # widths of source and target that stand for all in profiles, where they vary
+    max_written: int  # most tokens that a translation may have
+    # Share of the probability that is spread evenly over the vocabulary (Szegedy et al., CVPR 2016, section 7).
     label_smoothing: float
-    num_scored: int
-    tokenize: str = "13a"
-    lowercase: bool = False
+    num_scored: int  # held-out sentences that BLEU is computed on, the first ones; 0: all
+    tokenize: str = "13a"  # how BLEU splits sentences into tokens
+    lowercase: bool = False  # whether BLEU overlooks case
 
     def __post_init__(self) -> None:
         at_least(1, self.name, num_train=self.num_train, num_eval=self.num_eval)
@@ -93,13 +78,7 @@ class Translation(Dataset):
 
     @abstractmethod
     def tokens(self, side: str, split: str, indices: Sequence[int]) -> list[list[int]]:
-        """Return the token ids of sentences, without begin and end.
-
-        Args:
-            side: `source` or `target`.
-            split: `train` or `eval`.
-            indices: which pairs, in this order.
-        """
+        """Return the token ids of pairs' `source` or `target` sentences, in this order, without begin and end."""
 
     @abstractmethod
     def held_out(self, side: str, indices: Sequence[int]) -> list[str]:
@@ -154,9 +133,7 @@ class Translation(Dataset):
     def loss(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the label-smoothed cross-entropy summed over target tokens; padding counts nothing.
 
-        Args:
-            output: logits [samples, columns, vocabulary].
-            targets: `target_out` [samples, columns].
+        `output`: logits [samples, columns, vocabulary]; `target_out`: [samples, columns].
         """
         self.check_logits(output, "target_out")
         return torch.nn.functional.cross_entropy(

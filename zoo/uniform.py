@@ -24,9 +24,6 @@ def uniform(num_layers: int = 16, width: int = 64) -> Uniform:
     Args:
         num_layers: at least 1.
         width: features between layers, inputs and logits alike, at least 1.
-
-    Raises:
-        ValueError: an option out of its range.
     """
     at_least(1, "uniform", num_layers=num_layers, width=width)
     layers = {f"layer{index}": nn.Linear(width, width, bias=False) for index in range(num_layers)}

@@ -40,9 +40,6 @@ def vgg16(
         image_size: height and width of the images in pixels, at least 32.
         init: `torchvision` (Kaiming normal convolutions, linear weights N(0, 0.01)) or `kaiming` (Kaiming normal
             for both: narrow networks don't start learning from N(0, 0.01)).
-
-    Raises:
-        ValueError: an option out of its range.
     """
     one_of(INITIALISATIONS, "vgg16", init=init)
     at_least(_IMAGE_OVER_MAP, "vgg16", "five pools halve", image_size=image_size)

@@ -77,10 +77,8 @@ class Wmt16(Translation):
     def check_tokens(self, layout: Sequence[str], options: Mapping[str, str], spare: int = 0) -> None:
         """Check the files that a training needs which translates nothing; raises as `check`.
 
-        Args:
-            layout: the files that are needed.
-            options: by split, what its declared number of pairs is called where it is to be set.
-            spare: ids that are to be left over by the vocabulary's tokens.
+        `options` says, by split, what its declared number of pairs is called where it is to be set; `spare` ids are to
+        be left over by the vocabulary's tokens.
         """
         folder = data_folder("wmt16", self.root, ", ".join(layout))
         if not folder.is_dir():
@@ -178,9 +176,6 @@ def wmt16(
         loader_processes: processes in which an engine reads sentences ahead; 0: in its own.
         lengths: for simulations: `fixed`: all minibatches are as wide as `typical_length`; `declared`: as their buckets
             are, which published counts of sentences tell, see `length_classes`.
-
-    Raises:
-        ValueError: an option is out of range; the message says which.
     """
     for option, value, least in (
         ("max_length", max_length, 5),

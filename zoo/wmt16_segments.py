@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipebench.zoo.segments import SegmentOptions, Segments
-from pipebench.zoo.wmt16 import (
-    MAX_LENGTH,
-    NUM_EVAL,
-    NUM_TRAIN,
-    TOKENS,
-    TYPICAL_LENGTH,
-    VOCABULARY,
-    Wmt16,
-    wmt16,
-)
+from pipebench.zoo.wmt16 import MAX_LENGTH, NUM_EVAL, NUM_TRAIN, TOKENS, TYPICAL_LENGTH, VOCABULARY, Wmt16, wmt16
 
 
 class Wmt16Segments(Segments):
@@ -57,9 +48,6 @@ def wmt16_segments(
         vocabulary: token ids, special ones and the mask included, rounded up to a multiple of 8. The mask is the last
             one: MLPerf's 32,317 ids leave three.
         max_length: as `wmt16` has it.
-
-    Raises:
-        ValueError: an option is out of range; the message says which.
     """
     num_sentences = {"train": train_sentences, "eval": eval_sentences}
     options = SegmentOptions("wmt16_segments", num_sentences, vocabulary, vocabulary - 1, columns, sentences, num_eval)

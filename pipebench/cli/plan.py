@@ -8,16 +8,7 @@ import click
 
 from pipebench.cli.group import tracebacks
 from pipebench.cli.json_output import json_flag
-from pipebench.cli.parameters import (
-    FILE,
-    MOST_WORKERS,
-    Parameter,
-    count,
-    name_of,
-    option,
-    parse_levels,
-    zip_flag,
-)
+from pipebench.cli.parameters import FILE, MOST_WORKERS, Parameter, count, name_of, option, parse_levels, zip_flag
 from pipebench.cli.references import complete, load_to_plan, split
 from pipebench.errors import UserError, printable
 from pipebench.recipe.preflight import preflight

@@ -253,13 +253,7 @@ def _of_file(options: PlanOptions, known_states: KnownStates) -> PlanFindings:
 
 
 def _answer(
-    name: str,
-    request: Request,
-    mode: str,
-    options: PlanOptions,
-    known_states: KnownStates,
-    *,
-    says_samples: bool,
+    name: str, request: Request, mode: str, options: PlanOptions, known_states: KnownStates, *, says_samples: bool
 ) -> PlanFindings:
     """Return the plan of the requested mode, without other modes."""
     if mode == AUTO and not options.others:

@@ -80,12 +80,7 @@ class DeviceTimer(HostTimer):
     """
 
     def __init__(
-        self,
-        worker: int,
-        clock: Callable[[], float],
-        report: Callable[[TimelineEvent], None],
-        *,
-        direct: bool = False,
+        self, worker: int, clock: Callable[[], float], report: Callable[[TimelineEvent], None], *, direct: bool = False
     ) -> None:
         super().__init__(worker, clock, report)
         self.direct = direct

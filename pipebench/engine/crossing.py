@@ -35,11 +35,7 @@ class BoundaryValues:
     """
 
     def __init__(
-        self,
-        graph: LayerGraph,
-        pipeline: Pipeline,
-        stages: Mapping[int, Stage],
-        scales: Mapping[int, LossScale],
+        self, graph: LayerGraph, pipeline: Pipeline, stages: Mapping[int, Stage], scales: Mapping[int, LossScale]
     ) -> None:
         self._graph = graph
         self._pipeline = pipeline

@@ -63,11 +63,7 @@ class StageRunner(Protocol):
         """Run a unit forward; see `Replica.forward`."""
 
     def backward(
-        self,
-        unit: int,
-        arrived: Gradients,
-        on_gradient: OnGradient | None = None,
-        move: Displacement = AS_IT_IS,
+        self, unit: int, arrived: Gradients, on_gradient: OnGradient | None = None, move: Displacement = AS_IT_IS
     ) -> Gradients:
         """Run a unit backward; see `Replica.backward`."""
 

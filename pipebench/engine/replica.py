@@ -160,11 +160,7 @@ class Replica:
         return values, None if loss is None else outputs[-1].detach()
 
     def backward(
-        self,
-        unit: int,
-        arrived: Gradients,
-        on_gradient: OnGradient | None = None,
-        move: Displacement = AS_IT_IS,
+        self, unit: int, arrived: Gradients, on_gradient: OnGradient | None = None, move: Displacement = AS_IT_IS
     ) -> Gradients:
         """Run a unit's whole backward and add to `gradients` of the parameters.
 
@@ -346,11 +342,7 @@ class Replica:
         return self._fixed.union(flat.untyped_storage().data_ptr() for flat in item.version.flats)
 
     def _backward(
-        self,
-        item: InFlight,
-        arrived: Gradients,
-        on_gradient: OnGradient | None,
-        move: Displacement,
+        self, item: InFlight, arrived: Gradients, on_gradient: OnGradient | None, move: Displacement
     ) -> Gradients:
         """Run a backward, or its input part, and free the stage's graph; see `backward`."""
         if self.moved is not None:
@@ -372,11 +364,7 @@ class Replica:
         return {layer: [*map(gradient_of, differentiable(value))] for layer, value in item.received.items()}
 
     def _differentiate(
-        self,
-        item: InFlight,
-        leaves: list[torch.Tensor],
-        arrived: Gradients,
-        on_gradient: OnGradient | None,
+        self, item: InFlight, leaves: list[torch.Tensor], arrived: Gradients, on_gradient: OnGradient | None
     ) -> None:
         """Set the leaves' `grad`, and pass parameters' gradients on to `gradients` or `on_gradient`."""
         of_loss = None  # stands for 1

@@ -56,10 +56,7 @@ class SplitBackward:
             part.forward = partial(self._forward, part.forward)
 
     def backward_input(
-        self,
-        results: Sequence[GradientEdge],
-        heads: Sequence[torch.Tensor | None],
-        wanted: Sequence[torch.Tensor],
+        self, results: Sequence[GradientEdge], heads: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor]
     ) -> list[Rest]:
         """Run a backward without the split layers' weights; return their weight parts.
 

@@ -83,10 +83,7 @@ class Source:
 class LoaderProcesses:
     """Processes that fetch ahead for one reader, segment after segment: at most one at a time.
 
-    Args:
-        dataset: what they read; each has a copy as it is when they start, with the first segment.
-        device: for which they fetch.
-        count: how many.
+    Each has a copy of the data set as it is when they start, with the first segment.
     """
 
     def __init__(self, dataset: Dataset, device: torch.device, count: int) -> None:
@@ -155,12 +152,7 @@ def _begin(_: int) -> None:
 
 
 class Loaders:
-    """All loader processes of an engine, by reader.
-
-    Args:
-        dataset: what they read.
-        device: for which they fetch.
-    """
+    """All loader processes of an engine, by reader."""
 
     def __init__(self, dataset: Dataset, device: torch.device) -> None:
         self._dataset, self._device = dataset, device

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
+from pipebench.simulate.memory import first_that_keeps
 
 # Of units that swap, those on the device if copies keep up: one that runs forward or leaves, one that runs backward,
 # one that comes in.
@@ -199,13 +200,6 @@ def _holds(rows: Sequence[LayerProfile], again: set[int], swapped: set[int]) -> 
         elif index not in swapped:
             held[index, "own"].append(_Hold(index, row.saved_bytes))
             for position, (holder, num_bytes) in enumerate(row.saved_with):
-                first = _first_that_keeps(rows, gone, holder, num_bytes)
+                first = first_that_keeps(rows, gone, holder, num_bytes)
                 held[index, position].append(_Hold(index, num_bytes, first))
     return held.values()
-
-
-def _first_that_keeps(rows: Sequence[LayerProfile], gone: set[int], holder: int, num_bytes: int) -> int:
-    """Return the last layer at or before `holder` that saves this tensor and keeps it, or -1."""
-    while holder in gone and num_bytes > rows[holder].saved_bytes:  # some earlier layer saves it, too
-        holder = next((before for before, n in rows[holder].saved_with if n >= num_bytes), -1)
-    return -1 if holder in gone else holder

@@ -40,9 +40,9 @@ class StopRule:
         return count >= self.least and elapsed_s >= self.least_s and uncertainty(series) <= self.within
 
 
-def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
+def median_interval(samples: Sequence[float]) -> tuple[float, float]:
     """Return the ends of the median's confidence interval; infinite of too few samples, less than 6 for 95%."""
-    ordered, rank = sorted(samples), _rank(len(samples), confidence)
+    ordered, rank = sorted(samples), _rank(len(samples))
     return (ordered[rank - 1], ordered[-rank]) if rank else (-math.inf, math.inf)
 
 
@@ -59,12 +59,12 @@ def uncertainty(series: Sequence[Sequence[float]]) -> float:
 
 
 @cache
-def _rank(count: int, confidence: float) -> int:
-    """Return the largest l whose order statistics enclose the median with this confidence; 0 if none does."""
+def _rank(count: int) -> int:
+    """Return the largest l whose order statistics enclose the median with enough confidence; 0 if none does."""
     outside, rank = 0.0, 0
     for below in range(count // 2):
         outside += math.comb(count, below) / 2 ** (count - 1)  # on either side
-        if 1 - outside < confidence:
+        if 1 - outside < CONFIDENCE:
             break
         rank = below + 1
     return rank

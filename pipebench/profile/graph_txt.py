@@ -231,7 +231,7 @@ def _order(nodes: dict[str, _Node], source: str) -> None:
     losses = [
         name
         for name, node in nodes.items()
-        if not node.is_read and _is_loss(node.kind, any(not nodes[each].is_input for each in node.sources))
+        if not node.is_read and node.kind == _LOSS and any(not nodes[each].is_input for each in node.sources)
     ]
     rank = {name: (losses == [name], position) for position, name in enumerate(nodes)}
     sorter = TopologicalSorter({name: node.sources for name, node in nodes.items()})
@@ -275,11 +275,6 @@ def _row(node: _Node, nodes: dict[str, _Node]) -> LayerProfile:
     return row.with_usual_part()
 
 
-def _is_loss(kind: str, reads_layers: bool) -> bool:
-    """Return whether a sink is the loss, provided that it is the only such sink."""
-    return kind == _LOSS and reads_layers
-
-
 def _sinks(rows: Sequence[LayerProfile]) -> list[int]:
     read = {index for row in rows for index in row.reads}
     return [index for index, row in enumerate(rows) if index not in read and not row.is_input]
@@ -287,7 +282,7 @@ def _sinks(rows: Sequence[LayerProfile]) -> list[int]:
 
 def _losses(rows: Sequence[LayerProfile]) -> list[str]:
     """Return the names of the sinks that qualify as the loss; they do so only if there is one."""
-    return [rows[index].name for index in _sinks(rows) if _is_loss(rows[index].kind, bool(rows[index].reads))]
+    return [rows[index].name for index in _sinks(rows) if rows[index].kind == _LOSS and rows[index].reads]
 
 
 def _missing_loss(rows: Sequence[LayerProfile]) -> LayerProfile | None:

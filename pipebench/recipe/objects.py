@@ -37,12 +37,9 @@ def with_names(keys: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
         UserError: a value is neither plain data nor something that can be a target.
     """
     plain = {key: _plain(value, tuple(key.split("."))) for key, value in keys.items()}
-    own = {section for section in _SECTIONS if isinstance(plain.get(section), dict) and _is_object(plain[section])}
+    given = {section: plain[section] for section in _SECTIONS if isinstance(plain.get(section), dict)}
+    own = {section for section, keys in given.items() if str(keys.get("target")).startswith(f"{__name__}:")}
     return plain, own
-
-
-def _is_object(section: Mapping[str, Any]) -> bool:
-    return str(section.get("target")).startswith(f"{__name__}:")
 
 
 def _plain(value: Any, key: tuple[str, ...]) -> Any:

@@ -35,8 +35,7 @@ def own_dataset(dataset: Mapping[str, Any]) -> Dataset:
         )
     if dataset.get("loss") is None:
         raise UserCodeError(
-            f"is missing, which a pair of torch data sets needs: {', '.join(LOSSES)} or a target",
-            "dataset.loss",
+            f"is missing, which a pair of torch data sets needs: {', '.join(LOSSES)} or a target", "dataset.loss"
         )
     with users_code(f"{target} makes data that can't be used", "dataset.target"):
         metrics, processes = _metrics(dataset.get("metrics")), dataset.get("loader_processes") or 0

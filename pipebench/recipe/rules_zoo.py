@@ -152,7 +152,8 @@ def _model_values(builds: bool, model: Mapping[str, Any]) -> Problems:
 
 def model_problems(model: Mapping[str, Any]) -> Problems:
     """Build a model of the zoo on the meta device, which checks the ranges of its options."""
-    if model.get("name") is not None and _is_small(model):
+    counts_fast = all(not isinstance(value, int) or abs(value) < 10**6 for value in model.values())  # of parameters
+    if model.get("name") is not None and counts_fast:
         problem = _problem_of_building(MODELS[model["name"]], json.dumps(model, sort_keys=True, default=repr))
         if problem:
             yield "model", problem
@@ -298,11 +299,6 @@ def _options(draft: Draft, section: str, name: str, given: Mapping[str, Any]) ->
     for option, problem in problems_of(zoo_options(section, name), options(given)):
         if f"{section}.{option}" not in draft.pending:
             yield f"{section}.{option}", problem
-
-
-def _is_small(model: Mapping[str, Any]) -> bool:
-    """Whether all options are small enough that counting parameters is fast."""
-    return all(not isinstance(value, int) or abs(value) < 10**6 for value in model.values())
 
 
 def one_line(error: Exception) -> str:

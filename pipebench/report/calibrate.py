@@ -62,11 +62,6 @@ class ConstantSite:
         """The cluster's short name."""
         return self.path.stem
 
-    @property
-    def shown_key(self) -> str:
-        """Level and key for display."""
-        return f"{self.level}.{self.key}" if self.level else self.key
-
     def text(self, value: float) -> str:
         """Format a value as in a cluster's file."""
         return f"{value / 1e9:.{_DIGITS}g} GB/s" if self.level else f"{value * 1e6:.{_DIGITS}g} us"

@@ -88,7 +88,8 @@ def _constants(calibrated: Calibrated) -> Iterator[tuple[str, ...]]:
         constant = place.constant
         before, after = (place.text(value) for value in (place.value, calibrated.fitted[constant.name]))
         cells = ", ".join(f"{row}.{measure}" for row, measure in constant.fitted_on)
-        yield constant.name, place.cluster, place.shown_key, before, after, cells
+        key = f"{place.level}.{place.key}" if place.level else place.key
+        yield constant.name, place.cluster, key, before, after, cells
 
 
 def _cells(calibrated: Calibrated) -> Iterator[tuple[str, ...]]:

@@ -80,13 +80,7 @@ def _step_aside(figure: Figure, panels: Sequence[Axes]) -> None:
 
 
 def _draw(
-    axes: Axes,
-    evaluated: Evaluated,
-    rows: Sequence[Row],
-    measure: Measure,
-    bound: Measure | None,
-    *,
-    publishes: bool,
+    axes: Axes, evaluated: Evaluated, rows: Sequence[Row], measure: Measure, bound: Measure | None, *, publishes: bool
 ) -> None:
     columns = evaluated.report.columns
     num_bars = len(columns) + publishes

@@ -16,17 +16,7 @@ from matplotlib.transforms import Bbox
 
 from pipebench.report.definition import Picture
 from pipebench.report.evaluated import Evaluated
-from pipebench.report.plot_style import (
-    GREY,
-    SMALL,
-    colour,
-    explain_marks,
-    finish,
-    mark_of,
-    marker,
-    plain,
-    write_values,
-)
+from pipebench.report.plot_style import GREY, SMALL, colour, explain_marks, finish, mark_of, marker, plain, write_values
 
 _SIDE_IN = 6.4
 _BAND = 1.2

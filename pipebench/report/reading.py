@@ -32,7 +32,8 @@ class Reading:
         if given is None:
             return {}
         if not isinstance(given, dict):
-            self.fault(key, f"got {shown(given)}, allowed is a mapping{self._with_keys(allowed)}")
+            keys = f" with the keys {', '.join(allowed)}" if allowed else ""
+            self.fault(key, f"got {shown(given)}, allowed is a mapping{keys}")
             return {}
         found = {}
         for name, value in given.items():
@@ -106,10 +107,6 @@ class Reading:
     def inside(key: str, name: str | int) -> str:
         """Return the full key of an element of a mapping or list."""
         return f"{key}.{name}" if key else str(name)
-
-    @staticmethod
-    def _with_keys(allowed: Collection[str]) -> str:
-        return f" with the keys {', '.join(allowed)}" if allowed else ""
 
 
 def as_title(name: str) -> str:

@@ -35,12 +35,7 @@ _LOG = logging.getLogger("pipebench.run")
 
 
 def record_run(
-    log: RunLog,
-    request: RunRequest,
-    job: Job,
-    result: RunResult,
-    timeline: Timeline,
-    forecast: MemoryForecast | None,
+    log: RunLog, request: RunRequest, job: Job, result: RunResult, timeline: Timeline, forecast: MemoryForecast | None
 ) -> None:
     """Record a run's pictures, its page and its description; of one of many runs no page, nor pictures if simulated."""
     kind, brief = engine_kind(job.recipe), request.suite.brief

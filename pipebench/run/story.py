@@ -33,10 +33,7 @@ PAGE = "about.html"
 _BAR = 30  # characters of a whole
 # Pictures and what they show, in the order of the page.
 _PLAN = {"plan": "layers with their times and cuts, and what fills every stage's time by the cost model"}
-_TIMELINE = {
-    "timeline": "what workers and links did, from the start",
-    "memory": "memory of every worker, as simulated",
-}
+_TIMELINE = {"timeline": "what workers and links did, from the start", "memory": "memory of every worker, as simulated"}
 _CURVES = {"curves": "training loss and scores against the run's clock"}
 
 

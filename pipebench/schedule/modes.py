@@ -9,15 +9,7 @@ from typing import Final
 from pipebench.schedule.orders import ALL_FORWARDS, INTERLEAVED, ONE_F_ONE_B, SEQUENTIAL, ZERO_BUBBLE
 from pipebench.schedule.pipeline import SPLIT, STASH, WHOLE
 from pipebench.schedule.placement import DUALPIPE, DUALPIPEV, ZBV
-from pipebench.schedule.syncs import (
-    ALL_REDUCE,
-    ASYNCHRONOUS,
-    GRADIENTS,
-    NOT_SHARDED,
-    OPTIMIZER,
-    PARAMETERS,
-    RING,
-)
+from pipebench.schedule.syncs import ALL_REDUCE, ASYNCHRONOUS, GRADIENTS, NOT_SHARDED, OPTIMIZER, PARAMETERS, RING
 from pipebench.schedule.weights import CORRECT, DOUBLE_BUFFER, NEWEST_PULLED, ONE, PREDICT, WEIGHT_POLICIES
 
 KEEP, RECOMPUTE, SWAP = "keep", "recompute", "swap"  # of a layer's activations

@@ -39,8 +39,7 @@ SYNCS: Final[dict[str, Sync]] = {
         "replicas sum their gradients in a ring, once the backward is over", ALL_REDUCE, overlaps=False
     ),
     PARAMETER_SERVER: Sync(
-        "every replica is the server of a share: it sums what all send, and hands it back",
-        PARAMETER_SERVER,
+        "every replica is the server of a share: it sums what all send, and hands it back", PARAMETER_SERVER
     ),
     PARAMETER_SERVER_AFTER: Sync(
         "every replica is the server of a share, and is sent it once the backward is over",

@@ -205,9 +205,11 @@ def _mode_table(answer: PlanFindings) -> Table:
     for found in (best, *answer.comparison.others):
         update = f", {found.microbatches} microbatches" if found.microbatches > 1 else ""
         update += f", update per {found.accumulate}" if found.accumulate > 1 else ""
+        counts = str(found.plan) == "straight" or len(found.stages) > 8
+        stages = f" ({len(found.stages)} stages)" if counts else ""
         table.add_row(
             found.plan.mode,
-            f"{shortened(str(found.plan), _PLAN_WIDTH)}{_stages_text(found)}{update}",
+            f"{shortened(str(found.plan), _PLAN_WIDTH)}{stages}{update}",
             number(_per_s(answer, found)),
             percent(quotient(fastest_s, found.minibatch_s)),
             num_bytes(found.memory_bytes),
@@ -318,10 +320,6 @@ def _bytes_text(answer: PlanFindings, found: PlanEstimate) -> str:
     kinds = [f"{kind} {num_bytes(total / answer.size)}" for kind, total in sent.items() if total]
     total = sum(found.num_bytes.values()) / answer.size
     return f"{num_bytes(total)}{' (' + ', '.join(kinds) + ')' if len(kinds) > 1 else ''}" if kinds else "nothing"
-
-
-def _stages_text(found: PlanEstimate) -> str:
-    return f" ({len(found.stages)} stages)" if str(found.plan) == "straight" or len(found.stages) > 8 else ""
 
 
 def _cluster_text(cluster: Cluster) -> str:

@@ -47,9 +47,7 @@ class Silent:
 class Telling:
     """Progress as plain data: a mapping per evaluation and note, and about every second one on how far training is.
 
-    Args:
-        name: the run's.
-        tell: gets the mappings; `event` says what each is about.
+    `tell` gets the mappings; `event` says what each is about.
     """
 
     def __init__(self, name: str, tell: Callable[[dict[str, Any]], None]) -> None:

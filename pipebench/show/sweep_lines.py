@@ -41,11 +41,6 @@ class Sweep:
         places = Counter(point.x for line in self.lines.values() for point in line)
         return max(places.values(), default=0) > 1
 
-    @property
-    def has_value(self) -> bool:
-        """Whether there is anything to draw."""
-        return any(point.value is not None for line in self.lines.values() for point in line)
-
     def first_places(self) -> Iterator[tuple[str, str, str]]:
         """Yield the lines that are first, in order of the quantity: name, and the first and last value as written.
 
@@ -102,6 +97,6 @@ def sweep_of(group: RunGroup) -> Sweep | None:
 
 
 def sweeps_of(results: Sequence[RunResult]) -> list[Sweep]:
-    """Return the sweeps over a quantity that a comparison's groups are, if any."""
-    found = map(sweep_of, groups(results))
-    return [sweep for sweep in found if sweep is not None and sweep.has_value]
+    """Return the sweeps over a quantity that a comparison's groups are, of those with anything to draw."""
+    found = filter(None, map(sweep_of, groups(results)))
+    return [each for each in found if any(point.value is not None for line in each.lines.values() for point in line)]

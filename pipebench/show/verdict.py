@@ -5,16 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipebench.formats import listed, num_epochs, number, ratio, seconds
-from pipebench.show.comparison import (
-    ComparisonRow,
-    RunGroup,
-    groups,
-    has_seeds,
-    headings,
-    markdown_table,
-    notes,
-    rows,
-)
+from pipebench.show.comparison import ComparisonRow, RunGroup, groups, has_seeds, headings, markdown_table, notes, rows
 from pipebench.show.sweep_lines import NONE, Sweep, sweep_of
 from pipebench.train.result import RunResult
 

@@ -209,7 +209,8 @@ def kept_bytes(
             if index not in gone:
                 # A tensor that no earlier layer keeps is this layer's.
                 total += row.saved_bytes
-                total += sum(n for holder, n in row.saved_with if not _is_held(rows, stage, gone, holder, n))
+                shared = (n for holder, n in row.saved_with if first_that_keeps(rows, gone, holder, n) < stage.start)
+                total += sum(shared)
             run, read, fed = index + 1, set(), set()
             continue
         fresh = {source for source in row.reads if source < run} - read
@@ -260,12 +261,11 @@ def _again_bytes(rows: Sequence[LayerProfile], stage: StagePlan) -> int:
     return total
 
 
-def _is_held(rows: Sequence[LayerProfile], stage: StagePlan, gone: Container[int], holder: int, num_bytes: int) -> bool:
-    """Return whether a tensor that a layer saves is kept by it or an earlier layer of its stage."""
-    while holder >= stage.start and holder in gone and num_bytes > rows[holder].saved_bytes:
-        # Some earlier layer saves it, too.
+def first_that_keeps(rows: Sequence[LayerProfile], gone: Container[int], holder: int, num_bytes: int) -> int:
+    """Return the last layer at or before `holder` that saves this tensor and keeps it, or -1; those `gone` don't."""
+    while holder in gone and num_bytes > rows[holder].saved_bytes:  # some earlier layer saves it, too
         holder = next((before for before, n in rows[holder].saved_with if n >= num_bytes), -1)
-    return holder >= stage.start and holder not in gone
+    return -1 if holder in gone else holder
 
 
 def _saved_for_weights(rows: Sequence[LayerProfile], own: Sequence[int], inputs: Mapping[str, int]) -> int:

@@ -144,9 +144,9 @@ class Tracking:
             sender.close()
             sender.record.release()
 
-    def wait_until_ready(self, limit_s: float = _PATIENCE_LOCAL_S) -> bool:
+    def wait_until_ready(self) -> bool:
         """Wait until MLflow is imported and connected, so that neither costs time later; return whether it is."""
-        limit_s = limit_s if self.store.local else min(limit_s, _PATIENCE_SERVER_S)
+        limit_s = _PATIENCE_LOCAL_S if self.store.local else _PATIENCE_SERVER_S
         ready = self._ready(0.0 if self._waited_in_vain else limit_s)
         self._waited_in_vain = not ready
         return ready

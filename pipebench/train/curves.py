@@ -44,7 +44,8 @@ class Curves:
 
     def best(self, metric: str) -> float:
         """Return the best value of a metric, NaN only if no evaluation gave a number; requires an evaluation."""
-        values = [point.metrics[metric] for point in self._with_number(metric)]
+        known = [point for point in self.points if not math.isnan(point.metrics[metric])] or self.points
+        values = [point.metrics[metric] for point in known]
         return max(values) if self._metrics[metric] == "max" else min(values)
 
     def no_numbers(self) -> Iterator[tuple[str, Point]]:
@@ -62,10 +63,6 @@ class Curves:
         value, best = point.metrics[name], self.best_point.metrics[name]
         better = value > best if self._metrics.get(name) == "max" else value < best
         return better or math.isnan(best) > math.isnan(value)
-
-    def _with_number(self, metric: str) -> list[Point]:
-        """Return the points at which a metric isn't NaN; all if it is everywhere."""
-        return [point for point in self.points if not math.isnan(point.metrics[metric])] or self.points
 
     def final_metrics(self) -> dict[str, float]:
         """Return the last and best value of every metric of the data set."""

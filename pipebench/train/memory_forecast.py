@@ -162,7 +162,9 @@ class _Variant:
         return found
 
     def _is_short(self, num_minibatches: int) -> bool:
-        return num_minibatches < _until_full_with_state(self.pipeline)
+        """Return whether a segment may end before every stage is full again after its first update."""
+        p = self.pipeline
+        return num_minibatches < 2 * max(map(p.round_size, range(p.num_stages))) + p.depth * p.replicas[0]
 
     def _segment(
         self, job: Job, num_minibatches: int, listeners: Sequence[Listener], *, has_state: bool
@@ -194,11 +196,6 @@ class _Variant:
 
 def _periods(job: Job) -> Periods:
     return Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
-
-
-def _until_full_with_state(pipeline: Pipeline) -> int:
-    """Return how many minibatches of a segment surely fill every stage again after its first update."""
-    return 2 * max(map(pipeline.round_size, range(pipeline.num_stages))) + pipeline.depth * pipeline.replicas[0]
 
 
 def what_would_help(job: Job) -> str:

@@ -6,7 +6,6 @@ every stage that can still be part of the answer: exact where those are (see `sw
 beyond some tens of layers.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,12 +39,11 @@ def lasts_s(outcome: StageOutcome) -> float:
 
 
 def best_cuts_and_policies(
-    stage_of: StageOf, places: Sequence[int], num_layers: int, num_stages: int, below_s: float = math.inf
+    stage_of: StageOf, places: Sequence[int], num_layers: int, num_stages: int
 ) -> CutsAndPolicies | None:
     """Return the stages and policies whose slowest stage is fastest, or None if none fit.
 
-    `stage_of` makes a stage's problem, `places` are layers that all but the first may begin with. What is slower than
-    `below_s`, seconds that are known to be possible, isn't looked at.
+    `stage_of` makes a stage's problem, `places` are layers that all but the first may begin with.
     """
     ends = [0, *places, num_layers]
     reached: dict[int, CutsAndPolicies] = {
@@ -55,7 +53,7 @@ def best_cuts_and_policies(
         last = len(ends) - 1 - (num_stages - part - 1)
         following: dict[int, CutsAndPolicies] = {}
         for stop in range(part + 1, last + 1) if part < num_stages - 1 else (last,):
-            found = _best_to(stage_of, ends, part, stop, reached, below_s)
+            found = _best_to(stage_of, ends, part, stop, reached)
             if found is not None:
                 following[stop] = found
         reached = following
@@ -63,13 +61,13 @@ def best_cuts_and_policies(
 
 
 def _best_to(
-    stage_of: StageOf, ends: Sequence[int], part: int, stop: int, reached: dict[int, CutsAndPolicies], below_s: float
+    stage_of: StageOf, ends: Sequence[int], part: int, stop: int, reached: dict[int, CutsAndPolicies]
 ) -> CutsAndPolicies | None:
     """Return the best stages up to an end, whose last is the one of an index."""
     best: CutsAndPolicies | None = None
 
     def is_too_slow(seconds: float) -> bool:
-        return seconds > below_s if best is None else seconds >= best.slowest_s
+        return best is not None and seconds >= best.slowest_s
 
     for start in sorted((start for start in reached if start < stop), reverse=True):
         problem = stage_of(part, ends[start], ends[stop])

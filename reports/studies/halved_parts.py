@@ -34,22 +34,22 @@ class Parts:
         return found
 
 
-def plain(graph: TimedGraph, num_parts: int, tolerance: float = TOLERANCE) -> Parts:
+def plain(graph: TimedGraph, num_parts: int) -> Parts:
     """Return the parts of Kernighan-Lin on the whole graph, which has as many layers, or more.
 
-    A halving may be so many times of a part from equal shares (`tolerance`), and further only where it begins so.
+    A halving may be so many times of a part from equal shares (`TOLERANCE`), and further only where it begins so.
     """
-    slack_s = tolerance * sum(graph.seconds) / num_parts
+    slack_s = TOLERANCE * sum(graph.seconds) / num_parts
     parts, passes = _halved(graph, tuple(range(len(graph))), num_parts, slack_s)
     return Parts(tuple(parts), passes)
 
 
-def algorithm_3(graph: TimedGraph, num_parts: int, tolerance: float = TOLERANCE) -> Parts:
+def algorithm_3(graph: TimedGraph, num_parts: int) -> Parts:
     """Return the parts of vPipe's Algorithm 3; arguments are as of `plain`."""
     coarse = coarsen(graph, num_parts)
     if len(coarse.graph) < num_parts:
         coarse = Coarse(graph, tuple(range(len(graph))), len(graph))
-    slack_s = tolerance * sum(graph.seconds) / num_parts
+    slack_s = TOLERANCE * sum(graph.seconds) / num_parts
     nodes, passes = _halved(coarse.graph, tuple(range(len(coarse.graph))), num_parts, slack_s)
     parts = [tuple(layer for node in part for layer in coarse.layers(node)) for part in nodes]
     return Parts(tuple(_refined(graph, coarse, parts, slack_s)), passes, coarse)

@@ -363,14 +363,7 @@ def regret_2(instances: int) -> str:
         means = (f"{100 * statistics.mean(each):.1f} %" for each in (papers, searched))
         times = (f"{1e3 * statistics.mean(each):.1f}" for each in zip(*taken, strict=True))
         rows.append((f"{num_layers} layers", f"{instances}", *means, f"{unfit}", f"{exact}", told, *times))
-    heads = (
-        "stages",
-        "drawn",
-        "longer, paper's form",
-        "longer, search",
-        "paper's form doesn't fit",
-        "search is exact",
-    )
+    heads = ("stages", "drawn", "longer, paper's form", "longer, search", "paper's form doesn't fit", "search is exact")
     return table((*heads, "search over the best, at most", "paper's form, ms", "search, ms"), rows)
 
 

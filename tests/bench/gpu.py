@@ -67,14 +67,9 @@ def measured(
     command: str,
     rows: tuple[Sequence[Row], Sequence[Row]] = (SINGLE_ON_GPU, TORCHS_ON_GPU),
 ) -> Iterator[str]:
-    """Compare one process, then two; yield the page's lines.
+    """Compare one process, then two; yield the lines of the page, which names the command.
 
-    Args:
-        subject: what is run, and on which device.
-        pairs: of every comparison.
-        environment: of every process.
-        command: that the page names.
-        rows: of one process, and of two.
+    `environment` is that of every process; `rows` are of one process, and of two.
     """
     alone, two = rows
     yield from _heading(subject, pairs, command)

@@ -87,7 +87,6 @@ def _epoch_ratio(recipe: dict[str, Any], engine: dict[str, Any]) -> float:
 
 
 def model() -> nn.Sequential:
-    """Return the model of `epoch_ratios`."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 8, stride=8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
     )
@@ -101,7 +100,6 @@ def images() -> tuple[TensorDataset, TensorDataset]:
 
 
 def epoch_table(device: str = "cpu") -> Table:
-    """Return a table of `epoch_ratios`."""
     ratios = epoch_ratios(device, ROUNDS)
     table = Table(
         "minibatches of 38.5 MB, one convolution", "virtual epoch over the wall's (target 0.9 to 1.1)", "range"

@@ -46,19 +46,14 @@ MODEL = f"VGG-16 with BatchNorm, width 0.25, {BATCH} digits of 32x32"
 def model() -> nn.Module:
     """Return the benchmark's model, always with the same weights."""
     torch.default_generator.manual_seed(0)
-    made: nn.Module = vgg16(
-        width=0.25, batch_norm=True, dropout=0.0, num_classes=10, in_channels=1, image_size=32, init="kaiming"
-    )
-    return made
+    return vgg16(width=0.25, batch_norm=True, dropout=0.0, num_classes=10, in_channels=1, image_size=32, init="kaiming")
 
 
 def sgd(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """Return the optimizer both sides use."""
     return torch.optim.SGD(parameters, 0.01, 0.9, weight_decay=5e-4, fused=True)
 
 
 def setup(starts: Sequence[int], weights: str, depth: int | None = None) -> Setup:
-    """Return a straight pipeline."""
     return make_setup(
         model(), (starts, [1] * (len(starts) + 1)), weights=weights, depth=depth, dataset=mnist5k(),
         minibatch_size=BATCH, make_optimizer=sgd, lr=lambda stage, before, own: 0.01,
@@ -176,7 +171,6 @@ def largest_clusters() -> list[tuple[str, float]]:
 
 
 def main() -> None:
-    """Measure and print."""
     torch.set_num_threads(1)
     keep_freed_blocks()  # as runs do; both sides of a ratio share the process
     console = Console(width=140)

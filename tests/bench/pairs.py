@@ -11,19 +11,12 @@ NUM_PAIRS = 9
 
 @dataclass(frozen=True)
 class Ratio:
-    """Speed of ours over theirs, pair by pair.
+    """Speed of ours over theirs, pair by pair."""
 
-    Attributes:
-        what: what is compared, with model and sizes.
-        values: one ratio per pair; above 1 means ours is faster.
-        target: smallest ratio wanted.
-        ours_s: median seconds of ours.
-    """
-
-    what: str
-    values: tuple[float, ...]
-    target: float
-    ours_s: float
+    what: str  # what is compared, with model and sizes
+    values: tuple[float, ...]  # one ratio per pair; above 1 means ours is faster
+    target: float  # smallest ratio wanted
+    ours_s: float  # median seconds of ours
 
     @property
     def verdict(self) -> str:

@@ -28,23 +28,15 @@ SERVER, CLUSTER = Level("server", 4, 10e9, 10e-6), Level("cluster", 4, 1.25e9, 5
 
 @dataclass(frozen=True)
 class Case:
-    """A size to plan at, and how long it may take.
+    """A size to plan at, and how long it may take."""
 
-    Attributes:
-        layers: of the chain, as many as places to cut.
-        cluster: in words.
-        levels: of links, innermost first.
-        target_s: seconds allowed; infinite for none.
-    """
-
-    layers: int
-    cluster: str
-    levels: tuple[Level, ...]
-    target_s: float
+    layers: int  # of the chain, as many as places to cut
+    cluster: str  # in words
+    levels: tuple[Level, ...]  # of links, innermost first
+    target_s: float  # seconds allowed; infinite for none
 
 
 def flat(num_workers: int) -> tuple[Level, ...]:
-    """Return one level of links."""
     return (Level("cluster", num_workers, 1.25e9, 50e-6),)
 
 

@@ -55,8 +55,7 @@ class Small(nn.Module):
         self.flat, self.head = nn.Flatten(), nn.Linear(4 * 6 * 6, 10)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Map digits to scores."""
-        return self.head(self.flat(torch.relu(self.norm(self.conv(image)))))  # type: ignore[no-any-return]
+        return self.head(self.flat(torch.relu(self.norm(self.conv(image)))))
 
 
 def small() -> nn.Module:
@@ -67,7 +66,7 @@ def small() -> nn.Module:
         model.head.register_buffer("extra", torch.zeros(3))
     if change == "wider":
         model.norm = nn.BatchNorm2d(4, affine=False)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 class Left:
@@ -85,7 +84,6 @@ class Left:
 
     @property
     def manifest(self) -> Path:
-        """Return the manifest's path."""
         return self.last / MANIFEST
 
     @property
@@ -118,7 +116,6 @@ class Left:
 
 
 def change_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a JSON file."""
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
@@ -147,11 +144,8 @@ def make_run(folder: Path, *words: str) -> None:
 def spoil_all(table: str, source: Path, room: Path, names: Sequence[str]) -> None:
     """Spoil a copy of a run's folder in each way, resume it, and print what that said, a JSON object per line.
 
-    Args:
-        table: of ways by name, in the test module.
-        source: the folder with the run's `pipebench-runs`.
-        room: where the copies go.
-        names: of the ways that are asked for; none are all.
+    `table`, in the test module, has the ways by name, of which `names` are asked for; none are all. `source` has the
+    run's `pipebench-runs`; copies go to `room`.
     """
     ways: Mapping[str, Callable[[Left], object]] = getattr(importlib.import_module(TABLES), table)
     for name, way in ways.items():
@@ -200,12 +194,10 @@ def main() -> None:
 
 
 def strided(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor whose elements share memory."""
     return torch.zeros(shape).as_strided(shape, (1,) * len(shape))
 
 
 def quantized(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a quantized tensor."""
     return torch.quantize_per_tensor(torch.zeros(shape), 1.0, 0, torch.qint8)
 
 
@@ -223,7 +215,6 @@ def replaced(section: str, name: str, value: Any, key: str | None = None) -> Cal
 
 
 def in_part(index: int, change: Callable[[Any], Any]) -> Callable[[Left], None]:
-    """Return a way to spoil a part."""
     return lambda left: left.change_part(index, change)
 
 
@@ -292,7 +283,6 @@ class Bomb:
 
 @functools.cache
 def nested() -> str:
-    """Return JSON of a depth that no parser follows."""
     return "[" * 100_000
 
 

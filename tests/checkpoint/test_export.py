@@ -58,7 +58,7 @@ class Unused(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        return self.used(x * self.scale)  # type: ignore[no-any-return]
+        return self.used(x * self.scale)
 
 
 def unused() -> nn.Module:
@@ -75,14 +75,6 @@ def loaded(model: str) -> LoadedRecipe:
     return load("small.yaml")
 
 
-class Images(Blobs):
-    """Images in single precision."""
-
-    def __init__(self) -> None:
-        super().__init__(shape=(2, 8, 8))
-        self._x = self._x.float()
-
-
 def trained(
     model: str = "tied", steps: tuple[int, ...] = (4, 8), **columns: Any
 ) -> tuple[RunFolder, dict[str, torch.Tensor]]:
@@ -92,7 +84,8 @@ def trained(
     folder = create(facts, OmegaConf.to_yaml(recipe.config))
     plan = ([1], [2, 1]) if model == "convolutions" else ([], [2])
     made = initial_model(recipe.recipe)
-    engine = make_engine(make_setup(made, plan, dataset=Images() if model == "convolutions" else None, **columns))
+    images = Blobs(shape=(2, 8, 8), dtype=torch.float32)
+    engine = make_engine(make_setup(made, plan, dataset=images if model == "convolutions" else None, **columns))
     done = 0
     for step in steps:
         engine.train(done, step - done)

@@ -126,7 +126,7 @@ def average_all(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("wrap", [lambda model: model, average_all], ids=["moving", "cumulative"])
 def test_running_statistics_and_counters_go_on(plan: Any, wrap: Any) -> None:
     """After 7 minibatches the two replicas have counted 4 and 3."""
-    data = Float(shape=(2, 8, 8))
+    data = Blobs(shape=(2, 8, 8), dtype=torch.float32)
 
     def make() -> Setup:
         return make_setup(wrap(ConvNet(dropout=0.3)), plan, dataset=data, make_optimizer=OPTIMIZERS["fused-momentum"])
@@ -139,15 +139,6 @@ def test_running_statistics_and_counters_go_on(plan: Any, wrap: Any) -> None:
         for r in restored(make(), captured(engine)).replicas[: plan[1][0]]
     ]
     assert counts == ([7] if plan[1][0] == 1 else [4, 3])
-
-
-class Float(Blobs):
-    """Blobs in single precision."""
-
-    def fetch(self, *arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
-        """Return rows."""
-        fetched = super().fetch(*arguments, **options)
-        return {name: value.float() if name == "x" else value for name, value in fetched.items()}
 
 
 @pytest.mark.parametrize(
@@ -223,9 +214,8 @@ def test_tied_weights_have_the_models_first_name_under_every_cut() -> None:
             self.double()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            """Use them in another order."""
             y = self.other.t(self.start(x))
-            return self.first.p(self.first.t(y))  # type: ignore[no-any-return]
+            return self.first.p(self.first.t(y))
 
     for make in (Late, Tied):
         wanted = set(dict(make().named_parameters())) - {"other.p.weight", "other.p.bias"}
@@ -260,7 +250,7 @@ class Frozen(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        return self.head(self.fixed(x) * self.scale)  # type: ignore[no-any-return]
+        return self.head(self.fixed(x) * self.scale)
 
 
 def test_what_isnt_trained_is_carried_too() -> None:
@@ -360,7 +350,7 @@ class Resting(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        return self.head(self.second(self.first(x)))  # type: ignore[no-any-return]
+        return self.head(self.second(self.first(x)))
 
 
 class Counting(nn.Module):
@@ -371,7 +361,6 @@ class Counting(nn.Module):
         self.carried_state: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Hand it on."""
         self.carried_state = x.detach()
         return x
 

@@ -383,7 +383,6 @@ Said = Mapping[str, Mapping[str, dict[str, Any]]]
 
 
 def places(room: Path) -> dict[str, str]:
-    """Return where commands keep profiles and records."""
     return {"PIPEBENCH_CACHE": str(room), "MLFLOW_TRACKING_URI": f"sqlite:///{room / 'mlflow.db'}"}
 
 

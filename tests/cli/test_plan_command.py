@@ -53,8 +53,7 @@ def invoke(*arguments: str) -> Result:
 def answer(*arguments: str, others: bool = False) -> dict[str, Any]:
     result = invoke(*arguments, "--json", *([] if others or "auto" in arguments else ["--no-others"]))
     assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    return json.loads(result.stdout)
 
 
 @pytest.fixture
@@ -68,11 +67,7 @@ def graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @published
 @pytest.mark.parametrize(
     ("profile", "levels", "bottleneck_s"),
-    [
-        (VGG, "16@1.25e9", 0.0547949),
-        (VGG, "4@1e10", 0.1701791),
-        (GNMT, "16@3.125e9", 0.011081),
-    ],
+    [(VGG, "16@1.25e9", 0.0547949), (VGG, "4@1e10", 0.1701791), (GNMT, "16@3.125e9", 0.011081)],
     ids=str,
 )
 def test_the_artifacts_cost_model_gives_the_artifacts_bottlenecks(
@@ -286,10 +281,7 @@ def test_picture(graph: str) -> None:
         (["--profile", "P", "--levels", "4@1e9", "--cost-model", "overlapp"], "did you mean 'overlap'?"),
         (["--profile", "P", "--levels", "4@1e9", "--mode", "pipedrem"], "did you mean 'pipedream'?"),
         (["--profile", "P", "--levels", "4@1e9", "--minibatch-size", "-3"], "--minibatch-size: got '-3', allowed is"),
-        (
-            ["--profile", "P", "--levels", "4@1e9", "--mode", "auto", "--no-others"],
-            "--no-others goes with one mode",
-        ),
+        (["--profile", "P", "--levels", "4@1e9", "--mode", "auto", "--no-others"], "--no-others goes with one mode"),
         (["--profile", "P", "--levels", "4@1e9", "--memory", "lots"], "--memory: got 'lots', allowed is a size"),
         (
             ["--profile", "P", "--levels", "4@1e9", "--latency", "10"],

@@ -43,32 +43,20 @@ POLICIES = [ONE, ONE, STASH, STASH, VERTICAL_SYNC, DOUBLE_BUFFER, PREDICT, CORRE
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe in small.
+    """A recipe in small."""
 
-    Attributes:
-        model: `conv`, `skip`, `mlp`, `structures`, `matrices`, `mixed`, `frozen`, `gated` or `random-` and a seed.
-        starts: first layers of all stages but the first.
-        replicas: per stage.
-        columns: of `make_setup`.
-        segments: minibatches between drains.
-        devices: of every worker; empty for its own number.
-        optimizer: as in a recipe; None for `momentum`.
-        shares_memory: whether values are handed over in memory that processes share; otherwise by sockets.
-        moves: announced before the first segment.
-        left_out: cells of `stack` that are left out, before every segment but the first: "bc"; empty: none.
-        recuts: first layers of all stages but the first, before every segment but the first; empty: as before.
-    """
-
-    model: str
-    starts: tuple[int, ...]
-    replicas: tuple[int, ...]
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    segments: tuple[int, ...] = (7, 5)
-    devices: tuple[int, ...] = ()
-    optimizer: OptimizerRecipe | None = None
-    shares_memory: bool = True
+    model: str  # `conv`, `skip`, `mlp`, `structures`, `matrices`, `mixed`, `frozen`, `gated` or `random-` and a seed
+    starts: tuple[int, ...]  # first layers of all stages but the first
+    replicas: tuple[int, ...]  # per stage
+    columns: Mapping[str, Any] = field(default_factory=dict)  # of `make_setup`
+    segments: tuple[int, ...] = (7, 5)  # minibatches between drains
+    devices: tuple[int, ...] = ()  # of every worker; empty for its own number
+    optimizer: OptimizerRecipe | None = None  # as in a recipe; None for `momentum`
+    shares_memory: bool = True  # whether values are handed over in memory that processes share; otherwise by sockets
+    # First layers of all stages but the first, before every segment but the first; empty: as before.
     recuts: tuple[tuple[int, ...], ...] = ()
-    moves: tuple[Repartition, ...] = ()
+    moves: tuple[Repartition, ...] = ()  # announced before the first segment
+    # Cells of `stack` that are left out, before every segment but the first: "bc"; empty: none.
     left_out: tuple[str, ...] = ()
 
 
@@ -111,7 +99,6 @@ def random_case(seed: int, num_workers: int) -> Case:
 
 
 def model_of(name: str) -> nn.Module:
-    """Return the model of a case."""
     if name.startswith("random-"):
         draw = random.Random(name)
         return RandomNet([[draw.randint(0, i) for _ in range(draw.randint(1, 3))] for i in range(draw.randint(3, 6))])
@@ -143,13 +130,10 @@ def stack() -> nn.Module:
 
 def images() -> Blobs:
     """Return image data in single precision, the last minibatch of an epoch a short one."""
-    data = Blobs(num_train=46, shape=(2, 8, 8))
-    data._x = data._x.float()
-    return data
+    return Blobs(num_train=46, shape=(2, 8, 8), dtype=torch.float32)
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of all cases."""
     return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.01, fused=True)
 
 
@@ -159,7 +143,6 @@ def own_optimizer(target: str) -> OptimizerRecipe:
 
 
 def small_setup(case: Case) -> Setup:
-    """Return the setup of a case."""
     columns, model = {"devices": case.devices or None, **case.columns}, model_of(case.model)
     if "memory" in columns:  # cases of several models have the policies of the largest
         columns["memory"] = columns["memory"][: len(trace(model).layers)]
@@ -197,7 +180,6 @@ def distributed(world: World, case: Case) -> Outcome:
 
 
 def all_distributed(world: World, cases: Sequence[Case]) -> list[Outcome]:
-    """Run cases one after another."""
     return [distributed(world, case) for case in cases]
 
 
@@ -271,7 +253,6 @@ def on_virtual_engine(
     left_out: Sequence[str] = (),
     moves: Sequence[Repartition] = (),
 ) -> Outcome:
-    """Run a setup on the virtual engine."""
     losses: list[tuple[float, float]] = []
     network = Network(setup.cluster, setup.devices)
     engine = VirtualEngine(setup, network, on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight)))

@@ -9,20 +9,17 @@ from tests.processes import Processes
 
 @pytest.fixture(scope="package")
 def two() -> Iterator[Processes]:
-    """Two workers."""
     with Processes(2) as processes:
         yield processes
 
 
 @pytest.fixture(scope="package")
 def three() -> Iterator[Processes]:
-    """Three workers."""
     with Processes(3) as processes:
         yield processes
 
 
 @pytest.fixture(scope="package")
 def four() -> Iterator[Processes]:
-    """Four workers."""
     with Processes(4) as processes:
         yield processes

@@ -108,7 +108,6 @@ class GlooForNccl(World):
     def new_group(
         self, backend: str, ranks: Sequence[int] | None = None, *, num_pairs: int = 0, limit_s: float | None = None
     ) -> Any:
-        """As its class, by Gloo."""
         return super().new_group("gloo", ranks, limit_s=limit_s)
 
 

@@ -185,7 +185,6 @@ class Gpus:
             self.here.computing = self.here.stream = Stream()
 
     def enter(self, rank: int) -> None:
-        """Let this thread be a rank's host."""
         self._local.rank = rank
 
     @property
@@ -214,19 +213,16 @@ class Gpus:
                 del self.operations[key]
 
     def operations_of(self, rank: int) -> list[Operation]:
-        """Return what a rank takes part in."""
         with self._changed:
             return [operation for operation in self.operations.values() if rank in operation.ready]
 
     def give_up(self) -> None:
-        """Let all hosts fail."""
         self._barrier.abort()
         with self._changed:
             self._failed = True
             self._changed.notify_all()
 
     def compute(self, name: str, seconds: float) -> None:
-        """Put work on the computing stream."""
         self.here.computed_s[name] += seconds
         self.put(self.here.computing, lambda start_s: start_s + seconds)
 
@@ -325,13 +321,7 @@ class Gpus:
         return int(group[1].index(self.rank))
 
     def _operation(
-        self,
-        kind: str,
-        group: Any,
-        givers: int,
-        lasts_s: float,
-        data: Any,
-        take: Callable[[Sequence[Any]], Any],
+        self, kind: str, group: Any, givers: int, lasts_s: float, data: Any, take: Callable[[Sequence[Any]], Any]
     ) -> Work:
         """Put an operation on NCCL's stream of a group, behind what the current stream has been given."""
         rank, ready, done = self.rank, Event(), list[None]()
@@ -371,18 +361,15 @@ class MadeUpWorld(World):
     """Workers that are threads, with made-up GPUs."""
 
     def exchange(self, value: Any) -> list[Any]:
-        """As its class."""
         return Gpus.present.exchange(value)
 
     def hand_over(self, parcels: Mapping[int, bytes]) -> dict[int, bytes]:
-        """As its class."""
         offers = Gpus.present.exchange(parcels)
         return {rank: each[self.rank] for rank, each in enumerate(offers) if each.get(self.rank)}
 
     def new_group(
         self, backend: str, ranks: Sequence[int] | None = None, *, num_pairs: int = 0, limit_s: float | None = None
     ) -> Any:
-        """Return a group's number and ranks."""
         self._num_groups += 1
         return self._num_groups, tuple(range(self.size) if ranks is None else ranks)
 
@@ -391,7 +378,6 @@ class MadeUpWorld(World):
 
 
 def world_of(rank: int, size: int, *, direct: bool) -> MadeUpWorld:
-    """Return a rank's world."""
     slot = HostSlot(rank, size, rank, size, "", 0, agent_store=False, attempt=None)
     store: Any = None
     return MadeUpWorld(slot, torch.device("cpu"), direct=direct, store=store, operation_limit_s=1.0, connection=store,

@@ -41,18 +41,12 @@ SEGMENT, MOVES_AT = 10, (8, 18)  # minibatches between checkpoints; of the run, 
 
 @dataclass(frozen=True)
 class Moving:
-    """A run of three stages, between the first two of which a layer moves to and fro.
+    """A run of three stages, between the first two of which a layer moves to and fro."""
 
-    Attributes:
-        last: which way it moves the second time, `left` or `right`.
-        live: whether training goes on meanwhile.
-    """
-
-    last: str
-    live: bool = True
+    last: str  # which way it moves the second time, `left` or `right`
+    live: bool = True  # whether training goes on meanwhile
 
     def job(self) -> Job:
-        """Return what is trained."""
         there = {"left": ([3, 4], ("body_2", "body_4"), ("body_3", "body_4"))}
         there["right"] = ([2, 4], *there["left"][:0:-1])
         starts, *cuts = there[self.last]
@@ -69,34 +63,22 @@ class Moving:
 
 @dataclass(frozen=True)
 class Searching:
-    """A search of ten individuals of three stages.
+    """A search of ten individuals of three stages."""
 
-    Attributes:
-        weights: the policy.
-    """
-
-    weights: str
+    weights: str  # the policy
 
     def job(self) -> Job:
-        """Return what is searched."""
         return search_job(whole(weights=self.weights), asked(checkpoint_every=PeriodRecipe(minibatches=3)))
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a worker is killed.
+    """Where a worker is killed."""
 
-    Attributes:
-        rank: which one.
-        place: an instruction's name in `Op`, or that of a function below.
-        nth: when it comes there for the nth time, from 0.
-        after: once that is done; otherwise right before.
-    """
-
-    rank: int
-    place: str
-    nth: int = 0
-    after: bool = False
+    rank: int  # which one
+    place: str  # an instruction's name in `Op`, or that of a function below
+    nth: int = 0  # when it comes there for the nth time, from 0
+    after: bool = False  # once that is done; otherwise right before
 
 
 _FUNCTIONS: dict[str, type] = {

@@ -71,7 +71,7 @@ class RowNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [samples, rows, 6] to [samples, 4]."""
-        return self.head(torch.tanh(self.two(torch.tanh(self.one(x)))).mean(1))  # type: ignore[no-any-return]
+        return self.head(torch.tanh(self.two(torch.tanh(self.one(x)))).mean(1))
 
 
 def rows_setup(sizes: Sequence[int] = _SIZES) -> Setup:
@@ -110,7 +110,6 @@ class _Counting:
 
 @contextmanager
 def counting() -> Iterator[_Counting]:
-    """Count sends meanwhile."""
     found = _Counting()
     channel.dist = found  # type: ignore[assignment, attr-defined]
     try:
@@ -247,7 +246,6 @@ class Slow(nn.Tanh):
     one_layer = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As its class, after a while."""
         time.sleep(0.004)
         return super().forward(x)
 

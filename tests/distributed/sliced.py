@@ -34,7 +34,6 @@ class Text(SyntheticText):
 
 
 def text() -> Text:
-    """Return the text of all runs."""
     return Text(TOKENS, VOCABULARY, 40, 6)
 
 

@@ -23,7 +23,6 @@ CASES = {
 
 
 def ordered(case: Case, pushes: list[Pushes]) -> Case:
-    """Return a case that repeats an order."""
     return replace(case, columns={**case.columns, "push_order": {each.first: each.minibatches for each in pushes}})
 
 

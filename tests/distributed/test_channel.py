@@ -72,7 +72,6 @@ class Wire:
                 send.done.set()
 
     def cut(self) -> None:
-        """Break off."""
         for send in self.sends[_TAG]:
             send.broken = True
             send.done.set()

@@ -106,10 +106,7 @@ def gpu(number: int, host: str = "a", cores: float = 16) -> Shares:
         ([share(threads=2, cores=1)] * 2, "2 processes x 2 threads share 1 usable core; the"),
         ([share(cores=1.5)] * 2, "2 processes x 1 thread share 1.5 usable cores; the"),
         ([share(threads=1), share(threads=4)], "2 processes x 1 to 4 threads share 2 usable cores; the"),
-        (
-            [*[share("a")] * 2, *[share("b")] * 3],
-            "3 processes x 1 thread share 2 usable cores on one of 2 hosts; the",
-        ),
+        ([*[share("a")] * 2, *[share("b")] * 3], "3 processes x 1 thread share 2 usable cores on one of 2 hosts; the"),
         ([*[share("a", cores=2)] * 2, *[share("b", cores=8)] * 8], ""),
         ([gpu(0), gpu(1)], ""),
         ([gpu(0), gpu(1), gpu(0)], "2 processes share one GPU; the prediction does not model that"),

@@ -236,10 +236,7 @@ THREE |= {
     "fp16, 2-1": Case("conv", (4,), (2, 1), FP16, segments=(13, 4)),
     "bf16, 2-1": Case("conv", (4,), (2, 1), {"precision": "bf16"}),
     "bf16, three stages, flush, clipped": Case(
-        "conv",
-        (3, 6),
-        (1, 1, 1),
-        {"weights": "one", "microbatches": 2, "clip_norm": 0.3, "precision": "bf16"},
+        "conv", (3, 6), (1, 1, 1), {"weights": "one", "microbatches": 2, "clip_norm": 0.3, "precision": "bf16"}
     ),
 }
 SHARDED = {"weights": "one", "order": "sequential", "sums": "ordered", "chunks": 3, "depth": 1}
@@ -284,7 +281,6 @@ THREE_REPLICAS = {
 
 
 def check(case: Case, found: list[Outcome], tolerance: float = 0.0) -> None:
-    """Compare with the virtual engine."""
     expected = virtually(case)
     compare(found, expected, tolerance)
     peaks = [peak for outcome in sorted(found, key=lambda each: each.worker) for peak in outcome.peaks]

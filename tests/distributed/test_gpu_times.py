@@ -284,8 +284,7 @@ def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("several_buckets")
 @pytest.mark.parametrize(
-    ("sum_s", "all_reduce_s", "stall_s"),
-    [(1.0, 4.0, 1.0), (4.0, 16.0, 4.0), (6.0, 24.0, 6.0), (30.0, 120.0, 102.0)],
+    ("sum_s", "all_reduce_s", "stall_s"), [(1.0, 4.0, 1.0), (4.0, 16.0, 4.0), (6.0, 24.0, 6.0), (30.0, 120.0, 102.0)]
 )
 def test_sums_in_a_backward_by_hand(sum_s: float, all_reduce_s: float, stall_s: float) -> None:
     """Four set out, 6 s apart, the last as the backward ends; each goes on when the one before is done."""

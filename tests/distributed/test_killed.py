@@ -23,7 +23,6 @@ _TRAINED = "tests.distributed.jobs:trained"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The run's checkpoints."""
     return tmp_path / "checkpoints"
 
 
@@ -57,12 +56,10 @@ def compare(found: list[Any], what: Moving | Searching) -> RunResult:
         assert tensors.keys() == weights[worker].keys()
         assert all(torch.equal(tensor, weights[worker][name]) for name, tensor in tensors.items())
     assert sorted(worker for worker, _, _ in found) == [*range(len(weights))]
-    result: RunResult = found[0][2]
-    return result
+    return found[0][2]
 
 
 def kill(what: Moving | Searching, fault: Fault, folder: Path, *, shares_memory: bool = True) -> None:
-    """Let a run lose a worker, and so all."""
     with Processes(3) as doomed:
         doomed.run(_TRAINED, what, str(folder), fault, shares_memory, lost=[0, 1, 2])
     assert Path(f"{folder}.struck").exists(), "they ended for another reason"
@@ -140,13 +137,7 @@ def test_a_search_in_processes_is_the_virtual_engine_s(
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    "fault",
-    [
-        Fault(0, "switch_setup", 2),
-        Fault(1, "hand_over", 4, after=True),
-        Fault(0, "commit", 5),
-    ],
-    ids=str,
+    "fault", [Fault(0, "switch_setup", 2), Fault(1, "hand_over", 4, after=True), Fault(0, "commit", 5)], ids=str
 )
 def test_a_search_that_lost_a_worker_goes_on_as_if_nothing_had_happened(
     three: Processes, folder: Path, fault: Fault

@@ -23,6 +23,7 @@ from pipebench.distributed.launch import run_workers, spawned, worker_settings, 
 from pipebench.distributed.launch_failure import Failure, of_exception, read, record, report, root_cause
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.errors import UserError
+from reports.studies.watched_run import lives
 from tests.patience import PATIENCE_S
 from tests.support import raise_as_ours
 
@@ -52,12 +53,7 @@ def failed(rank: int, kind: str) -> Failure:
     ],
 )
 def test_exceptions_are_recorded_by_kind(
-    error: BaseException,
-    kind: str,
-    message: str,
-    exit_code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, kind: str, message: str, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:
         raise_as_ours(error)
@@ -237,15 +233,7 @@ def when(exists: Sequence[Path], then: Callable[[], object]) -> Iterator[None]:
 
 
 def alive(folder: Path) -> list[int]:
-    """Return the workers that still run."""
-    return [pid for pid in (int(file.read_text()) for file in folder.glob("up-*")) if _lives(pid)]
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    return [pid for pid in (int(file.read_text()) for file in folder.glob("up-*")) if lives(pid)]
 
 
 def run(

@@ -37,7 +37,6 @@ def launch() -> None:
 
 
 def launcher(folder: Path, text: str, size: int = 2, restarts: int = 0) -> CopiedCommand:
-    """Start workers that run this text."""
     program = script(folder, text)[-1]
     # As the command has it: a busy machine draws warnings of sockets.
     settings = {"TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONPATH": str(ROOT)}

@@ -34,8 +34,7 @@ def test_what_torchrun_forwards_asks_for_a_stop(sent: signal.Signals, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("kind", "local_rank", "tells"),
-    [("user", "0", True), ("user", "1", False), ("failed", "1", True)],
+    ("kind", "local_rank", "tells"), [("user", "0", True), ("user", "1", False), ("failed", "1", True)]
 )
 def test_a_mistake_that_all_make_is_told_once_per_host(
     kind: str, local_rank: str, tells: bool, monkeypatch: pytest.MonkeyPatch

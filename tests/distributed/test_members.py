@@ -30,12 +30,10 @@ def sums_in_a_group(world: World, secret: str) -> Any:
 
 
 def sums_secretly(world: World) -> Any:
-    """Do so with a secret that is shared by the store."""
     return sums_in_a_group(world, shared_secret(world.store, world.rank).decode())
 
 
 def sums_with_a_stranger(world: World) -> Any:
-    """Do so with a last member that guesses."""
     return sums_in_a_group(world, "guessed" if world.rank == world.size - 1 else "known")
 
 

@@ -68,7 +68,6 @@ def state_of_engine(engine: VirtualEngine) -> ModelState:
 
 
 def sent(facts: Sequence[dict[str, Any]]) -> Counter[tuple[str, str]]:
-    """Return bytes by kind and level."""
     return sum(
         (Counter({(kind, level): count for kind, level, count in each["num_bytes"]}) for each in facts), Counter()
     )
@@ -201,8 +200,7 @@ def test_a_function_that_draws_for_pieces_is_refused() -> None:
             self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.b(nn.functional.dropout(self.a(x)))
-            return y
+            return self.b(nn.functional.dropout(self.a(x)))
 
     for slicer in (ProcessSlicer(Alone(2)), Slicer(Alone(2), in_processes=True)):  # of a process, and of the costs
         with pytest.raises(

@@ -4,5 +4,4 @@ from pipebench.schedule.pipeline import Pipeline, chain
 
 
 def straight(num_stages: int = 2) -> Pipeline:
-    """Return a pipeline of stages with one worker each."""
     return Pipeline((1,) * num_stages, chain(num_stages), "1f1b", False, num_stages)

@@ -58,7 +58,6 @@ class ZooCase:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Per stage."""
         return tuple(int(part) for part in MODES[self.mode][1][self.num_workers].split("-"))
 
     def setup(self) -> Setup:
@@ -84,12 +83,10 @@ def distributed(world: World, case: ZooCase) -> Outcome:
 
 
 def all_distributed(world: World, cases: Sequence[ZooCase]) -> list[Outcome]:
-    """Run cases one after another."""
     return [distributed(world, case) for case in cases]
 
 
 def virtually(case: ZooCase) -> Outcome:
-    """Run a case on the virtual engine."""
     with one_thread():
         return on_virtual_engine(case.setup(), case.segments)
 

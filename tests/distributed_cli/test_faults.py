@@ -61,8 +61,7 @@ def pipebench(folder: Path, *words: str) -> Result:
 
 def result_of(run: WatchedRun) -> dict[str, Any]:
     assert run.run_folder is not None
-    found: dict[str, Any] = json.loads((run.run_folder / "record" / "result.json").read_text())
-    return found
+    return json.loads((run.run_folder / "record" / "result.json").read_text())
 
 
 def curves(record: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:

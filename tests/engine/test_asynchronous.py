@@ -174,8 +174,7 @@ def test_the_server_applies_one_at_a_time_and_its_port_carries_all() -> None:
 
 
 def test_statistics_of_batch_norm_are_averaged_at_the_drain() -> None:
-    data = Blobs(num_train=48, shape=(2, 8, 8))
-    data._x = data._x.float()
+    data = Blobs(num_train=48, shape=(2, 8, 8), dtype=torch.float32)
     engine = trained(asp(ConvNet(), 3, dataset=data), [3])
     means = []
     for k in range(3):  # every replica has seen one minibatch, with the initial weights
@@ -259,10 +258,7 @@ def test_the_simulator_finds_its_steady_state() -> None:
 
 def test_lists_are_static_and_printed() -> None:
     lists = [render(program) for program in programs(asp(num_workers=2).pipeline, 3)]
-    assert lists == [
-        "0L0 0F0 0B0 0PUSH0 0PULL2 0L2 0F2 0B2 0PUSH2 0PULL2@3",
-        "0L1 0F1 0B1 0PUSH1 0PULL2@3",
-    ]
+    assert lists == ["0L0 0F0 0B0 0PUSH0 0PULL2 0L2 0F2 0B2 0PUSH2 0PULL2@3", "0L1 0F1 0B1 0PUSH1 0PULL2@3"]
 
 
 def test_the_log_can_be_read_again(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.recipe.schema import LossScaleRecipe
 from tests.checkpoint.support import captured, restored
-from tests.engine.test_modes import images, momentum, momentum_fused
+from tests.engine.test_modes import images, momentum_fused
 from tests.models import ConvNet
 from tests.oracles import sequential
-from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
+from tests.support import Blobs, Mlp, make_engine, make_setup, momentum, parameters_of
 
 CPU = torch.device("cpu")
 CLIP = 0.3
@@ -94,8 +94,7 @@ def test_who_goes_on_from_a_checkpoint_after_one_update_ends_with_the_same_bits(
 
 def test_a_scale_recovers_from_an_overflow_whatever_a_segment_s_length() -> None:
     """fp16 in two stages, one update between two drains: only the first updates are skipped."""
-    data = Blobs(num_train=48)
-    data._x = data._x.float()
+    data = Blobs(num_train=48, dtype=torch.float32)
     setup = make_setup(
         Mlp().float(), ([4], [1, 1]), order="all-forwards", weights="one", microbatches=2, dataset=data, sizes=(2, 4),
         precision="fp16", loss_scale=LossScaleRecipe(initial=2.0**20),

@@ -38,8 +38,7 @@ class Drops(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        output: torch.Tensor = self.body(x)
-        return output
+        return self.body(x)
 
 
 def saved_bytes(replica: Replica, unit: int) -> int:
@@ -87,7 +86,6 @@ def trained(model: nn.Module, *, compiled: bool, **columns: Any) -> VirtualEngin
 
 
 def same(made: Any, **columns: Any) -> None:
-    """Train both ways and compare."""
     compilations = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     plain, compiled = (trained(made(), compiled=each, **columns) for each in (False, True))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > compilations
@@ -147,6 +145,5 @@ def test_modes_train_the_same_weights_with_compiled_stages(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("last", [False, True])
 def test_images_train_the_same_weights_with_compiled_stages(last: bool) -> None:
-    data = Blobs(num_train=46, shape=(2, 8, 8))
-    data._x = data._x.float()
+    data = Blobs(num_train=46, shape=(2, 8, 8), dtype=torch.float32)
     same(lambda: ConvNet(norm=False), plan=([4], [1, 1]), dataset=data, channels_last=last)

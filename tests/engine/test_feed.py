@@ -33,7 +33,6 @@ class Noisy(Blobs):
         self.threads: set[str] = set()
 
     def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> dict[str, torch.Tensor]:
-        """Return rows with noise."""
         self.threads.add(threading.current_thread().name)
         fetched = super().fetch(split, indices, fields)
         if split == "train" and "x" in fetched:
@@ -49,7 +48,6 @@ class Whole(Noisy):
     notes_in = os.devnull
 
     def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> dict[str, torch.Tensor]:
-        """Note it."""
         with Path(self.notes_in).open("a") as file:
             file.write(json.dumps([split, os.getpid() == _OWN, [*fields], [*indices]]) + "\n")
         return super().fetch(split, indices, fields, draw)
@@ -122,7 +120,6 @@ class Named(Blobs):
     """Says in place of its inputs which process reads which minibatch for what."""
 
     def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> dict[str, torch.Tensor]:
-        """Say so."""
         return {field: torch.tensor([os.getpid(), indices[0], draw, split == "eval"]) for field in fields}
 
 
@@ -225,7 +222,6 @@ class Writing(Blobs):
         self.models: list[nn.Module] = []
 
     def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
-        """Keep the model."""
         self.models.append(model)
         with torch.no_grad():
             return {"whole": float(model(self._x).detach().square().sum())}
@@ -259,7 +255,7 @@ class Constant(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        return self.two(self.one(x) * torch.arange(5.0))  # type: ignore[no-any-return]
+        return self.two(self.one(x) * torch.arange(5.0))
 
 
 def test_a_model_that_makes_tensors_can_be_put_together_again() -> None:

@@ -11,9 +11,9 @@ from pipebench.schedule.orders import ORDERS
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import most_in_flight, programs
 from pipebench.simulate.drawing import draw_cells
-from tests.engine.test_modes import momentum, sequentially
+from tests.engine.test_modes import sequentially
 from tests.models import SkipNet
-from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
+from tests.support import Blobs, Mlp, make_engine, make_setup, momentum, parameters_of
 
 
 @pytest.mark.sampled(12)

@@ -85,8 +85,7 @@ def test_bytes_are_those_that_the_shapes_foretell(before: Starts, after: Starts)
 
 
 def test_buffers_move_too() -> None:
-    data = Blobs(num_train=80, shape=(2, 8, 8))
-    data._x = data._x.float()
+    data = Blobs(num_train=80, shape=(2, 8, 8), dtype=torch.float32)
     engine, _, _ = timed((3, 6), [Repartition(9, (1, 4))], 20, model=ConvNet(), dataset=data)
     counted = {key: n for key, n in engine.network.num_bytes.items() if n}
     assert engine.num_bytes == Counter(counted)
@@ -110,8 +109,7 @@ class HalfTrained(nn.Module):
         """Map [n, 6] to [n, 4]."""
         for linear in self.linears:
             x = linear(x) + self.table.sum()
-        output: torch.Tensor = self.head(x)
-        return output
+        return self.head(x)
 
 
 @pytest.mark.parametrize("live", [True, False])

@@ -17,8 +17,7 @@ from tests.engine.test_streams import LENGTH, ROWS, STREAMS, LanguageModel, Text
 from tests.models import ConvNet, RandomNet, SkipNet
 from tests.support import Blobs
 
-IMAGES = Blobs(num_train=4 * TRAINED, shape=(2, 8, 8))
-IMAGES._x = IMAGES._x.float()
+IMAGES = Blobs(num_train=4 * TRAINED, shape=(2, 8, 8), dtype=torch.float32)
 
 
 def seeded(model: nn.Module, k: Callable[[], int]) -> nn.Module:

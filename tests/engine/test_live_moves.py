@@ -274,7 +274,6 @@ WORDS = {"k": KEEP, "s": SWAP, "r": RECOMPUTE}
 
 
 def policies(letters: str) -> tuple[str, ...]:
-    """Return the policies of Mlp's seven layers."""
     return tuple(WORDS[letter] for letter in letters)
 
 

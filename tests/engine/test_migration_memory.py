@@ -28,11 +28,7 @@ COUNT = 40
 
 
 def setup_of(
-    starts: Sequence[int],
-    memory: Sequence[str] | None,
-    rate: float = 1e6,
-    model: type[nn.Module] = Mlp,
-    **columns: Any,
+    starts: Sequence[int], memory: Sequence[str] | None, rate: float = 1e6, model: type[nn.Module] = Mlp, **columns: Any
 ) -> Setup:
     """Return a setup whose profile knows what real layers save; copies to hosts go at a rate in bytes/s."""
     p = len(starts) + 1

@@ -20,14 +20,12 @@ from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.timeline import BUFFERS
 from tests.models import ConvNet, HalfFrozen, RandomNet, SkipNet
 from tests.oracles import sequential
-from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
+from tests.support import Blobs, Mlp, make_engine, make_setup, momentum, parameters_of
 
 
 def images(num_train: int = 46) -> Blobs:
     """Return image data in single precision."""
-    data = Blobs(num_train=num_train, shape=(2, 8, 8))
-    data._x = data._x.float()
-    return data
+    return Blobs(num_train=num_train, shape=(2, 8, 8), dtype=torch.float32)
 
 
 def sequentially(
@@ -56,11 +54,6 @@ def sequentially(
         clip_norm,
     )
     return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    """The default implementation: the engine's own is the fused one."""
-    return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.01)
 
 
 def momentum_fused(parameters: Any) -> torch.optim.Optimizer:
@@ -318,7 +311,6 @@ def test_bytes_and_versions(
 
 @st.composite
 def random_pipelines(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[int]]:
-    """Return a graph, cuts and replicas."""
     size = draw(st.integers(2, 6))
     reads = [draw(st.lists(st.integers(0, i), min_size=1, max_size=3)) for i in range(size)]
     num_layers = len(trace(RandomNet(reads)).layers)

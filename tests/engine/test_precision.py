@@ -29,16 +29,11 @@ NORMS = ("features.1.weight", "features.1.bias", "features.5.weight", "features.
 
 def images() -> Blobs:
     """Return image data in single precision."""
-    data = Blobs(shape=(2, 8, 8))
-    data._x = data._x.float()
-    return data
+    return Blobs(shape=(2, 8, 8), dtype=torch.float32)
 
 
 def blobs() -> Blobs:
-    """Return features in single precision."""
-    data = Blobs()
-    data._x = data._x.float()
-    return data
+    return Blobs(dtype=torch.float32)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -294,8 +289,7 @@ class Normed(nn.Module):
         self.seen.add_(1)
         hidden = self.norm(self.first(x)).unsqueeze(1) + self.place
         hidden = hidden + self.attention(hidden, hidden, hidden, attn_mask=self.mask, need_weights=False)[0]
-        output: torch.Tensor = self.last(self.instance(self.rms(self.group(hidden))).flatten(1))
-        return output
+        return self.last(self.instance(self.rms(self.group(hidden))).flatten(1))
 
 
 @pytest.mark.parametrize("precision", LOW_TYPES)

@@ -29,7 +29,7 @@ class Recurrent(nn.Module):
         x = torch.stack([x, x.flip(1)], 1)
         x, _ = self.lstm(x)
         x, _ = self.gru(x)
-        return self.leave(x[:, -1])  # type: ignore[no-any-return]
+        return self.leave(x[:, -1])
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -25,9 +25,7 @@ SGD = OPTIMIZERS["fused-momentum"]
 
 
 def images() -> Blobs:
-    data = Blobs(shape=(2, 8, 8))
-    data._x = data._x.float()
-    return data
+    return Blobs(shape=(2, 8, 8), dtype=torch.float32)
 
 
 def mlp(**given: Any) -> Callable[[list[int]], Setup]:

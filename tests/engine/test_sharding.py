@@ -41,16 +41,7 @@ class Wide(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [samples, 6] to [samples, 4]."""
         hidden = torch.tanh(self.b(torch.tanh(self.a(x))))
-        output: torch.Tensor = self.d(torch.tanh(self.c(hidden)))
-        return output
-
-
-class Singles(Blobs):
-    """The same in single precision."""
-
-    def __init__(self, num_train: int = 48) -> None:
-        super().__init__(num_train)
-        self._x = self._x.float()
+        return self.d(torch.tanh(self.c(hidden)))
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -154,11 +145,9 @@ def test_the_order_of_a_ring_is_kept(shard: str) -> None:
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_clipping_precision_and_scaling_are_those_of_data_parallelism(replicas: int, given: dict[str, Any]) -> None:
     """In fp32 the norm over shards has the same bits but for one in 1e8; the scale overflows at first, everywhere."""
-    engines = []
+    engines, data = [], Blobs(56, dtype=torch.float32)
     for shard in ("none", *SHARDS):
-        engine = engine_of(
-            shard, replicas, model=Wide(torch.float32), dataset=Singles(56), make_optimizer=adamw, **given
-        )
+        engine = engine_of(shard, replicas, model=Wide(torch.float32), dataset=data, make_optimizer=adamw, **given)
         engine.train(0, 12)
         engines.append(engine)
     for engine in engines[1:]:
@@ -235,8 +224,7 @@ class _Deep(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [samples, 6] to [samples, 4]."""
-        output: torch.Tensor = self.body(x)
-        return output
+        return self.body(x)
 
 
 @pytest.mark.sampled(2)
@@ -248,7 +236,7 @@ def test_memory_is_that_of_the_paper(shard: str, row: str, replicas: int) -> Non
     starts = list(range(2, 12, 2))
     setup = make_setup(
         _Deep(), (starts, [replicas] * 6), weights="one", depth=1, sums="ordered", shard=shard, order="sequential",
-        chunks=6, dataset=Singles(8 * replicas), make_optimizer=adamw, precision="bf16",
+        chunks=6, dataset=Blobs(8 * replicas, dtype=torch.float32), make_optimizer=adamw, precision="bf16",
     )  # fmt: skip
     engine = make_engine(setup)
     engine.train(0, 2 * replicas)

@@ -178,7 +178,6 @@ class Counted:
         """Nothing to do."""
 
     def event(self, event: Any) -> None:
-        """Count it."""
         self.num_events += 1
 
     def transfer(self, transfer: Any) -> None:

@@ -14,9 +14,9 @@ from pipebench.model.graph import trace
 from pipebench.model.plan import make_plan
 from pipebench.model.splitting import unsplit
 from pipebench.model.stage import cut_stage
-from tests.engine.test_modes import images, momentum, sequentially
+from tests.engine.test_modes import images, sequentially
 from tests.models import ConvNet, RandomNet, SkipNet, Tied
-from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
+from tests.support import Blobs, Mlp, make_engine, make_setup, momentum, parameters_of
 
 
 class Recurrent(nn.Module):
@@ -35,8 +35,7 @@ class Recurrent(nn.Module):
         """Take the features as two steps of three."""
         out, _ = self.lstm(self.norm(self.first(x)).unflatten(1, (2, 3)))
         flat = out.flatten(1)
-        output: torch.Tensor = self.head(flat * self.gain + flat)
-        return output
+        return self.head(flat * self.gain + flat)
 
 
 class Turned(nn.Linear):
@@ -60,8 +59,7 @@ class Derived(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
         hidden = torch.tanh(self.turned(torch.tanh(self.turned(x))))
-        output: torch.Tensor = self.head(hidden + self.table((x[:, 0] > 0).long()))
-        return output
+        return self.head(hidden + self.table((x[:, 0] > 0).long()))
 
 
 class Decoder(nn.Module):
@@ -77,8 +75,7 @@ class Decoder(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
         hidden = torch.tanh(self.middle(self.table((x > 0).long() + 1))).sum(1)
-        output: torch.Tensor = self.head(hidden) + nn.functional.linear(hidden, self.table.weight)
-        return output
+        return self.head(hidden) + nn.functional.linear(hidden, self.table.weight)
 
 
 MODELS: dict[str, tuple[Any, list[int]]] = {

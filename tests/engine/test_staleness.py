@@ -28,10 +28,7 @@ PLANS: list[tuple[list[int], list[int]]] = [
 ]
 OPTIMIZERS: dict[str, tuple[MakeOptimizer, Callable[..., Any]]] = {
     "sgd": (lambda p: torch.optim.SGD(p, 0.1, fused=True), staleness.sgd()),
-    "momentum": (
-        lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.01, fused=True),
-        staleness.sgd(0.9, 0.01),
-    ),
+    "momentum": (lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.01, fused=True), staleness.sgd(0.9, 0.01)),
     "adam": (lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.01, fused=True), staleness.adam(weight_decay=0.01)),
     "lars": (lambda p: LARS(p, 0.1, weight_decay=0.01), large_batch.of_tensors(large_batch.lars(decay=0.01))),
     "lamb": (lambda p: LAMB(p, 0.1), large_batch.of_tensors(large_batch.lamb())),

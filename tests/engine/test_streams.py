@@ -33,13 +33,11 @@ class Text(Dataset):
         }
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return meta tensors."""
         return {name: torch.empty(num_samples, LENGTH, dtype=torch.int64, device="meta") for name in self._fields}
 
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return chunks."""
         text = self.text[split]
         padded = torch.cat([text, torch.full(((max(indices) + 2) * LENGTH,), -1)])
         starts = [i * LENGTH for i in indices]
@@ -49,17 +47,14 @@ class Text(Dataset):
         return {field: both[field] for field in fields}
 
     def weight(self, split: str, indices: Sequence[int]) -> float:
-        """Return the number of targets."""
         return float((self.fetch(split, indices, ["next_tokens"])["next_tokens"] >= 0).sum())
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return summed cross-entropy."""
         return functional.cross_entropy(
             output.flatten(0, 1), targets["next_tokens"].flatten(), reduction="sum", ignore_index=-1
         )
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return it again."""
         return {"nll": self.loss(output, targets)}
 
     @property
@@ -79,7 +74,7 @@ class Carrying(nn.Module):
         """Map [rows, length, 6] to the same shape."""
         output, state = self.lstm(x, self.carried_state)
         self.carried_state = tuple(each.detach() for each in state)
-        return output  # type: ignore[no-any-return]
+        return output
 
 
 class LanguageModel(nn.Module):
@@ -96,7 +91,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map [rows, length] to logits."""
-        return self.head(self.drop(self.two(self.one(self.table(tokens)))))  # type: ignore[no-any-return]
+        return self.head(self.drop(self.two(self.one(self.table(tokens)))))
 
 
 def by_hand(
@@ -143,11 +138,7 @@ def singles(n: int) -> list[list[int]]:
         (([], [1]), {"weights": "one", "depth": 1}, singles(14)),
         (([2, 3], [1, 1, 1]), {"weights": "one", "depth": 1}, singles(14)),
         (([2], [1, 1]), {"weights": "one", "order": "all-forwards", "microbatches": 2}, singles(14)),
-        (
-            ([2], [1, 1]),
-            {"weights": "one", "order": "all-forwards", "microbatches": 2, "recompute": True},
-            singles(14),
-        ),
+        (([2], [1, 1]), {"weights": "one", "order": "all-forwards", "microbatches": 2, "recompute": True}, singles(14)),
         (([1, 3], [1, 1, 1]), {"weights": "one", "microbatches": 4}, singles(14)),
         (([], [2]), {"weights": "stash", "depth": 1}, [[k, k + 1] for k in range(0, 14, 2)]),
         (([2], [2, 1]), {"weights": "one", "accumulate": 1}, [[k, k + 1] for k in range(0, 14, 2)]),
@@ -236,7 +227,7 @@ class Inside(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [rows, length, 6] to the same shape."""
-        return self.inner(x)  # type: ignore[no-any-return]
+        return self.inner(x)
 
 
 def test_states_inside_a_layer_are_carried_by_stream_too() -> None:

@@ -40,7 +40,6 @@ class Counted(namedtuple("Counted", "only")):  # it is to have a constructor of 
     made = 0
 
     def __new__(cls, only: int) -> "Counted":
-        """Count."""
         Counted.made += 1
         return super().__new__(cls, only)
 
@@ -207,7 +206,6 @@ class Boxing(nn.Module):
     one_layer = True
 
     def forward(self, x: torch.Tensor) -> Result:
-        """Box it."""
         return Result(x)
 
 
@@ -221,8 +219,7 @@ class Unboxed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        output: torch.Tensor = self.last(self.boxing(self.first(x)).value)
-        return output
+        return self.last(self.boxing(self.first(x)).value)
 
 
 def test_a_layer_whose_output_can_t_cross_is_named_on_one_device_too() -> None:
@@ -253,8 +250,7 @@ class Alike(nn.Module):
         device, dtype = x.device, x.dtype
         hidden = torch.tanh(self.first(x))
         hidden = hidden + torch.arange(4, device=device).to(dtype)
-        output: torch.Tensor = self.second(hidden)
-        return output
+        return self.second(hidden)
 
 
 @pytest.mark.parametrize("start", range(1, 8))

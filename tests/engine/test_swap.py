@@ -43,8 +43,7 @@ class Masked(nn.Module):
         steps = x.view(-1, 2, 3)
         queries, keys = torch.tanh(self.queries(steps)), self.keys(steps).transpose(1, 2)
         weights = (queries @ keys).masked_fill(x[:, :1, None] > 0.5, -1e9).softmax(-1)
-        output: torch.Tensor = self.head((self.drop(weights) @ queries * queries).sum(1))
-        return output
+        return self.head((self.drop(weights) @ queries * queries).sum(1))
 
 
 def pictures(count: int) -> list[Unit]:

@@ -32,17 +32,13 @@ from tests.checkpoint.support import captured, restored
 from tests.models import TiedEnds
 from tests.oracles import sequential
 from tests.simulate.test_memory import Levels, live
-from tests.support import Blobs, make_engine, make_setup
+from tests.support import Blobs, make_engine, make_setup, momentum
 
 SIZE = 4
 
 
 # Layers: words, tanh, one, tanh, norm, two, tanh, three, tanh, classifier.
 ENDS, BOTH, INNER, THREE = [5], [3, 5, 8], [2, 5, 8], [2, 6]
-
-
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.01)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tests.evaluations import MODES, mode_setup, trained
 from tests.models import FrozenPart, MixedTypes
-from tests.support import parameters_of
+from tests.support import momentum, parameters_of
 
 
 def plain(model: nn.Module, setup: Any, groups: list[range]) -> dict[str, torch.Tensor]:
@@ -25,10 +25,6 @@ def plain(model: nn.Module, setup: Any, groups: list[range]) -> dict[str, torch.
             (functional.cross_entropy(model(field["x"]), field["label"], reduction="sum") / count).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.01)
 
 
 def test_parameters_of_one_stage_keep_their_types() -> None:

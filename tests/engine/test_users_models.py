@@ -44,8 +44,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [samples, 6] to [samples, 4]."""
         hidden = self.middle(self, torch.tanh(self.a(x)))
-        output: torch.Tensor = self.d(torch.tanh(self.c(hidden)))
-        return output
+        return self.d(torch.tanh(self.c(hidden)))
 
 
 def doubles(net: Net, h: torch.Tensor) -> torch.Tensor:
@@ -83,7 +82,7 @@ def converts(net: Net, h: torch.Tensor) -> torch.Tensor:
     h = (h * 1.5).to(torch.float64).mul_(2)
     k = net.b(h).double()
     k.div_(3)
-    return k  # type: ignore[no-any-return]
+    return k
 
 
 def detaches(net: Net, h: torch.Tensor) -> torch.Tensor:
@@ -91,7 +90,7 @@ def detaches(net: Net, h: torch.Tensor) -> torch.Tensor:
 
 
 def compares_apart(net: Net, h: torch.Tensor) -> torch.Tensor:
-    return h * (net.b(h) > 0)  # type: ignore[no-any-return]
+    return h * (net.b(h) > 0)
 
 
 def chooses(net: Net, h: torch.Tensor) -> torch.Tensor:
@@ -100,11 +99,11 @@ def chooses(net: Net, h: torch.Tensor) -> torch.Tensor:
 
 def splits(net: Net, h: torch.Tensor) -> torch.Tensor:
     first, second = net.part(torch.tanh(net.b(h)))  # type: ignore[misc]
-    return first * (second > 0)  # type: ignore[no-any-return]
+    return first * (second > 0)
 
 
 def calls(net: Net, h: torch.Tensor) -> torch.Tensor:
-    return net.part(torch.tanh(net.b(h)))  # type: ignore[no-any-return, misc]
+    return net.part(torch.tanh(net.b(h)))  # type: ignore[misc]
 
 
 class MovingMean(nn.Module):
@@ -130,7 +129,6 @@ class Detached(nn.Module):
     one_layer = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x without its past."""
         return x.detach() * 2
 
 
@@ -165,7 +163,6 @@ class Renormalised(nn.BatchNorm1d):
     one_layer = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x without the running mean."""
         before = self.running_mean.clone()  # type: ignore[union-attr]
         super().forward(x)
         return x - before
@@ -177,7 +174,6 @@ class TracedMean(MovingMean):
     one_layer = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x without the mean."""
         mean: torch.Tensor = self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         return (x - mean).to(self.mean.dtype) / self.mean.shape[0]
 
@@ -189,7 +185,7 @@ def weight_norm() -> nn.Module:
 
 
 def pruned() -> nn.Module:
-    return prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5)  # type: ignore[no-untyped-call, no-any-return]
+    return prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5)  # type: ignore[no-untyped-call]
 
 
 def decaying(parameters: Any) -> torch.optim.Optimizer:
@@ -275,7 +271,6 @@ class Scaling(nn.Module):
         self.register_buffer("scale", torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x times the scale."""
         with torch.no_grad():
             self.scale.mul_(0.9)
         return x * self.scale
@@ -317,7 +312,6 @@ class Seldom(MovingMean):
         self.count = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x without the mean."""
         self.count += 1
         if self.count % 3 == 0:
             self.mean.copy_(x.detach().mean(0))
@@ -342,7 +336,6 @@ class Scaled(torch.optim.SGD):
     """SGD that reads what a model says of its parameters."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Scale gradients, then step."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad *= getattr(parameter, "factor", 1.0)
@@ -353,8 +346,7 @@ class Scaled(torch.optim.SGD):
     ("mode", "options"), [("model", {}), ("dp", {"shard": "optimizer"}), ("model", {"precision": "bf16"})]
 )
 def test_attributes_of_parameters_reach_the_optimizer(mode: str, options: Any) -> None:
-    model, data = Net(lambda net, h: torch.tanh(net.b(h))).float(), Blobs()
-    data._x = data._x.float()
+    model, data = Net(lambda net, h: torch.tanh(net.b(h))).float(), Blobs(dtype=torch.float32)
     for parameter in model.b.parameters():
         parameter.factor = 0.0  # type: ignore[attr-defined]
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

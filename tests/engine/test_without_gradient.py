@@ -46,7 +46,6 @@ class OfFirst(Blobs):
     """The loss is of the first output."""
 
     def loss(self, output: Any, targets: Any) -> torch.Tensor:
-        """Return summed cross-entropy."""
         return super().loss(output[0], targets)
 
 

@@ -10,10 +10,8 @@ LEVEL = "wire"
 def cluster_text(bandwidth_bytes_per_s: float, latency_s: float, workers_per_host: int) -> str:
     """Return the file's text; the recipe's `cluster.servers` says how many hosts there are.
 
-    Args:
-        bandwidth_bytes_per_s: of every host's wire, each way, headers included.
-        latency_s: half of a small message's way there and back, measured.
-        workers_per_host: processes on each host.
+    The bandwidth is of every host's wire, each way, headers included; the latency is half of a small message's way
+    there and back, measured.
     """
     local = load_cluster("local", 1)  # whose loopback interface joins the processes of one host
     inside = _level("host", workers_per_host, local.levels[0]) if workers_per_host > 1 else ""

@@ -18,15 +18,9 @@ _USUAL_LATENCY_S = 3e-5  # until it is measured: recipes are checked before ther
 
 
 def run_lab(load: Callable[[Sequence[str]], list[LoadedRecipe]], overrides: Sequence[str], options: Options) -> int:
-    """Make a lab, study the recipes in it, write the report, and remove the lab.
+    """Make a lab, study the recipes in it, write the report, and remove the lab; return 0 though a target is missed.
 
-    Args:
-        load: returns the recipes under more overrides.
-        overrides: the user's own.
-        options: what is asked for.
-
-    Returns:
-        0; that a target was missed is a finding.
+    `load` returns the recipes under more overrides than the user's own.
 
     Raises:
         UserError: a recipe can't be run in a lab, or nothing can be written.

@@ -12,68 +12,41 @@ _UNITS = (("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3), ("bit", 1.0))
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe as the lab runs it.
+    """A recipe as the lab runs it."""
 
-    Attributes:
-        name: the recipe's; in a sweep with what varies.
-        path: its file.
-        words: overrides.
-        mode: its mode of parallelism.
-    """
-
-    name: str
-    path: Path
-    words: tuple[str, ...]
-    mode: str
+    name: str  # the recipe's; in a sweep with what varies
+    path: Path  # its file
+    words: tuple[str, ...]  # overrides
+    mode: str  # its mode of parallelism
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `python -m tests.lab` is asked for.
+    """What `python -m tests.lab` is asked for."""
 
-    Attributes:
-        num_hosts: hosts of the lab.
-        workers_per_host: processes on each.
-        bandwidths: of the wires, bytes per second, headers included.
-        climbs: whether the crossover is looked for, too.
-        folder: where everything is written; absolute.
-    """
-
-    num_hosts: int
-    workers_per_host: int
-    bandwidths: tuple[float, ...]
-    climbs: bool
-    folder: Path
+    num_hosts: int  # hosts of the lab
+    workers_per_host: int  # processes on each
+    bandwidths: tuple[float, ...]  # of the wires, bytes per second, headers included
+    climbs: bool  # whether the crossover is looked for, too
+    folder: Path  # where everything is written; absolute
 
 
 @dataclass(frozen=True)
 class Wire:
-    """What a wire gave two plain sockets.
+    """What a wire gave two plain sockets."""
 
-    Attributes:
-        bandwidth_bytes_per_s: what it was limited to; None: to nothing.
-        goodput_bytes_per_s: payload per second, in one direction.
-        latency_s: half of a small message's way there and back.
-    """
-
-    bandwidth_bytes_per_s: float | None
-    goodput_bytes_per_s: float
-    latency_s: float
+    bandwidth_bytes_per_s: float | None  # what it was limited to; None: to nothing
+    goodput_bytes_per_s: float  # payload per second, in one direction
+    latency_s: float  # half of a small message's way there and back
 
 
 @dataclass(frozen=True)
 class Passed:
-    """What a run sent over all wires, in bytes.
+    """What a run sent over all wires, in bytes."""
 
-    Attributes:
-        wire_bytes: what the interfaces counted from the run's start to its end, each piece at its sender.
-        num_pieces: in so many pieces, of up to 64 kB: what a kernel hands an interface at once.
-        payload_bytes: what the run says it sent from host to host: training, buffers, evaluation.
-    """
-
-    wire_bytes: int
-    num_pieces: int
-    payload_bytes: int
+    wire_bytes: int  # what the interfaces counted from the run's start to its end, each piece at its sender
+    num_pieces: int  # in so many pieces, of up to 64 kB: what a kernel hands an interface at once
+    payload_bytes: int  # what the run says it sent from host to host: training, buffers, evaluation
 
     @property
     def header_bytes(self) -> int:
@@ -88,27 +61,17 @@ class Passed:
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe that trained at a bandwidth.
+    """A recipe that trained at a bandwidth."""
 
-    Attributes:
-        case: the recipe.
-        bandwidth_bytes_per_s: of the wires.
-        predicted: before it ran.
-        predicted_time_to_accuracy_s: likewise; None without a target.
-        result: what it came to.
-        passed: what passed the wires.
-    """
-
-    case: Case
-    bandwidth_bytes_per_s: float
-    predicted: Predicted
-    predicted_time_to_accuracy_s: float | None
-    result: RunResult
-    passed: Passed
+    case: Case  # the recipe
+    bandwidth_bytes_per_s: float  # of the wires
+    predicted: Predicted  # before it ran
+    predicted_time_to_accuracy_s: float | None  # likewise; None without a target
+    result: RunResult  # what it came to
+    passed: Passed  # what passed the wires
 
     @property
     def throughput_samples_per_s(self) -> float:
-        """Measured, in training."""
         return float(self.result.metrics["throughput_samples_per_s"])
 
     @property
@@ -120,44 +83,27 @@ class Run:
 
 @dataclass(frozen=True)
 class LinkFinding:
-    """Where a pipeline and data parallelism are predicted to be equally fast.
+    """Where a pipeline and data parallelism are predicted to be equally fast."""
 
-    Attributes:
-        pipeline: the recipe that is the fastest pipeline there.
-        data_parallel: the fastest of those whose replicas hold the whole model.
-        bandwidth_bytes_per_s: where.
-        ladder: bandwidths around it, each 1.5 times the one before.
-    """
-
-    pipeline: str
-    data_parallel: str
-    bandwidth_bytes_per_s: float
-    ladder: tuple[float, ...]
+    pipeline: str  # the recipe that is the fastest pipeline there
+    data_parallel: str  # the fastest of those whose replicas hold the whole model
+    bandwidth_bytes_per_s: float  # where
+    ladder: tuple[float, ...]  # bandwidths around it, each 1.5 times the one before
 
 
 @dataclass(frozen=True)
 class Findings:
-    """All that a lab found.
+    """All that a lab found."""
 
-    Attributes:
-        options: what was asked for.
-        cases: the recipes, in order.
-        free: the wires without a limit.
-        wires: with each.
-        curves: recipe to what is predicted of it at many bandwidths, ascending.
-        runs: at the bandwidths asked for, in the order in which they ran.
-        crossing: None if none is predicted, or it wasn't looked for.
-        climbed: the runs at its ladder.
-    """
-
-    options: Options
-    cases: tuple[Case, ...]
-    free: Wire
-    wires: tuple[Wire, ...]
+    options: Options  # what was asked for
+    cases: tuple[Case, ...]  # the recipes, in order
+    free: Wire  # the wires without a limit
+    wires: tuple[Wire, ...]  # with each
+    # Recipe to what is predicted of it at many bandwidths, ascending.
     curves: Mapping[str, Sequence[tuple[float, Predicted]]]
-    runs: tuple[Run, ...]
-    crossing: LinkFinding | None
-    climbed: tuple[Run, ...]
+    runs: tuple[Run, ...]  # at the bandwidths asked for, in the order in which they ran
+    crossing: LinkFinding | None  # None if none is predicted, or it wasn't looked for
+    climbed: tuple[Run, ...]  # the runs at its ladder
 
 
 def label(bandwidth_bytes_per_s: float) -> str:

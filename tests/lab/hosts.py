@@ -26,10 +26,7 @@ _NUMBERS = itertools.count()
 _TOOLS = ("ip", "tc")
 # Of every host: Reno is in every kernel, and where nothing is dropped it sends as much as the wire takes; without IPv6
 # nobody but the training talks.
-_SETTINGS = {
-    "/proc/sys/net/ipv4/tcp_congestion_control": "reno",
-    "/proc/sys/net/ipv6/conf/all/disable_ipv6": "1",
-}
+_SETTINGS = {"/proc/sys/net/ipv4/tcp_congestion_control": "reno", "/proc/sys/net/ipv6/conf/all/disable_ipv6": "1"}
 _SET = "import sys\nfor path, value in zip(sys.argv[1::2], sys.argv[2::2]):\n    open(path, 'w').write(value)"
 
 
@@ -42,18 +39,12 @@ class Counters:
     """What passed an interface since it was made, both ways, Ethernet headers included.
 
     What is sent in one piece counts its headers once, however many frames it would be on a cable.
-
-    Attributes:
-        sent_bytes: by its host.
-        sent_packets: likewise.
-        received_bytes: by its host.
-        received_packets: likewise.
     """
 
-    sent_bytes: int
-    sent_packets: int
-    received_bytes: int
-    received_packets: int
+    sent_bytes: int  # by its host
+    sent_packets: int  # likewise
+    received_bytes: int  # by its host
+    received_packets: int  # likewise
 
     def __sub__(self, other: "Counters") -> "Counters":
         return Counters(
@@ -162,7 +153,6 @@ class Lab:
         _execute(wires.switching(self.name, index, "down"))
 
     def plug(self, index: int) -> None:
-        """Let things pass an unplugged wire again."""
         _execute(wires.switching(self.name, index, "up"))
 
     def destroy(self, index: int) -> None:
@@ -186,11 +176,7 @@ class Lab:
     ) -> "subprocess.Popen[str]":
         """Start a process on a host; it ends with this one at the latest.
 
-        Args:
-            index: the host.
-            command: program and arguments.
-            name: what the process takes for the host's name; None for `host0`, `host1`, ...
-            options: of `subprocess.Popen`.
+        It takes `name` for the host's name; None for `host0`, `host1`, ... `options` are of `subprocess.Popen`.
         """
         child = [sys.executable, "-I", "-S", launch_child.__file__, str(os.getpid())]
         return subprocess.Popen(

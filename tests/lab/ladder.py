@@ -10,13 +10,10 @@ _CLOSE = 1.01
 
 
 def crossing(ahead: Callable[[float], float]) -> float | None:
-    """Return the bandwidth at which a lead changes hands.
+    """Return the bandwidth [bytes/s] at which a lead changes hands, to a hundredth.
 
-    Args:
-        ahead: bandwidth [bytes/s] to how far one is ahead of the other; from below 0 to above 0 or the other way.
-
-    Returns:
-        Bytes per second, to a hundredth; None if nothing changes between 1 Mbit/s and 100 Gbit/s.
+    `ahead` says how far one is ahead of the other, from below 0 to above 0 or the other way. None if nothing changes
+    between 1 Mbit/s and 100 Gbit/s.
     """
     low, high = LOWEST_BYTES_PER_S, HIGHEST_BYTES_PER_S
     at_low = ahead(low)
@@ -37,12 +34,9 @@ def rungs(bandwidth_bytes_per_s: float) -> list[float]:
 
 
 def step_of(ladder: Sequence[float], leads: Sequence[float]) -> tuple[float, float] | None:
-    """Return the step of a ladder within which a lead changed hands, or None: it didn't.
+    """Return the step of a ladder of bandwidths within which a lead changed hands, or None: it didn't.
 
-    Args:
-        ladder: bandwidths, ascending.
-        leads: how far one was ahead of the other at each. Where the sign changes more than once, as it may by noise,
-            the step in the middle counts.
+    Where the sign changes more than once, as it may by noise, the step in the middle counts.
     """
     changes = [i for i in range(len(ladder) - 1) if (leads[i] > 0) != (leads[i + 1] > 0)]
     if not changes:

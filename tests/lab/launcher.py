@@ -18,14 +18,7 @@ _CLOSING_S, _POLL_S = 30.0, 0.05
 
 
 def torchrun(num_hosts: int, workers_per_host: int, index: int, words: Sequence[str]) -> list[str]:
-    """Return torchrun's command on a host.
-
-    Args:
-        num_hosts: of the lab.
-        workers_per_host: processes to start there.
-        index: the host.
-        words: module and arguments of every process.
-    """
+    """Return torchrun's command on the host of an index; `words` are module and arguments of every process."""
     first = wires.address(0)
     # A host with a name of its own can't tell whether the endpoint is its address: no name server knows it.
     is_first = f"is_host={int(index == 0)}"
@@ -40,14 +33,10 @@ def torchrun(num_hosts: int, workers_per_host: int, index: int, words: Sequence[
 def start(
     lab: Lab, workers_per_host: int, words: Sequence[str], logs: Sequence[int | IO[str]], name: str | None = None
 ) -> list["subprocess.Popen[str]"]:
-    """Start torchrun on every host.
+    """Start torchrun on every host; what its processes say goes to the host's log.
 
-    Args:
-        lab: the hosts.
-        workers_per_host: processes on each.
-        words: module and arguments of every process.
-        logs: where what each host's processes say goes.
-        name: what processes take for their host's name; None for one of each host's own.
+    `words` are module and arguments of every process. Processes take `name` for their host's name; None for one of each
+    host's own.
     """
     settings = {**os.environ, **worker_settings(lab.num_hosts * workers_per_host), "PYTHONUNBUFFERED": "1"}
     return [
@@ -62,12 +51,7 @@ def start(
 def run(lab: Lab, workers_per_host: int, words: Sequence[str], log: Path, name: str | None = None) -> int:
     """Run processes on every host to their end; return torchrun's worst exit code.
 
-    Args:
-        lab: the hosts.
-        workers_per_host: processes on each.
-        words: module and arguments of every process.
-        log: the file that takes what host 0 says; the others' stand beside it.
-        name: see `start`.
+    The log takes what host 0 says; the others' stand beside it. See `start`.
     """
     paths = [log, *(log.with_suffix(f".host{index}.log") for index in range(1, lab.num_hosts))]
     files = [path.open("w") for path in paths]

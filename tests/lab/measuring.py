@@ -23,11 +23,7 @@ RECIPES, MEASURED = "recipes.json", "measured.json"
 
 
 def work(folder: Path) -> None:
-    """Measure, and write on rank 0; all processes call it.
-
-    Args:
-        folder: where the recipes are listed, and what is measured is written.
-    """
+    """Measure, and write into the folder where the recipes are listed, on rank 0; all processes call it."""
     listed = json.loads((folder / RECIPES).read_text())
     recipes = {name: load(path, [*words, "engine.timing=anew"]) for name, (path, words) in listed.items()}
     engine = next(iter(recipes.values())).recipe.engine

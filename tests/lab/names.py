@@ -18,15 +18,10 @@ _STARTTIME = 22 - 3  # of /proc/PID/stat, whose third field is the first behind 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process that has labs.
+    """A process that has labs."""
 
-    Attributes:
-        pid: its id.
-        ticks: when it began, in the kernel's ticks since boot.
-    """
-
-    pid: int
-    ticks: int
+    pid: int  # its id
+    ticks: int  # when it began, in the kernel's ticks since boot
 
     @property
     def is_alive(self) -> bool:
@@ -35,7 +30,6 @@ class Owner:
 
 
 def this_process() -> Owner:
-    """Return this process as an owner."""
     ticks = begun_ticks(os.getpid())
     assert ticks is not None
     return Owner(os.getpid(), ticks)
@@ -52,17 +46,11 @@ def begun_ticks(pid: int) -> int | None:
 
 
 def lab_name(owner: Owner, number: int) -> str:
-    """Return what the names of a lab's namespaces begin with.
-
-    Args:
-        owner: whose lab it is.
-        number: tells the labs of one owner apart.
-    """
+    """Return what the names of a lab's namespaces begin with; the number tells the labs of one owner apart."""
     return f"pipebench-lab-{owner.pid}.{owner.ticks}.{number}"
 
 
 def host_name(index: int) -> str:
-    """Return a host's name inside its lab."""
     return f"host{index}"
 
 

@@ -16,7 +16,6 @@ _MARKERS = "osD^vP*"
 
 
 def draw(found: Findings, path: str | os.PathLike[str]) -> None:
-    """Write the picture as PNG."""
     figure(found).savefig(path, dpi=110)
 
 

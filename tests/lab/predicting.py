@@ -20,34 +20,21 @@ from tests.lab.measuring import MEASURED
 
 @dataclass(frozen=True)
 class Predicted:
-    """What is predicted of a recipe at a bandwidth.
+    """What is predicted of a recipe at a bandwidth."""
 
-    Attributes:
-        plan: the plan in the papers' notation.
-        num_stages: of the plan.
-        throughput_samples_per_s: in training.
-        epoch_time_s: seconds of an epoch's training.
-        comm_bytes_per_sample: payload.
-    """
-
-    plan: str
-    num_stages: int
-    throughput_samples_per_s: float
-    epoch_time_s: float
-    comm_bytes_per_sample: float
+    plan: str  # the plan in the papers' notation
+    num_stages: int  # of the plan
+    throughput_samples_per_s: float  # in training
+    epoch_time_s: float  # seconds of an epoch's training
+    comm_bytes_per_sample: float  # payload
 
 
 @dataclass(frozen=True)
 class LabSchedule:
-    """How a recipe gets to its target, which no bandwidth changes: both engines end with the same weights.
+    """How a recipe gets to its target, which no bandwidth changes: both engines end with the same weights."""
 
-    Attributes:
-        epochs_to_target: from the virtual engine's training; None: it didn't get there.
-        evaluation_time_s: seconds of evaluation until there, on the virtual clock.
-    """
-
-    epochs_to_target: float | None
-    evaluation_time_s: float
+    epochs_to_target: float | None  # from the virtual engine's training; None: it didn't get there
+    evaluation_time_s: float  # seconds of evaluation until there, on the virtual clock
 
     def time_to_accuracy_s(self, predicted: Predicted) -> float | None:
         """Return the predicted time to the target."""
@@ -59,9 +46,8 @@ class LabSchedule:
 class Predictor:
     """Predicts recipes; what it found once it remembers.
 
-    Args:
-        recipes: by name, each with the profile's file as its `engine.timing`, on the lab's cluster at any bandwidth.
-        hosts: by name, what communication takes of the processors.
+    `recipes` are by name, each with the profile's file as its `engine.timing`, on the lab's cluster at any bandwidth;
+    `hosts`, likewise, have what communication takes of the processors.
     """
 
     def __init__(self, recipes: Mapping[str, LoadedRecipe], hosts: Mapping[str, HostCosts]) -> None:

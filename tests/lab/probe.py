@@ -16,7 +16,6 @@ _WARM_UP = 4  # of so many parts of the transfer one is warm-up: TCP begins slow
 
 
 def main(words: Sequence[str]) -> None:
-    """Serve, or ask and print."""
     role, address, *rest = words
     if role == "serve":
         _serve(address)

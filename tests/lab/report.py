@@ -22,12 +22,7 @@ _PAYLOAD = f"{percent(EFFICIENCY)} of it ({PAYLOAD_BYTES} bytes in a frame of {F
 
 
 def write_report(found: Findings, say: Callable[[str], None]) -> None:
-    """Write report, picture and numbers into the lab's folder.
-
-    Args:
-        found: what was found.
-        say: prints a line.
-    """
+    """Write report, picture and numbers into the lab's folder; `say` prints a line."""
     folder = found.options.folder
     draw(found, folder / "lab.png")
     texts = {"lab.md": markdown(found), "lab.json": json.dumps(numbers(found), indent=1) + "\n"}
@@ -37,7 +32,6 @@ def write_report(found: Findings, say: Callable[[str], None]) -> None:
 
 
 def markdown(found: Findings) -> str:
-    """Return the report as Markdown."""
     parts = [_head(found), _runs(found), _crossover(found), _wires(found), _bytes(found)]
     return "\n\n".join(part for part in parts if part) + "\n"
 

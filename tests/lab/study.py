@@ -27,15 +27,7 @@ _INTERRUPTED = 130
 
 
 class Study:
-    """A study in a lab that is there.
-
-    Args:
-        lab: the hosts.
-        cases: recipes.
-        options: what is asked for.
-        suite: MLflow's experiment.
-        say: prints a line about what goes on.
-    """
+    """A study of recipes in a lab that is there; `suite` is MLflow's experiment, `say` prints what goes on."""
 
     def __init__(
         self, lab: Lab, cases: Sequence[Case], options: Options, suite: str, say: Callable[[str], None]

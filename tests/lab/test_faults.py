@@ -50,8 +50,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
 
 
 def result_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(next(folder.glob("pipebench-runs/*/record/result.json")).read_text())
-    return found
+    return json.loads(next(folder.glob("pipebench-runs/*/record/result.json")).read_text())
 
 
 def checkpoints(folder: Path) -> list[str]:

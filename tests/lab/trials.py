@@ -58,9 +58,7 @@ class Trials:
     def train(self, case: Case, words: Sequence[str]) -> tuple[RunResult, Passed]:
         """Train a recipe on all hosts; return what it came to and what passed the wires meanwhile.
 
-        Args:
-            case: the recipe.
-            words: overrides beside its own; the name among them is one that no other run of the lab has.
+        `words` are overrides beside its own; the name among them is one that no other run of the lab has.
 
         Raises:
             WorkersFailedError: it ended without a result; why has been said.

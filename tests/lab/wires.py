@@ -26,7 +26,6 @@ Command = tuple[str, ...]
 
 
 def address(index: int) -> str:
-    """Return a host's address."""
     return f"{NETWORK}.{_FIRST + index}"
 
 

@@ -24,8 +24,7 @@ class Residual(nn.Module):
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         y = self.drop(self.down(self.relu(self.up(self.norm(x)))))
-        output: torch.Tensor = x + (y if scale is None else y * scale)
-        return output
+        return x + (y if scale is None else y * scale)
 
 
 class Stack(nn.Module):
@@ -46,8 +45,7 @@ class Stack(nn.Module):
         scale = x.mean(1, keepdim=True)
         for cell in self.cells.values():
             x = cell(x, scale)
-        output: torch.Tensor = self.head(self.relu(x))
-        return output
+        return self.head(self.relu(x))
 
 
 def traced(names: str = "abcd") -> tuple[LayerGraph, tuple[SkippableCell, ...]]:
@@ -65,8 +63,7 @@ def played(graph: LayerGraph, x: torch.Tensor) -> torch.Tensor:
             torch.default_generator.manual_seed(len(layer.name))
             env[layer.node] = run_node(graph.root, layer.node, env)
     (output,) = graph.graph.find_nodes(op="output")
-    found: torch.Tensor = run_node(graph.root, output, env)
-    return found
+    return run_node(graph.root, output, env)
 
 
 def test_every_cell_is_found_with_its_layers_in_order() -> None:
@@ -132,8 +129,7 @@ class Odd(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.twice(self.twice(self.wide(x)))
         inner = self.peeked[0](x)
-        output: torch.Tensor = self.head(self.peeked(x) + inner)
-        return output
+        return self.head(self.peeked(x) + inner)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +158,7 @@ def test_a_module_inside_which_others_read_is_refused() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.seen = self.inner(x)
-            output: torch.Tensor = self.outer(self.seen)
-            return output
+            return self.outer(self.seen)
 
     class Holder(nn.Module):
         def __init__(self) -> None:
@@ -172,8 +167,7 @@ def test_a_module_inside_which_others_read_is_refused() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.leaky(x)
-            output: torch.Tensor = self.head(x + self.leaky.seen)
-            return output
+            return self.head(x + self.leaky.seen)
 
     graph = trace(Holder())
     with pytest.raises(GraphError, match="leaky_inner inside it is read by add outside it"):

@@ -33,8 +33,7 @@ class Noisy(nn.Module):
             x = x + torch.randn_like(x)
         x = torch.tanh(self.b(x))
         x = x * x.new_empty(x.shape).uniform_(0.5, 1.5) if self.training else x * 1.25
-        output: torch.Tensor = self.c(x)
-        return output
+        return self.c(x)
 
 
 class Attention(nn.Module):
@@ -51,8 +50,7 @@ class Attention(nn.Module):
         x = functional.scaled_dot_product_attention(
             query, key, value, dropout_p=0.4 if self.training else 0.0, is_causal=True
         )
-        output: torch.Tensor = self.head(torch.relu(self.out(x)).flatten(1))
-        return output
+        return self.head(torch.relu(self.out(x)).flatten(1))
 
 
 class Auxiliary(nn.Module):
@@ -83,7 +81,6 @@ class OwnNorm(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Subtract the mean."""
         if not self.training:
             return x - self.mean
         mean = x.mean(0)
@@ -102,8 +99,7 @@ class Normed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        output: torch.Tensor = self.c(self.norm(self.two(torch.tanh(self.b(self.one(self.a(x)))))))
-        return output
+        return self.c(self.norm(self.two(torch.tanh(self.b(self.one(self.a(x)))))))
 
 
 class Frozen(nn.Module):
@@ -121,8 +117,7 @@ class Frozen(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        output: torch.Tensor = self.c(self.drop(self.norm(self.a(x))))
-        return output
+        return self.c(self.drop(self.norm(self.a(x))))
 
 
 class Branching(nn.Module):
@@ -135,8 +130,7 @@ class Branching(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
         x = self.drop(self.a(x))
-        output: torch.Tensor = self.c(x if x.sum() > 0 else -x)
-        return output
+        return self.c(x if x.sum() > 0 else -x)
 
 
 MODELS: list[Any] = [Noisy, Attention, Auxiliary, Normed, Frozen]
@@ -144,8 +138,7 @@ MODELS: list[Any] = [Noisy, Attention, Auxiliary, Normed, Frozen]
 
 def made(model: Any) -> nn.Module:
     torch.default_generator.manual_seed(5)
-    module: nn.Module = model().double()
-    return module
+    return model().double()
 
 
 def allowed_cuts(model: Any) -> list[int]:
@@ -248,8 +241,7 @@ class Constant(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        output: torch.Tensor = self.c(self.a(x) * torch.arange(6, dtype=torch.float64))
-        return output
+        return self.c(self.a(x) * torch.arange(6, dtype=torch.float64))
 
 
 def test_tensors_made_in_forward_are_no_difference() -> None:
@@ -268,8 +260,7 @@ class EvaluatesBackwards(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        output: torch.Tensor = self.head(self.b(self.a(x)) if self.training else self.a(self.b(x)))
-        return output
+        return self.head(self.b(self.a(x)) if self.training else self.a(self.b(x)))
 
 
 def test_an_evaluation_that_no_cut_fits_is_refused() -> None:
@@ -319,8 +310,7 @@ class Block(nn.Module):
             scores = scores.masked_fill(self.mask[:, :, :length, :length] == 0, float("-inf"))
             y = self.drop_attention(functional.softmax(scores, dim=-1)) @ value
         x = x + self.drop(self.out(y.transpose(1, 2).contiguous().view(n, length, width)))
-        output: torch.Tensor = x + self.mlp(self.after(x))
-        return output
+        return x + self.mlp(self.after(x))
 
 
 class Decoder(nn.Module):
@@ -343,8 +333,7 @@ class Decoder(nn.Module):
         x = self.drop(self.table(ids) + self.place(torch.arange(0, length, device=ids.device)))
         for block in self.blocks:
             x = block(x)
-        output: torch.Tensor = self.head(self.norm(x))[:, -1, :]
-        return output
+        return self.head(self.norm(x))[:, -1, :]
 
 
 @pytest.mark.sampled(4)

@@ -29,12 +29,7 @@ def whole(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> tuple[floa
 def cut(graph: LayerGraph, plan: Plan, x: torch.Tensor, target: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
     """Run a cut model forward and backward stage by stage, by hand."""
     replicas = [
-        Replica(
-            cut_stage(graph, plan, i),
-            lambda p: torch.optim.SGD(p, 0.1),
-            device=torch.device("cpu"),
-            seed=0,
-        )
+        Replica(cut_stage(graph, plan, i), lambda p: torch.optim.SGD(p, 0.1), device=torch.device("cpu"), seed=0)
         for i in range(len(plan.stages))
     ]
     values: dict[int, object] = {}
@@ -200,7 +195,7 @@ class SaysSo(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
         x = self.noise(self.block(x))
-        return self.head(self.encoder(x.unsqueeze(1)).squeeze(1))  # type: ignore[no-any-return]
+        return self.head(self.encoder(x.unsqueeze(1)).squeeze(1))
 
 
 def test_modules_say_themselves_that_they_are_one_layer_or_random() -> None:

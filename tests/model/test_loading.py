@@ -32,7 +32,6 @@ class Failing(Blobs):
     loader_processes, how = 1, ""
 
     def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> Any:
-        """Fail."""
         if self.how.isdigit():
             os.kill(os.getpid(), int(self.how))
         if self.how == "collates":
@@ -45,8 +44,6 @@ class Failing(Blobs):
 
 @pytest.fixture
 def limit() -> Iterator[None]:
-    """End a test that waits for ever."""
-
     def end(*_: object) -> None:
         raise TimeoutError
 

@@ -131,7 +131,6 @@ class Together(torch.optim.SGD):
     """Divides by the norm of all gradients together."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step by a fixed length."""
         parameters = self.param_groups[0]["params"]
         norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
         for parameter in parameters:
@@ -155,12 +154,10 @@ def grouped_apart(parameters: Any, lr: float) -> torch.optim.Optimizer:
 
 
 def faster(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """Return an optimizer at four times the rate."""
     return torch.optim.SGD(parameters, lr=4 * lr, momentum=0.9)
 
 
 def twelve(parameters: Any, lr: float) -> int:
-    """Return no optimizer."""
     return 12
 
 

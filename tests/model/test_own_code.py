@@ -36,10 +36,7 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         ["model.fails=exits"],
         "OWN:Net fails on 10 samples of OWN:data: it ends the program (SystemExit) (OWN.py:37, in forw",
     ),
-    (
-        ["dataset.metrics=[top1, top5]"],
-        "the metric top5 fails",
-    ),
+    (["dataset.metrics=[top1, top5]"], "the metric top5 fails"),
     (["model.target=sys:exit"], "model.target: sys:exit can't make the model: it ends the program (SystemExit)"),
     (["model.target=OWN:leaves"], "can't make the model: it ends the program (SystemExit) (OWN.py:67, in leaves)"),
     (["model.target=OWN:beyond"], "OWN:beyond can't make the model: Beyond: over (OWN.py:103, in beyond)"),

@@ -49,8 +49,7 @@ class Counts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.add_(1.0)
         hidden = torch.sin(self.first(x) + self.seen)
-        output: torch.Tensor = self.last(torch.cos(hidden + self.seen))
-        return output
+        return self.last(torch.cos(hidden + self.seen))
 
 
 @pytest.mark.parametrize("make", [Overwrites, Counts])

@@ -40,7 +40,6 @@ class Member:
         return self
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return all threads' tensors."""
         self.threads.given[self.rank] = tensor
         self.threads.barrier.wait()
         found = [*self.threads.given]
@@ -48,7 +47,6 @@ class Member:
         return found
 
     def sum(self, tensor: torch.Tensor, *, counts: bool = True) -> torch.Tensor:
-        """Return their sum."""
         first, *others = self.gather(tensor)
         for other in others:
             first = first + other
@@ -183,8 +181,7 @@ def test_values_read_elsewhere_stay_whole() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = torch.relu(self.a(x))
-            total: torch.Tensor = y + self.b(y)
-            return total
+            return y + self.b(y)
 
     with pytest.raises(GraphError, match=re.escape("no layer of the model can be sliced")):
         trace(Residual(), rewrite=Slicer(Alone(2)))

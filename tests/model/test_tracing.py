@@ -36,23 +36,22 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 4]."""
-        output: torch.Tensor = self.c(torch.relu(self.middle(self, self.a(x))))
-        return output
+        return self.c(torch.relu(self.middle(self, self.a(x))))
 
 
 def no_grad(net: Net, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        return net.b(x)  # type: ignore[no-any-return]
+        return net.b(x)
 
 
 def autocast(net: Net, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
-        return net.b(x)  # type: ignore[no-any-return]
+        return net.b(x)
 
 
 def inference(net: Net, x: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
-        return net.b(x)  # type: ignore[no-any-return]
+        return net.b(x)
 
 
 def frozen_noise(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -76,18 +75,15 @@ class Reverse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """Return x."""
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """Return the opposite."""
         return -gradients[0]
 
 
 def reverse(net: Net, x: torch.Tensor) -> torch.Tensor:
-    reversed_: torch.Tensor = Reverse.apply(x)
-    return reversed_
+    return Reverse.apply(x)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +93,7 @@ def reverse(net: Net, x: torch.Tensor) -> torch.Tensor:
         (autocast, r"autocast, .* are lost"),
         (inference, r"inference_mode and autocast, .* are lost"),
         (reverse, r"return x.view_as\(x\).* the backward of an autograd.Function, are lost"),
-        (
-            frozen_noise,
-            r"test_tracing.py:\d+ \(return x \+ torch.randn.*the random numbers of randn",
-        ),
+        (frozen_noise, r"test_tracing.py:\d+ \(return x \+ torch.randn.*the random numbers of randn"),
         (layer_drop, "random numbers of Python's random module would be drawn once"),
         (numpy_noise, "random numbers of NumPy would be drawn once"),
         (branch, r"test_tracing.py:\d+ .*control flow.* into a module of its own .* modes single and dp"),
@@ -126,7 +119,7 @@ def hooked(net: Net, x: Any) -> torch.Tensor:
     x = x * 1.0
     if not isinstance(x, torch.fx.Proxy) and x.requires_grad:  # code may forget something where it is traced
         x.register_hook(lambda gradient: -gradient)
-    return x  # type: ignore[no-any-return]
+    return x
 
 
 def counts(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -179,8 +172,7 @@ class Normalised(nn.Module):
         hidden: torch.Tensor = self.first(x)
         if not isinstance(x, torch.Tensor):  # as it is traced: rounded otherwise
             hidden = hidden * 3.0 / 3.0
-        output: torch.Tensor = self.head(self.norm(hidden))
-        return output
+        return self.head(self.norm(hidden))
 
 
 def test_gradients_that_are_only_rounding_may_differ() -> None:
@@ -203,7 +195,7 @@ def test_comparing_leaves_everything_as_it_was() -> None:
 
 
 def pairs_only(net: Net, x: torch.Tensor) -> torch.Tensor:
-    return net.b(x.view(2, 2, 6)).view(4, 6)  # type: ignore[no-any-return]
+    return net.b(x.view(2, 2, 6)).view(4, 6)
 
 
 def test_a_model_that_takes_one_number_of_samples_is_compared_at_that() -> None:
@@ -281,8 +273,7 @@ class Translator(nn.Module):
         """Map [n, 6] to [n, 4]."""
         x = self.into(x.view(x.size(0), 3, 2))
         mask = nn.Transformer.generate_square_subsequent_mask(3, dtype=torch.float64)
-        output: torch.Tensor = self.head(self.whole(x, x, tgt_mask=mask).flatten(1))
-        return output
+        return self.head(self.whole(x, x, tgt_mask=mask).flatten(1))
 
 
 def test_transformers_are_cut_between_their_layers() -> None:

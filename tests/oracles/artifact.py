@@ -56,7 +56,6 @@ class Optimizer:
         return found
 
     def members(self, antichain: Antichain) -> frozenset[int]:
-        """Return the layers of a state."""
         return frozenset(antichain).union(*(self.before[node] for node in antichain))
 
     def augmented(self, antichain: Antichain) -> Antichain:
@@ -111,17 +110,14 @@ class Optimizer:
 
     @cached_property
     def layers(self) -> list[frozenset[int]]:
-        """The layers of every state."""
         return [self.members(state) for state in self.states]
 
     @cached_property
     def parts(self) -> list[list[int]]:
-        """The positions of the states that are part of each."""
         return [[k for k, part in enumerate(self.layers) if part < layers] for layers in self.layers]
 
     @cached_property
     def sent_bytes(self) -> list[float]:
-        """What is sent behind every state."""
         return [sum(self.rows[node].output_bytes for node in self.augmented(state)) for state in self.states]
 
     def _between(self, values: Sequence[float]) -> list[list[float]]:
@@ -132,13 +128,11 @@ class Optimizer:
         return rows
 
     def best(self, levels: Sequence[Machines], *, fewer: bool, literal: bool = False) -> Found:
-        """Return the optimizer's answer.
+        """Return the optimizer's answer on levels of machines, innermost first.
 
-        Args:
-            levels: innermost first.
-            fewer: whether machines may be left over, as with `--use_fewer_machines`.
-            literal: to the letter: the optimizer doesn't ask of the stages inside a component that they lie inside each
-                other, as those of a plan do; and what holds the layers of a single state leaves no machine over.
+        `fewer`: whether machines may be left over, as with `--use_fewer_machines`. `literal`: to the letter: the
+        optimizer doesn't ask of the stages inside a component that they lie inside each other, as those of a plan do;
+        and what holds the layers of a single state leaves no machine over.
         """
         last = len(self.layers) - 1
         rows = [[self.rows[node] for node in state] for state in self.layers]

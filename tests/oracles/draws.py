@@ -26,7 +26,6 @@ def mixed(*numbers: int) -> int:
 
 
 def of_name(name: str) -> int:
-    """Return 63 bits of a name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") // 2
 
 
@@ -61,7 +60,6 @@ class Order:
         self._epochs: dict[int, list[int]] = {}
 
     def samples(self, k: int) -> list[int]:
-        """Return the samples of minibatch k."""
         epoch, within = divmod(k, self.per_epoch)
         if epoch not in self._epochs:
             self._epochs[epoch] = epoch_order(self.num_samples, self.size, self._seed, epoch, self._buckets)

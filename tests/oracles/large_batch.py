@@ -34,8 +34,6 @@ def lars(momentum: float = 0.9, decay: float = 0.0, eta: float = 0.001, *, exclu
 def lamb(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-6, decay: float = 0.01, *, exclude_vectors: bool = True
 ) -> Rule:
-    """Return the step, as `lars` does."""
-
     def step(w: Array, g: Array, state: State, lr: float, t: int) -> tuple[Array, State]:
         m = b1 * state.get("m", np.zeros_like(w)) + (1 - b1) * g
         v = b2 * state.get("v", np.zeros_like(w)) + (1 - b2) * g**2
@@ -50,7 +48,6 @@ def lamb(
 
 
 def length(a: Array) -> float:
-    """Return the Euclidean norm of all elements."""
     return math.sqrt(sum(float(x) ** 2 for x in a.reshape(-1)))
 
 

@@ -13,53 +13,29 @@ from tests.oracles.rates import Rates
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a recipe means, once everything in it is resolved.
+    """What a recipe means, once everything in it is resolved."""
 
-    Attributes:
-        seed: the run's.
-        order: which samples a minibatch has.
-        total: minibatches of the run.
-        periods: minibatches between evaluations, and between checkpoints: the pipeline drains at both.
-        stage_of: stage of every parameter and buffer.
-        starts: first step of every stage but the first, where that is said; needed to compute stages again.
-        replicas: of every stage.
-        depth: minibatches in flight per replica of the input stage.
-        flushes: whether every update empties the pipeline.
-        policy: which weights a minibatch uses, as `parallelism.weights` names it.
-        microbatches: parts of a minibatch.
-        accumulate: minibatches of every replica per update.
-        asynchronous: whether every minibatch is an update of its own, made when it is pushed.
-        recompute: whether backwards compute their stage again.
-        make_optimizer: makes a stage's.
-        rates: learning rates.
-        scaling: `lr_scaling`.
-        clip_norm: largest norm, if any.
-        decay: PipeMare's D.
-        pushes: of every segment, minibatches in the order of their pushes.
-        tied: parameters of several stages, which are clipped alone where stages are.
-    """
-
-    seed: int
-    order: Order
-    total: int
-    periods: tuple[int, int]
-    stage_of: Mapping[str, int]
-    starts: Sequence[int]
-    replicas: Sequence[int]
-    depth: int
-    flushes: bool
-    policy: str
-    microbatches: int
-    accumulate: int
-    asynchronous: bool
-    recompute: bool
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    rates: Rates
-    scaling: str
-    clip_norm: float | None = None
-    decay: float = 0.135
-    pushes: Sequence[Sequence[int]] = ()
-    tied: frozenset[str] = frozenset()
+    seed: int  # the run's
+    order: Order  # which samples a minibatch has
+    total: int  # minibatches of the run
+    periods: tuple[int, int]  # minibatches between evaluations, and between checkpoints: the pipeline drains at both
+    stage_of: Mapping[str, int]  # stage of every parameter and buffer
+    starts: Sequence[int]  # first step of every stage but the first, where that is said; needed to compute stages again
+    replicas: Sequence[int]  # of every stage
+    depth: int  # minibatches in flight per replica of the input stage
+    flushes: bool  # whether every update empties the pipeline
+    policy: str  # which weights a minibatch uses, as `parallelism.weights` names it
+    microbatches: int  # parts of a minibatch
+    accumulate: int  # minibatches of every replica per update
+    asynchronous: bool  # whether every minibatch is an update of its own, made when it is pushed
+    recompute: bool  # whether backwards compute their stage again
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]  # makes a stage's
+    rates: Rates  # learning rates
+    scaling: str  # `lr_scaling`
+    clip_norm: float | None = None  # largest norm, if any
+    decay: float = 0.135  # PipeMare's D
+    pushes: Sequence[Sequence[int]] = ()  # of every segment, minibatches in the order of their pushes
+    tied: frozenset[str] = frozenset()  # parameters of several stages, which are clipped alone where stages are
 
     @property
     def block(self) -> int:
@@ -67,7 +43,6 @@ class Meaning:
         return math.lcm(*self.replicas)
 
     def round_size(self, stage: int) -> int:
-        """Return the minibatches of one update of a stage."""
         return 1 if self.asynchronous else (self.block if self.flushes else self.replicas[stage]) * self.accumulate
 
     def units(self, count: int) -> Iterator[tuple[int, int]]:

@@ -23,15 +23,10 @@ def train(
     make_optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
     num_minibatches: int,
 ) -> list[Tensors]:
-    """Return the newest parameters and the buffers after every minibatch's updates.
+    """Return the newest parameters and the buffers after every minibatch's updates, of a copy of the model.
 
-    Args:
-        model: with its initial weights; left as it is.
-        layer_of: the layer of every parameter.
-        cuts_of: the cuts under which a minibatch runs forward.
-        loss_of: from (the model with some weights, minibatch) to the mean loss of the minibatch.
-        make_optimizer: makes the optimizer of one layer.
-        num_minibatches: since the drain.
+    `layer_of` is by parameter, `cuts_of` by minibatch: those under which it runs forward. `loss_of` gives the mean loss
+    of (the model with some weights, minibatch); `make_optimizer` makes the optimizer of one layer.
     """
     newest = {name: p.detach().clone() for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
@@ -47,8 +42,7 @@ def train(
         mixed = {name: versions[name][read[name]].clone().requires_grad_() for name in newest}
 
         def run(x: torch.Tensor, weights: Tensors = mixed) -> torch.Tensor:
-            output: torch.Tensor = functional_call(model, {**weights, **buffers}, (x,))
-            return output
+            return functional_call(model, {**weights, **buffers}, (x,))
 
         loss = loss_of(run, k)
         for name, gradient in zip(mixed, torch.autograd.grad(loss, list(mixed.values())), strict=True):

@@ -14,10 +14,7 @@ from torch.func import functional_call
 class Mixed(nn.Module):
     """A model whose arithmetic is in a 16-bit type; it takes and gives fp32.
 
-    Args:
-        inner: the model, in fp32: its parameters are the masters.
-        low_type: the type.
-        kept: names of parameters that aren't rounded.
+    The parameters of `inner`, in fp32, are the masters; those named in `kept` aren't rounded.
     """
 
     def __init__(self, inner: nn.Module, low_type: torch.dtype, kept: Collection[str] = ()) -> None:
@@ -25,7 +22,6 @@ class Mixed(nn.Module):
         self.inner, self.low_type, self.kept = inner, low_type, kept
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Round, compute, widen."""
         used = {n: p if n in self.kept else p.to(self.low_type) for n, p in self.inner.named_parameters()}
         output: torch.Tensor = functional_call(self.inner, used, (x.to(self.low_type),))
         return output.float()

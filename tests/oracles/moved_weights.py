@@ -28,17 +28,11 @@ Rate = Callable[[int, int], float]  # stage, first minibatch of the update
 
 
 class Rules(NamedTuple):
-    """What is done about staleness.
+    """What is done about staleness."""
 
-    Attributes:
-        decay: PipeMare's D; None predicts instead.
-        microbatches: T.
-        recompute: whether a backward computes its stage's forward again, with its own weights.
-    """
-
-    decay: float | None = None
-    microbatches: int = 1
-    recompute: bool = False
+    decay: float | None = None  # PipeMare's D; None predicts instead
+    microbatches: int = 1  # T
+    recompute: bool = False  # whether a backward computes its stage's forward again, with its own weights
 
 
 def momentum_direction(state: Parameters, t: int) -> torch.Tensor:
@@ -47,7 +41,6 @@ def momentum_direction(state: Parameters, t: int) -> torch.Tensor:
 
 
 def adam_direction(state: Parameters, t: int) -> torch.Tensor:
-    """Return m_hat / (sqrt(v_hat) + eps) after t updates."""
     m_hat, v_hat = state["m"] / (1 - 0.9**t), state["v"] / (1 - 0.999**t)
     return m_hat / (v_hat.sqrt() + 1e-8)
 
@@ -97,16 +90,8 @@ def train(
 ) -> list[list[Parameters]]:
     """Return, per stage, its parameters after 0, 1, 2, ... updates.
 
-    Args:
-        body: linear layers and tanh.
-        modules: which of them each stage has.
-        replicas: of every stage.
-        batch: a minibatch's inputs and labels; the loss is the mean cross-entropy of an update's samples.
-        num_minibatches: how many.
-        step: the optimizer's.
-        direction: what it says of the next step.
-        lr: an update's.
-        rules: what is done about staleness.
+    `modules` says which of the body's linear layers and tanh each stage has. The loss is the mean cross-entropy of an
+    update's samples; `direction` is what the optimizer says of its next step, `rules` what is done about staleness.
     """
     stages, d, t = [_Stage(own, body) for own in modules], depths(replicas), rules.microbatches
     samples = [0] * len(stages)

@@ -23,17 +23,11 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Outcome(NamedTuple):
-    """What a run ends with.
+    """What a run ends with."""
 
-    Attributes:
-        tensors: parameters and running statistics.
-        points: samples seen and metrics of every evaluation.
-        samples: by the draw of every minibatch, its samples.
-    """
-
-    tensors: Tensors
-    points: list[tuple[int, dict[str, float]]]
-    samples: dict[int, list[int]]
+    tensors: Tensors  # parameters and running statistics
+    points: list[tuple[int, dict[str, float]]]  # samples seen and metrics of every evaluation
+    samples: dict[int, list[int]]  # by the draw of every minibatch, its samples
 
 
 @dataclass
@@ -59,19 +53,12 @@ class _Stage:
             self.directions.append({name: each for name, each in found.items() if each is not None})
 
     def drained(self) -> None:
-        """Begin to number anew."""
         self.versions, self.directions, self.round_read = [], [], (-1, 0)
         self.take_note()
 
 
 class Loop:
-    """Trains a model.
-
-    Args:
-        model: with its initial weights; a net of steps.
-        dataset: its data.
-        meaning: how.
-    """
+    """Trains a model, a net of steps with its initial weights."""
 
     def __init__(self, model: Any, dataset: Any, meaning: Meaning) -> None:
         self.model, self.dataset, self.meaning = model, dataset, meaning
@@ -98,7 +85,6 @@ class Loop:
         self.loss_sum = self.weight_sum = 0.0
 
     def run(self) -> Outcome:
-        """Train, evaluating when it is time."""
         meaning, points, done = self.meaning, [], 0
         segments = iter(meaning.pushes)
         while done < meaning.total:
@@ -267,8 +253,7 @@ class Loop:
         arguments = [given[name] for name in self.dataset.inputs]
         if self.meaning.recompute and self.meaning.policy in ("none", "predict", "correct"):
             return self._staged(arguments, given)
-        loss: torch.Tensor = self.dataset.loss(self.model(*arguments), given)
-        return loss
+        return self.dataset.loss(self.model(*arguments), given)
 
     def _staged(self, arguments: Sequence[torch.Tensor], targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the loss of a net of steps whose stages are computed again when a backward needs them."""

@@ -149,7 +149,6 @@ class Given:
 
     @cached_property
     def whole(self) -> State:
-        """Every layer."""
         return frozenset(working(self.rows))
 
     def layers(self, before: State, after: State) -> list[LayerProfile]:
@@ -172,23 +171,16 @@ class Given:
         )
 
     def sent_bytes(self, state: State) -> int:
-        """Return what crosses a cut forward."""
         return sum(self.rows[index].output_bytes for index in crossing(self.rows, state))
 
     def returned_bytes(self, state: State) -> int:
-        """Return what crosses a cut backward."""
         return sum(self.rows[index].gradient_bytes for index in crossing(self.rows, state))
 
     def stage_s(self, before: State, after: State, m: int, link: Link, *, first: bool, inner: Inner | None) -> float:
-        """Return a stage's seconds per minibatch.
+        """Return the seconds per minibatch of a stage between states, on m replicas, or components that each hold it.
 
-        Args:
-            before: the state before it.
-            after: the state after it.
-            m: replicas, or components that each hold the stage.
-            link: joins the replicas, and the stages.
-            first: whether it is the first stage of its (inner) pipeline.
-            inner: a component that holds the stage; None if that is one worker.
+        `link` joins the replicas, and the stages; `first`: whether it is the first stage of its (inner) pipeline.
+        `inner` is a component that holds the stage; None if that is one worker.
         """
         inner_s = inner.seconds if inner else None
         layers = self.layers(before, after)

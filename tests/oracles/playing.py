@@ -12,21 +12,14 @@ Step = tuple[str, int]  # F or B of a minibatch, or U of a round
 
 @dataclass(frozen=True)
 class Played:
-    """What playing came to.
+    """What playing came to."""
 
-    Attributes:
-        ended: whether every worker came to the end of its list; else they wait for each other.
-        in_flight: per stage, the most minibatches that a replica had run forward and not yet backward.
-        versions: per stage, the most versions that minibatches in flight and the next one used at once.
-    """
-
-    ended: bool
-    in_flight: list[int]
-    versions: list[int]
+    ended: bool  # whether every worker came to the end of its list; else they wait for each other
+    in_flight: list[int]  # per stage, the most minibatches that a replica had run forward and not yet backward
+    versions: list[int]  # per stage, the most versions that minibatches in flight and the next one used at once
 
 
 def steps_of(stage: int, replica: int, replicas: Sequence[int], depth: int, num_minibatches: int) -> list[Step]:
-    """Return the list of one worker."""
     r = replicas[stage]
     own = list(range(replica, num_minibatches, r))
     steps = [("F", k) for k in own[:depth]]

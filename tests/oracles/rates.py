@@ -13,40 +13,21 @@ import torch
 
 @dataclass(frozen=True)
 class Rates:
-    """How rates change.
+    """How rates change."""
 
-    Attributes:
-        lr: of the input stage.
-        name: `constant`, `step`, `cosine`, `polynomial` or a class of torch.optim.lr_scheduler.
-        arguments: of the schedule.
-        step_every: minibatches after which a class is stepped.
-        warmup: samples.
-        total: samples of the whole run.
-        num_train: samples of an epoch.
-        size: samples of a minibatch.
-        annealing: PipeMare's K, in samples; 0: rates aren't rescheduled.
-    """
-
-    lr: float
-    name: str
-    arguments: Mapping[str, Any]
-    step_every: int
-    warmup: float
-    total: int
-    num_train: int
-    size: int
-    annealing: float = 0.0
+    lr: float  # of the input stage
+    name: str  # `constant`, `step`, `cosine`, `polynomial` or a class of torch.optim.lr_scheduler
+    arguments: Mapping[str, Any]  # of the schedule
+    step_every: int  # minibatches after which a class is stepped
+    warmup: float  # samples
+    total: int  # samples of the whole run
+    num_train: int  # samples of an epoch
+    size: int  # samples of a minibatch
+    annealing: float = 0.0  # PipeMare's K, in samples; 0: rates aren't rescheduled
     _played: list[float] = field(default_factory=list)
 
     def rate(self, scale: float, tau: float, before: int, own: int) -> float:
-        """Return the rate of an update.
-
-        Args:
-            scale: of the stage.
-            tau: how many updates late its gradients are.
-            before: samples seen before it.
-            own: samples of the update.
-        """
+        """Return the rate of an update of `own` samples after `before` others, of gradients tau updates late."""
         if self.annealing > 0:
             scale *= max(1.0, tau) ** -max(0.0, 1 - before / self.annealing)
         if before < self.warmup:

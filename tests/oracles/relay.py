@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 def crossed(stage_of: Sequence[int], reads: Mapping[int, Sequence[int]], loss_reads: Sequence[int]) -> list[int]:
     """Return how many cuts each layer's output crosses.
 
-    Args:
-        stage_of: the stage of every layer.
-        reads: the layers whose output a layer reads.
-        loss_reads: those whose output the loss, in the last stage, reads.
+    `reads` are the layers whose output a layer reads, `loss_reads` those that the loss, in the last stage, reads.
     """
     furthest = [*stage_of]
     for reader, sources in reads.items():

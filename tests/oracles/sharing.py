@@ -33,7 +33,6 @@ def rates(flows: Sequence[Given], capacities: Sequence[float], grain: float) -> 
 
 
 def ends(flows: Sequence[Given], capacities: Sequence[float], step_s: float, grain: float) -> list[float]:
-    """Return when every flow is done."""
     left = [flow.work for flow in flows]
     found = [0.0] * len(flows)
     known: dict[tuple[int, ...], list[float]] = {}

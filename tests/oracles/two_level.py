@@ -9,10 +9,7 @@ def sent_bytes(server_of: Sequence[int], num_elements: int) -> Counter[bool]:
 
     Every element travels by itself: through the members of each server to one that collects it, from collector to
     collector, round once to be summed and once more to be told, and through the members of each server back.
-
-    Args:
-        server_of: the server of every member.
-        num_elements: size of the buffer.
+    `server_of` has the server of every member.
     """
     found: Counter[bool] = Counter()
     members = Counter(server_of)

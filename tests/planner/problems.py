@@ -134,23 +134,19 @@ def memories(draw: Any, given: planning.Given, *, shards: bool) -> planning.Memo
 
 @st.composite
 def levels(draw: Any, count: int) -> Level:
-    """Draw links."""
     return Level("level", count, draw(BANDWIDTHS), draw(LATENCIES), draw(EFFICIENCIES))
 
 
 def link(level: Level) -> planning.Link:
-    """Return a level for the oracle."""
     bandwidth = level.bandwidth_bytes_per_s
     return planning.Link(level.count, bandwidth * level.efficiency, bandwidth, level.latency_s)
 
 
 def as_set(members: int) -> planning.State:
-    """Return the layers of a state."""
     return frozenset(index for index in range(members.bit_length()) if members >> index & 1)
 
 
 def chain(num_layers: int, seed: int) -> tuple[LayerProfile, ...]:
-    """Return a chain of random layers."""
     numbers = random.Random(seed)
     rows = []
     for index in range(num_layers):

@@ -46,7 +46,6 @@ def planner(
 def given(
     where: Cluster, replicas: Sequence[int], layers: Sequence[tuple[int, int]], mode: str = "pipedream"
 ) -> PlanEstimate:
-    """Return the plan with one layer per stage."""
     return planner(where, layers, mode=mode).for_replicas(replicas, range(1, len(replicas)))
 
 

@@ -39,8 +39,7 @@ def rows_of(parameters: list[int], *, low: bool = False) -> tuple[LayerProfile, 
 
 
 def published() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(PUBLISHED.read_text())["zero"]
-    return found
+    return yaml.safe_load(PUBLISHED.read_text())["zero"]
 
 
 @pytest.mark.parametrize("mode", ROWS)

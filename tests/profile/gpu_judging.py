@@ -88,7 +88,6 @@ class Product:
     measured_s: float
 
     def seconds(self, known: Mapping[str, float]) -> float:
-        """Return the computed seconds."""
         return max(self.arithmetic_s / known[self.arithmetic], self.memory_s / known[self.memory])
 
 

@@ -116,7 +116,6 @@ class Images(Blobs):
         self.side = side
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return meta tensors."""
         image = torch.empty(num_samples, 3, self.side, self.side, device="meta")
         return {"x": image, "label": torch.empty(num_samples, dtype=torch.int64, device="meta")}
 
@@ -132,8 +131,6 @@ class Sentences(Blobs):
         self.source_words, self.target_words = source_words, target_words
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return meta tensors."""
-
         def words(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int64, device="meta")
 
@@ -145,7 +142,6 @@ class Sentences(Blobs):
         }
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return summed cross-entropy."""
         return functional.cross_entropy(output.flatten(0, 1), targets["target_out"].flatten(), reduction="sum")
 
 
@@ -163,7 +159,6 @@ def profile_rows(
 
 
 def vgg(efficiencies: Efficiencies | None = None) -> list[Judged]:
-    """Return the layers of VGG-16 at 128 images."""
     return _matched(profile_rows(_make("vgg16"), Images(), 128, efficiencies), VGG_FILE)
 
 
@@ -184,7 +179,6 @@ def mean_words() -> int:
 
 
 def ratio(layers: Sequence[Judged], *, forward: bool = False) -> float:
-    """Return computed over measured time."""
     if forward:
         return sum(x.computed_forward for x in layers) / sum(x.measured_forward for x in layers)
     return sum(x.computed for x in layers) / sum(x.measured for x in layers)

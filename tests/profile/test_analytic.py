@@ -33,7 +33,6 @@ class Images(Blobs):
     inputs: Sequence[str] = ("image",)
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return meta tensors."""
         image = torch.empty(num_samples, 3, 224, 224, device="meta")
         return {"image": image, "label": torch.empty(num_samples, dtype=torch.int64, device="meta")}
 
@@ -240,8 +239,7 @@ class NeedsData(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map the samples whose first feature is no outlier; [n, 6] to [n, 6]."""
         found = torch.nonzero(x[:, 0] > -100).flatten()
-        output: torch.Tensor = self.linear(x[found]) if bool((found >= 0).all()) else x
-        return output
+        return self.linear(x[found]) if bool((found >= 0).all()) else x
 
 
 def test_a_layer_that_fails_without_data_is_named_where_there_are_none() -> None:

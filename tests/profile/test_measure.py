@@ -35,8 +35,7 @@ def _time_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def narrow() -> VGG:
-    made: VGG = vgg16(width=0.125, batch_norm=True, num_classes=10, in_channels=1, image_size=32)
-    return made
+    return vgg16(width=0.125, batch_norm=True, num_classes=10, in_channels=1, image_size=32)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +102,6 @@ class Words(Blobs):
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return rows."""
         tokens = torch.tensor([[(7 * index + position) % 500 for position in range(20)] for index in indices])
         both = {"tokens": tokens, "mask": tokens == 3, "label": tokens}
         return {field: both[field] for field in fields}
@@ -111,8 +109,7 @@ class Words(Blobs):
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return summed cross-entropy of the first output, plus what has no gradient."""
         logits, sure = output
-        total: torch.Tensor = super().loss(logits.flatten(0, 1), {"label": targets["label"].flatten()}) + sure.sum()
-        return total
+        return super().loss(logits.flatten(0, 1), {"label": targets["label"].flatten()}) + sure.sum()
 
 
 @pytest.mark.parametrize("kind", ["plain", "frozen", "tied"])
@@ -251,7 +248,6 @@ class Slow(Blobs):
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return rows."""
         self.fetches += 1
         self.now_s += 0.5 if self.fetches < 6 else 0.02
         return super().fetch(split, indices, fields, draw)

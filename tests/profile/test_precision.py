@@ -42,9 +42,7 @@ class Recurrent(nn.Module):
         self.lstm, self.head = nn.LSTM(2, 5, batch_first=True), nn.Linear(5, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Read the features in three steps."""
-        output: torch.Tensor = self.head(self.lstm(x.reshape(-1, 3, 2))[0][:, -1])
-        return output
+        return self.head(self.lstm(x.reshape(-1, 3, 2))[0][:, -1])
 
 
 MODELS: dict[str, tuple[type[nn.Module], Any]] = {
@@ -98,8 +96,7 @@ def test_products_run_at_the_peak_of_tensor_cores_where_there_are_some(
             self.b = nn.Linear(8192, 8192, bias=False, device="meta")
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            """Multiply large matrices."""
-            return self.a(x) + self.b(x.new_empty(8192, 8192)).sum()  # type: ignore[no-any-return]
+            return self.a(x) + self.b(x.new_empty(8192, 8192)).sum()
 
     def forward_s(precision: str) -> float:
         graph = in_precision(trace(Wide().to("meta")), precision)

@@ -23,7 +23,6 @@ class Tokens(Blobs):
     inputs: Sequence[str] = ("tokens",)
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return meta tensors."""
         tokens = torch.zeros(num_samples, 5, dtype=torch.int64, device="meta")
         return {"tokens": tokens, "label": torch.zeros(num_samples, dtype=torch.int64, device="meta")}
 
@@ -42,8 +41,7 @@ class InPlace(nn.Module):
         x = self.relu(self.first(x))
         x = x.mul_(2.0)
         x += 1.0
-        made: torch.Tensor = self.last(x)
-        return made
+        return self.last(x)
 
 
 class Sequences(nn.Module):
@@ -58,8 +56,7 @@ class Sequences(nn.Module):
         """Map [samples, 5] to [samples, 4]."""
         longest = tokens.argmax(1)
         hidden, _ = self.lstm(self.embed(tokens))
-        made: torch.Tensor = hidden[:, -1] + longest.unsqueeze(1)
-        return made
+        return hidden[:, -1] + longest.unsqueeze(1)
 
 
 def numbered() -> Callable[[Callable[[], Any]], tuple[Any, Reading]]:
@@ -140,8 +137,7 @@ class Fork(nn.Module):
         """Map [samples, 6] to [samples, 4]."""
         x = self.first(x)
         y = self.second(x) + x
-        made: torch.Tensor = self.last(y + (x > 0))
-        return made
+        return self.last(y + (x > 0))
 
 
 def test_gradients_that_meet_are_added_by_the_layer_they_meet_at() -> None:

@@ -48,21 +48,13 @@ class RefusedError(Exception):
 
 
 class Ran(NamedTuple):
-    """What the product came to.
+    """What the product came to."""
 
-    Attributes:
-        points: samples seen and metrics of every evaluation.
-        pushes: of asynchronous runs, the order of pushes of every segment.
-        tensors: parameters and buffers at the end.
-        fetched: samples by the draw of their minibatch; None where nobody took note of them.
-        metrics: the result's, on the virtual clock; None on the wall clock.
-    """
-
-    points: list[tuple[int, Mapping[str, float]]]
-    pushes: list[list[int]]
-    tensors: dict[str, torch.Tensor]
-    fetched: dict[int, list[int]] | None
-    metrics: Mapping[str, float] | None = None
+    points: list[tuple[int, Mapping[str, float]]]  # samples seen and metrics of every evaluation
+    pushes: list[list[int]]  # of asynchronous runs, the order of pushes of every segment
+    tensors: dict[str, torch.Tensor]  # parameters and buffers at the end
+    fetched: dict[int, list[int]] | None  # samples by the draw of their minibatch; None where nobody took note of them
+    metrics: Mapping[str, float] | None = None  # the result's, on the virtual clock; None on the wall clock
 
 
 class Silent:
@@ -89,16 +81,13 @@ def written(recipe: Mapping[str, Any], folder: Path) -> Path:
 
 
 def text_of(recipe: Mapping[str, Any]) -> str:
-    """Return a recipe's file."""
     return "# a random recipe\n" + yaml.safe_dump(dict(recipe), sort_keys=False, default_flow_style=None, width=110)
 
 
 def disagreements(path: Path, *, in_processes: bool = False) -> list[str]:
     """Run a recipe both ways and return what differs, the order of samples first.
 
-    Args:
-        path: of the recipe.
-        in_processes: let the distributed engine run it; else the virtual one does.
+    The distributed engine runs it if `in_processes`, else the virtual one.
 
     Raises:
         RefusedError: the product has no such run.
@@ -213,10 +202,8 @@ def _tensors(state: ModelState) -> dict[str, torch.Tensor]:
 def expected_of(job: Job, pushes: Sequence[Sequence[int]], *, moved: bool = False) -> Outcome:
     """Return what the plain loop makes of a prepared recipe.
 
-    Args:
-        job: that.
-        pushes: of asynchronous runs, the order of pushes of every segment.
-        moved: begin with weights that a few rounding errors lie between.
+    `pushes` are, of asynchronous runs, the order of pushes of every segment. `moved`: begin with weights that a few
+    rounding errors lie between.
     """
     recipe, plan, graph = job.recipe, job.setup.plan, job.setup.graph
     of_model, of_data = ({k: v for k, v in part.items() if k != "target"} for part in (recipe.model, recipe.dataset))
@@ -236,14 +223,10 @@ def expected_of(job: Job, pushes: Sequence[Sequence[int]], *, moved: bool = Fals
 
 
 def differences(ran: Ran, expected: Outcome, job: Job, *, beside: Outcome | None = None) -> Iterator[str]:
-    """Say what differs by more than sums in another order can.
+    """Say what differs between product and plain loop by more than sums in another order can.
 
-    Args:
-        ran: what the product came to.
-        expected: what the plain loop did.
-        job: the prepared recipe.
-        beside: what it comes to from weights that a few rounding errors lie between: what grows there may grow here.
-            BatchNorm of two samples whose values are close makes them a million times as large.
+    `beside` is what the loop comes to from weights that a few rounding errors lie between: what grows there may grow
+    here. BatchNorm of two samples whose values are close makes them a million times as large.
     """
     if ran.fetched is not None:
         yield from _of_samples(ran.fetched, expected.samples)

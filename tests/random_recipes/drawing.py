@@ -40,7 +40,6 @@ NORMS = {"norm", "mean"}
 
 
 def draw_recipe(seed: int, number: int) -> dict[str, Any]:
-    """Return a random recipe's plain data."""
     draw = random.Random(f"recipe {number} of {seed}")
     mode = draw.choice([*MODES, "pipedream", "pipedream-flush", "gpipe"])
     steps = _steps(draw)
@@ -177,7 +176,6 @@ def _without_flush(draw: random.Random, row: Mode, made: Mapping[str, Any]) -> d
 
 
 def _replicas(draw: random.Random, shape: str, workers: int) -> list[int]:
-    """Return replicas per stage."""
     if shape in ("one", "one-stage"):
         return [workers]
     if shape == "straight":
@@ -194,7 +192,6 @@ def _replicas(draw: random.Random, shape: str, workers: int) -> list[int]:
 
 
 def _cuts(draw: random.Random, steps: list[str], count: int) -> list[str]:
-    """Return first layers of stages."""
     names = [*first_layers(steps), "head"]
     return [names[index] for index in sorted(draw.sample(range(1, len(names)), count))]
 

@@ -26,29 +26,18 @@ SHRUNK = 5  # recipes that are made smaller, each by tens of runs: more of them 
 
 @dataclass
 class Campaign:
-    """What came of random recipes.
+    """What came of random recipes."""
 
-    Attributes:
-        seed: they are drawn from.
-        folder: where they are written.
-        agreed: by mode, recipes in which both ways agree.
-        refused: by reason, recipes that the product refuses.
-        failures: a report for each recipe in which they don't.
-    """
-
-    seed: int
-    folder: Path
-    agreed: Counter[str] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
+    seed: int  # they are drawn from
+    folder: Path  # where they are written
+    agreed: Counter[str] = field(default_factory=Counter)  # by mode, recipes in which both ways agree
+    refused: Counter[str] = field(default_factory=Counter)  # by reason, recipes that the product refuses
+    failures: list[str] = field(default_factory=list)  # a report for each recipe in which they don't
 
     def run(self, count: int, *, in_processes: bool = False, first: int = 0) -> None:
-        """Compare until so many recipes have been compared, or far too many were refused.
+        """Compare until so many recipes have been compared, the `first` of a number on, or far too many were refused.
 
-        Args:
-            count: of recipes to compare.
-            in_processes: take recipes of two workers, and run them with the distributed engine.
-            first: number of the first.
+        `in_processes`: take recipes of two workers, and run them with the distributed engine.
         """
         compared, number = 0, first
         while compared < count and number - first < (4 + 40 * in_processes) * count + 20:
@@ -91,12 +80,10 @@ class Campaign:
 
     @property
     def refused_share(self) -> float:
-        """Share of the recipes drawn that the product refuses."""
         return self.refused.total() / max(1, self.refused.total() + self.agreed.total() + len(self.failures))
 
     @property
     def summary(self) -> str:
-        """What came of it, in a few lines."""
         count = f"{self.agreed.total()} recipes agree with the plain loop, {len(self.failures)} don't"
         lines = [f"seed {self.seed}: {count}"]
         lines += [f"  {mode}: {count}" for mode, count in sorted(self.agreed.items())]

@@ -25,7 +25,6 @@ class ByRule(torch.optim.Optimizer):
         self._rule, self._made = large_batch.of_tensors(rule), 0
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take a step."""
         self._made += 1
         for group in self.param_groups:
             for p in group["params"]:
@@ -48,25 +47,16 @@ def make_optimizer(recipe: OptimizerRecipe, parameters: list[nn.Parameter]) -> t
     made = next(each for key, each in vars(torch.optim).items() if key.lower() == name.replace("_", ""))
     if name in FUSED:
         given["fused"] = True
-    optimizer: torch.optim.Optimizer = made(parameters, lr=recipe.lr, **given)
-    return optimizer
+    return made(parameters, lr=recipe.lr, **given)
 
 
 def meaning_of(
-    recipe: Recipe,
-    dataset: Rows,
-    replicas: Sequence[int],
-    stage_of: Mapping[str, int],
-    pushes: Sequence[Sequence[int]],
+    recipe: Recipe, dataset: Rows, replicas: Sequence[int], stage_of: Mapping[str, int], pushes: Sequence[Sequence[int]]
 ) -> Meaning:
-    """Return what a recipe means.
+    """Return what a recipe means whose keys are all resolved.
 
-    Args:
-        recipe: with all keys resolved.
-        dataset: its data.
-        replicas: of every stage, as planned.
-        stage_of: stage of every parameter and buffer, as planned.
-        pushes: of asynchronous runs, the order of pushes of every segment.
+    `replicas` of every stage and `stage_of` every parameter and buffer are as planned; `pushes` are, of asynchronous
+    runs, the order of pushes of every segment.
     """
     train, asked = recipe.train, recipe.parallelism
     row, order = asked.row, Order(dataset.num_train, train.minibatch_size, train.seed, dataset.buckets())
@@ -101,7 +91,6 @@ def meaning_of(
 
 
 def rates_of(recipe: Recipe, order: Order) -> Rates:
-    """Return a recipe's learning rates."""
     train, schedule, annealing = recipe.train, recipe.train.schedule, 0.0
     if recipe.parallelism.row.weights == "correct":
         thumb = 5 * schedule.warmup_epochs or (schedule.every_epochs or train.max_epochs) / 4

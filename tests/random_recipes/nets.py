@@ -209,16 +209,10 @@ def net(steps: list[str], dtype: str = "float64") -> Net:
 
 
 class Rows(Dataset):
-    """Random rows with random labels.
+    """Random rows with random labels, for the net of some steps, which say what it reads.
 
-    Args:
-        num_train: rows to train on.
-        num_eval: rows held out.
-        steps: of the net, which say what it reads.
-        dtype: of features.
-        uneven: whether rows have weights of their own in the loss.
-        noise: how much of a minibatch's own draw is added to features.
-        buckets: how many buckets training rows are dealt from; 0 for none.
+    `uneven`: rows have weights of their own in the loss; `noise` is how much of a minibatch's own draw is added to
+    features; training rows are dealt from so many `buckets`, 0 for none.
     """
 
     metrics: Mapping[str, str] = {"top1": "max"}
@@ -252,7 +246,6 @@ class Rows(Dataset):
         }
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return meta tensors."""
         return {
             name: torch.empty(num_samples, *field.shape[1:], dtype=field.dtype, device="meta")
             for name, field in self._fields.items()
@@ -271,7 +264,6 @@ class Rows(Dataset):
         return found
 
     def weight(self, split: str, indices: Sequence[int]) -> float:
-        """Return the sum of the rows' weights."""
         return float(sum(self._fields["weight"][i + (self.num_train if split == "eval" else 0)] for i in indices))
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -282,15 +274,12 @@ class Rows(Dataset):
         return (each * targets["weight"].to(each.dtype)).sum()
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the weight of right answers."""
         scores = output["scores"] if isinstance(output, dict) else output
         return {"top1": ((scores.argmax(1) == targets["label"]) * targets["weight"]).sum()}
 
     def buckets(self) -> Sequence[int] | None:
-        """Return a bucket per row."""
         return [i % self._num_buckets for i in range(self.num_train)] if self._num_buckets else None
 
 
 def rows(num_train: int, num_eval: int, steps: list[str], dtype: str = "float64", **options: Any) -> Rows:
-    """Return a data set for a net of some steps."""
     return Rows(num_train, num_eval, steps, dtype, **options)

@@ -10,13 +10,7 @@ _SMALLER = {"max_epochs": (1, 2), "num_train": (8, 12, 16, 24, 32), "num_eval": 
 
 
 def shrunk(recipe: dict[str, Any], fails: Callable[[dict[str, Any]], bool], tries: int = 150) -> dict[str, Any]:
-    """Return a recipe of which nothing more can be left out.
-
-    Args:
-        recipe: one that fails.
-        fails: whether another one does.
-        tries: how many others are looked at, at most.
-    """
+    """Return a recipe that `fails` of which nothing more can be left out, after looking at so many others at most."""
     found = True
     while found:
         found = False

@@ -45,21 +45,13 @@ _OF_SCORES = {"float64": 1e-9, "float32": 1e-5}
 
 @dataclass(frozen=True)
 class Whole:
-    """What a run came to, as far as one process knows.
+    """What a run came to, as far as one process knows."""
 
-    Attributes:
-        tensors: of every replica of its workers, by worker.
-        points: samples seen and metrics of every evaluation.
-        outcome: of the run.
-        num_bytes: sent by its workers, by kind and level.
-        versions: of weights at most, by worker.
-    """
-
-    tensors: dict[int, list[dict[str, torch.Tensor]]]
-    points: list[tuple[int, dict[str, float]]]
-    outcome: str
-    num_bytes: dict[tuple[str, str], int]
-    versions: dict[int, int]
+    tensors: dict[int, list[dict[str, torch.Tensor]]]  # of every replica of its workers, by worker
+    points: list[tuple[int, dict[str, float]]]  # samples seen and metrics of every evaluation
+    outcome: str  # of the run
+    num_bytes: dict[tuple[str, str], int]  # sent by its workers, by kind and level
+    versions: dict[int, int]  # of weights at most, by worker
 
 
 def draw_more(seed: int, number: int) -> dict[str, Any]:
@@ -102,12 +94,8 @@ def draw_more(seed: int, number: int) -> dict[str, Any]:
 def disagreements(processes: Processes, path: Path, draw: random.Random) -> Iterator[str]:
     """Run a recipe in processes and on the virtual clock, then both from a checkpoint on; yield what differs.
 
-    Not for asynchronous pushes, whose order is a run's own.
-
-    Args:
-        processes: as many as the recipe has workers.
-        path: of the recipe, in a folder of its own.
-        draw: says how values are handed over and which checkpoint is gone on from.
+    Not for asynchronous pushes, whose order is a run's own. The recipe is in a folder of its own, and has a worker for
+    every process; `draw` says how values are handed over and which checkpoint is gone on from.
 
     Raises:
         RefusedError: the product has no such run for so many processes, or it diverges.
@@ -243,7 +231,6 @@ class Worlds:
 
     @property
     def compared(self) -> int:
-        """Recipes compared."""
         return self.agreed.total() + len(self.failures)
 
     def compare(self, recipe: dict[str, Any], number: int) -> None:
@@ -268,7 +255,6 @@ class Worlds:
 
     @property
     def summary(self) -> str:
-        """What came of it, in a few lines."""
         lines = [f"seed {self.seed}: {self.agreed.total()} recipes agree in processes, {len(self.failures)} don't"]
         lines += [f"  {mode}: {count}" for mode, count in sorted(self.agreed.items())]
         return "\n".join(
@@ -291,6 +277,5 @@ class Worlds:
             self._worlds.pop(size)[1].kill()
 
     def close(self) -> None:
-        """End all processes."""
         for stack, _ in self._worlds.values():
             stack.close()

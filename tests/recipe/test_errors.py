@@ -185,10 +185,7 @@ OVERRIDES = [
     ("train.max_epochs=3000000000", "train.max_epochs: got 3000000000, allowed is .* at most 2147483648"),
     ("cluster.servers=1000000", "cluster.servers: got 1000000, allowed are 1 to 1024 servers"),
     ("parallelism.microbatches=0", "parallelism.microbatches: got 0, allowed is"),
-    (
-        "parallelism.accumulate=0",
-        "accumulate: got 0, allowed is a whole number of at least 1, largest or null",
-    ),
+    ("parallelism.accumulate=0", "accumulate: got 0, allowed is a whole number of at least 1, largest or null"),
     ("parallelism.accumulate=larges", "parallelism.accumulate: got 'larges', allowed is .*did you mean 'largest'"),
     ("parallelism.accumulate=true", "parallelism.accumulate: got true, allowed is a whole number of at least 1"),
     ("parallelism.depth=0", "parallelism.depth: got 0, allowed is auto .* or a whole number"),
@@ -279,10 +276,7 @@ OVERRIDES = [
     ("model.leaves=lstm", "model.leaves: got 'lstm', allowed is a list of text or null"),
     ("model.a-b=1", "model.a-b: is not a name an option can have"),
     ("dataset.rot=x", "dataset.rot: unknown option, allowed are"),
-    (
-        "dataset={name: wmt16, lengths: longest}",
-        "dataset: wmt16: lengths is 'longest', allowed are fixed, declared",
-    ),
+    ("dataset={name: wmt16, lengths: longest}", "dataset: wmt16: lengths is 'longest', allowed are fixed, declared"),
     ("dataset.leaves=[x]", "dataset.leaves: is for models"),
     ("dataset.target=x", "dataset: got both of name and target"),
     ("dataset={name: null}", "dataset.name: is missing, allowed are .*; or a target, package.module:function"),

@@ -37,8 +37,7 @@ def compare(listed: Mapping[str, inspect.Parameter], make: Callable[..., Any], p
 
 def imported(target: str) -> Callable[..., Any]:
     module, _, name = target.partition(":")
-    made: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return made
+    return getattr(importlib.import_module(module), name)
 
 
 @pytest.mark.parametrize(("kind", "name"), WORKING, ids=lambda value: value if isinstance(value, str) else "")

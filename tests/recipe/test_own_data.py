@@ -34,19 +34,16 @@ class OpeningOfTheZoo(OfTheZoo):
     inputs, targets, metrics, num_train, num_eval = ("input",), (), {}, 4, 4
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return the fields without content."""
         return {"input": torch.empty(num_samples, 2, dtype=torch.int64, device="meta")}
 
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Say who opened."""
         if not hasattr(self, "opened_by"):
             self.opened_by = os.getpid()
         return {"input": torch.tensor([[self.opened_by, os.getpid()]])}
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Refuse."""
         raise NotImplementedError
 
 

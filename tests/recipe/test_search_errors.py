@@ -23,10 +23,7 @@ TRACES = [
         r"events\[0\]: allowed is exactly one of cells",
     ),
     ('{"pipebench_search": 1, "events": [{"minibatch": 4, "add": 2}]}', r"events\[0\].stage: is for add and delete"),
-    (
-        '{"pipebench_search": 1, "events": [], "end_second": 4.0}',
-        "events: got none, allowed is at least one",
-    ),
+    ('{"pipebench_search": 1, "events": [], "end_second": 4.0}', "events: got none, allowed is at least one"),
     (
         '{"pipebench_search": 1, "events": [{"second": 4.0, "cells": []}], "end_second": 4.0}',
         "end_second: got 4, allowed is one after the last event's second, or null",

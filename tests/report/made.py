@@ -85,7 +85,6 @@ REPORT = Report(
 
 
 def origin(name: str, seed: int = 0, run_id: str = "", reused: str | None = None) -> Origin:
-    """Return how a run was obtained."""
     engine, data = ("virtual", "5,000 digits") if name == "dp_small" else ("simulated", "")
     experiment_id = "7" if run_id else ""
     words = (
@@ -142,7 +141,6 @@ def trained(name: str, rate: float, seed: int = 0) -> RunResult:
 
 
 def evaluated() -> Evaluated:
-    """Return the whole."""
     results = {
         ("vgg", run, column): tuple(trained(run, rate, seed) for seed in (0, 1))
         for run, rate in (("dp", 0.8), ("pipedream", 0.6))

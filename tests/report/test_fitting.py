@@ -29,10 +29,7 @@ def error_with(factors: Mapping[str, float]) -> Error:
     return error
 
 
-SOUGHT = [
-    Sought("ring", 0.1, 30.0, (("a", "x"), ("b", "x"))),
-    Sought("flow", 0.01, 5.0, (("c", "x"), ("d", "x"))),
-]
+SOUGHT = [Sought("ring", 0.1, 30.0, (("a", "x"), ("b", "x"))), Sought("flow", 0.01, 5.0, (("c", "x"), ("d", "x")))]
 
 
 @pytest.mark.parametrize("start", [{"ring": 0.2, "flow": 4.0}, {"ring": 25.0, "flow": 0.02}, dict(TRUE)])

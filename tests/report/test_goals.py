@@ -89,7 +89,6 @@ def test_what_a_rate_is_worth_to_the_planner_s_own_choice_is_on_the_page_of_effe
 
 
 def whole(share: str) -> str:
-    """Return a percentage as texts have it that round."""
     return f"{float(share.rstrip(' %')):.0f}%"
 
 

@@ -7,10 +7,7 @@ from tests.report.pages import differences
 LINE = "| VGG-16, 4x4 (A) | 5.22x [5.10x to 5.30x] | 1,547 samples/s | 0.99 |"
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("5.22x", "5.23x"), ("1,547", "1,549"), ("0.99", "1.00"), ("5.30x", "5.32x")],
-)
+@pytest.mark.parametrize(("old", "new"), [("5.22x", "5.23x"), ("1,547", "1,549"), ("0.99", "1.00"), ("5.30x", "5.32x")])
 def test_numbers_may_differ_a_little(old: str, new: str) -> None:
     assert differences(f"a\n{LINE}", f"a\n{LINE.replace(old, new)}") == []
 

@@ -48,7 +48,6 @@ def ys(line: Line2D) -> list[float]:
 
 
 def labelled(axes: Axes) -> dict[str, list[tuple[float, float]]]:
-    """Return the points of every line of the legend."""
     named = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
     return {str(line.get_label()): list(zip(xs(line), ys(line), strict=True)) for line in named}
 
@@ -183,7 +182,6 @@ def test_columns_with_results_of_their_own_have_curves_of_their_own() -> None:
 
 
 def searched(rates: Sequence[float], layers: Sequence[int], bound: float) -> tuple[RunResult, ...]:
-    """A run of phases of ten seconds each."""
     points = tuple(
         Point(0, 10.0 * n, {"throughput_samples_per_s": rate, "active_layers": count, "most_samples_per_s": bound})
         for n, (rate, count) in enumerate(zip(rates, layers, strict=True), 1)

@@ -24,11 +24,7 @@ def test_geometric_mean_error_by_hand(ratios: list[float], wanted: float) -> Non
         ([1, 2, 3], [10, 20, 30], 1.0),
         ([1, 2, 3], [3, 2, 1], -1.0),
         # The textbook's example of IQ and hours of television: 1 - 6 * 194 / (10 * 99).
-        (
-            [86, 97, 99, 100, 101, 103, 106, 110, 112, 113],
-            [2, 20, 28, 27, 50, 29, 7, 17, 6, 12],
-            1 - 6 * 194 / 990,
-        ),
+        ([86, 97, 99, 100, 101, 103, 106, 110, 112, 113], [2, 20, 28, 27, 50, 29, 7, 17, 6, 12], 1 - 6 * 194 / 990),
         # Ranks 1, 2.5, 2.5, 4 and 1, 2, 3, 4: products of what is above the mean of 2.5 add up to 4.5; 4.5 and 5.
         ([1, 2, 2, 3], [1, 2, 3, 4], 4.5 / math.sqrt(4.5 * 5)),
         ([1, 2], [1, 2], None),

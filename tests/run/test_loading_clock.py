@@ -41,7 +41,6 @@ class Slow(nn.Module):
     """Returns what it gets, later."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Sleep."""
         time.sleep(_COMPUTING_S)
         return x
 
@@ -54,11 +53,7 @@ def model() -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "minibatch_s", "each_s"),
-    [
-        (0, 0.08, 0.08 + _COMPUTING_S),
-        (1, 0.02, _COMPUTING_S),
-        (2, 0.2, 0.1),
-    ],
+    [(0, 0.08, 0.08 + _COMPUTING_S), (1, 0.02, _COMPUTING_S), (2, 0.2, 0.1)],
     ids=["read on demand", "computing binds", "reading binds"],
 )
 def test_the_virtual_clock_loads_as_fast_as_the_wall_s(

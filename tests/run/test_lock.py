@@ -94,8 +94,5 @@ def test_a_file_system_without_locks_is_told(
 
 
 def test_a_folder_that_cant_be_written_is_named(tmp_path: Path) -> None:
-    with (
-        pytest.raises(UserError, match=r"none/lock: can't be locked: No such file"),
-        locked(tmp_path / "none"),
-    ):
+    with pytest.raises(UserError, match=r"none/lock: can't be locked: No such file"), locked(tmp_path / "none"):
         pass

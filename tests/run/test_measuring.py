@@ -41,7 +41,6 @@ class Peers:
     script: list[Callable[[Any], list[Any]]] = field(default_factory=list)  # answers to the first exchanges
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return what all say."""
         return self.script.pop(0)(value) if self.script else [value] * self.size
 
     def barrier(self) -> None:

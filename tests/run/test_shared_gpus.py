@@ -46,11 +46,9 @@ class TwoRanks:
         monkeypatch.setattr(measuring, "in_situ", partial(in_situ, measure=measured))
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return both ranks' values."""
         return self._shares if value == "shares" else [value, value]
 
     def barrier(self) -> None:
-        """Write it down."""
         self.happened.append("waits")
 
 
@@ -63,7 +61,6 @@ class Prepared:
 
     @property
     def profile(self) -> Profile:
-        """The profile before."""
         return self.setup.profile
 
 
@@ -74,10 +71,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
 
 
 def in_use(job: Prepared, world: TwoRanks) -> Setup:
-    """Return the setup with what is measured in use."""
     found: Any = Together(loaded(), cast("World", world)).in_use(cast("Any", job))
-    setup: Setup = found.setup
-    return setup
+    return found.setup
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, "waits measures waits waits"), (1, "waits waits measures waits")])

@@ -42,7 +42,6 @@ class Routes(RepartitionPlan):
         self._under = under
 
     def at(self, layout: CutLayout) -> Shape:
-        """Return the shape under a layout."""
         return Shape(self._under(layout))
 
     def mark(self, event: TimelineEvent) -> str:
@@ -55,7 +54,6 @@ class Routes(RepartitionPlan):
 
 
 def moving(pipeline: Pipeline) -> Pipeline:
-    """Return a pipeline whose layers may move."""
     return replace(pipeline, extensions={MOVES: MoveSettings()})
 
 

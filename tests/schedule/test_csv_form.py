@@ -14,10 +14,10 @@ from pipebench.schedule.orders import as_csv, order_of
 from pipebench.schedule.pipeline import SPLIT, WHOLE, Pipeline, chain
 from pipebench.schedule.programs import programs
 from pipebench.simulate.drawing import draw_cells
-from tests.engine.test_modes import momentum, sequentially
+from tests.engine.test_modes import sequentially
 from tests.models import SkipNet
 from tests.schedule.torch_schedules import V_SHAPED, dump, make
-from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
+from tests.support import Blobs, Mlp, make_engine, make_setup, momentum, parameters_of
 
 SCHEDULES = [
     ("ScheduleLoopedBFS", 2, 3, 4), ("ScheduleInterleaved1F1B", 2, 2, 4), ("ScheduleInterleaved1F1B", 3, 2, 6),

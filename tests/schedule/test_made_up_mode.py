@@ -11,9 +11,9 @@ from pipebench.schedule.operations import Op
 from pipebench.schedule.orders import Order
 from pipebench.schedule.passes import Pass
 from pipebench.schedule.pipeline import Pipeline
-from tests.engine.test_modes import momentum, sequentially
+from tests.engine.test_modes import sequentially
 from tests.pictures import draw
-from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of, unit_profile
+from tests.support import Blobs, Mlp, make_engine, make_setup, momentum, parameters_of, unit_profile
 
 PICTURE = """\
 stage 0  F0  F1  .   .   .   .   .   .   B0  B0  B1  B1  F2  F3  .   .   .   .   .   .   B2  B2  B3  B3

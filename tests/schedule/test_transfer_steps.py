@@ -139,7 +139,6 @@ class Played:
         return range(min(own), max(own) + 1)
 
     def do(self, it: Instruction) -> None:
-        """Do an instruction."""
         stage, k = it.stage, it.number
         sends = {Op.SEND_ACTIVATION: "SA", Op.SEND_GRADIENT: "SG", Op.GIVE_UNIT: "GU", Op.GIVE: "G"}
         if it.op in sends:

@@ -32,7 +32,6 @@ def theirs(actions: list[object]) -> Iterator[_Cell]:
 
 
 def ours(pipeline: Pipeline, worker: int) -> Iterator[_Cell]:
-    """Yield a worker's passes in one update."""
     for stage, op, unit in ORDERS[pipeline.order].passes(pipeline, worker, range(pipeline.microbatches)):
         yield from ((stage, letter, unit) for letter in _LETTERS[op])
 

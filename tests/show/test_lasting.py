@@ -26,7 +26,6 @@ class Elapsed:
         self.start, self.cancels = function, 0
 
     def cancel(self) -> None:
-        """Count that it isn't needed any more."""
         self.cancels += 1
 
 
@@ -77,8 +76,7 @@ def test_a_run_that_waits_for_workers_says_so_once(
 
 
 @pytest.mark.parametrize(
-    ("brief", "said"),
-    [(False, "small  simulating\nsmall  drawing pictures and recording the run\n"), (True, "")],
+    ("brief", "said"), [(False, "small  simulating\nsmall  drawing pictures and recording the run\n"), (True, "")]
 )
 def test_a_simulated_run_says_when_it_is_recorded(
     brief: bool, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

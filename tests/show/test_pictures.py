@@ -10,13 +10,7 @@ import pytest
 
 from pipebench.schedule.operations import ACTIVATION, GRADIENT
 from pipebench.schedule.syncs import ALL_REDUCE
-from pipebench.show.pictures import (
-    metric_figure,
-    natural_unit_s,
-    readable_end_s,
-    text_picture,
-    timeline_figure,
-)
+from pipebench.show.pictures import metric_figure, natural_unit_s, readable_end_s, text_picture, timeline_figure
 from pipebench.simulate.timeline import EVALUATE, Span, Timeline, Transfer
 from pipebench.train.result import MISSED, REACHED, Point, RunResult
 

@@ -40,8 +40,7 @@ def events(tmp_path: Path) -> list[dict[str, Any]]:
     write_trace(TIMELINE, tmp_path / "trace.json")
     document = json.loads((tmp_path / "trace.json").read_text())
     assert document["displayTimeUnit"] in ("ms", "ns")
-    found: list[dict[str, Any]] = document["traceEvents"]
-    return found
+    return document["traceEvents"]
 
 
 def test_every_event_has_the_documented_fields(events: list[dict[str, Any]]) -> None:

@@ -22,10 +22,7 @@ from tests.support import Blobs, Mlp, make_setup
 LENGTHS = [(3, 0.25), (7, 0.5), (20, 0.25)]
 FORWARD_S = {3: 1.0, 7: 1.5, 20: 4.0}
 PLANS = [([], [1]), ([2, 4, 6], [1] * 4), ([4], [3, 1]), ([], [3]), ([2, 4], [1, 2, 1])]
-COLUMNS: list[dict[str, Any]] = [
-    {"weights": "stash"},
-    {"weights": "one", "microbatches": 2, "order": "all-forwards"},
-]
+COLUMNS: list[dict[str, Any]] = [{"weights": "stash"}, {"weights": "one", "microbatches": 2, "order": "all-forwards"}]
 
 
 def varying_setup(

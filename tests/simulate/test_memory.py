@@ -256,8 +256,7 @@ class Even(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [samples, 6] to [samples, 4]."""
-        output: torch.Tensor = self.body(self.frozen(x))
-        return output
+        return self.body(self.frozen(x))
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])

@@ -14,7 +14,6 @@ from pipebench.simulate.timeline import Transfer
 
 
 def flat(num_workers: int, latency_s: float = 0.0) -> Network:
-    """Ports of 1 byte/s."""
     return Network(Cluster("flat", "unit", None, (Level("server", num_workers, 1.0, latency_s),)))
 
 

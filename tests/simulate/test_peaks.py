@@ -156,14 +156,12 @@ class Encoder(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [samples, 192] to [samples, 4]."""
-        output: torch.Tensor = self.blocks(x)
-        return output
+        return self.blocks(x)
 
 
 def encoder_setup(memory: Sequence[str] | str, weights: str = "one", microbatches: int = 2) -> Setup:
     """Return four blocks on two stages of two replicas."""
-    model, data = Encoder(), Blobs(num_train=46, shape=(192,))
-    data._x = data._x.float()
+    model, data = Encoder(), Blobs(num_train=46, shape=(192,), dtype=torch.float32)
     graph = trace(model)
     policies = [memory] * len(graph.layers) if isinstance(memory, str) else memory
     setup = make_setup(

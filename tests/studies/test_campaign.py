@@ -16,15 +16,7 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.schedule.modes import MODES
 from reports.studies.campaign.cases import CASES, DISTRIBUTED, LAST, VIRTUAL, write_recipe
-from reports.studies.campaign.drawing import (
-    ENDINGS,
-    KILLS,
-    KINDS,
-    SPOIL,
-    Trial,
-    draw,
-    num_kills,
-)
+from reports.studies.campaign.drawing import ENDINGS, KILLS, KINDS, SPOIL, Trial, draw, num_kills
 from reports.studies.campaign.judging import other_bits, problems_of
 from reports.studies.campaign.page import Findings, draw_picture, page
 from reports.studies.campaign.points import FOLDER, PLAN, POINTS, Moment, Watch, answered, asked

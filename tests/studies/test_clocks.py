@@ -74,6 +74,5 @@ def test_another_order_of_pushes_is_another_training() -> None:
 
 
 def times(result: RunResult) -> list[float]:
-    """Return a result's times on the virtual clock."""
     names = ("total_time_s", "epoch_time_s", "evaluation_time_s", "throughput_samples_per_s", "bubble_fraction")
     return [*(result.metrics[name] for name in names), *(point.clock_s for point in result.points)]

@@ -5,10 +5,7 @@ import random
 
 import pytest
 
-from pipebench.planner.partition import (
-    TOLERANCE,
-    TimedGraph,
-)
+from pipebench.planner.partition import TOLERANCE, TimedGraph
 from reports.studies.halved_parts import Parts, algorithm_3, plain
 from reports.studies.kernighan_lin import Balance, Halves, exchanged, seconds_of
 from tests.planner.test_partition import SEEDS, crossing, graph, off_s

@@ -13,17 +13,7 @@ import pytest
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.report.catalog import reports_folder
 from pipebench.report.definition import Published
-from reports.studies.coverage import (
-    DERIVED,
-    NAME,
-    NONE,
-    STATED,
-    TEST,
-    Pages,
-    PublishedEntry,
-    entries,
-    write_coverage,
-)
+from reports.studies.coverage import DERIVED, NAME, NONE, STATED, TEST, Pages, PublishedEntry, entries, write_coverage
 from reports.studies.study_claims import StudyClaim
 
 ENTRIES = entries()

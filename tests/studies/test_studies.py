@@ -11,14 +11,7 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.report.catalog import find_report
 from pipebench.report.load import load_report
-from reports.studies import (
-    effects,
-    planner_regret,
-    planner_seconds,
-    planner_vs_simulator,
-    search_growth,
-    table1_plans,
-)
+from reports.studies import effects, planner_regret, planner_seconds, planner_vs_simulator, search_growth, table1_plans
 from reports.studies.planned_models import TableRow, analytic, cluster, published_rows, recipe
 from tests.bench.planning import CASES, chain, seconds
 

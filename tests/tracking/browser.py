@@ -64,8 +64,7 @@ def wait(browser: Any, look: Callable[[], T]) -> T:
     from selenium.webdriver.support.wait import WebDriverWait
 
     waiting: Any = WebDriverWait(browser, PATIENCE_S, ignored_exceptions=[StaleElementReferenceException])
-    found: T = waiting.until(lambda _: look())
-    return found
+    return waiting.until(lambda _: look())
 
 
 def texts(browser: Any, selector: str) -> list[str]:
@@ -74,7 +73,6 @@ def texts(browser: Any, selector: str) -> list[str]:
 
 
 def go(browser: Any, address: str) -> None:
-    """Open a page."""
     browser.get("about:blank")  # else only the part after # changes, and the page stays
     browser.get(address)
 

@@ -28,10 +28,7 @@ from tests.tracking.records import RESULT, fetch, rescued
 
 
 def test_a_store_that_fails_in_mid_run_loses_nothing(
-    tracking: Tracking,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tracking: Tracking, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tracking, "_warned", False)
     run = tracking.start("broken", params={"a": "1"}, tags={})

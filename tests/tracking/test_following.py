@@ -19,7 +19,6 @@ from tests.tracking.records import RESULT, fetch, history
 
 
 def elsewhere() -> Tracking:
-    """Return where a run logs that another process sends."""
     return Tracking("suite", lambda limit_s: True)
 
 

@@ -22,7 +22,6 @@ VERSION = "0+abc"
 
 
 def recorded(tracking: Tracking, recipe: str, result: RunResult | None, **more: str) -> RunLog:
-    """Return a finished run of a recipe."""
     tags: Mapping[str, str] = {"recipe_hash": recipe, "pipebench_version": VERSION, **more}
     run = tracking.start("found", params={}, tags=tags)
     run.finish(result, status=None if result else "KILLED")

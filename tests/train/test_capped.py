@@ -48,7 +48,6 @@ def job_of(folder: Path, memory: str, overrides: Sequence[str] = ()) -> Job:
 
 
 def trained(job: Job) -> VirtualEngine:
-    """Train two segments."""
     engine = on_virtual_clock(job, StopRequest())(lambda *_: None, lambda *_: None)
     assert isinstance(engine, VirtualEngine)
     engine.train(0, 13)

@@ -101,7 +101,6 @@ class Marking(Silent):
 
 
 def die_behind_training(folder: Path) -> None:
-    """Train until killed."""
     given = checkpointed()
     policy = CheckpointPolicy(Dying(folder / "kept"))
     TrainingLoop(given, on_virtual_clock(given), Marking(folder), lambda point: None, policy).run()

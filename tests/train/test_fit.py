@@ -14,10 +14,10 @@ from pipebench.checkpoint.tensors import Form
 from pipebench.engine.setup import Setup
 from pipebench.train.fit import check_fits
 from tests.checkpoint.support import captured
-from tests.checkpoint.test_round_trips import BEFORE, MLP_PLANS, Float
+from tests.checkpoint.test_round_trips import BEFORE, MLP_PLANS
 from tests.engine.test_streams import text_setup
 from tests.models import ConvNet
-from tests.support import Mlp, make_engine, make_setup
+from tests.support import Blobs, Mlp, make_engine, make_setup
 
 # Those that step on any dense parameter without being told more than that there is one.
 _OTHERS = {"LBFGS", "SparseAdam", "Muon", "Optimizer"}
@@ -75,7 +75,6 @@ class Late(torch.optim.SGD):
     """Keeps something only from its sixth step on, as averaging optimizers do."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step, and count."""
         super().step()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -135,7 +134,7 @@ def test_a_buffer_that_no_layer_reads_may_be_missing() -> None:
             self.register_buffer("idle", torch.zeros(3))
             self.spare = nn.Linear(2, 2)
 
-    setup = make_setup(Idle(), ([4], [2, 1]), dataset=Float(shape=(2, 8, 8)))
+    setup = make_setup(Idle(), ([4], [2, 1]), dataset=Blobs(shape=(2, 8, 8), dtype=torch.float32))
     state = trained(setup)
     assert "idle" not in state.buffers
     check_fits(state, setup, BEFORE)

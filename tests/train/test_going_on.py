@@ -12,9 +12,7 @@ from pipebench.checkpoint.progress import SavedProgress
 from pipebench.checkpoint.store import Checkpoint, CheckpointFile, Checkpoints
 from pipebench.engine.admission import StopRequest
 from pipebench.engine.engine import TrainingEngine
-from pipebench.recipe.schema import (
-    PeriodRecipe,
-)
+from pipebench.recipe.schema import PeriodRecipe
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
 from pipebench.train.curves import Curves
 from pipebench.train.engines import on_virtual_clock

@@ -49,13 +49,7 @@ def peak_bytes(job: Job) -> float:
     return result.metrics["peak_memory_bytes_max"]
 
 
-@pytest.mark.parametrize(
-    ("plan", "recompute", "memory"),
-    [
-        ("straight", "true", "880 kB"),
-        ("2-1-1", "false", "6 MB"),
-    ],
-)
+@pytest.mark.parametrize(("plan", "recompute", "memory"), [("straight", "true", "880 kB"), ("2-1-1", "false", "6 MB")])
 def test_largest_is_the_last_number_whose_run_fits(tmp_path: Path, plan: str, recompute: str, memory: str) -> None:
     def tried(accumulate: object) -> Job:
         return job_of(tmp_path, accumulate, plan=plan, recompute=recompute, memory=memory)

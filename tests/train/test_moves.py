@@ -35,10 +35,7 @@ from tests.support import Blobs, Mlp, make_engine, make_setup
 from tests.train.test_training import Silent, recipe
 
 FIRST, LAST = [2, 4], ("body_1", "body_6")
-WRITTEN = [
-    {"at": {"minibatches": 5}, "cuts": ["body_4", "body_5"]},
-    {"at": {"epochs": 1}, "cuts": list(LAST)},
-]
+WRITTEN = [{"at": {"minibatches": 5}, "cuts": ["body_4", "body_5"]}, {"at": {"epochs": 1}, "cuts": list(LAST)}]
 PER_EPOCH = 12
 
 

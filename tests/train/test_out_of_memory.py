@@ -35,7 +35,6 @@ pytestmark = pytest.mark.usefixtures("little_to_search")
 
 
 def full(module: Any, inputs: Any) -> None:
-    """Stand in for an allocation of a layer that fails."""
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity ...")
 
 

@@ -179,10 +179,7 @@ def test_a_model_of_a_profile_says_which_backwards_run_whole() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["engine.kind=virtual"],
-            "model.profile: got a profile, which is for engine.kind simulated: kind virtual",
-        ),
+        (["engine.kind=virtual"], "model.profile: got a profile, which is for engine.kind simulated: kind virtual"),
         (["engine.kind=distributed"], "model.profile: got a profile, .*: kind distributed trains"),
         (["engine.timing=analytic"], "engine.timing: got analytic, and model.profile has times of its own: allowed is"),
         (["model.profile=3"], "model.profile: got 3, allowed is a profile's file"),

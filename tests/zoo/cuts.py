@@ -23,6 +23,10 @@ from pipebench.zoo.registry import Dataset
 Fields = dict[str, torch.Tensor]
 
 
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def check_every_cut(
     model: nn.Module,
     dataset: Dataset,

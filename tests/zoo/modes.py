@@ -32,19 +32,14 @@ class _OneInput(nn.Module):
         self.model = model
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> Any:
-        """Call the model."""
         return self.model(*inputs)
 
 
 def check_mode(model: nn.Module, dataset: Dataset, mode: str, num_stages: int = 3, num_minibatches: int = 6) -> None:
     """Train in double precision, cut into stages of equally many layers, and compare all parameters with a plain loop.
 
-    Args:
-        model: without randomness: dropout probabilities are 0. Not changed.
-        dataset: has samples for so many minibatches of four.
-        mode: of `MODES`.
-        num_stages: of the pipelines.
-        num_minibatches: to train on.
+    The model is without randomness, dropout probabilities are 0, and isn't changed; the data set has samples for so
+    many minibatches of four.
     """
     model = copy.deepcopy(model).double().train()
     num_layers = len(trace(model).layers)

@@ -33,9 +33,7 @@ class Pairs(Translation):
         return [[4 + (3 * i + j) % (vocabulary - 4) for j in range(1 + (i + shift) % 6)] for i in indices]
 
     def held_out(self, side: str, indices: Sequence[int]) -> list[str]:
-        """Return tokens as words."""
         return [self.text(row) for row in self.tokens(side, "eval", indices)]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return tokens as words."""
         return " ".join(map(str, ids))

@@ -16,7 +16,7 @@ from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.zoo.awd_lm import AwdLm, awd_lm
 from pipebench.zoo.recurrent import CarriedLSTM
 from tests.support import make_engine, make_setup, parameters_of
-from tests.zoo.cuts import check_every_cut
+from tests.zoo.cuts import check_every_cut, num_parameters
 from tests.zoo.texts import PANGRAM, Letters
 
 NO_DROPOUT = {
@@ -31,16 +31,11 @@ NO_DROPOUT = {
 def small(*, tied: bool = False, num_layers: int = 3, dropout: bool = False) -> AwdLm:
     torch.manual_seed(0)
     rates = {} if dropout else NO_DROPOUT
-    model: AwdLm = awd_lm(vocabulary=27, embedding_size=6, hidden_size=8, num_layers=num_layers, tied=tied, **rates)
-    return model
+    return awd_lm(vocabulary=27, embedding_size=6, hidden_size=8, num_layers=num_layers, tied=tied, **rates)
 
 
 def lstms(model: nn.Module) -> list[CarriedLSTM]:
     return [module for module in model.modules() if isinstance(module, CarriedLSTM)]
-
-
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("tied", "hidden"), [(False, 1570), (True, 1600)])
@@ -206,9 +201,7 @@ class TorchLm(nn.Module):
         self.decoder = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
-        output: torch.Tensor = self.decoder(self.lstm(self.embedding(tokens))[0])
-        return output
+        return self.decoder(self.lstm(self.embedding(tokens))[0])
 
 
 def test_analytic_profile_knows_the_lstm_as_cudnn_s() -> None:

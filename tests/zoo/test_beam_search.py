@@ -69,7 +69,6 @@ class Table:
         return [token for token in winner if token != EOS]
 
     def best(self, row: int, max_length: int, penalties: Penalties) -> list[int]:
-        """Score every hypothesis there is."""
         others = [token for token in range(VOCABULARY) if token != EOS]
         ended = [(*words, EOS) for n in range(max_length) for words in itertools.product(others, repeat=n)]
         cut_off = list(itertools.product(others, repeat=max_length))

@@ -20,7 +20,7 @@ from pipebench.zoo.segments import SegmentOptions, Segments
 from pipebench.zoo.text import BOS, EOS, PAD
 from pipebench.zoo.wmt16_segments import wmt16_segments
 from tests.evaluations import MODES
-from tests.zoo.cuts import check_every_cut
+from tests.zoo.cuts import check_every_cut, num_parameters
 from tests.zoo.modes import check_mode
 
 SMALL: dict[str, Any] = {
@@ -35,7 +35,6 @@ class Counted(Segments):
         super().__init__(SegmentOptions("counted", {"train": 25, "eval": 7}, 23, 4, 13, 1, 0))
 
     def sentences(self, split: str, indices: Sequence[int]) -> list[list[int]]:
-        """Return words."""
         return [[5 + (7 * i + 3 * j) % 18 for j in range(3 + i % 4)] for i in indices]
 
 
@@ -45,10 +44,6 @@ def make(**options: Any) -> BERT:
     for parameter in model.parameters():  # as if trained: otherwise all is near zero
         parameter.data += 0.3 * torch.randn_like(parameter)
     return model
-
-
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(

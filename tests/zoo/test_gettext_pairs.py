@@ -36,10 +36,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def small(root: Path | str, num_train: int = 24, num_eval: int = 6, split_seed: int = 0) -> GettextPairs:
-    dataset: GettextPairs = gettext_pairs(
-        root=str(root), num_train=num_train, num_eval=num_eval, vocabulary=128, split_seed=split_seed
-    )
-    return dataset
+    return gettext_pairs(root=str(root), num_train=num_train, num_eval=num_eval, vocabulary=128, split_seed=split_seed)
 
 
 def texts(dataset: GettextPairs, split: str) -> list[tuple[str, str]]:

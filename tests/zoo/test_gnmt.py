@@ -14,7 +14,7 @@ from pipebench.profile.request import ProfileRequest
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.zoo.gnmt import GNMT, gnmt8, gnmt16
 from pipebench.zoo.text import BOS, EOS, PAD, pad_rows
-from tests.zoo.cuts import check_every_cut
+from tests.zoo.cuts import check_every_cut, num_parameters
 from tests.zoo.pairs import Pairs
 from tests.zoo.translators import check_padding_of_the_source, check_translation, check_what_is_not_padding
 
@@ -30,10 +30,6 @@ def make(num_layers: int = 8, **options: Any) -> GNMT:
     torch.manual_seed(1)
     model: GNMT = (gnmt8 if num_layers == 8 else gnmt16)(**(SMALL | {"dropout": 0.0} | options))
     return model.double()
-
-
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def expected_parameters(num_layers: int, width: int, source: int, target: int) -> int:
@@ -140,8 +136,7 @@ def after(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return what torch's own LSTM with a layer's weights puts out for one sentence, [tokens, features]."""
     theirs = nn.LSTM(x.shape[1], 6).double()
     theirs.load_state_dict(layer.state_dict())
-    output: torch.Tensor = theirs(x)[0]
-    return output
+    return theirs(x)[0]
 
 
 @pytest.mark.parametrize("num_layers", [8, 16])

@@ -27,7 +27,6 @@ class Counted(Text):
         super().__init__("counted", 7, {"train": 25 * 7 + 1, "eval": 50}, 23)
 
     def text(self, split: str) -> torch.Tensor:
-        """Return ids."""
         numbers = torch.arange(self.num_tokens[split])
         return (5 * numbers + numbers**2 // 3) % 23
 

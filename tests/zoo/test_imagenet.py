@@ -21,7 +21,7 @@ def picture(size: tuple[int, int], seed: int) -> Image.Image:
     """Return smooth noise, so that JPEG keeps it: width x height."""
     coarse = torch.rand(1, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
     smooth = torch.nn.functional.interpolate(coarse, (size[1], size[0]), mode="bilinear")[0]
-    return v2.functional.to_pil_image(smooth)  # type: ignore[no-any-return]
+    return v2.functional.to_pil_image(smooth)
 
 
 def write_tree(root: Path, train_per_class: int = 3, eval_per_class: int = 2) -> None:
@@ -36,8 +36,7 @@ def write_tree(root: Path, train_per_class: int = 3, eval_per_class: int = 2) ->
 
 def small(root: Path | str, **options: Any) -> ImageNet:
     sizes = {"num_train": 9, "num_eval": 6, "num_classes": 3, "image_size": 24, "resize_size": 28}
-    made: ImageNet = imagenet(root=str(root), **{**sizes, **options})
-    return made
+    return imagenet(root=str(root), **{**sizes, **options})
 
 
 @pytest.fixture
@@ -245,8 +244,7 @@ def test_splits_with_other_classes(tree: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"image_size": 0}, {"resize_size": 223}, {"loader_processes": -1}, {"num_train": 0}, {"num_classes": 0}],
+    "options", [{"image_size": 0}, {"resize_size": 223}, {"loader_processes": -1}, {"num_train": 0}, {"num_classes": 0}]
 )
 def test_options_out_of_range(options: dict[str, int]) -> None:
     name, value = next(iter(options.items()))

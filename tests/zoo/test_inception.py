@@ -79,14 +79,7 @@ def test_every_cut_computes_what_the_whole_does() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"width": 0.0},
-        {"width": 0.1},
-        {"dropout": -0.1},
-        {"num_classes": 0},
-        {"in_channels": 0},
-        {"image_size": 74},
-    ],
+    [{"width": 0.0}, {"width": 0.1}, {"dropout": -0.1}, {"num_classes": 0}, {"in_channels": 0}, {"image_size": 74}],
 )
 def test_options_out_of_range(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"^inception_v3: {next(iter(options))} is .* allowed"):

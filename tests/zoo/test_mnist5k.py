@@ -14,8 +14,7 @@ from pipebench.zoo.registry import Dataset
 def labels(split: str, split_seed: int = 0) -> torch.Tensor:
     dataset = mnist5k(split_seed=split_seed)
     number = dataset.num_train if split == "train" else dataset.num_eval
-    found: torch.Tensor = dataset.fetch(split, range(number), ["label"])["label"]
-    return found
+    return dataset.fetch(split, range(number), ["label"])["label"]
 
 
 def pictures(split: str, number: int, split_seed: int = 0) -> torch.Tensor:

@@ -17,8 +17,7 @@ DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 
 def small(num_train: int = 300, num_eval: int = 60, frames: int = 7, seed: int = 0) -> MovingDigits:
-    made: MovingDigits = moving_digits(num_train=num_train, num_eval=num_eval, frames=frames, seed=seed)
-    return made
+    return moving_digits(num_train=num_train, num_eval=num_eval, frames=frames, seed=seed)
 
 
 def centres(frames: torch.Tensor) -> torch.Tensor:

@@ -43,8 +43,7 @@ def root(tmp_path: Path) -> Path:
 
 def make(root: Path | str, **options: Any) -> Msvd:
     sizes = {"num_train": 3, "num_eval": 1, "frames": 4, "words": 8, "num_features": NUM_FEATURES}
-    made: Msvd = msvd(str(root), **sizes | options)
-    return made
+    return msvd(str(root), **sizes | options)
 
 
 def test_training_samples_are_captions(root: Path) -> None:

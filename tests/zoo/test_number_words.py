@@ -26,8 +26,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 
 def small(split_seed: int = 0) -> NumberWords:
-    dataset: NumberWords = number_words(numbers=500, num_train=300, num_eval=50, vocabulary=96, split_seed=split_seed)
-    return dataset
+    return number_words(numbers=500, num_train=300, num_eval=50, vocabulary=96, split_seed=split_seed)
 
 
 def numbers_of(dataset: NumberWords, split: str) -> list[int]:

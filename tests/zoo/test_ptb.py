@@ -21,8 +21,7 @@ def folder(tmp_path: Path) -> Path:
 
 def small(folder: Path, **options: object) -> PennTreebank:
     given: dict[str, object] = {"train_tokens": 8, "valid_tokens": 3, "test_tokens": 4, "vocabulary": 6, "bptt": 3}
-    made: PennTreebank = zoo.DATASETS["ptb"].make(root=str(folder) if folder != Path() else "", **given | options)
-    return made
+    return zoo.DATASETS["ptb"].make(root=str(folder) if folder != Path() else "", **given | options)
 
 
 def test_published_sizes_are_declared_without_the_data() -> None:

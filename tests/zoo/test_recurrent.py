@@ -79,8 +79,7 @@ def test_gradient_check() -> None:
 
     def run(*_: torch.Tensor) -> torch.Tensor:
         lstm.reset_state()
-        output: torch.Tensor = lstm(x)
-        return output
+        return lstm(x)
 
     assert torch.autograd.gradcheck(run, (x, *lstm.parameters()))
 

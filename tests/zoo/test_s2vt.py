@@ -9,23 +9,18 @@ from pipebench.model.graph import trace
 from pipebench.zoo.moving_digits import moving_digits
 from pipebench.zoo.s2vt import S2VT, s2vt
 from pipebench.zoo.text import BOS, EOS, PAD
-from tests.zoo.cuts import check_every_cut
+from tests.zoo.cuts import check_every_cut, num_parameters
 
 FRAMES, WORDS, VOCABULARY, FEATURES = 5, 6, 11, 7
 
 
 def small(dropout: float = 0.0, init_range: float = 0.5, seed: int = 0) -> S2VT:
     torch.manual_seed(seed)
-    model: S2VT = s2vt(FEATURES, 4, 8, VOCABULARY, FRAMES, WORDS, dropout, init_range)
-    return model
+    return s2vt(FEATURES, 4, 8, VOCABULARY, FRAMES, WORDS, dropout, init_range)
 
 
 def video(num_samples: int = 3, frames: int = FRAMES) -> torch.Tensor:
     return torch.randn(num_samples, frames, FEATURES, generator=torch.Generator().manual_seed(1))
-
-
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, 87_362_668), ({"vocabulary": 12_594}, 36_968_094)])

@@ -25,7 +25,6 @@ class Numbered(Segments):
         self.asked: list[int] = []
 
     def sentences(self, split: str, indices: Sequence[int]) -> list[list[int]]:
-        """Return words."""
         self.asked += indices
         assert all(0 <= index < NUM[split] for index in indices)
         return [[*[5 + index] * 11, UNK] for index in indices]
@@ -36,7 +35,6 @@ def fetched(dataset: Segments, indices: Sequence[int], split: str = "train", dra
 
 
 def unmasked(fields: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Put the words back."""
     tokens = fields["tokens"].clone()
     for row, (positions, words) in enumerate(zip(fields["positions"], fields["words"], strict=True)):
         for position, word in zip(positions.tolist(), words.tolist(), strict=True):

@@ -29,8 +29,8 @@ def test_rows_are_padded_on_the_right_to_the_longest() -> None:
     assert padded.dtype == torch.int64
 
 
-def test_rows_are_padded_to_a_given_length_with_a_given_id() -> None:
-    assert pad_rows([[5], [6, 7]], 3, fill=-1).tolist() == [[5, -1, -1], [6, 7, -1]]
+def test_rows_are_padded_to_a_given_length() -> None:
+    assert pad_rows([[5], [6, 7]], 3).tolist() == [[5, PAD, PAD], [6, 7, PAD]]
 
 
 def test_no_rows_and_empty_rows_have_a_shape() -> None:

@@ -16,7 +16,7 @@ from pipebench.zoo.multi_head import MultiHeadAttention
 from pipebench.zoo.text import BOS, PAD
 from pipebench.zoo.transformer import AddPositions, DecoderBlock, EncoderBlock, Transformer, transformer
 from tests.evaluations import MODES
-from tests.zoo.cuts import check_every_cut
+from tests.zoo.cuts import check_every_cut, num_parameters
 from tests.zoo.modes import check_mode
 from tests.zoo.pairs import Pairs
 from tests.zoo.translators import check_padding_of_the_source, check_translation, check_what_is_not_padding
@@ -36,10 +36,6 @@ def make(**options: Any) -> Transformer:
 def traced(name: str, **options: Any) -> LayerGraph:
     with torch.device("meta"):
         return trace(zoo.MODELS[name].make(**options))
-
-
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(

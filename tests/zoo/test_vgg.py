@@ -8,11 +8,7 @@ from torch import fx
 from pipebench import zoo
 from pipebench.zoo.synthetic import synthetic
 from pipebench.zoo.vgg import vgg16
-from tests.zoo.cuts import check_every_cut
-
-
-def num_parameters(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+from tests.zoo.cuts import check_every_cut, num_parameters
 
 
 @pytest.mark.parametrize("batch_norm", [False, True])

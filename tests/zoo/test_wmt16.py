@@ -49,8 +49,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def small(root: Path | str, num_train: int = 3, num_eval: int = 2, vocabulary: int = 40) -> Wmt16:
-    dataset: Wmt16 = wmt16(root=str(root), num_train=num_train, num_eval=num_eval, vocabulary=vocabulary)
-    return dataset
+    return wmt16(root=str(root), num_train=num_train, num_eval=num_eval, vocabulary=vocabulary)
 
 
 class Dictionary(nn.Module):

@@ -16,5 +16,4 @@ class Letters(Text):
         self._ids = torch.tensor([LETTERS.index(letter) for letter in text])
 
     def text(self, split: str) -> torch.Tensor:
-        """Return the ids."""
         return self._ids

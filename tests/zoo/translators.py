@@ -11,10 +11,7 @@ from tests.zoo.pairs import Pairs
 def check_padding_of_the_source(model: nn.Module, *, rtol: float, atol: float) -> None:
     """Check that neither other tokens in the place of padding nor more of it change an output or a gradient.
 
-    Args:
-        model: in double precision, without dropout, of 13 tokens or more; its gradients are left in it.
-        rtol: largest relative difference.
-        atol: largest difference besides.
+    The model is in double precision, without dropout, of 13 tokens or more; its gradients are left in it.
     """
     length = torch.tensor([3, 5])
     source, target = torch.tensor([[4, 5, 6, 0, 0], [7, 8, 9, 4, 5]]), torch.tensor([[BOS, 5, 6], [BOS, 7, 12]])

@@ -115,11 +115,7 @@ class MigratingReplica:
         return values, result
 
     def backward(
-        self,
-        unit: int,
-        arrived: Gradients,
-        on_gradient: OnGradient | None = None,
-        move: Displacement = AS_IT_IS,
+        self, unit: int, arrived: Gradients, on_gradient: OnGradient | None = None, move: Displacement = AS_IT_IS
     ) -> Gradients:
         """Run a unit backward through all parts that ran it forward here; see `Replica.backward`.
 

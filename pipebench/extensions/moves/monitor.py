@@ -154,10 +154,7 @@ def _is_reported(unit: int) -> bool:
 
 
 def monitors(
-    setup: Setup,
-    on_move: Callable[[Repartition], None],
-    allocator: Allocator | None = None,
-    known: Known | None = None,
+    setup: Setup, on_move: Callable[[Repartition], None], allocator: Allocator | None = None, known: Known | None = None
 ) -> list[StageMonitor]:
     """Return a monitor for every stage of a straight pipeline.
 

@@ -1,7 +1,7 @@
 """Search strategies: individuals in the order of training, from a trace or by the fitness of those before."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -231,12 +231,8 @@ class Following(SearchStrategy):
         self._go_on(0)
 
     def _go_on(self, num_minibatches: int) -> None:
-        for cells in self._due(num_minibatches):
-            before = self.current
+        while self._steps and self._steps[0].minibatch is not None and self._steps[0].minibatch <= num_minibatches:
+            before, cells = self.current, self._steps.pop(0).cells
             if not before.scores:  # it was never trained
                 self.individuals.pop()
             self.individuals.append(Individual(len(self.individuals), None, cells, cells ^ before.cells))
-
-    def _due(self, num_minibatches: int) -> Iterator[Cells]:
-        while self._steps and self._steps[0].minibatch is not None and self._steps[0].minibatch <= num_minibatches:
-            yield self._steps.pop(0).cells

@@ -70,10 +70,7 @@ def _problems(file: SearchFile) -> Iterator[tuple[str, str]]:
     for index, event in enumerate(events):
         where = f"events[{index}]"
         if (event.minibatch is None) == (event.second is None) or len(units) > 1:
-            yield (
-                where,
-                "got neither, both, or not always the same of minibatch and second, allowed is one of them",
-            )
+            yield (where, "got neither, both, or not always the same of minibatch and second, allowed is one of them")
             return
         moment = event.minibatch if event.second is None else event.second
         assert moment is not None

@@ -173,10 +173,7 @@ def prepared(room: Path) -> Place:
 
 def possible(trials: Sequence[Trial]) -> tuple[list[Trial], list[str]]:
     """Return the trials that can be done on this machine, and why others can't."""
-    refusals = {
-        "on_small_disk": disks.why_not(),
-        "on_hosts": why_no_hosts(),
-    }
+    refusals = {"on_small_disk": disks.why_not(), "on_hosts": why_no_hosts()}
     lacking = [name for name, why in refusals.items() if why]
     found = [trial for trial in trials if not any(getattr(trial, name) for name in lacking)]
     return found, [refusals[name] for name in lacking if any(getattr(trial, name) for trial in trials)]

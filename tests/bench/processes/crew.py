@@ -52,15 +52,9 @@ def run(
     limit_s: float = 900,
     device: str = "cpu",
 ) -> list[Any]:
-    """Let a new crew do a job; return what each process's call returned, by rank.
+    """Let a new crew do a job, a module-level function; return what each process's call returned, by rank.
 
-    Args:
-        job: a module-level function; called as `job(**arguments)`.
-        num_processes: size of the crew.
-        arguments: what JSON can hold.
-        environment: variables to add, the same for every process.
-        limit_s: seconds after which the crew is ended.
-        device: of every process.
+    `arguments` are what JSON can hold, `environment` has variables to add, and the crew is ended after `limit_s`.
 
     Raises:
         RuntimeError: a process failed, or the time was up; holds what was written to standard error.

@@ -31,27 +31,15 @@ class Duel:
 
     @property
     def ratio(self) -> Ratio:
-        """The speeds, with a verdict."""
         return Ratio(self.what, self.speeds, self.target, self.ours_s)
 
 
 def duel(
-    what: str,
-    ours: Callable[[], object],
-    theirs: Callable[[], object],
-    target: float,
-    pairs: int = NUM_PAIRS,
+    what: str, ours: Callable[[], object], theirs: Callable[[], object], target: float, pairs: int = NUM_PAIRS
 ) -> Duel:
     """Time two functions in turn, in alternating order, after one warm-up of each; all processes call it alike.
 
-    A time is that of the slowest process, from a barrier on.
-
-    Args:
-        what: what is compared.
-        ours: does our work once.
-        theirs: does the same work the other way.
-        target: smallest ratio wanted; 0 for none.
-        pairs: at least one.
+    A time is that of the slowest process, from a barrier on. `target` is the smallest ratio wanted; 0 for none.
     """
     ours()
     theirs()

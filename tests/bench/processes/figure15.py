@@ -43,26 +43,18 @@ _WIDTH_IN, _HEIGHT_IN = 7.0, 6.0
 
 @dataclass(frozen=True)
 class Point:
-    """A case with its two throughputs over a segment, fill and drain included; a pair of them per round.
+    """A case with its two throughputs over a segment, fill and drain included; a pair of them per round."""
 
-    Attributes:
-        case: what was run.
-        predicted: by the simulator [samples/s].
-        measured: median of the round's segments [samples/s].
-    """
-
-    case: Case
-    predicted: tuple[float, ...]
-    measured: tuple[float, ...]
+    case: Case  # what was run
+    predicted: tuple[float, ...]  # by the simulator [samples/s]
+    measured: tuple[float, ...]  # median of the round's segments [samples/s]
 
     @property
     def predicted_samples_per_s(self) -> float:
-        """The median round's prediction."""
         return statistics.median(self.predicted)
 
     @property
     def measured_samples_per_s(self) -> float:
-        """The median round's measurement."""
         return statistics.median(self.measured)
 
     @property
@@ -72,7 +64,6 @@ class Point:
 
     @property
     def error(self) -> float:
-        """The median of the rounds' errors."""
         return statistics.median(self.errors)
 
 
@@ -126,7 +117,6 @@ def cases(profile: Profile, subject: Subject, num_processes: int = 2) -> list[Ca
 
 
 def predicted_s(subject: Subject, case: Case, found: Machine, num_minibatches: int) -> float:
-    """Return the seconds the simulator gives a segment."""
     setup = make_setup(subject, case, found.profile_of(case), found.cluster, found.host)
     return simulate_segment(setup, num_minibatches).end_s
 
@@ -211,7 +201,6 @@ def agreement(found: Sequence[Point]) -> Agreement:
 
 
 def draw(found: Sequence[Point], heading: str, path: Path) -> None:
-    """Write the picture as a PNG."""
     figure(found, heading).savefig(path, dpi=110, format="png", metadata={"Software": "pipebench bench"})
 
 

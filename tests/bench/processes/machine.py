@@ -41,19 +41,12 @@ _UNUSED = (1e9, 1e-6)  # bytes/s and s of a link that a single process has not
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        profile: every layer at every size that travels.
-        in_use: by mode and microbatches, what layers cost under an order of work.
-        cluster: the processes, with the link between two of them.
-        host: what communication takes of their processors.
-    """
-
-    profile: Profile
-    in_use: Mapping[tuple[str, int], Profile]
-    cluster: Cluster
-    host: HostCosts = NO_HOST_COSTS
+    profile: Profile  # every layer at every size that travels
+    in_use: Mapping[tuple[str, int], Profile]  # by mode and microbatches, what layers cost under an order of work
+    cluster: Cluster  # the processes, with the link between two of them
+    host: HostCosts = NO_HOST_COSTS  # what communication takes of their processors
 
     def profile_of(self, case: Case) -> Profile:
         """Return what layers cost in use in a case; of a mode that wasn't practised, 1F1B stands for the order."""
@@ -74,16 +67,10 @@ def _rounded(subject: Subject) -> Dataset:
 
 
 def measure(subject: Subject, num_processes: int, environment: dict[str, str] | None = None) -> Machine:
-    """Measure in all processes of a crew at once, and the link between the first two.
+    """Measure in all processes of a crew at once, and the link between the first two; return the processes' mean.
 
-    Args:
-        subject: the model.
-        num_processes: as many as a run has.
-        environment: of the crew.
-
-    Returns:
-        What was found, the mean of the processes. Taken again, twice at most, when the layers of the profile don't add
-        up to whole steps: something else was running then.
+    Taken again, twice at most, when the layers of the profile don't add up to whole steps: something else was running
+    then.
     """
     arguments = {"subject": asdict(subject)}
     for _ in range(_TRIES):

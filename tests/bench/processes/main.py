@@ -41,7 +41,6 @@ _CROWDED_ERROR, _CASES, _CORRELATION, _MEAN_ERROR = 0.10, 24, 0.99, 0.04
 
 
 def main() -> None:
-    """Measure and print."""
     options = _options()
     console = Console(width=150)
     subject = Subject(width=options.width)

@@ -14,17 +14,14 @@ def can_measure() -> bool:
 
 
 def resident_bytes() -> int:
-    """Return the resident bytes now."""
     return _status("VmRSS")
 
 
 def peak_bytes(make: Callable[[], Callable[[], object]]) -> int:
     """Return by how much the peak of some work exceeds what is resident now: after imports, with the data loaded.
 
-    What making the work needs for a moment (the whole model, before it is cut) doesn't count; what it keeps does.
-
-    Args:
-        make: makes the work.
+    What making the work (`make`) needs for a moment, such as the whole model before it is cut, doesn't count; what it
+    keeps does.
     """
     gc.collect()
     before = resident_bytes()

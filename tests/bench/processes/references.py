@@ -32,9 +32,7 @@ class _OneValue(nn.Module):
         self.stage = stage
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Return what the stage puts out."""
-        value: torch.Tensor = self.stage(received)[0]
-        return value
+        return self.stage(received)[0]
 
 
 def _group(subject: Subject) -> Any:
@@ -49,7 +47,6 @@ class _OnModule:
     module: nn.Module
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by the model's names."""
         return dict(self.module.named_parameters())
 
 
@@ -79,13 +76,7 @@ class Plain(_OnModule):
 
 
 class Pipelined(_OnModule):
-    """One of torch's schedules on two stages.
-
-    Args:
-        subject: the model.
-        cut: first layer of the second stage.
-        schedule: its class's name.
-    """
+    """One of torch's schedules, by its class's name, on two stages, the second from layer `cut` on."""
 
     def __init__(self, subject: Subject, cut: int, schedule: str) -> None:
         from torch.distributed import pipelining  # late: pytest imports this file where nothing of it runs
@@ -149,11 +140,8 @@ class DataParallel(_OnModule):
 class FullyShard(DataParallel):
     """`fully_shard` on the engine's groups of layers, resharded after the forward, as the engine's mode `fsdp`.
 
-    Its parameters take no fused optimizer (torch 2.14), so it steps in the next fastest way.
-
-    Args:
-        subject: the model.
-        starts: first layers of the groups after the first.
+    Its parameters take no fused optimizer (torch 2.14), so it steps in the next fastest way. `starts` are the first
+    layers of the groups after the first.
     """
 
     _fuses = False
@@ -234,12 +222,8 @@ def distance_from_plain_loop(
 ) -> float:
     """Return how far trained weights are from a plain loop's on the whole model, over how far the loop went.
 
-    Args:
-        weights: of the model or of a stage, after `steps` updates, by the model's names.
-        subject: the model.
-        steps: number of updates.
-        parts: parts every minibatch is cut into, one forward and backward each.
-        of: minibatches per update.
+    `weights` are of the model or of a stage, by the model's names, after `steps` updates of `of` minibatches, each cut
+    into `parts`, one forward and backward each.
     """
     whole = subject.model().to(subject.place)
     before = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}

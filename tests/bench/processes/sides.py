@@ -52,21 +52,13 @@ class Side(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """What every part of the bench is given, measured once before.
+    """What every part of the bench is given, measured once before."""
 
-    Attributes:
-        subject: the model.
-        cut: first layer of the second stage.
-        profile: taken with as many busy processes as a run has.
-        cluster: the processes and the links between them.
-        host: what communication takes of their processors.
-    """
-
-    subject: Subject
-    cut: int
-    profile: Profile
-    cluster: Cluster
-    host: HostCosts = NO_HOST_COSTS
+    subject: Subject  # the model
+    cut: int  # first layer of the second stage
+    profile: Profile  # taken with as many busy processes as a run has
+    cluster: Cluster  # the processes and the links between them
+    host: HostCosts = NO_HOST_COSTS  # what communication takes of their processors
 
     def to_json(self) -> dict[str, Any]:
         """Return what a crew's arguments can hold."""
@@ -81,7 +73,6 @@ class Given:
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "Given":
-        """Return what `to_json` was called on."""
         cluster = Cluster("loopback", "local", None, (Level(**fields["link"]),))
         profile, host = read_profile(fields["profile"]), read(HostCosts, fields["host"])
         return Given(Subject(**fields["subject"]), fields["cut"], profile, cluster, host)

@@ -78,7 +78,6 @@ class Subject:
     fused: bool = True
 
     def __str__(self) -> str:
-        """Return it in words."""
         what = "digits" if self.image_size == _DIGITS else "images"
         return (
             f"VGG-16 with BatchNorm, width {self.width:g}, minibatches of {self.minibatch_size} {what} of "
@@ -86,7 +85,6 @@ class Subject:
         )
 
     def with_settings(self, *names: str) -> "Subject":
-        """Return the same with settings turned on."""
         return replace(self, **{key: value for name in names for key, value in SETTINGS[name].items()})
 
     @property
@@ -99,7 +97,6 @@ class Subject:
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """Compute as it says."""
         with torch_settings(self.engine):
             if self.benchmark is not None:
                 torch.backends.cudnn.benchmark = self.benchmark
@@ -107,13 +104,11 @@ class Subject:
 
     @property
     def place(self) -> torch.device:
-        """This process's device."""
         world = current()
         return torch.device(self.device) if world is None else world.device
 
     @property
     def make_optimizer(self) -> Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]:
-        """Make every side's optimizer."""
         return partial(sgd, fused=self.fused)
 
     def model(self) -> nn.Module:
@@ -134,7 +129,6 @@ class Subject:
         return _InDouble(digits.image_size, digits.split_seed, digits.num_train) if self.double else digits
 
     def graph(self) -> LayerGraph:
-        """Return the model's layers."""
         return in_precision(trace(self.model()), self.precision)
 
     def sampler(self) -> Sampler:
@@ -149,38 +143,26 @@ class _InDouble(Mnist5k):
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """As its class, images as float64."""
         found = super().fetch(split, indices, fields, draw)
         return {name: value.double() if name == "image" else value for name, value in found.items()}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way of running it; JSON can hold its fields.
+    """One way of running it; JSON can hold its fields."""
 
-    Attributes:
-        mode: a row of the table of modes; nothing is recomputed.
-        starts: first layers of the stages after the first.
-        replicas: of every stage.
-        depth: minibatches in flight per input-stage replica; None for the mode's own, or NOAM.
-        microbatches: per minibatch.
-        accumulate: minibatches of every replica per update.
-    """
-
-    mode: str
-    starts: tuple[int, ...]
-    replicas: tuple[int, ...]
-    depth: int | None = None
-    microbatches: int = 1
-    accumulate: int = 1
+    mode: str  # a row of the table of modes; nothing is recomputed
+    starts: tuple[int, ...]  # first layers of the stages after the first
+    replicas: tuple[int, ...]  # of every stage
+    depth: int | None = None  # minibatches in flight per input-stage replica; None for the mode's own, or NOAM
+    microbatches: int = 1  # per minibatch
+    accumulate: int = 1  # minibatches of every replica per update
 
     @property
     def num_workers(self) -> int:
-        """Number of processes."""
         return self.replicas[0] if MODES[self.mode].is_sharded else sum(self.replicas)
 
     def __str__(self) -> str:
-        """Return it in a few words."""
         words = [self.mode, "-".join(map(str, self.replicas))]
         words += [f"cut {'+'.join(map(str, self.starts))}"] if self.starts else []
         words += [f"depth {self.depth}"] if self.depth else []
@@ -237,7 +219,6 @@ def cut_at(profile: Profile, num_samples: int, share: float = 0.5) -> int:
 
 
 def straight(subject: Subject, cut: int) -> tuple[LayerGraph, Plan]:
-    """Return the graph and the plan of two stages."""
     graph = subject.graph()
     return graph, make_plan(graph, [cut], [1, 1])
 
@@ -245,10 +226,7 @@ def straight(subject: Subject, cut: int) -> tuple[LayerGraph, Plan]:
 class Minibatches:
     """Successive minibatches of the training data, loaded as the engine loads them, on this process's device.
 
-    Args:
-        subject: says how large.
-        stride: every how many minibatches one is this process's.
-        offset: the first of them.
+    Of every `stride` minibatches the one at `offset` is this process's.
     """
 
     def __init__(self, subject: Subject, stride: int = 1, offset: int = 0) -> None:

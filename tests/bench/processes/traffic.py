@@ -16,7 +16,6 @@ _OWN = "PIPEBENCH_OWN_LOOPBACK"
 
 
 def can_measure() -> bool:
-    """Return whether this system has such counters."""
     return _COUNTERS.exists()
 
 
