@@ -28,6 +28,7 @@ GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 _ATEN: Any = torch.ops.aten
 _COPIES = {_ATEN.copy_.default, _ATEN._foreach_copy_.default}  # into their first argument, from anywhere
 _INDEXES = {_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_impl_.default}
+_FILLED = {_ATEN.scatter.src, _ATEN.scatter.value}  # of zeros, which backwards of torch 2.11 make by no function
 
 
 class _Storages:
@@ -75,6 +76,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False  # there is nothing new
         if func in _INDEXES and given and self._on_gpu.has(given[0]):
             given = [each for each in given if self._on_gpu.has(each)]
+        if func in _FILLED and not given[0].any():
+            given = given[1:]
         whole = [each for each in given if each.dim() > 0] or given
         where = {self._on_gpu.has(each) for each in whole}
         if len(where) > 1 or (not any(where) and any(map(self._on_gpu.has, given))):

@@ -2,7 +2,6 @@
 
 import errno
 import importlib
-import io
 import os
 import select
 import sys
@@ -123,10 +122,7 @@ class Commands(click.Group):
         if isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter) and error.param:
             return self._mistake(UserError(f"{error.param.opts[-1]}: {error.message}"))
         if isinstance(error, click.ClickException):
-            written = io.StringIO()
-            (_with_key(error) if isinstance(error, click.NoSuchOption) else error).show(written)
-            _say(written.getvalue())
-            return USER_ERROR
+            return self._mistake(UserError(_in_a_sentence(error)))
         if isinstance(error, UserError):
             return self._mistake(error)
         if isinstance(error, click.Abort | KeyboardInterrupt):
@@ -161,20 +157,25 @@ class Commands(click.Group):
         return USER_ERROR
 
 
-def _with_key(error: click.NoSuchOption) -> click.UsageError:
-    """Return the error with the key of recipes that the option stands for, such as --lr, where a command takes keys."""
-    if error.ctx is None:
-        return error
-    parameters = error.ctx.command.params
-    words = [item.value for each in parameters for item in each.shell_complete(error.ctx, "")]
+def _in_a_sentence(error: click.ClickException) -> str:
+    """Return a mistake in what was given, and which help says what is allowed."""
+    text = error.format_message()
+    if not isinstance(error, click.UsageError) or error.ctx is None:
+        return text
+    if isinstance(error, click.NoSuchOption):  # of which click's versions have sentences of their own
+        text = f"No such option {error.option_name!r}{_hint(error.option_name, error.ctx)}"
+    ending = "" if text.endswith((".", "?")) else "."
+    return f"{text}{ending} See {error.ctx.command_path} --help."
+
+
+def _hint(option: str, ctx: click.Context) -> str:
+    """Return what an unknown option was meant for: another one, or, where a command takes keys, a key such as --lr."""
+    parameters = ctx.command.params
+    words = [item.value for each in parameters for item in each.shell_complete(ctx, "")]
     keys = [word.rstrip("=") for word in words if word.endswith("=")]
-    if not keys:
-        return error
     keys += sorted({key.rpartition(".")[0] for key in keys} - {""})
-    options = [name for each in parameters for name in each.opts]
-    hint = nearest(error.option_name, [*options, *keys], keys)
-    text = f"No such option {error.option_name!r}{hint or '.'}"
-    return click.UsageError(text if "'-" in hint else f"{text} Keys have no dashes: KEY=VALUE.", error.ctx)
+    hint = nearest(option, [name for each in parameters for name in each.opts], keys)
+    return hint if "'-" in hint or not keys else f"{hint or '.'} Keys have no dashes: KEY=VALUE."
 
 
 @contextmanager

@@ -95,15 +95,15 @@ def test_a_summary_that_the_store_took_at_the_second_try_is_there_once(
     """Earlier values are gone by then, and the new ones have not come."""
     first = tracking.start("tried", params={}, tags={}, folder=tmp_path)
     first.finish(replace(RESULT, metrics={"comm_bytes_total": 3e8}, outcome=INTERRUPTED))
-    log, failed = Store.log, list[int]()
+    log, failed = tracking.store.log, list[int]()
 
-    def fail_once(self: Store, run_id: str, rows: Any, *more: Any) -> None:
+    def fail_once(run_id: str, rows: Any, *more: Any) -> None:
         if any(row.metric == "comm_bytes_total" for row in rows) and not failed:
             failed.append(1)
             raise sqlite3.OperationalError("disk I/O error")
-        log(self, run_id, rows, *more)
+        log(run_id, rows, *more)
 
-    monkeypatch.setattr(Store, "log", fail_once)
+    monkeypatch.setattr(tracking.store, "log", fail_once)
     monkeypatch.setattr(tracking, "_warned", True)
     run = tracking.start("tried", params={}, tags={}, folder=tmp_path)
     run.result(RESULT)
@@ -187,7 +187,7 @@ def test_what_mlflow_did_not_take_is_sent_when_the_run_goes_on(
         raise sqlite3.OperationalError("disk I/O error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "log", fail)
+        patch.setattr(tracking.store, "log", fail)
         patch.setattr(tracking, "_warned", True)
         first.text("plan.txt", "straight")
         for point in RESULT.points[:2]:
