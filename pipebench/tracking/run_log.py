@@ -135,7 +135,7 @@ class Tracking:
     @contextmanager
     def following(self, folder: Path) -> Iterator["RunLog"]:
         """Send to MLflow what another process records in a folder, as long as this lasts; yields the run's log."""
-        sender = Follower(RecordFolder(folder, mends=False))
+        sender = Follower(RecordFolder(folder))
         run = RunLog(self, folder.parent.name, sender)
         self._runs.append(run)
         try:
