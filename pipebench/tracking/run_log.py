@@ -22,6 +22,7 @@ from pipebench.tracking.inputs import Inputs
 from pipebench.tracking.left import close_left
 from pipebench.tracking.limits import MAX_PARAM_CHARS, clean_name
 from pipebench.tracking.record import (
+    ENTRIES,
     LOG_FILE,
     RESULT_FILE,
     STAGES_FILE,
@@ -260,12 +261,19 @@ class RunLog:
             self._sender.add(LogEntry(point=point))
         return is_new
 
-    def metrics(self, values: Mapping[str, float], *, about: str | None = None) -> None:
+    def metrics(self, values: Mapping[str, float], *, about: str | Path | None = None) -> None:
         """Log single values now, e.g. the spread over seeds on a parent run.
 
-        `about` is MLflow's id of the run that they are of, None for this run.
+        `about` is the run that they are of: MLflow's id of it, or, if MLflow hasn't it and it has ended, the folder of
+        its record, which is sent later; None for this run.
         """
-        self._sender.add(LogEntry(metrics={name: shown_value(value) for name, value in values.items()}, about=about))
+        shown = {name: shown_value(value) for name, value in values.items()}
+        if not isinstance(about, Path):
+            self._sender.add(LogEntry(metrics=shown, about=about))
+        elif (about / ENTRIES).exists():  # else it has been sent meanwhile
+            record = RecordFolder(about)
+            record.append(LogEntry(metrics=shown))
+            record.release()
 
     def inputs(self, inputs: Inputs) -> None:
         """Log what the run takes in."""
