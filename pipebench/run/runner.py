@@ -97,10 +97,10 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
             RunComparison(tuple(runs), parent.where() if parent else "").print_to(standard_output())
         raise
     finally:
-        results = [run.result for run in runs]
         if parent is not None:
-            _tell_speed_ups(parent, results, ids)
+            _tell_speed_ups(parent, [run.result for run in runs], ids)
             finish_parent(parent, runs, complete=len(runs) == total)
+        tracking.close()
     return RunComparison(tuple(runs), parent.where() if parent else "")
 
 

@@ -67,6 +67,7 @@ class Tracking:
         self._awake = threading.Event()
         self._connected = threading.Event()
         self._left: tuple[Path, ...] = ()
+        self._is_closed = False
         self._ready = ready or self._connected.wait
         self.sends = ready is None
         if self.sends:
@@ -133,6 +134,11 @@ class Tracking:
         self._left = tuple(folders)
         self.wake()
 
+    def close(self) -> None:
+        """Log no more runs here: what sends them ends as soon as none is left, in a process that may live for long."""
+        self._is_closed = True
+        self.wake()
+
     @contextmanager
     def following(self, folder: Path) -> Iterator["RunLog"]:
         """Send to MLflow what another process records in a folder, as long as this lasts; yields the run's log."""
@@ -196,7 +202,7 @@ class Tracking:
         except Exception as error:  # each run tries again, and says so
             _log.debug("MLflow doesn't connect: %s", error)
         self._connected.set()
-        while True:
+        while self._runs or self._left or not self._is_closed:
             left, self._left = self._left, ()
             if left:
                 close_left(self.store.uri, left, self.note_progress)
