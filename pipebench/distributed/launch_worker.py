@@ -44,14 +44,22 @@ def fail(failure: Failure, *, verbose: bool = False, asks: bool = True) -> NoRet
     store is silent.
     """
     try:
-        record(failure)
-        tells = not launched_by_us() and failure.kind != "interrupted"
+        tells = not (_is_recorded(failure) and launched_by_us()) and failure.kind != "interrupted"
         if tells and (not asks or _is_first_to_report(failure)):
             print(report(failure, verbose=verbose), file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     finally:  # standard error may be closed
         os._exit(failure.exit_code)
+
+
+def _is_recorded(failure: Failure) -> bool:
+    """Record a failure; return whether that was possible: the disk of temporary files may be full."""
+    try:
+        record(failure)
+    except OSError:
+        return False
+    return True
 
 
 def _is_first_to_report(failure: Failure) -> bool:
