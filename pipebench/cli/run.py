@@ -161,9 +161,12 @@ def _to_run(
     return [recipe], Suite(folder.read().suite, tuple(overrides), verbose, folder)
 
 
+_ALONE = (None, "", "1")  # WORLD_SIZE of a process without others; joining them judges any other text
+
+
 def _started_as_worker() -> bool:
     """Return whether torchrun or our launcher started this process as one of several."""
-    return "RANK" in os.environ and ("PIPEBENCH_RUN" in os.environ or int(os.environ.get("WORLD_SIZE") or 1) > 1)
+    return "RANK" in os.environ and ("PIPEBENCH_RUN" in os.environ or os.environ.get("WORLD_SIZE") not in _ALONE)
 
 
 def _work(seeds: Sequence[int] | None, **asked: Any) -> None:

@@ -33,8 +33,9 @@ from pipebench.model.heap import HEAP
 GRACE_S = 30.0
 INTERRUPTED = 130
 _POLL_S, _KILLING_S = 0.02, 10.0
-# After a worker failed, the others end by themselves or on SIGTERM within this time, or are stuck or suspended.
-_CLOSING_S = 5.0
+# After a worker failed, the others end by themselves or on a signal within this time, or are stuck or suspended. Not on
+# SIGTERM, which asks them for a stop at a drain; nor by SIGKILL at once, which one may be dying of for another reason.
+_CLOSING_S, _CLOSING = 5.0, signal.SIGUSR2
 _NOTHING: Mapping[str, int] = {}
 
 
@@ -138,11 +139,11 @@ class Attempt:
             file.close()
 
     def _end_after_failure(self) -> None:
-        """After one worker failed, end the others by SIGTERM, later by SIGKILL."""
+        """After one worker failed, end the others, later by SIGKILL."""
         if self._first_dead_s is None:
             if any(process.returncode for process in self._processes):
                 self._first_dead_s = time.monotonic()
-                self._end(signal.SIGTERM)
+                self._end(_CLOSING)
         elif time.monotonic() - self._first_dead_s > _CLOSING_S:
             self.kill()
 

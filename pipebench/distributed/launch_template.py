@@ -126,6 +126,7 @@ def _fork() -> int:
 def _serve(requests: socket.socket, launcher: int, main: Callable[[], object]) -> NoReturn:
     """Start workers on request and report their ends, until the launcher closes the connection."""
     os.setsid()  # the terminal's Ctrl-C is for the launcher
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # workers, which end with this process, are to stop at a drain
     end_with(launcher)
     _name("template")
     import_for_backward()
@@ -174,7 +175,8 @@ def _become(template: int, request: Any, descriptors: Sequence[int], main: Calla
         # A process group of its own, which includes its loader's processes.
         os.setpgid(0, 0)
         end_with(template)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for each in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
         # The launcher handles Ctrl-C and stops the workers.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for standard, descriptor in zip(_STANDARD, descriptors, strict=False):

@@ -24,8 +24,7 @@ def worker_main(function: Callable[[], object], *, verbose: bool = False) -> int
     prints it, `verbose` with the traceback of the user's code. A failing process doesn't join threads of Gloo and NCCL,
     which may wait for lost peers.
     """
-    if not launched_by_us():
-        _handle_signals()
+    _handle_signals()
     try:
         function()
     except BaseException as error:
@@ -45,14 +44,22 @@ def fail(failure: Failure, *, verbose: bool = False, asks: bool = True) -> NoRet
     store is silent.
     """
     try:
-        record(failure)
-        tells = not launched_by_us() and failure.kind != "interrupted"
+        tells = not (_is_recorded(failure) and launched_by_us()) and failure.kind != "interrupted"
         if tells and (not asks or _is_first_to_report(failure)):
             print(report(failure, verbose=verbose), file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     finally:  # standard error may be closed
         os._exit(failure.exit_code)
+
+
+def _is_recorded(failure: Failure) -> bool:
+    """Record a failure; return whether that was possible: the disk of temporary files may be full."""
+    try:
+        record(failure)
+    except OSError:
+        return False
+    return True
 
 
 def _is_first_to_report(failure: Failure) -> bool:
@@ -88,8 +95,8 @@ def fail_silent(text: str, store_answers: bool) -> NoReturn:
 def on_stop_request(listener: Callable[[str], None]) -> None:
     """Have Ctrl-C, SIGTERM, SIGHUP and SIGQUIT call `listener` with a reason, once; a second ends the process.
 
-    Only under a launcher that forwards signals to its workers, as torchrun does; pipebench's own uses the store.
-    Without a listener the first signal ends the process.
+    torchrun forwards them to its workers. pipebench's own launcher uses the store; but who ends a job (PBS, LSF,
+    systemd) may send SIGTERM to all of its processes. Without a listener the first signal ends the process.
     """
     _listeners.append(listener)
 
@@ -103,7 +110,13 @@ def _handle_signals() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
 
+    owner = os.getpid()
+
     def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a copy of this process ends, as by default
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         if not _listeners:
             fail(Failure(_rank(), "interrupted", "interrupted"))
         for listener in _listeners:
@@ -111,5 +124,6 @@ def _handle_signals() -> None:
         _listeners.clear()
 
     # Those that torchrun forwards: SIGHUP when its terminal is gone.
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    forwarded = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    for each in (signal.SIGTERM, *(() if launched_by_us() else forwarded)):
         signal.signal(each, handle)

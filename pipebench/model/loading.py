@@ -6,11 +6,13 @@ Profiles time the path that training takes. Loader processes stay between segmen
 
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from pipebench.errors import UserCodeError
 from pipebench.recipe.users_code import as_users, reason
 from pipebench.zoo.registry import Dataset
 
+_OUTLIVES_S = 30.0  # as launchers give a run to drain
 AHEAD = 2  # minibatches fetched ahead, by a thread or per loader process; the simulator's loader has as many buffers
 
 _NO_ROOM = (
@@ -143,12 +146,21 @@ class LoaderProcesses:
 def _begin(_: int) -> None:
     """Prepare a loader process.
 
-    It leaves the group of processes that torchrun sends its signals to: loaders end with their reader, which drains.
+    It leaves the group of processes that torchrun sends its signals to, and outlives SIGTERM, which all processes of a
+    job may get, for a while: loaders end with their reader, which drains.
     What its queue can't send it reports in its place: the queue would drop it, and the reader wait for ever.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, _end_later)
     Queue._on_queue_feeder_error = _report_unsent  # type: ignore[attr-defined]  # Python's own hook for this
+
+
+def _end_later(number: int, frame: FrameType | None) -> None:
+    """End this process if it hasn't ended by itself by then: `multiprocessing` asks by this signal, too, and waits."""
+    timer = threading.Timer(_OUTLIVES_S, os._exit, [1])
+    timer.daemon = True
+    timer.start()
 
 
 class Loaders:

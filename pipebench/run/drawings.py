@@ -115,7 +115,7 @@ def record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], wh
                 write(path)
                 log.file(artifact, path)
                 drawn.append(artifact)
-    except (OSError, ValueError) as error:  # a picture must never cost a result
+    except Exception as error:  # whatever matplotlib can think of: a picture must never cost a result
         _LOG.warning("%s could not be drawn: %s", what, error)
     return drawn
 

@@ -114,7 +114,7 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
     if tells:
         print_link(log.where())
     folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, tells=tells)
-    return Run(result, folder.mlflow_run_id)
+    return Run(result, folder.mlflow_run_id, record=folder.record_path)
 
 
 def close_record(folder: RunFolder, log: RunLog) -> None:

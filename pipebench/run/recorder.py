@@ -182,7 +182,7 @@ class RunRecorder:
                 log.finish(status=status)
         shown = timeline.warmed_up() if measures else timeline
         width = min(_PICTURE_WIDTH, standard_output().width - 2)
-        made = Run(result, log.run_id, shown, text_picture(shown, width=width), log.where())
+        made = Run(result, log.run_id, shown, text_picture(shown, width=width), log.where(), log.folder)
         if self._request.suite.prints:
             self._print(made)
         return made

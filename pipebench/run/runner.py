@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 
 from pipebench.formats import seconds
 from pipebench.metrics import ranked
@@ -49,7 +50,8 @@ RUNS: dict[str, Callable[[RunRequest, Tracking], Run]] = {
 }
 _MOST_NAMED = 6  # runs in a comparison's name
 _MOST_BLOCKS = 2  # of a picture too wide for a terminal; then columns stand for longer
-_Ids = dict[tuple[str, int | None], str | None]  # MLflow's, by name and seed (None for a group of seeds)
+# MLflow's, or the folder of its record if it has none, by name and seed (None for a group of seeds)
+_Ids = dict[tuple[str, int | None], str | Path | None]
 
 
 def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int] | None) -> int:
@@ -95,10 +97,10 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
             RunComparison(tuple(runs), parent.where() if parent else "").print_to(standard_output())
         raise
     finally:
-        results = [run.result for run in runs]
         if parent is not None:
-            _tell_speed_ups(parent, results, ids)
+            _tell_speed_ups(parent, [run.result for run in runs], ids)
             finish_parent(parent, runs, complete=len(runs) == total)
+        tracking.close()
     return RunComparison(tuple(runs), parent.where() if parent else "")
 
 
@@ -173,7 +175,7 @@ def _run_with_seeds(
         begin(name)
         seed = loaded.recipe.train.seed if seeds is None else seeds[0]
         runs.append(run(replace(given, loaded=with_seed(loaded, seed)), tracking))
-        ids[name, seed] = runs[-1].mlflow_run_id
+        ids[name, seed] = runs[-1].mlflow_run_id or runs[-1].record
         return
     title = f"{name}, seeds {', '.join(map(str, seeds))}"
     group, first = start_parent(tracking, title, "seeds", [loaded], given.parent), len(runs)
@@ -182,15 +184,15 @@ def _run_with_seeds(
             begin(f"{name}-seed{seed}")
             request = replace(given, loaded=with_seed(loaded, seed), name=f"{name}-seed{seed}", parent=group)
             runs.append(run(request, tracking))
-            ids[name, seed] = runs[-1].mlflow_run_id
+            ids[name, seed] = runs[-1].mlflow_run_id or runs[-1].record
             if runs[-1].result.outcome == INTERRUPTED:
                 break
     finally:
         results = [run.result for run in runs[first:]]
         if results:
             group.metrics(ranked(summarise_seeds(results) | seed_medians(results), results[0].clock))
-        ids[name, None] = group.run_id
         finish_parent(group, runs[first:], complete=len(results) == len(seeds))
+        ids[name, None] = group.run_id or group.folder
 
 
 def comparison_title(names: Sequence[str], begun: datetime) -> str:
@@ -207,9 +209,9 @@ def comparison_title(names: Sequence[str], begun: datetime) -> str:
 def _tell_speed_ups(parent: RunLog, results: Sequence[RunResult], ids: _Ids) -> None:
     """Record in every run of a comparison its speed-up over data parallelism."""
     for key, values in speed_ups(results).items():
-        run_id = ids.get(key)
-        if run_id is not None and values:
-            parent.metrics(values, about=run_id)
+        about = ids.get(key)
+        if about is not None and values:
+            parent.metrics(values, about=about)
 
 
 _TABLE = "comparison.json"

@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -72,7 +72,7 @@ def _name(loaded: LoadedRecipe) -> str:
     return "/".join(path.parent.parts[1:][-2:]) or path.stem
 
 
-Ids = Mapping[tuple[str, int | None], str | None]
+Ids = Collection[tuple[str, int | None]]
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def telling_what_is_left(
 ) -> Iterator[None]:
     """Print on exit, for whatever reason, how to run what is left of `loaded`, in order, each with all seeds.
 
-    `ids` gets an entry by (name, seed) per finished run; a name alone is a group of seeds.
+    `ids` gets a name and a seed per finished run; a name alone is a group of seeds.
     """
     try:
         yield

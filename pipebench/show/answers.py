@@ -47,6 +47,7 @@ class Run(Shown):
         timeline: its first minibatches, of runs in this process.
         picture: these as text.
         link: how to open its record.
+        record: the folder of its record, which is removed once MLflow has it unless the run has a folder of its own.
     """
 
     result: RunResult
@@ -54,6 +55,7 @@ class Run(Shown):
     timeline: "Timeline | None" = None
     picture: str = ""
     link: str = ""
+    record: Path | None = None
 
     @property
     def metrics(self) -> dict[str, float]:

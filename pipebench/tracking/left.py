@@ -71,7 +71,8 @@ def _close(folder: Path, store: Store, on_progress: Callable[[], None]) -> None:
         parent_id, parent = None, None
         for entry in record.earlier():
             start, status = (entry.start, None) if entry.start is not None else (start, entry.status or status)
-            at_ms = entry.at_ms
+            if status is None or entry.status is not None:  # what a run gets after its end doesn't prolong it
+                at_ms = entry.at_ms
             if entry.start is not None:
                 parent_id, parent = entry.start.parent_id or parent_id, entry.start.parent or parent
         if record.path is None or start is None:

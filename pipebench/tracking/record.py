@@ -7,8 +7,10 @@
 What a run logged is read back from here, whether MLflow has it or not.
 """
 
+import errno
 import json
 import logging
+import os
 import re
 import shutil
 import threading
@@ -17,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from pipebench.files import NO_LOCKS, FileError, FileLock, read_bytes, read_text
 from pipebench.tracking.inputs import Inputs
@@ -30,6 +32,8 @@ ENTRIES, _SENT, _HELD = "record.jsonl", "mlflow.json", ".held"
 LOG_FILE = "run.log"  # the artifact that the processes of a run write while they run
 RESULT_FILE, STAGES_FILE = "result.json", "stages.csv"  # the artifacts that a run's result is, whole and by stage
 
+# Ends a line of which a process that died, or a full disk, has written a part, maybe all but its end: no entry
+_VOID = b"?\n"
 _MOST_TRIES = 100  # to make a folder beside others that remove theirs
 _MAX_BYTES = 1 << 40  # a long run's entries, or its trace, are as large as they are
 _log = logging.getLogger(__name__)
@@ -161,12 +165,8 @@ class RecordFolder:
     Whoever has it open holds a shared lock on it, which the system releases when a process dies.
     """
 
-    def __init__(self, path: Path | None, *, mends: bool = True, alone: bool = False) -> None:
-        """Open or make a folder, or none, to append after the last complete entry.
-
-        `mends`: remove what a process that died has written of an entry; False while another process writes. `alone`:
-        open none if somebody has it open.
-        """
+    def __init__(self, path: Path | None, *, alone: bool = False) -> None:
+        """Open or make a folder, or none; `alone`: none if somebody has it open."""
         self.path = path  # None once it can't be written, and then nothing is
         self.num_sent = 0  # how many of all entries MLflow has
         self.run_id: str | None = None  # MLflow's, as soon as it has one
@@ -177,8 +177,6 @@ class RecordFolder:
             if path is not None:
                 path.mkdir(parents=True, exist_ok=True)
                 self._hold(path / _HELD, alone=alone)
-                if mends:
-                    self._mend()
                 sent = read_sent(path)
                 self.run_id, self.num_sent = sent.run_id, sent.num_sent
                 self._num_bytes = len(_whole_lines(_read(path / ENTRIES)))
@@ -228,9 +226,13 @@ class RecordFolder:
                 path = self._inside(entry.artifact)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
-            # In one piece: another process may append, too.
-            with (self.path / ENTRIES).open("ab", buffering=0) as file:
-                file.write(f"{entry.to_json()}\n".encode())
+            line = f"{entry.to_json()}\n".encode()
+            with (self.path / ENTRIES).open("a+b", buffering=0) as file:
+                if not _ends_whole(file):
+                    line = _VOID + line
+                # In one piece: another process may append, too.
+                if file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, "No space left on device")
 
     def hear(self) -> list[LogEntry]:
         """Return the entries that were appended, by whichever process, since the last call or the folder was opened."""
@@ -289,14 +291,6 @@ class RecordFolder:
             if alone or error.errno not in NO_LOCKS:
                 raise
 
-    def _mend(self) -> None:
-        """Remove a torn last line from the file of entries."""
-        assert self.path is not None
-        content = _read(self.path / ENTRIES)
-        whole = _whole_lines(content)
-        if whole != content:
-            (self.path / ENTRIES).write_bytes(whole)
-
     def _inside(self, name: str) -> Path:
         assert self.path is not None
         return self.path.joinpath(*(part for part in PurePosixPath(name).parts if part not in ("/", "..")))
@@ -315,6 +309,12 @@ class RecordFolder:
 def _read(path: Path) -> bytes:
     """Return a file's content, empty if it doesn't exist."""
     return read_bytes(path, _MAX_BYTES) if path.exists() else b""
+
+
+def _ends_whole(file: IO[bytes]) -> bool:
+    """Return whether a file of entries ends with a whole one, or is empty."""
+    num_bytes = file.seek(0, os.SEEK_END)
+    return num_bytes == 0 or os.pread(file.fileno(), 1, num_bytes - 1) == b"\n"
 
 
 def _whole_lines(content: bytes) -> bytes:

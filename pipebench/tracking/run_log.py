@@ -22,6 +22,7 @@ from pipebench.tracking.inputs import Inputs
 from pipebench.tracking.left import close_left
 from pipebench.tracking.limits import MAX_PARAM_CHARS, clean_name
 from pipebench.tracking.record import (
+    ENTRIES,
     LOG_FILE,
     RESULT_FILE,
     STAGES_FILE,
@@ -66,6 +67,7 @@ class Tracking:
         self._awake = threading.Event()
         self._connected = threading.Event()
         self._left: tuple[Path, ...] = ()
+        self._is_closed = False
         self._ready = ready or self._connected.wait
         self.sends = ready is None
         if self.sends:
@@ -132,10 +134,15 @@ class Tracking:
         self._left = tuple(folders)
         self.wake()
 
+    def close(self) -> None:
+        """Log no more runs here: what sends them ends as soon as none is left, in a process that may live for long."""
+        self._is_closed = True
+        self.wake()
+
     @contextmanager
     def following(self, folder: Path) -> Iterator["RunLog"]:
         """Send to MLflow what another process records in a folder, as long as this lasts; yields the run's log."""
-        sender = Follower(RecordFolder(folder, mends=False))
+        sender = Follower(RecordFolder(folder))
         run = RunLog(self, folder.parent.name, sender)
         self._runs.append(run)
         try:
@@ -195,7 +202,7 @@ class Tracking:
         except Exception as error:  # each run tries again, and says so
             _log.debug("MLflow doesn't connect: %s", error)
         self._connected.set()
-        while True:
+        while self._runs or self._left or not self._is_closed:
             left, self._left = self._left, ()
             if left:
                 close_left(self.store.uri, left, self.note_progress)
@@ -260,12 +267,19 @@ class RunLog:
             self._sender.add(LogEntry(point=point))
         return is_new
 
-    def metrics(self, values: Mapping[str, float], *, about: str | None = None) -> None:
+    def metrics(self, values: Mapping[str, float], *, about: str | Path | None = None) -> None:
         """Log single values now, e.g. the spread over seeds on a parent run.
 
-        `about` is MLflow's id of the run that they are of, None for this run.
+        `about` is the run that they are of: MLflow's id of it, or, if MLflow hasn't it and it has ended, the folder of
+        its record, which is sent later; None for this run.
         """
-        self._sender.add(LogEntry(metrics={name: shown_value(value) for name, value in values.items()}, about=about))
+        shown = {name: shown_value(value) for name, value in values.items()}
+        if not isinstance(about, Path):
+            self._sender.add(LogEntry(metrics=shown, about=about))
+        elif (about / ENTRIES).exists():  # else it has been sent meanwhile
+            record = RecordFolder(about)
+            record.append(LogEntry(metrics=shown))
+            record.release()
 
     def inputs(self, inputs: Inputs) -> None:
         """Log what the run takes in."""

@@ -45,6 +45,7 @@ class Sender:
         self._queue: deque[tuple[LogEntry, bytes | None]] = deque((entry, None) for entry in unsent)
         self._virtual = start.virtual
         self._end_ms = 0  # of the last end in the queue, when it was logged
+        self._was_asked = not record.is_new  # for a run, which it may have made without our having heard so
         self._history: History | None = None
         self._system: SystemMetrics | None = None
         self._non_finite: set[str] = set()
@@ -112,7 +113,9 @@ class Sender:
         if run_id is None or found is None:
             lost = self.record.earlier()[: self.record.num_sent]
             begins_ms = lost[0].at_ms if lost else self._queue[0][0].at_ms
-            run_id = store.create_run(self.start.name, self._parent_tags(), begins_ms)
+            tags, was_asked, self._was_asked = self._parent_tags(), self._was_asked, True
+            made = store.run_begun_at(self.start.name, begins_ms) if was_asked and run_id is None else None
+            run_id = made or store.create_run(self.start.name, tags, begins_ms)
             # Not before: what may raise is tried again.
             self._queue.extendleft((entry, None) for entry in reversed(lost))
             found = StoredRun(begins_ms, {}, {}, {}, {})

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pipebench
 from pipebench.cli.main import cli
 from pipebench.recipe import objects
 from tests.commands import run_copy
+from tests.patience import wait_for
 from tests.recipes import uniform_recipe
 
 SIMULATED: dict[str, Any] = {"engine": {"kind": "simulated"}}
@@ -63,7 +65,12 @@ def test_importing_it_is_cheap() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def senders() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "pipebench-tracking"}
+
+
 def test_keys_are_sections_or_dotted_and_answers_are_rows_and_figures() -> None:
+    before = senders()
     one = pipebench.simulate("small.yaml", train={"minibatch_size": 125}, **{"parallelism.mode": "dp"})
     assert (one.result.recipe["train.minibatch_size"], one.result.mode) == ("125", "dp")
     assert (one.result.engine, one.mlflow_run_id is None) == ("simulated", False)
@@ -92,6 +99,8 @@ def test_keys_are_sections_or_dotted_and_answers_are_rows_and_figures() -> None:
     assert {**made, "took_s": 0, "solve_s": 0} == {**shown, "took_s": 0, "solve_s": 0}
     assert isinstance(plan.frame(), pandas.DataFrame)
     assert isinstance(plan.figure(), Figure)
+    # A notebook had a thread more with every run, for good.
+    wait_for(lambda: senders() <= before)
 
 
 def test_a_profile_is_what_its_command_prints() -> None:

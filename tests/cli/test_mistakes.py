@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipebench.cli.main import cli
+from pipebench.cli.run import _started_as_worker
 from pipebench.profile.cache import code_hash
 from tests.patience import without_phases
 from tests.recipes import uniform_recipe
@@ -37,6 +38,19 @@ def test_a_mistake_is_one_sentence(words: str, told: str, tmp_path: Path, monkey
     assert said.startswith(f"pipebench: error: {told}")
     assert said.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"], "nothing has run"
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [("four", True), ("0", True), ("2", True), ("1", False), ("", False)], ids=repr
+)
+def test_a_number_of_processes_that_is_none_is_left_to_those_who_join(
+    size: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of a launcher's variables is wrong they say in a sentence; here it was a traceback."""
+    monkeypatch.delenv("PIPEBENCH_RUN", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert _started_as_worker() is expected
 
 
 def test_a_link_to_itself_in_a_folder_of_recipes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,17 @@
 """Asynchronous data parallelism in processes: for a given order of pushes they end with the virtual engine's bits."""
 
+import threading
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
 from pipebench.extensions.asynchronous.pushes import Pushes
+from pipebench.extensions.asynchronous.server import ParameterServer
+from pipebench.extensions.asynchronous.serving import Serving
 from pipebench.recipe.schema import OptimizerRecipe
 from tests.distributed.cases import Case, Outcome, compare, virtually
+from tests.patience import wait_for
 from tests.processes import Processes
 
 AVERAGING = OptimizerRecipe("asgd", 0.1, arguments={"t0": 3, "lambd": 0.0})
@@ -50,6 +55,25 @@ def test_the_virtual_engine_repeats_what_processes_did(request: pytest.FixtureRe
     compare(found, again, 0.0)
 
 
+def test_the_first_replica_notes_its_memory_when_its_turn_comes() -> None:
+    """Not only before: while it waits, pushes of others make a set of weights beside the one that it keeps."""
+    done: list[str] = []
+
+    class Server:
+        def begin(self, first: int) -> None: ...
+        def apply(self, minibatch: int, *_: object, **__: object) -> None:
+            done.append(f"push {minibatch}")
+
+    serving = Serving(cast("ParameterServer", Server()), [], lambda: done.append("note"))
+    serving.begin(0, [1, 0], lambda: 2)
+    own = threading.Thread(target=serving.push, args=(0, 0, []))
+    own.start()
+    wait_for(lambda: 0 in serving._there)
+    serving._apply(1, 0, [], of_first=False)
+    own.join()
+    assert done == ["push 1", "note", "push 0"]
+
+
 @pytest.mark.parametrize("name", ["two", "three"])
 def test_processes_repeat_an_order(request: pytest.FixtureRequest, name: str) -> None:
     """One that no clock would come up with: the last replica's pushes are in long before the first's."""
@@ -68,3 +92,7 @@ def test_processes_repeat_an_order(request: pytest.FixtureRequest, name: str) ->
     assert expected.pushes == pushes_of(found)
     assert max(expected.pushes[0].staleness) >= case.segments[0] // 2
     compare(found, expected, 0.0)
+    (first, *others), (at_least, *exactly) = [peak for each in found for peak in each.peaks], expected.peaks
+    assert others == exactly
+    # What others' pushes have made when the first's turn comes; on the wall clock some come during its passes.
+    assert first >= at_least

@@ -1,6 +1,7 @@
 """Starting workers, finding out why they ended, restarting and stopping them."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -170,6 +171,23 @@ def test_a_failing_worker_speaks_only_where_nobody_else_will(
         launch_worker.worker_main(lambda: work(PeerLostError("lost a peer")))
     assert capsys.readouterr().err == ""
     assert launch_worker.worker_main(lambda: "target missed") == 0
+
+
+@pytest.mark.usefixtures("_ends")
+def test_a_failure_that_a_full_disk_does_not_take_is_told_by_its_worker(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its launcher could only say that the worker had said nothing."""
+
+    def full(failure: Failure) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(world, "current", lambda: None)
+    monkeypatch.setattr(launch_worker, "record", full)
+    monkeypatch.setenv("PIPEBENCH_RUN", "somewhere")
+    with pytest.raises(_EndedError, match="2"):
+        launch_worker.fail(Failure(0, "user", "train.epochs: got 0"))
+    assert capsys.readouterr().err == "pipebench: error: train.epochs: got 0\n"
 
 
 @pytest.mark.usefixtures("_ends")

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -31,6 +32,32 @@ def test_what_torchrun_forwards_asks_for_a_stop(sent: signal.Signals, monkeypatc
     launch_worker._handle_signals()
     os.kill(os.getpid(), sent)
     assert asked == ["interrupted"]
+
+
+@pytest.mark.usefixtures("_handlers_are_put_back")
+def test_sigterm_to_all_processes_of_a_job_asks_for_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PBS, LSF and systemd send it: workers of our own launcher died of it, and no checkpoint was written."""
+    asked: list[str] = []
+    monkeypatch.setattr(launch_worker, "_listeners", [asked.append])
+    monkeypatch.setenv("PIPEBENCH_RUN", "run")
+    others = [signal.getsignal(each) for each in FORWARDED if each != signal.SIGTERM]
+    launch_worker._handle_signals()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert asked == ["interrupted"]
+    assert [signal.getsignal(each) for each in FORWARDED if each != signal.SIGTERM] == others
+
+
+@pytest.mark.usefixtures("_handlers_are_put_back")
+def test_a_copy_of_a_worker_can_be_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that took the signal for itself would have `multiprocessing` wait for it for ever."""
+    monkeypatch.setattr(launch_worker, "_listeners", [lambda reason: None])
+    launch_worker._handle_signals()
+    copy = os.fork()
+    if copy == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)  # for the signal, which Python handles between two instructions
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(

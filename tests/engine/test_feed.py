@@ -352,24 +352,26 @@ def test_a_gpu_copies_inputs_and_targets_from_pinned_memory(
 
 
 STOPPED = """
-import os, signal, sys
+import multiprocessing, os, signal, sys
 from pipebench.model.loading import LoaderProcesses
 import torch
 from tests.support import Blobs
 asked = []
-signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+signal.signal(signal.SIGHUP, lambda number, frame: asked.append(number))
 loaders = LoaderProcesses(Blobs(), torch.device("cpu"), 2)
 minibatches = loaders.minibatches("train", ["x"], iter([([k], 0) for k in range(40)]))
 found = [next(minibatches), next(minibatches)]  # one of each, which have started
-os.killpg(0, signal.SIGTERM)  # as torchrun
+os.killpg(0, signal.SIGHUP)  # as torchrun
+for each in multiprocessing.active_children():  # as who ends all processes of a job
+    os.kill(each.pid, signal.SIGTERM)
 found += minibatches
 loaders.close()
 print(len(found), len(asked))
 """
 
 
-def test_loader_processes_go_on_until_a_run_that_torchrun_stops_has_drained() -> None:
-    """They ended with its signal, and the run in an error instead of with a checkpoint."""
+def test_loader_processes_go_on_until_a_run_that_is_stopped_has_drained() -> None:
+    """They ended with the signal, and the run in an error instead of with a checkpoint."""
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", STOPPED], env=environment, start_new_session=True, capture_output=True, text=True

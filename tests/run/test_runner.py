@@ -16,12 +16,13 @@ from pipebench.cli.outputs import is_picture_by
 from pipebench.errors import WorkersFailedError
 from pipebench.run.one_process import run_simulated
 from pipebench.run.request import RunRequest
-from pipebench.run.runner import RUNS
+from pipebench.run.runner import RUNS, _tell_speed_ups
 from pipebench.show import memory_picture, occupancy_picture
 from pipebench.show.answers import Run
-from pipebench.tracking import Tracking
+from pipebench.tracking import Tracking, read_record
 from pipebench.zoo.mnist5k import Mnist5k
 from tests.modes import WHOLE
+from tests.results import DP, PIPEDREAM
 
 SHORT = [
     *("model.width=0.05", "dataset.num_train=1000", "train.minibatch_size=200", "train.max_epochs=1"),
@@ -187,6 +188,19 @@ def test_a_run_whose_mode_the_planner_chose_keeps_the_runner_ups(folder: Path) -
     assert len(seconds) + len(told["refused"]) == len(WHOLE)
     assert seconds == sorted(seconds)
     assert plan["mode"] == told["compared"][0]["mode"]
+
+
+def test_a_run_that_mlflow_has_not_keeps_its_speed_up(tmp_path: Path) -> None:
+    """Those of runs that were sent after an outage of MLflow were missing for good."""
+    elsewhere = Tracking("suite", lambda limit_s: True)
+    parent, run = (
+        elsewhere.start(name, params={}, tags={}, folder=tmp_path / name) for name in ("dp, pipedream", "pipedream")
+    )
+    run.finish(PIPEDREAM)
+    _tell_speed_ups(parent, [DP, PIPEDREAM], {(PIPEDREAM.name, 0): run.run_id or run.folder})
+    kept = read_record(tmp_path / "pipedream")
+    assert kept is not None
+    assert kept.metrics == {"speedup_over_dp": 3.0, "epoch_speedup_over_dp": 1.0}
 
 
 def test_seeds_of_several_recipes_are_a_row_per_recipe(folder: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from matplotlib.figure import Figure
@@ -14,11 +14,13 @@ from pipebench.planner.plans import StageTime
 from pipebench.recipe.load import load, load_each
 from pipebench.run.advice import advice
 from pipebench.run.deciding import prepare_job
+from pipebench.run.drawings import record_drawn
 from pipebench.run.request import RunRequest
 from pipebench.run.story import PAGE, answer_of, comparison_story, story
 from pipebench.run.suite import Suite
 from pipebench.show.answers import Run
 from pipebench.show.plan_picture import plan_figure
+from pipebench.tracking import RunLog
 from pipebench.train.result import COMPLETED, DIVERGED, MISSED, REACHED
 from tests.tracking.records import RESULT
 
@@ -89,6 +91,15 @@ def test_a_comparison_s_page_has_its_verdict_curves_and_a_link_to_each_seed(fold
     links = [source for source in page.sources if "/#/experiments/7/runs/" in source]
     assert [link.split("/runs/")[1].split("?")[0] for link in links] == ["gpipe0", "gpipe1", "dp0", "dp1"]
     assert sum(source.startswith("data:image/png;base64,") for source in page.sources) == 1
+
+
+def test_a_picture_that_fails_costs_nothing() -> None:
+    """A RuntimeError of matplotlib's ended the worker that had trained: all were started again."""
+
+    def fails(_: Path) -> None:
+        raise RuntimeError("in FT2Font: can not load face")
+
+    assert record_drawn(cast("RunLog", SimpleNamespace()), {"plan.png": fails}, "the plan") == []
 
 
 def test_a_page_without_pictures_is_as_good() -> None:

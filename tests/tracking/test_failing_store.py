@@ -17,7 +17,8 @@ from mlflow.tracking import MlflowClient
 
 from pipebench.errors import UserError
 from pipebench.tracking import Tracking, default_uri, read_record, require_writable
-from pipebench.tracking.record import RecordFolder, Start
+from pipebench.tracking.left import close_left
+from pipebench.tracking.record import LogEntry, RecordFolder, Start
 from pipebench.tracking.sender import Sender
 from pipebench.tracking.store import MetricRow, Store
 from pipebench.train.result import RunResult
@@ -114,6 +115,41 @@ def test_a_run_that_ends_has_its_comparison_tried_again(tracking: Tracking, monk
     child.finish(RESULT)
     assert fetch(child).data.tags["mlflow.parentRunId"] == parent.run_id
     parent.finish(status="FINISHED")
+
+
+def test_a_run_that_a_server_made_without_an_answer_is_not_made_twice(
+    tracking: Tracking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network lost the answer; the next try made another run, and the first was running for ever."""
+    create, made = tracking.store.create_run, list[str]()
+
+    def answer_lost(name: str, *more: Any) -> str:
+        made.append(create(name, *more))
+        if len(made) == 1:
+            raise ConnectionError("reset by peer")
+        return made[-1]
+
+    monkeypatch.setattr(tracking.store, "create_run", answer_lost)
+    run = tracking.start("answer lost", params={"a": "1"}, tags={})
+    tracking.wake()
+    wait_for(lambda: run._failed)
+    run.finish(RESULT)
+    assert made == [run.run_id]
+    assert fetch(run).data.params == {"a": "1"}
+
+
+def test_a_run_that_a_killed_process_has_just_made_is_the_one_that_is_ended(tracking: Tracking, folder: Path) -> None:
+    """Its id wasn't noted yet: a later command made another run of it."""
+    assert tracking.wait_until_ready()
+    record, store = RecordFolder.of_name("just made", folder), Store(default_uri(), "suite")
+    begins = LogEntry(start=Start("just made", virtual=False, suite="suite"))
+    record.append(begins)
+    store.connect()
+    run_id = store.create_run("just made", {}, begins.at_ms)
+    record.release()
+    assert record.path is not None
+    close_left(default_uri(), [record.path])
+    assert MlflowClient(default_uri()).get_run(run_id).info.status == "KILLED"
 
 
 def test_a_store_that_recovers_has_everything(

@@ -1,6 +1,7 @@
 """Runs that one process logs and another sends to MLflow; here both are one process."""
 
 import errno
+import io
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -133,7 +134,7 @@ def test_a_sample_of_this_host_may_come_after_the_end(tracking: Tracking, record
     """The follower takes one while the other process ends."""
     run = begun(record)
     run._sender.add(LogEntry(status="FINISHED"))
-    RecordFolder(record, mends=False).append(LogEntry(metrics={"system/cpu": 0.5}))
+    RecordFolder(record).append(LogEntry(metrics={"system/cpu": 0.5}))
     with tracking.following(record) as log:
         log.settle()
     stored = fetch(log)
@@ -150,16 +151,58 @@ def test_this_host_is_sampled(follower: RunLog, record: Path, monkeypatch: pytes
 
 
 def test_an_entry_that_is_being_written_is_heard_of_when_it_is_whole(tmp_path: Path) -> None:
-    record = RecordFolder(tmp_path, mends=False)
+    record = RecordFolder(tmp_path)
     line = LogEntry(tags={"mode": "dp"}).to_json() + "\n"
     with (tmp_path / ENTRIES).open("w", encoding="utf-8") as file:
         file.write(line + line[:9])
         file.flush()
         assert [entry.tags for entry in record.hear()] == [{"mode": "dp"}]
-        assert [entry.tags for entry in RecordFolder(tmp_path, mends=False).earlier()] == [{"mode": "dp"}]
+        assert [entry.tags for entry in RecordFolder(tmp_path).earlier()] == [{"mode": "dp"}]
         file.write(line[9:])
     assert [entry.tags for entry in record.hear()] == [{"mode": "dp"}]
     assert record.hear() == []
+
+
+@pytest.mark.parametrize("lacks", [1, 9], ids=["all but its end", "a part"])
+def test_what_a_killed_process_has_written_of_an_entry_spoils_no_other(tmp_path: Path, lacks: int) -> None:
+    """The launcher's next line was joined to it: nobody heard how the run ended, and MLflow had it as running."""
+    record = RecordFolder(tmp_path)
+    record.append(LogEntry(tags={"mode": "dp"}))
+    line = LogEntry(result=RESULT).to_json() + "\n"
+    with (tmp_path / ENTRIES).open("a", encoding="utf-8") as file:
+        file.write(line[:-lacks])
+    record.append(LogEntry(status="FAILED"))
+    record.append(LogEntry(tags={"mode": "dp"}))
+    for heard in (record.hear(), RecordFolder(tmp_path).earlier()):
+        assert [entry.status for entry in heard] == [None, "FAILED", None]
+
+
+def test_a_record_that_is_opened_again_keeps_what_it_has(tmp_path: Path) -> None:
+    """A torn line was cut off by writing the file anew: with a full disk, or a kill then, all of it was lost."""
+    RecordFolder(tmp_path).append(LogEntry(tags={"mode": "dp"}))
+    with (tmp_path / ENTRIES).open("a", encoding="utf-8") as file:
+        file.write("{")
+    before = (tmp_path / ENTRIES).read_bytes()
+    RecordFolder(tmp_path)
+    assert (tmp_path / ENTRIES).read_bytes() == before
+
+
+class OneByte(io.FileIO):
+    """A file on a disk with room for one byte, of which the system writes that, and says so."""
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        return super().write(data[:1])
+
+
+def test_an_entry_that_a_disk_takes_in_part_is_lost_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry after it was joined to it, and both were lost without a word."""
+    record = RecordFolder(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, mode, buffering: OneByte(path, mode))
+        record.append(LogEntry(tags={"mode": "dp"}))
+    assert record.path is None, "it says that the disk is full"
+    RecordFolder(tmp_path).append(LogEntry(status="FAILED"))
+    assert [entry.status for entry in RecordFolder(tmp_path).earlier()] == ["FAILED"]
 
 
 def test_what_was_heard_of_is_not_read_again(tmp_path: Path) -> None:

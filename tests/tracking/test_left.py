@@ -3,6 +3,7 @@
 import os
 import signal
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,9 @@ def test_runs_that_mlflow_never_got_are_sent_when_it_answers() -> None:
         child = tracking.start("child", params={"name": "small"}, tags={"kind": "run"}, parent=parent)
         child.point(Point(samples=10, clock_s=1.0, metrics={"top1": 0.5}))
         child.finish(status="FINISHED")
+        ended_ms = child._sender._end_ms
+        time.sleep(0.005)
+        parent.metrics({"speedup_over_dp": 2.0}, about=child.run_id or child.folder)
         parent.finish(status="FINISHED")
         assert child.where() == "pipebench-results/child-1/ (MLflow did not take it)"
     other = tracking.start("seeds 0, 1", params={}, tags={"kind": "seeds"})
@@ -174,6 +178,9 @@ def test_runs_that_mlflow_never_got_are_sent_when_it_answers() -> None:
     close_left(default_uri(), [*Path("pipebench-results").iterdir()])
     assert not Path("pipebench-results").exists()
     assert points() == [(10, 0.5)]
+    with closing(sqlite3.connect("mlflow.db")) as store:
+        found = "select name, value, end_time from runs natural join metrics where key = 'speedup_over_dp'"
+        assert store.execute(found).fetchall() == [("child", 2.0, ended_ms)]
     (run,) = [run for run in RecordedRuns().past() if run.kind == "run"]
     (above,) = [each for each in RecordedRuns().past() if each.ids[0] == run.parent_id]
     assert above.names == ("seeds 0, 1",)

@@ -80,10 +80,13 @@ class ServerLink:
 
 
 class Serving:
-    """The server of a stage with its threads; `lines` lead to every replica but the first."""
+    """The server of a stage with its threads.
 
-    def __init__(self, server: ParameterServer, lines: Sequence[ServerLink]) -> None:
-        self.server = server
+    `lines` lead to every replica but the first; `note_memory` notes what the first replica holds, in its own thread.
+    """
+
+    def __init__(self, server: ParameterServer, lines: Sequence[ServerLink], note_memory: Callable[[], None]) -> None:
+        self.server, self._note_memory = server, note_memory
         self._changed = threading.Condition()
         self._turns = Turns()
         self._num_segments = 0
@@ -155,6 +158,8 @@ class Serving:
             self._wait_for(lambda: self._is_next(minibatch))
             del self._there[minibatch]
             self._next = None
+            if of_first:  # whose replica holds most now: its gradient, and what others' pushes have made meanwhile
+                self._note_memory()
             pulled = self.server.apply(minibatch, version, gradients, of_first=of_first)
             self._changed.notify_all()
             return pulled
