@@ -52,6 +52,7 @@ _NORMALISATIONS = frozenset(_READ_AGAIN)
 _GATHERS = frozenset(("embedding", "gather", "index", "index_select"))
 _PRODUCTS = frozenset((aten.mm, aten.addmm, aten.bmm, aten.baddbmm))
 _FORWARD, _INPUT, _WEIGHT = range(3)  # the three products of a convolution: the result and two gradients
+_MOST_KNOWN = 1 << 16  # operations; a model has some thousands, at every size of its minibatches others
 _RECURRENT = {aten._cudnn_rnn: recurrent.forward, aten._cudnn_rnn_backward: recurrent.backward}
 
 
@@ -103,7 +104,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if call is None or call not in self._known:
             out = func(*args, **kwargs)
             cost, outputs = self._cost(func, name, args, kwargs, out), outputs_of(out, (args, kwargs))
-            if call is not None and outputs is not None:
+            if call is not None and outputs is not None and len(self._known) < _MOST_KNOWN:
                 self._known[call] = outputs, cost
         else:
             outputs, cost = self._known[call]
