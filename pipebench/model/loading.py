@@ -12,6 +12,7 @@ from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
+from pickle import PicklingError
 from types import FrameType
 from typing import Any
 
@@ -122,14 +123,21 @@ class LoaderProcesses:
     def _begun(self) -> Any:
         """Return torch's iterator; without its handler, which raises an error wherever this process is just then."""
         handler = signal.getsignal(signal.SIGCHLD)
-        fetching = iter(self._loader)
+        try:
+            fetching = iter(self._loader)
+        except (PicklingError, AttributeError, TypeError) as error:  # macOS, and Linux from Python 3.14 on, don't fork
+            raise UserCodeError(
+                f"a process that fetches ahead can't be given the data set ({reason(error)}): keep no lambdas, local "
+                "functions or open files in it, or set dataset.loader_processes to 0"
+            ) from error
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler)
         return fetching
 
     def _ended(self) -> str | None:
         """Return how a process has ended, as the end of a sentence; None if all are there."""
-        code = next((process.exitcode for process in self._loader._iterator._workers if process.exitcode), None)
+        processes = getattr(self._loader._iterator, "_workers", ())  # None if they couldn't be started
+        code = next((process.exitcode for process in processes if process.exitcode), None)
         if code is None:
             return None
         if code == -signal.SIGBUS:  # no room is left for what was there a moment ago
