@@ -30,6 +30,11 @@ _NO_ROOM = (
     "a minibatch doesn't fit in shared memory, /dev/shm: give the container more of it (docker's --shm-size), or make "
     "dataset.loader_processes or train.minibatch_size smaller"
 )
+# What to do, by words of torch's and Python's errors about what processes share.
+_ADVICE = {
+    "unable to allocate shared memory": _NO_ROOM,
+    "AF_UNIX path too long": "the path of temporary files is too long for a socket: set TMPDIR to a shorter one",
+}
 
 Task = tuple[list[int], int]  # the samples of a minibatch, and what their augmentation is drawn from
 Fields = dict[str, torch.Tensor]
@@ -222,12 +227,14 @@ class _Mistake:
 
 def _report_unsent(queue: Any, error: Exception, item: Any) -> None:
     """Send what went wrong in place of a minibatch; `item` is its number and the minibatch, as torch has them."""
-    queue.put((item[0], _Mistake(_NO_ROOM if _is_no_room(error) else reason(error))))
+    queue.put((item[0], _Mistake(_advice(error) or reason(error))))
 
 
-def _is_no_room(error: BaseException | None) -> bool:
-    """Return whether shared memory was too small, in torch's words, be it that another error came of it."""
-    return error is not None and ("unable to allocate shared memory" in str(error) or _is_no_room(error.__cause__))
+def _advice(error: BaseException | None) -> str | None:
+    """Return what to do where processes can't share, be it that another error came of that; None of other errors."""
+    if error is None:
+        return None
+    return next((advice for words, advice in _ADVICE.items() if words in str(error)), None) or _advice(error.__cause__)
 
 
 @dataclass
@@ -252,8 +259,8 @@ class _Tasks(data.Dataset[Any]):
         try:
             return self._dataset.fetch(split, indices, fields, draw)
         except BaseException as error:  # one that is no Exception would end the process without a word
-            if _is_no_room(error):
-                return _Mistake(_NO_ROOM)
+            if advice := _advice(error):
+                return _Mistake(advice)
             theirs = as_users(error)
             if theirs is None:
                 raise
