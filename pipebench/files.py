@@ -190,7 +190,8 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256", _bufsize=_CHUNK_BYTES).hexdigest()
 
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without locks
+# Errors of file systems without locks; the last two are one on Linux, two on macOS.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class FileLock:

@@ -29,9 +29,12 @@ def data_folder(dataset: str, root: str, holds: str = "") -> Path:
 
 
 def cache_folder(*parts: str) -> Path:
-    """Return a folder in the user's cache: XDG_CACHE_HOME or ~/.cache, then pipebench; needn't exist."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache").joinpath("pipebench", *parts)
+    """Return a folder in the user's cache: XDG_CACHE_HOME or ~/.cache, then pipebench; needn't exist.
+
+    Where the user has no home, as in a container, it is one that can't be made: caches are lost, and no result.
+    """
+    base, home = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~")
+    return Path(base or os.path.join(os.devnull if home == "~" else home, ".cache"), "pipebench", *parts)
 
 
 def write_whole(path: Path, content: bytes) -> None:

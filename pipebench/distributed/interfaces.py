@@ -19,6 +19,7 @@ from pipebench.errors import UserError
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what Gloo and NCCL read
 _ADDRESS_OF_INTERFACE = 0x8915  # Linux's SIOCGIFADDR
 _ANY_PORT = 9  # nothing is sent
+_OPEN_MAX = 10240  # macOS's, which refuses more, though the most that it names is infinite
 
 
 def prepare_sockets(environ: MutableMapping[str, str], everyone: Sequence[Mapping[str, Any]] | None) -> None:
@@ -36,9 +37,11 @@ def prepare_sockets(environ: MutableMapping[str, str], everyone: Sequence[Mappin
 
 def _allow_files() -> None:
     """Raise this process's limit of open files: a group has a connection to every rank, a mapped slot has a file."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for limit in (most, max(now, _OPEN_MAX)):
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+            return
 
 
 def _stay_on_loopback(environ: MutableMapping[str, str]) -> None:

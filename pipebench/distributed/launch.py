@@ -152,7 +152,8 @@ class Attempt:
         for sent, process in zip(self._sent, self._processes, strict=True):
             if process.poll() is None:
                 sent.add(number)
-                with contextlib.suppress(ProcessLookupError):
+                # It has ended: on macOS it mustn't be sent any until somebody has waited for it.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, number)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
+from pickle import PicklingError
 from types import FrameType
 from typing import Any
 
@@ -29,6 +30,11 @@ _NO_ROOM = (
     "a minibatch doesn't fit in shared memory, /dev/shm: give the container more of it (docker's --shm-size), or make "
     "dataset.loader_processes or train.minibatch_size smaller"
 )
+# What to do, by words of torch's and Python's errors about what processes share.
+_ADVICE = {
+    "unable to allocate shared memory": _NO_ROOM,
+    "AF_UNIX path too long": "the path of temporary files is too long for a socket: set TMPDIR to a shorter one",
+}
 
 Task = tuple[list[int], int]  # the samples of a minibatch, and what their augmentation is drawn from
 Fields = dict[str, torch.Tensor]
@@ -122,14 +128,21 @@ class LoaderProcesses:
     def _begun(self) -> Any:
         """Return torch's iterator; without its handler, which raises an error wherever this process is just then."""
         handler = signal.getsignal(signal.SIGCHLD)
-        fetching = iter(self._loader)
+        try:
+            fetching = iter(self._loader)
+        except (PicklingError, AttributeError, TypeError) as error:  # macOS, and Linux from Python 3.14 on, don't fork
+            raise UserCodeError(
+                f"a process that fetches ahead can't be given the data set ({reason(error)}): keep no lambdas, local "
+                "functions or open files in it, or set dataset.loader_processes to 0"
+            ) from error
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler)
         return fetching
 
     def _ended(self) -> str | None:
         """Return how a process has ended, as the end of a sentence; None if all are there."""
-        code = next((process.exitcode for process in self._loader._iterator._workers if process.exitcode), None)
+        processes = getattr(self._loader._iterator, "_workers", ())  # None if they couldn't be started
+        code = next((process.exitcode for process in processes if process.exitcode), None)
         if code is None:
             return None
         if code == -signal.SIGBUS:  # no room is left for what was there a moment ago
@@ -214,12 +227,14 @@ class _Mistake:
 
 def _report_unsent(queue: Any, error: Exception, item: Any) -> None:
     """Send what went wrong in place of a minibatch; `item` is its number and the minibatch, as torch has them."""
-    queue.put((item[0], _Mistake(_NO_ROOM if _is_no_room(error) else reason(error))))
+    queue.put((item[0], _Mistake(_advice(error) or reason(error))))
 
 
-def _is_no_room(error: BaseException | None) -> bool:
-    """Return whether shared memory was too small, in torch's words, be it that another error came of it."""
-    return error is not None and ("unable to allocate shared memory" in str(error) or _is_no_room(error.__cause__))
+def _advice(error: BaseException | None) -> str | None:
+    """Return what to do where processes can't share, be it that another error came of that; None of other errors."""
+    if error is None:
+        return None
+    return next((advice for words, advice in _ADVICE.items() if words in str(error)), None) or _advice(error.__cause__)
 
 
 @dataclass
@@ -244,8 +259,8 @@ class _Tasks(data.Dataset[Any]):
         try:
             return self._dataset.fetch(split, indices, fields, draw)
         except BaseException as error:  # one that is no Exception would end the process without a word
-            if _is_no_room(error):
-                return _Mistake(_NO_ROOM)
+            if advice := _advice(error):
+                return _Mistake(advice)
             theirs = as_users(error)
             if theirs is None:
                 raise

@@ -16,6 +16,7 @@ import pipebench
 from pipebench import files, zoo
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import VERSION, read_profile, write_profile
+from pipebench.zoo.places import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def find(key_parts: Mapping[str, object], read: Callable[[str], object]) -> str 
     try:
         text = path.read_text(encoding="utf-8")
         read(text)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("profile cache: %s can't be read (%s: %s), so it is made again", path, type(error).__name__, error)
@@ -80,7 +81,4 @@ def own_hash() -> str:
 def cache_directory() -> Path:
     """Return the directory of cached profiles, which may not exist yet."""
     own = os.environ.get("PIPEBENCH_CACHE")
-    if own:
-        return Path(own) / "profiles"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pipebench" / "profiles"
+    return Path(own, "profiles") if own else cache_folder("profiles")

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from pipebench.distributed.cores import usable_cores
 from pipebench.engine.weights import Weights
 from pipebench.errors import UserCodeError
 from pipebench.model.optimizer import FUSED, called, key_of, make_optimizer
@@ -62,7 +63,7 @@ def _all_cores() -> Iterator[None]:
     """Use all cores under torchrun, which lets a process have one thread: the others wait for this one to join."""
     before = torch.get_num_threads()
     if "RANK" in os.environ:
-        torch.set_num_threads(max(before, len(os.sched_getaffinity(0))))
+        torch.set_num_threads(max(before, int(usable_cores())))
     try:
         yield
     finally:

@@ -82,8 +82,12 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def quiet_environment() -> dict[str, str]:
-    """Return this process's environment with MLflow's telemetry and chatter off, unless the user set them."""
-    return _ENVIRONMENT | os.environ
+    """Return this process's environment with MLflow's telemetry and chatter off, unless the user set them.
+
+    A user without a home, as in a container, has one that can't be written to: MLflow's import fails without any.
+    """
+    home = {"HOME": os.devnull} if os.path.expanduser("~") == "~" else {}
+    return _ENVIRONMENT | home | os.environ
 
 
 class StoreConnection:
@@ -95,7 +99,7 @@ class StoreConnection:
         self._path = sqlite_path(uri)
         self._lock = nullcontext() if self._path is None else FileLock(f"{self._path}.lock", timeout=_TURN_LIMIT_S)
         self._client: MlflowClient | None = None
-        os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
+        os.environ.update({name: value for name, value in quiet_environment().items() if name not in os.environ})
         # Not catch_warnings: it swaps a list that all threads share, and MLflow runs in a thread of its own.
         warnings.filterwarnings("ignore", module=r"(mlflow|alembic)(\.|$)")
 

@@ -101,7 +101,7 @@ def newest_experiments(address: str) -> list[tuple[str, str]]:
 
 
 def _end(server: "subprocess.Popen[bytes]") -> None:
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):  # the second on macOS, until somebody has waited for it
         os.killpg(server.pid, signal.SIGTERM)
     with suppress(KeyboardInterrupt):
         try:
@@ -121,6 +121,9 @@ def choose_port(port: int | None) -> int:
 
 
 def _is_free(port: int) -> bool:
+    # On macOS one interface's may be taken beside a server of all, as AirPlay's at 5000, which answers until ours does.
+    with suppress(OSError, OverflowError), socket.create_connection((HOST, port), timeout=1):
+        return False
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

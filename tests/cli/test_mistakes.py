@@ -84,6 +84,8 @@ def test_an_output_that_takes_nothing(shell: str, code: int, told: str, tmp_path
     (tmp_path / "small.yaml").write_text(uniform_recipe(8, 2000, 250, minibatch_size=250))
     command, _, rest = shell.partition(" ")
     words = command if command.startswith("-") else f"{command} {tmp_path}/small.yaml"
+    if "/dev/full" in shell and not Path("/dev/full").exists():
+        pytest.skip("this system has no disk that is always full")
     line = f"{sys.executable} -m pipebench {words} {rest}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == code, done.stderr

@@ -19,6 +19,8 @@ from tests.commands import CopiedCommand
 from tests.distributed.test_launch import ROOT, alive, script, when
 from tests.patience import PATIENCE_S
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is copied")
+
 
 def launch() -> None:
     """Be a launcher whose workers run a file in plain Python, in a process that has computed nothing."""

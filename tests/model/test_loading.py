@@ -60,6 +60,7 @@ def limit() -> Iterator[None]:
     [
         (NO_ROOM, f"in a process that fetches ahead, {ROOM}"),
         ("collates", f"in a process that fetches ahead, {ROOM}"),
+        ("AF_UNIX path too long", "in a process that fetches ahead, the path of temporary files is too long"),
         ("it is torn", "in a process that fetches ahead, RuntimeError: it is torn"),
         (str(int(signal.SIGKILL)), "a process that fetches ahead was ended by SIGKILL, as memory runs out: make data"),
     ],

@@ -58,7 +58,8 @@ def test_an_unwritable_cache_costs_only_time(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path / "file"))
     assert cached({"a": 1}, make) == make()
-    assert "can't be written" in caplog.text
+    (said,) = caplog.messages
+    assert "can't be written" in said
 
 
 def test_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
