@@ -1,26 +1,15 @@
 """The processors that a run's processes compute on, cores of hosts and GPUs, and whether they compete for them."""
 
-import os
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from pipebench.model.cores import usable_cores
 from pipebench.simulate.costs import SharedProcessors
-
-
-def usable_cores(root: Path = Path("/")) -> float:
-    """Return how many cores this process may use, at least 0.01, the least quota of a control group.
-
-    The smallest of its affinity and the quotas of its control groups, whose files are under `root`.
-    """
-    # Python >= 3.13 has os.process_cpu_count for the first; nothing in Python gives the second.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([float(cores), *_quotas(root)])
 
 
 def processor_shares(device: torch.device) -> list[dict[str, Any]]:
@@ -117,36 +106,3 @@ def _crowded(shares: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]
 
 def _threads_per_capacity(shares: Sequence[Mapping[str, Any]]) -> float:
     return float(sum(share["threads"] for share in shares) / shares[0]["capacity"])
-
-
-def _quotas(root: Path) -> Iterator[float]:
-    """Yield the limit, in cores, of every control group of this process; Linux only, versions 1 and 2."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number != "0" and "cpu" not in controllers.split(","):
-            continue
-        mounted = root / ("sys/fs/cgroup" if number == "0" else "sys/fs/cgroup/cpu")
-        # A container may see its group's host path, with the group's own files at the top.
-        group = mounted / path.strip("/")
-        for folder in (group, *group.parents):
-            yield from _quota(folder)
-            if folder == mounted:
-                break
-
-
-def _quota(folder: Path) -> Iterator[float]:
-    """Yield a control group's own limit in cores, if any: its processor time per period."""
-    try:
-        if (folder / "cpu.max").exists():
-            quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
-        else:
-            quota = (folder / "cpu.cfs_quota_us").read_text(encoding="ascii")
-            period = (folder / "cpu.cfs_period_us").read_text(encoding="ascii")
-        if quota != "max" and int(quota) > 0:
-            yield int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):  # unreadable limits are ignored
-        return

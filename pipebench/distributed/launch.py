@@ -21,12 +21,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch 
 
 from pipebench.distributed import launch_child
 from pipebench.distributed.control import STOP_KEY
-from pipebench.distributed.cores import usable_cores
 from pipebench.distributed.launch_failure import FAILURE, Failure, read, report, root_cause, sentence
 from pipebench.distributed.launch_join import ATTEMPT, RUN, STORE, prefix
 from pipebench.distributed.private_store import PrivateStore, StoreServer
 from pipebench.engine.admission import STOPPING, handling_signals
 from pipebench.errors import printable_lines
+from pipebench.model.cores import usable_cores
 from pipebench.model.heap import HEAP
 
 # As Slurm and docker have between SIGTERM and SIGKILL.

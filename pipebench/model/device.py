@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import pipebench
+from pipebench.model.cores import usable_cores
 from pipebench.recipe.schema import EngineRecipe
 
 
@@ -25,6 +26,9 @@ def torch_settings(engine: EngineRecipe) -> Iterator[None]:
     try:
         if engine.threads != "auto":
             torch.set_num_threads(int(engine.threads))
+        elif "OMP_NUM_THREADS" not in os.environ:
+            # torch takes a thread per core of the host, where a container may use few of them.
+            torch.set_num_threads(max(1, min(threads, int(usable_cores()))))
         torch.set_float32_matmul_precision("high" if engine.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = engine.tf32
         torch.backends.cudnn.benchmark = not engine.deterministic

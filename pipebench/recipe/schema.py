@@ -264,7 +264,7 @@ class EngineRecipe:
     # process per worker, on the wall clock)
     kind: str = "virtual"
     device: str = "auto"  # `auto`, `cpu` or `cuda`: where arithmetic happens
-    threads: Any = "auto"  # `auto` or torch's number of threads
+    threads: Any = "auto"  # `auto`, as many as it may use cores, or torch's number of threads
     # `auto` (measured on cluster `local`, analytic elsewhere), `measured`, `anew` (measured, whatever the cache has),
     # `analytic` or a profile file
     timing: str = "auto"

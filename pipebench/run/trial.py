@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pipebench.distributed.cores import usable_cores
 from pipebench.engine.weights import Weights
 from pipebench.errors import UserCodeError
+from pipebench.model.cores import usable_cores
 from pipebench.model.optimizer import FUSED, called, key_of, make_optimizer
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.make import make_dataset

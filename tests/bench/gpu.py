@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from pipebench.distributed.cores import usable_cores
+from pipebench.model.cores import usable_cores
 from tests.bench.processes import machine
 from tests.bench.processes.main import NUM_PAIRS
 from tests.bench.processes.rows import HEAD, SINGLE_ON_GPU, TORCHS_ON_GPU, Row, distances, rows_of

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from pipebench.distributed import cores
-from pipebench.distributed.cores import crowding, processor_shares, shared_processors, turn_of, usable_cores
+from pipebench.distributed.cores import crowding, processor_shares, shared_processors, turn_of
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.meter import MeasuredMeter
+from pipebench.model.cores import usable_cores
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.simulate.costs import HostCosts, SharedProcessors
 from pipebench.simulate.meter import PREDICTION

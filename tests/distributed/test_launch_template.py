@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped] # it has no types of its own
 import pytest
 
-from pipebench.distributed.cores import usable_cores
 from pipebench.distributed.launch import run_workers
 from pipebench.distributed.launch_template import Template, TemplateWorker
+from pipebench.model.cores import usable_cores
 from tests.commands import CopiedCommand
 from tests.distributed.test_launch import ROOT, alive, script, when
 from tests.patience import PATIENCE_S

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 import pipebench
-from pipebench.distributed.cores import usable_cores
 from pipebench.files import replace as replace_file
 from pipebench.formats import num_bytes, number, percent, seconds
+from pipebench.model.cores import usable_cores
 from tests.lab.findings import Findings, Run, Wire, label
 from tests.lab.ladder import step_of
 from tests.lab.picture import draw

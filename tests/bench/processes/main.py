@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pipebench.distributed.cores import usable_cores
+from pipebench.model.cores import usable_cores
 from pipebench.model.heap import HEAP
 from pipebench.simulate.steady import simulate_segment
 from tests.bench.pairs import Ratio
